@@ -1,0 +1,66 @@
+"""`april`: the closed form of APRIL, from the gradients of the attention weights."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.attacks.solve import ridge_solve, warn_of_limits
+from privlab.errors import PrivlabError
+from privlab.threat import Capability, Observation
+
+__all__ = ["April"]
+
+
+@dataclass(frozen=True)
+class April:
+    """Recover the tokens z from the first attention layer, then the patches by the inverse of the projection.
+
+    Where attention acts on z itself, (∂ℓ/∂z)ᵀ z = W_Qᵀ ∂ℓ/∂W_Q + W_Kᵀ ∂ℓ/∂W_K + W_Vᵀ ∂ℓ/∂W_V, and ∂ℓ/∂z =
+    ∂ℓ/∂E_pos. Then x = W⁺ (z − E_pos − b). Exact where N + 1 ≤ D and the patches have no more values than z,
+    K ≤ D; W⁺ loses what K − D dimensions held. On a block with pre-norm or skip the identity does not hold.
+
+    Under MJP the attack runs as the paper runs it, not knowing the defense.
+
+    Args:
+        rtol: the ridge, relative to ‖∂ℓ/∂z‖_F; None: machine epsilon of the released gradients.
+
+    Source: APRIL (Lu et al., CVPR 2022); MJP (CVPR 2023), appendix G, Eq. 8 and 9.
+    """
+
+    name: ClassVar[str] = "april"
+    paper: ClassVar[str] = "APRIL (Lu et al. 2022); MJP (2023), Eq. 8 and 9"
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.KNOWS_WEIGHTS,
+            Capability.LEARNABLE_PE_GRADIENT,
+            Capability.APRIL_BLOCK,
+            Capability.BATCH_SIZE_ONE,
+        }
+    )
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "blocks.0.attn.qkv.weight")
+
+    rtol: float | None = None
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the images that the clients fed."""
+        vit = seen.model.vit
+        E_pos = vit.pos_embed
+        if E_pos is None or vit.no_embed_class:
+            raise PrivlabError(
+                "april reads ∂ℓ/∂z from position embeddings of all tokens; this model lacks some."
+            )
+        dz = seen.gradients["pos_embed"].squeeze(1)  # b × (N + 1) × D
+        warn_of_limits(self.name, dz, most=dz.shape[2])
+        W_qkv = vit.blocks[0].attn.qkv.weight.double()
+        z = ridge_solve(
+            dz, W_qkv.mT @ seen.gradients["blocks.0.attn.qkv.weight"].double(), self.rtol
+        )  # Eq. 8
+        proj = vit.patch_embed.proj
+        bias = 0 if proj.bias is None else proj.bias
+        height, width = seen.model.grid
+        embedded = (z - E_pos - bias)[:, -height * width :]
+        X = embedded @ torch.linalg.pinv(proj.weight.flatten(1).double()).mT  # Eq. 9
+        return seen.model.to_images(X)

@@ -1,0 +1,51 @@
+"""`jigsaw`: the block-wise jigsaw of MJP alone; every slot keeps its own position embedding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.errors import PrivlabError
+from privlab.patches import blockwise_mask, permute, shuffled_within
+from privlab.threat import Feed
+
+__all__ = ["Jigsaw"]
+
+
+@dataclass(frozen=True)
+class Jigsaw:
+    """Shuffle the patches of about γ·N block-wise chosen slots among themselves, by one draw per image.
+
+    Settings b and c of a victim that was not trained with MJP (Table 5, group 2), and variant E of Table 4.
+
+    Args:
+        gamma: the share γ of the slots that is masked, in [0, 1].
+
+    Source: MJP (CVPR 2023), Algorithm 1.
+    """
+
+    name: ClassVar[str] = "jigsaw"
+    paper: ClassVar[str] = "MJP (Ren et al. 2023), Alg. 1"
+
+    gamma: float = 0.27
+
+    def __post_init__(self) -> None:
+        """Check γ.
+
+        Raises:
+            PrivlabError: if γ is outside [0, 1].
+        """
+        if not 0 <= self.gamma <= 1:
+            raise PrivlabError(f"gamma (γ) must be in [0, 1]. Found {self.gamma}.")
+
+    def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return x̃ with the drawn mask and order."""
+        grid = (images.shape[2] // patch, images.shape[3] // patch)
+        masks = [blockwise_mask(grid, self.gamma, draw) for draw in draws]
+        orders = [shuffled_within(mask, draw) for mask, draw in zip(masks, draws, strict=True)]
+        order = torch.stack(orders).to(images.device)
+        moved = torch.stack(masks).to(images.device)
+        return Feed(images=permute(images, order, patch), order=order, moved=moved)

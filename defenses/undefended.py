@@ -1,0 +1,27 @@
+"""`none`: the client feeds its images as they are. The control of every defense, and setting a."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.threat import Feed
+
+__all__ = ["Undefended"]
+
+
+@dataclass(frozen=True)
+class Undefended:
+    """x̃ = x."""
+
+    name: ClassVar[str] = "none"
+    paper: ClassVar[str] = "the control"
+
+    def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return the images as they are, every patch in its own slot."""
+        b, _, h, w = images.shape
+        order = torch.arange((h // patch) * (w // patch), device=images.device).expand(b, -1)
+        return Feed(images=images, order=order, moved=torch.zeros_like(order, dtype=torch.bool))

@@ -1,0 +1,1 @@
+"""Experiments as data: the papers' tables and our studies."""

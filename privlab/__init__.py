@@ -1,0 +1,35 @@
+"""privlab measures how much of a private image the other side of a Vision Transformer can reconstruct.
+
+    images ─> victim + defense ─> observation ─> attack ─> reconstruction ─> metrics ─> record
+
+`attack` runs all of it; `victim`, `observe`, the attacks, the defenses and `metrics` can be used alone.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from privlab.gradients import observe
+    from privlab.images import open_images
+    from privlab.run import attack
+    from privlab.victims import Victim, victim
+
+__all__ = ["Victim", "__version__", "attack", "observe", "open_images", "victim"]
+
+__version__ = version("privlab")
+
+_HOME = {
+    "attack": "privlab.run",
+    "observe": "privlab.gradients",
+    "open_images": "privlab.images",
+    "Victim": "privlab.victims",
+    "victim": "privlab.victims",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import torch and timm on first use only: `privlab --help` needs neither."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'privlab' has no attribute '{name}'")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,342 @@
+"""The pipeline: images → victim + defense → observation → attack → reconstruction → metrics → record.
+
+Only this file holds both the private image and the reconstruction.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+import privlab
+from privlab.defenses import Undefended
+from privlab.draws import draw_for
+from privlab.errors import PrivlabError
+from privlab.gradients import observe
+from privlab.images import Chunk, Picture
+from privlab.metrics import Lpips, psnr_region, score
+from privlab.patches import inverse, permute, slots_to_pixels
+from privlab.plan import Cell, Specification, defense_of
+from privlab.threat import Attack, Feed, Observation
+from privlab.victims import Victim
+
+__all__ = ["CONTROL", "GEOMETRIES", "SCHEMA", "Evaluator", "Panel", "Record", "Scored", "Strip"]
+
+SCHEMA = 1
+"""Version of the records' columns."""
+
+GEOMETRIES = ("in_place", "oracle")
+"""How a reconstruction is laid out: as it is, or with its patches put where they belong by the evaluator."""
+
+CONTROL = "control:"
+"""How the attack column of a negative control starts."""
+
+Record = dict[str, Any]
+Scores = dict[str, list[float | None]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """One picture of a strip, with the lines that stand under it."""
+
+    image: Float[Tensor, "c h w"]
+    caption: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Strip:
+    """The pictures of one private image on one victim: a row of panels for each setting."""
+
+    image: str
+    victim: str
+    rows: tuple[tuple[Panel, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What came of a chunk: its number of images, its records, and a strip for each readable image."""
+
+    images: int
+    records: list[Record]
+    strips: list[Strip]
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Readable pictures on the device; their labels stand in `pictures` too."""
+
+    pictures: Sequence[Picture]
+    images: Float[Tensor, "b c h w"]
+    labels: Int[Tensor, " b"]
+
+    def take(self, rows: Sequence[int]) -> "_Batch":
+        return _Batch([self.pictures[i] for i in rows], self.images[rows], self.labels[rows])
+
+    def draws(self, seed: int, purpose: str) -> list[Generator]:
+        return [draw_for(seed, picture.sha256, purpose) for picture in self.pictures]
+
+
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """One setting of one batch: what is fed, and what a reconstruction is compared with."""
+
+    setting: str
+    feed: Feed
+    reference: Float[Tensor, "b c h w"]
+
+    def take(self, rows: Sequence[int]) -> "_Trial":
+        feed = self.feed
+        masked = None if feed.masked_pe is None else feed.masked_pe[rows]
+        taken = replace(
+            feed, images=feed.images[rows], order=feed.order[rows], moved=feed.moved[rows], masked_pe=masked
+        )
+        return _Trial(self.setting, taken, self.reference[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluator:
+    """Scores chunks of images on one victim: every setting, block variant, attack and geometry of a run.
+
+    `metrics` are those that can be computed here; the others stay null in the records. `others` are two
+    photographs, with their hashes, for the control "another image".
+    """
+
+    spec: Specification
+    base: Victim
+    cells: Sequence[Cell]
+    metrics: Sequence[str]
+    lpips: Mapping[str, Lpips]
+    others: tuple[tuple[str, Tensor], tuple[str, Tensor]]
+
+    def __call__(self, chunk: Chunk) -> Scored:
+        """Run the pipeline on one chunk."""
+        batch, failed = self._labelled(chunk)
+        records = [row for picture in failed for row in self._failures(picture)]
+        rows: list[list[tuple[Panel, ...]]] = [[] for _ in batch.pictures]
+        for setting in self.spec.settings if batch.pictures else ():
+            trial = self._trial(setting, batch)
+            records += self._controls(trial, batch)
+            panels = [
+                [
+                    Panel(x.cpu(), ("private image",)),
+                    Panel(fed.cpu(), (f"fed to the model, setting {setting}",)),
+                ]
+                for x, fed in zip(batch.images, trial.feed.images, strict=True)
+            ]
+            for cell in self.cells:
+                records += self._run(cell, trial, batch, panels)
+            for row, of_image in zip(rows, panels, strict=True):
+                row.append(tuple(of_image))
+        strips = [
+            Strip(p.name, self.base.name, tuple(row)) for p, row in zip(batch.pictures, rows, strict=True)
+        ]
+        return Scored(len(chunk.pictures) + len(chunk.failed), records, strips)
+
+    def _labelled(self, chunk: Chunk) -> tuple[_Batch, list[Picture]]:
+        """Label the pictures that have no label by the victim's own prediction; refuse labels out of range."""
+        device, classes = self.base.model.mean.device, self.base.model.vit.num_classes
+        images, pictures = chunk.images.to(device), list(chunk.pictures)
+        if self.spec.labels == "predicted" or any(picture.label is None for picture in pictures):
+            with torch.no_grad():
+                predicted = self.base.model(images).argmax(1).tolist()
+            pictures = [
+                replace(picture, label=label, label_origin="predicted")
+                if self.spec.labels == "predicted" or picture.label is None
+                else picture
+                for picture, label in zip(pictures, predicted, strict=True)
+            ]
+        rule = f"The victim has {classes} classes, so a label must be below."
+        fine = [i for i, picture in enumerate(pictures) if (picture.label or 0) < classes]
+        wrong = [
+            replace(p, problem=f"label {p.label}: {rule}") for p in pictures if (p.label or 0) >= classes
+        ]
+        labels = torch.tensor([picture.label for picture in pictures], dtype=torch.long, device=device)
+        return _Batch(pictures, images, labels).take(fine), [*chunk.failed, *wrong]
+
+    def _trial(self, setting: str, batch: _Batch) -> _Trial:
+        """Make what the clients feed, and the reference of the setting (MJP, section 5.4)."""
+        defense = Undefended() if setting == "a" else defense_of(self.spec, self.base, setting)
+        feed = defense(batch.images, self.base.model.patch, batch.draws(self.spec.seed, "defense"))
+        return _Trial(setting, feed, feed.images if setting == "b" else batch.images)
+
+    def _run(self, cell: Cell, trial: _Trial, batch: _Batch, panels: Sequence[list[Panel]]) -> list[Record]:
+        """Observe one batch and run every attack of the cell on it; their panels join those of the images."""
+        seen, seconds = self._timed(
+            lambda: observe(cell.victim.model, trial.feed, batch.labels, cell.parameters)
+        )
+        norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0)
+        sound = (norm.isfinite() & (norm > 0)).tolist()
+        facts: list[Record] = [
+            {"grad_norm": size if math.isfinite(size) else None, "seconds_observe": seconds / len(norm)}
+            for size in norm.tolist()
+        ]
+        records = [
+            row | facts[i] | _failed("the released gradient is zero or not finite")
+            for i, fine in enumerate(sound)
+            for row in ([] if fine else self._rows(batch.pictures[i], trial.setting, cell))
+        ]
+        kept = [i for i, fine in enumerate(sound) if fine]
+        if not kept:
+            return records
+        batch, trial, facts = batch.take(kept), trial.take(kept), [facts[i] for i in kept]
+        seen = replace(seen, gradients={name: g[kept] for name, g in seen.gradients.items()})
+        for attack in cell.attacks:
+            results = self._attack(cell, attack, seen, trial, batch)
+            for i, (image, scores) in enumerate(results):
+                rows = self._rows(batch.pictures[i], trial.setting, replace(cell, attacks=(attack,)))
+                records += [row | facts[i] | of_row for row, of_row in zip(rows, scores, strict=True)]
+                if image is not None:
+                    panels[kept[i]].append(_panel(image, cell.victim.block, attack.name, scores[0]))
+        return records
+
+    def _attack(
+        self, cell: Cell, attack: Attack, seen: Observation, trial: _Trial, batch: _Batch
+    ) -> list[tuple[Tensor | None, list[Record]]]:
+        """Return for each image its reconstruction, and what its rows say of it, one for each geometry."""
+        b = len(batch.pictures)
+        try:
+            images, seconds = self._timed(lambda: attack(seen))
+            _check_reconstruction(images, trial.reference)
+        except Exception as error:  # an attack may fail in any way: the row says so, and the run goes on
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            return [(None, [_failed(reason)] * len(GEOMETRIES))] * b
+        if self.spec.eight_bit:
+            images = (images * 255).round() / 255
+        scores, seconds_score = self._timed(lambda: self._geometries(images, trial, cell))
+        cost = {"seconds_attack": seconds / b, "seconds_score": seconds_score / b}
+        return [
+            (
+                image.cpu(),
+                [{name: values[i] for name, values in of_geometry.items()} | cost for of_geometry in scores],
+            )
+            for i, image in enumerate(images)
+        ]
+
+    def _geometries(self, images: Tensor, trial: _Trial, cell: Cell) -> list[Scores]:
+        """Score reconstructions in place, and with every patch put where it belongs.
+
+        In settings a and b the slots of the reconstruction are those of the reference, so both are the same.
+        """
+        moved = trial.feed.moved if trial.setting != "a" and bool(trial.feed.moved.any()) else None
+        in_place = self._score(images, trial.reference, moved)
+        if trial.setting != "c":
+            return [in_place, in_place]
+        at_home = permute(images, inverse(trial.feed.order), cell.victim.model.patch)
+        return [in_place, self._score(at_home, trial.reference, moved)]
+
+    def _score(self, images: Tensor, reference: Tensor, moved: Tensor | None = None) -> Scores:
+        scores = score(images, reference, self.metrics, self.lpips)
+        if moved is not None and "psnr" in self.metrics:
+            region = slots_to_pixels(moved, self.base.model.grid, self.base.model.patch)
+            scores["psnr_masked"] = psnr_region(images, reference, region)
+            scores["psnr_unmasked"] = psnr_region(images, reference, ~region)
+        return {name: _nullable(values) for name, values in scores.items()}
+
+    def _controls(self, trial: _Trial, batch: _Batch) -> list[Record]:
+        """Score pictures that no attack made: what "nothing leaks" looks like under each metric."""
+        patch, mean = self.base.model.patch, self.base.model.mean
+        draws = batch.draws(self.spec.seed, "control")
+        order = torch.stack([torch.randperm(trial.feed.order.shape[1], generator=draw) for draw in draws])
+        controls = {
+            "mean": mean.clamp(0, 1).expand_as(batch.images),
+            "other": torch.stack([self._other(picture) for picture in batch.pictures]).to(batch.images),
+            "shuffled": permute(batch.images, order.to(batch.images.device), patch),
+        }
+        records = []
+        for name, images in controls.items():
+            scores = self._score(images, trial.reference)
+            for i, picture in enumerate(batch.pictures):
+                row = self._row(picture, trial.setting, f"{CONTROL}{name}", GEOMETRIES[0])
+                records.append(row | {metric: values[i] for metric, values in scores.items()})
+        return records
+
+    def _other(self, picture: Picture) -> Tensor:
+        """Return another photograph: the first bundled one, or the second where that is the private image."""
+        first, second = self.others
+        return second[1] if first[0] == picture.sha256 else first[1]
+
+    def _failures(self, picture: Picture) -> list[Record]:
+        """Return the rows of a picture that could not be used."""
+        return [
+            row | _failed(picture.problem or "unreadable")
+            for setting in self.spec.settings
+            for cell in self.cells
+            for row in self._rows(picture, setting, cell)
+        ]
+
+    def _rows(self, picture: Picture, setting: str, cell: Cell) -> list[Record]:
+        """Return the rows of one picture in one cell, one for each attack and geometry, without its scores."""
+        return [
+            self._row(picture, setting, attack.name, geometry)
+            | {"block": cell.victim.block, "attack_params": json.dumps(asdict(attack))}  # pyright: ignore
+            for attack in cell.attacks
+            for geometry in GEOMETRIES
+        ]
+
+    def _row(self, picture: Picture, setting: str, attack: str, geometry: str) -> Record:
+        """Return what every row states of its victim, defense and image."""
+        defense, model = defense_of(self.spec, self.base, setting), self.base.model
+        return {
+            "victim": self.base.name,
+            "victim_params": json.dumps(self.base.params()),
+            "weights": self.base.weights.origin,
+            "weights_sha256": self.base.weights.sha256,
+            "defense": defense.name,
+            "defense_params": json.dumps(asdict(defense)),  # pyright: ignore[reportArgumentType]
+            "setting": setting,
+            "attack": attack,
+            "geometry": geometry,
+            "image": picture.name,
+            "image_sha256": picture.sha256,
+            "label": picture.label,
+            "label_origin": picture.label_origin,
+            "seed": self.spec.seed,
+            "device": str(model.mean.device),
+            "dtype": str(model.mean.dtype).removeprefix("torch."),
+            "status": "ok",
+            "schema": SCHEMA,
+            "privlab_version": privlab.__version__,
+        }
+
+    def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        """Return a result and the seconds it took, the device's queue included."""
+        self._wait()
+        start = time.perf_counter()
+        result = work()
+        self._wait()
+        return result, time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.base.model.mean.is_cuda:
+            torch.cuda.synchronize(self.base.model.mean.device)
+
+
+def _failed(reason: str) -> Record:
+    return {"status": "failed", "reason": reason}
+
+
+def _nullable(values: Tensor) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def _panel(image: Tensor, block: str, attack: str, scores: Record) -> Panel:
+    shown = [
+        f"{name.upper()} {value:.{n}f}"
+        for name, n in (("psnr", 2), ("ssim", 3))
+        if (value := scores.get(name)) is not None
+    ]
+    return Panel(image, (f"{attack} ({block} block)", "  ".join(shown)))
+
+
+def _check_reconstruction(images: Tensor, reference: Tensor) -> None:
+    if images.shape != reference.shape:
+        raise PrivlabError(f"the attack returned {tuple(images.shape)} instead of {tuple(reference.shape)}")
+    if not images.isfinite().all():
+        raise PrivlabError("the attack returned values that are not finite")

@@ -1,0 +1,366 @@
+"""How near a reconstruction x comes to the reference y: one pure function per metric, one value per image.
+
+Images are RGB in [0, 1] at the victim's resolution. Results are float64 and never averaged over the batch.
+Pixels outside [0, 1], NaN among them, are refused: such images are still normalised or were never
+clipped, and their scores would flatter a defense.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from privlab.errors import PrivlabError, unknown_name
+from privlab.lpips_backbones import BACKBONES, LpipsUnavailable, find_backbone, load_features, read_features
+
+__all__ = [
+    "METRICS",
+    "Lpips",
+    "LpipsUnavailable",
+    "Metric",
+    "fft2d",
+    "fft2d_mjp",
+    "load_lpips",
+    "mse",
+    "psnr",
+    "psnr_region",
+    "score",
+    "ssim",
+    "ssim_skimage",
+]
+
+_RADIUS, _SIGMA = 5, 1.5  # of the Gaussian window of SSIM, 11 × 11
+_C1, _C2 = 0.01**2, 0.03**2
+_CHW = (1, 2, 3)
+
+
+def mse(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Mean squared error per image, over channels and pixels: mean((x − y)²).
+
+    Range [0, 1], in squared units of pixels in [0, 1]; lower leaks.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+    """
+    return _mse(_pair(x, y))
+
+
+def psnr(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Peak signal-to-noise ratio per image, in dB: −10 log₁₀ MSE(x, y).
+
+    Range [0, ∞]; higher leaks. Equal images give inf, which no ε hides.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+    """
+    return _psnr(_pair(x, y))
+
+
+def psnr_region(
+    x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"], region: Bool[Tensor, "b h w"]
+) -> Float[Tensor, " b"]:
+    """PSNR per image over the pixels where `region` is True, in dB: −10 log₁₀ mean_region((x − y)²).
+
+    Range [0, ∞]; higher leaks. An image whose region is empty gives nan.
+
+    Raises:
+        PrivlabError: if the shapes do not fit or a pixel lies outside [0, 1].
+    """
+    pair = _pair(x, y)
+    if region.shape != x[:, 0].shape:
+        raise PrivlabError(f"region must be {_by(x[:, 0])}, as the images are. Found {_by(region)}.")
+    error = (pair.x - pair.y).square().mean(dim=1) * region
+    return -10 * (error.sum(dim=(1, 2)) / region.sum(dim=(1, 2))).log10()
+
+
+def ssim(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Structural similarity per image, in MJP's convention: the zero-padded map, averaged over all of it.
+
+    (2 μx μy + C₁)(2 σxy + C₂) / ((μx² + μy² + C₁)(σx² + σy² + C₂)), with C₁ = 0.01², C₂ = 0.03² and moments
+    under an 11 × 11 Gaussian window of σ = 1.5 (biased variances), per channel. Range [−1, 1]; higher leaks.
+    Outside the image are zeros in both, so that a border of 5 pixels is rated too similar: for images of 32
+    pixels a side that is half of the map.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+
+    Source: Wang et al. 2004; the padding is that of pytorch-ssim, which MJP's tables use.
+    """
+    return _ssim(_pair(x, y))
+
+
+def ssim_skimage(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Structural similarity per image as scikit-image has it: the map of `ssim`, cropped by 5 pixels a side.
+
+    Equals `structural_similarity(gaussian_weights=True, sigma=1.5, use_sample_covariance=False,
+    data_range=1)`. Range [−1, 1]; higher leaks.
+
+    Raises:
+        PrivlabError: if an image is smaller than 11 × 11, the shapes differ, or a pixel lies outside [0, 1].
+
+    Source: Wang et al. 2004, in its authors' setting.
+    """
+    return _ssim_skimage(_pair(x, y))
+
+
+def fft2d(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Cosine distance of the 2-D spectra per image: 1 − Re⟨F, G⟩ / (‖F‖ ‖G‖), each channel's DC set to zero.
+
+    By Parseval ⟨F, G⟩ = h w ⟨x, y⟩, and no DC is no mean: it is 1 minus the correlation of the pixels, each
+    channel less its mean, and says nothing that pixels do not. Range [0, 2], 1 for unrelated images; lower
+    leaks. Where x or y has constant channels only, the distance is undefined: nan.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+
+    Source: what the script of MJP (Ren et al. 2023) means to compute; see `fft2d_mjp` for what it computes.
+    """
+    return _fft2d(_pair(x, y))
+
+
+def fft2d_mjp(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """FFT2D as MJP's script computes it: |1 − Σ F G / √(Σ F F · Σ G G)|, without a complex conjugate.
+
+    F, G are numpy's fft2 of x, y per channel; sums run over channels and frequencies. Without the conjugate,
+    Σ F(k) G(k) = h w Σ x(n) y(−n mod (h, w)): x is compared with y turned by 180°. Pixels in [0, 1] make all
+    three sums real and non-negative, and so the root is real; but Cauchy and Schwarz do not bound the ratio.
+    Range [0, ∞); lower leaks. Where Σ F F or Σ G G is 0 (a black image), it is undefined: nan or inf.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+
+    Source: the evaluation script of MJP (Ren et al. 2023), with the complex cosine distance of SciPy 1.0.
+    """
+    return _fft2d_mjp(_pair(x, y))
+
+
+@dataclass(frozen=True, eq=False)
+class Lpips:
+    """LPIPS with one pretrained backbone, and what identifies that backbone; called as `lpips(x, y)`."""
+
+    module: nn.Module
+    net: str  # alex, vgg or squeeze
+    sha256: str  # of the backbone's file
+    file: str  # its name
+
+    def __call__(self, x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+        """Learned perceptual distance per image: Σ_layers mean_hw Σ_c w_c (φ_c(x) − φ_c(y))².
+
+        φ are the unit-normalised features of 2 x − 1, in [−1, 1], as the network was trained; they are
+        computed in float32. Range [0, ∞); lower leaks.
+
+        Raises:
+            PrivlabError: if images are not RGB, too small for the backbone, or a pixel lies outside [0, 1].
+
+        Source: Zhang et al. 2018; the `lpips` package, version 0.1 of the linear layers.
+        """
+        return _lpips(_pair(x, y), self)
+
+
+def load_lpips(net: str, weights: Path | None = None, device: torch.device | str = "cpu") -> Lpips:
+    """Return LPIPS with the pretrained backbone "alex", "vgg" or "squeeze"; never with a random one.
+
+    The backbone is the file `weights`, or is found in the folder `weights`; without it, in torchvision's
+    cache or by torchvision's download. Torch's global random state stays as it is.
+
+    Raises:
+        LpipsUnavailable: if the backbone is in none of these places.
+        PrivlabError: if there is no network of that name, or the file does not fit it.
+    """
+    path = find_backbone(net, weights)
+    features, sha256 = read_features(path)
+    module = _random_lpips(net)
+    load_features(module.get_submodule("net"), features, path)
+    return Lpips(module.requires_grad_(False).to(device), net, sha256, path.name)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row of `METRICS`: what a value means and how a table prints it."""
+
+    name: str
+    function: Callable[[Tensor, Tensor], Tensor] | None  # None: needs weights, see `load_lpips`
+    direction: Literal["higher leaks", "lower leaks"]
+    range: tuple[float, float]
+    decimals: int
+    source: str
+
+    @property
+    def arrow(self) -> str:
+        """The direction that leaks, as tables print it."""
+        return "↑" if self.direction == "higher leaks" else "↓"
+
+
+_MJP = "Ren et al. 2023 (MJP)"
+_LPIPS = "Zhang et al. 2018 (LPIPS)"
+METRICS: dict[str, Metric] = {
+    "mse": Metric("mse", mse, "lower leaks", (0.0, 1.0), 4, "mean squared error"),
+    "psnr": Metric("psnr", psnr, "higher leaks", (0.0, math.inf), 2, "−10 log₁₀ MSE, in dB"),
+    "ssim": Metric("ssim", ssim, "higher leaks", (-1.0, 1.0), 4, f"Wang et al. 2004, zero padding: {_MJP}"),
+    "ssim_skimage": Metric("ssim_skimage", ssim_skimage, "higher leaks", (-1.0, 1.0), 4, "Wang et al. 2004"),
+    "fft2d": Metric("fft2d", fft2d, "lower leaks", (0.0, 2.0), 4, f"{_MJP}, conjugate and DC mended"),
+    "fft2d_mjp": Metric("fft2d_mjp", fft2d_mjp, "lower leaks", (0.0, math.inf), 4, f"{_MJP}, as released"),
+    "lpips_alex": Metric("lpips_alex", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
+    "lpips_vgg": Metric("lpips_vgg", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
+    "lpips_squeeze": Metric("lpips_squeeze", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
+}
+
+
+@torch.no_grad()
+def score(
+    x: Float[Tensor, "b c h w"],
+    y: Float[Tensor, "b c h w"],
+    metrics: Sequence[str],
+    lpips: Mapping[str, Lpips] = {},
+) -> dict[str, Float[Tensor, " b"]]:
+    """Return the wanted `metrics` by name, one value per image each, with what they share computed once.
+
+    `lpips` holds the backbones by network: {"alex": load_lpips("alex")} for the metric "lpips_alex".
+
+    Raises:
+        PrivlabError: if a metric is unknown, lacks its backbone or refuses the images.
+    """
+    for name in metrics:
+        _check_metric(name, lpips)
+    pair = _pair(x, y)
+    return {name: _value(name, pair, lpips) for name in metrics}
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """Checked images in float64, with the map that both SSIMs average."""
+
+    x: Float[Tensor, "b c h w"]
+    y: Float[Tensor, "b c h w"]
+
+    @cached_property
+    def ssim_map(self) -> Float[Tensor, "b c h w"]:
+        x, y = self.x, self.y
+        μx, μy, squares, products = _gaussian(torch.stack([x, y, x * x + y * y, x * y]))
+        μμ, μxμy = μx * μx + μy * μy, μx * μy
+        luminance = (2 * μxμy + _C1) / (μμ + _C1)
+        return luminance * (2 * (products - μxμy) + _C2) / (squares - μμ + _C2)
+
+
+def _pair(x: Tensor, y: Tensor) -> _Pair:
+    if x.shape != y.shape:
+        raise PrivlabError(f"x and y must be of one shape. Found {_by(x)} and {_by(y)}.")
+    for name, image in {"x": x, "y": y}.items():
+        if not ((image >= 0) & (image <= 1)).all():  # so written, NaN fails too
+            low, high = (bound.item() for bound in image.aminmax())
+            raise PrivlabError(f"{name} must be RGB in [0, 1]. Found values from {low:.4g} to {high:.4g}.")
+    return _Pair(x.double(), y.double())
+
+
+def _by(image: Tensor) -> str:
+    return "×".join(map(str, image.shape))
+
+
+def _mse(pair: _Pair) -> Float[Tensor, " b"]:
+    return (pair.x - pair.y).square().mean(dim=_CHW)
+
+
+def _psnr(pair: _Pair) -> Float[Tensor, " b"]:
+    return -10 * _mse(pair).log10()
+
+
+def _ssim(pair: _Pair) -> Float[Tensor, " b"]:
+    return pair.ssim_map.mean(dim=_CHW)
+
+
+def _ssim_skimage(pair: _Pair) -> Float[Tensor, " b"]:
+    h, w = pair.x.shape[-2:]
+    if min(h, w) <= 2 * _RADIUS:
+        raise PrivlabError(f"ssim_skimage needs images of at least 11×11 pixels. Found {h}×{w}.")
+    inner = slice(_RADIUS, -_RADIUS)
+    return pair.ssim_map[..., inner, inner].mean(dim=_CHW)
+
+
+def _gaussian(images: Float[Tensor, "*n h w"]) -> Float[Tensor, "*n h w"]:
+    """Filter by the window with zeros outside; banded matrices are faster than convolution here."""
+    h, w = images.shape[-2:]
+    return _toeplitz(h, images) @ images @ _toeplitz(w, images)
+
+
+def _toeplitz(n: int, like: Tensor) -> Float[Tensor, "{n} {n}"]:
+    i = torch.arange(n, dtype=like.dtype, device=like.device)
+    window = sum(math.exp(-(k**2) / (2 * _SIGMA**2)) for k in range(-_RADIUS, _RADIUS + 1))
+    offset = i[:, None] - i
+    return torch.exp(-(offset**2) / (2 * _SIGMA**2)) * (offset.abs() <= _RADIUS) / window
+
+
+def _fft2d(pair: _Pair) -> Float[Tensor, " b"]:
+    x, y = _centred(pair.x), _centred(pair.y)
+    norms = (_dot(x, x) * _dot(y, y)).sqrt()
+    return (1 - _dot(x, y) / norms).clamp(0, 2)  # rounding oversteps the bounds
+
+
+def _fft2d_mjp(pair: _Pair) -> Float[Tensor, " b"]:
+    x, y = pair.x, pair.y
+    x_turned, y_turned = _turned(x), _turned(y)
+    norms = (_dot(x, x_turned) * _dot(y, y_turned)).sqrt()
+    return (1 - _dot(x, y_turned) / norms).abs()
+
+
+def _centred(image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    shifted = image - image[..., :1, :1]  # makes a constant channel 0, where its rounded mean might not
+    return shifted - shifted.mean(dim=(2, 3), keepdim=True)
+
+
+def _turned(image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    """Return g(−n mod (h, w)) for g(n)."""
+    return image.flip((2, 3)).roll((1, 1), (2, 3))
+
+
+def _dot(f: Float[Tensor, "b c h w"], g: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    return (f * g).sum(dim=_CHW)
+
+
+def _lpips(pair: _Pair, lpips: Lpips) -> Float[Tensor, " b"]:
+    _, c, h, w = pair.x.shape
+    side = BACKBONES[lpips.net].min_side
+    if c != 3 or min(h, w) < side:
+        raise PrivlabError(f"lpips_{lpips.net} needs images of at least 3×{side}×{side}. Found {c}×{h}×{w}.")
+    weight = next(lpips.module.parameters())
+    x, y = ((2 * image - 1).to(weight) for image in (pair.x, pair.y))
+    return lpips.module(x, y).flatten().to(pair.x)
+
+
+def _random_lpips(net: str) -> nn.Module:
+    """Return LPIPS with its trained linear layers on a random trunk, for `load_features` to fill."""
+    import lpips
+
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        warnings.simplefilter("ignore")  # the package calls torchvision with the deprecated `pretrained=`
+        return lpips.LPIPS(net=net, pnet_rand=True, verbose=False)
+
+
+_FORMULAS: dict[str, Callable[[_Pair], Tensor]] = {
+    "mse": _mse,
+    "psnr": _psnr,
+    "ssim": _ssim,
+    "ssim_skimage": _ssim_skimage,
+    "fft2d": _fft2d,
+    "fft2d_mjp": _fft2d_mjp,
+}
+
+
+def _check_metric(name: str, lpips: Mapping[str, Lpips]) -> None:
+    if name not in METRICS:
+        raise unknown_name("metric", name, METRICS)
+    if name not in _FORMULAS and (net := name.removeprefix("lpips_")) not in lpips:
+        found = ", ".join(lpips) or "none"
+        raise PrivlabError(f"{name} needs lpips={{'{net}': load_lpips('{net}')}}. Found backbones: {found}.")
+
+
+def _value(name: str, pair: _Pair, lpips: Mapping[str, Lpips]) -> Float[Tensor, " b"]:
+    if name in _FORMULAS:
+        return _FORMULAS[name](pair)
+    return _lpips(pair, lpips[name.removeprefix("lpips_")])

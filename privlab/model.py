@@ -1,0 +1,164 @@
+"""timm's VisionTransformer as a victim: pixels in [0, 1] at its input, the position embedding chosen per slot."""
+
+import copy
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from timm.layers import PatchEmbed
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from privlab.errors import PrivlabError
+from privlab.patches import unpatchify
+
+__all__ = ["AprilBlock", "VictimModel", "april_twin"]
+
+
+class AprilBlock(nn.Module):
+    """A block without pre-norm and without skips: attention acts on the embeddings themselves.
+
+    x ↦ MLP(LN₂(Attention(x))), as the published numbers of APRIL and MJP were made (breaching's model).
+    """
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.attn, self.ls1, self.drop_path1 = block.attn, block.ls1, block.drop_path1
+        self.norm2, self.mlp, self.ls2, self.drop_path2 = block.norm2, block.mlp, block.ls2, block.drop_path2
+
+    def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
+        """Apply attention, then the MLP."""
+        x = self.drop_path1(self.ls1(self.attn(x)))
+        return self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class VictimModel(nn.Module):
+    """A timm VisionTransformer that takes pixels in [0, 1] and may replace the PE of some slots by E_unk.
+
+    The embedding is z₀ = [cls; x¹E; …; xᴺE] + E_pos (MJP, Eq. 3). At the slots that `masked_pe` marks, the rows
+    of E_pos are replaced by the shared `unk_embed` (E_unk; Eq. 4, 5), or by zero.
+
+    Raises:
+        PrivlabError: if the patches are not embedded linearly, or the model is a subclass with tokens of its own.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        vit: VisionTransformer,
+        mean: Sequence[float],
+        std: Sequence[float],
+        unk_embed: Float[Tensor, "1 1 d"] | None = None,
+    ) -> None:
+        super().__init__()
+        _check(vit)
+        self.vit = vit
+        self.unk_embed = None if unk_embed is None else nn.Parameter(unk_embed)
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
+
+    @property
+    def patch(self) -> int:
+        """Return the side of a patch, in pixels."""
+        return self.vit.patch_embed.patch_size[0]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Return the patches in a column and in a row."""
+        return self.vit.patch_embed.grid_size
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Return (c, h, w) of the input."""
+        height, width = self.grid
+        return self.vit.patch_embed.proj.in_channels, height * self.patch, width * self.patch
+
+    def normalise(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        """Return (images − mean) / std."""
+        return (images - self.mean) / self.std
+
+    def to_images(self, patches: Float[Tensor, "b n k"]) -> Float[Tensor, "b c h w"]:
+        """Turn rows of normalised patches into images, clipped to [0, 1], in the model's precision."""
+        images = unpatchify(patches, self.image_shape) * self.std + self.mean
+        return images.clamp(0, 1).to(self.mean.dtype)
+
+    def embed(
+        self,
+        images: Float[Tensor, "b c h w"],
+        masked_pe: Bool[Tensor, "b n"] | None = None,
+        replacement: Literal["unknown", "zero"] = "unknown",
+    ) -> Float[Tensor, "b t d"]:
+        """Return the tokens z₀ that the first block sees, before any dropout (MJP, Eq. 3 to 5).
+
+        Raises:
+            PrivlabError: if E_unk is asked for and the model has none.
+        """
+        vit = self.vit
+        patches = vit.patch_embed.proj(self.normalise(images)).flatten(2).mT
+        b, n, _ = patches.shape
+        prefix = [p.expand(b, -1, -1) for p in (vit.cls_token, vit.reg_token) if p is not None]
+        tokens = torch.cat([*prefix, patches], 1)
+        if vit.pos_embed is None:
+            return tokens
+        pe = vit.pos_embed.expand(b, -1, -1)
+        if masked_pe is not None:
+            slots = torch.where(masked_pe[..., None], self._replacement(replacement), pe[:, -n:])
+            pe = torch.cat([pe[:, :-n], slots], 1)
+        free = tokens.shape[1] - pe.shape[1]  # prefix tokens that carry no PE (timm's no_embed_class)
+        return torch.cat([tokens[:, :free], tokens[:, free:] + pe], 1)
+
+    def _replacement(self, kind: Literal["unknown", "zero"]) -> Tensor:
+        if kind == "zero":
+            return self.mean.new_zeros(())
+        if self.unk_embed is None:
+            raise PrivlabError(
+                "MJP puts E_unk at the masked slots, and this model has none. Use a `_mjp` victim."
+            )
+        return self.unk_embed
+
+    def classify(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b y"]:
+        """Return the logits of embedded tokens."""
+        vit = self.vit
+        x = vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens)))
+        return vit.forward_head(vit.norm(vit.blocks(x)))
+
+    def forward(
+        self,
+        images: Float[Tensor, "b c h w"],
+        masked_pe: Bool[Tensor, "b n"] | None = None,
+        replacement: Literal["unknown", "zero"] = "unknown",
+    ) -> Float[Tensor, "b y"]:
+        """Return the logits of images in [0, 1]; the arguments are those of `embed`."""
+        return self.classify(self.embed(images, masked_pe, replacement))
+
+
+def april_twin(model: VictimModel) -> VictimModel:
+    """Return a copy whose first block has neither pre-norm nor skip.
+
+    Raises:
+        PrivlabError: if something stands between the embedding and the attention, or the block is unknown.
+    """
+    vit = model.vit
+    if not (isinstance(vit.blocks[0], Block) and isinstance(vit.norm_pre, nn.Identity)):
+        raise PrivlabError(
+            "--block april needs timm's plain Block right after the embedding. "
+            f"Found {type(vit.blocks[0]).__name__} after {type(vit.norm_pre).__name__}: use --block stock."
+        )
+    twin = copy.deepcopy(model)
+    twin.vit.blocks[0] = AprilBlock(twin.vit.blocks[0])
+    return twin
+
+
+def _check(vit: VisionTransformer) -> None:
+    if type(vit) is not VisionTransformer:
+        raise PrivlabError(f"A victim is one of timm's VisionTransformer. Found {type(vit).__name__}.")
+    embed, proj = vit.patch_embed, getattr(vit.patch_embed, "proj", None)
+    plain = type(embed) is PatchEmbed and isinstance(embed.norm, nn.Identity) and not vit.dynamic_img_size
+    if not plain or not proj.kernel_size[0] == proj.kernel_size[1] == proj.stride[0] == proj.stride[1]:
+        raise PrivlabError(
+            "A victim embeds square patches that do not overlap linearly, at a fixed input size. "
+            f"Found {type(embed).__name__} with {proj}, dynamic_img_size={vit.dynamic_img_size}."
+        )

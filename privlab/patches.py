@@ -1,0 +1,116 @@
+"""Images as bags of patches: cutting, joining, permuting by index, and the block-wise mask of BEiT and MJP.
+
+Permutations are index tensors, never matrices: `order[i]` names the patch that slot i holds.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor
+
+from privlab.errors import PrivlabError
+
+__all__ = [
+    "blockwise_mask",
+    "inverse",
+    "patchify",
+    "permute",
+    "shuffled_within",
+    "slots_to_pixels",
+    "unpatchify",
+]
+
+
+def patchify(images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n k"]:
+    """Cut images into rows of k = c·patch² values, in the order of a convolution's flattened weight.
+
+    Raises:
+        PrivlabError: if the sides are no multiples of `patch`.
+    """
+    _, c, h, w = images.shape
+    if h % patch or w % patch:
+        raise PrivlabError(f"Image sides must be multiples of the patch size {patch}. Found {h}×{w}.")
+    grid = images.reshape(-1, c, h // patch, patch, w // patch, patch)
+    return grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpatchify(patches: Float[Tensor, "b n k"], shape: tuple[int, int, int]) -> Float[Tensor, "b c h w"]:
+    """Join patches into images of `shape` (c, h, w); the inverse of `patchify`."""
+    c, h, w = shape
+    patch = math.isqrt(patches.shape[-1] // c)
+    return F.fold(patches.mT, (h, w), kernel_size=patch, stride=patch)
+
+
+def permute(
+    images: Float[Tensor, "b c h w"], order: Int[Tensor, "b n"], patch: int
+) -> Float[Tensor, "b c h w"]:
+    """Rearrange patches so that slot i of the result holds patch `order[i]` of the image."""
+    patches = patchify(images, patch)
+    rows = order[..., None].expand(-1, -1, patches.shape[-1])
+    return unpatchify(patches.gather(1, rows), tuple(images.shape[1:]))
+
+
+def inverse(order: Int[Tensor, "b n"]) -> Int[Tensor, "b n"]:
+    """Return the inverse permutation of each row."""
+    return order.argsort(dim=1)
+
+
+def shuffled_within(mask: Bool[Tensor, " n"], draw: Generator) -> Int[Tensor, " n"]:
+    """Return the order that shuffles the masked slots among themselves (MJP, Alg. 1, line 4: JigsawPuzzle)."""
+    order = torch.arange(len(mask))
+    slots = mask.nonzero().squeeze(1)
+    order[slots] = slots[torch.randperm(len(slots), generator=draw)]
+    return order
+
+
+def slots_to_pixels(
+    slots: Bool[Tensor, "b n"], grid: tuple[int, int], patch: int
+) -> Bool[Tensor, "b {grid[0]*patch} {grid[1]*patch}"]:
+    """Widen a mask over patch slots to a mask over pixels."""
+    square = slots.unflatten(1, grid)
+    return square.repeat_interleave(patch, 1).repeat_interleave(patch, 2)
+
+
+def blockwise_mask(
+    grid: tuple[int, int], ratio: float, draw: Generator, *, smallest: int = 8, aspect: float = 0.3
+) -> Bool[Tensor, " {grid[0]*grid[1]}"]:
+    """Mask about ratio·n slots of a grid by random rectangles (BEiT, Alg. 1; MJP, Alg. 1, line 3).
+
+    Blocks of s ~ U(smallest, slots left to mask) slots and log-uniform aspect ratio in [aspect, 1/aspect]
+    are laid down until ⌊ratio·n⌋ slots are covered. A block that would cover more than are left is drawn
+    anew, so the count is never above the target; it falls short only where ten draws in a row find no room.
+
+    Raises:
+        PrivlabError: if `ratio` is outside [0, 1].
+    """
+    if not 0 <= ratio <= 1:
+        raise PrivlabError(f"The mask ratio γ must be in [0, 1]. Found {ratio}.")
+    height, width = grid
+    target = int(ratio * height * width)
+    mask = torch.zeros(grid, dtype=torch.bool)
+    if target == height * width:
+        return ~mask.flatten()  # no rectangle smaller than the grid has to be found
+    while (left := target - int(mask.sum())) > 0:
+        if not _add_block(mask, left, smallest, aspect, draw):
+            break
+    return mask.flatten()
+
+
+def _add_block(mask: Bool[Tensor, "h w"], left: int, smallest: int, aspect: float, draw: Generator) -> bool:
+    """Cover at least one and at most `left` new slots by one rectangle; False after ten failures."""
+    height, width = mask.shape
+    for _ in range(10):
+        size, shape, top, side = torch.rand(4, generator=draw, dtype=torch.float64).tolist()
+        area = min(smallest, left) + size * (left - min(smallest, left))
+        ratio = math.exp((2 * shape - 1) * math.log(aspect))
+        h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if not (0 < h <= height and 0 < w <= width):
+            continue
+        t, s = int(top * (height - h + 1)), int(side * (width - w + 1))
+        block = mask[t : t + h, s : s + w]
+        if 0 < int((~block).sum()) <= left:
+            block[:] = True
+            return True
+    return False

@@ -1,0 +1,317 @@
+"""One run: from a specification to records and strips, readable at any moment."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from timm.data import ImageNetInfo
+from timm.models.vision_transformer import VisionTransformer
+
+from privlab.errors import PrivlabError
+from privlab.evaluate import Evaluator, Scored
+from privlab.images import ImageSource, Preprocessing, batches, open_images
+from privlab.lpips_backbones import LpipsUnavailable
+from privlab.machine import commit, hardware, pick_device, versions
+from privlab.metrics import Lpips, load_lpips, score
+from privlab.plan import Cell, Specification, defense_of, plan
+from privlab.report.strips import draw_strip, strip_name
+from privlab.store import RunDirectory, to_frame
+from privlab.threat import PrivlabWarning
+from privlab.victims import Victim, victim
+
+__all__ = ["Outcome", "attack", "execute", "specify"]
+
+Progress = Callable[[int, int | None], None]
+"""(images done, images in all or None) of a run, over all its victims."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a run left behind.
+
+    `missing` says of each metric that could not be computed why; `failed` counts the images without a score.
+    """
+
+    spec: Specification
+    records: pd.DataFrame
+    victims: tuple[Victim, ...]
+    warnings: tuple[str, ...]
+    missing: Mapping[str, str]
+    path: Path | None
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Return the reason of each image that has a failed record."""
+        failed = self.records[self.records.status == "failed"]
+        return dict(zip(failed.image, failed.reason, strict=True))
+
+
+def attack(
+    model: str | Sequence[str] | VisionTransformer,
+    setting: str | Sequence[str] | None = None,
+    *,
+    attack: str | Sequence[str] | None = None,
+    images: str | Path | Sequence[str | Path] = "samples",
+    metrics: str | Sequence[str] | None = None,
+    device: str = "auto",
+    batch_size: int | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    **options: Any,  # noqa: ANN401
+) -> pd.DataFrame:
+    """Run attacks on a victim and return one record per image, attack and geometry.
+
+    Args:
+        model: a victim's name or names, or a timm VisionTransformer of your own, which is left as it is.
+        setting: "a", "b" or "c", or several; by default c where a defense is at work, else a.
+        attack: the attacks; by default all that can run.
+        images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
+        metrics: names of `privlab.metrics.METRICS`; by default all but LPIPS of VGG and SqueezeNet.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        batch_size: images at a time; by default 8 on a CPU and 64 on a GPU.
+        out: the run directory; without one nothing is written.
+        overwrite: whether an earlier run in `out` gives way.
+        options: the other fields of `privlab.plan.Specification`: weights, block, gamma, limit, seed …
+
+    Raises:
+        PrivlabError: if something asked for does not exist, or an attack lacks a capability.
+
+    Warns:
+        PrivlabWarning: for everything that weakens the verdict.
+    """
+    own = model if isinstance(model, VisionTransformer) else None
+    spec = specify(
+        "own" if own is not None else model, setting, attack=attack, images=images, metrics=metrics, **options
+    )
+    done = execute(spec, own=own, device=device, batch_size=batch_size, out=out, overwrite=overwrite)
+    for message in done.warnings:
+        warnings.warn(message, PrivlabWarning, stacklevel=2)
+    return done.records
+
+
+def specify(
+    model: str | Sequence[str],
+    setting: str | Sequence[str] | None = None,
+    *,
+    attack: str | Sequence[str] | None = None,
+    images: str | Path | Sequence[str | Path] = "samples",
+    metrics: str | Sequence[str] | None = None,
+    **options: Any,  # noqa: ANN401
+) -> Specification:
+    """Return a specification from names, each one name, several with commas, or a sequence of names.
+
+    Raises:
+        PrivlabError: for an unknown name or option.
+    """
+    models, defense = _names(model), options.get("defense", "auto")
+    defended = defense not in ("auto", "none") or any(name.endswith("_mjp") for name in models)
+    given: dict[str, Any] = {"models": models, "settings": _names(setting or ("c" if defended else "a"))}
+    if attack is not None:
+        given["attacks"] = _names(attack)
+    if metrics is not None:
+        given["metrics"] = _names(metrics)
+    sources = [images] if isinstance(images, str | Path) else images
+    unknown = sorted(set(options) - set(Specification.__dataclass_fields__))
+    if unknown:
+        raise PrivlabError(f"Unknown option {unknown[0]}. Known: {', '.join(Specification.__dataclass_fields__)}.")
+    return Specification(**given, images=tuple(str(source) for source in sources), **options)
+
+
+def execute(
+    spec: Specification,
+    *,
+    own: VisionTransformer | None = None,
+    device: str = "auto",
+    batch_size: int | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    strips: bool = True,
+    progress: Progress = lambda done, total: None,
+) -> Outcome:
+    """Check everything, then run; what is finished is on disk at any moment.
+
+    Raises:
+        PrivlabError: before anything is run, if a part does not exist or does not fit; while it runs, if the run
+            directory cannot be written.
+    """
+    target = pick_device(device)
+    messages: list[str] = []
+    with _collected(messages):
+        victims = _victims(spec, own)
+        cells = [plan(spec, base) for base in victims]
+        for base in victims:
+            for setting in spec.settings:
+                defense_of(spec, base, setting)
+        lpips, missing = _lpips(spec, target, victims)
+        source = _source(spec, victims)
+    metrics = [name for name in spec.metrics if name not in missing]
+    messages += [f"{name} is n/a: {reason}" for name, reason in missing.items()]
+    run = None if out is None else RunDirectory.create(Path(out), overwrite=overwrite)
+    facts = _facts(spec, victims, cells, lpips, target, source) | {"missing_metrics": missing}
+    kept: list[dict[str, Any]] = []
+    start = time.perf_counter()
+
+    def note(status: str) -> None:
+        if run is not None:
+            seconds = round(time.perf_counter() - start, 3)
+            run.write_run(facts | {"status": status, "seconds": seconds, "warnings": messages})
+
+    def keep(scored: Scored, first: int) -> None:
+        if run is None:
+            kept.extend(scored.records)
+            return
+        run.write_records(scored.records)
+        for i, strip in enumerate(scored.strips if strips else ()):
+            run.write_strip(strip_name(first + i, strip), draw_strip(strip).save)
+
+    note("running")
+    try:
+        with _collected(messages):
+            _run(spec, victims, cells, lpips, metrics, source, target, batch_size, keep, progress)
+    except BaseException as error:
+        note("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        raise
+    note("finished")
+    records = to_frame(kept) if run is None else run.read()
+    return Outcome(spec, records, tuple(victims), tuple(messages), missing, None if run is None else run.path)
+
+
+def _run(
+    spec: Specification,
+    victims: Sequence[Victim],
+    cells: Sequence[Sequence[Cell]],
+    lpips: Mapping[str, Lpips],
+    metrics: Sequence[str],
+    source: ImageSource,
+    device: torch.device,
+    batch_size: int | None,
+    keep: Callable[[Scored, int], None],
+    progress: Progress,
+) -> None:
+    total, done = None if source.count is None else source.count * len(victims), 0
+    size = batch_size or (64 if device.type == "cuda" else 8)
+    for base, of_base in zip(victims, cells, strict=True):
+        on_device = [Cell(cell.victim.to(device), cell.attacks) for cell in of_base]
+        others = _others(base.preprocessing)
+        evaluator = Evaluator(spec, base.to(device), on_device, metrics, lpips, others)
+        first = 0
+        for chunk in batches(source, base.preprocessing, size):
+            scored = evaluator(chunk)
+            keep(scored, first)
+            first += scored.images
+            done += scored.images
+            progress(done, total)
+
+
+def _names(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Split names at commas, each kept once, in their order."""
+    given = names.split(",") if isinstance(names, str) else names
+    return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
+
+
+def _victims(spec: Specification, own: VisionTransformer | None) -> list[Victim]:
+    if own is not None:
+        return [victim(own)]
+    return [victim(name, weights=spec.weights, img_size=spec.img_size, seed=spec.seed) for name in spec.models]
+
+
+def _source(spec: Specification, victims: Sequence[Victim]) -> ImageSource:
+    """Open the images; class folders named by WordNet ids get ImageNet's labels where the victims have them."""
+    wnids = None
+    if all(base.model.vit.num_classes == 1000 for base in victims):
+        wnids = {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}
+    images = spec.images[0] if len(spec.images) == 1 else spec.images
+    labels = None if spec.labels == "predicted" else spec.labels
+    return open_images(images, limit=spec.limit, split=spec.split, labels=labels, class_to_index=wnids)
+
+
+def _others(preprocessing: Preprocessing) -> tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]:
+    """Return two bundled photographs with their hashes, for the control "another image"."""
+    first, second = open_images("samples", limit=2)
+    assert first.pixels is not None
+    assert second.pixels is not None
+    return (first.sha256, preprocessing(first.pixels)), (second.sha256, preprocessing(second.pixels))
+
+
+def _lpips(
+    spec: Specification, device: torch.device, victims: Sequence[Victim]
+) -> tuple[dict[str, Lpips], dict[str, str]]:
+    """Load the backbones that are asked for, and try every metric on the smallest input."""
+    lpips: dict[str, Lpips] = {}
+    missing: dict[str, str] = {}
+    weights = None if spec.lpips_weights is None else Path(spec.lpips_weights)
+    smallest = min((base.model.image_shape for base in victims), key=lambda shape: shape[1:])
+    black = torch.zeros(1, *smallest, device=device)
+    for name in spec.metrics:
+        net = name.removeprefix("lpips_")
+        try:
+            if net != name:
+                lpips[net] = load_lpips(net, weights, device)
+            score(black, black, [name], lpips)
+        except LpipsUnavailable as error:
+            if weights is not None:
+                raise
+            missing[name] = str(error)
+        except PrivlabError as error:
+            if net != name and net not in lpips:
+                raise  # a file that does not fit is a mistake, not a state of the machine
+            missing[name] = str(error)
+    return lpips, missing
+
+
+def _facts(
+    spec: Specification,
+    victims: Sequence[Victim],
+    cells: Sequence[Sequence[Cell]],
+    lpips: Mapping[str, Lpips],
+    device: torch.device,
+    source: ImageSource,
+) -> dict[str, Any]:
+    """Return what `run.json` states of a run."""
+    return {
+        "privlab": versions()["privlab"],
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "specification": asdict(spec),
+        "victims": [
+            {"name": base.name, "weights": asdict(base.weights)}
+            | base.params()
+            | {"attacks": {cell.victim.block: [repr(attack) for attack in cell.attacks] for cell in of_base}}
+            for base, of_base in zip(victims, cells, strict=True)
+        ],
+        "defenses": {
+            f"{base.name}/{setting}": repr(defense_of(spec, base, setting))
+            for base in victims
+            for setting in spec.settings
+        },
+        "images": {"source": source.description, "count": source.count},
+        "lpips": {net: {"file": metric.file, "sha256": metric.sha256} for net, metric in lpips.items()},
+        "precision": "float32 (no TF32, no autocast); solves and scores in float64",
+        "versions": versions(),
+        "hardware": hardware(device),
+        "commit": commit(),
+    }
+
+
+@contextmanager
+def _collected(messages: list[str]) -> Iterator[None]:
+    """Add privlab's warnings to `messages`, each once; hand all others on."""
+    foreign = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default", PrivlabWarning)
+        try:
+            yield
+        finally:
+            for entry in caught:
+                if not issubclass(entry.category, PrivlabWarning):
+                    foreign.append(entry)
+                elif str(entry.message) not in messages:
+                    messages.append(str(entry.message))
+    for entry in foreign:
+        warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)

@@ -1,0 +1,117 @@
+"""The threat model as types: what an adversary sees, what it is granted, and what attacks and defenses are.
+
+Public and private. Everything in an `Observation` is public to the adversary: the model with its weights,
+the released gradients, and the knowledge that the threat model grants. The private image has no field, so no
+attack can read it. A defense's algorithm and its hyper-parameters are public (Kerckhoffs); its draws stay in
+the `Feed`, which only the client and the scorer hold.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor
+
+from privlab.errors import PrivlabError
+from privlab.model import VictimModel
+
+__all__ = ["Attack", "Capability", "Defense", "Feed", "Observation", "PrivlabWarning", "check_capabilities"]
+
+
+class PrivlabWarning(UserWarning):
+    """Something that weakens a verdict: the run goes on, and the reader must know."""
+
+
+class Capability(str, Enum):
+    """One thing the adversary is granted; observations grant them, attacks require them."""
+
+    KNOWS_WEIGHTS = "knows_weights"
+    BATCH_SIZE_ONE = "batch_size_one"
+    LEARNABLE_PE_GRADIENT = "learnable_pe_gradient"
+    APRIL_BLOCK = "april_block"
+
+    @property
+    def meaning(self) -> str:
+        """Return what the capability says, in one clause."""
+        return _MEANING[self]
+
+
+_MEANING = {
+    Capability.KNOWS_WEIGHTS: "the weights of the model are known",
+    Capability.BATCH_SIZE_ONE: "each released gradient belongs to one image",
+    Capability.LEARNABLE_PE_GRADIENT: "the gradient of a learnable position embedding is released",
+    Capability.APRIL_BLOCK: "the first block has neither pre-norm nor skip (--block april)",
+}
+
+FORCEABLE = frozenset({Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE})
+"""What a forced run may lack: the formula can still be evaluated, it only does not hold."""
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """Everything that the adversary sees of b independent clients of one image each, and nothing else.
+
+    `gradients` are ∂ℓ/∂θ by timm's parameter name (and `unk_embed`, MJP's E_unk), with a leading dimension b.
+    """
+
+    model: VictimModel
+    gradients: Mapping[str, Float[Tensor, "b ..."]]
+    grants: frozenset[Capability]
+
+
+@dataclass(frozen=True, eq=False)
+class Feed:
+    """What a defending client feeds its model; known to the client and to the scorer, not to the adversary.
+
+    `images` are x̃ in [0, 1]; slot i holds patch `order[i]` of the private image; `moved` marks the slots that
+    the defense shuffles; `masked_pe` marks those whose position embedding is replaced by E_unk, or by zero.
+    """
+
+    images: Float[Tensor, "b c h w"]
+    order: Int[Tensor, "b n"]
+    moved: Bool[Tensor, "b n"]
+    masked_pe: Bool[Tensor, "b n"] | None = None
+    replacement: Literal["unknown", "zero"] = "unknown"
+
+
+@runtime_checkable
+class Attack(Protocol):
+    """A frozen dataclass of hyper-parameters; calling it turns an observation into images in [0, 1].
+
+    `parameters` names the gradients that it reads, `requires` what it must be granted, `paper` its source.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    requires: ClassVar[frozenset[Capability]]
+    parameters: ClassVar[tuple[str, ...]]
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the images that the clients fed, in [0, 1]."""
+        ...
+
+
+@runtime_checkable
+class Defense(Protocol):
+    """A frozen dataclass of hyper-parameters; calling it turns private images into what the client feeds."""
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
+        """Transform b images by one draw each."""
+        ...
+
+
+def check_capabilities(attack: Attack, grants: Iterable[Capability], *, force: bool = False) -> None:
+    """Refuse an attack that requires more than is granted.
+
+    Raises:
+        PrivlabError: with the name and the meaning of each missing capability.
+    """
+    missing = attack.requires - frozenset(grants) - (FORCEABLE if force else frozenset())
+    if missing:
+        names = "; ".join(f"{c.value} ({c.meaning})" for c in sorted(missing))
+        raise PrivlabError(f"Attack '{attack.name}' needs what this observation does not grant: {names}.")

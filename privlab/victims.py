@@ -1,0 +1,269 @@
+"""Victims: named timm ViTs (`deit_s_mjp` …) with weights of stated origin and their own preprocessing."""
+
+import copy
+import json
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import timm
+import torch
+from timm.data import resolve_model_data_config
+from timm.models import get_pretrained_cfg
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from privlab import weights as stored
+from privlab.errors import PrivlabError, unknown_name
+from privlab.images import Preprocessing
+from privlab.model import AprilBlock, VictimModel, april_twin
+from privlab.registry import with_plugins
+from privlab.threat import PrivlabWarning
+
+__all__ = ["ARCHITECTURES", "Victim", "Weights", "victim", "victim_names"]
+
+ARCHITECTURES: dict[str, str] = {
+    "vit_ti": "vit_tiny_patch16_224",
+    "vit_s": "vit_small_patch16_224",
+    "vit_b": "vit_base_patch16_224",
+    "deit_ti": "deit_tiny_patch16_224",
+    "deit_s": "deit_small_patch16_224",
+    "deit_b": "deit_base_patch16_224",
+}
+"""Our name -> timm's. Each also comes as NAME_nope (no position embeddings) and NAME_mjp (with E_unk)."""
+
+Build = Callable[[], VisionTransformer]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where a victim's weights come from.
+
+    `origin` is "random", "pretrained:TIMM_NAME", "file:NAME" or "given"; `unknown` says where E_unk comes from.
+    """
+
+    origin: str
+    sha256: str
+    unknown: Literal["trained", "mean-pe", "random"] | None = None
+
+    @property
+    def is_random(self) -> bool:
+        """Return whether nothing was learnt."""
+        return self.origin == "random"
+
+
+@dataclass(frozen=True, eq=False)
+class Victim:
+    """A model under attack, and everything that identifies it in a record."""
+
+    name: str
+    architecture: str
+    model: VictimModel
+    preprocessing: Preprocessing
+    weights: Weights
+
+    @property
+    def block(self) -> Literal["stock", "april"]:
+        """Return which first block the model has."""
+        return "april" if isinstance(self.model.vit.blocks[0], AprilBlock) else "stock"
+
+    @property
+    def has_mjp(self) -> bool:
+        """Return whether the model has the unknown position embedding of MJP."""
+        return self.model.unk_embed is not None
+
+    def with_block(self, block: str) -> "Victim":
+        """Return this victim, or its twin with the april block and the same weights."""
+        if block == self.block:
+            return self
+        if block == "stock":
+            raise PrivlabError("A victim with the april block has no stock block to go back to.")
+        return replace(self, model=april_twin(self.model))
+
+    def to(self, device: torch.device | str) -> "Victim":
+        """Return this victim on another device."""
+        return replace(self, model=copy.deepcopy(self.model).to(device))
+
+    def params(self) -> dict[str, object]:
+        """Return what a record states besides name and weights, as plain data."""
+        vit, (channels, height, width) = self.model.vit, self.model.image_shape
+        return {
+            "architecture": self.architecture,
+            "input": [channels, height, width],
+            "patch": self.model.patch,
+            "width": vit.embed_dim,
+            "depth": len(vit.blocks),
+            "mean": list(self.preprocessing.mean),
+            "std": list(self.preprocessing.std),
+            "unk_embed": self.weights.unknown,
+        }
+
+
+def victim_names() -> list[str]:
+    """Return the names of all victims, those of other packages included (`privlab.victims`)."""
+    ours = [name + variant for name in ARCHITECTURES for variant in ("", "_nope", "_mjp")]
+    return [*ours, *with_plugins({}, "privlab.victims")]
+
+
+def victim(
+    model: str | VisionTransformer,
+    *,
+    weights: str | Path = "auto",
+    block: str = "stock",
+    img_size: int | None = None,
+    seed: int = 0,
+) -> Victim:
+    """Make a victim from a name or from a timm model of your own, which is copied and left as it is.
+
+    Args:
+        model: a name of `victim_names()`, "timm:NAME", or a VisionTransformer.
+        weights: "auto" (pretrained where they can be had, else random, with a warning), "pretrained", "random",
+            or a file in timm's, the MJP authors' or privlab's layout. A model of your own keeps its own weights.
+        block: "stock" or "april" (first block without pre-norm and without skip).
+        img_size: the side of the input, in pixels; the position embeddings are resized as timm does.
+        seed: of random weights.
+
+    Raises:
+        PrivlabError: for an unknown name, weights that do not fit, or a model that is no plain ViT.
+
+    Warns:
+        PrivlabWarning: for weights that weaken a verdict: random ones, an untrained E_unk, dropped PEs.
+    """
+    if block not in ("stock", "april"):
+        raise unknown_name("block", block, ("stock", "april"))
+    if isinstance(model, VisionTransformer):
+        return _own(model).with_block(block)
+    made = _named(model, str(weights), img_size, seed)
+    return made.with_block(block)
+
+
+def _own(vit: VisionTransformer) -> Victim:
+    vit = copy.deepcopy(vit).eval()
+    name = getattr(vit, "pretrained_cfg", {}).get("architecture") or type(vit).__name__
+    return _assemble(name, name, vit, None, Weights("given", stored.hash_of(vit.state_dict())))
+
+
+def _named(name: str, weights: str, img_size: int | None, seed: int) -> Victim:
+    if name in (plugins := with_plugins({}, "privlab.victims")):
+        return replace(_own(plugins[name]()), name=name)
+    architecture, variant = _resolve(name)
+    path = None if weights in ("auto", "pretrained", "random") else Path(weights)
+    if weights in ("auto", "pretrained"):
+        try:
+            path = stored.pretrained_file(architecture)
+        except stored.WeightsUnavailable as error:
+            if weights == "pretrained":
+                raise PrivlabError(f"--weights pretrained: {error}") from error
+            _warn(f"{name} has RANDOM weights (seed {seed}): {error} Leakage of trained weights differs.")
+    state, unknown = stored.from_any_layout(stored.read_state(path)) if path else (None, None)
+    vit = _create(architecture, variant, img_size, seed, _classes(state))
+    if path is None or state is None:
+        if weights == "random":
+            _warn(f"{name} has RANDOM weights (seed {seed}), as asked. Leakage of trained weights differs.")
+        unknown = _random_unknown(vit, seed) if variant == "_mjp" else None
+        return _finish(name, architecture, vit, unknown, "random", "random" if variant == "_mjp" else None)
+    pretrained = weights in ("auto", "pretrained")
+    origin = f"pretrained:{architecture}" if pretrained else f"file:{path.name}"
+    if pretrained and variant == "_nope":
+        state.pop("pos_embed", None)
+        _warn(f"{name}: the weights were trained with position embeddings, which are left out here.")
+    if unknown is not None and variant != "_mjp":
+        raise PrivlabError(
+            f"The weights of {path.name} hold E_unk of MJP (unexpected: unk_embed), which {name} lacks. "
+            f"Use a `_mjp` victim, such as {name.removesuffix('_nope')}_mjp."
+        )
+    stored.fit(vit, state, path.name)
+    if variant != "_mjp":
+        return _finish(name, architecture, vit, None, origin, None)
+    if unknown is not None:
+        return _finish(name, architecture, vit, unknown.reshape(1, 1, -1), origin, "trained")
+    _warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.")
+    return _finish(name, architecture, vit, _mean_pe(vit), origin, "mean-pe")
+
+
+def _resolve(name: str) -> tuple[str, str]:
+    """Return timm's name of the architecture and our variant of it."""
+    if name.startswith("timm:"):
+        architecture, variant = name.removeprefix("timm:"), ""
+        if not timm.is_model(architecture.split(".")[0]):
+            raise unknown_name("timm model", architecture, timm.list_models())
+        return architecture, variant
+    for variant in ("_mjp", "_nope", ""):
+        base = name.removesuffix(variant)
+        if base in ARCHITECTURES and base + variant == name:
+            return ARCHITECTURES[base], variant
+    raise unknown_name("model", name, [*victim_names(), "timm:NAME"])
+
+
+def _create(
+    architecture: str, variant: str, img_size: int | None, seed: int, classes: int | None
+) -> VisionTransformer:
+    """Build the architecture with random weights, leaving torch's global random state alone."""
+    options: dict[str, object] = {} if classes is None else {"num_classes": classes}
+    if img_size is not None:
+        options["img_size"] = img_size
+    if variant == "_nope":
+        options["pos_embed"] = "none"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return timm.create_model(architecture, **options)
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise PrivlabError(
+                f"timm cannot build {architecture} with {options or 'its defaults'}: {reason}"
+            ) from error
+
+
+def _classes(state: stored.State | None) -> int | None:
+    head = None if state is None else state.get("head.weight")
+    return None if head is None else len(head)
+
+
+def _random_unknown(vit: VisionTransformer, seed: int) -> Tensor:
+    """Draw E_unk as timm draws position embeddings."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.init.trunc_normal_(torch.empty(1, 1, vit.embed_dim), std=0.02)
+
+
+def _mean_pe(vit: VisionTransformer) -> Tensor:
+    assert vit.pos_embed is not None
+    return vit.pos_embed.detach()[:, -vit.patch_embed.num_patches :].mean(1, keepdim=True)
+
+
+def _finish(
+    name: str,
+    architecture: str,
+    vit: VisionTransformer,
+    unknown: Tensor | None,
+    origin: str,
+    unknown_origin: str | None,
+) -> Victim:
+    state = dict(vit.state_dict()) | ({} if unknown is None else {"unk_embed": unknown})
+    weights = Weights(origin, stored.hash_of(state), unknown_origin)  # pyright: ignore[reportArgumentType]
+    return _assemble(name, architecture, vit.eval(), unknown, weights)
+
+
+def _assemble(
+    name: str, architecture: str, vit: VisionTransformer, unknown: Tensor | None, weights: Weights
+) -> Victim:
+    config = resolve_model_data_config(vit)
+    mean, std = config["mean"], config["std"]
+    model = VictimModel(vit, mean, std, unknown).requires_grad_(False)
+    _, height, width = model.image_shape
+    preprocessing = Preprocessing(
+        size=(height, width),
+        mean=mean,
+        std=std,
+        crop_pct=config["crop_pct"],
+        interpolation=config["interpolation"],
+    )
+    return Victim(name, architecture, model, preprocessing, weights)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, PrivlabWarning, stacklevel=4)

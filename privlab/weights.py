@@ -1,0 +1,199 @@
+"""Weights: where they come from, whether they fit, and their hash. Nothing is ever unpickled."""
+
+import hashlib
+import os
+import pickle
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import Tensor
+
+from privlab.errors import PrivlabError
+
+__all__ = [
+    "WeightsUnavailable",
+    "fit",
+    "from_any_layout",
+    "hash_of",
+    "offline",
+    "pretrained_file",
+    "reachable",
+    "read_state",
+    "save",
+]
+
+State = dict[str, Tensor]
+
+
+class WeightsUnavailable(PrivlabError):
+    """Pretrained weights cannot be had here; the message says what was looked for."""
+
+
+def offline() -> bool:
+    """Return whether the user forbids downloads (`HF_HUB_OFFLINE`)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+def reachable(url: str, seconds: float = 5) -> bool:
+    """Return whether the host of `url` answers within `seconds`, name resolution included."""
+    answers: list[bool] = []
+
+    def probe() -> None:
+        request = urllib.request.Request(url, method="HEAD")
+        try:
+            urllib.request.urlopen(request, timeout=seconds).close()
+        except urllib.error.HTTPError as answer:  # the host is there, whatever it thinks of HEAD
+            answer.close()
+        except OSError:
+            return
+        answers.append(True)
+
+    # A resolver that hangs heeds no timeout: leave it behind in a daemon thread.
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(answers)
+
+
+def read_state(path: Path) -> State:
+    """Read a state dict from a safetensors or torch file, without running any code in it.
+
+    Raises:
+        PrivlabError: if the file is missing, truncated, holds code, or holds no tensors by name.
+    """
+    if not path.is_file():
+        raise PrivlabError(f"No weights file at '{path}'. Give a .safetensors or torch file.")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise PrivlabError(
+            f"'{path}' is refused: it holds code or is no torch file, and privlab reads tensors only. "
+            "Save its state_dict as safetensors."
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError, ValueError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PrivlabError(f"'{path}' cannot be read as weights; it may be truncated ({reason}).") from error
+    for key in ("model", "state_dict"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    state = (
+        {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, Mapping) else {}
+    )
+    if not state:
+        raise PrivlabError(
+            f"'{path}' holds no state dict: expected tensors by name, found {type(content).__name__}."
+        )
+    return state
+
+
+def from_any_layout(state: State) -> tuple[State, Tensor | None]:
+    """Return a state in timm's layout, and E_unk (1 × 1 × D) if there is one.
+
+    Known are timm's names, privlab's own (timm's and `unk_embed`), and the MJP authors', where `pos_embed.weight`
+    has the rows class token, N patches, unknown, and DAL adds the training-only `dlocr.*`.
+    """
+    state = {
+        k.removeprefix("module."): v
+        for k, v in state.items()
+        if not k.removeprefix("module.").startswith("dlocr.")
+    }
+    unknown = state.pop("unk_embed", None)
+    if (table := state.pop("pos_embed.weight", None)) is not None:
+        state["pos_embed"], unknown = table[None, :-1], table[None, -1:]
+    return state, unknown
+
+
+def fit(vit: VisionTransformer, state: State, source: str) -> None:
+    """Load a state in timm's layout into `vit`, resizing position embeddings as timm does.
+
+    Raises:
+        PrivlabError: with the names of the missing, unexpected and mis-shaped tensors.
+    """
+    want = vit.state_dict()
+    proj = "patch_embed.proj.weight"
+    if proj in state and state[proj].shape == want[proj].shape:
+        with suppress(
+            RuntimeError, ValueError, AssertionError
+        ):  # a grid that cannot be: the shapes below say so
+            state = checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
+    shapes = [
+        f"{k} {tuple(state[k].shape)} instead of {tuple(want[k].shape)}"
+        for k in want
+        if k in state and state[k].shape != want[k].shape
+    ]
+    problems = {
+        "missing": [k for k in want if k not in state],
+        "unexpected": [k for k in state if k not in want],
+        "mis-shaped": shapes,
+    }
+    found = "; ".join(f"{kind}: {_first(names)}" for kind, names in problems.items() if names)
+    if found:
+        raise PrivlabError(f"The weights of {source} do not fit this model. {found}.")
+    vit.load_state_dict(state)
+
+
+def _first(names: list[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def hash_of(state: Mapping[str, Tensor]) -> str:
+    """Return SHA-256 over names, dtypes, shapes and bytes of all tensors, in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def save(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write weights in privlab's own layout: safetensors, timm's names, `unk_embed` for E_unk."""
+    save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, path, {"format": "pt"})
+
+
+def pretrained_file(architecture: str, *, download: bool = True) -> Path:
+    """Return timm's pretrained weights of an architecture, from its caches or, with `download`, from the hub.
+
+    Raises:
+        WeightsUnavailable: if they are neither cached nor to be had, with the reason.
+    """
+    from huggingface_hub import constants, hf_hub_download
+    from timm.models import get_pretrained_cfg
+
+    config = get_pretrained_cfg(architecture)
+    if config is None or not config.has_weights:
+        raise WeightsUnavailable(f"timm has no pretrained weights for {architecture}.")
+    legacy = Path(torch.hub.get_dir()) / "checkpoints" / Path(config.url or "none").name
+    if legacy.suffix in (".pth", ".pt", ".safetensors") and legacy.is_file():
+        return legacy
+    if not config.hf_hub_id:
+        raise WeightsUnavailable(
+            f"the pretrained weights of {architecture} are not in timm's cache ({legacy})."
+        )
+    name = config.hf_hub_filename or "model.safetensors"
+    with suppress(OSError, ValueError):  # not cached
+        return Path(hf_hub_download(config.hf_hub_id, name, local_files_only=True))
+    if offline():
+        raise WeightsUnavailable(
+            f"{config.hf_hub_id} is not in the cache, and HF_HUB_OFFLINE forbids a download."
+        )
+    if not reachable(constants.ENDPOINT):
+        raise WeightsUnavailable(
+            f"{config.hf_hub_id} is not in the cache, and {constants.ENDPOINT} cannot be reached."
+        )
+    try:
+        return Path(hf_hub_download(config.hf_hub_id, name))
+    except Exception as error:  # whatever the hub's transport raises, the weights are not to be had
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise WeightsUnavailable(f"{config.hf_hub_id} cannot be downloaded ({reason}).") from error
