@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Float
+from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
 from torch import Tensor
 
-from privlab.attacks.solve import ridge_solve, warn_of_limits
 from privlab.errors import PrivlabError
 from privlab.threat import Capability, Observation
 
@@ -25,7 +24,7 @@ class April:
     Under MJP the attack runs as the paper runs it, not knowing the defense.
 
     Args:
-        rtol: the ridge, relative to ‖∂ℓ/∂z‖_F; None: machine epsilon of the released gradients.
+        rtol: the ridge λ of `ridge_inverse`, relative to the norm of the matrix.
 
     Source: APRIL (Lu et al., CVPR 2022); MJP (CVPR 2023), appendix G, Eq. 8 and 9.
     """
@@ -42,25 +41,23 @@ class April:
     )
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "blocks.0.attn.qkv.weight")
 
-    rtol: float | None = None
+    rtol: float = RTOL
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
         vit = seen.model.vit
         E_pos = vit.pos_embed
         if E_pos is None or vit.no_embed_class:
-            raise PrivlabError(
-                "april reads ∂ℓ/∂z from position embeddings of all tokens; this model lacks some."
-            )
+            raise PrivlabError("april reads ∂ℓ/∂z from position embeddings of all tokens; this model lacks some.")
         dz = seen.gradients["pos_embed"].squeeze(1)  # b × (N + 1) × D
         warn_of_limits(self.name, dz, most=dz.shape[2])
-        W_qkv = vit.blocks[0].attn.qkv.weight.double()
-        z = ridge_solve(
-            dz, W_qkv.mT @ seen.gradients["blocks.0.attn.qkv.weight"].double(), self.rtol
-        )  # Eq. 8
+        W_qkv = vit.get_parameter("blocks.0.attn.qkv.weight").double()
+        dW_qkv = seen.gradients["blocks.0.attn.qkv.weight"].double()
+        z = ridge_inverse(dz.mT, self.rtol) @ W_qkv.mT @ dW_qkv  # Eq. 8: (∂ℓ/∂z)ᵀ z = W_QKVᵀ ∂ℓ/∂W_QKV
         proj = vit.patch_embed.proj
         bias = 0 if proj.bias is None else proj.bias
         height, width = seen.model.grid
         embedded = (z - E_pos - bias)[:, -height * width :]
-        X = embedded @ torch.linalg.pinv(proj.weight.flatten(1).double()).mT  # Eq. 9
+        inverse = ridge_inverse(proj.weight.flatten(1), self.rtol)
+        X = embedded.to(dz.dtype) @ inverse.mT.to(dz.dtype)  # Eq. 9: all solved, the last product loses nothing more
         return seen.model.to_images(X)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxtyping import Float
+from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
 from torch import Tensor
 
-from privlab.attacks.solve import ridge_solve, warn_of_limits
 from privlab.threat import Capability, Observation
 
 __all__ = ["PatchGradient"]
@@ -24,17 +24,15 @@ class PatchGradient:
     defense: it takes them for equations, as the closed form of MJP's Table 5 does.
 
     Args:
-        rtol: the ridge, relative to ‖A‖_F; None: machine epsilon of the released gradients.
+        rtol: the ridge λ of `ridge_inverse`, relative to ‖A‖_F.
     """
 
     name: ClassVar[str] = "patch-gradient"
     paper: ClassVar[str] = "the chain rule at z = Wx + b + e; cf. APRIL (Lu et al. 2022), MJP (2023), Eq. 8"
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE}
-    )
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
 
-    rtol: float | None = None
+    rtol: float = RTOL
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
@@ -42,5 +40,5 @@ class PatchGradient:
         height, width = seen.model.grid
         A = seen.gradients["pos_embed"].squeeze(1)[:, -height * width :]  # b × N × D
         warn_of_limits(self.name, A, most=A.shape[2] - 1)
-        X = ridge_solve(A, G, self.rtol)
+        X = ridge_inverse(A.mT, self.rtol) @ G.double()
         return seen.model.to_images(X)

@@ -8,25 +8,29 @@ from torch import Tensor
 
 from privlab.threat import PrivlabWarning
 
-__all__ = ["ridge_solve", "warn_of_limits"]
+__all__ = ["RTOL", "ridge_inverse", "warn_of_limits"]
+
+RTOL = 2.0**-23
+"""Machine epsilon of float32, in which gradients are released: weaker directions carry no information."""
 
 
-def ridge_solve(
-    A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float | None = None
-) -> Float[Tensor, "b n k"]:
-    """Solve Aᵀ X = G in float64: X = argmin ‖Aᵀ X − G‖² + λ² ‖X‖², λ = rtol · ‖A‖_F.
+def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tensor, "*b n d"]:
+    """Return M⁺ in float64 by Tikhonov's method, iterated twice: P = (Mᵀ M + λ² I)⁻¹ Mᵀ, M⁺ = 2 P − P M P.
 
-    `rtol` defaults to the machine epsilon of the precision in which A was released: directions of A below its
-    rounding error carry no information. The problem is solved by a QR factorisation of [Aᵀ; λI], so the
-    condition number of A is not squared, zero rows of A give zero rows of X, and n > d is no special case.
+    λ = rtol · ‖M‖_F. A direction in which M has the singular value σ comes back with the factor 1 − (λ² / (σ² +
+    λ²))², so what stands out of the rounding error is left alone. X = M⁺ G solves M X = G: with least error where
+    there is no solution, close to least norm where there are many. Zero columns of M give zero rows of X.
+
+    `rtol` must be well above 1e-8, or Mᵀ M + λ² I is not positive in float64.
     """
-    rtol = torch.finfo(A.dtype).eps if rtol is None else rtol
-    A, G = A.double(), G.double()
-    b, n, _ = A.shape
-    λ = rtol * torch.linalg.matrix_norm(A)
-    ridge = λ[:, None, None] * torch.eye(n, dtype=A.dtype, device=A.device)
-    Q, R = torch.linalg.qr(torch.cat([A.mT, ridge], 1))
-    return torch.linalg.solve_triangular(R, Q[:, : A.shape[2]].mT @ G, upper=True)
+    d, n = M.shape[-2:]
+    if n > d:
+        return ridge_inverse(M.mT, rtol).mT
+    M = M.double()
+    λ = rtol * torch.linalg.matrix_norm(M, keepdim=True)
+    L = torch.linalg.cholesky(M.mT @ M + λ.square() * torch.eye(n, dtype=M.dtype, device=M.device))
+    P = torch.cholesky_solve(M.mT, L)
+    return 2 * P - P @ M @ P
 
 
 def warn_of_limits(attack: str, A: Float[Tensor, "b n d"], most: int) -> None:

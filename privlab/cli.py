@@ -149,7 +149,7 @@ def attack(
             {
                 "run": str(path),
                 "verdict": verdicts(outcome),
-                "rows": json.loads(table.to_json(orient="records")),
+                "rows": json.loads(str(table.to_json(orient="records"))),
                 "warnings": outcome.warnings,
                 "missing_metrics": outcome.missing,
                 "failed": outcome.failed,
@@ -189,7 +189,9 @@ def doctor(lpips_weights: Path | None, as_json: bool) -> None:
 @click.option("--model", default="deit_s", show_default=True, help="The victim.")
 @click.option("--images", "n_images", type=click.IntRange(min=2), default=32, show_default=True, help="Images timed.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds; medians are shown.")
-@click.option("--memory/--no-memory", default=True, show_default=True, help="Measure peak memory with 40 and 400 images.")
+@click.option(
+    "--memory/--no-memory", default=True, show_default=True, help="Measure peak memory with 40 and 400 images."
+)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @_common
 def bench(name: str, as_json: bool, **options: Any) -> None:  # noqa: ANN401

@@ -18,7 +18,7 @@ import privlab
 from privlab.defenses import Undefended
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
-from privlab.gradients import observe
+from privlab.gradients import full_precision, observe
 from privlab.images import Chunk, Picture
 from privlab.metrics import Lpips, psnr_region, score
 from privlab.patches import inverse, permute, slots_to_pixels
@@ -134,9 +134,7 @@ class Evaluator:
                 records += self._run(cell, trial, batch, panels)
             for row, of_image in zip(rows, panels, strict=True):
                 row.append(tuple(of_image))
-        strips = [
-            Strip(p.name, self.base.name, tuple(row)) for p, row in zip(batch.pictures, rows, strict=True)
-        ]
+        strips = [Strip(p.name, self.base.name, tuple(row)) for p, row in zip(batch.pictures, rows, strict=True)]
         return Scored(len(chunk.pictures) + len(chunk.failed), records, strips)
 
     def _labelled(self, chunk: Chunk) -> tuple[_Batch, list[Picture]]:
@@ -154,9 +152,7 @@ class Evaluator:
             ]
         rule = f"The victim has {classes} classes, so a label must be below."
         fine = [i for i, picture in enumerate(pictures) if (picture.label or 0) < classes]
-        wrong = [
-            replace(p, problem=f"label {p.label}: {rule}") for p in pictures if (p.label or 0) >= classes
-        ]
+        wrong = [replace(p, problem=f"label {p.label}: {rule}") for p in pictures if (p.label or 0) >= classes]
         labels = torch.tensor([picture.label for picture in pictures], dtype=torch.long, device=device)
         return _Batch(pictures, images, labels).take(fine), [*chunk.failed, *wrong]
 
@@ -168,9 +164,7 @@ class Evaluator:
 
     def _run(self, cell: Cell, trial: _Trial, batch: _Batch, panels: Sequence[list[Panel]]) -> list[Record]:
         """Observe one batch and run every attack of the cell on it; their panels join those of the images."""
-        seen, seconds = self._timed(
-            lambda: observe(cell.victim.model, trial.feed, batch.labels, cell.parameters)
-        )
+        seen, seconds = self._timed(lambda: observe(cell.victim.model, trial.feed, batch.labels, cell.parameters))
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0)
         sound = (norm.isfinite() & (norm > 0)).tolist()
         facts: list[Record] = [
@@ -232,7 +226,8 @@ class Evaluator:
         return [in_place, self._score(at_home, trial.reference, moved)]
 
     def _score(self, images: Tensor, reference: Tensor, moved: Tensor | None = None) -> Scores:
-        scores = score(images, reference, self.metrics, self.lpips)
+        with full_precision():
+            scores = score(images, reference, self.metrics, self.lpips)
         if moved is not None and "psnr" in self.metrics:
             region = slots_to_pixels(moved, self.base.model.grid, self.base.model.patch)
             scores["psnr_masked"] = psnr_region(images, reference, region)

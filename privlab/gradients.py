@@ -87,9 +87,7 @@ def per_sample_gradients(
     return gradients
 
 
-def observe(
-    model: VictimModel, feed: Feed, labels: Int[Tensor, " b"], parameters: Iterable[str]
-) -> Observation:
+def observe(model: VictimModel, feed: Feed, labels: Int[Tensor, " b"], parameters: Iterable[str]) -> Observation:
     """Return what the adversary sees of b clients that take one training step on one image each.
 
     Args:

@@ -11,7 +11,18 @@ from privlab.errors import PrivlabError
 
 __all__ = ["commit", "hardware", "pick_device", "versions"]
 
-_PACKAGES = ("privlab", "torch", "torchvision", "timm", "lpips", "breaching", "scikit-image", "numpy", "pandas", "pyarrow")
+_PACKAGES = (
+    "privlab",
+    "torch",
+    "torchvision",
+    "timm",
+    "lpips",
+    "breaching",
+    "scikit-image",
+    "numpy",
+    "pandas",
+    "pyarrow",
+)
 
 
 def pick_device(name: str) -> torch.device:
@@ -28,7 +39,9 @@ def pick_device(name: str) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if int(number or 0) >= torch.cuda.device_count():
-        raise PrivlabError(f"Device '{name}' is not there: torch sees {torch.cuda.device_count()} GPUs. Use --device cpu.")
+        raise PrivlabError(
+            f"Device '{name}' is not there: torch sees {torch.cuda.device_count()} GPUs. Use --device cpu."
+        )
     return torch.device("cuda", int(number or 0))
 
 

@@ -43,13 +43,11 @@ def unpatchify(patches: Float[Tensor, "b n k"], shape: tuple[int, int, int]) -> 
     return F.fold(patches.mT, (h, w), kernel_size=patch, stride=patch)
 
 
-def permute(
-    images: Float[Tensor, "b c h w"], order: Int[Tensor, "b n"], patch: int
-) -> Float[Tensor, "b c h w"]:
+def permute(images: Float[Tensor, "b c h w"], order: Int[Tensor, "b n"], patch: int) -> Float[Tensor, "b c h w"]:
     """Rearrange patches so that slot i of the result holds patch `order[i]` of the image."""
-    patches = patchify(images, patch)
+    patches, (_, c, h, w) = patchify(images, patch), images.shape
     rows = order[..., None].expand(-1, -1, patches.shape[-1])
-    return unpatchify(patches.gather(1, rows), tuple(images.shape[1:]))
+    return unpatchify(patches.gather(1, rows), (c, h, w))
 
 
 def inverse(order: Int[Tensor, "b n"]) -> Int[Tensor, "b n"]:

@@ -88,7 +88,12 @@ def attack(
     """
     own = model if isinstance(model, VisionTransformer) else None
     spec = specify(
-        "own" if own is not None else model, setting, attack=attack, images=images, metrics=metrics, **options
+        "own" if isinstance(model, VisionTransformer) else model,
+        setting,
+        attack=attack,
+        images=images,
+        metrics=metrics,
+        **options,
     )
     done = execute(spec, own=own, device=device, batch_size=batch_size, out=out, overwrite=overwrite)
     for message in done.warnings:

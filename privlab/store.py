@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ class RunDirectory:
         temporary = path.with_name(f".tmp-{path.name}")
         try:
             write(temporary)
-            os.replace(temporary, path)
+            temporary.replace(path)
         except OSError as error:
             raise _unwritable(path, error) from error
         finally:

@@ -1,18 +1,15 @@
 """Victims: named timm ViTs (`deit_s_mjp` …) with weights of stated origin and their own preprocessing."""
 
 import copy
-import json
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import timm
 import torch
 from timm.data import resolve_model_data_config
-from timm.models import get_pretrained_cfg
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -198,11 +195,9 @@ def _resolve(name: str) -> tuple[str, str]:
     raise unknown_name("model", name, [*victim_names(), "timm:NAME"])
 
 
-def _create(
-    architecture: str, variant: str, img_size: int | None, seed: int, classes: int | None
-) -> VisionTransformer:
+def _create(architecture: str, variant: str, img_size: int | None, seed: int, classes: int | None) -> VisionTransformer:
     """Build the architecture with random weights, leaving torch's global random state alone."""
-    options: dict[str, object] = {} if classes is None else {"num_classes": classes}
+    options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
     if img_size is not None:
         options["img_size"] = img_size
     if variant == "_nope":
@@ -210,12 +205,15 @@ def _create(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return timm.create_model(architecture, **options)
+            made = timm.create_model(architecture, **options)
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise PrivlabError(
                 f"timm cannot build {architecture} with {options or 'its defaults'}: {reason}"
             ) from error
+    if not isinstance(made, VisionTransformer):
+        raise PrivlabError(f"privlab attacks timm's VisionTransformer. Found {architecture}, a {type(made).__name__}.")
+    return made
 
 
 def _classes(state: stored.State | None) -> int | None:
@@ -248,9 +246,7 @@ def _finish(
     return _assemble(name, architecture, vit.eval(), unknown, weights)
 
 
-def _assemble(
-    name: str, architecture: str, vit: VisionTransformer, unknown: Tensor | None, weights: Weights
-) -> Victim:
+def _assemble(name: str, architecture: str, vit: VisionTransformer, unknown: Tensor | None, weights: Weights) -> Victim:
     config = resolve_model_data_config(vit)
     mean, std = config["mean"], config["std"]
     model = VictimModel(vit, mean, std, unknown).requires_grad_(False)

@@ -86,13 +86,9 @@ def read_state(path: Path) -> State:
     for key in ("model", "state_dict"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    state = (
-        {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, Mapping) else {}
-    )
+    state = {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, Mapping) else {}
     if not state:
-        raise PrivlabError(
-            f"'{path}' holds no state dict: expected tensors by name, found {type(content).__name__}."
-        )
+        raise PrivlabError(f"'{path}' holds no state dict: expected tensors by name, found {type(content).__name__}.")
     return state
 
 
@@ -103,9 +99,7 @@ def from_any_layout(state: State) -> tuple[State, Tensor | None]:
     has the rows class token, N patches, unknown, and DAL adds the training-only `dlocr.*`.
     """
     state = {
-        k.removeprefix("module."): v
-        for k, v in state.items()
-        if not k.removeprefix("module.").startswith("dlocr.")
+        k.removeprefix("module."): v for k, v in state.items() if not k.removeprefix("module.").startswith("dlocr.")
     }
     unknown = state.pop("unk_embed", None)
     if (table := state.pop("pos_embed.weight", None)) is not None:
@@ -122,9 +116,7 @@ def fit(vit: VisionTransformer, state: State, source: str) -> None:
     want = vit.state_dict()
     proj = "patch_embed.proj.weight"
     if proj in state and state[proj].shape == want[proj].shape:
-        with suppress(
-            RuntimeError, ValueError, AssertionError
-        ):  # a grid that cannot be: the shapes below say so
+        with suppress(RuntimeError, ValueError, AssertionError):  # a grid that cannot be: the shapes below say so
             state = checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
     shapes = [
         f"{k} {tuple(state[k].shape)} instead of {tuple(want[k].shape)}"
@@ -174,24 +166,20 @@ def pretrained_file(architecture: str, *, download: bool = True) -> Path:
     config = get_pretrained_cfg(architecture)
     if config is None or not config.has_weights:
         raise WeightsUnavailable(f"timm has no pretrained weights for {architecture}.")
-    legacy = Path(torch.hub.get_dir()) / "checkpoints" / Path(config.url or "none").name
+    legacy = Path(torch.hub.get_dir()) / "checkpoints" / str(config.url).rpartition("/")[2]
     if legacy.suffix in (".pth", ".pt", ".safetensors") and legacy.is_file():
         return legacy
     if not config.hf_hub_id:
-        raise WeightsUnavailable(
-            f"the pretrained weights of {architecture} are not in timm's cache ({legacy})."
-        )
+        raise WeightsUnavailable(f"the pretrained weights of {architecture} are not in timm's cache ({legacy}).")
     name = config.hf_hub_filename or "model.safetensors"
     with suppress(OSError, ValueError):  # not cached
         return Path(hf_hub_download(config.hf_hub_id, name, local_files_only=True))
+    if not download:
+        raise WeightsUnavailable(f"{config.hf_hub_id} is not in the cache.")
     if offline():
-        raise WeightsUnavailable(
-            f"{config.hf_hub_id} is not in the cache, and HF_HUB_OFFLINE forbids a download."
-        )
+        raise WeightsUnavailable(f"{config.hf_hub_id} is not in the cache, and HF_HUB_OFFLINE forbids a download.")
     if not reachable(constants.ENDPOINT):
-        raise WeightsUnavailable(
-            f"{config.hf_hub_id} is not in the cache, and {constants.ENDPOINT} cannot be reached."
-        )
+        raise WeightsUnavailable(f"{config.hf_hub_id} is not in the cache, and {constants.ENDPOINT} cannot be reached.")
     try:
         return Path(hf_hub_download(config.hf_hub_id, name))
     except Exception as error:  # whatever the hub's transport raises, the weights are not to be had

@@ -53,7 +53,12 @@ def _defenses() -> list[Row]:
 
 def _metrics() -> list[Row]:
     return [
-        {"name": m.name, "leaks": f"{m.arrow} {m.direction}", "range": f"[{m.range[0]:g}, {m.range[1]:g}]", "source": m.source}
+        {
+            "name": m.name,
+            "leaks": f"{m.arrow} {m.direction}",
+            "range": f"[{m.range[0]:g}, {m.range[1]:g}]",
+            "source": m.source,
+        }
         for m in METRICS.values()
     ]
 

@@ -1,7 +1,8 @@
 """The table of a run: one row per victim, setting, block and attack, the mean and the spread over the images."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 from rich.table import Table
@@ -24,12 +25,16 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     """
     rows = records[records.geometry == geometry].assign(block=records.block.fillna("—"))
     groups = rows.groupby(_CELL, sort=False, dropna=False)
-    table = groups.agg(n=("status", lambda s: int((s == "ok").sum())), failed=("status", lambda s: int((s != "ok").sum())))
+    table = groups.agg(
+        n=("status", lambda s: int((s == "ok").sum())), failed=("status", lambda s: int((s != "ok").sum()))
+    )
     for name in metrics:
         table[name] = groups[name].mean()
         table[f"{name}_std"] = groups[name].std()
     table = table.reset_index()
-    return table.sort_values("attack", key=lambda names: names.str.startswith(CONTROL), kind="stable", ignore_index=True)
+    return table.sort_values(
+        "attack", key=lambda names: names.str.startswith(CONTROL), kind="stable", ignore_index=True
+    )
 
 
 def shown_metrics(metrics: Sequence[str]) -> list[str]:
@@ -65,7 +70,7 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
     for name in metrics:
         shown.add_column(f"{_title(name)} {METRICS[name].arrow}", justify="right", no_wrap=True)
     shown.add_column("images", justify="right")
-    for _, row in table.iterrows():
+    for row in table.to_dict("records"):
         values = [_value(row, name, "\n± " if stacked else " ± ") for name in metrics]
         images = f"{row['n']}" + (f" ({row['failed']} failed)" if row["failed"] else "")
         shown.add_row(*(str(row[c]) for c in several), row["attack"], row["block"], *values, images)
@@ -77,7 +82,7 @@ def _title(name: str) -> str:
     return first if rest in ("", "ALEX") else f"{first} {rest.lower()}"
 
 
-def _value(row: pd.Series, name: str, between: str) -> str:
+def _value(row: Mapping[Hashable, Any], name: str, between: str) -> str:
     mean, spread, n = row[name], row[f"{name}_std"], METRICS[name].decimals
     if math.isnan(mean):
         return "n/a"

@@ -1,0 +1,219 @@
+"""Speed as ratios, measured side by side in one run on the same images and threads."""
+
+import copy
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from PIL import Image, ImageChops
+from rich.table import Table
+from torch import Tensor
+
+from privlab.attacks import April, PatchGradient
+from privlab.breaching_april import BreachingApril
+from privlab.defenses import Undefended
+from privlab.errors import PrivlabError
+from privlab.gradients import full_precision, observe
+from privlab.images import open_images
+from privlab.machine import hardware, pick_device, versions
+from privlab.metrics import score
+from privlab.model import VictimModel
+from privlab.run import Progress
+from privlab.threat import Attack, Observation, PrivlabWarning
+from privlab.victims import Victim, victim
+
+__all__ = ["BENCHES", "Bench", "bench_attack"]
+
+_BATCH = 16
+_SCORED = ["mse", "psnr", "ssim", "fft2d"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Ratios with their targets ("≤ 0.75"), and the medians that they were made of, in seconds per image."""
+
+    ratios: Mapping[str, float]
+    targets: Mapping[str, str]
+    seconds_per_image: Mapping[str, float]
+    setup: Mapping[str, object]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return everything as plain data, the ratios as keys of their own."""
+        speed = {name: 1 / seconds for name, seconds in self.seconds_per_image.items()}
+        return {
+            **self.ratios,
+            "targets": dict(self.targets),
+            "seconds_per_image": dict(self.seconds_per_image),
+            "images_per_second": speed,
+            "setup": dict(self.setup),
+        }
+
+    def tables(self) -> list[Table]:
+        """Return the medians and the ratios as tables."""
+        stages = Table("stage", "ms per image", "images per second", title="medians", header_style="bold")
+        for name, seconds in self.seconds_per_image.items():
+            stages.add_row(name, f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}")
+        ratios = Table("ratio", "measured", "target", title="ratios", header_style="bold")
+        for name, ratio in self.ratios.items():
+            ratios.add_row(name, f"{ratio:.3f}", self.targets[name])
+        return [stages, ratios]
+
+
+def bench_attack(
+    *, model: str, n_images: int, repeats: int, memory: bool, device: str, progress: Progress = lambda done, total: None
+) -> Bench:
+    """Time a training step, the observation, each solve, the scoring, and breaching's APRIL, in `repeats` rounds.
+
+    Each round times every stage once on all images, so that a noisy moment hits all alike; medians are taken over
+    the rounds. Peak memory is that of `privlab attack` in processes of their own, with 400 and with 40 images.
+
+    Raises:
+        PrivlabError: if the victim's gradients do not grant what both attacks need.
+    """
+    target = pick_device(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast as trained ones
+        stock = victim(model).to(target)
+    images = _pictures(stock, n_images).to(target)
+    stages = _Stages(stock, stock.with_block("april"), images)
+    timings: dict[str, list[float]] = {name: [] for name in stages.all()}
+    total = (repeats + 1) * len(timings) + 2 * memory
+    done = 0
+    for repeat in range(repeats + 1):  # the first round warms up
+        for name, stage in stages.all().items():
+            seconds = _timed(stage, target)
+            done += 1
+            progress(done, total)
+            if repeat:
+                timings[name].append(seconds / n_images)
+    medians = {name: statistics.median(seconds) for name, seconds in timings.items()}
+    ratios = _ratios(medians)
+    targets = dict(_TARGETS)
+    if memory:
+        small, large = _peak_rss(model, 40), _peak_rss(model, 400)
+        progress(total, total)
+        ratios["peak_rss_400_over_40"] = large / small
+    else:
+        targets.pop("peak_rss_400_over_40")
+    setup = {"model": model, "images": n_images, "batch": _BATCH, "repeats": repeats}
+    return Bench(ratios, targets, medians, setup | {"hardware": hardware(target), "versions": versions()})
+
+
+_TARGETS = {
+    "observe_patch_gradient_over_step": "≤ 0.75",
+    "breaching_over_privlab_april": "≥ 4",
+    "breaching_solve_over_privlab_solve": "≥ 20",
+    "score_over_observe": "≤ 0.2",
+    "peak_rss_400_over_40": "≤ 1.1",
+}
+
+_STEP, _OBSERVE, _SOLVE = "training step", "observe (patch-gradient)", "solve (patch-gradient)"
+_OBSERVE_APRIL, _SOLVE_APRIL, _SCORE = "observe (april)", "solve (april)", "score (mse psnr ssim fft2d)"
+_BREACHING, _BREACHING_CALL = "breaching: gradient + APRIL", "breaching: APRIL"
+_BREACHING_SOLVE = "breaching: the two solves in it"
+
+
+def _ratios(m: Mapping[str, float]) -> dict[str, float]:
+    return {
+        "observe_patch_gradient_over_step": (m[_OBSERVE] + m[_SOLVE]) / m[_STEP],
+        "breaching_over_privlab_april": m[_BREACHING] / (m[_OBSERVE_APRIL] + m[_SOLVE_APRIL]),
+        "breaching_solve_over_privlab_solve": m[_BREACHING_CALL] / m[_SOLVE_APRIL],
+        "score_over_observe": m[_SCORE] / m[_OBSERVE],
+    }
+
+
+class _Stages:
+    """What is timed, each stage once over all images in the same batches."""
+
+    def __init__(self, stock: Victim, april: Victim, images: Float[Tensor, "b c h w"]) -> None:
+        self.stock, self.april = stock.model, april.model
+        self.batches = [(x, torch.arange(len(x), device=x.device)) for x in images.split(_BATCH)]
+        undefended = Undefended()
+        self.feeds = [undefended(x, stock.model.patch, []) for x, _ in self.batches]
+        self.trained = copy.deepcopy(stock.model).requires_grad_(True).train()
+        self.seen = self._observations(self.stock, PatchGradient())
+        self.seen_april = self._observations(self.april, April())
+        self.breaching = BreachingApril(self.april)
+        self.reconstructed = [PatchGradient()(seen) for seen in self.seen]
+        self.gradients = [self.breaching.gradient(x, y) for x, y in self._one_by_one()]
+
+    def all(self) -> dict[str, Callable[[], object]]:
+        return {
+            _STEP: self._steps,
+            _OBSERVE: lambda: self._observations(self.stock, PatchGradient()),
+            _SOLVE: lambda: [PatchGradient()(seen) for seen in self.seen],
+            _OBSERVE_APRIL: lambda: self._observations(self.april, April()),
+            _SOLVE_APRIL: lambda: [April()(seen) for seen in self.seen_april],
+            _SCORE: lambda: [
+                score(rec, x, _SCORED) for rec, (x, _) in zip(self.reconstructed, self.batches, strict=True)
+            ],
+            _BREACHING: lambda: [self.breaching.attack(self.breaching.gradient(x, y)) for x, y in self._one_by_one()],
+            _BREACHING_CALL: lambda: [self.breaching.attack(gradient) for gradient in self.gradients],
+            _BREACHING_SOLVE: lambda: [self.breaching.solve(gradient) for gradient in self.gradients],
+        }
+
+    def _one_by_one(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in self.batches:
+            yield from zip(x.split(1), y.split(1), strict=True)
+
+    def _steps(self) -> None:
+        for x, y in self.batches:
+            self.trained.zero_grad()
+            with full_precision():
+                F.cross_entropy(self.trained.vit(self.trained.normalise(x)), y).backward()
+
+    def _observations(self, model: VictimModel, attack: Attack) -> list[Observation]:
+        return [
+            observe(model, feed, y, attack.parameters) for feed, (_, y) in zip(self.feeds, self.batches, strict=True)
+        ]
+
+
+def _timed(stage: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    stage()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _pictures(base: Victim, n: int) -> Float[Tensor, "b c h w"]:
+    """Return n different photographs: the bundled ones, shifted round and round."""
+    samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
+    shifted = (ImageChops.offset(samples[i % len(samples)], 37 * (i // len(samples))) for i in range(n))
+    return torch.stack([base.preprocessing(pixels) for pixels in shifted])
+
+
+def _peak_rss(model: str, n: int) -> float:
+    """Return the peak memory, in MB, of a process that attacks n images in a folder."""
+    samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
+    with tempfile.TemporaryDirectory() as folder:
+        pictures = Path(folder, "images")
+        pictures.mkdir()
+        for i in range(n):
+            square: Image.Image = samples[i % len(samples)].resize((256, 256))
+            ImageChops.offset(square, i).save(pictures / f"{i:04d}.png", compress_level=1)
+        program = (
+            "import json, resource, sys; from privlab.run import execute, specify; "
+            f"spec = specify({model!r}, 'a', images={str(pictures)!r}); "
+            f"execute(spec, device='cpu', out={str(Path(folder, 'run'))!r}); "
+            "print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    if done.returncode:
+        raise PrivlabError(f"The run with {n} images failed: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+BENCHES: dict[str, Callable[..., Bench]] = {"attack": bench_attack}
