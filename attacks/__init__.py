@@ -4,16 +4,16 @@ from privlab.attacks.april import April
 from privlab.attacks.patch_gradient import PatchGradient
 
 from privlab.registry import with_plugins
-from privlab.threat import Attack
+from privlab.threat import AttackClass
 
 __all__ = ["ATTACKS", "April", "PatchGradient", "attacks"]
 
-ATTACKS: dict[str, type[Attack]] = {
+ATTACKS: dict[str, AttackClass] = {
     "april": April,
     "patch-gradient": PatchGradient,
 }
 
 
-def attacks() -> dict[str, type[Attack]]:
+def attacks() -> dict[str, AttackClass]:
     """Return every installed attack by name, those of other packages included (`privlab.attacks`)."""
     return with_plugins(ATTACKS, "privlab.attacks")

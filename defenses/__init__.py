@@ -5,17 +5,17 @@ from privlab.defenses.mjp import Mjp
 from privlab.defenses.undefended import Undefended
 
 from privlab.registry import with_plugins
-from privlab.threat import Defense
+from privlab.threat import DefenseClass
 
 __all__ = ["DEFENSES", "Jigsaw", "Mjp", "Undefended", "defenses"]
 
-DEFENSES: dict[str, type[Defense]] = {
+DEFENSES: dict[str, DefenseClass] = {
     "none": Undefended,
     "jigsaw": Jigsaw,
     "mjp": Mjp,
 }
 
 
-def defenses() -> dict[str, type[Defense]]:
+def defenses() -> dict[str, DefenseClass]:
     """Return every installed defense by name, those of other packages included (`privlab.defenses`)."""
     return with_plugins(DEFENSES, "privlab.defenses")

@@ -9,7 +9,7 @@ the `Feed`, which only the client and the scorer hold.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
@@ -17,7 +17,17 @@ from torch import Generator, Tensor
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 
-__all__ = ["Attack", "Capability", "Defense", "Feed", "Observation", "PrivlabWarning", "check_capabilities"]
+__all__ = [
+    "Attack",
+    "AttackClass",
+    "Capability",
+    "Defense",
+    "DefenseClass",
+    "Feed",
+    "Observation",
+    "PrivlabWarning",
+    "check_capabilities",
+]
 
 
 class PrivlabWarning(UserWarning):
@@ -103,6 +113,12 @@ class Defense(Protocol):
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Transform b images by one draw each."""
         ...
+
+
+if TYPE_CHECKING:
+    AttackClass, DefenseClass = type[Attack], type[Defense]
+else:  # Python cannot check classes against a protocol that has data members
+    AttackClass = DefenseClass = type
 
 
 def check_capabilities(attack: Attack, grants: Iterable[Capability], *, force: bool = False) -> None:

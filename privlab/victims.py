@@ -173,6 +173,9 @@ def _named(name: str, weights: str, img_size: int | None, seed: int) -> Victim:
             f"Use a `_mjp` victim, such as {name.removesuffix('_nope')}_mjp."
         )
     stored.fit(vit, state, path.name)
+    if unknown is not None and unknown.numel() != vit.embed_dim:
+        shapes = f"unk_embed {tuple(unknown.shape)} instead of {(1, 1, vit.embed_dim)}"
+        raise PrivlabError(f"The weights of {path.name} do not fit this model. mis-shaped: {shapes}.")
     if variant != "_mjp":
         return _finish(name, architecture, vit, None, origin, None)
     if unknown is not None:
@@ -218,7 +221,7 @@ def _create(architecture: str, variant: str, img_size: int | None, seed: int, cl
 
 def _classes(state: stored.State | None) -> int | None:
     head = None if state is None else state.get("head.weight")
-    return None if head is None else len(head)
+    return None if head is None or head.ndim != 2 else len(head)
 
 
 def _random_unknown(vit: VisionTransformer, seed: int) -> Tensor:

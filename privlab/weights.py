@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor
@@ -80,7 +79,7 @@ def read_state(path: Path) -> State:
             f"'{path}' is refused: it holds code or is no torch file, and privlab reads tensors only. "
             "Save its state_dict as safetensors."
         ) from error
-    except (SafetensorError, RuntimeError, EOFError, ValueError, OSError) as error:
+    except Exception as error:  # on a damaged file, torch raises nearly anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PrivlabError(f"'{path}' cannot be read as weights; it may be truncated ({reason}).") from error
     for key in ("model", "state_dict"):
@@ -102,7 +101,9 @@ def from_any_layout(state: State) -> tuple[State, Tensor | None]:
         k.removeprefix("module."): v for k, v in state.items() if not k.removeprefix("module.").startswith("dlocr.")
     }
     unknown = state.pop("unk_embed", None)
-    if (table := state.pop("pos_embed.weight", None)) is not None:
+    table = state.get("pos_embed.weight")
+    if table is not None and table.ndim == 2:
+        del state["pos_embed.weight"]
         state["pos_embed"], unknown = table[None, :-1], table[None, -1:]
     return state, unknown
 
@@ -116,7 +117,7 @@ def fit(vit: VisionTransformer, state: State, source: str) -> None:
     want = vit.state_dict()
     proj = "patch_embed.proj.weight"
     if proj in state and state[proj].shape == want[proj].shape:
-        with suppress(RuntimeError, ValueError, AssertionError):  # a grid that cannot be: the shapes below say so
+        with suppress(RuntimeError, ValueError, IndexError, AssertionError):  # a grid that cannot be: the shapes below say so
             state = checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
     shapes = [
         f"{k} {tuple(state[k].shape)} instead of {tuple(want[k].shape)}"
@@ -131,7 +132,10 @@ def fit(vit: VisionTransformer, state: State, source: str) -> None:
     found = "; ".join(f"{kind}: {_first(names)}" for kind, names in problems.items() if names)
     if found:
         raise PrivlabError(f"The weights of {source} do not fit this model. {found}.")
-    vit.load_state_dict(state)
+    try:
+        vit.load_state_dict(state)
+    except RuntimeError as error:  # tensors that are sparse or quantised
+        raise PrivlabError(f"The weights of {source} cannot be copied into this model: {error}.") from error
 
 
 def _first(names: list[str], most: int = 6) -> str:

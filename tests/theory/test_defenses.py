@@ -1,0 +1,108 @@
+"""What MJP and its ablations must do to an image, a mask and a model."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Generator, Tensor
+from torch.testing import assert_close
+
+from privlab.defenses import DEFENSES, Jigsaw, Mjp, Undefended, defenses
+from privlab.errors import PrivlabError
+from privlab.model import VictimModel
+from privlab.patches import inverse, patchify, permute
+from privlab.threat import Defense
+
+Model = Callable[..., VictimModel]
+
+
+def images_and_draws(b: int, seed: int) -> tuple[Tensor, list[Generator]]:
+    """Return b random images of 4 × 4 patches of 4 pixels, and a draw for each."""
+    rng = Generator().manual_seed(seed)
+    return torch.rand(b, 3, 16, 16, generator=rng), [Generator().manual_seed(seed + i) for i in range(b)]
+
+
+@given(gamma=st.floats(0, 1), seed=st.integers(0, 2**31))
+def test_jigsaw_moves_masked_patches_only_and_loses_none(gamma: float, seed: int) -> None:
+    """Algorithm 1: x̃ is x with the masked patches shuffled among themselves."""
+    images, draws = images_and_draws(2, seed)
+    feed = Jigsaw(gamma=gamma)(images, 4, draws)
+    assert_close(permute(feed.images, inverse(feed.order), 4), images, rtol=0, atol=0)
+    assert_close(patchify(feed.images, 4)[~feed.moved], patchify(images, 4)[~feed.moved], rtol=0, atol=0)
+
+
+def test_no_share_means_no_change() -> None:
+    images, draws = images_and_draws(2, 0)
+    assert_close(Mjp(gamma=0.0)(images, 4, draws).images, images, rtol=0, atol=0)
+    assert_close(Undefended()(images, 4, draws).images, images, rtol=0, atol=0)
+
+
+def test_mjp_is_the_jigsaw_with_replaced_position_embeddings() -> None:
+    images, _ = images_and_draws(2, 0)
+    plain = Jigsaw(gamma=0.5)(images, 4, images_and_draws(2, 0)[1])
+    for kind, replacement in (("unknown", "unknown"), ("none", "zero")):
+        feed = Mjp(gamma=0.5, masked_pe=kind)(images, 4, images_and_draws(2, 0)[1])
+        assert_close(feed.images, plain.images, rtol=0, atol=0)
+        assert feed.masked_pe is not None
+        assert_close(feed.masked_pe, plain.moved)
+        assert feed.replacement == replacement
+    assert Mjp(gamma=0.5, masked_pe="slot")(images, 4, images_and_draws(2, 0)[1]).masked_pe is None
+
+
+def test_images_of_a_batch_have_draws_of_their_own() -> None:
+    images, draws = images_and_draws(3, 0)
+    together = Jigsaw(gamma=0.6)(images, 4, draws)
+    alone = Jigsaw(gamma=0.6)(images[1:2], 4, [Generator().manual_seed(1)])
+    assert_close(together.order[1:2], alone.order)
+    assert not torch.equal(together.order[0], together.order[1])
+
+
+def test_embedding_with_e_unk_is_equations_3_to_5(tiny_model: Model) -> None:
+    """z₀ = [cls; x̃ⁿE] + Ẽ_pos, Ẽ_pos = E_unk at masked slots and E_pos elsewhere, slot by slot."""
+    model = tiny_model()
+    images = torch.rand(1, 3, 16, 16, dtype=torch.float64)
+    feed = Mjp(gamma=0.5)(images, 4, [Generator().manual_seed(3)])
+    assert feed.masked_pe is not None
+    z = model.embed(feed.images, feed.masked_pe)
+    vit, proj = model.vit, model.vit.patch_embed.proj
+    assert vit.pos_embed is not None
+    assert vit.cls_token is not None
+    assert model.unk_embed is not None
+    assert_close(z[0, 0], vit.cls_token[0, 0] + vit.pos_embed[0, 0])
+    for n, x in enumerate(patchify(model.normalise(feed.images), 4)[0]):
+        pe = model.unk_embed[0, 0] if feed.masked_pe[0, n] else vit.pos_embed[0, 1 + n]
+        assert_close(z[0, 1 + n], proj.weight.flatten(1) @ x + proj.bias + pe)
+
+
+def test_order_of_the_masked_patches_does_not_matter_under_mjp(tiny_model: Model) -> None:
+    """With one E_unk at all masked slots, logits are the same whichever way the masked patches are shuffled."""
+    model = tiny_model()
+    images = torch.rand(1, 3, 16, 16, dtype=torch.float64)
+    feed = Mjp(gamma=0.5)(images, 4, [Generator().manual_seed(3)])
+    assert feed.masked_pe is not None
+    assert not torch.equal(feed.images, images)
+    assert_close(model(feed.images, feed.masked_pe), model(images, feed.masked_pe))
+
+
+def test_e_unk_is_asked_for_where_there_is_none(tiny_model: Model) -> None:
+    feed = Mjp(gamma=0.5)(torch.rand(1, 3, 16, 16, dtype=torch.float64), 4, [Generator()])
+    with pytest.raises(PrivlabError, match="this model has none"):
+        tiny_model(unknown=False)(feed.images, feed.masked_pe)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"gamma": 1.5}, r"gamma \(γ\) must be in \[0, 1\]\. Found 1\.5"), ({"masked_pe": "slots"}, "Did you mean slot")],
+)
+def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(PrivlabError, match=message):
+        Mjp(**options)
+
+
+def test_every_defense_fulfils_the_protocol() -> None:
+    assert defenses() == DEFENSES
+    for name, kind in DEFENSES.items():
+        assert isinstance(kind(), Defense)
+        assert kind.name == name

@@ -1,0 +1,53 @@
+"""The ridge inverse of the closed forms: a Moore-Penrose inverse where that is well posed, and tame elsewhere."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Generator
+from torch.testing import assert_close
+
+from privlab.attacks.solve import RTOL, ridge_inverse
+
+SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 12))
+
+
+@given(shape=SHAPES, seed=st.integers(0, 2**31))
+def test_it_satisfies_the_penrose_conditions(shape: tuple[int, int], seed: int) -> None:
+    """M P M = M and P M P = P, M P and P M symmetric."""
+    M = torch.randn(2, *shape, generator=Generator().manual_seed(seed), dtype=torch.float64)
+    smallest = torch.linalg.svdvals(M).min()
+    P = ridge_inverse(M)
+    if smallest < 1e-3:  # condition number: the ridge shows
+        assert torch.linalg.matrix_norm(P).max() <= 2 / smallest
+        return
+    assert_close(M @ P @ M, M, atol=1e-8, rtol=1e-8)
+    assert_close(M @ P, (M @ P).mT, atol=1e-7, rtol=1e-7)
+    assert_close(P @ M, (P @ M).mT, atol=1e-7, rtol=1e-7)
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e4, 1e5])
+def test_ill_conditioned_systems_come_back(condition: float) -> None:
+    """The error grows with the condition number times float64's epsilon, not with its square."""
+    rng = Generator().manual_seed(0)
+    U = torch.linalg.qr(torch.randn(60, 40, generator=rng, dtype=torch.float64))[0]
+    V = torch.linalg.qr(torch.randn(40, 40, generator=rng, dtype=torch.float64))[0]
+    M = U @ torch.diag(torch.logspace(0, -torch.tensor(condition).log10().item(), 40, dtype=torch.float64)) @ V.mT
+    X = torch.randn(40, 5, generator=rng, dtype=torch.float64)
+    error = (ridge_inverse(M) @ (M @ X) - X).norm() / X.norm()
+    assert error < max(1e3 * condition * 2.2e-16, (RTOL * M.norm() * condition) ** 4)
+
+
+def test_zero_columns_give_zero_rows() -> None:
+    """Under MJP the rows of A at masked slots are zero: their patches come back as zero, not as noise."""
+    M = torch.randn(8, 5, generator=Generator().manual_seed(0), dtype=torch.float64)
+    M[:, 2] = 0
+    P = ridge_inverse(M)
+    assert_close(P[2], torch.zeros(8, dtype=torch.float64), rtol=0, atol=0)
+    assert_close(P[[0, 1, 3, 4]], torch.linalg.pinv(M[:, [0, 1, 3, 4]]))
+
+
+def test_underdetermined_systems_get_the_solution_of_least_norm() -> None:
+    rng = Generator().manual_seed(0)
+    M, G = torch.randn(5, 9, generator=rng, dtype=torch.float64), torch.randn(5, 2, generator=rng, dtype=torch.float64)
+    assert_close(ridge_inverse(M) @ G, torch.linalg.lstsq(M, G, driver="gelsd").solution)
