@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
@@ -22,6 +21,4 @@ class Undefended:
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the images as they are, every patch in its own slot."""
-        b, _, h, w = images.shape
-        order = torch.arange((h // patch) * (w // patch), device=images.device).expand(b, -1)
-        return Feed(images=images, order=order, moved=torch.zeros_like(order, dtype=torch.bool))
+        return Feed.undefended(images, patch)

@@ -82,20 +82,20 @@ def bench_attack(
     """
     target = pick_device(device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast as trained ones
+        warnings.simplefilter("ignore", PrivlabWarning)  # what weakens a verdict is as fast: random weights, N ≥ D
         stock = victim(model).to(target)
-    images = _pictures(stock, n_images).to(target)
-    stages = _Stages(stock, stock.with_block("april"), images)
-    timings: dict[str, list[float]] = {name: [] for name in stages.all()}
-    total = (repeats + 1) * len(timings) + 2 * memory
-    done = 0
-    for repeat in range(repeats + 1):  # the first round warms up
-        for name, stage in stages.all().items():
-            seconds = _timed(stage, target)
-            done += 1
-            progress(done, total)
-            if repeat:
-                timings[name].append(seconds / n_images)
+        images = _pictures(stock, n_images).to(target)
+        stages = _Stages(stock, stock.with_block("april"), images)
+        timings: dict[str, list[float]] = {name: [] for name in stages.all()}
+        total = (repeats + 1) * len(timings) + 2 * memory
+        done = 0
+        for repeat in range(repeats + 1):  # the first round warms up
+            for name, stage in stages.all().items():
+                seconds = _timed(stage, target)
+                done += 1
+                progress(done, total)
+                if repeat:
+                    timings[name].append(seconds / n_images)
     medians = {name: statistics.median(seconds) for name, seconds in timings.items()}
     ratios = _ratios(medians)
     targets = dict(_TARGETS)

@@ -1,6 +1,7 @@
 """The command line: options in, tables out. Data goes to standard output, messages to standard error."""
 
 import json
+import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -149,7 +150,7 @@ def attack(
             {
                 "run": str(path),
                 "verdict": verdicts(outcome),
-                "rows": json.loads(str(table.to_json(orient="records"))),
+                "rows": [{name: _plain(value) for name, value in row.items()} for row in table.to_dict("records")],
                 "warnings": outcome.warnings,
                 "missing_metrics": outcome.missing,
                 "failed": outcome.failed,
@@ -272,6 +273,13 @@ def _print(table: Table) -> None:
 
 def _width(table: Table) -> int:
     return Console(width=10_000).measure(table).maximum
+
+
+def _plain(value: object) -> object:
+    """Return a value that JSON can hold: what was not measured is null, an infinite PSNR is "Infinity"."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _print_json(value: object) -> None:

@@ -5,6 +5,8 @@ from difflib import get_close_matches
 
 __all__ = ["PrivlabError", "unknown_name"]
 
+_LISTED = 24
+
 
 class PrivlabError(ValueError):
     """A mistake in what the user asked for or handed over; its message is the one line that a user reads."""
@@ -14,5 +16,6 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> PrivlabError:
     """Return the error for a `name` that is none of the `choices`, with the nearest valid names first."""
     choices = sorted(choices)
     near = get_close_matches(name, choices, n=3, cutoff=0.4)
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"Choose from: {', '.join(choices)}."
+    more = f" and {len(choices) - _LISTED} more" if len(choices) > _LISTED else ""
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"Choose from: {', '.join(choices[:_LISTED])}{more}."
     return PrivlabError(f"Unknown {kind} '{name}'. {hint}")

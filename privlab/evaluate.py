@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from privlab.images import Chunk, Picture
 from privlab.metrics import Lpips, psnr_region, score
 from privlab.patches import inverse, permute, slots_to_pixels
 from privlab.plan import Cell, Specification, defense_of
-from privlab.threat import Attack, Feed, Observation
+from privlab.threat import Attack, Defense, Feed, Observation
 from privlab.victims import Victim
 
 __all__ = ["CONTROL", "GEOMETRIES", "SCHEMA", "Evaluator", "Panel", "Record", "Scored", "Strip"]
@@ -137,6 +138,11 @@ class Evaluator:
         strips = [Strip(p.name, self.base.name, tuple(row)) for p, row in zip(batch.pictures, rows, strict=True)]
         return Scored(len(chunk.pictures) + len(chunk.failed), records, strips)
 
+    @cached_property
+    def _defenses(self) -> dict[str, Defense]:
+        """Return the defense of each setting; looking what is installed up for every row would be slow."""
+        return {setting: defense_of(self.spec, self.base, setting) for setting in self.spec.settings}
+
     def _labelled(self, chunk: Chunk) -> tuple[_Batch, list[Picture]]:
         """Label the pictures that have no label by the victim's own prediction; refuse labels out of range."""
         device, classes = self.base.model.mean.device, self.base.model.vit.num_classes
@@ -158,7 +164,7 @@ class Evaluator:
 
     def _trial(self, setting: str, batch: _Batch) -> _Trial:
         """Make what the clients feed, and the reference of the setting (MJP, section 5.4)."""
-        defense = Undefended() if setting == "a" else defense_of(self.spec, self.base, setting)
+        defense = Undefended() if setting == "a" else self._defenses[setting]
         feed = defense(batch.images, self.base.model.patch, batch.draws(self.spec.seed, "defense"))
         return _Trial(setting, feed, feed.images if setting == "b" else batch.images)
 
@@ -277,7 +283,7 @@ class Evaluator:
 
     def _row(self, picture: Picture, setting: str, attack: str, geometry: str) -> Record:
         """Return what every row states of its victim, defense and image."""
-        defense, model = defense_of(self.spec, self.base, setting), self.base.model
+        defense, model = self._defenses[setting], self.base.model
         return {
             "victim": self.base.name,
             "victim_params": json.dumps(self.base.params()),
@@ -288,7 +294,7 @@ class Evaluator:
             "setting": setting,
             "attack": attack,
             "geometry": geometry,
-            "image": picture.name,
+            "image": picture.name.encode(errors="backslashreplace").decode(),  # a file's name may be no text
             "image_sha256": picture.sha256,
             "label": picture.label,
             "label_origin": picture.label_origin,

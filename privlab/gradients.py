@@ -87,15 +87,22 @@ def per_sample_gradients(
     return gradients
 
 
-def observe(model: VictimModel, feed: Feed, labels: Int[Tensor, " b"], parameters: Iterable[str]) -> Observation:
+def observe(
+    model: VictimModel,
+    feed: Feed | Float[Tensor, "b c h w"],
+    labels: Int[Tensor, " b"],
+    parameters: Iterable[str],
+) -> Observation:
     """Return what the adversary sees of b clients that take one training step on one image each.
 
     Args:
         model: the victim's model; it is left as it is.
-        feed: what the clients feed it: what a defense makes of the private images.
+        feed: what the clients feed it: what a defense makes of the private images, or images in [0, 1] as they are.
         labels: the class indices of the images, known to the client.
         parameters: the names of the gradients that the attacks read.
     """
+    if isinstance(feed, Tensor):
+        feed = Feed.undefended(feed, model.patch)
     with full_precision():
         gradients = per_sample_gradients(model, feed, labels, parameters)
     return Observation(model=model, gradients=gradients, grants=granted(model))

@@ -26,7 +26,7 @@ class Specification:
     """Everything that defines the science of a run; what only changes speed is not here.
 
     Raises:
-        PrivlabError: for an unknown setting, attack, defense, metric or block.
+        PrivlabError: for an unknown setting, attack, defense, metric or block, or a number out of range.
     """
 
     models: tuple[str, ...]
@@ -60,9 +60,11 @@ class Specification:
             for name in names:
                 if name not in choices:
                     raise unknown_name(kind, name, choices)
-        for kind in ("models", "settings", "metrics", "images"):
-            if not getattr(self, kind):
+        for kind in ("models", "settings", "attacks", "metrics", "images"):
+            if getattr(self, kind) == ():
                 raise PrivlabError(f"At least one of {kind} is needed. Found none.")
+        if not 0 <= self.seed < 2**63:
+            raise PrivlabError(f"seed must be in [0, 2^63 − 1]. Found {self.seed}.")
         Mjp(gamma=self.gamma, masked_pe=self.masked_pe)
 
 

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from timm.data import ImageNetInfo
 from timm.models.vision_transformer import VisionTransformer
 
-from privlab.errors import PrivlabError
+from privlab.errors import PrivlabError, unknown_name
 from privlab.evaluate import Evaluator, Scored
 from privlab.images import ImageSource, Preprocessing, batches, open_images
 from privlab.lpips_backbones import LpipsUnavailable
@@ -123,10 +123,13 @@ def specify(
     if metrics is not None:
         given["metrics"] = _names(metrics)
     sources = [images] if isinstance(images, str | Path) else images
-    unknown = sorted(set(options) - set(Specification.__dataclass_fields__))
-    if unknown:
-        raise PrivlabError(f"Unknown option {unknown[0]}. Known: {', '.join(Specification.__dataclass_fields__)}.")
-    return Specification(**given, images=tuple(str(source) for source in sources), **options)
+    known = set(Specification.__dataclass_fields__) - {"models", "settings", "attacks", "images", "metrics"}
+    for name in options:
+        if name not in known:
+            arguments = ("setting", "attack", "images", "metrics", "device", "batch_size", "out", "overwrite")
+            raise unknown_name("option", name, [*known, *arguments])
+    plain: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    return Specification(**given, images=tuple(str(source) for source in sources), **plain)
 
 
 def execute(
@@ -147,6 +150,8 @@ def execute(
             directory cannot be written.
     """
     target = pick_device(device)
+    if batch_size is not None and batch_size < 1:
+        raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
     messages: list[str] = []
     with _collected(messages):
         victims = _victims(spec, own)
@@ -181,7 +186,8 @@ def execute(
         with _collected(messages):
             _run(spec, victims, cells, lpips, metrics, source, target, batch_size, keep, progress)
     except BaseException as error:
-        note("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        with suppress(PrivlabError):  # the disk may be full, which is not to hide the first error
+            note("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
     note("finished")
     records = to_frame(kept) if run is None else run.read()
@@ -223,7 +229,7 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
 
 def _victims(spec: Specification, own: VisionTransformer | None) -> list[Victim]:
     if own is not None:
-        return [victim(own)]
+        return [victim(own, img_size=spec.img_size)]
     return [victim(name, weights=spec.weights, img_size=spec.img_size, seed=spec.seed) for name in spec.models]
 
 

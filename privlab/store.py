@@ -59,15 +59,15 @@ class RunDirectory:
         run = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            held = sorted(entry.name for entry in path.iterdir())
-            if "run.json" in held:
+            held = sorted(entry.name for entry in path.iterdir() if not entry.is_dir() or any(entry.iterdir()))
+            if run._is_run():
                 if not overwrite:
                     raise PrivlabError(f"'{path}' holds another run. Use --overwrite, or another --out.")
                 run._clear()
             elif held:
                 raise PrivlabError(f"'{path}' holds files of something else ({held[0]}). Give a new or empty --out.")
-            run.records.mkdir()
-            run.strips.mkdir()
+            run.records.mkdir(exist_ok=True)
+            run.strips.mkdir(exist_ok=True)
         except OSError as error:
             raise _unwritable(path, error) from error
         return run
@@ -100,7 +100,7 @@ class RunDirectory:
             PrivlabError: if the disk is full or the directory cannot be written.
         """
         text = json.dumps(facts, indent=2, ensure_ascii=False, sort_keys=False) + "\n"
-        self._write(self.path / "run.json", lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        self._write(self.path / "run.json", lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
 
     def write_strip(self, name: str, save: Callable[[Path], object]) -> None:
         """Write a picture by `save(path)`, whole or not at all."""
@@ -121,6 +121,12 @@ class RunDirectory:
             raise _unwritable(path, error) from error
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _is_run(self) -> bool:
+        try:
+            return "specification" in json.loads((self.path / "run.json").read_bytes())
+        except (FileNotFoundError, TypeError, ValueError):  # none, or one of another program
+            return False
 
     def _clear(self) -> None:
         shutil.rmtree(self.records, ignore_errors=True)

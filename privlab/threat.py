@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
@@ -84,6 +85,13 @@ class Feed:
     moved: Bool[Tensor, "b n"]
     masked_pe: Bool[Tensor, "b n"] | None = None
     replacement: Literal["unknown", "zero"] = "unknown"
+
+    @classmethod
+    def undefended(cls, images: Float[Tensor, "b c h w"], patch: int) -> "Feed":
+        """Return the feed of clients without a defense: every patch of the images in its own slot."""
+        b, _, h, w = images.shape
+        order = torch.arange((h // patch) * (w // patch), device=images.device).expand(b, -1)
+        return cls(images=images, order=order, moved=torch.zeros_like(order, dtype=torch.bool))
 
 
 @runtime_checkable

@@ -120,7 +120,8 @@ def victim(
         weights: "auto" (pretrained where they can be had, else random, with a warning), "pretrained", "random",
             or a file in timm's, the MJP authors' or privlab's layout. A model of your own keeps its own weights.
         block: "stock" or "april" (first block without pre-norm and without skip).
-        img_size: the side of the input, in pixels; the position embeddings are resized as timm does.
+        img_size: the side of the input, in pixels, a multiple of the patches'; the position embeddings are resized as
+            timm does. A model of your own keeps its size.
         seed: of random weights.
 
     Raises:
@@ -131,9 +132,13 @@ def victim(
     """
     if block not in ("stock", "april"):
         raise unknown_name("block", block, ("stock", "april"))
-    if isinstance(model, VisionTransformer):
-        return _own(model).with_block(block)
-    made = _named(model, str(weights), img_size, seed)
+    made = _own(model) if isinstance(model, VisionTransformer) else _named(model, str(weights), img_size, seed)
+    _, height, width = made.model.image_shape
+    if img_size is not None and (height, width) != (img_size, img_size):
+        raise PrivlabError(
+            f"--img-size {img_size} does not fit {made.name}, which takes {height}×{width} pixels "
+            f"in patches of {made.model.patch}: give a multiple of that; a model of your own keeps its size."
+        )
     return made.with_block(block)
 
 

@@ -6,6 +6,7 @@ import pickle
 import threading
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -73,7 +74,9 @@ def read_state(path: Path) -> State:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch finds odd in a file it either reads or refuses
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise PrivlabError(
             f"'{path}' is refused: it holds code or is no torch file, and privlab reads tensors only. "
@@ -85,7 +88,8 @@ def read_state(path: Path) -> State:
     for key in ("model", "state_dict"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
-    state = {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, Mapping) else {}
+    named = content.items() if isinstance(content, Mapping) else ()
+    state = {k: v for k, v in named if isinstance(k, str) and isinstance(v, Tensor)}
     if not state:
         raise PrivlabError(f"'{path}' holds no state dict: expected tensors by name, found {type(content).__name__}.")
     return state
@@ -117,7 +121,8 @@ def fit(vit: VisionTransformer, state: State, source: str) -> None:
     want = vit.state_dict()
     proj = "patch_embed.proj.weight"
     if proj in state and state[proj].shape == want[proj].shape:
-        with suppress(RuntimeError, ValueError, IndexError, AssertionError):  # a grid that cannot be: the shapes below say so
+        # A grid that cannot be: the shapes below say so.
+        with suppress(RuntimeError, ValueError, IndexError, AssertionError):
             state = checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
     shapes = [
         f"{k} {tuple(state[k].shape)} instead of {tuple(want[k].shape)}"

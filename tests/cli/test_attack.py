@@ -1,0 +1,185 @@
+"""`privlab attack` as it should go: what it prints, what it writes, and that it does so again."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from pandas.testing import assert_frame_equal
+from PIL import Image
+
+from privlab.evaluate import GEOMETRIES
+from privlab.store import COLUMNS
+
+TIMES = ["seconds_observe", "seconds_attack", "seconds_score"]
+CONTROLS = ["control:mean", "control:other", "control:shuffled"]
+
+
+def test_data_go_to_stdout_and_messages_to_stderr(attack: Callable[..., Any], tmp_path: Path) -> None:
+    done = attack()
+    assert done.status == 0
+    for word in ("april", "patch-gradient", *CONTROLS, "MSE ↓", "FFT2D ↓", "PSNR ↑", "SSIM ↑", "LPIPS ↓"):
+        assert word in done.out
+    assert "stock" in done.out
+    assert "vit_ti: weights random (SHA-256" in done.out
+    assert "seed 0" in done.out
+    assert "lpips_alex: n/a (No pretrained backbone for lpips_alex" in done.out
+    assert done.out.splitlines()[-1] == f"run: {tmp_path / 'run'}"
+    assert "Warning" not in done.out
+    assert "Warning: vit_ti has RANDOM weights (seed 0), as asked." in done.err
+    assert "Warning: lpips_alex is n/a: No pretrained backbone" in done.err
+    assert "3/3" in done.err  # of the progress bar
+
+
+def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> None:
+    done = attack("--json")
+    assert done.status == 0
+    told = json.loads(done.out)
+    assert list(told) == ["run", "verdict", "rows", "warnings", "missing_metrics", "failed"]
+    assert told["run"] == str(tmp_path / "run")
+    assert told["failed"] == {}
+    assert list(told["missing_metrics"]) == ["lpips_alex"]
+    assert [row["attack"] for row in told["rows"]] == ["april", "patch-gradient", *CONTROLS]
+    by_attack = {row["attack"]: row for row in told["rows"]}
+    assert by_attack["patch-gradient"]["psnr"] > 100
+    assert 0 < by_attack["patch-gradient"]["mse"] < 1e-10  # a small number is not nought
+    assert by_attack["patch-gradient"]["lpips_alex"] is None
+    assert by_attack["patch-gradient"]["n"] == 3
+
+
+def test_perfect_scores_are_no_missing_ones(attack: Callable[..., Any], records: Callable[..., pd.DataFrame]) -> None:
+    """Rounded to 8 bits, the exact reconstruction is the image: PSNR is infinite, which JSON has no number for."""
+    done = attack("--eight-bit", "--attack", "patch-gradient", "--json")
+    row = json.loads(done.out, parse_constant=pytest.fail)["rows"][0]
+    assert (row["mse"], row["psnr"], row["psnr_std"]) == (0, "Infinity", None)
+    assert (records().query("attack == 'patch-gradient'").psnr == float("inf")).all()
+    shown = attack("--eight-bit", "--attack", "patch-gradient", "--overwrite").out
+    assert " inf " in next(line for line in shown.splitlines() if "patch-gradient" in line)
+
+
+def test_records_have_every_column_and_row(
+    attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path
+) -> None:
+    attack("--setting", "a,b,c", "--gamma", "1")
+    table = records()
+    assert list(table.columns) == COLUMNS.names
+    attacked = table[~table.attack.str.startswith("control:")]
+    cells = attacked.groupby(["image", "setting", "attack", "geometry"]).size()
+    assert (cells == 1).all()
+    assert len(cells) == 3 * 3 * 2 * len(GEOMETRIES)
+    assert set(attacked.image) == {path.name for path in photos.iterdir()}
+    assert set(table.weights) == {"random"}
+    assert set(table.label_origin) == {"predicted"}
+    assert set(table.status) == {"ok"}
+    assert table.lpips_alex.isna().all()
+    assert attacked[["mse", "psnr", "ssim", "fft2d", "grad_norm", *TIMES]].notna().all(axis=None)
+    assert dict(zip(attacked.attack, attacked.block, strict=True)) == {"april": "april", "patch-gradient": "stock"}
+    assert dict(zip(table.setting, table.defense, strict=True)) == {"a": "none", "b": "jigsaw", "c": "jigsaw"}
+    shuffled = attacked[attacked.setting != "a"]
+    assert shuffled.psnr_masked.notna().all()
+    assert json.loads(shuffled.defense_params.iloc[0]) == {"gamma": 1.0}
+    exact = attacked[attacked.attack == "patch-gradient"].set_index(["setting", "geometry"]).psnr
+    assert exact["b", "in_place"].min() > 100  # scored against what was fed
+    assert exact["c", "oracle"].min() > 100  # every patch put where it belongs
+    assert exact["c", "in_place"].max() < 30
+
+
+def test_run_json_states_the_run(attack: Callable[..., Any], tmp_path: Path) -> None:
+    attack("--seed", "7", "--limit", "2")
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["status"] == "finished"
+    assert facts["specification"] | {"seed": 7, "limit": 2, "models": ["vit_ti"]} == facts["specification"]
+    assert facts["images"]["count"] == 2
+    assert facts["victims"][0]["weights"]["origin"] == "random"
+    assert {"versions", "hardware", "commit", "warnings", "missing_metrics", "seconds"} <= set(facts)
+
+
+def test_one_strip_for_each_image_and_victim(attack: Callable[..., Any], tmp_path: Path) -> None:
+    done = attack("--strips", "--model", "vit_ti,vit_ti_mjp", "--setting", "a,c")
+    assert done.status == 0
+    strips = sorted((tmp_path / "run" / "strips").iterdir())
+    assert [path.name for path in strips] == [
+        f"{victim}-0000{i}-{name}.png" for victim in ("vit_ti", "vit_ti_mjp") for i, name in enumerate("abc")
+    ]
+    with Image.open(strips[0]) as strip:
+        assert strip.width > 4 * 224  # private image, what was fed, two reconstructions
+        assert strip.height > 2 * 224  # two settings
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "settings", "defense"),
+    [
+        ("vit_ti", (), {"a"}, {"none"}),
+        ("vit_ti_mjp", (), {"c"}, {"mjp"}),
+        ("vit_ti,vit_ti_mjp", (), {"c"}, {"jigsaw", "mjp"}),
+        ("vit_ti", ("--defense", "jigsaw"), {"c"}, {"jigsaw"}),
+        ("vit_ti", ("--defense", "none"), {"a"}, {"none"}),
+        ("vit_ti", ("--defense", "mjp", "--masked-pe", "none"), {"c"}, {"mjp"}),
+        ("vit_ti", ("--setting", " a, b,a"), {"a", "b"}, {"none", "jigsaw"}),
+    ],
+)
+def test_setting_is_c_where_a_defense_is_at_work(
+    attack: Callable[..., Any],
+    records: Callable[..., pd.DataFrame],
+    model: str,
+    options: tuple[str, ...],
+    settings: set[str],
+    defense: set[str],
+) -> None:
+    assert attack("--model", model, "--limit", "1", *options).status == 0
+    table = records()
+    assert set(table.setting) == settings
+    assert set(table.defense) == defense
+    assert set(table.victim) == set(model.split(","))
+
+
+def test_table_shows_the_geometry_asked_for(attack: Callable[..., Any]) -> None:
+    def psnr(geometry: str) -> float:
+        told = attack("--setting", "c", "--gamma", "1", "--geometry", geometry, "--json", "--overwrite").out
+        return {row["attack"]: row["psnr"] for row in json.loads(told)["rows"]}["patch-gradient"]
+
+    assert psnr("oracle") > 100 > psnr("in_place")
+
+
+def test_same_command_gives_the_same_scores(
+    attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path
+) -> None:
+    options = ("--model", "vit_ti_mjp", "--setting", "b,c", "--seed", "3")
+    attack(*options)
+    attack(*options, "--out", tmp_path / "again")
+    first, again = records().drop(columns=TIMES), records(tmp_path / "again").drop(columns=TIMES)
+    assert_frame_equal(first, again, check_exact=True)
+    attack(*options, "--seed", "4", "--out", tmp_path / "other")
+    assert (records(tmp_path / "other").psnr_masked != first.psnr_masked).any()
+
+
+def test_batch_size_changes_no_draw_and_no_score(
+    attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path
+) -> None:
+    """The masks are drawn for each image by itself; only float32 rounding depends on the batch."""
+    options = ("--model", "vit_ti_mjp", "--setting", "b,c", "--images", "samples", "--limit", "6", "--img-size", "64")
+    attack(*options, "--batch-size", "1")
+    attack(*options, "--batch-size", "5", "--out", tmp_path / "five")
+    keys = ["image", "setting", "attack", "geometry"]
+    one, five = (table.set_index(keys).sort_index() for table in (records(), records(tmp_path / "five")))
+    assert len(list((tmp_path / "run" / "records").iterdir())) == 6
+    assert len(list((tmp_path / "five" / "records").iterdir())) == 2
+    controls = one.index.get_level_values("attack").str.startswith("control:")
+    exact = ["image_sha256", "label", "mse", "psnr", "ssim"]
+    assert_frame_equal(one.loc[controls, exact], five.loc[controls, exact], check_exact=True)
+    scores = ["mse", "ssim", "fft2d", "psnr_masked", "psnr_unmasked"]
+    assert_frame_equal(one[~controls][scores], five[~controls][scores], rtol=2e-2, atol=1e-4)
+
+
+def test_default_directory_is_new_each_time(
+    cli: Callable[..., Any], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = "attack --model timm:vit_tiny_patch16_224 --weights random --img-size 32 --no-strips --images photos"
+    for _ in range(2):
+        assert cli(*command.split()).status == 0
+    runs = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert len(runs) == 2
+    assert all(name.split("-", 2)[2].startswith("timm_vit_tiny_patch16_224-a") for name in runs)

@@ -1,0 +1,99 @@
+"""`privlab list`, `doctor` and `--help`: everything that is installed, as a table and as JSON."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from privlab.attacks import attacks
+from privlab.defenses import defenses
+
+from privlab import __version__
+from privlab.metrics import METRICS
+from privlab.victims import victim_names
+
+LISTED = {
+    "victims": ([*victim_names(), "timm:NAME"], {"name", "timm", "variant"}),
+    "attacks": (list(attacks()), {"name", "paper", "needs", "gradients"}),
+    "defenses": (list(defenses()), {"name", "paper", "options"}),
+    "metrics": (list(METRICS), {"name", "leaks", "range", "source"}),
+}
+
+
+@pytest.mark.parametrize("what", LISTED)
+def test_list_names_all_that_is_there(cli: Callable[..., Any], what: str) -> None:
+    names, columns = LISTED[what]
+    told = cli("list", what, "--json")
+    assert (told.status, told.err) == (0, "")
+    rows = json.loads(told.out)
+    assert [row["name"] for row in rows] == names
+    assert all(set(row) == columns for row in rows)
+    shown = cli("list", what)
+    assert (shown.status, shown.err) == (0, "")
+    assert all(f" {name} " in shown.out for name in names)
+
+
+def test_attacks_are_listed_with_paper_equation_and_capabilities(cli: Callable[..., Any]) -> None:
+    rows = {row["name"]: row for row in json.loads(cli("list", "attacks", "--json").out)}
+    assert "Lu et al. 2022" in rows["april"]["paper"]
+    assert "Eq. 8" in rows["april"]["paper"]
+    assert rows["april"]["needs"] == "april_block, batch_size_one, knows_weights, learnable_pe_gradient"
+    assert rows["patch-gradient"]["needs"] == "batch_size_one, learnable_pe_gradient"
+
+
+def test_defenses_are_listed_with_their_options(cli: Callable[..., Any]) -> None:
+    rows = {row["name"]: row for row in json.loads(cli("list", "defenses", "--json").out)}
+    assert rows["mjp"]["options"] == "gamma=0.27, masked_pe='unknown'"
+    assert "Alg. 1 and 2" in rows["mjp"]["paper"]
+
+
+def test_metrics_are_listed_with_the_leaky_direction(cli: Callable[..., Any]) -> None:
+    rows = {row["name"]: row for row in json.loads(cli("list", "metrics", "--json").out)}
+    assert rows["psnr"]["leaks"].startswith("↑")
+    assert rows["mse"]["leaks"].startswith("↓")
+
+
+def test_doctor_says_what_is_missing_for_which_feature(cli: Callable[..., Any]) -> None:
+    told = cli("doctor", "--json")
+    assert told.status == 0
+    rows = {row["what"]: row for row in json.loads(told.out)}
+    assert all(set(row) == {"what", "state", "found", "needed for"} for row in rows.values())
+    assert rows["privlab"] == {"what": "privlab", "state": "ok", "found": __version__, "needed for": "everything"}
+    assert rows["torch"]["state"] == "ok"
+    assert {"gpu", "threads", "disk", "datasets"} <= set(rows)
+    assert rows["weights deit_s"]["state"] == "missing"  # the tests have empty caches
+    assert "not in the cache" in rows["weights deit_s"]["found"]
+    assert "--weights pretrained with deit_s, deit_s_mjp" in rows["weights deit_s"]["needed for"]
+    assert rows["lpips alex"]["state"] == "missing"
+    assert "--lpips-weights PATH" in rows["lpips alex"]["found"]
+    assert rows["lpips alex"]["needed for"] == "the metric lpips_alex"
+    shown = cli("doctor")
+    assert shown.status == 0
+    assert all(f" {what} " in shown.out for what in rows)
+
+
+def test_doctor_finds_backbones_in_a_folder(cli: Callable[..., Any], tmp_path: Any) -> None:
+    (tmp_path / "vgg16.pth").touch()
+    rows = {row["what"]: row for row in json.loads(cli("doctor", "--json", "--lpips-weights", tmp_path).out)}
+    assert rows["lpips vgg"]["found"] == str(tmp_path / "vgg16.pth")
+    assert rows["lpips alex"]["state"] == "missing"
+
+
+def test_doctor_sees_no_gpu_where_none_is(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    rows = {row["what"]: row for row in json.loads(cli("doctor", "--json").out)}
+    assert (rows["gpu"]["state"], rows["gpu"]["found"]) == ("missing", "torch sees no CUDA device")
+
+
+@pytest.mark.parametrize("command", [(), ("attack",), ("list",), ("doctor",), ("bench",)])
+def test_every_command_has_help(cli: Callable[..., Any], command: tuple[str, ...]) -> None:
+    for option in ("-h", "--help"):
+        done = cli(*command, option)
+        assert (done.status, done.err) == (0, "")
+        assert f"Usage: privlab {' '.join(command)}" in done.out
+    assert "--debug" in done.out
+    assert not command or "--json" in done.out
+
+
+def test_version(cli: Callable[..., Any]) -> None:
+    assert cli("--version").out == f"{__version__}\n"

@@ -1,0 +1,238 @@
+"""One file: every way in which it can be odd, told apart from every way in which it can be unusable."""
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from privlab.decode import Picture, picture_from_image, read_picture
+from privlab.errors import PrivlabError
+
+
+def noise(height: int, width: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def saved(path: Path, image: Image.Image | None = None, **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (noise(16, 20, zlib.crc32(path.name.encode())) if image is None else image).save(path, **options)
+    return path
+
+
+def pixels(picture: Picture) -> np.ndarray:
+    assert picture.problem is None
+    assert picture.pixels is not None
+    assert picture.pixels.mode == "RGB"
+    return np.asarray(picture.pixels)
+
+
+def test_rgb_file_is_read_as_it_is(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.png", noise(16, 20))
+    picture = read_picture(path)
+    assert (pixels(picture) == np.asarray(noise(16, 20))).all()
+    assert picture.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (picture.name, picture.label, picture.label_origin) == (path.as_posix(), None, "none")
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK"])
+def test_modes_without_transparency_become_rgb(tmp_path: Path, mode: str) -> None:
+    image = noise(16, 20).convert(mode)
+    path = saved(tmp_path / "a.tiff", image)
+    assert (pixels(read_picture(path)) == np.asarray(image.convert("RGB"))).all()
+
+
+def test_cmyk_jpeg(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.jpg", Image.new("CMYK", (16, 16), (255, 0, 0, 0)), quality=100)
+    assert abs(pixels(read_picture(path)).astype(int) - [0, 255, 255]).max() <= 2
+
+
+@pytest.mark.parametrize("alpha", [0, 100, 255])
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_alpha_is_composited_over_white(tmp_path: Path, mode: str, alpha: int) -> None:
+    image = Image.new("RGBA", (16, 16), (10, 10, 10, alpha)).convert(mode)
+    expected = round((10 * alpha + 255 * (255 - alpha)) / 255)
+    assert abs(pixels(read_picture(saved(tmp_path / "a.png", image))).astype(int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("transparency", [1, bytes([255, 0])])
+def test_transparent_palette_colour_becomes_white(tmp_path: Path, transparency: int | bytes) -> None:
+    image = Image.new("P", (16, 16), 0)
+    image.putpalette([200, 30, 40, 0, 0, 255])
+    image.paste(1, (0, 0, 8, 16))
+    values = pixels(read_picture(saved(tmp_path / "a.png", image, transparency=transparency)))
+    assert (values[:, :8] == 255).all()
+    assert (values[:, 8:] == [200, 30, 40]).all()
+
+
+def test_transparent_colour_of_rgb_and_grey_becomes_white(tmp_path: Path) -> None:
+    rgb = saved(tmp_path / "rgb.png", Image.new("RGB", (16, 16), (1, 2, 3)), transparency=(1, 2, 3))
+    grey = saved(tmp_path / "grey.png", Image.new("L", (16, 16), 7), transparency=7)
+    assert (pixels(read_picture(rgb)) == 255).all()
+    assert (pixels(read_picture(grey)) == 255).all()
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tiff", ".pgm"])
+def test_16_bit_grey_is_scaled_not_clipped(tmp_path: Path, suffix: str) -> None:
+    ramp = (np.arange(256, dtype=np.uint16) * 257).reshape(16, 16)
+    values = pixels(read_picture(saved(tmp_path / f"a{suffix}", Image.fromarray(ramp))))
+    assert (values[..., 0] == np.arange(256).reshape(16, 16)).all()
+    assert (values == values[..., :1]).all()
+
+
+def test_dark_16_bit_grey_stays_dark(tmp_path: Path) -> None:
+    """The scale is that of the format, not of the brightest pixel."""
+    for suffix in (".png", ".pgm"):
+        path = saved(tmp_path / f"a{suffix}", Image.fromarray(np.full((16, 16), 200, np.uint16)))
+        assert (pixels(read_picture(path)) == 1).all()
+
+
+def test_big_endian_16_bit_grey(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.tiff", Image.new("I;16B", (16, 16), 40000))
+    with Image.open(path) as image:
+        assert image.mode == "I;16B"
+    assert (pixels(read_picture(path)) == 156).all()
+
+
+@pytest.mark.parametrize(("value", "expected"), [(200, 200), (25700, 100)])
+def test_32_bit_integers_within_16_bits(tmp_path: Path, value: int, expected: int) -> None:
+    path = saved(tmp_path / "a.tiff", Image.new("I", (16, 16), value))
+    assert (pixels(read_picture(path)) == expected).all()
+
+
+def test_exif_orientation_is_applied(tmp_path: Path) -> None:
+    upright = noise(16, 24)
+    exif = Image.Exif()
+    turned = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
+    for orientation, turn in turned.items():
+        exif[0x0112] = orientation
+        path = saved(tmp_path / f"{orientation}.png", upright.transpose(turn), exif=exif)
+        assert (pixels(read_picture(path)) == np.asarray(upright)).all()
+    exif[0x0112] = 6
+    assert pixels(read_picture(saved(tmp_path / "a.jpg", noise(16, 24), exif=exif))).shape == (24, 16, 3)
+
+
+@pytest.mark.parametrize("orientation", range(1, 10))
+def test_every_orientation_equals_pillows(tmp_path: Path, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = saved(tmp_path / "a.jpg", noise(16, 24), exif=exif)
+    with Image.open(path) as image:
+        assert (pixels(read_picture(path)) == np.asarray(ImageOps.exif_transpose(image))).all()
+
+
+def test_corrupt_exif_is_no_problem(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.jpg", exif=b"Exif\0\0neither little nor big")
+    assert pixels(read_picture(path)).shape == (16, 20, 3)
+
+
+def test_phone_picture_with_a_preview_is_one_picture(tmp_path: Path) -> None:
+    path = saved(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[noise(8, 10)])
+    assert pixels(read_picture(path)).shape == (16, 20, 3)
+
+
+def png_header(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 64)) + chunk(b"IEND", b"")
+
+
+def cut(path: Path, keep: float) -> Path:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data))])
+    return path
+
+
+def raw(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "truncated jpeg": (lambda p: cut(saved(p / "a.jpg", noise(64, 64)), 0.6), "Truncated or damaged"),
+    "truncated png": (lambda p: cut(saved(p / "a.png", noise(64, 64)), 0.6), "Truncated or damaged"),
+    "png without its end": (lambda p: cut(saved(p / "a.png", noise(64, 64)), 0.999), "Truncated or damaged"),
+    "truncated bmp": (lambda p: cut(saved(p / "a.bmp", noise(64, 64)), 0.6), "Truncated or damaged"),
+    "empty": (lambda p: raw(p / "a.png", b""), "Empty file: 0 bytes."),
+    "text": (lambda p: raw(p / "a.png", b"not a picture\n"), "Not an image in one of the formats JPEG, PNG"),
+    "postscript": (
+        lambda p: raw(p / "a.png", b"%!PS-Adobe-3.0 EPSF-3.0\n"),
+        "Not an image in one of the formats",
+    ),
+    "1x1": (lambda p: saved(p / "a.png", noise(1, 1)), "1×1 pixels; each side must have at least 8."),
+    "7 high": (lambda p: saved(p / "a.png", noise(7, 20)), "20×7 pixels; each side must have at least 8."),
+    "bomb": (
+        lambda p: raw(p / "a.png", png_header(60000, 60000)),
+        "3600000000 pixels. by its header; at most 100 million",
+    ),
+    "big": (
+        lambda p: raw(p / "a.png", png_header(12000, 11000)),
+        "12000×11000 pixels by its header; at most 100",
+    ),
+    "strip": (
+        lambda p: saved(p / "a.png", noise(8, 801)),
+        "801×8 pixels; the longer side must be at most 100",
+    ),
+    "float": (lambda p: saved(p / "a.tiff", Image.new("F", (16, 16), 0.5)), "Floating-point pixels"),
+    "32 bit": (
+        lambda p: saved(p / "a.tiff", Image.new("I", (16, 16), 70000)),
+        "Integer pixels from 70000 to 70000",
+    ),
+    "gif": (
+        lambda p: saved(p / "a.gif", save_all=True, append_images=[noise(16, 20, 1), noise(16, 20, 2)]),
+        "3 frames; only still pictures",
+    ),
+    "missing": (lambda p: p / "a.png", "Cannot be opened: No such file"),
+    "folder": (lambda p: p, "Not a regular file."),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_file_has_a_one_line_problem(tmp_path: Path, case: str) -> None:
+    make, message = REFUSED[case]
+    picture = read_picture(make(tmp_path), name="a", label=3, label_origin="folder")
+    assert picture.problem is not None
+    with pytest.raises(PrivlabError, match=message):
+        raise PrivlabError(picture.problem)
+    assert "\n" not in picture.problem
+    assert "0x" not in picture.problem
+    assert (picture.name, picture.pixels, picture.label, picture.label_origin) == ("a", None, 3, "folder")
+
+
+def test_picture_between_pillows_limit_and_ours_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow would warn of a bomb here, and warnings are errors."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
+    assert pixels(read_picture(saved(tmp_path / "a.png", noise(16, 20)))).shape == (16, 20, 3)
+
+
+def test_huge_file_is_refused_before_reading(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    with path.open("wb") as file:
+        file.truncate(2**29 + 2**20)  # sparse: no disk is used
+    assert read_picture(path).problem == "513 MiB; at most 512 MiB are read."
+
+
+def test_permission_error_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    path = saved(tmp_path / "a.png")
+    monkeypatch.setattr(Path, "read_bytes", deny)
+    picture = read_picture(path)
+    assert (picture.problem, picture.sha256) == ("Cannot be opened: Permission denied.", "")
+
+
+def test_damage_found_late_is_a_problem(tmp_path: Path) -> None:
+    """Pillow opens a file by its header: a data set may hand over a picture whose pixels cannot be read."""
+    with Image.open(cut(saved(tmp_path / "a.png", noise(64, 64)), 0.6)) as image:
+        picture = picture_from_image(image, "a", 3, "dataset")
+    assert (picture.sha256, picture.pixels, picture.label, picture.label_origin) == ("", None, 3, "dataset")
+    assert picture.problem is not None
+    assert picture.problem.startswith("Truncated or damaged: ")
