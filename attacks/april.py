@@ -1,6 +1,7 @@
 """`april`: the closed form of APRIL, from the gradients of the attention weights."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from jaxtyping import Float
@@ -58,6 +59,12 @@ class April:
         bias = 0 if proj.bias is None else proj.bias
         height, width = seen.model.grid
         embedded = (z - E_pos - bias)[:, -height * width :]
-        inverse = ridge_inverse(proj.weight.flatten(1), self.rtol)
-        X = embedded.to(dz.dtype) @ inverse.mT.to(dz.dtype)  # Eq. 9: all solved, the last product loses nothing more
+        # All is solved in float64; the last product is done as released, and loses nothing more.
+        X = embedded.to(dz.dtype) @ _projection_inverse(proj.weight, proj.weight._version, self.rtol).mT  # Eq. 9
         return seen.model.to_images(X)
+
+
+@lru_cache(maxsize=4)
+def _projection_inverse(weight: Float[Tensor, "d c p p"], _version: int, rtol: float) -> Float[Tensor, "k d"]:
+    """Return W⁺, once per victim: batch after batch is attacked on the same weights, until they change in place."""
+    return ridge_inverse(weight.flatten(1), rtol).to(weight.dtype)

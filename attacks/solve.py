@@ -27,7 +27,8 @@ def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tenso
     if n > d:
         return ridge_inverse(M.mT, rtol).mT
     M = M.double()
-    λ = rtol * torch.linalg.matrix_norm(M, keepdim=True)
+    norm = torch.linalg.matrix_norm(M, keepdim=True)
+    λ = rtol * norm.where(norm > 0, 1)  # M = 0 gives 0
     L = torch.linalg.cholesky(M.mT @ M + λ.square() * torch.eye(n, dtype=M.dtype, device=M.device))
     P = torch.cholesky_solve(M.mT, L)
     return 2 * P - P @ M @ P

@@ -93,7 +93,7 @@ def cli() -> None:
     "--images", multiple=True, default=("samples",), show_default=True,
     help="samples, a folder, files (repeat the option), torchvision:NAME or hf:NAME.",
 )  # fmt: skip
-@click.option("--limit", type=click.IntRange(min=1), help="Use the first N images.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use N images: the first, of class folders by turns.")
 @click.option("--split", help="Split of a data set, or sub-folder of a folder.")
 @click.option("--labels", help="predicted, or a CSV file with columns file and label.  [default: the source's own]")
 @click.option("--metrics", help="Names of `privlab list metrics`, with commas.")

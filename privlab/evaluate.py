@@ -205,7 +205,7 @@ class Evaluator:
             images, seconds = self._timed(lambda: attack(seen))
             _check_reconstruction(images, trial.reference)
         except Exception as error:  # an attack may fail in any way: the row says so, and the run goes on
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = f"{attack.name}: {type(error).__name__}: {error}".splitlines()[0]
             return [(None, [_failed(reason)] * len(GEOMETRIES))] * b
         if self.spec.eight_bit:
             images = (images * 255).round() / 255
@@ -276,7 +276,7 @@ class Evaluator:
         """Return the rows of one picture in one cell, one for each attack and geometry, without its scores."""
         return [
             self._row(picture, setting, attack.name, geometry)
-            | {"block": cell.victim.block, "attack_params": json.dumps(asdict(attack))}  # pyright: ignore
+            | {"block": cell.victim.block, "attack_params": json.dumps(asdict(attack))}
             for attack in cell.attacks
             for geometry in GEOMETRIES
         ]
@@ -290,7 +290,7 @@ class Evaluator:
             "weights": self.base.weights.origin,
             "weights_sha256": self.base.weights.sha256,
             "defense": defense.name,
-            "defense_params": json.dumps(asdict(defense)),  # pyright: ignore[reportArgumentType]
+            "defense_params": json.dumps(asdict(defense)),
             "setting": setting,
             "attack": attack,
             "geometry": geometry,

@@ -166,6 +166,8 @@ def april_twin(model: VictimModel) -> VictimModel:
 def _check(vit: VisionTransformer) -> None:
     if type(vit) is not VisionTransformer:
         raise PrivlabError(f"A victim is one of timm's VisionTransformer. Found {type(vit).__name__}.")
+    if not isinstance(vit.head, nn.Linear):
+        raise PrivlabError(f"A victim classifies. Found a model without classifier (num_classes = {vit.num_classes}).")
     embed, proj = vit.patch_embed, getattr(vit.patch_embed, "proj", None)
     sides = {*proj.kernel_size, *proj.stride} if isinstance(proj, nn.Conv2d) else set()
     linear = type(embed) is PatchEmbed and isinstance(embed.norm, nn.Identity) and len(sides) == 1

@@ -6,7 +6,6 @@ Permutations are index tensors, never matrices: `order[i]` names the patch that 
 import math
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
@@ -40,7 +39,8 @@ def unpatchify(patches: Float[Tensor, "b n k"], shape: tuple[int, int, int]) -> 
     """Join patches into images of `shape` (c, h, w); the inverse of `patchify`."""
     c, h, w = shape
     patch = math.isqrt(patches.shape[-1] // c)
-    return F.fold(patches.mT, (h, w), kernel_size=patch, stride=patch)
+    grid = patches.reshape(-1, h // patch, w // patch, c, patch, patch)
+    return grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, c, h, w)
 
 
 def permute(images: Float[Tensor, "b c h w"], order: Int[Tensor, "b n"], patch: int) -> Float[Tensor, "b c h w"]:

@@ -89,7 +89,7 @@ def defense_of(spec: Specification, victim: Victim, setting: str) -> Defense:
     """
     automatic = "mjp" if victim.has_mjp else "none" if setting == "a" else "jigsaw"
     kind = defenses()[automatic if spec.defense == "auto" else spec.defense]
-    options = {f.name for f in fields(kind)} & {"gamma", "masked_pe"}  # pyright: ignore[reportArgumentType]
+    options = {f.name for f in fields(kind)} & {"gamma", "masked_pe"}
     defense = kind(**{name: getattr(spec, name) for name in options})
     if isinstance(defense, Mjp) and defense.masked_pe == "unknown" and not victim.has_mjp:
         raise PrivlabError(

@@ -15,7 +15,7 @@ from timm.data import ImageNetInfo
 from timm.models.vision_transformer import VisionTransformer
 
 from privlab.errors import PrivlabError, unknown_name
-from privlab.evaluate import Evaluator, Scored
+from privlab.evaluate import Evaluator, Record, Scored
 from privlab.images import ImageSource, Preprocessing, batches, open_images
 from privlab.lpips_backbones import LpipsUnavailable
 from privlab.machine import commit, hardware, pick_device, versions
@@ -149,23 +149,15 @@ def execute(
         PrivlabError: before anything is run, if a part does not exist or does not fit; while it runs, if the run
             directory cannot be written.
     """
-    target = pick_device(device)
     if batch_size is not None and batch_size < 1:
         raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
     messages: list[str] = []
     with _collected(messages):
-        victims = _victims(spec, own)
-        cells = [plan(spec, base) for base in victims]
-        for base in victims:
-            for setting in spec.settings:
-                defense_of(spec, base, setting)
-        lpips, missing = _lpips(spec, target, victims)
-        source = _source(spec, victims)
-    metrics = [name for name in spec.metrics if name not in missing]
-    messages += [f"{name} is n/a: {reason}" for name, reason in missing.items()]
+        ready = _prepare(spec, own, pick_device(device))
+    messages += [f"{name} is n/a: {reason}" for name, reason in ready.missing.items()]
     run = None if out is None else RunDirectory.create(Path(out), overwrite=overwrite)
-    facts = _facts(spec, victims, cells, lpips, target, source) | {"missing_metrics": missing}
-    kept: list[dict[str, Any]] = []
+    facts = _facts(ready)
+    kept: list[Record] = []
     start = time.perf_counter()
 
     def note(status: str) -> None:
@@ -173,49 +165,63 @@ def execute(
             seconds = round(time.perf_counter() - start, 3)
             run.write_run(facts | {"status": status, "seconds": seconds, "warnings": messages})
 
-    def keep(scored: Scored, first: int) -> None:
-        if run is None:
-            kept.extend(scored.records)
-            return
-        run.write_records(scored.records)
-        for i, strip in enumerate(scored.strips if strips else ()):
-            run.write_strip(strip_name(first + i, strip), draw_strip(strip).save)
-
     note("running")
     try:
         with _collected(messages):
-            _run(spec, victims, cells, lpips, metrics, source, target, batch_size, keep, progress)
+            for scored, first in _score(ready, batch_size, progress):
+                if run is None:
+                    kept += scored.records
+                    continue
+                run.write_records(scored.records)
+                for i, strip in enumerate(scored.strips if strips else ()):
+                    run.write_strip(strip_name(first + i, strip), draw_strip(strip).save)
     except BaseException as error:
         with suppress(PrivlabError):  # the disk may be full, which is not to hide the first error
             note("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
     note("finished")
     records = to_frame(kept) if run is None else run.read()
-    return Outcome(spec, records, tuple(victims), tuple(messages), missing, None if run is None else run.path)
+    path = None if run is None else run.path
+    return Outcome(spec, records, tuple(ready.victims), tuple(messages), ready.missing, path)
 
 
-def _run(
-    spec: Specification,
-    victims: Sequence[Victim],
-    cells: Sequence[Sequence[Cell]],
-    lpips: Mapping[str, Lpips],
-    metrics: Sequence[str],
-    source: ImageSource,
-    device: torch.device,
-    batch_size: int | None,
-    keep: Callable[[Scored, int], None],
-    progress: Progress,
-) -> None:
-    total, done = None if source.count is None else source.count * len(victims), 0
-    size = batch_size or (64 if device.type == "cuda" else 8)
-    for base, of_base in zip(victims, cells, strict=True):
-        on_device = [Cell(cell.victim.to(device), cell.attacks) for cell in of_base]
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A run of which everything has been checked. `missing` says why a metric cannot be computed here."""
+
+    spec: Specification
+    device: torch.device
+    victims: Sequence[Victim]
+    cells: Sequence[Sequence[Cell]]
+    lpips: Mapping[str, Lpips]
+    missing: Mapping[str, str]
+    source: ImageSource
+
+
+def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.device) -> _Ready:
+    victims = _victims(spec, own)
+    cells = [plan(spec, base) for base in victims]
+    for base in victims:
+        for setting in spec.settings:
+            defense_of(spec, base, setting)
+    lpips, missing = _lpips(spec, device, victims)
+    return _Ready(spec, device, victims, cells, lpips, missing, _source(spec, victims))
+
+
+def _score(ready: _Ready, batch_size: int | None, progress: Progress) -> Iterator[tuple[Scored, int]]:
+    """Yield what comes of each chunk, with the number of its first image, one victim after the other."""
+    count = ready.source.count
+    total, done = None if count is None else count * len(ready.victims), 0
+    size = batch_size or (64 if ready.device.type == "cuda" else 8)
+    metrics = [name for name in ready.spec.metrics if name not in ready.missing]
+    for base, of_base in zip(ready.victims, ready.cells, strict=True):
+        cells = [Cell(cell.victim.to(ready.device), cell.attacks) for cell in of_base]
         others = _others(base.preprocessing)
-        evaluator = Evaluator(spec, base.to(device), on_device, metrics, lpips, others)
+        evaluator = Evaluator(ready.spec, base.to(ready.device), cells, metrics, ready.lpips, others)
         first = 0
-        for chunk in batches(source, base.preprocessing, size):
+        for chunk in batches(ready.source, base.preprocessing, size):
             scored = evaluator(chunk)
-            keep(scored, first)
+            yield scored, first
             first += scored.images
             done += scored.images
             progress(done, total)
@@ -277,36 +283,30 @@ def _lpips(
     return lpips, missing
 
 
-def _facts(
-    spec: Specification,
-    victims: Sequence[Victim],
-    cells: Sequence[Sequence[Cell]],
-    lpips: Mapping[str, Lpips],
-    device: torch.device,
-    source: ImageSource,
-) -> dict[str, Any]:
+def _facts(ready: _Ready) -> dict[str, Any]:
     """Return what `run.json` states of a run."""
     return {
         "privlab": versions()["privlab"],
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "specification": asdict(spec),
+        "specification": asdict(ready.spec),
         "victims": [
             {"name": base.name, "weights": asdict(base.weights)}
             | base.params()
             | {"attacks": {cell.victim.block: [repr(attack) for attack in cell.attacks] for cell in of_base}}
-            for base, of_base in zip(victims, cells, strict=True)
+            for base, of_base in zip(ready.victims, ready.cells, strict=True)
         ],
         "defenses": {
-            f"{base.name}/{setting}": repr(defense_of(spec, base, setting))
-            for base in victims
-            for setting in spec.settings
+            f"{base.name}/{setting}": repr(defense_of(ready.spec, base, setting))
+            for base in ready.victims
+            for setting in ready.spec.settings
         },
-        "images": {"source": source.description, "count": source.count},
-        "lpips": {net: {"file": metric.file, "sha256": metric.sha256} for net, metric in lpips.items()},
+        "images": {"source": ready.source.description, "count": ready.source.count},
+        "lpips": {net: {"file": metric.file, "sha256": metric.sha256} for net, metric in ready.lpips.items()},
         "precision": "float32 (no TF32, no autocast); solves and scores in float64",
         "versions": versions(),
-        "hardware": hardware(device),
+        "hardware": hardware(ready.device),
         "commit": commit(),
+        "missing_metrics": dict(ready.missing),
     }
 
 

@@ -9,7 +9,7 @@ the `Feed`, which only the client and the scorer hold.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -101,6 +101,7 @@ class Attack(Protocol):
     `parameters` names the gradients that it reads, `requires` what it must be granted, `paper` its source.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
     name: ClassVar[str]
     paper: ClassVar[str]
     requires: ClassVar[frozenset[Capability]]
@@ -115,6 +116,7 @@ class Attack(Protocol):
 class Defense(Protocol):
     """A frozen dataclass of hyper-parameters; calling it turns private images into what the client feeds."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
     name: ClassVar[str]
     paper: ClassVar[str]
 
@@ -124,7 +126,8 @@ class Defense(Protocol):
 
 
 if TYPE_CHECKING:
-    AttackClass, DefenseClass = type[Attack], type[Defense]
+    AttackClass: TypeAlias = type[Attack]
+    DefenseClass: TypeAlias = type[Defense]
 else:  # Python cannot check classes against a protocol that has data members
     AttackClass = DefenseClass = type
 

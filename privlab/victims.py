@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +31,7 @@ ARCHITECTURES: dict[str, str] = {
 }
 """Our name -> timm's. Each also comes as NAME_nope (no position embeddings) and NAME_mjp (with E_unk)."""
 
-Build = Callable[[], VisionTransformer]
+UnknownOrigin = Literal["trained", "mean-pe", "random"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Weights:
 
     origin: str
     sha256: str
-    unknown: Literal["trained", "mean-pe", "random"] | None = None
+    unknown: UnknownOrigin | None = None
 
     @property
     def is_random(self) -> bool:
@@ -143,33 +142,44 @@ def victim(
 
 
 def _own(vit: VisionTransformer) -> Victim:
-    vit = copy.deepcopy(vit).eval()
     name = getattr(vit, "pretrained_cfg", {}).get("architecture") or type(vit).__name__
-    return _assemble(name, name, vit, None, Weights("given", stored.hash_of(vit.state_dict())))
+    return _assemble(name, name, copy.deepcopy(vit), "given")
 
 
 def _named(name: str, weights: str, img_size: int | None, seed: int) -> Victim:
     if name in (plugins := with_plugins({}, "privlab.victims")):
         return replace(_own(plugins[name]()), name=name)
     architecture, variant = _resolve(name)
-    path = None if weights in ("auto", "pretrained", "random") else Path(weights)
-    if weights in ("auto", "pretrained"):
+    path = _file(name, architecture, weights, seed)
+    if path is not None:
+        origin = f"pretrained:{architecture}" if weights in ("auto", "pretrained") else f"file:{path.name}"
+        return _trained(name, architecture, variant, path, origin, img_size)
+    vit = _create(architecture, variant, img_size, seed=seed)
+    if variant == "_mjp":
+        return _assemble(name, architecture, vit, "random", _random_unknown(vit, seed), "random")
+    return _assemble(name, architecture, vit, "random")
+
+
+def _file(name: str, architecture: str, weights: str, seed: int) -> Path | None:
+    """Return the file of the weights that are asked for; None for random ones, with a warning."""
+    if weights not in ("auto", "pretrained", "random"):
+        return Path(weights)
+    reason = "as asked."
+    if weights != "random":
         try:
-            path = stored.pretrained_file(architecture)
+            return stored.pretrained_file(architecture)
         except stored.WeightsUnavailable as error:
             if weights == "pretrained":
                 raise PrivlabError(f"--weights pretrained: {error}") from error
-            _warn(f"{name} has RANDOM weights (seed {seed}): {error} Leakage of trained weights differs.")
-    state, unknown = stored.from_any_layout(stored.read_state(path)) if path else (None, None)
-    vit = _create(architecture, variant, img_size, seed, _classes(state))
-    if path is None or state is None:
-        if weights == "random":
-            _warn(f"{name} has RANDOM weights (seed {seed}), as asked. Leakage of trained weights differs.")
-        unknown = _random_unknown(vit, seed) if variant == "_mjp" else None
-        return _finish(name, architecture, vit, unknown, "random", "random" if variant == "_mjp" else None)
-    pretrained = weights in ("auto", "pretrained")
-    origin = f"pretrained:{architecture}" if pretrained else f"file:{path.name}"
-    if pretrained and variant == "_nope":
+            reason = str(error)
+    _warn(f"{name} has RANDOM weights (seed {seed}): {reason} Leakage of trained weights differs.")
+    return None
+
+
+def _trained(name: str, architecture: str, variant: str, path: Path, origin: str, img_size: int | None) -> Victim:
+    state, unknown = stored.from_any_layout(stored.read_state(path))
+    vit = _create(architecture, variant, img_size, classes=_classes(state))
+    if origin.startswith("pretrained:") and variant == "_nope":
         state.pop("pos_embed", None)
         _warn(f"{name}: the weights were trained with position embeddings, which are left out here.")
     if unknown is not None and variant != "_mjp":
@@ -181,12 +191,12 @@ def _named(name: str, weights: str, img_size: int | None, seed: int) -> Victim:
     if unknown is not None and unknown.numel() != vit.embed_dim:
         shapes = f"unk_embed {tuple(unknown.shape)} instead of {(1, 1, vit.embed_dim)}"
         raise PrivlabError(f"The weights of {path.name} do not fit this model. mis-shaped: {shapes}.")
-    if variant != "_mjp":
-        return _finish(name, architecture, vit, None, origin, None)
     if unknown is not None:
-        return _finish(name, architecture, vit, unknown.reshape(1, 1, -1), origin, "trained")
+        return _assemble(name, architecture, vit, origin, unknown.reshape(1, 1, -1), "trained")
+    if variant != "_mjp":
+        return _assemble(name, architecture, vit, origin)
     _warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.")
-    return _finish(name, architecture, vit, _mean_pe(vit), origin, "mean-pe")
+    return _assemble(name, architecture, vit, origin, _mean_pe(vit), "mean-pe")
 
 
 def _resolve(name: str) -> tuple[str, str]:
@@ -203,7 +213,9 @@ def _resolve(name: str) -> tuple[str, str]:
     raise unknown_name("model", name, [*victim_names(), "timm:NAME"])
 
 
-def _create(architecture: str, variant: str, img_size: int | None, seed: int, classes: int | None) -> VisionTransformer:
+def _create(
+    architecture: str, variant: str, img_size: int | None, *, seed: int = 0, classes: int | None = None
+) -> VisionTransformer:
     """Build the architecture with random weights, leaving torch's global random state alone."""
     options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
     if img_size is not None:
@@ -224,8 +236,8 @@ def _create(architecture: str, variant: str, img_size: int | None, seed: int, cl
     return made
 
 
-def _classes(state: stored.State | None) -> int | None:
-    head = None if state is None else state.get("head.weight")
+def _classes(state: stored.State) -> int | None:
+    head = state.get("head.weight")
     return None if head is None or head.ndim != 2 else len(head)
 
 
@@ -241,33 +253,26 @@ def _mean_pe(vit: VisionTransformer) -> Tensor:
     return vit.pos_embed.detach()[:, -vit.patch_embed.num_patches :].mean(1, keepdim=True)
 
 
-def _finish(
+def _assemble(
     name: str,
     architecture: str,
     vit: VisionTransformer,
-    unknown: Tensor | None,
     origin: str,
-    unknown_origin: str | None,
+    unknown: Tensor | None = None,
+    unknown_origin: UnknownOrigin | None = None,
 ) -> Victim:
-    state = dict(vit.state_dict()) | ({} if unknown is None else {"unk_embed": unknown})
-    weights = Weights(origin, stored.hash_of(state), unknown_origin)  # pyright: ignore[reportArgumentType]
-    return _assemble(name, architecture, vit.eval(), unknown, weights)
-
-
-def _assemble(name: str, architecture: str, vit: VisionTransformer, unknown: Tensor | None, weights: Weights) -> Victim:
     config = resolve_model_data_config(vit)
-    mean, std = config["mean"], config["std"]
-    model = VictimModel(vit, mean, std, unknown).requires_grad_(False)
-    _, height, width = model.image_shape
+    state = dict(vit.state_dict()) | ({} if unknown is None else {"unk_embed": unknown})
+    model = VictimModel(vit.eval(), config["mean"], config["std"], unknown).requires_grad_(False)
     preprocessing = Preprocessing(
-        size=(height, width),
-        mean=mean,
-        std=std,
+        size=model.image_shape[1:],
+        mean=config["mean"],
+        std=config["std"],
         crop_pct=config["crop_pct"],
         interpolation=config["interpolation"],
     )
-    return Victim(name, architecture, model, preprocessing, weights)
+    return Victim(name, architecture, model, preprocessing, Weights(origin, stored.hash_of(state), unknown_origin))
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, PrivlabWarning, stacklevel=4)
+    warnings.warn(message, PrivlabWarning, stacklevel=5)

@@ -70,7 +70,7 @@ def read_state(path: Path) -> State:
         PrivlabError: if the file is missing, truncated, holds code, or holds no tensors by name.
     """
     if not path.is_file():
-        raise PrivlabError(f"No weights file at '{path}'. Give a .safetensors or torch file.")
+        raise PrivlabError(f"No weights file at '{path}'. Give a file, auto, pretrained or random.")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

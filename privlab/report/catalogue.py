@@ -45,7 +45,7 @@ def _defenses() -> list[Row]:
         {
             "name": name,
             "paper": kind.paper,
-            "options": ", ".join(f"{f.name}={f.default!r}" for f in fields(kind)),  # pyright: ignore[reportArgumentType]
+            "options": ", ".join(f"{f.name}={f.default!r}" for f in fields(kind)),
         }
         for name, kind in defenses().items()
     ]

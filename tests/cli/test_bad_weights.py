@@ -66,7 +66,7 @@ def test_truncated(attack: Callable[..., Any], state: State, tmp_path: Path, suf
 
 def test_missing_file(attack: Callable[..., Any], tmp_path: Path) -> None:
     error = attack("--weights", tmp_path / "no.pth").error
-    assert error == f"No weights file at '{tmp_path / 'no.pth'}'. Give a .safetensors or torch file."
+    assert error == f"No weights file at '{tmp_path / 'no.pth'}'. Give a file, auto, pretrained or random."
 
 
 def test_code_does_not_run(attack: Callable[..., Any], state: State, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_attack_that_breaks_is_recorded_and_the_others_go_on(
     monkeypatch.setattr("privlab.attacks.April.__call__", broken)
     done = attack()
     assert done.status == 2
-    assert "Failed: a.png: RuntimeError: no\n" in done.err
+    assert "Failed: a.png: april: RuntimeError: no\n" in done.err
     status = records().groupby("attack").status.unique().map(list)
     assert status["april"] == ["failed"]
     assert status["patch-gradient"] == ["ok"]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from privlab.attacks import ATTACKS
+from privlab.defenses import DEFENSES
 
 from privlab import registry
-from privlab.attacks import ATTACKS
 from privlab.cli import _status, cli
-from privlab.defenses import DEFENSES
 from privlab.metrics import METRICS
 from privlab.store import COLUMNS
 
@@ -64,7 +64,7 @@ def test_every_column_is_documented() -> None:
 
 def test_every_room_of_the_house_exists() -> None:
     house = README.split("## The house")[1].split("\n## ")[0]
-    rooms = {name for name in re.findall(r"`([\w/]+\.py|[\w/]+/)`", house)}
+    rooms = set(re.findall(r"`([\w/]+\.py|[\w/]+/)`", house))
     for room in rooms:
         assert (ROOT / room).exists() or (ROOT / "privlab" / room).exists(), room
     files = {path.name for path in (ROOT / "privlab").glob("*.py")} - {"__init__.py"}

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from privlab.attacks import ATTACKS, April, PatchGradient, attacks
+from privlab.defenses import Mjp, Undefended
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.attacks import ATTACKS, April, PatchGradient, attacks
-from privlab.defenses import Mjp, Undefended
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.gradients import granted, observe
@@ -85,8 +85,8 @@ def test_april_on_a_stock_block_does_not_recover_the_image(tiny_model: Model) ->
 def test_patch_gradient_equals_a_plain_least_squares(tiny_model: Model) -> None:
     """The naive twin: one image at a time by gelsd, zero rows of MJP included."""
     model, images = tiny_model(), small()
+    found = seen(model, images, PatchGradient(), Mjp(gamma=0.5))
     with pytest.warns(PrivlabWarning, match="received no gradient"):
-        found = seen(model, images, PatchGradient(), Mjp(gamma=0.5))
         batched = PatchGradient()(found)
     for i, image in enumerate(batched):
         A, G = found.gradients["pos_embed"][i, 0, 1:], found.gradients["patch_embed.proj.weight"][i].flatten(1)
@@ -203,3 +203,12 @@ def test_attacks_on_a_gpu_leak_as_on_the_cpu(photographs: Photographs) -> None:
     feed = feed_of(images, 16)
     found = observe(base.model, feed, torch.arange(4, device="cuda"), PatchGradient.parameters)
     assert psnr(PatchGradient()(found), images).min() > 55
+
+
+def test_april_follows_weights_that_change_in_place(tiny_model: Model) -> None:
+    """The inverse of the projection is kept between batches, but not beyond a change of the weights."""
+    images, model = small(1), april_twin(tiny_model())
+    assert psnr(April()(seen(model, images, April())), images).min() > 200
+    with torch.no_grad():
+        model.vit.patch_embed.proj.weight.mul_(1.5)
+    assert psnr(April()(seen(model, images, April())), images).min() > 200

@@ -4,10 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from privlab.attacks.solve import RTOL, ridge_inverse
 from torch import Generator
 from torch.testing import assert_close
-
-from privlab.attacks.solve import RTOL, ridge_inverse
 
 SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 12))
 
@@ -45,6 +44,12 @@ def test_zero_columns_give_zero_rows() -> None:
     P = ridge_inverse(M)
     assert_close(P[2], torch.zeros(8, dtype=torch.float64), rtol=0, atol=0)
     assert_close(P[[0, 1, 3, 4]], torch.linalg.pinv(M[:, [0, 1, 3, 4]]))
+
+
+def test_nothing_gives_nothing() -> None:
+    """γ = 1 under MJP: no row of A is left."""
+    M = torch.stack([torch.zeros(8, 5, dtype=torch.float64), torch.eye(8, 5, dtype=torch.float64)])
+    assert_close(ridge_inverse(M), M.mT)
 
 
 def test_underdetermined_systems_get_the_solution_of_least_norm() -> None:
