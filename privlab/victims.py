@@ -164,15 +164,15 @@ def _file(name: str, architecture: str, weights: str, seed: int) -> Path | None:
     """Return the file of the weights that are asked for; None for random ones, with a warning."""
     if weights not in ("auto", "pretrained", "random"):
         return Path(weights)
-    reason = "as asked."
+    reason = ", as asked."
     if weights != "random":
         try:
             return stored.pretrained_file(architecture)
         except stored.WeightsUnavailable as error:
             if weights == "pretrained":
                 raise PrivlabError(f"--weights pretrained: {error}") from error
-            reason = str(error)
-    _warn(f"{name} has RANDOM weights (seed {seed}): {reason} Leakage of trained weights differs.")
+            reason = f": {error}"
+    _warn(f"{name} has RANDOM weights (seed {seed}){reason} Leakage of trained weights differs.")
     return None
 
 

@@ -102,6 +102,7 @@ def test_a_model_of_ones_own_is_copied_and_left_alone(tiny_vit: Vit) -> None:
     assert base.weights.origin == "given"
 
 
+@quiet
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -276,3 +277,8 @@ def test_every_name_is_a_victim() -> None:
 def test_unknown_block_is_refused() -> None:
     with pytest.raises(PrivlabError, match=r"Unknown block 'aprl'\. Did you mean april"):
         victim("vit_ti", weights="random", block="aprl")
+
+
+def test_a_model_without_classifier_is_refused(tiny_vit: Vit) -> None:
+    with pytest.raises(PrivlabError, match=r"classifies\. Found a model without classifier"):
+        victim(tiny_vit(num_classes=0))
