@@ -1,5 +1,6 @@
 """`april`: the closed form of APRIL, from the gradients of the attention weights."""
 
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -8,8 +9,7 @@ from jaxtyping import Float
 from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
 from torch import Tensor
 
-from privlab.errors import PrivlabError
-from privlab.threat import Capability, Observation
+from privlab.threat import Capability, Observation, PrivlabWarning
 
 __all__ = ["April"]
 
@@ -36,6 +36,7 @@ class April:
         {
             Capability.KNOWS_WEIGHTS,
             Capability.LEARNABLE_PE_GRADIENT,
+            Capability.PE_OF_EVERY_TOKEN,
             Capability.APRIL_BLOCK,
             Capability.BATCH_SIZE_ONE,
         }
@@ -46,19 +47,22 @@ class April:
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
-        vit = seen.model.vit
-        E_pos = vit.pos_embed
-        if E_pos is None or vit.no_embed_class:
-            raise PrivlabError("april reads ∂ℓ/∂z from position embeddings of all tokens; this model lacks some.")
+        vit, proj = seen.model.vit, seen.model.vit.patch_embed.proj
+        if proj.weight[0].numel() > vit.embed_dim:
+            warnings.warn(
+                f"april: patches of {proj.weight[0].numel()} values are projected to width {vit.embed_dim}; what the "
+                "projection drops does not come back, however well the tokens do.",
+                PrivlabWarning,
+                stacklevel=2,
+            )
         dz = seen.gradients["pos_embed"].squeeze(1)  # b × (N + 1) × D
         warn_of_limits(self.name, dz, most=dz.shape[2])
         W_qkv = vit.get_parameter("blocks.0.attn.qkv.weight").double()
         dW_qkv = seen.gradients["blocks.0.attn.qkv.weight"].double()
         z = ridge_inverse(dz.mT, self.rtol) @ W_qkv.mT @ dW_qkv  # Eq. 8: (∂ℓ/∂z)ᵀ z = W_QKVᵀ ∂ℓ/∂W_QKV
-        proj = vit.patch_embed.proj
         bias = 0 if proj.bias is None else proj.bias
         height, width = seen.model.grid
-        embedded = (z - E_pos - bias)[:, -height * width :]
+        embedded = (z - vit.get_parameter("pos_embed") - bias)[:, -height * width :]
         # All is solved in float64; the last product is done as released, and loses nothing more.
         X = embedded.to(dz.dtype) @ _projection_inverse(proj.weight, proj.weight._version, self.rtol).mT  # Eq. 9
         return seen.model.to_images(X)

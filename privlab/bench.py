@@ -75,7 +75,9 @@ def bench_attack(
     """Time a training step, the observation, each solve, the scoring, and breaching's APRIL, in `repeats` rounds.
 
     Each round times every stage once on all images, so that a noisy moment hits all alike; medians are taken over
-    the rounds. Peak memory is that of `privlab attack` in processes of their own, with 400 and with 40 images.
+    the rounds. "solve" is an attack's call, given the gradient, images included: ours against breaching's as it ships;
+    the linear solves within breaching's are set beside it on their own. Peak memory is that of `privlab attack`, with
+    400 and with 40 images, each in a process of its own.
 
     Raises:
         PrivlabError: if the victim's gradients do not grant what both attacks need.
@@ -113,6 +115,7 @@ _TARGETS = {
     "observe_patch_gradient_over_step": "≤ 0.75",
     "breaching_over_privlab_april": "≥ 4",
     "breaching_solve_over_privlab_solve": "≥ 20",
+    "breaching_linear_solves_over_privlab_solve": "—",
     "score_over_observe": "≤ 0.2",
     "peak_rss_400_over_40": "≤ 1.1",
 }
@@ -128,6 +131,7 @@ def _ratios(m: Mapping[str, float]) -> dict[str, float]:
         "observe_patch_gradient_over_step": (m[_OBSERVE] + m[_SOLVE]) / m[_STEP],
         "breaching_over_privlab_april": m[_BREACHING] / (m[_OBSERVE_APRIL] + m[_SOLVE_APRIL]),
         "breaching_solve_over_privlab_solve": m[_BREACHING_CALL] / m[_SOLVE_APRIL],
+        "breaching_linear_solves_over_privlab_solve": m[_BREACHING_SOLVE] / m[_SOLVE_APRIL],
         "score_over_observe": m[_SCORE] / m[_OBSERVE],
     }
 

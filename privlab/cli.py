@@ -106,7 +106,7 @@ def cli() -> None:
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/TIME-MODEL-SETTING]")
 @click.option("--overwrite", is_flag=True, help="Let an earlier run in --out give way.")
 @click.option("--strips/--no-strips", default=True, show_default=True, help="Write one PNG per image.")
-@click.option("--force", is_flag=True, help="Run an attack although the block or batch it needs is not there.")
+@click.option("--force", is_flag=True, help="With --block stock|april: run attacks that do not hold there.")
 @_common
 def attack(
     model: str,

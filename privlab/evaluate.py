@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 import privlab
-from privlab.defenses import Undefended
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.gradients import full_precision, observe
@@ -105,8 +104,8 @@ class _Trial:
 class Evaluator:
     """Scores chunks of images on one victim: every setting, block variant, attack and geometry of a run.
 
-    `metrics` are those that can be computed here; the others stay null in the records. `others` are two
-    photographs, with their hashes, for the control "another image".
+    `metrics` are those that can be computed here; the others stay null in the records. `public` are photographs by
+    their hash, of which the negative controls are made. Strips are kept only if `strips`.
     """
 
     spec: Specification
@@ -114,7 +113,8 @@ class Evaluator:
     cells: Sequence[Cell]
     metrics: Sequence[str]
     lpips: Mapping[str, Lpips]
-    others: tuple[tuple[str, Tensor], tuple[str, Tensor]]
+    public: Mapping[str, Tensor]
+    strips: bool = True
 
     def __call__(self, chunk: Chunk) -> Scored:
         """Run the pipeline on one chunk."""
@@ -124,19 +124,21 @@ class Evaluator:
         for setting in self.spec.settings if batch.pictures else ():
             trial = self._trial(setting, batch)
             records += self._controls(trial, batch)
-            panels = [
-                [
-                    Panel(x.cpu(), ("private image",)),
-                    Panel(fed.cpu(), (f"fed to the model, setting {setting}",)),
-                ]
-                for x, fed in zip(batch.images, trial.feed.images, strict=True)
-            ]
+            panels: list[list[Panel]] = [[] for _ in batch.pictures]
+            self._show(panels, batch.images, ["private image"] * len(panels))
+            self._show(panels, trial.feed.images, [f"fed to the model, setting {setting}"] * len(panels))
             for cell in self.cells:
                 records += self._run(cell, trial, batch, panels)
             for row, of_image in zip(rows, panels, strict=True):
                 row.append(tuple(of_image))
         strips = [Strip(p.name, self.base.name, tuple(row)) for p, row in zip(batch.pictures, rows, strict=True)]
-        return Scored(len(chunk.pictures) + len(chunk.failed), records, strips)
+        return Scored(len(chunk.pictures) + len(chunk.failed), records, strips if self.strips else [])
+
+    def _show(self, panels: Sequence[list[Panel]], images: Tensor, captions: Sequence[str]) -> None:
+        """Add one picture to each strip; the images leave the device together."""
+        if self.strips:
+            for panel, image, caption in zip(panels, images.cpu(), captions, strict=True):
+                panel.append(Panel(image, tuple(caption.split("\n"))))
 
     @cached_property
     def _defenses(self) -> dict[str, Defense]:
@@ -145,10 +147,10 @@ class Evaluator:
 
     def _labelled(self, chunk: Chunk) -> tuple[_Batch, list[Picture]]:
         """Label the pictures that have no label by the victim's own prediction; refuse labels out of range."""
-        device, classes = self.base.model.mean.device, self.base.model.vit.num_classes
-        images, pictures = chunk.images.to(device), list(chunk.pictures)
+        classes = self.base.model.vit.num_classes
+        images, pictures = chunk.images.to(self.base.model.mean), list(chunk.pictures)
         if self.spec.labels == "predicted" or any(picture.label is None for picture in pictures):
-            with torch.no_grad():
+            with torch.no_grad(), full_precision():
                 predicted = self.base.model(images).argmax(1).tolist()
             pictures = [
                 replace(picture, label=label, label_origin="predicted")
@@ -159,13 +161,12 @@ class Evaluator:
         rule = f"The victim has {classes} classes, so a label must be below."
         fine = [i for i, picture in enumerate(pictures) if (picture.label or 0) < classes]
         wrong = [replace(p, problem=f"label {p.label}: {rule}") for p in pictures if (p.label or 0) >= classes]
-        labels = torch.tensor([picture.label for picture in pictures], dtype=torch.long, device=device)
+        labels = torch.tensor([picture.label for picture in pictures], dtype=torch.long, device=images.device)
         return _Batch(pictures, images, labels).take(fine), [*chunk.failed, *wrong]
 
     def _trial(self, setting: str, batch: _Batch) -> _Trial:
         """Make what the clients feed, and the reference of the setting (MJP, section 5.4)."""
-        defense = Undefended() if setting == "a" else self._defenses[setting]
-        feed = defense(batch.images, self.base.model.patch, batch.draws(self.spec.seed, "defense"))
+        feed = self._defenses[setting](batch.images, self.base.model.patch, batch.draws(self.spec.seed, "defense"))
         return _Trial(setting, feed, feed.images if setting == "b" else batch.images)
 
     def _run(self, cell: Cell, trial: _Trial, batch: _Batch, panels: Sequence[list[Panel]]) -> list[Record]:
@@ -186,50 +187,57 @@ class Evaluator:
         if not kept:
             return records
         batch, trial, facts = batch.take(kept), trial.take(kept), [facts[i] for i in kept]
-        seen = replace(seen, gradients={name: g[kept] for name, g in seen.gradients.items()})
+        seen, panels = _taken(seen, kept), [panels[i] for i in kept]
         for attack in cell.attacks:
-            results = self._attack(cell, attack, seen, trial, batch)
-            for i, (image, scores) in enumerate(results):
-                rows = self._rows(batch.pictures[i], trial.setting, replace(cell, attacks=(attack,)))
-                records += [row | facts[i] | of_row for row, of_row in zip(rows, scores, strict=True)]
-                if image is not None:
-                    panels[kept[i]].append(_panel(image, cell.victim.block, attack.name, scores[0]))
+            outcomes = self._attack(cell, attack, seen, trial, panels)
+            alone = replace(cell, attacks=(attack,))
+            for picture, fact, outcome in zip(batch.pictures, facts, outcomes, strict=True):
+                rows = self._rows(picture, trial.setting, alone)
+                records += [row | fact | of_row for row, of_row in zip(rows, outcome, strict=True)]
         return records
 
     def _attack(
-        self, cell: Cell, attack: Attack, seen: Observation, trial: _Trial, batch: _Batch
-    ) -> list[tuple[Tensor | None, list[Record]]]:
-        """Return for each image its reconstruction, and what its rows say of it, one for each geometry."""
-        b = len(batch.pictures)
+        self, cell: Cell, attack: Attack, seen: Observation, trial: _Trial, panels: Sequence[list[Panel]]
+    ) -> list[list[Record]]:
+        """Return for each image what its rows say of an attack, one for each geometry.
+
+        An attack may fail in any way: its rows say so, and the run goes on. A batch that fails is tried again image
+        by image, so that no image is charged with the failure of its neighbours.
+        """
+        b = len(trial.reference)
         try:
-            images, seconds = self._timed(lambda: attack(seen))
+            with full_precision():
+                images, seconds = self._timed(lambda: attack(seen))
             _check_reconstruction(images, trial.reference)
-        except Exception as error:  # an attack may fail in any way: the row says so, and the run goes on
-            reason = f"{attack.name}: {type(error).__name__}: {error}".splitlines()[0]
-            return [(None, [_failed(reason)] * len(GEOMETRIES))] * b
+        except Exception as error:
+            if b > 1:
+                one_by_one = ([i] for i in range(b))
+                return [
+                    self._attack(cell, attack, _taken(seen, i), trial.take(i), [panels[i[0]]])[0] for i in one_by_one
+                ]
+            kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
+            return [[_failed(f"{attack.name}: {kind}{error}".splitlines()[0])] * len(GEOMETRIES)]
         if self.spec.eight_bit:
             images = (images * 255).round() / 255
         scores, seconds_score = self._timed(lambda: self._geometries(images, trial, cell))
         cost = {"seconds_attack": seconds / b, "seconds_score": seconds_score / b}
-        return [
-            (
-                image.cpu(),
-                [{name: values[i] for name, values in of_geometry.items()} | cost for of_geometry in scores],
-            )
-            for i, image in enumerate(images)
+        outcomes = [
+            [{name: values[i] for name, values in of_geometry.items()} | cost for of_geometry in scores]
+            for i in range(b)
         ]
+        self._show(panels, images, [_caption(cell.victim.block, attack.name, outcome[0]) for outcome in outcomes])
+        return outcomes
 
     def _geometries(self, images: Tensor, trial: _Trial, cell: Cell) -> list[Scores]:
         """Score reconstructions in place, and with every patch put where it belongs.
 
         In settings a and b the slots of the reconstruction are those of the reference, so both are the same.
         """
-        moved = trial.feed.moved if trial.setting != "a" and bool(trial.feed.moved.any()) else None
-        in_place = self._score(images, trial.reference, moved)
+        in_place = self._score(images, trial.reference, trial.feed.moved)
         if trial.setting != "c":
             return [in_place, in_place]
         at_home = permute(images, inverse(trial.feed.order), cell.victim.model.patch)
-        return [in_place, self._score(at_home, trial.reference, moved)]
+        return [in_place, self._score(at_home, trial.reference, trial.feed.moved)]
 
     def _score(self, images: Tensor, reference: Tensor, moved: Tensor | None = None) -> Scores:
         with full_precision():
@@ -237,31 +245,32 @@ class Evaluator:
         if moved is not None and "psnr" in self.metrics:
             region = slots_to_pixels(moved, self.base.model.grid, self.base.model.patch)
             scores["psnr_masked"] = psnr_region(images, reference, region)
-            scores["psnr_unmasked"] = psnr_region(images, reference, ~region)
+            masked = moved.any(1)  # without a mask there are no two regions to tell apart
+            scores["psnr_unmasked"] = psnr_region(images, reference, ~region).where(masked, torch.nan)
         return {name: _nullable(values) for name, values in scores.items()}
 
     def _controls(self, trial: _Trial, batch: _Batch) -> list[Record]:
         """Score pictures that no attack made: what "nothing leaks" looks like under each metric."""
-        patch, mean = self.base.model.patch, self.base.model.mean
         draws = batch.draws(self.spec.seed, "control")
         order = torch.stack([torch.randperm(trial.feed.order.shape[1], generator=draw) for draw in draws])
+        others = [self._others(picture) for picture in batch.pictures]
         controls = {
-            "mean": mean.clamp(0, 1).expand_as(batch.images),
-            "other": torch.stack([self._other(picture) for picture in batch.pictures]).to(batch.images),
-            "shuffled": permute(batch.images, order.to(batch.images.device), patch),
+            "mean": torch.stack([pictures.mean(0) for pictures in others]).to(batch.images),
+            "other": torch.stack([pictures[0] for pictures in others]).to(batch.images),
+            "shuffled": permute(batch.images, order.to(batch.images.device), self.base.model.patch),
         }
         records = []
         for name, images in controls.items():
-            scores = self._score(images, trial.reference)
+            shown = (images * 255).round() / 255 if self.spec.eight_bit else images
+            scores = self._score(shown, trial.reference)
             for i, picture in enumerate(batch.pictures):
                 row = self._row(picture, trial.setting, f"{CONTROL}{name}", GEOMETRIES[0])
                 records.append(row | {metric: values[i] for metric, values in scores.items()})
         return records
 
-    def _other(self, picture: Picture) -> Tensor:
-        """Return another photograph: the first bundled one, or the second where that is the private image."""
-        first, second = self.others
-        return second[1] if first[0] == picture.sha256 else first[1]
+    def _others(self, picture: Picture) -> Float[Tensor, "n c h w"]:
+        """Return the public photographs, without the private image if it is one of them."""
+        return torch.stack([image for sha256, image in self.public.items() if sha256 != picture.sha256])
 
     def _failures(self, picture: Picture) -> list[Record]:
         """Return the rows of a picture that could not be used."""
@@ -327,13 +336,17 @@ def _nullable(values: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def _panel(image: Tensor, block: str, attack: str, scores: Record) -> Panel:
+def _caption(block: str, attack: str, scores: Record) -> str:
     shown = [
         f"{name.upper()} {value:.{n}f}"
         for name, n in (("psnr", 2), ("ssim", 3))
         if (value := scores.get(name)) is not None
     ]
-    return Panel(image, (f"{attack} ({block} block)", "  ".join(shown)))
+    return f"{attack} ({block} block)\n{'  '.join(shown)}"
+
+
+def _taken(seen: Observation, rows: Sequence[int]) -> Observation:
+    return replace(seen, gradients={name: g[rows] for name, g in seen.gradients.items()})
 
 
 def _check_reconstruction(images: Tensor, reference: Tensor) -> None:
@@ -341,3 +354,6 @@ def _check_reconstruction(images: Tensor, reference: Tensor) -> None:
         raise PrivlabError(f"the attack returned {tuple(images.shape)} instead of {tuple(reference.shape)}")
     if not images.isfinite().all():
         raise PrivlabError("the attack returned values that are not finite")
+    if images.min() < 0 or images.max() > 1:
+        low, high = images.aminmax()
+        raise PrivlabError(f"the attack returned values in [{low:.3g}, {high:.3g}] instead of [0, 1]")

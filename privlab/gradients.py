@@ -26,12 +26,14 @@ Rule = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute float32 products as float32: TF32 and bf16 would change the released gradient, and the leak."""
+    """Compute as the tensors are: TF32 and autocast would change the released gradient, and the leak."""
     matmul, conv = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        yield
+        with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
+            yield
     finally:
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = conv
@@ -45,7 +47,7 @@ def released_parameters(model: VictimModel) -> frozenset[str]:
         for name, parameter in layer.named_parameters(recurse=False)
         if name in _rules(layer)
     }
-    present = {name for name, _ in model.vit.named_parameters()}
+    present = {name for name, _ in model.vit.named_parameters()} - model.frozen
     if model.unk_embed is not None:
         present.add("unk_embed")
     return frozenset((layers | set(_EMBEDDING)) & present)
@@ -111,8 +113,10 @@ def observe(
 def granted(model: VictimModel) -> frozenset[Capability]:
     """Return the capabilities that one released gradient per image of `model` grants."""
     grants = {Capability.KNOWS_WEIGHTS, Capability.BATCH_SIZE_ONE}
-    if model.vit.pos_embed is not None:
+    if "pos_embed" in released_parameters(model):
         grants.add(Capability.LEARNABLE_PE_GRADIENT)
+        if not model.vit.no_embed_class:
+            grants.add(Capability.PE_OF_EVERY_TOKEN)
     if isinstance(model.vit.blocks[0], AprilBlock):
         grants.add(Capability.APRIL_BLOCK)
     return frozenset(grants)

@@ -120,9 +120,9 @@ def _download(url: str, path: Path) -> str:
         return "was not tried (HF_HUB_OFFLINE is set)"
     if not reachable(url):
         return "cannot be reached"
-    path.parent.mkdir(parents=True, exist_ok=True)
     sha256_start = path.stem.rpartition("-")[2]
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), hash_prefix=sha256_start, progress=False)
     except (OSError, RuntimeError) as error:  # RuntimeError: the content has another hash
         return f"failed ({error})"

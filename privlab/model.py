@@ -37,7 +37,8 @@ class VictimModel(nn.Module):
     """A timm VisionTransformer that takes pixels in [0, 1] and may replace the PE of some slots by E_unk.
 
     The embedding is z₀ = [cls; x¹E; …; xᴺE] + E_pos (MJP, Eq. 3). At the slots that `masked_pe` marks, the rows
-    of E_pos are replaced by the shared `unk_embed` (E_unk; Eq. 4, 5), or by zero.
+    of E_pos are replaced by the shared `unk_embed` (E_unk; Eq. 4, 5), or by zero. Parameters that `vit` does not train
+    (`frozen`) have no gradient that a client would release.
 
     Raises:
         PrivlabError: if the patches are not embedded linearly, or the model is a subclass with tokens of its own.
@@ -56,9 +57,11 @@ class VictimModel(nn.Module):
         super().__init__()
         _check(vit)
         self.vit = vit
+        self.frozen = frozenset(name for name, parameter in vit.named_parameters() if not parameter.requires_grad)
         self.unk_embed = None if unk_embed is None else nn.Parameter(unk_embed)
-        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
+        like = vit.patch_embed.proj.weight.detach()
+        self.register_buffer("mean", like.new_tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", like.new_tensor(std).view(-1, 1, 1), persistent=False)
 
     @property
     def patch(self) -> int:
@@ -169,10 +172,11 @@ def _check(vit: VisionTransformer) -> None:
     if not isinstance(vit.head, nn.Linear):
         raise PrivlabError(f"A victim classifies. Found a model without classifier (num_classes = {vit.num_classes}).")
     embed, proj = vit.patch_embed, getattr(vit.patch_embed, "proj", None)
-    sides = {*proj.kernel_size, *proj.stride} if isinstance(proj, nn.Conv2d) else set()
-    linear = type(embed) is PatchEmbed and isinstance(embed.norm, nn.Identity) and len(sides) == 1
-    if not linear or vit.dynamic_img_size:
+    plain = type(embed) is PatchEmbed and isinstance(embed.norm, nn.Identity) and not vit.dynamic_img_size
+    if not plain or not isinstance(proj, nn.Conv2d) or len({*proj.kernel_size, *proj.stride}) > 1:
         raise PrivlabError(
             "A victim embeds square patches that do not overlap linearly, at a fixed input size. "
             f"Found {type(embed).__name__} with {proj}, dynamic_img_size={vit.dynamic_img_size}."
         )
+    if proj.in_channels != 3:
+        raise PrivlabError(f"A victim takes RGB images. Found a model with {proj.in_channels} input channels.")

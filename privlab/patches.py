@@ -76,9 +76,10 @@ def blockwise_mask(
 ) -> Bool[Tensor, " {grid[0]*grid[1]}"]:
     """Mask about ratio·n slots of a grid by random rectangles (BEiT, Alg. 1; MJP, Alg. 1, line 3).
 
-    Blocks of s ~ U(smallest, slots left to mask) slots and log-uniform aspect ratio in [aspect, 1/aspect]
-    are laid down until ⌊ratio·n⌋ slots are covered. A block that would cover more than are left is drawn
-    anew, so the count is never above the target; it falls short only where ten draws in a row find no room.
+    Blocks of s ~ U(smallest, left) slots and log-uniform aspect ratio in [aspect, 1/aspect] are laid down until
+    ⌊ratio·n⌋ slots are covered; `left` are still to be. A block that would cover more than `left` is drawn anew, so
+    the count is never above the target; it falls short only where ten draws in a row find no room. Where fewer than
+    `smallest` are left, s = left (BEiT's code draws s beyond that, and mostly in vain), and a block may span the grid.
 
     Raises:
         PrivlabError: if `ratio` is outside [0, 1].

@@ -4,7 +4,7 @@ import warnings
 from dataclasses import dataclass, fields, replace
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.defenses import Mjp, defenses
+from privlab.defenses import Mjp, Undefended, defenses
 from privlab.errors import PrivlabError, unknown_name
 from privlab.gradients import granted
 from privlab.metrics import METRICS
@@ -82,12 +82,16 @@ class Cell:
 
 
 def defense_of(spec: Specification, victim: Victim, setting: str) -> Defense:
-    """Return the defense of a cell; "auto" is MJP for a victim with E_unk, else the jigsaw in settings b and c.
+    """Return the defense of a cell: none in setting a, where the plain image is fed.
+
+    In settings b and c, "auto" is MJP for a victim with E_unk, else the jigsaw alone.
 
     Raises:
         PrivlabError: if MJP is to put E_unk into a model that has none.
     """
-    automatic = "mjp" if victim.has_mjp else "none" if setting == "a" else "jigsaw"
+    if setting == "a":
+        return Undefended()
+    automatic = "mjp" if victim.has_mjp else "jigsaw"
     kind = defenses()[automatic if spec.defense == "auto" else spec.defense]
     options = {f.name for f in fields(kind)} & {"gamma", "masked_pe"}
     defense = kind(**{name: getattr(spec, name) for name in options})

@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from timm.data import ImageNetInfo
 from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 from privlab.errors import PrivlabError, unknown_name
 from privlab.evaluate import Evaluator, Record, Scored
@@ -21,8 +22,8 @@ from privlab.lpips_backbones import LpipsUnavailable
 from privlab.machine import commit, hardware, pick_device, versions
 from privlab.metrics import Lpips, load_lpips, score
 from privlab.plan import Cell, Specification, defense_of, plan
-from privlab.report.strips import draw_strip, strip_name
 from privlab.store import RunDirectory, to_frame
+from privlab.strips import draw_strip, strip_name
 from privlab.threat import PrivlabWarning
 from privlab.victims import Victim, victim
 
@@ -87,6 +88,8 @@ def attack(
         PrivlabWarning: for everything that weakens the verdict.
     """
     own = model if isinstance(model, VisionTransformer) else None
+    if own is None and isinstance(model, nn.Module):
+        raise PrivlabError(f"A victim is one of timm's VisionTransformer. Found {type(model).__name__}.")
     spec = specify(
         "own" if isinstance(model, VisionTransformer) else model,
         setting,
@@ -168,12 +171,12 @@ def execute(
     note("running")
     try:
         with _collected(messages):
-            for scored, first in _score(ready, batch_size, progress):
+            for scored, first in _score(ready, batch_size, strips and run is not None, progress):
                 if run is None:
                     kept += scored.records
                     continue
                 run.write_records(scored.records)
-                for i, strip in enumerate(scored.strips if strips else ()):
+                for i, strip in enumerate(scored.strips):
                     run.write_strip(strip_name(first + i, strip), draw_strip(strip).save)
     except BaseException as error:
         with suppress(PrivlabError):  # the disk may be full, which is not to hide the first error
@@ -208,7 +211,7 @@ def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.d
     return _Ready(spec, device, victims, cells, lpips, missing, _source(spec, victims))
 
 
-def _score(ready: _Ready, batch_size: int | None, progress: Progress) -> Iterator[tuple[Scored, int]]:
+def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progress) -> Iterator[tuple[Scored, int]]:
     """Yield what comes of each chunk, with the number of its first image, one victim after the other."""
     count = ready.source.count
     total, done = None if count is None else count * len(ready.victims), 0
@@ -216,8 +219,8 @@ def _score(ready: _Ready, batch_size: int | None, progress: Progress) -> Iterato
     metrics = [name for name in ready.spec.metrics if name not in ready.missing]
     for base, of_base in zip(ready.victims, ready.cells, strict=True):
         cells = [Cell(cell.victim.to(ready.device), cell.attacks) for cell in of_base]
-        others = _others(base.preprocessing)
-        evaluator = Evaluator(ready.spec, base.to(ready.device), cells, metrics, ready.lpips, others)
+        public = _public(base.preprocessing, ready.device)
+        evaluator = Evaluator(ready.spec, base.to(ready.device), cells, metrics, ready.lpips, public, strips)
         first = 0
         for chunk in batches(ready.source, base.preprocessing, size):
             scored = evaluator(chunk)
@@ -235,7 +238,7 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
 
 def _victims(spec: Specification, own: VisionTransformer | None) -> list[Victim]:
     if own is not None:
-        return [victim(own, img_size=spec.img_size)]
+        return [victim(own, weights=spec.weights, img_size=spec.img_size)]
     return [victim(name, weights=spec.weights, img_size=spec.img_size, seed=spec.seed) for name in spec.models]
 
 
@@ -249,12 +252,10 @@ def _source(spec: Specification, victims: Sequence[Victim]) -> ImageSource:
     return open_images(images, limit=spec.limit, split=spec.split, labels=labels, class_to_index=wnids)
 
 
-def _others(preprocessing: Preprocessing) -> tuple[tuple[str, torch.Tensor], tuple[str, torch.Tensor]]:
-    """Return two bundled photographs with their hashes, for the control "another image"."""
-    first, second = open_images("samples", limit=2)
-    assert first.pixels is not None
-    assert second.pixels is not None
-    return (first.sha256, preprocessing(first.pixels)), (second.sha256, preprocessing(second.pixels))
+def _public(preprocessing: Preprocessing, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the bundled photographs by their hash: what the negative controls are made of."""
+    pictures = open_images("samples")
+    return {picture.sha256: preprocessing(picture.pixels).to(device) for picture in pictures if picture.pixels}
 
 
 def _lpips(
@@ -302,7 +303,7 @@ def _facts(ready: _Ready) -> dict[str, Any]:
         },
         "images": {"source": ready.source.description, "count": ready.source.count},
         "lpips": {net: {"file": metric.file, "sha256": metric.sha256} for net, metric in ready.lpips.items()},
-        "precision": "float32 (no TF32, no autocast); solves and scores in float64",
+        "precision": "the model's (no TF32, no autocast); linear solves and all metrics but LPIPS in float64",
         "versions": versions(),
         "hardware": hardware(ready.device),
         "commit": commit(),

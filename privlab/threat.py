@@ -41,6 +41,7 @@ class Capability(str, Enum):
     KNOWS_WEIGHTS = "knows_weights"
     BATCH_SIZE_ONE = "batch_size_one"
     LEARNABLE_PE_GRADIENT = "learnable_pe_gradient"
+    PE_OF_EVERY_TOKEN = "pe_of_every_token"
     APRIL_BLOCK = "april_block"
 
     @property
@@ -53,6 +54,7 @@ _MEANING = {
     Capability.KNOWS_WEIGHTS: "the weights of the model are known",
     Capability.BATCH_SIZE_ONE: "each released gradient belongs to one image",
     Capability.LEARNABLE_PE_GRADIENT: "the gradient of a learnable position embedding is released",
+    Capability.PE_OF_EVERY_TOKEN: "the class token has a position embedding too",
     Capability.APRIL_BLOCK: "the first block has neither pre-norm nor skip (--block april)",
 }
 

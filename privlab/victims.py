@@ -81,6 +81,8 @@ class Victim:
 
     def to(self, device: torch.device | str) -> "Victim":
         """Return this victim on another device."""
+        if self.model.mean.device == torch.device(device):
+            return self
         return replace(self, model=copy.deepcopy(self.model).to(device))
 
     def params(self) -> dict[str, object]:
@@ -131,7 +133,7 @@ def victim(
     """
     if block not in ("stock", "april"):
         raise unknown_name("block", block, ("stock", "april"))
-    made = _own(model) if isinstance(model, VisionTransformer) else _named(model, str(weights), img_size, seed)
+    made = _own(model, weights) if isinstance(model, VisionTransformer) else _named(model, str(weights), img_size, seed)
     _, height, width = made.model.image_shape
     if img_size is not None and (height, width) != (img_size, img_size):
         raise PrivlabError(
@@ -141,14 +143,16 @@ def victim(
     return made.with_block(block)
 
 
-def _own(vit: VisionTransformer) -> Victim:
+def _own(vit: VisionTransformer, weights: str | Path) -> Victim:
+    if weights != "auto":
+        raise PrivlabError(f"A model of your own keeps its weights. Found weights '{weights}': leave that out.")
     name = getattr(vit, "pretrained_cfg", {}).get("architecture") or type(vit).__name__
     return _assemble(name, name, copy.deepcopy(vit), "given")
 
 
 def _named(name: str, weights: str, img_size: int | None, seed: int) -> Victim:
     if name in (plugins := with_plugins({}, "privlab.victims")):
-        return replace(_own(plugins[name]()), name=name)
+        return replace(_own(plugins[name](), weights), name=name)
     architecture, variant = _resolve(name)
     path = _file(name, architecture, weights, seed)
     if path is not None:
@@ -156,6 +160,7 @@ def _named(name: str, weights: str, img_size: int | None, seed: int) -> Victim:
         return _trained(name, architecture, variant, path, origin, img_size)
     vit = _create(architecture, variant, img_size, seed=seed)
     if variant == "_mjp":
+        _warn(f"{name}: E_unk is random too, UNTRAINED.")
         return _assemble(name, architecture, vit, "random", _random_unknown(vit, seed), "random")
     return _assemble(name, architecture, vit, "random")
 
@@ -187,7 +192,7 @@ def _trained(name: str, architecture: str, variant: str, path: Path, origin: str
             f"The weights of {path.name} hold E_unk of MJP (unexpected: unk_embed), which {name} lacks. "
             f"Use a `_mjp` victim, such as {name.removesuffix('_nope')}_mjp."
         )
-    stored.fit(vit, state, path.name)
+    stored.fit(vit, state, path.name, resize=img_size is not None)
     if unknown is not None and unknown.numel() != vit.embed_dim:
         shapes = f"unk_embed {tuple(unknown.shape)} instead of {(1, 1, vit.embed_dim)}"
         raise PrivlabError(f"The weights of {path.name} do not fit this model. mis-shaped: {shapes}.")
@@ -205,6 +210,9 @@ def _resolve(name: str) -> tuple[str, str]:
         architecture, variant = name.removeprefix("timm:"), ""
         if not timm.is_model(architecture.split(".")[0]):
             raise unknown_name("timm model", architecture, timm.list_models())
+        tagged = timm.list_pretrained(f"{architecture.split('.')[0]}.*")
+        if "." in architecture and architecture not in tagged:
+            raise unknown_name("timm model", architecture, tagged)
         return architecture, variant
     for variant in ("_mjp", "_nope", ""):
         base = name.removesuffix(variant)

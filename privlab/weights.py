@@ -112,15 +112,17 @@ def from_any_layout(state: State) -> tuple[State, Tensor | None]:
     return state, unknown
 
 
-def fit(vit: VisionTransformer, state: State, source: str) -> None:
-    """Load a state in timm's layout into `vit`, resizing position embeddings as timm does.
+def fit(vit: VisionTransformer, state: State, source: str, *, resize: bool = False) -> None:
+    """Load a state in timm's layout into `vit`; with `resize`, position embeddings are resized as timm does.
 
     Raises:
         PrivlabError: with the names of the missing, unexpected and mis-shaped tensors.
     """
     want = vit.state_dict()
     proj = "patch_embed.proj.weight"
-    if proj in state and state[proj].shape == want[proj].shape:
+    foreign = proj not in state or state[proj].shape != want[proj].shape
+    resized = "pos_embed" in state and "pos_embed" in want and state["pos_embed"].shape != want["pos_embed"].shape
+    if not foreign and (resize or not resized):
         # A grid that cannot be: the shapes below say so.
         with suppress(RuntimeError, ValueError, IndexError, AssertionError):
             state = checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
@@ -135,6 +137,8 @@ def fit(vit: VisionTransformer, state: State, source: str) -> None:
         "mis-shaped": shapes,
     }
     found = "; ".join(f"{kind}: {_first(names)}" for kind, names in problems.items() if names)
+    if found and resized and not resize:
+        found += " (--img-size resizes position embeddings)"
     if found:
         raise PrivlabError(f"The weights of {source} do not fit this model. {found}.")
     try:

@@ -22,7 +22,7 @@ Row = Mapping[str, str]
 def examine(lpips_weights: Path | None = None) -> list[Row]:
     """Return rows of what, whether it is there ("ok" or "missing"), what was found, and what it is for."""
     return [
-        *(_row(name, found is not None, found or "not installed", "everything") for name, found in versions().items()),
+        *(_row(name, found is not None, found or "not installed", _use(name)) for name, found in versions().items()),
         _row("threads", True, f"{torch.get_num_threads()} of {os.cpu_count()} cores", "speed on a CPU"),
         _row("gpu", torch.cuda.is_available(), _gpu(), "--device cuda"),
         _row("disk", True, f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here", "run directories"),
@@ -34,6 +34,10 @@ def examine(lpips_weights: Path | None = None) -> list[Row]:
 
 def _row(what: str, there: bool, found: str, use: str) -> Row:
     return {"what": what, "state": "ok" if there else "missing", "found": found, "needed for": use}
+
+
+def _use(package: str) -> str:
+    return {"breaching": "privlab bench attack", "lpips": "the metrics lpips_*"}.get(package, "everything")
 
 
 def _gpu() -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
+from privlab.defenses import Jigsaw
 from privlab.evaluate import CONTROL
 from privlab.metrics import METRICS
 from privlab.plan import defense_of
@@ -23,7 +24,8 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     The spread is the standard deviation over the images (n − 1). Rows keep the order in which cells were run,
     attacks first, controls last. A metric that was measured on no image is NaN.
     """
-    rows = records[records.geometry == geometry].assign(block=records.block.fillna("—"))
+    wanted = (records.geometry == geometry) | records.attack.str.startswith(CONTROL)
+    rows = records[wanted].assign(block=records.block.fillna("—"))
     groups = rows.groupby(_CELL, sort=False, dropna=False)
     table = groups.agg(
         n=("status", lambda s: int((s == "ok").sum())), failed=("status", lambda s: int((s != "ok").sum()))
@@ -47,13 +49,13 @@ def shown_metrics(metrics: Sequence[str]) -> list[str]:
 def verdicts(outcome: Outcome) -> list[str]:
     """Return one line per victim that says what the numbers stand on."""
     spec = outcome.spec
-    shuffled = [s for s in spec.settings if s != "a"]
     lines = []
     for base in outcome.victims:
-        defense = ", ".join(dict.fromkeys(repr(defense_of(spec, base, s)) for s in shuffled)) or "none (setting a)"
+        at_work = [defense_of(spec, base, setting) for setting in spec.settings]
+        gamma = ", ".join(dict.fromkeys(f"γ = {d.gamma:g}" for d in at_work if isinstance(d, Jigsaw))) or "no shuffle"
+        defense = ", ".join(f"{d!r} in setting {s}" for s, d in zip(spec.settings, at_work, strict=True))
         unknown = f", E_unk {base.weights.unknown}" if base.weights.unknown else ""
         origin = f"weights {base.weights.origin}{unknown} (SHA-256 {base.weights.sha256[:12]})"
-        gamma = f"γ = {spec.gamma:g}" if shuffled else "no shuffle"
         lines.append(f"{base.name}: {origin}; defense {defense}; {gamma}; seed {spec.seed}")
     return lines
 

@@ -10,6 +10,7 @@ RATIOS = [
     "observe_patch_gradient_over_step",
     "breaching_over_privlab_april",
     "breaching_solve_over_privlab_solve",
+    "breaching_linear_solves_over_privlab_solve",
     "score_over_observe",
 ]
 SMALL = ("--model", "vit_ti", "--images", "2", "--repeats", "1", "--device", "cpu")
@@ -25,7 +26,7 @@ def test_json_holds_ratios_medians_and_setup(cli: Callable[..., Any], peaks: Non
     told = cli("bench", "attack", *SMALL, "--json")
     assert told.status == 0
     result = json.loads(told.out)
-    assert list(result)[:5] == [*RATIOS, "peak_rss_400_over_40"]
+    assert list(result)[:6] == [*RATIOS, "peak_rss_400_over_40"]
     assert all(result[name] > 0 for name in RATIOS)
     assert result["peak_rss_400_over_40"] == pytest.approx(510 / 501)
     assert set(result["targets"]) == {*RATIOS, "peak_rss_400_over_40"}

@@ -37,7 +37,9 @@ def test_attacks_are_listed_with_paper_equation_and_capabilities(cli: Callable[.
     rows = {row["name"]: row for row in json.loads(cli("list", "attacks", "--json").out)}
     assert "Lu et al. 2022" in rows["april"]["paper"]
     assert "Eq. 8" in rows["april"]["paper"]
-    assert rows["april"]["needs"] == "april_block, batch_size_one, knows_weights, learnable_pe_gradient"
+    assert (
+        rows["april"]["needs"] == "april_block, batch_size_one, knows_weights, learnable_pe_gradient, pe_of_every_token"
+    )
     assert rows["patch-gradient"]["needs"] == "batch_size_one, learnable_pe_gradient"
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from privlab.attacks import ATTACKS, April, PatchGradient, attacks
 from privlab.defenses import Mjp, Undefended
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -138,7 +139,25 @@ def test_missing_capabilities_are_named(tiny_model: Model) -> None:
 
 def test_april_refuses_position_embeddings_that_skip_tokens(tiny_model: Model) -> None:
     model = april_twin(tiny_model(no_embed_class=True))
-    with pytest.raises(PrivlabError, match="position embeddings of all tokens"):
+    with pytest.raises(PrivlabError, match=r": pe_of_every_token \(the class token has"):
+        check_capabilities(April(), granted(model))
+
+
+def test_a_frozen_position_embedding_is_not_released(tiny_vit: Callable[..., VisionTransformer]) -> None:
+    vit = tiny_vit()
+    assert vit.pos_embed is not None
+    vit.pos_embed.requires_grad_(False)
+    model = victim(vit).model
+    with pytest.raises(PrivlabError, match="learnable_pe_gradient"):
+        check_capabilities(PatchGradient(), granted(model))
+    with pytest.raises(PrivlabError, match=r"Unknown parameter .* 'pos_embed'"):
+        seen(model, small(1), PatchGradient())
+
+
+def test_april_says_what_the_projection_drops(tiny_model: Model) -> None:
+    """K = 48 > D = 32."""
+    model = april_twin(tiny_model(embed_dim=32))
+    with pytest.warns(PrivlabWarning, match="patches of 48 values are projected to width 32"):
         April()(seen(model, small(1), April()))
 
 
@@ -160,7 +179,8 @@ def test_deit_s_leaks_photographs_in_float32(photographs: Photographs) -> None:
     reconstruction = PatchGradient()(seen(base.model, images, PatchGradient()))
     assert psnr(reconstruction, images).min() > 55
     twin = base.with_block("april")
-    april = psnr(April()(seen(twin.model, images, April())), images)
+    with pytest.warns(PrivlabWarning, match="768 values are projected to width 384"):
+        april = psnr(April()(seen(twin.model, images, April())), images)
     assert 9 < april.mean() < 25
 
 

@@ -108,6 +108,7 @@ def test_a_model_of_ones_own_is_copied_and_left_alone(tiny_vit: Vit) -> None:
     [
         ("deit_m", r"Unknown model 'deit_m'\. Did you mean deit_"),
         ("timm:vit_tinny_patch16_224", "Unknown timm model 'vit_tinny_patch16_224'. Did you mean vit_tiny_patch16_224"),
+        ("timm:vit_tiny_patch16_224.foo", r"Unknown timm model .* vit_tiny_patch16_224\.augreg"),
         ("timm:resnet10t", "timm's VisionTransformer. Found resnet10t, a ResNet"),
     ],
 )
@@ -219,6 +220,23 @@ def test_position_embeddings_are_resized_as_timm_does(tmp_path: Path) -> None:
     want = checkpoint_filter_fn(dict(state), timm.create_model("vit_tiny_patch16_224", img_size=96))
     assert_close(base.model.vit.pos_embed, nn.Parameter(want["pos_embed"], requires_grad=False), rtol=0, atol=0)
     assert base.preprocessing.size == (96, 96)
+
+
+def test_another_resolution_is_refused_unless_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "big.safetensors"
+    save_file(timm_state(img_size=64), path)
+    with pytest.raises(PrivlabError, match=r"mis-shaped: pos_embed \(1, 17, 192\).* \(--img-size resizes"):
+        victim("vit_ti", weights=path)
+
+
+def test_a_model_of_ones_own_keeps_weights_device_and_precision(tiny_vit: Vit) -> None:
+    base = victim(tiny_vit())
+    assert base.model.mean.dtype == torch.float64
+    assert base.model(torch.rand(1, 3, 16, 16, dtype=torch.float64)).dtype == torch.float64
+    with pytest.raises(PrivlabError, match=r"keeps its weights\. Found weights 'random'"):
+        victim(tiny_vit(), weights="random")
+    with pytest.raises(PrivlabError, match=r"RGB images\. Found a model with 1 input channels"):
+        victim(tiny_vit(in_chans=1))
 
 
 def test_number_of_classes_is_that_of_the_head(tmp_path: Path) -> None:

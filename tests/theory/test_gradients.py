@@ -102,6 +102,30 @@ def test_every_family_in_float32(family: str, variant: str, block: str, training
         assert_close(got, want[name], rtol=1e-4, atol=1e-5 * float(want[name].abs().max()))
 
 
+def test_train_mode_with_dropout_and_drop_path(tiny_model: Model) -> None:
+    """Both draw from torch's own generator, so the same seed drops the same."""
+    model = tiny_model(depth=3, drop_path_rate=0.3, proj_drop_rate=0.2, pos_drop_rate=0.2, drop_rate=0.2).train()
+    names = sorted(released_parameters(model))
+    feed, labels = fed(model, Mjp(gamma=0.5), b=1)
+    quiet = per_sample_gradients(copy.deepcopy(model).eval(), feed, labels, names)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        got = per_sample_gradients(model, feed, labels, names)
+        torch.manual_seed(3)
+        want = one_by_one(model, feed, labels, names)
+    assert_close(got, want)
+    assert not torch.allclose(got["pos_embed"], quiet["pos_embed"])
+
+
+def test_autocast_of_the_caller_does_not_reach_the_observation(tiny_model: Model) -> None:
+    """Reduced precision is a defense to be measured, not an accident."""
+    model = tiny_model().float()
+    feed, labels = fed(model, Undefended())
+    plain = observe(model, feed, labels, ["pos_embed"]).gradients["pos_embed"]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(observe(model, feed, labels, ["pos_embed"]).gradients["pos_embed"], plain, rtol=0, atol=0)
+
+
 def test_pre_norm_does_not_see_a_constant_added_to_a_token(tiny_model: Model) -> None:
     """A·1 = 0 on the stock block, so rank A ≤ D − 1; the april block sees it."""
     model = tiny_model()

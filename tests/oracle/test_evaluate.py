@@ -1,0 +1,119 @@
+"""The pipeline: what a record says is what was run, and no image answers for another."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pandas as pd
+import pytest
+import torch
+from privlab.attacks import PatchGradient
+from torch import Tensor
+
+import privlab
+from privlab.report.summary import summarise
+from privlab.threat import Capability, Observation
+
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+SMALL = {"weights": "random", "img_size": 32, "limit": 3, "metrics": "psnr,ssim"}
+
+
+def attack(model: str = "vit_ti_mjp", setting: str = "a,b,c", **options: object) -> pd.DataFrame:
+    """Return the records of a small run."""
+    return privlab.attack(model, setting, **(SMALL | {"gamma": 0.75} | options))
+
+
+def test_no_defense_is_at_work_in_setting_a() -> None:
+    records = attack()
+    assert dict(records.groupby("setting").defense.first()) == {"a": "none", "b": "mjp", "c": "mjp"}
+    plain = attack("vit_ti")
+    assert dict(plain.groupby("setting").defense.first()) == {"a": "none", "b": "jigsaw", "c": "jigsaw"}
+
+
+def test_settings_differ_in_what_is_fed_and_in_the_reference() -> None:
+    """B scores against what was fed, so its geometries agree; in c, putting patches home restores the match."""
+    records = attack(attack="patch-gradient", defense="jigsaw", model="vit_ti")
+    psnr = records.groupby(["setting", "attack", "geometry"]).psnr.min()
+    for setting in "ab":
+        assert psnr[setting, "patch-gradient", "in_place"] > 60
+        assert psnr[setting, "patch-gradient", "oracle"] == psnr[setting, "patch-gradient", "in_place"]
+    assert psnr["c", "patch-gradient", "in_place"] < 40  # the least: a draw of four patches may move none
+    assert psnr["c", "patch-gradient", "oracle"] > 60
+
+
+def test_regions_are_scored_under_a_mask_only() -> None:
+    records = attack(attack="patch-gradient", model="vit_ti", defense="jigsaw", setting="a,c")
+    attacked = records[records.attack == "patch-gradient"]
+    assert attacked[attacked.setting == "a"][["psnr_masked", "psnr_unmasked"]].isna().all(axis=None)
+    shuffled = attacked[(attacked.setting == "c") & (attacked.geometry == "in_place")]
+    assert (shuffled.psnr_unmasked > shuffled.psnr_masked).all()
+    assert attack(model="vit_ti", setting="c", gamma=0.0).psnr_unmasked.isna().all()
+
+
+def test_controls_stand_in_every_table() -> None:
+    records = attack(setting="c")
+    for geometry in ("in_place", "oracle"):
+        table = summarise(records, ["psnr"], geometry)
+        assert set(table.attack) == {"april", "patch-gradient", "control:mean", "control:other", "control:shuffled"}
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Reconstruct grey, spoilt in the way that `kind` names wherever the gradient is that of the first image."""
+
+    name: ClassVar[str] = "odd"
+    paper: ClassVar[str] = "made for this test"
+    requires: ClassVar[frozenset[Capability]] = frozenset()
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed",)
+    kind: ClassVar[str] = "nan"
+    first: ClassVar[list[float]] = []
+
+    def __call__(self, seen: Observation) -> Tensor:
+        """Return the images."""
+        norms = [round(float(g.norm()), 6) for g in seen.gradients["pos_embed"]]
+        if not self.first:
+            self.first.append(norms[0])
+        spoilt = torch.tensor([norm == self.first[0] for norm in norms])
+        if self.kind == "raise" and spoilt.any():
+            raise RuntimeError("no inverse")
+        images = torch.full((len(norms), *seen.model.image_shape), 0.5)
+        images[spoilt] = {"nan": torch.nan, "high": 1.5, "raise": 0.0}[self.kind]
+        return images
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("nan", "odd: the attack returned values that are not finite"), ("high", r"odd: .* \[1.5, 1.5\] instead of"),
+     ("raise", "odd: RuntimeError: no inverse")],
+)  # fmt: skip
+def test_one_bad_image_does_not_fail_its_neighbours(monkeypatch: pytest.MonkeyPatch, kind: str, reason: str) -> None:
+    monkeypatch.setitem(privlab.attacks.ATTACKS, "odd", Odd)
+    monkeypatch.setattr(Odd, "kind", kind)
+    Odd.first.clear()
+    records = attack("vit_ti", "a", attack="odd", batch_size=3)
+    rows = records[records.attack == "odd"]
+    assert rows.groupby("image").status.first().tolist().count("failed") == 1
+    assert rows.reason.dropna().str.match(reason).all()
+    assert rows[rows.status == "ok"].psnr.notna().all()
+
+
+def test_everything_masked_leaves_grey(monkeypatch: pytest.MonkeyPatch) -> None:
+    """γ = 1 under MJP: no row of ∂ℓ/∂E_pos is left, and patch-gradient has nothing to solve."""
+    records = attack(attack="patch-gradient", setting="c", gamma=1.0)
+    assert set(records.status) == {"ok"}
+    assert records[records.attack == "patch-gradient"].psnr.max() < 25
+
+
+def test_another_attack_changes_no_draw() -> None:
+    one = attack(attack=PatchGradient.name, setting="c")
+    both = attack(setting="c")
+    both = both[both.attack.isin(set(one.attack))]
+    assert one.psnr.tolist() == pytest.approx(both.psnr.tolist(), nan_ok=True)
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_gives_the_records_of_the_cpu() -> None:
+    keys = ["setting", "attack", "geometry", "image"]
+    cpu, gpu = (attack(device=device).set_index(keys).sort_index() for device in ("cpu", "cuda"))
+    assert set(gpu.device) == {"cuda:0"}
+    low = cpu.psnr < 50  # beyond that, rounding decides
+    assert (cpu.psnr[low] - gpu.psnr[low]).abs().max() < 0.5
