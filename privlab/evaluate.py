@@ -186,8 +186,9 @@ class Evaluator:
         kept = [i for i, fine in enumerate(sound) if fine]
         if not kept:
             return records
-        batch, trial, facts = batch.take(kept), trial.take(kept), [facts[i] for i in kept]
-        seen, panels = _taken(seen, kept), [panels[i] for i in kept]
+        if len(kept) < len(sound):
+            batch, trial, facts = batch.take(kept), trial.take(kept), [facts[i] for i in kept]
+            seen, panels = _taken(seen, kept), [panels[i] for i in kept]
         for attack in cell.attacks:
             outcomes = self._attack(cell, attack, seen, trial, panels)
             alone = replace(cell, attacks=(attack,))

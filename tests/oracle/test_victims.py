@@ -28,6 +28,7 @@ Vit = Callable[..., VisionTransformer]
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Give empty caches and a network that does not answer."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(stored, "reachable", lambda url, seconds=5.0: False)
