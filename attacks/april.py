@@ -62,7 +62,7 @@ class April:
         z = ridge_inverse(dz.mT, self.rtol) @ W_qkv.mT @ dW_qkv  # Eq. 8: (∂ℓ/∂z)ᵀ z = W_QKVᵀ ∂ℓ/∂W_QKV
         bias = 0 if proj.bias is None else proj.bias
         height, width = seen.model.grid
-        embedded = (z - vit.get_parameter("pos_embed") - bias)[:, -height * width :]
+        embedded = (z - (vit.get_parameter("pos_embed") + bias))[:, -height * width :]
         # All is solved in float64; the last product is done as released, and loses nothing more.
         X = embedded.to(dz.dtype) @ _projection_inverse(proj.weight, proj.weight._version, self.rtol).mT  # Eq. 9
         return seen.model.to_images(X)

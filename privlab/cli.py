@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -125,7 +126,8 @@ def attack(
 ) -> int:
     """Attack a victim's released gradients, score the reconstructions, and write a run directory."""
     from privlab.evaluate import GEOMETRIES
-    from privlab.report.summary import shown_metrics, summarise, verdicts
+    from privlab.metrics import METRICS
+    from privlab.report.summary import flags, summarise, verdicts
     from privlab.run import execute, specify
 
     if geometry not in GEOMETRIES:
@@ -142,14 +144,16 @@ def attack(
             strips=strips,
             progress=progress,
         )
-    table = summarise(outcome.records, shown_metrics(spec.metrics), geometry)
+    table = summarise(outcome.records, spec.metrics, geometry)
     for message in outcome.warnings:
         err.print(f"Warning: {message}", style="yellow", markup=False)
     if as_json:
         _print_json(
             {
                 "run": str(path),
-                "verdict": verdicts(outcome),
+                "verdict": [*verdicts(outcome), *flags(table)],
+                "geometry": geometry,
+                "leaks": {name: METRICS[name].direction for name in spec.metrics},
                 "rows": [{name: _plain(value) for name, value in row.items()} for row in table.to_dict("records")],
                 "warnings": outcome.warnings,
                 "missing_metrics": outcome.missing,
@@ -229,24 +233,33 @@ def _batch_size(text: str) -> int | None:
 def _progress(what: str) -> Iterator[Callable[[int, int | None], None]]:
     """Show a progress bar on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=err)
+    task = bar.add_task(what, total=None)
+
+    def show(done: int, total: int | None) -> None:
+        bar.start()  # not before all is checked: a mistake then is one line
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str) -> None:
-    from privlab.report.summary import shown_metrics, to_rich, verdicts
+    from privlab.report.summary import flags, shown_metrics, to_rich, verdicts
 
     shown = shown_metrics(outcome.spec.metrics)
     wide = to_rich(table, shown)
     fits = _width(wide) <= Console().width or not sys.stdout.isatty()
     _print(wide if fits else to_rich(table, shown, stacked=True))
     arrows = "mean ± standard deviation over the images; arrows show the direction that leaks"
-    click.echo(f"{arrows}; geometry {geometry}")
+    click.echo(f"{arrows}; geometry {geometry}, controls as they are")
     for name in shown:
         if name in outcome.missing:
-            click.echo(f"{name}: n/a ({outcome.missing[name]})")
-    for line in verdicts(outcome):
+            click.echo(f"{name}: n/a ({outcome.missing[name].partition(':')[0]}; see the warning)")
+    for line in (*verdicts(outcome), *flags(table)):
         click.echo(line)
     click.echo(f"run: {outcome.path}")
 
@@ -257,18 +270,16 @@ def _print_rows(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
         return
     table = Table(header_style="bold", show_lines=True)
     for column in rows[0]:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
-    _print(table)
+        table.add_row(*(escape(str(value)) for value in row.values()))
+    out = Console(highlight=False)
+    (out if out.is_terminal else Console(highlight=False, width=160)).print(table)
 
 
 def _print(table: Table) -> None:
-    """Print a table to standard output, whole: where there is no terminal, nothing is cut to its width."""
-    out = Console(highlight=False)
-    if not out.is_terminal:
-        out = Console(highlight=False, width=_width(table))
-    out.print(table)
+    """Print a table of numbers to standard output, whole: a terminal that is too narrow wraps it, nothing is cut."""
+    Console(highlight=False, width=_width(table)).print(table)
 
 
 def _width(table: Table) -> int:

@@ -87,7 +87,9 @@ def files(paths: Sequence[Path]) -> ImageSource:
         if path.is_dir():
             raise PrivlabError(f"'{path}' is a folder: give one folder alone, or several files.")
         if not path.exists():
-            raise PrivlabError(f"No file or folder '{path}'.")
+            raise PrivlabError(
+                f"No file or folder '{path}'. Give samples, a folder, files, torchvision:NAME or hf:NAME."
+            )
     names = tuple(path.as_posix() for path in paths)
     description = f"file {names[0]}" if len(paths) == 1 else f"{len(paths)} files"
     return ImageSource(description, len(paths), None, names, lambda: map(read_picture, paths))

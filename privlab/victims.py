@@ -137,8 +137,8 @@ def victim(
     _, height, width = made.model.image_shape
     if img_size is not None and (height, width) != (img_size, img_size):
         raise PrivlabError(
-            f"--img-size {img_size} does not fit {made.name}, which takes {height}×{width} pixels "
-            f"in patches of {made.model.patch}: give a multiple of that; a model of your own keeps its size."
+            f"--img-size {img_size} does not fit {made.name}: give a multiple of its patch size {made.model.patch}, "
+            f"such as {height}; a model of your own keeps its {height}×{width} pixels."
         )
     return made.with_block(block)
 
@@ -209,7 +209,7 @@ def _resolve(name: str) -> tuple[str, str]:
     if name.startswith("timm:"):
         architecture, variant = name.removeprefix("timm:"), ""
         if not timm.is_model(architecture.split(".")[0]):
-            raise unknown_name("timm model", architecture, timm.list_models())
+            raise unknown_name("timm model", architecture, timm.list_models(["vit_*", "deit*"]))
         tagged = timm.list_pretrained(f"{architecture.split('.')[0]}.*")
         if "." in architecture and architecture not in tagged:
             raise unknown_name("timm model", architecture, tagged)

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
+from rich import box
 from rich.table import Table
 
 from privlab.defenses import Jigsaw
@@ -13,7 +14,7 @@ from privlab.metrics import METRICS
 from privlab.plan import defense_of
 from privlab.run import Outcome
 
-__all__ = ["shown_metrics", "summarise", "to_rich", "verdicts"]
+__all__ = ["flags", "shown_metrics", "summarise", "to_rich", "verdicts"]
 
 _CELL = ["victim", "setting", "defense", "block", "attack"]
 
@@ -21,11 +22,11 @@ _CELL = ["victim", "setting", "defense", "block", "attack"]
 def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
     """Return one row per cell: `n` images scored, `failed` images, and METRIC, METRIC_std for each metric.
 
-    The spread is the standard deviation over the images (n − 1). Rows keep the order in which cells were run,
-    attacks first, controls last. A metric that was measured on no image is NaN.
+    The spread is the standard deviation over the images (n − 1). Each setting of a victim has its attacks
+    first, then its controls. A metric that was measured on no image is NaN.
     """
     wanted = (records.geometry == geometry) | records.attack.str.startswith(CONTROL)
-    rows = records[wanted].assign(block=records.block.fillna("—"))
+    rows = records[wanted]
     groups = rows.groupby(_CELL, sort=False, dropna=False)
     table = groups.agg(
         n=("status", lambda s: int((s == "ok").sum())), failed=("status", lambda s: int((s != "ok").sum()))
@@ -34,9 +35,30 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
         table[name] = groups[name].mean()
         table[f"{name}_std"] = groups[name].std()
     table = table.reset_index()
-    return table.sort_values(
-        "attack", key=lambda names: names.str.startswith(CONTROL), kind="stable", ignore_index=True
-    )
+    place = {cell: i for i, cell in enumerate(dict.fromkeys(zip(table.victim, table.setting, strict=True)))}
+    order = [
+        (place[victim, setting], attack.startswith(CONTROL), i)
+        for i, (victim, setting, attack) in enumerate(zip(table.victim, table.setting, table.attack, strict=True))
+    ]
+    return table.iloc[[i for _, _, i in sorted(order)]].reset_index(drop=True)
+
+
+def flags(table: pd.DataFrame) -> list[str]:
+    """Return a line for each attack whose mean PSNR is no better than that of a control of its setting."""
+    lines: list[str] = []
+    if "psnr" not in table:
+        return lines
+    for _, rows in table.groupby(["victim", "setting"], sort=False):
+        victim, setting = rows.victim.iloc[0], rows.setting.iloc[0]
+        is_control = rows.attack.str.startswith(CONTROL)
+        controls = rows[is_control].set_index("attack").psnr.dropna()
+        lines += [
+            f"{victim}, setting {setting}: {row.attack} ({row.psnr:.2f} dB) does not beat {controls.idxmax()} "
+            f"({controls.max():.2f} dB): it has shown nothing, which is no evidence of privacy"
+            for row in rows[~is_control].itertuples()
+            if len(controls) and row.psnr <= controls.max()
+        ]
+    return lines
 
 
 def shown_metrics(metrics: Sequence[str]) -> list[str]:
@@ -66,7 +88,11 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
     `stacked` puts the spread under the mean, for a narrow terminal.
     """
     several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
-    shown = Table(header_style="bold")
+    shown = (
+        Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+        if stacked
+        else Table(header_style="bold")
+    )
     for column in (*several, "attack", "block"):
         shown.add_column(column, no_wrap=True)
     for name in metrics:
@@ -75,7 +101,8 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
     for row in table.to_dict("records"):
         values = [_value(row, name, "\n± " if stacked else " ± ") for name in metrics]
         images = f"{row['n']}" + (f" ({row['failed']} failed)" if row["failed"] else "")
-        shown.add_row(*(str(row[c]) for c in several), row["attack"], row["block"], *values, images)
+        block = row["block"] if isinstance(row["block"], str) else "—"  # controls have none
+        shown.add_row(*(str(row[c]) for c in several), row["attack"], block, *values, images)
     return shown
 
 
@@ -88,4 +115,5 @@ def _value(row: Mapping[Hashable, Any], name: str, between: str) -> str:
     mean, spread, n = row[name], row[f"{name}_std"], METRICS[name].decimals
     if math.isnan(mean):
         return "n/a"
-    return f"{mean:.{n}f}" + ("" if math.isnan(spread) else f"{between}{spread:.{n}f}")
+    shape = f".{n}f" if abs(mean) >= 10**-n or mean == 0 else ".1e"  # 0.0000 would not tell 85 dB from 140 dB
+    return f"{mean:{shape}}" + ("" if math.isnan(spread) else f"{between}{spread:{shape}}")

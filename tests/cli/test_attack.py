@@ -37,7 +37,10 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     done = attack("--json")
     assert done.status == 0
     told = json.loads(done.out)
-    assert list(told) == ["run", "verdict", "rows", "warnings", "missing_metrics", "failed"]
+    assert list(told) == ["run", "verdict", "geometry", "leaks", "rows", "warnings", "missing_metrics", "failed"]
+    assert told["geometry"] == "in_place"
+    assert told["leaks"]["psnr"] == "higher leaks"
+    assert told["rows"][-1]["block"] is None  # a control
     assert told["run"] == str(tmp_path / "run")
     assert told["failed"] == {}
     assert list(told["missing_metrics"]) == ["lpips_alex"]

@@ -1,16 +1,20 @@
 """The pipeline: what a record says is what was run, and no image answers for another."""
 
+import io
+import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import pandas as pd
 import pytest
 import torch
 from privlab.attacks import PatchGradient
+from rich.console import Console
 from torch import Tensor
 
 import privlab
-from privlab.report.summary import summarise
+from privlab.report.summary import flags, summarise, to_rich
 from privlab.threat import Capability, Observation
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
@@ -54,6 +58,33 @@ def test_controls_stand_in_every_table() -> None:
     for geometry in ("in_place", "oracle"):
         table = summarise(records, ["psnr"], geometry)
         assert set(table.attack) == {"april", "patch-gradient", "control:mean", "control:other", "control:shuffled"}
+
+
+def test_an_attack_no_better_than_a_control_is_named() -> None:
+    """Under MJP both fail; without it neither is named."""
+    table = summarise(attack(setting="a,c", attack="patch-gradient", gamma=1.0), ["psnr"])
+    (line,) = flags(table)
+    assert line.startswith("vit_ti_mjp, setting c: patch-gradient (")
+    assert "does not beat control:" in line
+    assert flags(summarise(attack(setting="a", metrics="ssim"), ["ssim"])) == []
+
+
+def test_each_setting_stands_with_its_own_controls() -> None:
+    table = summarise(attack("vit_ti,vit_ti_mjp", setting="a,c"), ["psnr"])
+    cells = list(zip(table.victim, table.setting, strict=True))
+    assert list(dict.fromkeys(cells)) == [(v, s) for v in ("vit_ti", "vit_ti_mjp") for s in "ac"]
+    assert sum(one != two for one, two in pairwise(cells)) == 3
+
+
+def test_small_numbers_and_narrow_terminals() -> None:
+    """0.0000 would not tell 85 dB from 140 dB; a narrow table loses no digit."""
+    table = summarise(attack(setting="a", metrics="mse,psnr"), ["mse", "psnr"])
+    for stacked in (False, True):
+        console = Console(width=78 if stacked else 200, record=True, file=io.StringIO())
+        console.print(to_rich(table, ["mse", "psnr"], stacked=stacked))
+        text = console.export_text()
+        assert re.search(r"\d\.\de-\d\d", text)
+        assert "…" not in text
 
 
 @dataclass(frozen=True)
