@@ -2,7 +2,6 @@
 
 from privlab.attacks.april import April
 from privlab.attacks.patch_gradient import PatchGradient
-
 from privlab.registry import with_plugins
 from privlab.threat import AttackClass
 

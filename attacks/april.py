@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import ClassVar
 
 from jaxtyping import Float
-from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
 from torch import Tensor
 
+from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
 from privlab.threat import Capability, Observation, PrivlabWarning
 
 __all__ = ["April"]

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxtyping import Float
-from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
 from torch import Tensor
 
+from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
 from privlab.threat import Capability, Observation
 
 __all__ = ["PatchGradient"]

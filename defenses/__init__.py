@@ -3,7 +3,6 @@
 from privlab.defenses.jigsaw import Jigsaw
 from privlab.defenses.mjp import Mjp
 from privlab.defenses.undefended import Undefended
-
 from privlab.registry import with_plugins
 from privlab.threat import DefenseClass
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from jaxtyping import Float
-from privlab.defenses.jigsaw import Jigsaw
 from torch import Generator, Tensor
 
+from privlab.defenses.jigsaw import Jigsaw
 from privlab.errors import unknown_name
 from privlab.threat import Feed
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from privlab.attacks import April, PatchGradient
 from privlab.breaching_april import BreachingApril
-from privlab.defenses import Undefended
 from privlab.errors import PrivlabError
 from privlab.gradients import full_precision, observe
 from privlab.images import open_images
@@ -142,8 +141,6 @@ class _Stages:
     def __init__(self, stock: Victim, april: Victim, images: Float[Tensor, "b c h w"]) -> None:
         self.stock, self.april = stock.model, april.model
         self.batches = [(x, torch.arange(len(x), device=x.device)) for x in images.split(_BATCH)]
-        undefended = Undefended()
-        self.feeds = [undefended(x, stock.model.patch, []) for x, _ in self.batches]
         self.trained = copy.deepcopy(stock.model).requires_grad_(True).train()
         self.seen = self._observations(self.stock, PatchGradient())
         self.seen_april = self._observations(self.april, April())
@@ -177,9 +174,7 @@ class _Stages:
                 F.cross_entropy(self.trained.vit(self.trained.normalise(x)), y).backward()
 
     def _observations(self, model: VictimModel, attack: Attack) -> list[Observation]:
-        return [
-            observe(model, feed, y, attack.parameters) for feed, (_, y) in zip(self.feeds, self.batches, strict=True)
-        ]
+        return [observe(model, x, y, attack.parameters) for x, y in self.batches]
 
 
 def _timed(stage: Callable[[], object], device: torch.device) -> float:

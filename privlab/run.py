@@ -37,7 +37,7 @@ Progress = Callable[[int, int | None], None]
 class Outcome:
     """What a run left behind.
 
-    `missing` says of each metric that could not be computed why; `failed` counts the images without a score.
+    `missing` says of each metric that could not be computed why; `failed` names the images without a score.
     """
 
     spec: Specification

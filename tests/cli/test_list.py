@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from privlab.attacks import attacks
-from privlab.defenses import defenses
 
 from privlab import __version__
+from privlab.attacks import attacks
+from privlab.defenses import defenses
 from privlab.metrics import METRICS
 from privlab.victims import victim_names
 

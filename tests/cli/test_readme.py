@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from privlab.attacks import ATTACKS
-from privlab.defenses import DEFENSES
 
 from privlab import registry
+from privlab.attacks import ATTACKS
 from privlab.cli import _status, cli
+from privlab.defenses import DEFENSES
 from privlab.metrics import METRICS
 from privlab.store import COLUMNS
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from privlab.attacks import ATTACKS, April, PatchGradient, attacks
-from privlab.defenses import Mjp, Undefended
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.testing import assert_close
 
+from privlab.attacks import ATTACKS, April, PatchGradient, attacks
+from privlab.defenses import Mjp, Undefended
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.gradients import granted, observe

@@ -9,11 +9,11 @@ from typing import ClassVar
 import pandas as pd
 import pytest
 import torch
-from privlab.attacks import PatchGradient
 from rich.console import Console
 from torch import Tensor
 
 import privlab
+from privlab.attacks import PatchGradient
 from privlab.report.summary import flags, summarise, to_rich
 from privlab.threat import Capability, Observation
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from privlab.defenses import DEFENSES, Jigsaw, Mjp, Undefended, defenses
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
+from privlab.defenses import DEFENSES, Jigsaw, Mjp, Undefended, defenses
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.patches import inverse, patchify, permute

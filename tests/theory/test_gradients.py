@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from privlab.defenses import Jigsaw, Mjp, Undefended
 from torch import Tensor
 from torch.testing import assert_close
 
+from privlab.defenses import Jigsaw, Mjp, Undefended
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.gradients import full_precision, granted, observe, per_sample_gradients, released_parameters

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from privlab.attacks.solve import RTOL, ridge_inverse
 from torch import Generator
 from torch.testing import assert_close
+
+from privlab.attacks.solve import RTOL, ridge_inverse
 
 SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 12))
 
