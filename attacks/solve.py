@@ -31,7 +31,7 @@ def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tenso
     λ = rtol * norm.where(norm > 0, 1)  # M = 0 gives 0
     L = torch.linalg.cholesky(M.mT @ M + λ.square() * torch.eye(n, dtype=M.dtype, device=M.device))
     P = torch.cholesky_solve(M.mT, L)
-    return P.mul(2).sub_(P @ M @ P)
+    return (P @ M @ P).neg_().add_(P, alpha=2)
 
 
 def warn_of_limits(attack: str, A: Float[Tensor, "b n d"], most: int) -> None:
