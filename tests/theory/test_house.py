@@ -19,7 +19,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in room
 def rooms() -> list[tuple[str, Path]]:
     """Return (room, file) of every source file."""
     inside = [(path.stem, path) for path in (ROOT / "privlab").glob("*.py") if path.stem != "__init__"]
-    for folder in ("privlab/report", "attacks", "defenses", "experiments"):
+    for folder in ("privlab/cli", "privlab/report", "attacks", "defenses", "experiments"):
         inside += [(Path(folder).name, path) for path in (ROOT / folder).glob("*.py")]
     return inside
 

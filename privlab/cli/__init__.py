@@ -1,0 +1,59 @@
+"""The command line: options in, tables out; no logic. One file per group of commands."""
+
+import sys
+import traceback
+
+import click
+
+from privlab import __version__
+from privlab.cli.attack import attack
+from privlab.cli.common import err
+from privlab.cli.machine import bench, doctor, list_
+from privlab.errors import PrivlabError
+
+__all__ = ["cli", "main"]
+
+
+def main() -> None:
+    """Run the command line; every mistake ends in one line and exit status 2, an interrupt in 130."""
+    sys.exit(_status(sys.argv[1:]))
+
+
+def _status(arguments: list[str]) -> int:
+    """Run the command line and return its exit status."""
+    debug = "--debug" in arguments
+    try:
+        return cli.main(arguments, prog_name="privlab", standalone_mode=False) or 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 2
+    except click.ClickException as error:
+        return _complain(error.format_message(), debug)
+    except PrivlabError as error:
+        return _complain(str(error), debug)
+    except (KeyboardInterrupt, click.Abort):
+        err.print("Interrupted. What was finished stays readable.")
+        return 130
+    except BrokenPipeError:
+        return 0
+    except Exception as error:  # the last resort: no traceback reaches a user who did not ask for it
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        return _complain(f"{what} (a fault of privlab, not yours; --debug shows where)", debug)
+
+
+def _complain(message: str, debug: bool) -> int:
+    if debug:
+        err.print(traceback.format_exc(), markup=False)
+    err.print(f"Error: {' '.join(message.split())}", style="red", markup=False)
+    return 2
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(version)s")
+@click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
+def cli() -> None:
+    """Measure how much of a private image leaks from a Vision Transformer, and what a defense really stops."""
+
+
+for command in (attack, list_, doctor, bench):
+    cli.add_command(command)

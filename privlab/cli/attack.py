@@ -1,0 +1,139 @@
+"""`privlab attack`: options in, a table out."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from privlab.cli.common import common, err, fits, plain, print_json, print_table, progress_bar
+from privlab.errors import PrivlabError, unknown_name
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from privlab.run import Outcome
+
+__all__ = ["attack"]
+
+
+@click.command()
+@click.option("--model", required=True, help="Victims: names of `privlab list victims` or timm:NAME, with commas.")
+@click.option("--setting", help="a, b or c (MJP, section 5.4), with commas.  [default: c if defended, else a]")
+@click.option("--attack", help="Attacks, with commas.  [default: all that can run]")
+@click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
+@click.option("--block", default="auto", show_default=True, help="First block: auto, stock or april.")
+@click.option("--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does.")
+@click.option("--defense", default="auto", show_default=True, help="A name of `privlab list defenses`.")
+@click.option("--gamma", type=float, default=0.27, show_default=True, help="γ: share of the patches that is shuffled.")
+@click.option(
+    "--masked-pe", default="unknown", show_default=True, help="PE at shuffled slots under MJP: unknown, none or slot."
+)
+@click.option(
+    "--images", multiple=True, default=("samples",), show_default=True,
+    help="samples, a folder, files (repeat the option), torchvision:NAME or hf:NAME.",
+)  # fmt: skip
+@click.option("--limit", type=click.IntRange(min=1), help="Use N images: the first, of class folders by turns.")
+@click.option("--split", help="Split of a data set, or sub-folder of a folder.")
+@click.option("--labels", help="predicted, or a CSV file with columns file and label.  [default: the source's own]")
+@click.option("--metrics", help="Names of `privlab list metrics`, with commas.")
+@click.option("--lpips-weights", help="File or folder with LPIPS backbones.")
+@click.option("--eight-bit", is_flag=True, help="Round reconstructions to 8 bits before they are scored.")
+@click.option("--geometry", default="in_place", show_default=True, help="Rows of the table: in_place or oracle.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--batch-size", default="auto", show_default=True, help="Images at a time: auto or a number.")
+@click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/TIME-MODEL-SETTING]")
+@click.option("--overwrite", is_flag=True, help="Let an earlier run in --out give way.")
+@click.option("--strips/--no-strips", default=True, show_default=True, help="Write one PNG per image.")
+@click.option("--force", is_flag=True, help="With --block stock|april: run attacks that do not hold there.")
+@common
+def attack(
+    model: str,
+    setting: str | None,
+    attack: str | None,
+    images: tuple[str, ...],
+    metrics: str | None,
+    geometry: str,
+    device: str,
+    batch_size: str,
+    out: Path | None,
+    overwrite: bool,
+    strips: bool,
+    as_json: bool,
+    **options: Any,  # noqa: ANN401
+) -> int:
+    """Attack a victim's released gradients, score the reconstructions, and write a run directory."""
+    from privlab.evaluate import GEOMETRIES
+    from privlab.metrics import METRICS
+    from privlab.report.summary import flags, summarise, verdicts
+    from privlab.run import execute, specify
+
+    if geometry not in GEOMETRIES:
+        raise unknown_name("geometry", geometry, GEOMETRIES)
+    spec = specify(model, setting, attack=attack, images=images, metrics=metrics, **options)
+    path = out or _new_directory(spec.models, spec.settings)
+    with progress_bar("attacking") as progress:
+        outcome = execute(
+            spec,
+            device=device,
+            batch_size=_batch_size(batch_size),
+            out=path,
+            overwrite=overwrite,
+            strips=strips,
+            progress=progress,
+        )
+    table = summarise(outcome.records, spec.metrics, geometry)
+    for message in outcome.warnings:
+        err.print(f"Warning: {message}", style="yellow", markup=False)
+    if as_json:
+        print_json(
+            {
+                "run": str(path),
+                "verdict": [*verdicts(outcome), *flags(table)],
+                "geometry": geometry,
+                "leaks": {name: METRICS[name].direction for name in spec.metrics},
+                "rows": [{name: plain(value) for name, value in row.items()} for row in table.to_dict("records")],
+                "warnings": outcome.warnings,
+                "missing_metrics": outcome.missing,
+                "failed": outcome.failed,
+            }
+        )
+    else:
+        _print_attack(outcome, table, geometry)
+    for image, reason in outcome.failed.items():
+        err.print(f"Failed: {image}: {reason}", style="red", markup=False)
+    return 2 if outcome.failed else 0
+
+
+def _new_directory(models: Sequence[str], settings: Sequence[str]) -> Path:
+    """Return a run directory that is not there yet."""
+    what = "-".join([*models, *settings]).replace(":", "_").replace("/", "_")[:80]
+    stem = Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{what}")
+    return next(path for n in count(1) if not (path := stem if n == 1 else stem.with_name(f"{stem.name}-{n}")).exists())
+
+
+def _batch_size(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise PrivlabError(f"--batch-size must be auto or a positive number. Found '{text}'.")
+    return int(text)
+
+
+def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str) -> None:
+    from privlab.report.summary import flags, shown_metrics, to_rich, verdicts
+
+    shown = shown_metrics(outcome.spec.metrics)
+    wide = to_rich(table, shown)
+    print_table(wide if fits(wide) else to_rich(table, shown, stacked=True))
+    arrows = "mean ± standard deviation over the images; arrows show the direction that leaks"
+    click.echo(f"{arrows}; geometry {geometry}, controls as they are")
+    for name in shown:
+        if name in outcome.missing:
+            click.echo(f"{name}: n/a ({outcome.missing[name].partition(':')[0]}; see the warning)")
+    for line in (*verdicts(outcome), *flags(table)):
+        click.echo(line)
+    click.echo(f"run: {outcome.path}")

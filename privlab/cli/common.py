@@ -1,0 +1,84 @@
+"""What every command shares: options, progress, and printing. Data goes to standard output, messages to error."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+__all__ = ["common", "err", "fits", "plain", "print_json", "print_rows", "print_table", "progress_bar"]
+
+
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def common(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that every command has."""
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
+    debug = click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
+    return as_json(debug(command))
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Show a progress bar on standard error."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=err)
+    task = bar.add_task(what, total=None)
+
+    def show(done: int, total: int | None) -> None:
+        bar.start()  # not before all is checked: a mistake then is one line
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def print_rows(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
+    """Print rows of words as a table, or as JSON."""
+    if as_json:
+        print_json(rows)
+        return
+    table = Table(header_style="bold", show_lines=True)
+    for column in rows[0]:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(str(value)) for value in row.values()))
+    out = Console(highlight=False)
+    (out if out.is_terminal else Console(highlight=False, width=160)).print(table)
+
+
+def print_table(table: Table) -> None:
+    """Print a table of numbers to standard output, whole: a terminal that is too narrow wraps it, nothing is cut."""
+    Console(highlight=False, width=_width(table)).print(table)
+
+
+def fits(table: Table) -> bool:
+    """Return whether a table is no wider than the terminal; a file has no width."""
+    return _width(table) <= Console().width or not sys.stdout.isatty()
+
+
+def _width(table: Table) -> int:
+    return Console(width=10_000).measure(table).maximum
+
+
+def plain(value: object) -> object:
+    """Return a value that JSON can hold: what was not measured is null, an infinite PSNR is "Infinity"."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def print_json(value: object) -> None:
+    """Print plain data to standard output."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
