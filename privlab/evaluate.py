@@ -21,7 +21,8 @@ from privlab.errors import PrivlabError
 from privlab.gradients import full_precision, observe
 from privlab.images import Chunk, Picture
 from privlab.metrics import Lpips, psnr_region, score
-from privlab.patches import inverse, permute, slots_to_pixels
+from privlab.patches import permute, slots_to_pixels
+from privlab.permutation import inverse
 from privlab.plan import Cell, Specification, defense_of
 from privlab.threat import Attack, Defense, Feed, Observation
 from privlab.victims import Victim

@@ -127,6 +127,15 @@ class VictimModel(nn.Module):
         x = _last(vit, vit.blocks[:-1](x))
         return vit.forward_head(vit.norm(x))
 
+    def backbone(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Return T(z₀): what the server of split learning computes, every token kept."""
+        vit = self.vit
+        return vit.blocks(vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens))))
+
+    def head(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b y"]:
+        """Return F₂(T(z₀)): the logits that the client computes of what comes back."""
+        return self.vit.forward_head(self.vit.norm(tokens))
+
     def forward(
         self,
         images: Float[Tensor, "b c h w"],

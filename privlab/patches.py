@@ -13,7 +13,6 @@ from privlab.errors import PrivlabError
 
 __all__ = [
     "blockwise_mask",
-    "inverse",
     "patchify",
     "permute",
     "shuffled_within",
@@ -48,11 +47,6 @@ def permute(images: Float[Tensor, "b c h w"], order: Int[Tensor, "b n"], patch: 
     patches, (_, c, h, w) = patchify(images, patch), images.shape
     rows = order[..., None].expand(-1, -1, patches.shape[-1])
     return unpatchify(patches.gather(1, rows), (c, h, w))
-
-
-def inverse(order: Int[Tensor, "b n"]) -> Int[Tensor, "b n"]:
-    """Return the inverse permutation of each row."""
-    return order.argsort(dim=1)
 
 
 def shuffled_within(mask: Bool[Tensor, " n"], draw: Generator) -> Int[Tensor, " n"]:

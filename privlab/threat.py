@@ -17,6 +17,7 @@ from torch import Generator, Tensor
 
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
+from privlab.permutation import inverse, restore_features
 
 __all__ = [
     "Attack",
@@ -24,9 +25,15 @@ __all__ = [
     "Capability",
     "Defense",
     "DefenseClass",
+    "Draws",
+    "FeatureAttack",
+    "FeatureDefense",
+    "FeatureObservation",
     "Feed",
     "Observation",
     "PrivlabWarning",
+    "Sent",
+    "Stolen",
     "check_capabilities",
 ]
 
@@ -43,6 +50,12 @@ class Capability(str, Enum):
     LEARNABLE_PE_GRADIENT = "learnable_pe_gradient"
     PE_OF_EVERY_TOKEN = "pe_of_every_token"
     APRIL_BLOCK = "april_block"
+    RELEASED_FEATURES = "released_features"
+    POSITION_EMBEDDINGS = "position_embeddings"
+    CLASS_TOKEN = "class_token"
+    AUXILIARY_IMAGES = "auxiliary_images"
+    QUERIES = "queries"
+    KNOWS_DEFENSE = "knows_defense"
 
     @property
     def meaning(self) -> str:
@@ -56,6 +69,12 @@ _MEANING = {
     Capability.LEARNABLE_PE_GRADIENT: "the gradient of a learnable position embedding is released",
     Capability.PE_OF_EVERY_TOKEN: "the class token has a position embedding too",
     Capability.APRIL_BLOCK: "the first block has neither pre-norm nor skip (--block april)",
+    Capability.RELEASED_FEATURES: "the features that the client sends are seen, as in split learning",
+    Capability.POSITION_EMBEDDINGS: "the features carry position embeddings, which are known",
+    Capability.CLASS_TOKEN: "the row of the class token is among the features",
+    Capability.AUXILIARY_IMAGES: "public images like the private ones are at hand",
+    Capability.QUERIES: "the client's embedding can be run on images of the adversary's own",
+    Capability.KNOWS_DEFENSE: "the defense's algorithm and its parameters are known, its draws are not",
 }
 
 FORCEABLE = frozenset({Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE})
@@ -96,6 +115,72 @@ class Feed:
         return cls(images=images, order=order, moved=torch.zeros_like(order, dtype=torch.bool))
 
 
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """The client's secret generators: one for each image, one for the batch, one for the model's lifetime."""
+
+    images: Sequence[Generator]
+    batch: Generator
+    model: Generator
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """What a client of split learning sends, and how it came about; the server sees `features` alone.
+
+    Row (i, j) is row `source[i, j]` of the batch's b·t embedded tokens, counted image by image; its entry k is entry
+    `columns[k]` of that token (None: the columns are where they were). The first `prefix` tokens of an image are its
+    class and register tokens. `key_bits` is the size of what was drawn, in bits.
+    """
+
+    features: Float[Tensor, "b t d"]
+    source: Int[Tensor, "b t"]
+    prefix: int
+    columns: Int[Tensor, " d"] | None = None
+    key_bits: float = 0.0
+
+    @classmethod
+    def plain(cls, tokens: Float[Tensor, "b t d"], prefix: int) -> "Sent":
+        """Return tokens sent as they are."""
+        b, t, _ = tokens.shape
+        return cls(tokens, torch.arange(b * t, device=tokens.device).view(b, t), prefix)
+
+    def restored(self, outputs: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Return the server's outputs with rows and columns where the client had them (Eq. 2 and 5)."""
+        if self.columns is not None:
+            outputs = restore_features(outputs, columns=self.columns)
+        return outputs.flatten(0, 1)[inverse(self.source.flatten())].view_as(outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureObservation:
+    """Everything that the server of split learning sees of a batch of b images, and nothing else.
+
+    `model` is the public base: the embedding F₁ with its position embeddings, and the rest. `defense` holds the
+    algorithms at work with their public parameters, in their order; `public` are images of the adversary's own.
+    Capabilities say which of these an attack may use.
+    """
+
+    model: VictimModel
+    features: Float[Tensor, "b t d"]
+    defense: tuple["Defense | FeatureDefense", ...]
+    public: Float[Tensor, "m c h w"]
+    grants: frozenset[Capability]
+
+
+@dataclass(frozen=True, eq=False)
+class Stolen:
+    """What an attack on features brings home.
+
+    `rows[i, s]` names the row of the batch's b·t sent rows that the adversary puts into patch slot s of image i;
+    None where images do not come row by row. `columns` is the recovered column key, as in `Sent`.
+    """
+
+    images: Float[Tensor, "b c h w"]
+    rows: Int[Tensor, "b n"] | None = None
+    columns: Int[Tensor, " d"] | None = None
+
+
 @runtime_checkable
 class Attack(Protocol):
     """A frozen dataclass of hyper-parameters; calling it turns an observation into images in [0, 1].
@@ -127,14 +212,41 @@ class Defense(Protocol):
         ...
 
 
+@runtime_checkable
+class FeatureAttack(Protocol):
+    """A frozen dataclass of hyper-parameters; calling it turns released features into images in [0, 1]."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    requires: ClassVar[frozenset[Capability]]
+
+    def __call__(self, seen: FeatureObservation) -> Stolen:
+        """Reconstruct the images that the client embedded, in [0, 1]."""
+        ...
+
+
+@runtime_checkable
+class FeatureDefense(Protocol):
+    """A frozen dataclass of hyper-parameters; it changes the embedded tokens before they are sent."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    def send(self, sent: Sent, draws: Draws) -> Sent:
+        """Return what is sent instead of `sent`."""
+        ...
+
+
 if TYPE_CHECKING:
-    AttackClass: TypeAlias = type[Attack]
-    DefenseClass: TypeAlias = type[Defense]
+    AttackClass: TypeAlias = type[Attack] | type[FeatureAttack]
+    DefenseClass: TypeAlias = type[Defense] | type[FeatureDefense]
 else:  # Python cannot check classes against a protocol that has data members
     AttackClass = DefenseClass = type
 
 
-def check_capabilities(attack: Attack, grants: Iterable[Capability], *, force: bool = False) -> None:
+def check_capabilities(attack: Attack | FeatureAttack, grants: Iterable[Capability], *, force: bool = False) -> None:
     """Refuse an attack that requires more than is granted.
 
     Raises:

@@ -12,7 +12,8 @@ from torch.testing import assert_close
 from privlab.defenses import DEFENSES, Jigsaw, Mjp, Undefended, defenses
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
-from privlab.patches import inverse, patchify, permute
+from privlab.patches import patchify, permute
+from privlab.permutation import inverse
 from privlab.threat import Defense
 
 Model = Callable[..., VictimModel]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FLOORS = [
-    {"errors", "registry", "draws", "patches", "model", "threat"},
+    {"errors", "registry", "draws", "patches", "permutation", "model", "threat"},
     {"victims", "weights", "images", "sources", "datasets", "labels", "decode", "gradients"},
     {"attacks", "defenses", "metrics", "lpips_backbones"},
     {"plan", "evaluate"},

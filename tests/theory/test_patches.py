@@ -12,7 +12,8 @@ from torch.testing import assert_close
 
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
-from privlab.patches import blockwise_mask, inverse, patchify, permute, shuffled_within, slots_to_pixels, unpatchify
+from privlab.patches import blockwise_mask, patchify, permute, shuffled_within, slots_to_pixels, unpatchify
+from privlab.permutation import inverse
 
 SIDES = st.integers(1, 6)
 
