@@ -18,18 +18,21 @@ from torch import Generator, Tensor
 import privlab
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
+from privlab.features import observe_features, predictions, send
 from privlab.gradients import full_precision, observe
 from privlab.images import Chunk, Picture
-from privlab.metrics import Lpips, psnr_region, score
+from privlab.metrics import Learned, psnr_region, score
 from privlab.patches import permute, slots_to_pixels
 from privlab.permutation import inverse
+from privlab.placement import at_home, key_recovered, neighbour_accuracy, placement_accuracy
 from privlab.plan import Cell, Specification, defense_of
-from privlab.threat import Attack, Defense, Feed, Observation
+from privlab.stack import Stack
+from privlab.threat import Attack, Draws, FeatureAttack, FeatureObservation, Feed, Observation, Sent, Stolen
 from privlab.victims import Victim
 
 __all__ = ["CONTROL", "GEOMETRIES", "SCHEMA", "Evaluator", "Panel", "Record", "Scored", "Strip"]
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the records' columns."""
 
 GEOMETRIES = ("in_place", "oracle")
@@ -84,13 +87,17 @@ class _Batch:
         return [draw_for(seed, picture.sha256, purpose) for picture in self.pictures]
 
 
+Seen = Observation | FeatureObservation
+
+
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """One setting of one batch: what is fed, and what a reconstruction is compared with."""
+    """One setting of one batch: what is fed and sent, and what a reconstruction is compared with."""
 
     setting: str
     feed: Feed
     reference: Float[Tensor, "b c h w"]
+    sent: Sent | None = None  # None: gradients are released
 
     def take(self, rows: Sequence[int]) -> "_Trial":
         feed = self.feed
@@ -106,14 +113,15 @@ class Evaluator:
     """Scores chunks of images on one victim: every setting, block variant, attack and geometry of a run.
 
     `metrics` are those that can be computed here; the others stay null in the records. `public` are photographs by
-    their hash, of which the negative controls are made. Strips are kept only if `strips`.
+    their hash, of which the negative controls are made, and which attacks on features may use. Strips are kept only if
+    `strips`.
     """
 
     spec: Specification
     base: Victim
     cells: Sequence[Cell]
     metrics: Sequence[str]
-    lpips: Mapping[str, Lpips]
+    learned: Mapping[str, Learned]
     public: Mapping[str, Tensor]
     strips: bool = True
 
@@ -142,8 +150,8 @@ class Evaluator:
                 panel.append(Panel(image, tuple(caption.split("\n"))))
 
     @cached_property
-    def _defenses(self) -> dict[str, Defense]:
-        """Return the defense of each setting; looking what is installed up for every row would be slow."""
+    def _defenses(self) -> dict[str, Stack]:
+        """Return the defenses of each setting; looking what is installed up for every row would be slow."""
         return {setting: defense_of(self.spec, self.base, setting) for setting in self.spec.settings}
 
     def _labelled(self, chunk: Chunk) -> tuple[_Batch, list[Picture]]:
@@ -167,27 +175,35 @@ class Evaluator:
 
     def _trial(self, setting: str, batch: _Batch) -> _Trial:
         """Make what the clients feed, and the reference of the setting (MJP, section 5.4)."""
-        feed = self._defenses[setting](batch.images, self.base.model.patch, batch.draws(self.spec.seed, "defense"))
-        return _Trial(setting, feed, feed.images if setting == "b" else batch.images)
+        stack, draws = self._defenses[setting], self._draws(batch)
+        feed = stack.feed(batch.images, self.base.model.patch, draws.images)
+        sent = send(self.base.model, feed, stack, draws) if self.spec.features_released else None
+        return _Trial(setting, feed, feed.images if setting == "b" else batch.images, sent)
+
+    def _draws(self, batch: _Batch) -> Draws:
+        """Return the client's generators: those of its images, of the batch that they make, and of its model."""
+        seed, together = self.spec.seed, "/".join(picture.sha256 for picture in batch.pictures)
+        return Draws(
+            images=batch.draws(seed, "defense"),
+            batch=draw_for(seed, together, "batch"),
+            model=draw_for(seed, self.base.weights.sha256, "key"),
+        )
 
     def _run(self, cell: Cell, trial: _Trial, batch: _Batch, panels: Sequence[list[Panel]]) -> list[Record]:
         """Observe one batch and run every attack of the cell on it; their panels join those of the images."""
-        seen, seconds = self._timed(lambda: observe(cell.victim.model, trial.feed, batch.labels, cell.parameters))
-        norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0)
-        sound = (norm.isfinite() & (norm > 0)).tolist()
-        facts: list[Record] = [
-            {"grad_norm": size if math.isfinite(size) else None, "seconds_observe": seconds / len(norm)}
-            for size in norm.tolist()
-        ]
+        if trial.sent is None:
+            seen, facts, sound = self._gradients(cell, trial, batch)
+        else:
+            seen, facts, sound = self._features(trial.sent, trial, batch)
         records = [
-            row | facts[i] | _failed("the released gradient is zero or not finite")
+            row | facts[i] | _failed("what is released is zero or not finite")
             for i, fine in enumerate(sound)
             for row in ([] if fine else self._rows(batch.pictures[i], trial.setting, cell))
         ]
         kept = [i for i, fine in enumerate(sound) if fine]
         if not kept:
             return records
-        if len(kept) < len(sound):
+        if isinstance(seen, Observation) and len(kept) < len(sound):
             batch, trial, facts = batch.take(kept), trial.take(kept), [facts[i] for i in kept]
             seen, panels = _taken(seen, kept), [panels[i] for i in kept]
         for attack in cell.attacks:
@@ -198,52 +214,103 @@ class Evaluator:
                 records += [row | fact | of_row for row, of_row in zip(rows, outcome, strict=True)]
         return records
 
+    def _gradients(self, cell: Cell, trial: _Trial, batch: _Batch) -> tuple[Observation, list[Record], list[bool]]:
+        """Observe released gradients: what is seen, the facts for each image's rows, and whether they can be used."""
+        seen, seconds = self._timed(lambda: observe(cell.victim.model, trial.feed, batch.labels, cell.parameters))
+        norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0)
+        facts: list[Record] = [
+            {"grad_norm": size if math.isfinite(size) else None, "seconds_observe": seconds / len(norm)}
+            for size in norm.tolist()
+        ]
+        return seen, facts, (norm.isfinite() & (norm > 0)).tolist()
+
+    def _features(
+        self, sent: Sent, trial: _Trial, batch: _Batch
+    ) -> tuple[FeatureObservation, list[Record], list[bool]]:
+        """Observe released features, and note what the client pays for its defense: whether its prediction is right."""
+        model, private = self.base.model, {picture.sha256 for picture in batch.pictures}
+        public = [image for sha256, image in self.public.items() if sha256 not in private]
+        none = batch.images.new_zeros(0, *batch.images.shape[1:])
+        stack = self._defenses[trial.setting]
+        seen = observe_features(model, sent, stack, torch.stack(public).to(none) if public else none)
+        logits, seconds = self._timed(lambda: predictions(model, sent))
+        right = (logits.argmax(1) == batch.labels).double().tolist()
+        facts: list[Record] = [
+            {
+                "key_bits": sent.key_bits,
+                "correct": None if picture.label_origin == "predicted" else value,
+                "seconds_observe": seconds / len(right),
+            }
+            for picture, value in zip(batch.pictures, right, strict=True)
+        ]
+        return seen, facts, [bool(sent.features.isfinite().all())] * len(right)
+
     def _attack(
-        self, cell: Cell, attack: Attack, seen: Observation, trial: _Trial, panels: Sequence[list[Panel]]
+        self, cell: Cell, attack: Attack | FeatureAttack, seen: Seen, trial: _Trial, panels: Sequence[list[Panel]]
     ) -> list[list[Record]]:
         """Return for each image what its rows say of an attack, one for each geometry.
 
-        An attack may fail in any way: its rows say so, and the run goes on. A batch that fails is tried again image
-        by image, so that no image is charged with the failure of its neighbours.
+        An attack may fail in any way: its rows say so, and the run goes on. A batch of gradients that fails is tried
+        again image by image, so that no image is charged with the failure of its neighbours.
         """
         b = len(trial.reference)
         try:
             with full_precision():
-                images, seconds = self._timed(lambda: attack(seen))
-            _check_reconstruction(images, trial.reference)
+                stolen, seconds = self._timed(lambda: _stolen(attack, seen))
+            _check_reconstruction(stolen.images, trial.reference)
         except Exception as error:
-            if b > 1:
+            if b > 1 and isinstance(seen, Observation):
                 one_by_one = ([i] for i in range(b))
                 return [
                     self._attack(cell, attack, _taken(seen, i), trial.take(i), [panels[i[0]]])[0] for i in one_by_one
                 ]
             kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
-            return [[_failed(f"{attack.name}: {kind}{error}".splitlines()[0])] * len(GEOMETRIES)]
+            return [[_failed(f"{attack.name}: {kind}{error}".splitlines()[0])] * len(GEOMETRIES)] * b
         if self.spec.eight_bit:
-            images = (images * 255).round() / 255
-        scores, seconds_score = self._timed(lambda: self._geometries(images, trial, cell))
+            stolen = replace(stolen, images=(stolen.images * 255).round() / 255)
+        scores, seconds_score = self._timed(lambda: self._geometries(stolen, trial, cell))
         cost = {"seconds_attack": seconds / b, "seconds_score": seconds_score / b}
         outcomes = [
             [{name: values[i] for name, values in of_geometry.items()} | cost for of_geometry in scores]
             for i in range(b)
         ]
-        self._show(panels, images, [_caption(cell.victim.block, attack.name, outcome[0]) for outcome in outcomes])
+        where = "features" if trial.sent else f"{cell.victim.block} block"
+        self._show(panels, stolen.images, [_caption(where, attack.name, outcome[0]) for outcome in outcomes])
         return outcomes
 
-    def _geometries(self, images: Tensor, trial: _Trial, cell: Cell) -> list[Scores]:
+    def _geometries(self, stolen: Stolen, trial: _Trial, cell: Cell) -> list[Scores]:
         """Score reconstructions in place, and with every patch put where it belongs.
 
-        In settings a and b the slots of the reconstruction are those of the reference, so both are the same.
+        In settings a and b the slots of what comes from gradients are those of the reference: both are the same.
         """
-        in_place = self._score(images, trial.reference, trial.feed.moved)
-        if trial.setting != "c":
+        moved = trial.feed.moved
+        in_place = self._score(stolen.images, trial.reference, moved)
+        patch = cell.victim.model.patch
+        if trial.sent is not None:
+            places = self._places(trial.sent, stolen)
+            home = at_home(trial.sent, stolen, patch)
+        elif trial.setting == "c":
+            places, home = {}, stolen.images
+        else:
             return [in_place, in_place]
-        at_home = permute(images, inverse(trial.feed.order), cell.victim.model.patch)
-        return [in_place, self._score(at_home, trial.reference, trial.feed.moved)]
+        if trial.setting == "c":
+            home = permute(home, inverse(trial.feed.order), patch)
+        return [in_place | places, self._score(home, trial.reference, moved) | places]
+
+    def _places(self, sent: Sent, stolen: Stolen) -> Scores:
+        """Score what the adversary says of rows and columns."""
+        b, key = len(sent.source), key_recovered(sent, stolen)
+        placed = placement_accuracy(sent, stolen)
+        neighbours = neighbour_accuracy(sent, stolen, self.base.model.grid)
+        return {
+            "placement_accuracy": [None] * b if placed is None else list(placed.tolist()),
+            "neighbour_accuracy": [None] * b if neighbours is None else list(neighbours.tolist()),
+            "key_recovered": [key] * b,
+        }
 
     def _score(self, images: Tensor, reference: Tensor, moved: Tensor | None = None) -> Scores:
         with full_precision():
-            scores = score(images, reference, self.metrics, self.lpips)
+            scores = score(images, reference, self.metrics, self.learned)
         if moved is not None and "psnr" in self.metrics:
             region = slots_to_pixels(moved, self.base.model.grid, self.base.model.patch)
             scores["psnr_masked"] = psnr_region(images, reference, region)
@@ -285,9 +352,13 @@ class Evaluator:
 
     def _rows(self, picture: Picture, setting: str, cell: Cell) -> list[Record]:
         """Return the rows of one picture in one cell, one for each attack and geometry, without its scores."""
+        block = None if self.spec.features_released else cell.victim.block
         return [
             self._row(picture, setting, attack.name, geometry)
-            | {"block": cell.victim.block, "attack_params": json.dumps(asdict(attack))}
+            | {
+                "block": block,
+                "attack_params": json.dumps(asdict(attack)),
+            }
             for attack in cell.attacks
             for geometry in GEOMETRIES
         ]
@@ -301,7 +372,8 @@ class Evaluator:
             "weights": self.base.weights.origin,
             "weights_sha256": self.base.weights.sha256,
             "defense": defense.name,
-            "defense_params": json.dumps(asdict(defense)),
+            "defense_params": json.dumps(defense.params()),
+            "release": "features" if self.spec.features_released else "gradients",
             "setting": setting,
             "attack": attack,
             "geometry": geometry,
@@ -338,13 +410,19 @@ def _nullable(values: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def _caption(block: str, attack: str, scores: Record) -> str:
+def _stolen(attack: Attack | FeatureAttack, seen: Seen) -> Stolen:
+    """Run an attack; one on gradients brings images alone."""
+    result = attack(seen)  # pyright: ignore[reportArgumentType]  # `plan` gave each attack its kind of observation
+    return Stolen(result) if isinstance(result, Tensor) else result
+
+
+def _caption(where: str, attack: str, scores: Record) -> str:
     shown = [
         f"{name.upper()} {value:.{n}f}"
         for name, n in (("psnr", 2), ("ssim", 3))
         if (value := scores.get(name)) is not None
     ]
-    return f"{attack} ({block} block)\n{'  '.join(shown)}"
+    return f"{attack} ({where})\n{'  '.join(shown)}"
 
 
 def _taken(seen: Observation, rows: Sequence[int]) -> Observation:

@@ -22,6 +22,7 @@ from privlab.lpips_backbones import BACKBONES, LpipsUnavailable, find_backbone, 
 
 __all__ = [
     "METRICS",
+    "Learned",
     "Lpips",
     "LpipsUnavailable",
     "Metric",
@@ -186,16 +187,16 @@ class Metric:
     """A row of `METRICS`: what a value means and how a table prints it."""
 
     name: str
-    function: Callable[[Tensor, Tensor], Tensor] | None  # None: needs weights, see `load_lpips`
-    direction: Literal["higher leaks", "lower leaks"]
+    function: Callable[[Tensor, Tensor], Tensor] | None  # None: needs weights, see `load_lpips`, `load_embedding`
+    direction: Literal["higher leaks", "lower leaks", "utility"]
     range: tuple[float, float]
     decimals: int
     source: str
 
     @property
     def arrow(self) -> str:
-        """The direction that leaks, as tables print it."""
-        return "↑" if self.direction == "higher leaks" else "↓"
+        """The direction that leaks, as tables print it; utility has none."""
+        return {"higher leaks": "↑", "lower leaks": "↓", "utility": ""}[self.direction]
 
 
 _MJP = "Ren et al. 2023 (MJP)"
@@ -210,8 +211,12 @@ METRICS: dict[str, Metric] = {
     "lpips_alex": Metric("lpips_alex", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
     "lpips_vgg": Metric("lpips_vgg", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
     "lpips_squeeze": Metric("lpips_squeeze", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
+    "f_sim": Metric("f_sim", None, "higher leaks", (-1.0, 1.0), 4, "F-SIM: Xu et al. 2024, Table 6"),
 }
 
+
+Learned = Callable[[Tensor, Tensor], Tensor]
+"""A metric with trained weights: (x, y) ↦ one value per image."""
 
 _AT_ONCE = 2
 """Images that a CPU scores at a time: their maps stay in its cache, which halves the time of sixteen at once."""
@@ -222,21 +227,21 @@ def score(
     x: Float[Tensor, "b c h w"],
     y: Float[Tensor, "b c h w"],
     metrics: Sequence[str],
-    lpips: Mapping[str, Lpips] = {},
+    learned: Mapping[str, Learned] = {},
 ) -> dict[str, Float[Tensor, " b"]]:
     """Return the wanted `metrics` by name, one value per image each, with what they share computed once.
 
-    `lpips` holds the backbones by network: {"alex": load_lpips("alex")} for the metric "lpips_alex".
+    `learned` holds the metrics that need trained weights: {"lpips_alex": load_lpips("alex")}.
 
     Raises:
         PrivlabError: if a metric is unknown, lacks its backbone or refuses the images.
     """
     for name in metrics:
-        _check_metric(name, lpips)
+        _check_metric(name, learned)
     _check_shapes(x, y)
     at_once = max(len(x), 1) if x.is_cuda else _AT_ONCE
     pairs = (_pair(*images) for images in zip(x.split(at_once), y.split(at_once), strict=True))
-    parts = [{name: _value(name, pair, lpips) for name in metrics} for pair in pairs]
+    parts = [{name: _value(name, pair, learned) for name in metrics} for pair in pairs]
     return {name: torch.cat([part[name] for part in parts]) for name in metrics}
 
 
@@ -363,15 +368,14 @@ _FORMULAS: dict[str, Callable[[_Pair], Tensor]] = {
 }
 
 
-def _check_metric(name: str, lpips: Mapping[str, Lpips]) -> None:
+def _check_metric(name: str, learned: Mapping[str, Learned]) -> None:
     if name not in METRICS:
         raise unknown_name("metric", name, METRICS)
-    if name not in _FORMULAS and (net := name.removeprefix("lpips_")) not in lpips:
-        found = ", ".join(lpips) or "none"
-        raise PrivlabError(f"{name} needs lpips={{'{net}': load_lpips('{net}')}}. Found backbones: {found}.")
+    if name not in _FORMULAS and name not in learned:
+        loader = "load_embedding('timm:NAME@FILE')" if name == "f_sim" else f"load_lpips('{name[6:]}')"
+        found = ", ".join(learned) or "none"
+        raise PrivlabError(f"{name} needs learned={{'{name}': {loader}}}. Found: {found}.")
 
 
-def _value(name: str, pair: _Pair, lpips: Mapping[str, Lpips]) -> Float[Tensor, " b"]:
-    if name in _FORMULAS:
-        return _FORMULAS[name](pair)
-    return _lpips(pair, lpips[name.removeprefix("lpips_")])
+def _value(name: str, pair: _Pair, learned: Mapping[str, Learned]) -> Float[Tensor, " b"]:
+    return _FORMULAS[name](pair) if name in _FORMULAS else learned[name](pair.x, pair.y).to(pair.x)

@@ -6,12 +6,24 @@ from dataclasses import dataclass, fields, replace
 from privlab.attacks import attacks as installed_attacks
 from privlab.defenses import Mjp, Undefended, defenses
 from privlab.errors import PrivlabError, unknown_name
+from privlab.features import granted_features
 from privlab.gradients import granted
 from privlab.metrics import METRICS
-from privlab.threat import Attack, Defense, PrivlabWarning, check_capabilities
+from privlab.options import configured, read_options
+from privlab.stack import Stack
+from privlab.threat import (
+    Attack,
+    AttackClass,
+    Capability,
+    Defense,
+    FeatureAttack,
+    FeatureDefense,
+    PrivlabWarning,
+    check_capabilities,
+)
 from privlab.victims import Victim
 
-__all__ = ["SETTINGS", "Cell", "Specification", "defense_of", "plan"]
+__all__ = ["RELEASES", "SETTINGS", "Cell", "Specification", "defense_of", "plan"]
 
 SETTINGS: dict[str, str] = {
     "a": "φ(∇M(x), x): the plain image is fed, and scored against",
@@ -19,6 +31,12 @@ SETTINGS: dict[str, str] = {
     "c": "φ(∇M(x̃), x): the shuffled image is fed, the plain image is scored against",
 }
 """The settings of MJP, section 5.4; x̃ is the shuffled x."""
+
+RELEASES: dict[str, str] = {
+    "gradients": "the gradient of each image's loss, as in federated learning",
+    "features": "the embedded tokens, as in split learning",
+}
+"""What a client lets out, and the adversary sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +65,67 @@ class Specification:
     eight_bit: bool = False
     seed: int = 0
     force: bool = False
+    release: str = "auto"
+    options: tuple[str, ...] = ()
+    public: tuple[str, ...] = ("samples",)
+    public_limit: int = 200
+    client_batch: int = 16
+    embedding: str | None = None
 
     def __post_init__(self) -> None:
         """Check every name against what is installed."""
         for kind, names, choices in (
             ("setting", self.settings, SETTINGS),
             ("attack", self.attacks or (), installed_attacks()),
-            ("defense", (self.defense,), {"auto", *defenses()}),
+            ("defense", self.parts, {"auto", *defenses()} if len(self.parts) == 1 else defenses()),
+            ("release", (self.release,), {"auto", *RELEASES}),
             ("metric", self.metrics, METRICS),
             ("block", (self.block,), ("auto", "stock", "april")),
         ):
             for name in names:
                 if name not in choices:
                     raise unknown_name(kind, name, choices)
-        for kind in ("models", "settings", "attacks", "metrics", "images"):
+        for kind in ("models", "settings", "attacks", "metrics", "images", "public"):
             if getattr(self, kind) == ():
                 raise PrivlabError(f"At least one of {kind} is needed. Found none.")
         if not 0 <= self.seed < 2**63:
             raise PrivlabError(f"seed must be in [0, 2^63 − 1]. Found {self.seed}.")
+        for name in ("client_batch", "public_limit"):
+            if getattr(self, name) < 1:
+                raise PrivlabError(f"{name} must be a positive number. Found {getattr(self, name)}.")
         Mjp(gamma=self.gamma, masked_pe=self.masked_pe)
+        self._check_options()
+        self._check_release()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the names of the stacked defenses."""
+        return tuple(self.defense.split("+"))
+
+    @property
+    def features_released(self) -> bool:
+        """Return whether features are what the adversary sees: as said, or as a defense or an attack has it."""
+        if self.release != "auto":
+            return self.release == "features"
+        kinds = [installed_attacks()[name] for name in self.attacks or ()]
+        return self._defends_features or any(Capability.RELEASED_FEATURES in kind.requires for kind in kinds)
+
+    @property
+    def _defends_features(self) -> bool:
+        return any(hasattr(defenses().get(name), "send") for name in self.parts)
+
+    def _check_options(self) -> None:
+        """Check that every option of --set is one of an attack or a defense that this run may use."""
+        parts = [defenses()[name] for name in self.parts if name != "auto"] or [Mjp]
+        read_options(
+            self.options, [*parts, *(installed_attacks()[name] for name in self.attacks or installed_attacks())]
+        )
+
+    def _check_release(self) -> None:
+        if self.features_released and self.block == "april":
+            raise PrivlabError("Features leave the client before any block. Found --block april: leave it out.")
+        if not self.features_released and self._defends_features:
+            raise PrivlabError(f"Defense '{self.defense}' acts on features. Found --release gradients: use features.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,28 +133,34 @@ class Cell:
     """The attacks that run on one block variant of a victim, from one observation."""
 
     victim: Victim
-    attacks: tuple[Attack, ...]
+    attacks: tuple[Attack | FeatureAttack, ...]
 
     @property
     def parameters(self) -> list[str]:
         """Return the names of the gradients that the attacks read."""
-        return list(dict.fromkeys(name for attack in self.attacks for name in attack.parameters))
+        names = (name for attack in self.attacks if isinstance(attack, Attack) for name in attack.parameters)
+        return list(dict.fromkeys(names))
 
 
-def defense_of(spec: Specification, victim: Victim, setting: str) -> Defense:
-    """Return the defense of a cell: none in setting a, where the plain image is fed.
+def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
+    """Return the defenses of a cell: none in setting a, where the plain image is fed.
 
-    In settings b and c, "auto" is MJP for a victim with E_unk, else the jigsaw alone.
+    In settings b and c, "auto" is MJP for a victim with E_unk, else the jigsaw alone; where features are released, and
+    no defense is named, there is none.
 
     Raises:
         PrivlabError: if MJP is to put E_unk into a model that has none.
     """
     if setting == "a":
-        return Undefended()
-    automatic = "mjp" if victim.has_mjp else "jigsaw"
-    kind = defenses()[automatic if spec.defense == "auto" else spec.defense]
-    options = {f.name for f in fields(kind)} & {"gamma", "masked_pe"}
-    defense = kind(**{name: getattr(spec, name) for name in options})
+        return Stack((Undefended(),))
+    automatic = "mjp" if victim.has_mjp else "none" if spec.features_released else "jigsaw"
+    return Stack(tuple(_defense(automatic if name == "auto" else name, spec, victim) for name in spec.parts))
+
+
+def _defense(name: str, spec: Specification, victim: Victim) -> Defense | FeatureDefense:
+    kind = defenses()[name]
+    given = {f.name for f in fields(kind)} & {"gamma", "masked_pe"}
+    defense = configured(kind, spec.options, {name: getattr(spec, name) for name in given})
     if isinstance(defense, Mjp) and defense.masked_pe == "unknown" and not victim.has_mjp:
         raise PrivlabError(
             f"Defense 'mjp' puts E_unk at the masked slots, and {victim.name} has none. "
@@ -114,8 +180,8 @@ def plan(spec: Specification, base: Victim) -> list[Cell]:
     """
     cells: dict[str, Cell] = {}
     refusals: list[str] = []
-    for name in spec.attacks if spec.attacks is not None else installed_attacks():
-        attack = installed_attacks()[name]()
+    for kind in _candidates(spec).values():
+        attack = configured(kind, spec.options)
         try:
             home = _home(attack, spec, base, cells)
         except PrivlabError as refusal:
@@ -132,8 +198,23 @@ def plan(spec: Specification, base: Victim) -> list[Cell]:
     return list(cells.values())
 
 
-def _home(attack: Attack, spec: Specification, base: Victim, cells: dict[str, Cell]) -> Victim:
+def _candidates(spec: Specification) -> dict[str, AttackClass]:
+    """Return the attacks that are named, or all those of this release that need not train anything first."""
+    if spec.attacks is not None:
+        return {name: installed_attacks()[name] for name in spec.attacks}
+    return {
+        name: kind
+        for name, kind in installed_attacks().items()
+        if (Capability.RELEASED_FEATURES in kind.requires) == spec.features_released
+        and Capability.QUERIES not in kind.requires
+    }
+
+
+def _home(attack: Attack | FeatureAttack, spec: Specification, base: Victim, cells: dict[str, Cell]) -> Victim:
     """Return the first allowed block variant on which an attack may run, one that is there already if it can be."""
+    if spec.features_released:
+        check_capabilities(attack, granted_features(base.model, spec.public_limit))
+        return base
     blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
     refusal: PrivlabError | None = None
     for block in blocks:

@@ -17,10 +17,11 @@ from torch import nn
 
 from privlab.errors import PrivlabError, unknown_name
 from privlab.evaluate import Evaluator, Record, Scored
+from privlab.f_sim import Embedding, load_embedding
 from privlab.images import ImageSource, Preprocessing, batches, open_images
 from privlab.lpips_backbones import LpipsUnavailable
 from privlab.machine import commit, hardware, pick_device, versions
-from privlab.metrics import Lpips, load_lpips, score
+from privlab.metrics import Learned, Lpips, load_lpips, score
 from privlab.plan import Cell, Specification, defense_of, plan
 from privlab.store import RunDirectory, to_frame
 from privlab.strips import draw_strip, strip_name
@@ -76,7 +77,7 @@ def attack(
         images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
         metrics: names of `privlab.metrics.METRICS`; by default all but LPIPS of VGG and SqueezeNet.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        batch_size: images at a time; by default 8 on a CPU and 64 on a GPU.
+        batch_size: images at a time; by default 8 on a CPU and 64 on a GPU. Features are sent in `client_batch`es.
         out: the run directory; without one nothing is written.
         overwrite: whether an earlier run in `out` gives way.
         options: the other fields of `privlab.plan.Specification`: weights, block, gamma, limit, seed …
@@ -126,12 +127,17 @@ def specify(
     if metrics is not None:
         given["metrics"] = _names(metrics)
     sources = [images] if isinstance(images, str | Path) else images
+    if isinstance(public := options.get("public"), str | Path):
+        options["public"] = (str(public),)
     known = set(Specification.__dataclass_fields__) - {"models", "settings", "attacks", "images", "metrics"}
     for name in options:
         if name not in known:
             arguments = ("setting", "attack", "images", "metrics", "device", "batch_size", "out", "overwrite")
             raise unknown_name("option", name, [*known, *arguments])
     plain: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    for name in ("options", "public"):
+        if name in plain:
+            plain[name] = tuple(str(value) for value in plain[name])
     return Specification(**given, images=tuple(str(source) for source in sources), **plain)
 
 
@@ -196,9 +202,10 @@ class _Ready:
     device: torch.device
     victims: Sequence[Victim]
     cells: Sequence[Sequence[Cell]]
-    lpips: Mapping[str, Lpips]
+    learned: Mapping[str, Learned]
     missing: Mapping[str, str]
     source: ImageSource
+    public: ImageSource
 
 
 def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.device) -> _Ready:
@@ -207,8 +214,9 @@ def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.d
     for base in victims:
         for setting in spec.settings:
             defense_of(spec, base, setting)
-    lpips, missing = _lpips(spec, device, victims)
-    return _Ready(spec, device, victims, cells, lpips, missing, _source(spec, victims))
+    learned, missing = _learned(spec, device, victims)
+    public = open_images(_one_or_all(spec.public), limit=spec.public_limit)
+    return _Ready(spec, device, victims, cells, learned, missing, _source(spec, victims), public)
 
 
 def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progress) -> Iterator[tuple[Scored, int]]:
@@ -216,11 +224,13 @@ def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progre
     count = ready.source.count
     total, done = None if count is None else count * len(ready.victims), 0
     size = batch_size or (64 if ready.device.type == "cuda" else 8)
+    if ready.spec.features_released:
+        size = ready.spec.client_batch  # a client's batch is permuted together: it is no matter of speed
     metrics = [name for name in ready.spec.metrics if name not in ready.missing]
     for base, of_base in zip(ready.victims, ready.cells, strict=True):
         cells = [Cell(cell.victim.to(ready.device), cell.attacks) for cell in of_base]
-        public = _public(base.preprocessing, ready.device)
-        evaluator = Evaluator(ready.spec, base.to(ready.device), cells, metrics, ready.lpips, public, strips)
+        public = _public(ready.public, base.preprocessing, ready.device)
+        evaluator = Evaluator(ready.spec, base.to(ready.device), cells, metrics, ready.learned, public, strips)
         first = 0
         for chunk in batches(ready.source, base.preprocessing, size):
             scored = evaluator(chunk)
@@ -247,41 +257,49 @@ def _source(spec: Specification, victims: Sequence[Victim]) -> ImageSource:
     wnids = None
     if all(base.model.vit.num_classes == 1000 for base in victims):
         wnids = {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}
-    images = spec.images[0] if len(spec.images) == 1 else spec.images
+    images = _one_or_all(spec.images)
     labels = None if spec.labels == "predicted" else spec.labels
     return open_images(images, limit=spec.limit, split=spec.split, labels=labels, class_to_index=wnids)
 
 
-def _public(preprocessing: Preprocessing, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the bundled photographs by their hash: what the negative controls are made of."""
-    pictures = open_images("samples")
-    return {picture.sha256: preprocessing(picture.pixels).to(device) for picture in pictures if picture.pixels}
+def _one_or_all(sources: tuple[str, ...]) -> str | tuple[str, ...]:
+    return sources[0] if len(sources) == 1 else sources
 
 
-def _lpips(
+def _public(source: ImageSource, preprocessing: Preprocessing, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the public photographs by their hash: what negative controls are made of, and what an adversary has."""
+    return {picture.sha256: preprocessing(picture.pixels).to(device) for picture in source if picture.pixels}
+
+
+def _learned(
     spec: Specification, device: torch.device, victims: Sequence[Victim]
-) -> tuple[dict[str, Lpips], dict[str, str]]:
-    """Load the backbones that are asked for, and try every metric on the smallest input."""
-    lpips: dict[str, Lpips] = {}
+) -> tuple[dict[str, Learned], dict[str, str]]:
+    """Load the metrics with trained weights that are asked for, and try every metric on the smallest input."""
+    learned: dict[str, Learned] = {}
     missing: dict[str, str] = {}
     weights = None if spec.lpips_weights is None else Path(spec.lpips_weights)
     smallest = min((base.model.image_shape for base in victims), key=lambda shape: shape[1:])
     black = torch.zeros(1, *smallest, device=device)
     for name in spec.metrics:
+        if name == "f_sim":
+            if spec.embedding is None:
+                missing[name] = "no embedding is named: give --embedding timm:NAME@FILE, a network and its weights"
+                continue
+            learned[name] = load_embedding(spec.embedding, device)
         net = name.removeprefix("lpips_")
         try:
             if net != name:
-                lpips[net] = load_lpips(net, weights, device)
-            score(black, black, [name], lpips)
+                learned[name] = load_lpips(net, weights, device)
+            score(black, black, [name], learned)
         except LpipsUnavailable as error:
             if weights is not None:
                 raise
             missing[name] = str(error)
         except PrivlabError as error:
-            if net != name and net not in lpips:
+            if net != name and name not in learned:
                 raise  # a file that does not fit is a mistake, not a state of the machine
             missing[name] = str(error)
-    return lpips, missing
+    return learned, missing
 
 
 def _facts(ready: _Ready) -> dict[str, Any]:
@@ -302,7 +320,12 @@ def _facts(ready: _Ready) -> dict[str, Any]:
             for setting in ready.spec.settings
         },
         "images": {"source": ready.source.description, "count": ready.source.count},
-        "lpips": {net: {"file": metric.file, "sha256": metric.sha256} for net, metric in ready.lpips.items()},
+        "public": {"source": ready.public.description, "count": ready.public.count},
+        "learned_metrics": {
+            name: {"file": metric.file, "sha256": metric.sha256}
+            for name, metric in ready.learned.items()
+            if isinstance(metric, Lpips | Embedding)
+        },
         "precision": "the model's (no TF32, no autocast); linear solves and all metrics but LPIPS in float64",
         "versions": versions(),
         "hardware": hardware(ready.device),

@@ -17,12 +17,13 @@ from privlab.errors import PrivlabError
 __all__ = ["COLUMNS", "RunDirectory", "to_frame"]
 
 _ORDER = (
-    "victim block weights weights_sha256 defense setting attack geometry image image_sha256 label label_origin seed "
-    "device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp lpips_alex lpips_vgg lpips_squeeze psnr_unmasked "
-    "psnr_masked grad_norm seconds_observe seconds_attack seconds_score status reason schema privlab_version "
+    "victim block weights weights_sha256 release defense setting attack geometry image image_sha256 label label_origin "
+    "seed device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp lpips_alex lpips_vgg lpips_squeeze f_sim "
+    "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits correct grad_norm "
+    "seconds_observe seconds_attack seconds_score status reason schema privlab_version "
     "defense_params attack_params victim_params"
 )
-_REAL = "mse psnr ssim fft2d lpips seconds grad"
+_REAL = "mse psnr ssim fft2d lpips seconds grad f placement neighbour key correct"
 _WHOLE = "label seed schema"
 
 

@@ -26,7 +26,21 @@ __all__ = ["attack"]
 @click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
 @click.option("--block", default="auto", show_default=True, help="First block: auto, stock or april.")
 @click.option("--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does.")
-@click.option("--defense", default="auto", show_default=True, help="A name of `privlab list defenses`.")
+@click.option("--defense", default="auto", show_default=True, help="Names of `privlab list defenses`, stacked with +.")
+@click.option(
+    "--set",
+    "options_",
+    multiple=True,
+    metavar="[NAME.]KEY=VALUE",
+    help="An option of an attack or a defense; repeat it.",
+)
+@click.option("--release", default="auto", show_default=True, help="What the adversary sees: gradients or features.")
+@click.option(
+    "--client-batch", type=click.IntRange(min=1), default=16, show_default=True, help="Features: images sent together."
+)
+@click.option("--public", multiple=True, default=("samples",), show_default=True, help="Images that the adversary has.")
+@click.option("--public-limit", type=click.IntRange(min=1), default=200, show_default=True, help="How many of them.")
+@click.option("--embedding", metavar="timm:NAME@FILE", help="Network of the metric f_sim, with its weights.")
 @click.option("--gamma", type=float, default=0.27, show_default=True, help="γ: share of the patches that is shuffled.")
 @click.option(
     "--masked-pe", default="unknown", show_default=True, help="PE at shuffled slots under MJP: unknown, none or slot."
@@ -55,6 +69,8 @@ def attack(
     setting: str | None,
     attack: str | None,
     images: tuple[str, ...],
+    public: tuple[str, ...],
+    options_: tuple[str, ...],
     metrics: str | None,
     geometry: str,
     device: str,
@@ -65,14 +81,14 @@ def attack(
     as_json: bool,
     **options: Any,  # noqa: ANN401
 ) -> int:
-    """Attack a victim's released gradients, score the reconstructions, and write a run directory."""
+    """Attack what a client releases, gradients or features, score the reconstructions, and write a run directory."""
     from privlab.evaluate import GEOMETRIES
-    from privlab.metrics import METRICS
-    from privlab.report.summary import flags, summarise, verdicts
+    from privlab.report.summary import KNOWN, flags, shown_metrics, summarise, verdicts
     from privlab.run import execute, specify
 
     if geometry not in GEOMETRIES:
         raise unknown_name("geometry", geometry, GEOMETRIES)
+    options |= {"public": public, "options": options_}
     spec = specify(model, setting, attack=attack, images=images, metrics=metrics, **options)
     path = out or _new_directory(spec.models, spec.settings)
     with progress_bar("attacking") as progress:
@@ -94,7 +110,7 @@ def attack(
                 "run": str(path),
                 "verdict": [*verdicts(outcome), *flags(table)],
                 "geometry": geometry,
-                "leaks": {name: METRICS[name].direction for name in spec.metrics},
+                "leaks": {name: KNOWN[name].direction for name in shown_metrics(spec.metrics, table)},
                 "rows": [{name: plain(value) for name, value in row.items()} for row in table.to_dict("records")],
                 "warnings": outcome.warnings,
                 "missing_metrics": outcome.missing,
@@ -126,7 +142,7 @@ def _batch_size(text: str) -> int | None:
 def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str) -> None:
     from privlab.report.summary import flags, shown_metrics, to_rich, verdicts
 
-    shown = shown_metrics(outcome.spec.metrics)
+    shown = shown_metrics(outcome.spec.metrics, table)
     wide = to_rich(table, shown)
     print_table(wide if fits(wide) else to_rich(table, shown, stacked=True))
     arrows = "mean ± standard deviation over the images; arrows show the direction that leaks"

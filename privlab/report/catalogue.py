@@ -6,6 +6,7 @@ from dataclasses import fields
 from privlab.attacks import attacks
 from privlab.defenses import defenses
 from privlab.metrics import METRICS
+from privlab.placement import PLACEMENT
 from privlab.victims import ARCHITECTURES, victim_names
 
 __all__ = ["catalogue"]
@@ -34,7 +35,7 @@ def _attacks() -> list[Row]:
             "name": name,
             "paper": kind.paper,
             "needs": ", ".join(sorted(capability.value for capability in kind.requires)),
-            "gradients": ", ".join(kind.parameters),
+            "reads": ", ".join(getattr(kind, "parameters", ("the sent features",))),
         }
         for name, kind in attacks().items()
     ]
@@ -44,6 +45,7 @@ def _defenses() -> list[Row]:
     return [
         {
             "name": name,
+            "acts on": "features" if hasattr(kind, "send") else "images",
             "paper": kind.paper,
             "options": ", ".join(f"{f.name}={f.default!r}" for f in fields(kind)),
         }
@@ -59,7 +61,7 @@ def _metrics() -> list[Row]:
             "range": f"[{m.range[0]:g}, {m.range[1]:g}]",
             "source": m.source,
         }
-        for m in METRICS.values()
+        for m in [*METRICS.values(), *PLACEMENT.values()]
     ]
 
 

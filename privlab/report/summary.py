@@ -11,10 +11,14 @@ from rich.table import Table
 from privlab.defenses import Jigsaw
 from privlab.evaluate import CONTROL
 from privlab.metrics import METRICS
+from privlab.placement import PLACEMENT
 from privlab.plan import defense_of
 from privlab.run import Outcome
 
-__all__ = ["flags", "shown_metrics", "summarise", "to_rich", "verdicts"]
+__all__ = ["KNOWN", "flags", "shown_metrics", "summarise", "to_rich", "verdicts"]
+
+KNOWN = METRICS | PLACEMENT
+"""What a column of the table may be."""
 
 _CELL = ["victim", "setting", "defense", "block", "attack"]
 
@@ -26,12 +30,12 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     first, then its controls. A metric that was measured on no image is NaN.
     """
     wanted = (records.geometry == geometry) | records.attack.str.startswith(CONTROL)
-    rows = records[wanted]
+    rows = records.loc[wanted]
     groups = rows.groupby(_CELL, sort=False, dropna=False)
     table = groups.agg(
         n=("status", lambda s: int((s == "ok").sum())), failed=("status", lambda s: int((s != "ok").sum()))
     )
-    for name in metrics:
+    for name in [*metrics, *(name for name in PLACEMENT if rows[name].notna().any())]:
         table[name] = groups[name].mean()
         table[f"{name}_std"] = groups[name].std()
     table = table.reset_index()
@@ -61,11 +65,18 @@ def flags(table: pd.DataFrame) -> list[str]:
     return lines
 
 
-def shown_metrics(metrics: Sequence[str]) -> list[str]:
-    """Return the metrics that the table shows, in the order of MJP's Table 5; the records hold the others too."""
+def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
+    """Return the metrics that the table shows, in the order of MJP's Table 5; the records hold the others too.
+
+    Where features are released, what was measured of rows, keys and utility follows.
+    """
     beside = ("ssim_skimage", "fft2d_mjp")
-    order = ("mse", "fft2d", "fft2d_mjp", "psnr", "ssim", "ssim_skimage", "lpips_alex", "lpips_vgg", "lpips_squeeze")
-    return [name for name in order if name in metrics and name not in beside] or list(metrics)
+    order = (
+        *("mse", "fft2d", "fft2d_mjp", "psnr", "ssim", "ssim_skimage"),
+        *("lpips_alex", "lpips_vgg", "lpips_squeeze", "f_sim"),
+    )
+    shown = [name for name in order if name in metrics and name not in beside] or list(metrics)
+    return [*shown, *(name for name in PLACEMENT if name in table)]
 
 
 def verdicts(outcome: Outcome) -> list[str]:
@@ -74,7 +85,8 @@ def verdicts(outcome: Outcome) -> list[str]:
     lines = []
     for base in outcome.victims:
         at_work = [defense_of(spec, base, setting) for setting in spec.settings]
-        gamma = ", ".join(dict.fromkeys(f"γ = {d.gamma:g}" for d in at_work if isinstance(d, Jigsaw))) or "no shuffle"
+        shuffles = (part for stack in at_work for part in stack.parts if isinstance(part, Jigsaw))
+        gamma = ", ".join(dict.fromkeys(f"γ = {part.gamma:g}" for part in shuffles)) or "no jigsaw"
         defense = ", ".join(f"{d!r} in setting {s}" for s, d in zip(spec.settings, at_work, strict=True))
         unknown = f", E_unk {base.weights.unknown}" if base.weights.unknown else ""
         origin = f"weights {base.weights.origin}{unknown} (SHA-256 {base.weights.sha256[:12]})"
@@ -96,7 +108,7 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
     for column in (*several, "attack", "block"):
         shown.add_column(column, no_wrap=True)
     for name in metrics:
-        shown.add_column(f"{_title(name)} {METRICS[name].arrow}", justify="right", no_wrap=True)
+        shown.add_column(f"{_title(name)} {KNOWN[name].arrow}", justify="right", no_wrap=True)
     shown.add_column("images", justify="right")
     for row in table.to_dict("records"):
         values = [_value(row, name, "\n± " if stacked else " ± ") for name in metrics]
@@ -107,12 +119,14 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
 
 
 def _title(name: str) -> str:
+    if name in PLACEMENT:
+        return {"placement_accuracy": "placed", "neighbour_accuracy": "neighbours"}.get(name, name.replace("_", " "))
     first, _, rest = name.upper().partition("_")
     return first if rest in ("", "ALEX") else f"{first} {rest.lower()}"
 
 
 def _value(row: Mapping[Hashable, Any], name: str, between: str) -> str:
-    mean, spread, n = row[name], row[f"{name}_std"], METRICS[name].decimals
+    mean, spread, n = row[name], row[f"{name}_std"], KNOWN[name].decimals
     if math.isnan(mean):
         return "n/a"
     shape = f".{n}f" if abs(mean) >= 10**-n or mean == 0 else ".1e"  # 0.0000 would not tell 85 dB from 140 dB

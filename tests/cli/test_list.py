@@ -9,14 +9,14 @@ import pytest
 from privlab import __version__
 from privlab.attacks import attacks
 from privlab.defenses import defenses
-from privlab.metrics import METRICS
+from privlab.report.summary import KNOWN
 from privlab.victims import victim_names
 
 LISTED = {
     "victims": ([*victim_names(), "timm:NAME"], {"name", "timm", "variant"}),
-    "attacks": (list(attacks()), {"name", "paper", "needs", "gradients"}),
-    "defenses": (list(defenses()), {"name", "paper", "options"}),
-    "metrics": (list(METRICS), {"name", "leaks", "range", "source"}),
+    "attacks": (list(attacks()), {"name", "paper", "needs", "reads"}),
+    "defenses": (list(defenses()), {"name", "acts on", "paper", "options"}),
+    "metrics": (list(KNOWN), {"name", "leaks", "range", "source"}),
 }
 
 

@@ -117,7 +117,7 @@ def test_equal_images_have_distance_zero_and_images_are_scored_alone(alex: Lpips
 
 def test_score_takes_backbones_by_network(alex: Lpips) -> None:
     x, y = images()
-    values = score(x, y, ["mse", "lpips_alex"], {"alex": alex})
+    values = score(x, y, ["mse", "lpips_alex"], {"lpips_alex": alex})
     assert_close(values["lpips_alex"], alex(x, y))
 
 

@@ -230,7 +230,7 @@ def test_unknown_metrics_are_named_with_their_neighbours() -> None:
 
 
 def test_lpips_without_its_backbone_is_refused() -> None:
-    with pytest.raises(PrivlabError, match=r"lpips_alex needs lpips=.+load_lpips\('alex'\).+ Found backbones: none"):
+    with pytest.raises(PrivlabError, match=r"lpips_alex needs learned=.+load_lpips\('alex'\).+ Found: none"):
         score(PHOTOGRAPHS, PHOTOGRAPHS, ["lpips_alex"])
 
 

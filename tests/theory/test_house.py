@@ -6,8 +6,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FLOORS = [
     {"errors", "registry", "draws", "patches", "permutation", "model", "threat"},
-    {"victims", "weights", "images", "sources", "datasets", "labels", "decode", "gradients"},
-    {"attacks", "defenses", "metrics", "lpips_backbones"},
+    {
+        "victims",
+        "weights",
+        "images",
+        "sources",
+        "datasets",
+        "labels",
+        "decode",
+        "gradients",
+        "stack",
+        "features",
+        "options",
+    },
+    {"attacks", "defenses", "metrics", "lpips_backbones", "f_sim", "placement"},
     {"plan", "evaluate"},
     {"store", "strips", "machine", "run", "experiments"},
     {"report", "bench", "breaching_april"},

@@ -1,0 +1,55 @@
+"""What a client of split learning sends, and what its server sees of it."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.gradients import full_precision
+from privlab.model import VictimModel
+from privlab.stack import Stack
+from privlab.threat import Capability, Draws, FeatureObservation, Feed, Sent
+
+__all__ = ["granted_features", "observe_features", "predictions", "send"]
+
+
+def send(model: VictimModel, feed: Feed, stack: Stack, draws: Draws) -> Sent:
+    """Return what the client sends: its embedded tokens z₀ = F₁(x̃), after the parts that act on features."""
+    with torch.no_grad(), full_precision():
+        tokens = model.embed(feed.images, feed.masked_pe, feed.replacement)
+        return stack.send(tokens, model.vit.num_prefix_tokens, draws)
+
+
+def observe_features(
+    model: VictimModel, sent: Sent, stack: Stack, public: Float[Tensor, "m c h w"]
+) -> FeatureObservation:
+    """Return what the server sees of a batch, given the public base and images of its own."""
+    grants = granted_features(model, len(public))
+    return FeatureObservation(model, sent.features, stack.parts, public, grants)
+
+
+def granted_features(model: VictimModel, public: int) -> frozenset[Capability]:
+    """Return the capabilities of a server that knows the public base `model` and has `public` images."""
+    grants = {
+        Capability.KNOWS_WEIGHTS,
+        Capability.RELEASED_FEATURES,
+        Capability.KNOWS_DEFENSE,
+        Capability.QUERIES,
+    }
+    if public:
+        grants.add(Capability.AUXILIARY_IMAGES)
+    if model.vit.pos_embed is not None:
+        grants.add(Capability.POSITION_EMBEDDINGS)
+    if model.vit.cls_token is not None:
+        grants.add(Capability.CLASS_TOKEN)
+    return frozenset(grants)
+
+
+def predictions(model: VictimModel, sent: Sent) -> Float[Tensor, "b y"]:
+    """Return the logits that the client gets: F₂ of what T makes of the sent features, put back in order (Eq. 2 and 5).
+
+    The server's keyed weights make T(Z) P_C of Z P_C (Theorem 4.4), so T is run on the features without P_C.
+    """
+    with torch.no_grad(), full_precision():
+        features = sent.features if sent.columns is None else sent.features[..., sent.columns.argsort()]
+        rows = Sent(features, sent.source, sent.prefix)
+        return model.head(rows.restored(model.backbone(features)))

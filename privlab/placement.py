@@ -1,0 +1,85 @@
+"""How well rows were put in place and keys recovered: the metrics of permuted features."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from privlab.metrics import Metric
+from privlab.patches import patchify, unpatchify
+from privlab.threat import Sent, Stolen
+
+__all__ = ["PLACEMENT", "at_home", "key_recovered", "neighbour_accuracy", "placement_accuracy"]
+
+_XU = "Xu et al. 2024 (row permutation)"
+PLACEMENT: dict[str, Metric] = {
+    "placement_accuracy": Metric("placement_accuracy", None, "higher leaks", (0.0, 1.0), 4, f"share of slots, {_XU}"),
+    "neighbour_accuracy": Metric("neighbour_accuracy", None, "higher leaks", (0.0, 1.0), 4, f"share of pairs, {_XU}"),
+    "key_recovered": Metric("key_recovered", None, "higher leaks", (0.0, 1.0), 4, "share of the column key's entries"),
+    "correct": Metric("correct", None, "utility", (0.0, 1.0), 4, "the client's prediction is the label"),
+}
+"""What the records of released features hold besides the metrics of images."""
+
+
+def placement_accuracy(sent: Sent, stolen: Stolen) -> Float[Tensor, " b"] | None:
+    """Share of an image's patch slots that got their own row, in [0, 1]; None where rows are not placed."""
+    found = _found(sent, stolen)
+    return None if found is None else (found == _slots(sent)).double().mean(1)
+
+
+def neighbour_accuracy(sent: Sent, stolen: Stolen, grid: tuple[int, int]) -> Float[Tensor, " b"] | None:
+    """Share of the pairs of adjacent slots, across and down, that hold patches adjacent in just that way, in [0, 1].
+
+    A patch's own neighbours count wherever the pair stands, and of whichever image of the batch it is.
+    """
+    found = _found(sent, stolen)
+    if found is None:
+        return None
+    b, t = sent.source.shape
+    image, place = found // t, found % t - sent.prefix
+    row, column = place.div(grid[1], rounding_mode="floor").view(b, *grid), (place % grid[1]).view(b, *grid)
+    image, patch = image.view(b, *grid), (place >= 0).view(b, *grid)
+    across = _same(image, patch, 2) & (row.diff(dim=2) == 0) & (column.diff(dim=2) == 1)
+    down = _same(image, patch, 1) & (row.diff(dim=1) == 1) & (column.diff(dim=1) == 0)
+    return torch.cat([across.flatten(1), down.flatten(1)], 1).double().mean(1)
+
+
+def key_recovered(sent: Sent, stolen: Stolen) -> float | None:
+    """Share of the entries of the column key that were recovered, in [0, 1]; None without a key or a guess."""
+    if sent.columns is None or stolen.columns is None:
+        return None
+    return float((stolen.columns.to(sent.columns) == sent.columns).double().mean())
+
+
+def at_home(sent: Sent, stolen: Stolen, patch: int) -> Float[Tensor, "b c h w"]:
+    """Return the reconstruction with the content of every slot put where its row belongs: the bound on any placement.
+
+    A slot that no row belongs to keeps its own content.
+    """
+    found = _found(sent, stolen)
+    if found is None:
+        return stolen.images
+    t = sent.source.shape[1]
+    patches = patchify(stolen.images, patch)
+    home = patches.clone()
+    image, place = found // t, found % t - sent.prefix
+    of_patch = place >= 0
+    home[image[of_patch], place[of_patch]] = patches[of_patch]
+    return unpatchify(home, (stolen.images.shape[1], stolen.images.shape[2], stolen.images.shape[3]))
+
+
+def _found(sent: Sent, stolen: Stolen) -> Int[Tensor, "b n"] | None:
+    """Return which token of the batch each slot of the reconstruction holds."""
+    return None if stolen.rows is None else sent.source.flatten()[stolen.rows]
+
+
+def _slots(sent: Sent) -> Int[Tensor, "b n"]:
+    """Return the tokens that belong into the patch slots."""
+    b, t = sent.source.shape
+    return torch.arange(b * t, device=sent.source.device).view(b, t)[:, sent.prefix :]
+
+
+def _same(image: Int[Tensor, "b r c"], patch: Bool[Tensor, "b r c"], dim: int) -> Bool[Tensor, "b _ _"]:
+    """Return where two neighbours along `dim` hold patches of one image."""
+    n = image.shape[dim]
+    first, second = patch.narrow(dim, 0, n - 1), patch.narrow(dim, 1, n - 1)
+    return (image.diff(dim=dim) == 0) & first & second

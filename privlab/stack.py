@@ -1,0 +1,69 @@
+"""Several defenses at once: those on images one after the other, then those on features."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.threat import Defense, Draws, FeatureDefense, Feed, Sent
+
+__all__ = ["Stack"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The defenses of a client, in the order in which they act; none is the undefended client.
+
+    `parts` on images act before the embedding, `parts` on features after it, whatever their order in between.
+    """
+
+    parts: tuple[Defense | FeatureDefense, ...]
+
+    @property
+    def on_images(self) -> tuple[Defense, ...]:
+        """Return the parts that act on images."""
+        return tuple(part for part in self.parts if not isinstance(part, FeatureDefense))
+
+    @property
+    def on_features(self) -> tuple[FeatureDefense, ...]:
+        """Return the parts that act on features."""
+        return tuple(part for part in self.parts if isinstance(part, FeatureDefense))
+
+    @property
+    def name(self) -> str:
+        """Return the names of the parts, joined by +."""
+        return "+".join(part.name for part in self.parts)
+
+    def params(self) -> dict[str, object]:
+        """Return the options of the one part, or those of each part by its name."""
+        if len(self.parts) == 1:
+            return asdict(self.parts[0])
+        return {part.name: asdict(part) for part in self.parts}
+
+    def __repr__(self) -> str:
+        """Return the parts as they are written."""
+        return " + ".join(map(repr, self.parts))
+
+    def feed(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return what the client feeds its model: one part's images are the next part's."""
+        feed = Feed.undefended(images, patch)
+        for part in self.on_images:
+            feed = _after(feed, part(feed.images, patch, draws))
+        return feed
+
+    def send(self, tokens: Float[Tensor, "b t d"], prefix: int, draws: Draws) -> Sent:
+        """Return what the client sends of its embedded tokens."""
+        sent = Sent.plain(tokens, prefix)
+        for part in self.on_features:
+            sent = part.send(sent, draws)
+        return sent
+
+
+def _after(first: Feed, then: Feed) -> Feed:
+    """Return the feed of two parts: slot i holds patch `then.order[i]` of what the first part fed."""
+    moved = torch.gather(first.moved, 1, then.order) | then.moved
+    if then.masked_pe is None:
+        then = replace(then, masked_pe=first.masked_pe, replacement=first.replacement)
+    return replace(then, order=torch.gather(first.order, 1, then.order), moved=moved)
