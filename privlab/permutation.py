@@ -15,7 +15,7 @@ __all__ = ["bits", "draw_orders", "inverse", "permute_features", "restore_featur
 
 
 def permute_features(
-    Z: Float[Tensor, "*b n d"], rows: Int[Tensor, "*b n"] | None = None, columns: Int[Tensor, " d"] | None = None
+    Z: Float[Tensor, "*b n d"], rows: Int[Tensor, "... n"] | None = None, columns: Int[Tensor, " d"] | None = None
 ) -> Float[Tensor, "*b n d"]:
     """Return P_R Z P_C, in one pass where both are given.
 
@@ -34,7 +34,7 @@ def permute_features(
 
 
 def restore_features(
-    Z: Float[Tensor, "*b n d"], rows: Int[Tensor, "*b n"] | None = None, columns: Int[Tensor, " d"] | None = None
+    Z: Float[Tensor, "*b n d"], rows: Int[Tensor, "... n"] | None = None, columns: Int[Tensor, " d"] | None = None
 ) -> Float[Tensor, "*b n d"]:
     """Return P_R⁻¹ Z P_C⁻¹: the inverse of `permute_features` with the same orders."""
     return permute_features(Z, None if rows is None else inverse(rows), None if columns is None else inverse(columns))

@@ -1,0 +1,105 @@
+"""Placement, neighbours and keys against counts by hand and naive loops."""
+
+import itertools
+
+import pytest
+import torch
+
+from privlab.patches import patchify
+from privlab.permutation import draw_orders, inverse
+from privlab.placement import at_home, key_recovered, neighbour_accuracy, placement_accuracy
+from privlab.threat import Sent, Stolen
+
+B, PREFIX, GRID = 2, 1, (3, 4)
+N = GRID[0] * GRID[1]
+T = N + PREFIX
+IMAGES = torch.rand(B, 3, 6, 8, generator=torch.Generator().manual_seed(0))
+
+
+def permuted(seed: int = 0) -> Sent:
+    draw = torch.Generator().manual_seed(seed)
+    source = torch.randperm(B * T, generator=draw).view(B, T)
+    return Sent(torch.zeros(B, T, 5), source, PREFIX)
+
+
+def truth(sent: Sent) -> torch.Tensor:
+    """Return the rows that belong into the patch slots."""
+    where = inverse(sent.source.flatten())
+    return where[torch.arange(B * T).view(B, T)[:, PREFIX:]]
+
+
+def test_the_true_places_score_one_and_others_what_they_share() -> None:
+    sent = permuted()
+    rows = truth(sent)
+    assert placement_accuracy(sent, Stolen(IMAGES, rows)).tolist() == [1, 1]
+    assert neighbour_accuracy(sent, Stolen(IMAGES, rows), GRID).tolist() == [1, 1]
+    swapped = rows.clone()
+    swapped[0, [0, 11]] = rows[0, [11, 0]]
+    assert placement_accuracy(sent, Stolen(IMAGES, swapped)).tolist() == [10 / 12, 1]
+    assert neighbour_accuracy(sent, Stolen(IMAGES, swapped), GRID).tolist() == [13 / 17, 1]  # two corners, four pairs
+
+
+def test_a_shifted_image_keeps_its_neighbours() -> None:
+    sent = permuted()
+    shifted = truth(sent).view(B, *GRID).roll(1, 2).flatten(1)
+    assert placement_accuracy(sent, Stolen(IMAGES, shifted)).tolist() == [0, 0]
+    assert (
+        neighbour_accuracy(sent, Stolen(IMAGES, shifted), GRID).tolist() == [14 / 17] * 2
+    )  # 3 of 9 pairs across broke
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_neighbours_are_those_of_a_naive_loop(seed: int) -> None:
+    sent, draw = permuted(seed), torch.Generator().manual_seed(seed + 50)
+    rows = draw_orders(B * T, [draw])[0, : B * N].view(B, N)
+    rows[0] = truth(sent)[0].roll(3)
+    found = sent.source.flatten()[rows].view(B, *GRID)
+    expected = []
+    for image in found.tolist():
+        good = 0
+        for r, c in itertools.product(range(GRID[0]), range(GRID[1])):
+            for right, down in ((1, 0), (0, 1)):
+                if r + down < GRID[0] and c + right < GRID[1]:
+                    first, second = (divmod(t, T) for t in (image[r][c], image[r + down][c + right]))
+                    p, q = (divmod(t - PREFIX, GRID[1]) for t in (first[1], second[1]))
+                    both = first[1] >= PREFIX and second[1] >= PREFIX
+                    good += both and first[0] == second[0] and q == (p[0] + down, p[1] + right)
+        expected.append(good / 17)
+    assert neighbour_accuracy(sent, Stolen(IMAGES, rows), GRID).tolist() == pytest.approx(expected)
+
+
+def test_at_home_undoes_every_misplacement() -> None:
+    sent = permuted()
+    wrong = truth(sent)[:, torch.randperm(N, generator=torch.Generator().manual_seed(1))].flip(0)
+    patches = patchify(IMAGES, 2).flatten(0, 1)
+    slots = {int(row): patch for row, patch in zip(truth(sent).flatten(), patches, strict=True)}
+    shown = torch.stack([slots[int(row)] for row in wrong.flatten()]).view(B, N, -1)
+    images = torch.zeros_like(IMAGES)
+    for i, image in enumerate(shown):
+        for s, patch in enumerate(image):
+            r, c = divmod(s, GRID[1])
+            images[i, :, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2] = patch.view(3, 2, 2)
+    assert torch.equal(at_home(sent, Stolen(images, wrong), 2), IMAGES)
+
+
+def test_a_class_row_among_the_patches_is_no_placement() -> None:
+    sent = Sent.plain(torch.zeros(B, T, 5), PREFIX)
+    rows = torch.arange(B * T).view(B, T)[:, :N]  # the class row stands in the first slot, all others one to the left
+    assert placement_accuracy(sent, Stolen(IMAGES, rows)).tolist() == [0, 0]
+    assert at_home(sent, Stolen(IMAGES, rows), 2).shape == IMAGES.shape
+
+
+def test_no_claim_is_not_measured() -> None:
+    sent = permuted()
+    assert placement_accuracy(sent, Stolen(IMAGES)) is None
+    assert neighbour_accuracy(sent, Stolen(IMAGES), GRID) is None
+    assert at_home(sent, Stolen(IMAGES), 2) is IMAGES
+    assert key_recovered(sent, Stolen(IMAGES, columns=torch.arange(5))) is None
+
+
+def test_the_key_is_compared_entry_by_entry() -> None:
+    columns = torch.tensor([3, 1, 4, 0, 2])
+    sent = Sent(torch.zeros(B, T, 5), permuted().source, PREFIX, columns)
+    assert key_recovered(sent, Stolen(IMAGES)) is None
+    assert key_recovered(sent, Stolen(IMAGES, columns=columns)) == 1
+    assert key_recovered(sent, Stolen(IMAGES, columns=torch.tensor([3, 1, 0, 4, 2]))) == pytest.approx(0.6)
