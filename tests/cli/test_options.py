@@ -1,0 +1,51 @@
+"""Stacked defenses, `--set` and `--release`: what they take, what the records say, and what is refused."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def test_defenses_stack_and_take_options(attack: Callable[..., Any], records: Callable[..., Any]) -> None:
+    result = attack("--defense", "low-pass+jigsaw", "--set", "radius=0.2", "--set", "jigsaw.gamma=1", "--setting", "c")
+    assert result.status == 0
+    made = records()
+    assert set(made.defense) == {"low-pass+jigsaw"}
+    assert set(made.release) == {"gradients"}
+    assert json.loads(made.defense_params[0]) == {"low-pass": {"radius": 0.2}, "jigsaw": {"gamma": 1.0}}
+    assert "LowPass(radius=0.2) + Jigsaw(gamma=1.0)" in result.out
+
+
+def test_options_reach_the_attack(attack: Callable[..., Any], records: Callable[..., Any]) -> None:
+    assert attack("--attack", "patch-gradient", "--set", "patch-gradient.rtol=1e-5").status == 0
+    attacked = records().query("attack == 'patch-gradient'")
+    assert {json.loads(params)["rtol"] for params in attacked.attack_params} == {1e-5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "rtol"], "--set takes KEY=VALUE or NAME.KEY=VALUE. Found 'rtol'."),
+        (["--set", "rtl=1"], "Unknown option 'rtl'. Did you mean rtol?"),
+        (["--set", "aprill.rtol=1"], "Unknown attack or defense of this run 'aprill'. Did you mean april?"),
+        (["--set", "rtol=much"], "--set rtol=much: the value must be of type float. Found 'much'."),
+        (["--defense", "low-pass+jigsw"], "Unknown defense 'jigsw'. Did you mean jigsaw?"),
+        (["--defense", "low-pass", "--set", "radius=0"], "radius of low-pass must be in (0, 1]"),
+        (["--defense", "auto+blur"], "Unknown defense 'auto'."),
+        (["--release", "feature"], "Unknown release 'feature'. Did you mean features"),
+        (["--release", "gradients", "--defense", "row-permutation"], "'row-permutation' acts on features."),
+        (["--defense", "row-permutation", "--block", "april"], "Found --block april: leave it out."),
+        (["--defense", "row-permutation", "--attack", "april"], "needs what this observation does not grant:"),
+        (["--embedding", "resnet18", "--metrics", "f_sim"], "--embedding must be timm:NAME@FILE"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(attack: Callable[..., Any], arguments: list[str], message: str) -> None:
+    assert message in attack(*arguments).error
+
+
+def test_f_sim_without_an_embedding_is_not_available(attack: Callable[..., Any], records: Callable[..., Any]) -> None:
+    result = attack("--metrics", "psnr,f_sim")
+    assert result.status == 0
+    assert "f_sim is n/a: no embedding is named" in result.err
+    assert records().f_sim.isna().all()
