@@ -24,7 +24,7 @@ from privlab.images import Chunk, Picture
 from privlab.metrics import Learned, psnr_region, score
 from privlab.patches import permute, slots_to_pixels
 from privlab.permutation import inverse
-from privlab.placement import at_home, key_recovered, neighbour_accuracy, placement_accuracy
+from privlab.placement import as_sent, at_home, key_recovered, neighbour_accuracy, placement_accuracy
 from privlab.plan import Cell, Specification, defense_of
 from privlab.stack import Stack
 from privlab.threat import Attack, Draws, FeatureAttack, FeatureObservation, Feed, Observation, Sent, Stolen
@@ -136,6 +136,9 @@ class Evaluator:
             panels: list[list[Panel]] = [[] for _ in batch.pictures]
             self._show(panels, batch.images, ["private image"] * len(panels))
             self._show(panels, trial.feed.images, [f"fed to the model, setting {setting}"] * len(panels))
+            if trial.sent is not None:
+                rows_sent = as_sent(trial.sent, trial.feed.images, self.base.model.patch)
+                self._show(panels, rows_sent, ["rows in the order sent"] * len(panels))
             for cell in self.cells:
                 records += self._run(cell, trial, batch, panels)
             for row, of_image in zip(rows, panels, strict=True):

@@ -8,7 +8,7 @@ from privlab.metrics import Metric
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Sent, Stolen
 
-__all__ = ["PLACEMENT", "at_home", "key_recovered", "neighbour_accuracy", "placement_accuracy"]
+__all__ = ["PLACEMENT", "as_sent", "at_home", "key_recovered", "neighbour_accuracy", "placement_accuracy"]
 
 _XU = "Xu et al. 2024 (row permutation)"
 PLACEMENT: dict[str, Metric] = {
@@ -65,6 +65,15 @@ def at_home(sent: Sent, stolen: Stolen, patch: int) -> Float[Tensor, "b c h w"]:
     of_patch = place >= 0
     home[image[of_patch], place[of_patch]] = patches[of_patch]
     return unpatchify(home, (stolen.images.shape[1], stolen.images.shape[2], stolen.images.shape[3]))
+
+
+def as_sent(sent: Sent, images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b c h w"]:
+    """Return what was fed with its patches in the order of the sent rows; a class or register token is a grey patch."""
+    t, places = sent.source.shape[1], sent.source[:, sent.prefix :]
+    patches = patchify(images, patch)
+    image, place = places // t, places % t - sent.prefix
+    shown = torch.where((place >= 0)[..., None], patches[image, place.clamp(min=0)], 0.5)
+    return unpatchify(shown, (images.shape[1], images.shape[2], images.shape[3]))
 
 
 def _found(sent: Sent, stolen: Stolen) -> Int[Tensor, "b n"] | None:

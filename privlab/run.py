@@ -28,7 +28,7 @@ from privlab.strips import draw_strip, strip_name
 from privlab.threat import PrivlabWarning
 from privlab.victims import Victim, victim
 
-__all__ = ["Outcome", "attack", "execute", "specify"]
+__all__ = ["Outcome", "attack", "collected", "execute", "public_images", "specify"]
 
 Progress = Callable[[int, int | None], None]
 """(images done, images in all or None) of a run, over all its victims."""
@@ -161,7 +161,7 @@ def execute(
     if batch_size is not None and batch_size < 1:
         raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
     messages: list[str] = []
-    with _collected(messages):
+    with collected(messages):
         ready = _prepare(spec, own, pick_device(device))
     messages += [f"{name} is n/a: {reason}" for name, reason in ready.missing.items()]
     run = None if out is None else RunDirectory.create(Path(out), overwrite=overwrite)
@@ -176,7 +176,7 @@ def execute(
 
     note("running")
     try:
-        with _collected(messages):
+        with collected(messages):
             for scored, first in _score(ready, batch_size, strips and run is not None, progress):
                 if run is None:
                     kept += scored.records
@@ -205,7 +205,6 @@ class _Ready:
     learned: Mapping[str, Learned]
     missing: Mapping[str, str]
     source: ImageSource
-    public: ImageSource
 
 
 def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.device) -> _Ready:
@@ -215,8 +214,7 @@ def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.d
         for setting in spec.settings:
             defense_of(spec, base, setting)
     learned, missing = _learned(spec, device, victims)
-    public = open_images(_one_or_all(spec.public), limit=spec.public_limit)
-    return _Ready(spec, device, victims, cells, learned, missing, _source(spec, victims), public)
+    return _Ready(spec, device, victims, cells, learned, missing, _source(spec, victims))
 
 
 def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progress) -> Iterator[tuple[Scored, int]]:
@@ -229,7 +227,7 @@ def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progre
     metrics = [name for name in ready.spec.metrics if name not in ready.missing]
     for base, of_base in zip(ready.victims, ready.cells, strict=True):
         cells = [Cell(cell.victim.to(ready.device), cell.attacks) for cell in of_base]
-        public = _public(ready.public, base.preprocessing, ready.device)
+        public = public_images(ready.spec, base.preprocessing, ready.device)
         evaluator = Evaluator(ready.spec, base.to(ready.device), cells, metrics, ready.learned, public, strips)
         first = 0
         for chunk in batches(ready.source, base.preprocessing, size):
@@ -266,9 +264,17 @@ def _one_or_all(sources: tuple[str, ...]) -> str | tuple[str, ...]:
     return sources[0] if len(sources) == 1 else sources
 
 
-def _public(source: ImageSource, preprocessing: Preprocessing, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the public photographs by their hash: what negative controls are made of, and what an adversary has."""
-    return {picture.sha256: preprocessing(picture.pixels).to(device) for picture in source if picture.pixels}
+def public_images(spec: Specification, preprocessing: Preprocessing, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the public photographs by their hash: what negative controls are made of, and what an adversary has.
+
+    Raises:
+        PrivlabError: if there are none.
+    """
+    source = open_images(_one_or_all(spec.public), limit=spec.public_limit)
+    images = {picture.sha256: preprocessing(picture.pixels).to(device) for picture in source if picture.pixels}
+    if not images:
+        raise PrivlabError(f"--public needs one readable image or more. Found none in {', '.join(spec.public)}.")
+    return images
 
 
 def _learned(
@@ -320,7 +326,6 @@ def _facts(ready: _Ready) -> dict[str, Any]:
             for setting in ready.spec.settings
         },
         "images": {"source": ready.source.description, "count": ready.source.count},
-        "public": {"source": ready.public.description, "count": ready.public.count},
         "learned_metrics": {
             name: {"file": metric.file, "sha256": metric.sha256}
             for name, metric in ready.learned.items()
@@ -335,7 +340,7 @@ def _facts(ready: _Ready) -> dict[str, Any]:
 
 
 @contextmanager
-def _collected(messages: list[str]) -> Iterator[None]:
+def collected(messages: list[str]) -> Iterator[None]:
     """Add privlab's warnings to `messages`, each once; hand all others on."""
     foreign = []
     with warnings.catch_warnings(record=True) as caught:

@@ -8,7 +8,9 @@ import click
 from privlab import __version__
 from privlab.cli.attack import attack
 from privlab.cli.common import err
+from privlab.cli.keys import keys
 from privlab.cli.machine import bench, doctor, list_
+from privlab.cli.study import study
 from privlab.errors import PrivlabError
 
 __all__ = ["cli", "main"]
@@ -55,5 +57,5 @@ def cli() -> None:
     """Measure how much of a private image leaks from a Vision Transformer, and what a defense really stops."""
 
 
-for command in (attack, list_, doctor, bench):
+for command in (attack, list_, doctor, bench, keys, study):
     cli.add_command(command)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from privlab.cli.audit import audit_features
 from privlab.cli.common import common, err, fits, plain, print_json, print_table, progress_bar
 from privlab.errors import PrivlabError, unknown_name
 
@@ -35,6 +36,12 @@ __all__ = ["attack"]
     help="An option of an attack or a defense; repeat it.",
 )
 @click.option("--release", default="auto", show_default=True, help="What the adversary sees: gradients or features.")
+@click.option(
+    "--features",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Audit what `privlab split serve --record DIR` wrote; --model names the recorded client's public base.",
+)
 @click.option(
     "--client-batch", type=click.IntRange(min=1), default=16, show_default=True, help="Features: images sent together."
 )
@@ -64,7 +71,9 @@ __all__ = ["attack"]
 @click.option("--strips/--no-strips", default=True, show_default=True, help="Write one PNG per image.")
 @click.option("--force", is_flag=True, help="With --block stock|april: run attacks that do not hold there.")
 @common
+@click.pass_context
 def attack(
+    context: click.Context,
     model: str,
     setting: str | None,
     attack: str | None,
@@ -79,9 +88,13 @@ def attack(
     overwrite: bool,
     strips: bool,
     as_json: bool,
+    features: Path | None,
     **options: Any,  # noqa: ANN401
 ) -> int:
     """Attack what a client releases, gradients or features, score the reconstructions, and write a run directory."""
+    if features is not None:
+        path = out or _new_directory(model.split(","), ["features"])
+        return audit_features(context, features, path, context.params)
     from privlab.evaluate import GEOMETRIES
     from privlab.report.summary import KNOWN, flags, shown_metrics, summarise, verdicts
     from privlab.run import execute, specify

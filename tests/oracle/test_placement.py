@@ -7,7 +7,7 @@ import torch
 
 from privlab.patches import patchify
 from privlab.permutation import draw_orders, inverse
-from privlab.placement import at_home, key_recovered, neighbour_accuracy, placement_accuracy
+from privlab.placement import as_sent, at_home, key_recovered, neighbour_accuracy, placement_accuracy
 from privlab.threat import Sent, Stolen
 
 B, PREFIX, GRID = 2, 1, (3, 4)
@@ -103,3 +103,12 @@ def test_the_key_is_compared_entry_by_entry() -> None:
     assert key_recovered(sent, Stolen(IMAGES)) is None
     assert key_recovered(sent, Stolen(IMAGES, columns=columns)) == 1
     assert key_recovered(sent, Stolen(IMAGES, columns=torch.tensor([3, 1, 0, 4, 2]))) == pytest.approx(0.6)
+
+
+def test_what_was_sent_is_shown_in_its_order() -> None:
+    plain = Sent.plain(torch.zeros(B, T, 5), PREFIX)
+    assert torch.equal(as_sent(plain, IMAGES, 2), IMAGES)
+    rolled = Sent(plain.features, plain.source.roll(1, 1), PREFIX)  # the class token comes into the first patch slot
+    shown = patchify(as_sent(rolled, IMAGES, 2), 2)
+    assert (shown[:, 0] == 0.5).all()
+    assert torch.equal(shown[:, 1:], patchify(IMAGES, 2)[:, :-1])

@@ -21,7 +21,7 @@ FLOORS = [
     },
     {"attacks", "defenses", "metrics", "lpips_backbones", "f_sim", "placement"},
     {"plan", "evaluate"},
-    {"store", "strips", "machine", "run", "experiments"},
+    {"store", "strips", "machine", "run", "audit", "experiments"},
     {"report", "bench", "breaching_april"},
     {"cli"},
 ]

@@ -1,26 +1,24 @@
-"""Speed as ratios, measured side by side in one run on the same images and threads."""
+"""`privlab bench attack`: the closed forms against a training step, and against breaching's APRIL."""
 
 import copy
+import itertools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from PIL import Image, ImageChops
-from rich.table import Table
 from torch import Tensor
 
 from privlab.attacks import April, PatchGradient
-from privlab.breaching_april import BreachingApril
+from privlab.bench.breaching_april import BreachingApril
+from privlab.bench.common import Bench, median_seconds, pictures
 from privlab.errors import PrivlabError
 from privlab.gradients import full_precision, observe
 from privlab.images import open_images
@@ -31,41 +29,10 @@ from privlab.run import Progress
 from privlab.threat import Attack, Observation, PrivlabWarning
 from privlab.victims import Victim, victim
 
-__all__ = ["BENCHES", "Bench", "bench_attack"]
+__all__ = ["bench_attack"]
 
 _BATCH = 16
 _SCORED = ["mse", "psnr", "ssim", "fft2d"]
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Ratios with their targets ("≤ 0.75"), and the medians that they were made of, in seconds per image."""
-
-    ratios: Mapping[str, float]
-    targets: Mapping[str, str]
-    seconds_per_image: Mapping[str, float]
-    setup: Mapping[str, object]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return everything as plain data, the ratios as keys of their own."""
-        speed = {name: 1 / seconds for name, seconds in self.seconds_per_image.items()}
-        return {
-            **self.ratios,
-            "targets": dict(self.targets),
-            "seconds_per_image": dict(self.seconds_per_image),
-            "images_per_second": speed,
-            "setup": dict(self.setup),
-        }
-
-    def tables(self) -> list[Table]:
-        """Return the medians and the ratios as tables."""
-        stages = Table("stage", "ms per image", "images per second", title="medians", header_style="bold")
-        for name, seconds in self.seconds_per_image.items():
-            stages.add_row(name, f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}")
-        ratios = Table("ratio", "measured", "target", title="ratios", header_style="bold")
-        for name, ratio in self.ratios.items():
-            ratios.add_row(name, f"{ratio:.3f}", self.targets[name])
-        return [stages, ratios]
 
 
 def bench_attack(
@@ -85,19 +52,11 @@ def bench_attack(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivlabWarning)  # what weakens a verdict is as fast: random weights, N ≥ D
         stock = victim(model).to(target)
-        images = _pictures(stock, n_images).to(target)
+        images = pictures(stock, n_images).to(target)
         stages = _Stages(stock, stock.with_block("april"), images)
-        timings: dict[str, list[float]] = {name: [] for name in stages.all()}
-        total = (repeats + 1) * len(timings) + 2 * memory
-        done = 0
-        for repeat in range(repeats + 1):  # the first round warms up
-            for name, stage in stages.all().items():
-                seconds = _timed(stage, target)
-                done += 1
-                progress(done, total)
-                if repeat:
-                    timings[name].append(seconds / n_images)
-    medians = {name: statistics.median(seconds) for name, seconds in timings.items()}
+        total, done = (repeats + 1) * len(stages.all()) + 2 * memory, itertools.count(1)
+        seconds = median_seconds(stages.all(), repeats, target, lambda: progress(next(done), total))
+    medians = {name: each / n_images for name, each in seconds.items()}
     ratios = _ratios(medians)
     targets = dict(_TARGETS)
     if memory:
@@ -177,23 +136,6 @@ class _Stages:
         return [observe(model, x, y, attack.parameters) for x, y in self.batches]
 
 
-def _timed(stage: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    stage()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def _pictures(base: Victim, n: int) -> Float[Tensor, "b c h w"]:
-    """Return n different photographs: the bundled ones, shifted round and round."""
-    samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
-    shifted = (ImageChops.offset(samples[i % len(samples)], 37 * (i // len(samples))) for i in range(n))
-    return torch.stack([base.preprocessing(pixels) for pixels in shifted])
-
-
 def _peak_rss(model: str, n: int) -> float:
     """Return the peak memory, in MB, of a process that attacks n images in a folder."""
     samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
@@ -214,5 +156,3 @@ def _peak_rss(model: str, n: int) -> float:
         raise PrivlabError(f"The run with {n} images failed: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
 
-
-BENCHES: dict[str, Callable[..., Bench]] = {"attack": bench_attack}

@@ -1,0 +1,52 @@
+"""`border-jigsaw`: permuted rows without position embeddings, inverted and put together by their borders."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from privlab.attacks.reassembly import by_borders
+from privlab.errors import PrivlabError
+from privlab.jigsaw import ROUNDS
+from privlab.threat import Capability, FeatureObservation, Stolen
+
+__all__ = ["BorderJigsaw"]
+
+
+@dataclass(frozen=True)
+class BorderJigsaw:
+    """Invert each row linearly, and re-assemble the patches by `privlab.jigsaw`, without anchors.
+
+    Rows are taken for W x + β: made for victims without position embeddings (`_nope`). Others' rows carry an unknown
+    e_s, which stays in the patch as an error; use `pe-assignment` or `row-alignment` there. The class token, known to
+    the last bit, is left out first. Images that share one order are solved together, their border costs added up.
+
+    Args:
+        rounds: as in `privlab.jigsaw.assemble`.
+
+    Source: the training-free baseline of re-assembly; borders and growth as cited in `privlab.jigsaw`.
+    """
+
+    name: ClassVar[str] = "border-jigsaw"
+    paper: ClassVar[str] = "ours; after Gallagher (2012), Paikin and Tal (2015)"
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.RELEASED_FEATURES,
+            Capability.KNOWS_WEIGHTS,
+            Capability.AUXILIARY_IMAGES,
+            Capability.KNOWS_DEFENSE,
+        }
+    )
+
+    rounds: int = ROUNDS
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if `rounds` is negative.
+        """
+        if self.rounds < 0:
+            raise PrivlabError(f"rounds of border-jigsaw must be at least 0. Found {self.rounds}.")
+
+    def __call__(self, seen: FeatureObservation) -> Stolen:
+        """Invert the rows and put them together."""
+        return by_borders(seen, rounds=self.rounds)

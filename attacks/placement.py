@@ -1,0 +1,115 @@
+"""What the attacks on released features share: which row belongs in which slot."""
+
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from privlab.model import VictimModel
+from privlab.permutation import restore_features
+from privlab.threat import FeatureObservation
+
+__all__ = [
+    "Mixing",
+    "known_tokens",
+    "mixing",
+    "noise_of",
+    "patch_law",
+    "place_rows",
+    "row_costs",
+    "undone",
+]
+
+Mixing = Literal["none", "batch", "image", "mixed"]
+"""Where rows may have gone: nowhere, by one order for the batch, by one for each image, or to other images too."""
+
+RIDGE = 1e-3
+"""Added to every variance, relative to their mean: public photographs may be fewer than the width."""
+
+
+def mixing(seen: FeatureObservation) -> Mixing:
+    """Return what the defenses at work do to the rows; their algorithms and parameters are public."""
+    names = {defense.name for defense in seen.defense}
+    if "batch-shuffle" in names:
+        return "mixed"
+    kinds = {getattr(defense, "per", "image") for defense in seen.defense if defense.name == "row-permutation"}
+    return "none" if not kinds else "batch" if kinds == {"batch"} else "image"
+
+
+def noise_of(seen: FeatureObservation) -> float:
+    """Return the standard deviation of all Gaussian noise that the defenses at work add to a feature."""
+    return sum(getattr(d, "std", 0.0) ** 2 for d in seen.defense if d.name == "gaussian-noise") ** 0.5
+
+
+def undone(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Float[Tensor, "b t d"]:
+    """Return the features in double precision, with their columns where a key says that they were."""
+    features = seen.features.detach().double()
+    return features if columns is None else restore_features(features, columns=columns)
+
+
+def known_tokens(model: VictimModel) -> tuple[Float[Tensor, "p d"], Float[Tensor, "n d"]]:
+    """Return the class and register tokens as they are sent, and the position embeddings of the patches (or zeros)."""
+    h, w = model.grid
+    tokens = model.embed(model.mean.new_zeros(1, *model.image_shape))[0].detach().double()
+    pe = model.vit.pos_embed
+    prefix, patches = tokens[: -h * w], tokens[-h * w :]
+    return prefix, torch.zeros_like(patches) if pe is None else pe[0, -h * w :].detach().double()
+
+
+def patch_law(
+    model: VictimModel, public: Float[Tensor, "m c h w"], noise: float = 0.0
+) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+    """Return mean and covariance of W x + β over the patches of public images, with the noise that is added to them."""
+    proj = model.vit.patch_embed.proj(model.normalise(public.to(model.mean)))
+    rows = proj.flatten(2).mT.flatten(0, 1).detach().double()
+    covariance = rows.mT.cov()
+    ridge = RIDGE * covariance.diagonal().mean() + noise**2
+    return rows.mean(0), covariance + ridge * torch.eye(len(covariance), dtype=rows.dtype, device=rows.device)
+
+
+def row_costs(
+    features: Float[Tensor, "b t d"],
+    prefix: Float[Tensor, "p d"],
+    pe: Float[Tensor, "n d"],
+    law: tuple[Float[Tensor, " d"], Float[Tensor, "d d"]],
+    noise: float = 0.0,
+) -> Float[Tensor, "b t t"]:
+    """Return −2 log-likelihood of row r in slot s, class and register tokens first: ‖z_r − μ_s‖² in Σ_s⁻¹, + log |Σ_s|.
+
+    A patch's row is N(μ + e_s, Σ); a class token's is its public value with nothing but noise. Within the patches,
+    what does not mix r and s drops out of an assignment, and −2 z_rᵀ Σ⁻¹ e_s would be left.
+    """
+    mean, covariance = law
+    L = torch.linalg.cholesky(covariance)
+    rows = torch.linalg.solve_triangular(L, (features - mean).mT, upper=False).mT
+    slots = torch.linalg.solve_triangular(L, pe.mT, upper=False).mT
+    patch = _squares(rows, slots) + 2 * L.diagonal().log().sum()
+    known = noise**2 + RIDGE**2 * covariance.diagonal().mean()  # no row is known better than rounding allows
+    return torch.cat([_squares(features, prefix) / known + len(L) * known.log(), patch], 2)
+
+
+def _squares(rows: Float[Tensor, "b t d"], slots: Float[Tensor, "s d"]) -> Float[Tensor, "b t s"]:
+    return rows.square().sum(2, keepdim=True) - 2 * rows @ slots.mT + slots.square().sum(1)
+
+
+def place_rows(costs: Float[Tensor, "b t s"], kind: Mixing) -> Int[Tensor, "b s"]:
+    """Return, for every slot of every image, the row of the batch that an assignment of least cost puts there.
+
+    Where rows are mixed among images, each slot takes b rows, and which of them belongs to which image is left open.
+    """
+    b, t, s = costs.shape
+    if kind == "mixed":
+        rows = _assigned(costs.flatten(0, 1).repeat(1, b)[None])[0]
+        return rows.view(b, s)
+    if kind == "none":
+        rows = torch.arange(s).expand(b, s)
+    else:
+        rows = _assigned(costs.sum(0, keepdim=True) if kind == "batch" else costs).expand(b, s)
+    return (rows + t * torch.arange(b)[:, None]).to(costs.device)
+
+
+def _assigned(costs: Float[Tensor, "g r s"]) -> Int[Tensor, "g s"]:
+    return torch.from_numpy(np.stack([linear_sum_assignment(cost.T)[1] for cost in costs.cpu().numpy()]))

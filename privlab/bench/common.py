@@ -1,0 +1,78 @@
+"""What every bench shares: its result, stages timed in rounds, and the photographs that they run on."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from PIL import ImageChops
+from rich.table import Table
+from torch import Tensor
+
+from privlab.images import open_images
+from privlab.victims import Victim
+
+__all__ = ["Bench", "median_seconds", "pictures", "timed"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Ratios, and figures of their own, with their targets ("≤ 0.75"); the medians that they were made of."""
+
+    ratios: Mapping[str, float]
+    targets: Mapping[str, str]
+    seconds_per_image: Mapping[str, float]
+    setup: Mapping[str, object]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return everything as plain data, the ratios as keys of their own."""
+        speed = {name: 1 / seconds for name, seconds in self.seconds_per_image.items()}
+        return {
+            **self.ratios,
+            "targets": dict(self.targets),
+            "seconds_per_image": dict(self.seconds_per_image),
+            "images_per_second": speed,
+            "setup": dict(self.setup),
+        }
+
+    def tables(self) -> list[Table]:
+        """Return the medians and the ratios as tables."""
+        stages = Table("stage", "ms per image", "images per second", title="medians", header_style="bold")
+        for name, seconds in self.seconds_per_image.items():
+            stages.add_row(name, f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}")
+        ratios = Table("ratio", "measured", "target", title="ratios", header_style="bold")
+        for name, ratio in self.ratios.items():
+            ratios.add_row(name, f"{ratio:.3f}" if ratio >= 0.1 else f"{ratio:.2g}", self.targets[name])
+        return [stages, ratios]
+
+
+def median_seconds(
+    stages: Mapping[str, Callable[[], object]], repeats: int, device: torch.device, step: Callable[[], None]
+) -> dict[str, float]:
+    """Time every stage once in each of `repeats` rounds, after one that warms up; a noisy moment hits all alike."""
+    timings: dict[str, list[float]] = {name: [] for name in stages}
+    for _ in range(repeats + 1):
+        for name, stage in stages.items():
+            timings[name].append(timed(stage, device))
+            step()
+    return {name: statistics.median(seconds[1:]) for name, seconds in timings.items()}
+
+
+def timed(stage: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that a stage takes, on the device too."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    stage()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def pictures(base: Victim, n: int) -> Float[Tensor, "b c h w"]:
+    """Return n different photographs: the bundled ones, shifted round and round."""
+    samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
+    shifted = (ImageChops.offset(samples[i % len(samples)], 37 * (i // len(samples))) for i in range(n))
+    return torch.stack([base.preprocessing(pixels) for pixels in shifted])

@@ -1,0 +1,189 @@
+"""`privlab keys`: make keys, encrypt models with them, and recover the keys of encrypted models."""
+
+import time
+from pathlib import Path
+
+import click
+
+from privlab.cli.common import common, err, print_json
+from privlab.errors import PrivlabError
+
+__all__ = ["keys"]
+
+FILE = click.Path(path_type=Path)
+key_option = click.option("--key", type=FILE, required=True, help="Key file, of `privlab keys new`.")
+out_option = click.option("--out", type=FILE, required=True, help="File to write.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Let an earlier file give way.")
+heads_option = click.option("--heads", type=click.IntRange(min=1), help="Heads per layer, where a file does not say.")
+
+
+@click.group("keys")
+def keys() -> None:
+    """Permute a model's weights by a key, and measure how little that hides.
+
+    This is obfuscation. Without the key, an encrypted model is useless as it stands; but whoever has the public model
+    that it was made from finds the key in seconds: `privlab keys recover` does it.
+    """
+
+
+def _say(as_json: bool, **facts: object) -> None:
+    """Print one line for each fact, or JSON."""
+    if as_json:
+        print_json(facts)
+    else:
+        for name, value in facts.items():
+            click.echo(f"{name.replace('_', ' '):<18}  {value}")
+
+
+@keys.command()
+@click.option("--model", required=True, help="A victim's name, timm:NAME, or a file with --heads.")
+@heads_option
+@click.option("--space", default="full", show_default=True, help="full, paper or residual (see the README).")
+@out_option
+@overwrite_option
+@common
+def new(model: str, heads: int | None, space: str, out: Path, overwrite: bool, as_json: bool) -> None:
+    """Draw a key from the operating system's random numbers and write it to a file of mode 0600."""
+    from privlab.encrypted import shape_of_model
+    from privlab.keyed import new_key
+    from privlab.keyfile import KeyFile, save_key
+
+    shape = shape_of_model(model, heads)
+    stored = KeyFile(new_key(shape, space), shape)
+    save_key(stored.key, shape, out, overwrite=overwrite)
+    _say(as_json, key=str(out), **stored.facts())
+
+
+@keys.command()
+@click.argument("key", type=FILE)
+@common
+def show(key: Path, as_json: bool) -> None:
+    """Say what a key fits and how large its space is; the key itself is never shown."""
+    from privlab.keyfile import load_key
+
+    _say(as_json, key=str(key), **load_key(key).facts())
+
+
+@keys.command()
+@click.argument("key", type=FILE)
+@click.option("--model", required=True, help="A victim's name, timm:NAME, or a file, encrypted or not.")
+@common
+def check(key: Path, model: str, as_json: bool) -> None:
+    """Check a key file, and that it fits a model; of an encrypted one, that it is the one it was encrypted with."""
+    from privlab.encrypted import check_fingerprint, check_model, is_file, read_model, shape_of_model
+    from privlab.keyfile import load_key
+
+    stored = load_key(key)
+    sealed = False
+    if is_file(model):
+        check_model(stored, file := read_model(Path(model)))
+        sealed = file.seal is not None
+    else:
+        check_fingerprint(stored, shape_of_model(model), model)
+    _say(
+        as_json, key=str(key), model=model, checksum="ok", fingerprint="ok", key_id="ok" if sealed else "not encrypted"
+    )
+
+
+@keys.command()
+@click.argument("model", type=FILE)
+@key_option
+@out_option
+@click.option("--owner", type=FILE, help="File for what stays with you: embedding, final norm, head.")
+@click.option("--keep-embedding", is_flag=True, help="Leave these in the encrypted model, as in the paper.")
+@overwrite_option
+@common
+def encrypt(
+    model: Path, key: Path, out: Path, owner: Path | None, keep_embedding: bool, overwrite: bool, as_json: bool
+) -> None:
+    """Permute the weights of MODEL (safetensors or torch) by a key, for timm to load as they are."""
+    from privlab.encrypted import encrypt_file, read_model
+    from privlab.keyfile import load_key
+
+    if keep_embedding == (owner is not None):
+        raise PrivlabError("Give --owner FILE for what stays with you, or --keep-embedding; one of the two.")
+    stored = load_key(key)
+    start = time.perf_counter()
+    seal = encrypt_file(read_model(model), stored, out, owner, overwrite=overwrite)
+    seconds = round(time.perf_counter() - start, 3)
+    _say(as_json, encrypted=str(out), owner=str(owner) if owner else "clear", key_id=seal.key_id, seconds=seconds)
+
+
+@keys.command()
+@click.argument("encrypted", type=FILE)
+@key_option
+@click.option("--owner", type=FILE, help="The file that `encrypt --owner` wrote.")
+@out_option
+@overwrite_option
+@common
+def decrypt(encrypted: Path, key: Path, owner: Path | None, out: Path, overwrite: bool, as_json: bool) -> None:
+    """Write the model that ENCRYPTED was made of, bit by bit."""
+    from privlab.encrypted import decrypt_file, read_model
+    from privlab.keyfile import load_key
+
+    stored, model = load_key(key), read_model(encrypted)
+    if model.seal is None:
+        message = f"Warning: '{encrypted}' names no key: whether this one is right cannot be checked."
+        err.print(message, style="yellow", markup=False)
+    decrypt_file(model, stored, out, owner, overwrite=overwrite)
+    _say(as_json, decrypted=str(out), key_id=stored.key_id)
+
+
+@keys.command()
+@click.argument("encrypted", type=FILE)
+@click.option("--key", type=FILE, required=True, help="The key that it was encrypted with.")
+@click.option("--new-key", type=FILE, required=True, help="The key to use from now on.")
+@out_option
+@overwrite_option
+@common
+def rekey(encrypted: Path, key: Path, new_key: Path, out: Path, overwrite: bool, as_json: bool) -> None:
+    """Write ENCRYPTED under another key; its owner's file stays valid."""
+    from privlab.encrypted import read_model, rekey_file
+    from privlab.keyfile import load_key
+
+    seal = rekey_file(read_model(encrypted), load_key(key), load_key(new_key), out, overwrite=overwrite)
+    _say(as_json, encrypted=str(out), key_id=seal.key_id)
+
+
+@keys.command()
+@click.argument("encrypted", type=FILE)
+@click.option("--base", required=True, help="The public model: a file, or a victim's name for its pretrained weights.")
+@click.option("--key", type=FILE, help="The true key, to score the recovered one.")
+@heads_option
+@click.option("--out", type=FILE, help="Write the recovered key, heads and units included.")
+@overwrite_option
+@common
+def recover(
+    encrypted: Path,
+    base: str,
+    key: Path | None,
+    heads: int | None,
+    out: Path | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Recover the key of ENCRYPTED against the public model that it was made from (weight matching)."""
+    from privlab.attacks.weight_matching import WeightMatching, WeightObservation, recovered_fraction
+    from privlab.encrypted import check_model, public_state, read_model
+    from privlab.keyfile import load_key, save_key
+
+    truth, model = None if key is None else load_key(key), read_model(encrypted)
+    if truth is not None:
+        check_model(truth, model)
+        heads = truth.shape.heads
+    seen = WeightObservation(model.state, public_state(base), shape := model.shape(heads))
+    start = time.perf_counter()
+    found = (attack := WeightMatching())(seen)
+    facts: dict[str, object] = {"seconds": round(time.perf_counter() - start, 3)}
+    if truth is not None:
+        facts["residual_recovered"] = recovered_fraction(found.residual, truth.key.residual)
+    facts |= {
+        "confidence_mean": round(found.confidence.mean().item(), 4),
+        "confidence_min": round(found.confidence.min().item(), 4),
+        "agreement": round(found.agreement, 4),
+        "rounds": found.rounds,
+    }
+    if out is not None:
+        save_key(attack.whole_key(seen, found.residual), shape, out, overwrite=overwrite)
+        facts["recovered_key"] = str(out)
+    _say(as_json, encrypted=str(encrypted), base=base, **facts)

@@ -1,0 +1,344 @@
+"""`privlab split`: the server that holds the backbone, and the client that keeps everything else."""
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from privlab.cli.common import common, print_json, progress_bar
+from privlab.cli.split_output import (
+    print_event,
+    print_inference,
+    print_training,
+    say,
+    say_failed,
+    show_event,
+    shown_warnings,
+    training_bar,
+)
+from privlab.errors import PrivlabError
+
+if TYPE_CHECKING:
+    from privlab.split import Client
+    from privlab.split.data import Batches
+    from privlab.split.job import Started
+
+__all__ = ["split"]
+
+_Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+_PATH = click.Path(path_type=Path)
+_TOKEN = Path(click.get_app_dir("privlab")) / "split-token"
+
+
+def _options(*options: _Option) -> _Option:
+    """Return several options as one decorator."""
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+_VICTIM = _options(
+    click.option(
+        "--model", default="vit_ti", show_default=True, help="A name of `privlab list victims`, or timm:NAME."
+    ),
+    click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file."),
+    click.option("--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does."),
+    click.option(
+        "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of random weights, and order."
+    ),
+)
+_DEVICE = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+_TOKEN_FILE = click.option(
+    "--token-file", type=_PATH, default=_TOKEN, show_default=True, help="The bearer token, in a file of mode 0600."
+)
+_IMAGES = _options(
+    click.option(
+        "--images", multiple=True, default=("samples",), show_default=True,
+        help="samples, a folder, files (repeat the option), torchvision:NAME or hf:NAME.",
+    ),
+    click.option("--limit", type=click.IntRange(min=1), help="Use N images: the first, of class folders by turns."),
+    click.option("--split", help="Split of a data set, or sub-folder of a folder."),
+    click.option("--labels", help="A CSV file with columns file and class_index.  [default: the source's own]"),
+)  # fmt: skip
+_DEFENSE = _options(
+    click.option(
+        "--defense", default="none", show_default=True, help="Names of `privlab list defenses`, stacked with +."
+    ),
+    click.option(
+        "--set", "options", multiple=True, metavar="[NAME.]KEY=VALUE", help="An option of a defense; repeat it."
+    ),
+    click.option("--upload", is_flag=True, help="Bring T's initial weights; a column permutation does so by itself."),
+    click.option(
+        "--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Images sent together."
+    ),
+    click.option("--dtype", default="float32", show_default=True, help="float32 or float64, on both sides."),
+)
+_SERVER = _options(
+    click.option("--server", required=True, metavar="HOST:PORT", help="Where `privlab split serve` listens."),
+    _TOKEN_FILE,
+    click.option("--tls", is_flag=True, help="Trust the authorities that this system trusts."),
+    click.option("--tls-ca", type=_PATH, help="Trust this authority's certificate (PEM) instead."),
+    click.option("--tls-cert", type=_PATH, help="This client's certificate (PEM), if the server asks for one."),
+    click.option("--tls-key", type=_PATH, help="Its key (PEM)."),
+    click.option(
+        "--retry-for", type=click.FloatRange(min=0), default=60, show_default=True,
+        help="Seconds to go on trying when the server does not answer.",
+    ),
+    click.option(
+        "--timeout", type=click.FloatRange(min=0, min_open=True), default=600, show_default=True,
+        help="Seconds to wait for one reply.",
+    ),
+)  # fmt: skip
+
+
+@click.group()
+def split() -> None:
+    """Train and run a model with its backbone on a server that sees permuted features alone."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's core would write pages where we write a line
+    if importlib.util.find_spec("grpc") is None:
+        raise PrivlabError("Split learning needs the extra: pip install 'privlab[split]'.")
+
+
+@split.command()
+@_VICTIM
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; beyond loopback only with TLS.")
+@click.option("--port", type=click.IntRange(0, 65535), default=50551, show_default=True, help="0 takes a free one.")
+@click.option("--state", type=_PATH, default="runs/split-server", show_default=True, help="Folder of the checkpoints.")
+@_TOKEN_FILE
+@click.option("--tls-cert", type=_PATH, help="Certificate chain (PEM): listen for TLS.")
+@click.option("--tls-key", type=_PATH, help="Its key (PEM).")
+@click.option("--tls-client-ca", type=_PATH, help="Clients need a certificate of this authority (PEM).")
+@click.option("--record", type=_PATH, help="Keep every feature and gradient in this folder, for `privlab attack`.")
+@click.option(
+    "--checkpoint-every", type=click.IntRange(min=1), default=100, show_default=True, help="Steps between two."
+)
+@click.option("--max-sessions", type=click.IntRange(min=1), default=8, show_default=True, help="Clients at once.")
+@click.option("--max-batch", type=click.IntRange(min=1), default=256, show_default=True, help="Images in a batch.")
+@click.option("--max-message", type=click.IntRange(1, 2047), default=256, show_default=True, help="MiB in a message.")
+@click.option("--max-memory", type=click.IntRange(min=1), help="MiB for all sessions.  [default: 80 % of the memory]")
+@click.option("--idle", type=click.FloatRange(min=0, min_open=True), default=300, show_default=True,
+              help="Seconds of silence after which a session is saved and closed.")  # fmt: skip
+@_DEVICE
+@common
+def serve(
+    as_json: bool,
+    token_file: Path,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    device: str,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Hold the backbone T for clients, until SIGTERM or Ctrl-C."""
+    from privlab.machine import pick_device
+    from privlab.split import Limits, Server, ServerTls, make_token
+    from privlab.split import serve as run
+    from privlab.victims import victim
+
+    if (tls_cert is None) != (tls_key is None) or (tls_client_ca and not tls_cert):
+        raise PrivlabError("TLS needs both --tls-cert and --tls-key.")
+    limits = Limits(options["max_sessions"], options["max_batch"], message=options["max_message"] * 2**20,
+                    idle=options["idle"])  # fmt: skip
+    if options["max_memory"]:
+        limits = replace(limits, memory=options["max_memory"] * 2**20)
+    with shown_warnings():
+        made = victim(options["model"], **{name: options[name] for name in ("weights", "img_size", "seed")})
+    tell = print_event if as_json else show_event
+    server = Server(
+        made,
+        token=make_token(token_file),
+        tls=ServerTls(tls_cert, tls_key, tls_client_ca) if tls_cert and tls_key else None,
+        limits=limits,
+        device=pick_device(device),
+        on_event=tell,
+        **{name: options[name] for name in ("host", "port", "state", "record", "checkpoint_every")},
+    )
+    facts = {"model": made.architecture, "weights": made.weights.origin, "token_file": str(token_file)}
+    run(
+        server,
+        started=lambda s: tell({"event": "listening", "address": s.address, "tls": tls_cert is not None} | facts),
+    )
+    tell({"event": "stopped"})
+
+
+@split.command()
+@_VICTIM
+@_IMAGES
+@_DEFENSE
+@click.option(
+    "--classes", type=click.IntRange(min=2), help="A fresh head of so many classes instead of the model's own."
+)
+@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--optimizer", default="adamw", show_default=True, help="adamw or sgd, on both sides.")
+@click.option("--lr", type=float, default=1e-4, show_default=True, help="Learning rate.")
+@click.option("--momentum", type=float, default=0.9, show_default=True, help="Of sgd.")
+@click.option("--weight-decay", type=float, default=0.0, show_default=True)
+@click.option("--out", type=_PATH, help="Folder of the client's checkpoint.  [default: runs/TIME-split-MODEL]")
+@click.option("--resume", type=_PATH, metavar="DIR", help="Go on with an earlier --out; its options are kept.")
+@_SERVER
+@_DEVICE
+@common
+@click.pass_context
+def train(
+    context: click.Context,
+    as_json: bool,
+    out: Path | None,
+    resume: Path | None,
+    epochs: int,
+    device: str,
+    retry_for: float,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Train the embedding and the head here, and the backbone on the server."""
+    from privlab.split import Trainer
+    from privlab.split.summary import training_summary
+
+    client = _client(options)
+    started = _taken_up(context, resume, device) if resume else _begun(options | {"epochs": epochs}, device)
+    job, folder = started.job, resume or out or Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-split-{options['model']}")
+    if context.get_parameter_source("epochs") is ParameterSource.COMMANDLINE:
+        job = replace(job, epochs=epochs)
+    batches = _batches(started, folder, resuming=resume is not None)
+    facts = started.facts | {"job": asdict(job), "data": batches.data.sha256}
+    trainer = Trainer(
+        started.learner, client, folder, facts=facts, session=started.session, retry_for=retry_for, tell=say
+    )
+    began, first, total = time.perf_counter(), started.learner.step, job.epochs * batches.per_epoch
+    with training_bar(total) as show:
+        trainer.train(batches, total, show)
+    seconds = time.perf_counter() - began
+    done = started.learner.step - first
+    summary = training_summary(started.learner, batches, trainer.traffic, seconds, done)
+    print_training({"run": str(folder), "session": trainer.session[:12]} | summary, as_json)
+
+
+@split.command()
+@_VICTIM
+@_IMAGES
+@_DEFENSE
+@click.option("--run", type=_PATH, metavar="DIR", help="Use what `train --out DIR` learnt; its options are kept.")
+@_SERVER
+@_DEVICE
+@common
+@click.pass_context
+def infer(
+    context: click.Context,
+    as_json: bool,
+    run: Path | None,
+    device: str,
+    retry_for: float,
+    **options: Any,  # noqa: ANN401
+) -> int:
+    """Classify images: the embedding and the head are here, the backbone is on the server."""
+    from privlab.split import Traffic, infer
+    from privlab.split.data import load
+    from privlab.split.summary import inference_summary
+
+    client, traffic = _client(options), Traffic()
+    started = _taken_up(context, run, device) if run else _begun(options, device)
+    source = replace(started.job, **{n: options[n] for n in ("images", "limit", "split", "labels")}).source()
+    with progress_bar("reading") as progress:
+        data = load(source, started.victim.preprocessing, progress)
+    began = time.perf_counter()
+    with progress_bar("asking") as progress:
+        answers = infer(
+            started.learner, client, data, session=started.session, traffic=traffic, retry_for=retry_for, tell=say,
+            progress=progress,
+        )  # fmt: skip
+    names = dict(enumerate(source.class_names or ()))
+    summary = inference_summary(data, answers, names, traffic, time.perf_counter() - began)
+    print_inference(summary | {"failed": data.failed}, as_json)
+    say_failed(data.failed)
+    return 2 if data.failed else 0
+
+
+@split.command()
+@click.argument("folder", type=_PATH)
+@click.option("--host", multiple=True, default=("localhost", "127.0.0.1", "::1"), show_default=True,
+              help="Name or address of the server; repeat it.")  # fmt: skip
+@click.option("--days", type=click.IntRange(min=1), default=30, show_default=True, help="How long they hold.")
+@common
+def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -> None:
+    """Make an authority with certificates for a server and a client in FOLDER, to try TLS out."""
+    if importlib.util.find_spec("cryptography") is None:
+        raise PrivlabError("Making certificates needs cryptography: pip install 'privlab[split]'.")
+    from privlab.split.certificate import make_certificates
+
+    paths = make_certificates(folder, host, days)
+    if as_json:
+        print_json({path.name: str(path) for path in paths})
+        return
+    ca, cert, key, *mine = paths
+    click.echo(f"server: --tls-cert {cert} --tls-key {key} --tls-client-ca {ca}")
+    click.echo(f"client: --tls-ca {ca} --tls-cert {mine[0]} --tls-key {mine[1]}")
+
+
+def _client(options: dict[str, Any]) -> "Client":
+    """Return the client, and take its options out of the others."""
+    from privlab.split import Client, ClientTls, read_token
+
+    server, timeout, token_file = (options.pop(name) for name in ("server", "timeout", "token_file"))
+    system, *files = (options.pop(name) for name in ("tls", "tls_ca", "tls_cert", "tls_key"))
+    if not (system or files[0]) and any(files):
+        raise PrivlabError("--tls-cert and --tls-key are for TLS: give --tls-ca, or --tls, too.")
+    client = Client(server, read_token(token_file), ClientTls(*files) if system or files[0] else None, timeout)
+    if client.tls is not None:
+        client.tls.credentials()  # what is wrong with the files is said before anything is read
+    return client
+
+
+def _begun(options: dict[str, Any], device: str) -> "Started":
+    from privlab.machine import pick_device
+    from privlab.split.job import Job, started
+
+    with shown_warnings():
+        return started(Job.of(options), pick_device(device))
+
+
+_CONNECTION = {"server", "token_file", "tls", "tls_ca", "tls_cert", "tls_key", "retry_for", "timeout"}
+_FREE = {
+    "train": _CONNECTION | {"resume", "device", "as_json", "epochs"},
+    "infer": _CONNECTION | {"run", "device", "as_json", "images", "limit", "split", "labels"},
+}
+"""What a run that is taken up does not keep."""
+
+
+def _taken_up(context: click.Context, folder: Path, device: str) -> "Started":
+    """Return an earlier run; options that shaped it cannot be given anew."""
+    from privlab.machine import pick_device
+    from privlab.split.job import resumed
+
+    free = _FREE[str(context.command.name)]
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        if name not in free and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise PrivlabError(f"The run in '{folder}' keeps its options. Found {parameter.opts[0]}: leave it out.")
+    return resumed(folder, pick_device(device))
+
+
+def _batches(started: "Started", folder: Path, *, resuming: bool) -> "Batches":
+    """Read the images, and make the folder of the client's checkpoint."""
+    from privlab.split.checkpoint import private_folder
+    from privlab.split.data import Batches, load
+    from privlab.split.train import CHECKPOINT
+
+    if not resuming and (folder / CHECKPOINT).exists():
+        raise PrivlabError(f"'{folder}' holds another run: --resume it, or give another --out.")
+    with progress_bar("reading") as progress:
+        data = load(started.job.source(), started.victim.preprocessing, progress).checked(started.learner.classes)
+    say_failed(data.failed)
+    if resuming and started.facts["data"] != data.sha256:
+        raise PrivlabError(f"The images are not those that the run in '{folder}' was begun with.")
+    private_folder(folder)
+    return Batches(data, started.job.batch_size, started.job.seed)

@@ -1,0 +1,130 @@
+"""What `privlab split` prints: events of a server, progress and results of a client."""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from privlab.cli.common import err, print_json, print_table
+from privlab.threat import PrivlabWarning
+
+if TYPE_CHECKING:
+    from privlab.split.train import StepDone
+
+__all__ = [
+    "print_event",
+    "print_inference",
+    "print_training",
+    "say",
+    "say_failed",
+    "show_event",
+    "shown_warnings",
+    "training_bar",
+]
+
+
+def print_event(event: Mapping[str, object]) -> None:
+    """Print an event of a server as a line of JSON."""
+    click.echo(json.dumps({"time": _now(), **event}, ensure_ascii=False))
+
+
+def show_event(event: Mapping[str, object]) -> None:
+    """Show an event of a server as a line of text."""
+    facts = " ".join(f"{key}={value}" for key, value in event.items() if key not in ("event", "session"))
+    session = f" {event['session']}" if "session" in event else ""
+    err.print(f"{_now()} {event['event']}{session} {facts}".rstrip(), markup=False)
+
+
+def say(message: str) -> None:
+    """Say what goes wrong meanwhile."""
+    err.print(message, style="yellow", markup=False)
+
+
+def say_failed(failed: Mapping[str, str]) -> None:
+    """Say which pictures could not be read, and why."""
+    for image, reason in failed.items():
+        err.print(f"Failed: {image}: {reason}", style="red", markup=False)
+
+
+@contextmanager
+def shown_warnings() -> Iterator[None]:
+    """Show privlab's warnings as lines."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PrivlabWarning)
+        yield
+    for warning in caught:
+        say(f"Warning: {warning.message}")
+
+
+@contextmanager
+def training_bar(total: int) -> Iterator[Callable[["StepDone"], None]]:
+    """Show progress, loss, accuracy and the time of a step, the three averaged over about 20 steps."""
+    text = TextColumn(
+        "loss {task.fields[loss]:.4f} accuracy {task.fields[accuracy]:.1%} {task.fields[ms]:.0f} ms a step"
+    )
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
+    bar = Progress(*columns, console=err)
+    task = bar.add_task("", total=total, loss=0.0, accuracy=0.0, ms=0.0)
+    mean: dict[str, float] = {}
+
+    def show(done: "StepDone") -> None:
+        bar.start()  # not before the first step: a mistake then is one line
+        now = {"loss": done.loss, "accuracy": done.hits / done.images, "ms": 1000 * done.seconds}
+        for name, value in now.items():
+            mean[name] = value if name not in mean else 0.95 * mean[name] + 0.05 * value
+        bar.update(task, completed=done.step, **mean)  # pyright: ignore[reportArgumentType]
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def print_training(summary: Mapping[str, Any], as_json: bool) -> None:
+    """Print what a training came to."""
+    if as_json:
+        print_json(dict(summary))
+        return
+    table = Table("epoch", "loss", "accuracy", header_style="bold")
+    for row in summary["epochs"]:
+        table.add_row(str(row["epoch"]), f"{row['loss']:.4f}", f"{row['accuracy']:.2%}")
+    print_table(table)
+    click.echo("loss and accuracy as learnt: each image before the step that it is in")
+    click.echo(f"{summary['steps']} steps, session {summary['session']}, key {summary['key_bits']:.0f} bits a batch")
+    _print_traffic(summary)
+    click.echo(f"run: {summary['run']}")
+
+
+def print_inference(summary: Mapping[str, Any], as_json: bool) -> None:
+    """Print the answers."""
+    if as_json:
+        print_json(dict(summary))
+        return
+    table = Table("image", "label", "predicted", "probability", header_style="bold")
+    for row in summary["predictions"]:
+        label = "" if row["label"] is None else str(row["label"])
+        name = f"{row['predicted']} {row['class'] or ''}".rstrip()
+        table.add_row(row["image"], label, name, f"{row['probability']:.3f}")
+    print_table(table)
+    if summary["accuracy"] is not None:
+        click.echo(f"accuracy {summary['accuracy']:.2%}")
+    _print_traffic(summary)
+
+
+def _print_traffic(summary: Mapping[str, Any]) -> None:
+    rate, latency = summary["images_per_second"], summary["latency_ms_median"]
+    speed = "" if rate is None else f", {rate:.1f} images per second"
+    waited = "" if latency is None else f"; a reply takes {latency:.1f} ms (median)"
+    mib = [summary[name] / 2**20 for name in ("bytes_sent", "bytes_received")]
+    click.echo(f"{summary['seconds']:.1f} s{speed}; sent {mib[0]:.1f} MiB, received {mib[1]:.1f} MiB{waited}")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="milliseconds")

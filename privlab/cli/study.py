@@ -1,0 +1,60 @@
+"""`privlab study`: the studies of `experiments/`, run on images that a user names."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from privlab.cli.common import common, err, print_json
+
+__all__ = ["study"]
+
+
+@click.group()
+def study() -> None:
+    """Run a study: the tables of the papers on images of your own, the adaptive adversary beside."""
+
+
+@study.command("split-privacy")
+@click.option("--images", type=click.Path(path_type=Path), required=True, help="A folder with train/ and test/.")
+@click.option("--model", required=True, help="The victim that is fine-tuned.")
+@click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
+@click.option("--img-size", type=click.IntRange(min=16), help="Side of the input.")
+@click.option("--attributes", type=click.Path(path_type=Path), help="CSV: file, and a column of 0 and 1 per attribute.")
+@click.option("--methods", help="Rows of the table, with commas.  [default: SL,GN,GN+,LP,LP+,BS,BS+]")
+@click.option("--adaptive", help="Attacks beside the paper's decoder, with commas.")
+@click.option("--set", "options", multiple=True, metavar="[NAME.]KEY=VALUE", help="Option of an attack or a defense.")
+@click.option("--embedding", metavar="timm:NAME@FILE", help="Network of F-SIM, with its weights.")
+@click.option("--steps", type=click.IntRange(min=1), default=300, show_default=True, help="Of each client's training.")
+@click.option("--batch", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option("--learning-rate", type=float, default=1e-4, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study; it goes on there.")
+@common
+def split_privacy(
+    methods: str | None,
+    adaptive: str | None,
+    device: str,
+    out: Path,
+    as_json: bool,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Table 6 of Permutation Equivariance: utility and leakage of split learning under each defense."""
+    from privlab.experiments.split_privacy import Study, to_markdown
+    from privlab.experiments.split_privacy import study as run
+    from privlab.machine import pick_device
+
+    named = {"methods": methods, "adaptive": adaptive}
+    given: dict[str, Any] = {name: tuple(text.split(",")) for name, text in named.items() if text is not None}
+    options["options"] = tuple(options["options"])
+    table = run(
+        Study(**options, **given),
+        out,
+        device=str(pick_device(device)),
+        say=lambda line: err.print(line, markup=False),
+    )
+    if as_json:
+        print_json(table.astype(object).where(table.notna(), None).to_dict("records"))
+        return
+    click.echo(to_markdown(table))

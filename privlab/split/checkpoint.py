@@ -1,0 +1,149 @@
+"""Tensors and facts on disk as one safetensors file: whole or not there, and readable by their owner alone."""
+
+import json
+import os
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim import Optimizer
+
+from privlab.errors import PrivlabError
+
+__all__ = ["Checkpoints", "optimizer_state", "private_folder", "read", "restore_optimizer", "write"]
+
+_FORMAT = "privlab-split/1"
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that its owner alone may enter, or take one that is there.
+
+    Raises:
+        PrivlabError: if it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise PrivlabError(f"The folder '{path}' cannot be made: {error.strerror}. Give another.") from error
+    return path
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write tensors and plain facts; what stood there before stays until all of it is on the disk.
+
+    Raises:
+        PrivlabError: if the disk is full or the folder cannot be written.
+    """
+    temporary = path.with_name(f".tmp-{path.name}")
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        temporary.unlink(missing_ok=True)
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        save_file(held, temporary, {"format": _FORMAT, "facts": json.dumps(facts)})
+        temporary.chmod(0o600)
+        _sync(temporary)
+        temporary.replace(path)
+        _sync(path.parent)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise PrivlabError(f"The checkpoint '{path}' cannot be written: {error}.") from error
+
+
+def read(path: Path, *, only_facts: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write` wrote, or its facts alone.
+
+    Raises:
+        PrivlabError: if the file is not there, torn, or of another kind.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != _FORMAT:
+                raise PrivlabError(f"'{path}' is no checkpoint of split learning: expected format {_FORMAT}.")
+            names = [] if only_facts else file.keys()
+            return {name: file.get_tensor(name) for name in names}, json.loads(metadata["facts"])
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        if isinstance(error, PrivlabError):
+            raise
+        raise PrivlabError(f"The checkpoint '{path}' cannot be read: {error}.") from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Checkpoints:
+    """The checkpoints of one session: FOLDER/step-00000012.safetensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """Return the steps that are there, the last first."""
+        names = (path.stem.removeprefix("step-") for path in self.folder.glob("step-*.safetensors"))
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+    def write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Write the checkpoint of a step.
+
+        Raises:
+            PrivlabError: if the disk is full or the folder cannot be written.
+        """
+        write(private_folder(self.folder) / self._name(step), tensors, facts)
+
+    def read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Read the checkpoint of a step.
+
+        Raises:
+            PrivlabError: if it is not there, or torn.
+        """
+        return read(self.folder / self._name(step))
+
+    def facts(self, step: int) -> dict[str, Any]:
+        """Read the facts of a checkpoint alone.
+
+        Raises:
+            PrivlabError: if it is not there, or torn.
+        """
+        return read(self.folder / self._name(step), only_facts=True)[1]
+
+    def keep(self, steps: Container[int]) -> None:
+        """Remove the checkpoints of all other steps."""
+        for step in self.steps():
+            if step not in steps:
+                (self.folder / self._name(step)).unlink(missing_ok=True)
+
+    @staticmethod
+    def _name(step: int) -> str:
+        return f"step-{step:08d}.safetensors"
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return an optimiser's averages and counts as named tensors: "optimizer.INDEX.KEY"."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"optimizer.{index}.{key}": value
+        for index, values in state.items()
+        for key, value in values.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `optimizer_state` returned, or nothing into a fresh optimiser."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".")
+            state.setdefault(int(index), {})[key] = tensor.clone()
+    groups = optimizer.state_dict()["param_groups"]
+    with torch.no_grad():
+        optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,0 +1,234 @@
+"""The client's end of the wire: a session as a context, its requests as calls, its failures as one-line errors."""
+
+import queue
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+
+import grpc
+from google.protobuf.message import DecodeError
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.errors import PrivlabError
+from privlab.split.contract import Contract
+from privlab.split.inbox import Inbox
+from privlab.split.security import ClientTls, is_loopback, split_address
+from privlab.split.server import METHOD
+from privlab.split.sessions import VERSION
+from privlab.split.split_pb2 import Contract as ContractMessage
+from privlab.split.split_pb2 import Open, Reply, Request, Save, Tensors
+from privlab.split.wire import chunks, pack, pack_state, unpack
+
+__all__ = ["Client", "Lost", "Rebuffed", "Remote", "Traffic"]
+
+
+class Lost(PrivlabError):
+    """The server does not answer now: it may have been restarted, or another stream still holds the session."""
+
+
+class Rebuffed(Lost):
+    """The server hung up at once: at the first attempt, it most likely wants another kind of connection."""
+
+
+@dataclass
+class Traffic:
+    """What went over the wire: bytes of tensors, and how long each request waited for its reply, in seconds."""
+
+    sent: int = 0
+    received: int = 0
+    waited: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Client:
+    """Where a server is, and how to talk to it.
+
+    Args:
+        address: HOST:PORT.
+        token: the server's.
+        tls: what to trust; without it, the server must be on this machine.
+        timeout: seconds to wait for one reply.
+
+    Raises:
+        PrivlabError: for an address of another form, or one of another machine without TLS.
+    """
+
+    address: str
+    token: str = field(repr=False)
+    tls: ClientTls | None = None
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        host, _ = split_address(self.address)
+        if self.tls is None and not is_loopback(host):
+            raise PrivlabError(f"--server {self.address} is another machine, which needs TLS: give --tls-ca.")
+
+    @contextmanager
+    def session(
+        self,
+        contract: Contract,
+        *,
+        session: str = "",
+        steps: Sequence[int] = (0,),
+        saved: int = 0,
+        weights: Mapping[str, Tensor] | None = None,
+        traffic: Traffic | None = None,
+    ) -> Iterator["Remote"]:
+        """Open a session, or resume one after the first of `steps` that the server knows too.
+
+        Args:
+            contract: the terms.
+            session: the id of one to resume; empty for a new one.
+            steps: after which the client can go on, the best first; 0 may begin anew.
+            saved: the last step of which the client keeps a checkpoint.
+            weights: T's initial weights by timm's names, if the contract says that the client brings them.
+            traffic: is counted up.
+
+        Raises:
+            PrivlabError: for whatever the server refuses; `Lost` if trying again may help.
+        """
+        channel = self._channel(contract)
+        remote = Remote(channel, self.token, contract, self.timeout, traffic or Traffic())
+        try:
+            remote.open(session, steps, saved)
+            if weights is not None and remote.step == 0:
+                remote.upload(weights)
+            yield remote
+        finally:
+            remote.close()
+            channel.close()
+
+    def _channel(self, contract: Contract) -> grpc.Channel:
+        options = [
+            ("grpc.max_receive_message_length", 2 * contract.message_bytes + 2**20),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.enable_retries", 0),
+        ]
+        if self.tls is None:
+            return grpc.insecure_channel(self.address, options)
+        return grpc.secure_channel(self.address, self.tls.credentials(), options)
+
+
+class Remote:
+    """T, as the client sees it: `id` names the session, `step` is where it goes on, `durable` what a crash leaves."""
+
+    def __init__(self, channel: grpc.Channel, token: str, contract: Contract, timeout: float, traffic: Traffic) -> None:
+        self.contract, self.timeout, self.traffic = contract, timeout, traffic
+        self.id, self.weights_sha256 = "", ""
+        self.step = self.durable = self.saved = 0
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        call = channel.stream_stream(METHOD, Request.SerializeToString)
+        self._call = call(iter(self._requests.get, None), metadata=(("authorization", f"Bearer {token}"),))
+        self._replies: Inbox[bytes] = Inbox(self._call)
+
+    def open(self, session: str, steps: Sequence[int], saved: int) -> None:
+        """Open the session."""
+        self.saved = saved
+        contract = ContractMessage(**asdict(self.contract))
+        request = Request(open=Open(version=VERSION, session=session, steps=steps, contract=contract))
+        opened = self._ask(request).opened
+        self.id, self.step, self.weights_sha256 = opened.session, opened.step, opened.weights_sha256
+
+    def upload(self, weights: Mapping[str, Tensor]) -> None:
+        """Send T's initial weights."""
+        for part in chunks(pack_state(weights)):
+            self.traffic.sent += len(part)
+            self._requests.put(Request(weights=part, saved=self.saved))
+
+    def forward(self, step: int, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Return T(features), the first half of a step."""
+        data = self._exchange(Request(forward=Tensors(step=step, data=pack("features", features)))).outputs.data
+        return self._tensor(data, "outputs", features)
+
+    def backward(self, step: int, gradient: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Return ∂ℓ/∂features, given ∂ℓ/∂outputs, the second half: the server changes T."""
+        data = self._exchange(Request(backward=Tensors(step=step, data=pack("gradient", gradient)))).gradient.data
+        return self._tensor(data, "gradient", gradient)
+
+    def infer(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Return T(features); the server learns nothing of it, but what it sees."""
+        data = self._exchange(Request(infer=pack("features", features))).inferred
+        return self._tensor(data, "outputs", features)
+
+    def save(self) -> None:
+        """Have the server write a checkpoint; `durable` then says whether it did."""
+        self._ask(Request(save=Save()))
+
+    def close(self) -> None:
+        """End the stream: the server writes its checkpoint and lets the session go."""
+        self._requests.put(None)
+        with suppress(grpc.RpcError, futures.TimeoutError):
+            self._replies.get(min(self.timeout, 10.0))
+        self._call.cancel()
+        self._replies.close()
+
+    def _exchange(self, request: Request) -> Reply:
+        """Ask, and count what it takes."""
+        began = time.perf_counter()
+        reply = self._ask(request)
+        self.traffic.waited.append(time.perf_counter() - began)
+        self.traffic.sent += len(request.forward.data) + len(request.backward.data) + len(request.infer)
+        self.traffic.received += len(reply.outputs.data) + len(reply.gradient.data) + len(reply.inferred)
+        return reply
+
+    def _ask(self, request: Request) -> Reply:
+        request.saved = self.saved
+        self._requests.put(request)
+        try:
+            data = self._replies.get(self.timeout)
+        except futures.TimeoutError:
+            raise Lost(f"The server did not answer within {self.timeout:g} seconds.") from None
+        except grpc.RpcError as error:
+            raise _translated(error) from None
+        if data is None:
+            raise Lost("The server ended the session.")
+        reply = _parsed(data)
+        self.durable = reply.durable
+        return reply
+
+    def _tensor(self, data: bytes, name: str, like: Tensor) -> Tensor:
+        tensor = unpack(data, name, self.contract)
+        if tensor.shape != like.shape:
+            raise PrivlabError(f"The server's '{name}' must be {tuple(like.shape)}. Found {tuple(tensor.shape)}.")
+        return tensor.to(like.device)
+
+
+def _parsed(data: bytes) -> Reply:
+    try:
+        return Reply.FromString(data)
+    except DecodeError:
+        raise PrivlabError(f"The server's {len(data)} bytes are no reply of split learning.") from None
+
+
+def _translated(error: grpc.RpcError) -> PrivlabError:
+    """Return what a failed call means to the user."""
+    status = error.code().name  # pyright: ignore[reportAttributeAccessIssue]
+    details = " ".join(str(error.details()).split())  # pyright: ignore[reportAttributeAccessIssue]
+    if status in ("ABORTED", "DEADLINE_EXCEEDED", "CANCELLED") or "RST_STREAM" in details:
+        return Lost(details)
+    if status != "UNAVAILABLE":
+        return PrivlabError(details if status == "UNAUTHENTICATED" else f"The server refuses ({status}): {details}")
+    return _not_reached(details)
+
+
+def _not_reached(details: str) -> PrivlabError:
+    if "WRONG_VERSION_NUMBER" in details:
+        return PrivlabError("The server speaks no TLS: leave --tls-ca out, or start it with --tls-cert and --tls-key.")
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].partition(":")[0]
+        return PrivlabError(f"The server's certificate is not accepted by --tls-ca: {reason}.")
+    if "Hostname Verification" in details:
+        return PrivlabError("The server's certificate is for another host: use a name of it in --server.")
+    if "handshake failed" in details.lower():
+        return PrivlabError(f"The TLS handshake failed: {details}")
+    if "failed to connect" in details and "refused" not in details:
+        return Rebuffed(
+            "The server hung up before a word: does it want TLS (--tls-ca), or a client's certificate that its "
+            f"authority signed (--tls-cert, --tls-key)? {details.rpartition(': ')[2]}."
+        )
+    return Lost(f"The server cannot be reached: {details}")

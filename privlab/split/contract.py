@@ -1,0 +1,112 @@
+"""What client and server of a session agree on: sizes, precision, optimiser; whatever arrives is checked against it."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+from privlab.errors import PrivlabError, unknown_name
+
+__all__ = ["DTYPES", "OPTIMIZERS", "Contract", "Refusal"]
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+OPTIMIZERS = ("adamw", "sgd")
+
+_LARGEST = {"width": 2**14, "max_tokens": 2**16, "max_batch": 2**16}
+
+
+class Refusal(PrivlabError):
+    """What one side of a session does not accept from the other; `status` is a name of gRPC's status codes."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The terms of a session, set by the client.
+
+    Args:
+        model: timm's name of the architecture; the server must hold the same.
+        width: d, the width of a token.
+        max_tokens: t at most, class and register tokens included.
+        max_batch: b at most.
+        dtype: "float32" or "float64", of every tensor that is sent, and of T.
+        optimizer: "adamw", or "sgd" with momentum; of T on the server, of F₁ and F₂ on the client.
+        lr: learning rate, above 0.
+        momentum: of "sgd", in [0, 1).
+        weight_decay: at least 0; decoupled in "adamw".
+        own_weights: whether the client brings T's initial weights, as with a column permutation (Eq. 6).
+
+    Raises:
+        PrivlabError: for a value out of its range.
+    """
+
+    model: str
+    width: int
+    max_tokens: int
+    max_batch: int
+    dtype: str = "float32"
+    optimizer: str = "adamw"
+    lr: float = 1e-4
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    own_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name, most in _LARGEST.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise PrivlabError(f"{name} must be in [1, {most}]. Found {getattr(self, name)}.")
+        if self.dtype not in DTYPES:
+            raise unknown_name("dtype", self.dtype, DTYPES)
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
+        if not 0 < self.lr < math.inf:
+            raise PrivlabError(f"lr must be above 0 and finite. Found {self.lr}.")
+        if not 0 <= self.momentum < 1:
+            raise PrivlabError(f"momentum must be in [0, 1). Found {self.momentum}.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise PrivlabError(f"weight_decay must be at least 0 and finite. Found {self.weight_decay}.")
+
+    @classmethod
+    def of(cls, values: object) -> "Contract":
+        """Read the fields of a message, or of a mapping.
+
+        Raises:
+            Refusal: for a value out of its range, or one that is missing.
+        """
+        try:
+            if isinstance(values, Mapping):
+                return cls(**values)
+            return cls(**{f.name: getattr(values, f.name) for f in fields(cls)})
+        except (PrivlabError, TypeError) as error:
+            raise Refusal("INVALID_ARGUMENT", f"The contract does not hold: {error}") from None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Return the precision as torch has it."""
+        return DTYPES[self.dtype]
+
+    @property
+    def message_bytes(self) -> int:
+        """Return the size of the largest batch of features, in bytes."""
+        return self.max_batch * self.max_tokens * self.width * self.torch_dtype.itemsize
+
+    def session_bytes(self, parameters: int, depth: int) -> int:
+        """Return an estimate of the memory that a training session takes on the server, in bytes.
+
+        T's weights, their gradients and the optimiser's averages; about 24 tensors of the size of the features that
+        each block keeps for its backward pass; eight messages under way.
+        """
+        averages = 2 if self.optimizer == "adamw" else 1
+        return parameters * (2 + averages) * self.torch_dtype.itemsize + self.message_bytes * (24 * depth + 8)
+
+    def optimizer_of(self, parameters: Iterable[Tensor]) -> Optimizer:
+        """Return a fresh optimiser of the parameters."""
+        if self.optimizer == "sgd":
+            return SGD(parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        return AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)

@@ -1,0 +1,99 @@
+"""The client's images and labels in memory, as eight bits, and the batch of every step."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from privlab.draws import draw_for
+from privlab.errors import PrivlabError
+from privlab.images import ImageSource, Preprocessing, batches
+
+__all__ = ["Batches", "Dataset", "load"]
+
+Progress = Callable[[int, int | None], None]
+_READ = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Pictures that could be read, preprocessed; `labels` are −1 where there is none, `failed` says why by name."""
+
+    names: tuple[str, ...]
+    images: UInt8[Tensor, "n c h w"]
+    labels: Int[Tensor, " n"]
+    sha256: str
+    failed: dict[str, str]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def checked(self, classes: int) -> "Dataset":
+        """Return the same, if every picture has a label below `classes`.
+
+        Raises:
+            PrivlabError: with the first picture that has none, or whose label is too high.
+        """
+        for name, label in zip(self.names, self.labels.tolist(), strict=True):
+            if label < 0:
+                raise PrivlabError(
+                    f"Training needs labels. '{name}' has none: use class folders, or --labels FILE.csv."
+                )
+            if label >= classes:
+                raise PrivlabError(f"The model has {classes} classes. Found label {label} of '{name}': use --classes.")
+        return self
+
+    def pixels(self, index: Int[Tensor, " b"] | slice) -> Float[Tensor, "b c h w"]:
+        """Return images in [0, 1]: eight bits by 255, as they were read."""
+        return self.images[index].float() / 255
+
+
+def load(source: ImageSource, preprocessing: Preprocessing, progress: Progress = lambda done, total: None) -> Dataset:
+    """Read all pictures of a source.
+
+    Raises:
+        PrivlabError: if none can be read.
+    """
+    pictures, images, failed = [], [], {}
+    for chunk in batches(source, preprocessing, _READ):
+        pictures += chunk.pictures
+        images.append((chunk.images * 255).round().to(torch.uint8))
+        failed |= {picture.name: picture.problem or "" for picture in chunk.failed}
+        progress(len(pictures), source.count)
+    if not pictures:
+        raise PrivlabError(f"No picture can be read from {source.description}.")
+    labels = [-1 if picture.label is None else picture.label for picture in pictures]
+    digest = hashlib.sha256()
+    for picture, label in zip(pictures, labels, strict=True):
+        digest.update(f"{picture.sha256}:{label}\n".encode())
+    names = tuple(picture.name for picture in pictures)
+    return Dataset(names, torch.cat(images), torch.tensor(labels), digest.hexdigest(), failed)
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Which images each step takes: all in an order drawn anew for every epoch; the last batch may be smaller."""
+
+    data: Dataset
+    size: int
+    seed: int = 0
+
+    @property
+    def per_epoch(self) -> int:
+        """Return the steps of an epoch."""
+        return -(-len(self.data) // self.size)
+
+    def __getitem__(self, step: int) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, " b"]]:
+        """Return images and labels of a step, counted from 1: a function of the seed and the step alone."""
+        epoch, position = divmod(step - 1, self.per_epoch)
+        chosen = _order(self.seed, epoch, len(self.data))[position * self.size : (position + 1) * self.size]
+        return self.data.pixels(chosen), self.data.labels[chosen]
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, n: int) -> Int[Tensor, " n"]:
+    return torch.randperm(n, generator=draw_for(seed, "", "order", epoch))

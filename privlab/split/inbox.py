@@ -1,0 +1,34 @@
+"""A stream of messages that can be waited for with a limit of time."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Inbox"]
+
+T = TypeVar("T")
+
+
+class Inbox(Generic[T]):
+    """Reads one message at a time in a thread of its own: gRPC's iterators cannot be waited for with a limit."""
+
+    def __init__(self, stream: Iterator[T]) -> None:
+        self._stream = stream
+        self._reader = ThreadPoolExecutor(1, "inbox")
+        self._coming: Future[Any] | None = None
+
+    def get(self, seconds: float) -> T | None:
+        """Return the next message, or None at the end of the stream.
+
+        Raises:
+            TimeoutError: (of concurrent.futures) if none came; the next call goes on waiting for the same message.
+        """
+        if self._coming is None:
+            self._coming = self._reader.submit(next, self._stream, None)
+        message = self._coming.result(seconds)
+        self._coming = None
+        return message
+
+    def close(self) -> None:
+        """Read no more; the thread ends with the stream."""
+        self._reader.shutdown(wait=False)

@@ -1,0 +1,65 @@
+"""Inference over the wire: the server sees permuted features, the client alone the answers."""
+
+import secrets
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.split.client import Client, Lost, Remote, Traffic
+from privlab.split.data import Dataset
+from privlab.split.learner import Learner
+from privlab.split.patience import Patience
+from privlab.split.secret import batch_draws
+
+__all__ = ["infer"]
+
+
+def infer(
+    learner: Learner,
+    client: Client,
+    data: Dataset,
+    *,
+    session: str = "",
+    traffic: Traffic | None = None,
+    retry_for: float = 60.0,
+    tell: Callable[[str], None] = lambda message: None,
+    progress: Callable[[int, int | None], None] = lambda done, total: None,
+) -> Float[Tensor, "n y"]:
+    """Return the class probabilities of each image, by the learner and the T of a session (none: the initial T).
+
+    Permutations and noise are drawn anew from the operating system; P_C is the learner's.
+
+    Raises:
+        PrivlabError: for what the server refuses, or when it does not answer in time.
+    """
+    patience = Patience(retry_for, tell)
+    weights = learner.initial_weights() if learner.contract.own_weights and learner.step == 0 else None
+    while True:
+        try:
+            with client.session(
+                learner.contract,
+                session=session,
+                steps=[learner.step],
+                saved=learner.step,
+                weights=weights,
+                traffic=traffic,
+            ) as remote:
+                patience.met()
+                return _answers(learner, remote, data, progress)
+        except Lost as lost:
+            patience.wait(lost)
+
+
+def _answers(
+    learner: Learner, remote: Remote, data: Dataset, progress: Callable[[int, int | None], None]
+) -> Float[Tensor, "n y"]:
+    fresh, size, answers = secrets.token_hex(32), learner.contract.max_batch, []
+    for start in range(0, len(data), size):
+        images = data.pixels(slice(start, start + size))
+        with torch.no_grad():
+            sent = learner.send(images, batch_draws(learner.secret, start, len(images), fresh))
+        answers.append(learner.predict(remote.infer(sent.features), sent).cpu())
+        progress(start + len(images), len(data))
+    return torch.cat(answers)

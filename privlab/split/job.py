@@ -1,0 +1,141 @@
+"""What a client is to do, as plain data that stands in its checkpoint, and the things made of it."""
+
+import warnings
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from privlab.defenses import defenses
+from privlab.errors import PrivlabError, unknown_name
+from privlab.images import ImageSource, open_images
+from privlab.options import configured, read_options
+from privlab.split import checkpoint
+from privlab.split.contract import Contract
+from privlab.split.learner import Learner
+from privlab.split.secret import new_secret
+from privlab.split.train import CHECKPOINT
+from privlab.stack import Stack
+from privlab.threat import PrivlabWarning
+from privlab.victims import Victim, victim
+
+__all__ = ["Job", "Started", "resumed", "stack_of", "started"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The options of a training or an inference that shape its result.
+
+    Raises:
+        PrivlabError: for a value out of its range.
+    """
+
+    model: str
+    images: tuple[str, ...]
+    weights: str = "auto"
+    img_size: int | None = None
+    defense: str = "none"
+    options: tuple[str, ...] = ()
+    limit: int | None = None
+    split: str | None = None
+    labels: str | None = None
+    classes: int | None = None
+    epochs: int = 1
+    batch_size: int = 32
+    optimizer: str = "adamw"
+    lr: float = 1e-4
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    dtype: str = "float32"
+    seed: int = 0
+    upload: bool = False
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Job":
+        """Read what `asdict` wrote, and JSON kept."""
+        known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        for name in known.keys() & {"images", "options"}:  # lists, where JSON kept them
+            known[name] = tuple(known[name])
+        return cls(**known)
+
+    def source(self) -> ImageSource:
+        """Open the images."""
+        source = self.images[0] if len(self.images) == 1 else list(self.images)
+        return open_images(source, limit=self.limit, split=self.split, labels=self.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class Started:
+    """A job with its victim and learner; `session` is that of an earlier run, `facts` stand in the checkpoint."""
+
+    job: Job
+    victim: Victim
+    learner: Learner
+    facts: dict[str, Any]
+    session: str = ""
+
+
+def stack_of(names: str, options: tuple[str, ...]) -> Stack:
+    """Return defenses by their names, joined by +, with their options.
+
+    Raises:
+        PrivlabError: for a name or an option that none has.
+    """
+    installed, parts = defenses(), names.split("+")
+    for name in parts:
+        if name not in installed:
+            raise unknown_name("defense", name, installed)
+    kinds = [installed[name] for name in parts]
+    read_options(options, kinds)
+    return Stack(tuple(configured(kind, options) for kind in kinds))
+
+
+def started(job: Job, device: torch.device) -> Started:
+    """Begin a job, with a fresh secret.
+
+    Raises:
+        PrivlabError: for a victim, a defense or terms that cannot be.
+    """
+    return _made(job, new_secret(), device)
+
+
+def resumed(folder: Path, device: torch.device) -> Started:
+    """Take up a job where the checkpoint in a client's folder left it.
+
+    Raises:
+        PrivlabError: if there is none, or it cannot be read.
+    """
+    path = folder / CHECKPOINT
+    if not path.exists():
+        raise PrivlabError(f"'{folder}' holds no {CHECKPOINT}: give the --out of `privlab split train`.")
+    _, facts = checkpoint.read(path, only_facts=True)
+    job = Job.of(facts["job"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivlabWarning)  # random weights, say: the run that began it said so
+        made = _made(job, facts["secret"], device)
+    made.learner.restore(path)
+    return Started(job, made.victim, made.learner, facts, facts["session"])
+
+
+def _made(job: Job, secret: str, device: torch.device) -> Started:
+    stack = stack_of(job.defense, job.options)
+    subject = victim(job.model, weights=job.weights, img_size=job.img_size, seed=job.seed)
+    learner = _learner(job, subject, stack, secret, device, own_weights=job.upload)
+    if not job.upload and learner.columns is not None:  # T must be keyed by P_C, which the server must not learn
+        learner = _learner(job, subject, stack, secret, device, own_weights=True)
+    return Started(job, subject, learner, {"job": asdict(job), "secret": secret})
+
+
+def _learner(
+    job: Job, subject: Victim, stack: Stack, secret: str, device: torch.device, *, own_weights: bool
+) -> Learner:
+    contract = Contract(
+        model=subject.architecture,
+        width=subject.model.vit.embed_dim,
+        max_tokens=subject.model.vit.num_prefix_tokens + subject.model.vit.patch_embed.num_patches,
+        max_batch=job.batch_size,
+        own_weights=own_weights,
+        **{name: getattr(job, name) for name in ("dtype", "optimizer", "lr", "momentum", "weight_decay")},
+    )
+    return Learner(subject.model, stack, contract, secret, classes=job.classes, seed=job.seed, device=device)

@@ -1,0 +1,180 @@
+"""The client's half: images, labels, F₁, F₂, the secret permutations; what leaves it is a `Sent` and a gradient."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from privlab.keyed import ModelShape, apply_key, residual_only
+from privlab.model import VictimModel
+from privlab.split import checkpoint
+from privlab.split.backbone import Backbone, own_parameters
+from privlab.split.contract import Contract
+from privlab.split.secret import batch_draws
+from privlab.stack import Stack
+from privlab.threat import Draws, Sent
+
+__all__ = ["Learner"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """A step that waits for the server."""
+
+    sent: Sent
+    labels: Int[Tensor, " b"]
+
+
+class Learner:
+    """F₁ and F₂ of a client with their optimiser, after `step` steps; a copy, the model given stays as it is.
+
+    A step is `begin`, `grade`, `finish`. It draws from the secret by its number alone, so that a step done again, after
+    a crash, is the same to the last bit. `losses` and `hits` hold the mean loss and the right answers of every step.
+
+    Args:
+        model: the victim.
+        stack: the client's defenses.
+        contract: the terms of the session.
+        secret: what permutations and noise are drawn from.
+        classes: a fresh head of so many classes, drawn from `seed`, instead of the victim's own.
+    """
+
+    def __init__(
+        self,
+        model: VictimModel,
+        stack: Stack,
+        contract: Contract,
+        secret: str,
+        *,
+        classes: int | None = None,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.model = copy.deepcopy(model).requires_grad_(False).eval()
+        if classes is not None:
+            self.model.vit.head = _fresh_head(self.model.vit.head, classes, seed)
+            self.model.vit.num_classes = classes
+        self.model.to(device, contract.torch_dtype)
+        self.stack, self.contract, self.secret = stack, contract, secret
+        self._own = own_parameters(self.model)
+        for parameter in self._own.values():
+            parameter.requires_grad_(True)
+        self._optimizer = contract.optimizer_of(self._own.values())
+        self.step = 0
+        self.losses, self.hits = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
+        self._begun: _Begun | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Return where F₁ and F₂ compute."""
+        return self.model.mean.device
+
+    @property
+    def classes(self) -> int:
+        """Return how many classes F₂ tells apart."""
+        return int(self.model.vit.num_classes)
+
+    @property
+    def key_bits(self) -> float:
+        """Return the size of what is drawn for an image that is sent alone, in bits."""
+        return self._like_any_batch().key_bits
+
+    @property
+    def columns(self) -> Int[Tensor, " d"] | None:
+        """Return the secret P_C, the same for all batches; None if the defenses leave columns where they are."""
+        return self._like_any_batch().columns
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        """Return T's initial weights, permuted by P_C: the server learns neither (Eq. 6)."""
+        state = Backbone(self.model, self.contract.torch_dtype).state_dict()
+        if (columns := self.columns) is None:
+            return state
+        shape = ModelShape.of(self.model.vit)
+        return apply_key(state, residual_only(columns, shape), shape)
+
+    def send(self, images: Float[Tensor, "b c h w"], draws: Draws) -> Sent:
+        """Return what is sent of images in [0, 1]: F₁, after the defenses."""
+        images = images.to(self.device, self.contract.torch_dtype)
+        feed = self.stack.feed(images, self.model.patch, draws.images)
+        tokens = self.model.embed(feed.images, feed.masked_pe, feed.replacement)
+        return self.stack.send(tokens, self.model.vit.num_prefix_tokens, draws)
+
+    def begin(self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"]) -> Float[Tensor, "b t d"]:
+        """Return the features of the next step."""
+        sent = self.send(images, self._draws(self.step + 1, len(images)))
+        self._begun = _Begun(sent, labels.to(self.device))
+        return sent.features.detach()
+
+    def grade(self, outputs: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Return ∂ℓ/∂outputs, with ℓ the mean cross-entropy of F₂ of the server's outputs, put back in order."""
+        begun = self._begun
+        assert begun is not None
+        outputs = outputs.detach().requires_grad_()
+        logits = self.model.head(begun.sent.restored(outputs))
+        loss = F.cross_entropy(logits, begun.labels)
+        self._optimizer.zero_grad()
+        loss.backward()
+        hits = (logits.argmax(1) == begun.labels).sum()
+        self.losses = torch.cat([self.losses[: self.step], loss.detach().double().cpu()[None]])
+        self.hits = torch.cat([self.hits[: self.step], hits.cpu()[None]])
+        assert outputs.grad is not None
+        return outputs.grad
+
+    def finish(self, gradient: Float[Tensor, "b t d"]) -> None:
+        """Change F₁ and F₂ by one step of the optimiser, given ∂ℓ/∂features."""
+        assert self._begun is not None
+        self._begun.sent.features.backward(gradient)
+        self._optimizer.step()
+        self._begun = None
+        self.step += 1
+
+    def predict(self, outputs: Float[Tensor, "b t d"], sent: Sent) -> Float[Tensor, "b y"]:
+        """Return the class probabilities of the server's outputs."""
+        with torch.no_grad():
+            return self.model.head(sent.restored(outputs)).softmax(1)
+
+    def save(self, path: Path, facts: dict[str, Any]) -> None:
+        """Write everything that a later client needs to go on after this step.
+
+        Raises:
+            PrivlabError: if the disk is full or the folder cannot be written.
+        """
+        history = {"losses": self.losses[: self.step], "hits": self.hits[: self.step]}
+        state = {f"own.{name}": parameter for name, parameter in self._own.items()}
+        averages = checkpoint.optimizer_state(self._optimizer)
+        checkpoint.write(path, state | history | averages, facts | {"step": self.step})
+
+    def restore(self, path: Path) -> None:
+        """Go back to what `save` wrote.
+
+        Raises:
+            PrivlabError: if it cannot be read.
+        """
+        tensors, facts = checkpoint.read(path)
+        with torch.no_grad():
+            for name, parameter in self._own.items():
+                parameter.copy_(tensors[f"own.{name}"])
+        self._optimizer = self.contract.optimizer_of(self._own.values())
+        checkpoint.restore_optimizer(self._optimizer, tensors)
+        self.losses, self.hits = tensors["losses"], tensors["hits"]
+        self.step, self._begun = facts["step"], None
+
+    def _like_any_batch(self) -> Sent:
+        tokens = self.model.mean.new_zeros(1, self.contract.max_tokens, self.contract.width)
+        return self.stack.send(tokens, self.model.vit.num_prefix_tokens, self._draws(0, 1))
+
+    def _draws(self, step: int, size: int) -> Draws:
+        return batch_draws(self.secret, step, size)
+
+
+def _fresh_head(old: nn.Module, classes: int, seed: int) -> nn.Linear:
+    """Return a new classifier, leaving torch's global random state alone."""
+    assert isinstance(old, nn.Linear)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Linear(old.in_features, classes)

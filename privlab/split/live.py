@@ -1,0 +1,141 @@
+"""A session while a client talks to it: requests in, replies out, checkpoints and records on the way."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from privlab.errors import PrivlabError
+from privlab.recording import SessionRecorder
+from privlab.split.checkpoint import Checkpoints
+from privlab.split.contract import Refusal
+from privlab.split.session import Session
+from privlab.split.split_pb2 import Opened, Reply, Request, Saved, Tensors
+from privlab.split.wire import HEADER, pack, unpack, unpack_state
+
+__all__ = ["Live"]
+
+
+@dataclass(eq=False)
+class Live:
+    """A session in a client's hands.
+
+    `after` is the step after which the client goes on; `durable` the last step that survives a crash of this server;
+    `saved` the last step of which the client keeps a checkpoint: that one of ours is kept too, should it go back there.
+    """
+
+    id_: str
+    name: str
+    session: Session
+    after: int
+    stored: Checkpoints
+    saved: int
+    every: int
+    weights_sha256: str
+    log: Callable[..., None]
+    record: SessionRecorder | None
+
+    def __post_init__(self) -> None:
+        self.durable = self.session.step
+        contract = self.session.contract
+        self._uploaded: bytearray | None = bytearray() if contract.own_weights and self.session.step == 0 else None
+        size = sum(t.numel() for t in self.session.backbone.state_dict().values())
+        self._upload_most = size * contract.torch_dtype.itemsize + HEADER * 16
+
+    def opened(self) -> Reply:
+        """Return the answer to the request that opened the session."""
+        opened = Opened(
+            session=self.id_, step=self.after, weights_sha256=self.weights_sha256, checkpoint_every=self.every
+        )
+        return Reply(durable=min(self.durable, self.after), opened=opened)
+
+    def answer(self, request: Request) -> Reply | None:
+        """Return the reply to a request; a part of the initial weights has none.
+
+        Raises:
+            Refusal: for a request out of order, or tensors off the contract.
+        """
+        kind = request.WhichOneof("kind")
+        self._saved(request.saved)
+        if kind == "weights":
+            return self._receive(request.weights)
+        if self._uploaded is not None:
+            raise Refusal("FAILED_PRECONDITION", f"The contract promises T's initial weights first. Found '{kind}'.")
+        if kind == "forward":
+            outputs = self.session.forward(request.forward.step, self._tensor(request.forward.data, "features"))
+            return self._reply(outputs=Tensors(step=request.forward.step, data=pack("outputs", outputs)))
+        if kind == "backward":
+            return self._backward(request.backward)
+        if kind == "infer":
+            features = self._tensor(request.infer, "features")
+            if self.record is not None:
+                self.record.inference(features)
+            return self._reply(inferred=pack("outputs", self.session.infer(features)))
+        if kind == "save":
+            self.checkpoint()
+            return self._reply(saved=Saved())
+        raise Refusal("INVALID_ARGUMENT", f"Expected forward, backward, infer or save. Found '{kind}'.")
+
+    def checkpoint(self) -> None:
+        """Write where the session is; on a full disk it goes on, and what was durable stays so."""
+        step = self.session.step
+        if step == self.durable:
+            return
+        try:
+            self.stored.write(step, self.session.tensors(), self._facts(step))
+        except PrivlabError as error:
+            self.log("not saved", self.name, step=step, durable=self.durable, reason=str(error))
+            return
+        self.durable = step
+        self._prune()
+        self.log("saved", self.name, step=step)
+
+    def close(self) -> None:
+        """Write the checkpoint, and the record of a step that was left half done."""
+        if self.record is not None and (pending := self.session.pending_features) is not None:
+            self.record.step(self.session.step + 1, pending, None)
+        self.checkpoint()
+        self.log("closed", self.name, step=self.session.step, durable=self.durable)
+
+    def _backward(self, request: Tensors) -> Reply:
+        pending, before = self.session.pending_features, self.session.step
+        gradient = self._tensor(request.data, "gradient")
+        answer = self.session.backward(request.step, gradient)
+        if self.session.step > before:
+            if self.record is not None and pending is not None:
+                self.record.step(self.session.step, pending, gradient)
+            if self.session.step % self.every == 0:
+                self.checkpoint()
+        return self._reply(gradient=Tensors(step=request.step, data=pack("gradient", answer)))
+
+    def _receive(self, part: bytes) -> None:
+        """Collect the initial weights; the last part is empty."""
+        if self._uploaded is None:
+            raise Refusal("FAILED_PRECONDITION", "No weights are expected: the contract says so, or they are here.")
+        self._uploaded += part
+        if len(self._uploaded) > self._upload_most:
+            most = f"at most {self._upload_most} bytes. Found {len(self._uploaded)} or more"
+            raise Refusal("INVALID_ARGUMENT", f"T's initial weights take {most}.")
+        if not part:
+            backbone = self.session.backbone
+            state = unpack_state(bytes(self._uploaded), backbone.state_dict(), self.session.contract.torch_dtype)
+            backbone.load_state_dict(state)
+            self._uploaded = None
+
+    def _saved(self, step: int) -> None:
+        if step > self.saved:
+            self.saved = step
+            self._prune()
+
+    def _prune(self) -> None:
+        self.stored.keep({self.durable, self.saved, self.saved + 1})
+
+    def _tensor(self, data: bytes, name: str) -> torch.Tensor:
+        contract = self.session.contract
+        return unpack(data, name, contract).to(next(self.session.backbone.parameters()).device)
+
+    def _reply(self, **kind: object) -> Reply:
+        return Reply(durable=self.durable, **kind)  # pyright: ignore[reportArgumentType]
+
+    def _facts(self, step: int) -> dict[str, object]:
+        return {"session": self.id_, "step": step, "contract": asdict(self.session.contract)}

@@ -1,0 +1,48 @@
+"""How long a client tries again when the server does not answer."""
+
+import time
+from collections.abc import Callable
+
+from privlab.errors import PrivlabError
+from privlab.split.client import Lost, Rebuffed
+
+__all__ = ["Patience"]
+
+_FIRST, _LONGEST = 0.1, 5.0
+
+
+class Patience:
+    """Waits ever longer between attempts, up to `seconds` in a row without success.
+
+    Args:
+        seconds: after which it ends.
+        tell: is told why it waits, once in a row.
+    """
+
+    def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
+        self._seconds, self._tell = seconds, tell
+        self._met = False
+        self._since: float | None = None
+        self._pause = _FIRST
+
+    def met(self) -> None:
+        """Begin anew: the server has answered."""
+        self._met, self._since, self._pause = True, None, _FIRST
+
+    def wait(self, lost: Lost) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            PrivlabError: if it has lasted too long, or the server wants another kind of connection.
+        """
+        if isinstance(lost, Rebuffed) and not self._met:
+            raise lost
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            self._tell(f"{lost} Trying again for {self._seconds:g} seconds.")
+        left = self._since + self._seconds - now
+        if left <= 0:
+            raise PrivlabError(f"{lost} Tried for {self._seconds:g} seconds (--retry-for).") from None
+        time.sleep(min(self._pause, left))
+        self._pause = min(2 * self._pause, _LONGEST)

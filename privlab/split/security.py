@@ -1,0 +1,192 @@
+"""Who may talk to a server, and over what: bearer tokens, TLS, and which addresses stay on this machine."""
+
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import ssl
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from privlab.errors import PrivlabError
+
+__all__ = ["ClientTls", "RequireToken", "ServerTls", "is_loopback", "make_token", "read_token", "split_address"]
+
+_LEAST = 32
+_OPEN_TO_ALL = "/grpc.health.v1.Health/Check"
+
+
+def make_token(path: Path) -> str:
+    """Return the token of a file; where there is none, a new one of 256 bits from the system's CSPRNG is written.
+
+    Raises:
+        PrivlabError: if the file is readable by others, holds no token, or cannot be written.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        return read_token(path)
+    except OSError as error:
+        raise PrivlabError(f"The token file '{path}' cannot be written: {error.strerror}.") from error
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")
+    return read_token(path)
+
+
+def read_token(path: Path) -> str:
+    """Return the token of a file.
+
+    Raises:
+        PrivlabError: if there is none, others than its owner may read or write it, or it holds no token.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        text = path.read_text("ascii").strip()
+    except FileNotFoundError:
+        raise PrivlabError(
+            f"There is no token file '{path}': `privlab split serve` makes it; bring a copy, or give --token-file."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise PrivlabError(f"The token file '{path}' cannot be read: {error}.") from error
+    if mode & 0o077:
+        raise PrivlabError(f"The token file '{path}' must have mode 0600. Found {mode:04o}: chmod 600 it.")
+    if len(text) < _LEAST or not text.isprintable() or " " in text:
+        raise PrivlabError(f"'{path}' holds no token: expected one line of at least {_LEAST} printable characters.")
+    return text
+
+
+class RequireToken(grpc.ServerInterceptor):
+    """Turns away every call without the token, compared in constant time; the health check is open to all."""
+
+    def __init__(self, token: str, refused: Callable[[str], None]) -> None:
+        self._expected = f"Bearer {token}".encode()
+        self._refused = refused
+        self._missing = _aborting("No bearer token: give the server's with --token-file.")
+        self._wrong = _aborting("Wrong token: give the server's with --token-file.")
+
+    def intercept_service(
+        self, continuation: Callable[[Any], Any], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:  # noqa: ANN401
+        """Pass a call on, or answer it with UNAUTHENTICATED."""
+        metadata: dict[str, Any] = dict(getattr(handler_call_details, "invocation_metadata", None) or ())
+        given = metadata.get("authorization")
+        if getattr(handler_call_details, "method", "") == _OPEN_TO_ALL:
+            return continuation(handler_call_details)
+        if given is None:
+            self._refused("no token")
+            return self._missing
+        if not hmac.compare_digest(str(given).encode(), self._expected):
+            self._refused("wrong token")
+            return self._wrong
+        return continuation(handler_call_details)
+
+
+def _aborting(message: str) -> grpc.RpcMethodHandler:
+    def abort(requests: object, context: grpc.ServicerContext) -> None:
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
+
+    return grpc.stream_stream_rpc_method_handler(abort)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of "HOST:PORT" or "[::1]:PORT".
+
+    Raises:
+        PrivlabError: for anything else.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise PrivlabError(f"--server must be HOST:PORT. Found '{address}'.")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine, under all addresses that it resolves to.
+
+    Raises:
+        PrivlabError: if it does not resolve.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise PrivlabError(f"The host '{host}' is not known here: {error}.") from error
+    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
+
+
+@dataclass(frozen=True)
+class ServerTls:
+    """A server's certificate chain and key, and the authority of its clients' certificates, if they must have one."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return what gRPC needs.
+
+        Raises:
+            PrivlabError: for files that cannot be read, hold nothing of the kind, or do not belong together.
+        """
+        _check_pair(self.cert, self.key)
+        pair = _read(self.key), _read(self.cert)
+        authority = None if self.client_ca is None else _authority(self.client_ca)
+        return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """The authority that a client trusts (None: the system's), and its own certificate and key, if the server asks."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Return what gRPC needs.
+
+        Raises:
+            PrivlabError: for files that cannot be read, hold nothing of the kind, or do not belong together.
+        """
+        if (self.cert is None) != (self.key is None):
+            raise PrivlabError("A client's certificate needs its key: give both --tls-cert and --tls-key.")
+        if self.cert is not None and self.key is not None:
+            _check_pair(self.cert, self.key)
+        files = (None if path is None else _read(path) for path in (self.key, self.cert))
+        return grpc.ssl_channel_credentials(None if self.ca is None else _authority(self.ca), *files)
+
+
+def _check_pair(cert: Path, key: Path) -> None:
+    for path in (cert, key):
+        _read(path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise PrivlabError(f"'{cert}' and '{key}' are no certificate with its key, in PEM: {reason}.") from error
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")
+
+
+def _authority(path: Path) -> bytes:
+    text = _read(path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise PrivlabError(f"'{path}' holds no certificate in PEM: {getattr(error, 'reason', error)}.") from error
+    return text
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PrivlabError(f"The TLS file '{path}' cannot be read: {error.strerror}.") from error

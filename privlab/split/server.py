@@ -1,0 +1,242 @@
+"""The server of split learning: holds T, sees features and gradients, and never an image or a label."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import grpc
+import torch
+from filelock import FileLock, Timeout
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from privlab.errors import PrivlabError
+from privlab.gradients import full_precision
+from privlab.machine import versions
+from privlab.recording import Recorder
+from privlab.split.checkpoint import private_folder
+from privlab.split.contract import Refusal
+from privlab.split.inbox import Inbox
+from privlab.split.live import Live
+from privlab.split.security import RequireToken, ServerTls, is_loopback
+from privlab.split.sessions import Limits, Sessions
+from privlab.split.split_pb2 import Reply, Request
+from privlab.victims import Victim
+
+__all__ = ["METHOD", "SERVICE", "Event", "Server", "serve"]
+
+SERVICE = "privlab.split.v1.Split"
+METHOD = f"/{SERVICE}/Session"
+
+Event = Callable[[dict[str, object]], None]
+"""Is told what happens: "event", "session" where there is one, and facts."""
+
+_GLANCE = 0.2
+_SPARE_THREADS = 8  # refusals and health checks get through when all sessions are taken
+
+
+class Server:
+    """A server on a real port, as a context: it listens inside, and stops gracefully at the end.
+
+    Args:
+        victim: holds T's initial weights.
+        token: what clients must bring.
+        state: folder of the checkpoints; one server at a time.
+        host: where to listen; other machines can reach it only over TLS.
+        port: 0 takes a free one.
+        tls: certificate and key; with `client_ca`, clients need a certificate too.
+        limits: what clients may take.
+        checkpoint_every: steps between two checkpoints.
+        record: folder for what an honest-but-curious server keeps.
+        device: where T computes.
+        on_event: is told each event.
+
+    Raises:
+        PrivlabError: if it cannot listen there, another server uses `state`, or others could listen in.
+    """
+
+    def __init__(
+        self,
+        victim: Victim,
+        *,
+        token: str,
+        state: Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: ServerTls | None = None,
+        limits: Limits | None = None,
+        checkpoint_every: int = 100,
+        record: Path | None = None,
+        device: torch.device | str = "cpu",
+        on_event: Event = lambda event: None,
+    ) -> None:
+        if tls is None and not is_loopback(host):
+            raise PrivlabError(f"--host {host} is open to other machines, which needs TLS: --tls-cert and --tls-key.")
+        if checkpoint_every < 1:
+            raise PrivlabError(f"--checkpoint-every must be at least 1. Found {checkpoint_every}.")
+        self.host, self.port, self.limits = host, port, limits or Limits()
+        self._tls, self._on_event = tls, on_event
+        self._folder, self._stopping, self._last_word = private_folder(state), threading.Event(), 0.0
+        facts = {"model": victim.architecture, "weights": victim.weights.origin, "versions": versions()}
+        self._recorder = None if record is None else Recorder(record, facts, on_stop=self._warn)
+        device = torch.device(device)
+        self._sessions = Sessions(
+            victim, self._folder, self.limits, checkpoint_every, device, self._log, self._recorder
+        )
+        self._threads = ThreadPoolExecutor(self.limits.sessions + _SPARE_THREADS, "session")
+        self._health = health.HealthServicer()
+        self._grpc, self._open = self._built(token), ExitStack()
+
+    @property
+    def address(self) -> str:
+        """Return HOST:PORT."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def __enter__(self) -> "Server":
+        with ExitStack() as undo:
+            try:
+                undo.enter_context(FileLock(self._folder / "lock", timeout=0))
+            except Timeout:
+                raise PrivlabError(f"Another server uses --state '{self._folder}': give each its own.") from None
+            self.port = self._bound()
+            undo.enter_context(full_precision())
+            self._grpc.start()
+            self._open = undo.pop_all()
+        self._tell_health(serving=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self, grace: float = 30.0) -> None:
+        """Let each client finish the step that it is in, for `grace` seconds at most; write checkpoints; close."""
+        self._tell_health(serving=False)
+        self._last_word = time.monotonic() + grace
+        self._stopping.set()
+        self._grpc.stop(grace + 1).wait()
+        self._threads.shutdown()
+        self._open.close()
+
+    def _built(self, token: str) -> grpc.Server:
+        options = [
+            ("grpc.max_receive_message_length", self.limits.message),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", 30_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ]
+        guard = RequireToken(token, lambda why: self._log("refused", None, reason=why))
+        most = self.limits.sessions + _SPARE_THREADS
+        server = grpc.server(self._threads, interceptors=[guard], options=options, maximum_concurrent_rpcs=most)
+        session = grpc.stream_stream_rpc_method_handler(self._session, response_serializer=Reply.SerializeToString)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Session": session}),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        return server
+
+    def _bound(self) -> int:
+        try:
+            if self._tls is None:
+                return self._grpc.add_insecure_port(self.address)
+            return self._grpc.add_secure_port(self.address, self._tls.credentials())
+        except RuntimeError as error:
+            reason = "is another program there? Give another --port, or --host"
+            raise PrivlabError(f"Cannot listen on {self.address}: {reason}.") from error
+
+    def _session(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Reply]:
+        """Serve one stream, in a thread of its own."""
+        inbox = Inbox(requests)
+        try:
+            yield from self._replies(inbox)
+        except Refusal as refusal:
+            self._log("refused", None, status=refusal.status, reason=str(refusal))
+            context.abort(grpc.StatusCode[refusal.status], str(refusal))
+        except (RuntimeError, MemoryError) as error:  # out of memory, above all: the other sessions go on
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            self._log("failed", None, reason=what)
+            context.abort(grpc.StatusCode.INTERNAL, f"The server failed at this request: {what}")
+        finally:
+            inbox.close()
+
+    def _replies(self, inbox: Inbox[bytes]) -> Iterator[Reply]:
+        first = self._next(inbox, None)
+        if first is None:
+            return
+        if first.WhichOneof("kind") != "open":
+            raise Refusal("FAILED_PRECONDITION", f"A stream begins with open. Found '{first.WhichOneof('kind')}'.")
+        with self._sessions.opened(first.open, first.saved) as live:
+            yield live.opened()
+            while (request := self._next(inbox, live)) is not None:
+                reply = live.answer(request)
+                if reply is not None:
+                    yield reply
+
+    def _next(self, inbox: Inbox[bytes], live: Live | None) -> Request | None:
+        """Return the client's next request; None when it is gone.
+
+        Raises:
+            Refusal: when it was silent for too long, or this server is stopping.
+        """
+        data = self._waited(inbox, live)
+        if data is None:
+            return None
+        try:
+            return Request.FromString(data)
+        except DecodeError:
+            raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are no request of split learning.") from None
+
+    def _waited(self, inbox: Inbox[bytes], live: Live | None) -> bytes | None:
+        silent_since = now = time.monotonic()
+        while now - silent_since <= self.limits.idle:
+            if self._stopping.is_set() and not (live and live.session.under_way and now < self._last_word):
+                raise Refusal("UNAVAILABLE", "The server is stopping; the session can be resumed.")
+            try:
+                return inbox.get(_GLANCE)
+            except futures.TimeoutError:
+                now = time.monotonic()
+            except Exception:  # gRPC raises a bare Exception when the client is gone
+                return None
+        said = f"Nothing came for {self.limits.idle:g} seconds"
+        raise Refusal("DEADLINE_EXCEEDED", f"{said}: the session was saved, and can be resumed.")
+
+    def _tell_health(self, *, serving: bool) -> None:
+        answer = health_pb2.HealthCheckResponse
+        for service in ("", SERVICE):
+            self._health.set(service, answer.SERVING if serving else answer.NOT_SERVING)
+
+    def _log(self, event: str, session: str | None, **facts: object) -> None:
+        self._on_event({"event": event} | ({} if session is None else {"session": session}) | facts)
+
+    def _warn(self, message: str) -> None:
+        self._log("warning", None, reason=message)
+
+
+def serve(server: Server, *, started: Callable[[Server], None] = lambda server: None) -> None:
+    """Serve until SIGTERM or SIGINT, then stop gracefully; a second signal ends the program at once."""
+    with _stop_signals() as stop, server:
+        started(server)
+        stop.wait()
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """Turn the first SIGTERM or SIGINT into an event."""
+    stop = threading.Event()
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_DFL)
+        stop.set()
+
+    before = {each: signal.signal(each, heard) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

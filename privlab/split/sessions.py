@@ -1,0 +1,229 @@
+"""Which sessions a server has: opened, resumed, limited in number and memory; each one is in one client's hands."""
+
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from privlab.errors import PrivlabError
+from privlab.recording import Recorder
+from privlab.split.backbone import Backbone
+from privlab.split.checkpoint import Checkpoints
+from privlab.split.contract import Contract, Refusal
+from privlab.split.live import Live
+from privlab.split.session import Session
+from privlab.split.split_pb2 import Open
+from privlab.split.wire import HEADER
+from privlab.victims import Victim
+from privlab.weights import hash_of
+
+__all__ = ["VERSION", "Limits", "Sessions"]
+
+VERSION = 1
+"""Of the protocol."""
+
+_ID = re.compile(r"[0-9a-f]{64}")
+_NAME = 12
+
+
+def _most_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 4 // 5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may take of a server: sessions at once, images in a batch, bytes of memory for all sessions and in
+    one message, seconds of silence.
+
+    Raises:
+        PrivlabError: for a limit that is not positive.
+    """  # noqa: D205
+
+    sessions: int = 8
+    batch: int = 256
+    memory: int = field(default_factory=_most_memory)
+    message: int = 2**28
+    idle: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise PrivlabError(f"The limit '{name}' must be above 0. Found {value}.")
+
+
+class Sessions:
+    """The sessions of a server: those that clients talk to now, and those on disk, in FOLDER/NAME.
+
+    Args:
+        victim: holds T's initial weights; clients without weights of their own start from them.
+        folder: where checkpoints stand.
+        limits: what clients may take.
+        every: steps between two checkpoints.
+        device: where T computes.
+        log: is told each event, by name, with the session's name and facts.
+        recorder: keeps what is seen, if that is asked for.
+    """
+
+    def __init__(
+        self,
+        victim: Victim,
+        folder: Path,
+        limits: Limits,
+        every: int,
+        device: torch.device,
+        log: Callable[..., None],
+        recorder: Recorder | None,
+    ) -> None:
+        self._victim, self._folder, self.limits, self._every = victim, folder, limits, every
+        self._device, self._log, self._recorder = device, log, recorder
+        self._lock = Lock()
+        self._taken: dict[str, int] = {}
+        self._hashes: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    @contextmanager
+    def opened(self, request: Open, saved: int) -> Iterator[Live]:
+        """Open a new session, or one from disk; at the end its checkpoint is written.
+
+        Raises:
+            Refusal: if the contract does not hold here, a limit is reached, or there is no such session, it is in
+                another client's hands, or it cannot go on after any of the client's steps.
+        """
+        contract = self._checked(request)
+        steps = list(request.steps) or [0]
+        id_ = self._known(request.session, steps) or secrets.token_hex(32)
+        need = contract.session_bytes(*self._size())
+        with self._place(id_, need):
+            live = self._live(id_, steps, contract, saved)
+            self._log("opened" if live.after == 0 else "resumed", live.name, step=live.after, memory=need)
+            try:
+                yield live
+            finally:
+                live.close()
+
+    def _checked(self, request: Open) -> Contract:
+        """Return the contract if it holds on this server."""
+        if request.version != VERSION:
+            raise Refusal("FAILED_PRECONDITION", f"The protocol is version {VERSION}. Found {request.version}.")
+        contract = Contract.of(request.contract)
+        name, width = self._victim.architecture, self._victim.model.vit.embed_dim
+        if (contract.model, contract.width) != (name, width):
+            found = f"{contract.model[:60]} of width {contract.width}"
+            raise Refusal("INVALID_ARGUMENT", f"This server holds {name} of width {width}. Asked for: {found}.")
+        if contract.max_batch > self.limits.batch:
+            most = f"at most {self.limits.batch} images in a batch. Asked for: {contract.max_batch}"
+            raise Refusal("RESOURCE_EXHAUSTED", f"This server takes {most}.")
+        if contract.message_bytes + HEADER > self.limits.message:
+            most = f"{self.limits.message / 2**20:.0f} MiB. A batch would need {contract.message_bytes / 2**20:.0f}"
+            raise Refusal("RESOURCE_EXHAUSTED", f"This server takes messages of at most {most}.")
+        return contract
+
+    def _known(self, asked: str, steps: Sequence[int]) -> str | None:
+        """Return the id of a session that is on disk or in use; None where a new one is to be opened."""
+        if asked and not _ID.fullmatch(asked):
+            raise Refusal(
+                "INVALID_ARGUMENT", f"A session's id has 64 hexadecimal digits. Found {len(asked)} characters."
+            )
+        if asked and (asked in self._taken or hmac.compare_digest(self._id_on_disk(asked), asked)):
+            return asked
+        if 0 not in steps:
+            raise Refusal(
+                "NOT_FOUND", "This server knows no such session: is --state the folder that it was begun with?"
+            )
+        return None
+
+    def _id_on_disk(self, asked: str) -> str:
+        stored = self._checkpoints(asked)
+        for step in stored.steps():
+            try:
+                return str(stored.facts(step)["session"])
+            except (PrivlabError, KeyError) as error:
+                self._log("unreadable", asked[:_NAME], step=step, reason=str(error))
+        return ""
+
+    @contextmanager
+    def _place(self, id_: str, need: int) -> Iterator[None]:
+        """Hold a place for a session, or refuse it."""
+        with self._lock:
+            if id_ in self._taken:
+                raise Refusal("ABORTED", "The session is in another client's hands: one client at a time.")
+            if len(self._taken) >= self.limits.sessions:
+                raise Refusal("RESOURCE_EXHAUSTED", f"All {self.limits.sessions} sessions are taken: try again later.")
+            left = self.limits.memory - sum(self._taken.values())
+            if need > left:
+                sizes = f"{need / 2**20:.0f} MiB, and {left / 2**20:.0f} MiB are left"
+                raise Refusal("RESOURCE_EXHAUSTED", f"The session would take about {sizes}: use a smaller batch.")
+            self._taken[id_] = need
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._taken[id_]
+
+    def _live(self, id_: str, steps: Sequence[int], contract: Contract, saved: int) -> Live:
+        """Return the session after the first of the client's steps that it can go on from."""
+        session, stored = Session(self._backbone(contract.dtype), contract), self._checkpoints(id_)
+        for step in steps:
+            if step == 0 or self._restored(session, stored, step):
+                stored.keep([kept for kept in stored.steps() if kept <= session.step])
+                break
+        else:
+            found = f"{stored.steps()}. The client offers {list(steps)[:8]}"
+            raise Refusal("FAILED_PRECONDITION", f"The session can go on after steps {found}.")
+        return Live(
+            id_=id_,
+            name=id_[:_NAME],
+            session=session,
+            after=step,
+            stored=stored,
+            saved=saved,
+            every=self._every,
+            weights_sha256=self._hash(contract.dtype),
+            log=self._log,
+            record=None if self._recorder is None else self._recorder.session(id_[:_NAME], self._facts(contract)),
+        )
+
+    def _restored(self, session: Session, stored: Checkpoints, step: int) -> bool:
+        """Return whether the session was put back to a step, or one further: then the client's next one is known."""
+        for candidate in (step, step + 1):
+            if candidate not in stored.steps():
+                continue
+            try:
+                tensors, facts = stored.read(candidate)
+            except PrivlabError as error:
+                self._log("unreadable", stored.folder.name, step=candidate, reason=str(error))
+                continue
+            if facts["contract"] != asdict(session.contract):
+                raise Refusal(
+                    "FAILED_PRECONDITION", f"The session was begun with {facts['contract']}: resume with that."
+                )
+            session.restore(candidate, tensors)
+            return True
+        return False
+
+    def _facts(self, contract: Contract) -> dict[str, object]:
+        return {"contract": asdict(contract), "weights_sha256": self._hash(contract.dtype)}
+
+    def _checkpoints(self, id_: str) -> Checkpoints:
+        return Checkpoints(self._folder / id_[:_NAME])
+
+    def _backbone(self, dtype: str) -> Backbone:
+        return Backbone(self._victim.model, getattr(torch, dtype)).to(self._device)
+
+    def _hash(self, dtype: str) -> str:
+        if dtype not in self._hashes:
+            self._hashes[dtype] = hash_of(self._backbone(dtype).state_dict())
+        return self._hashes[dtype]
+
+    def _size(self) -> tuple[int, int]:
+        vit = self._victim.model.vit
+        return sum(p.numel() for p in vit.blocks.parameters()), len(vit.blocks)

@@ -1,0 +1,77 @@
+"""What a training or an inference came to, as plain data."""
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.split.client import Traffic
+from privlab.split.data import Batches, Dataset
+from privlab.split.learner import Learner
+
+__all__ = ["inference_summary", "training_summary"]
+
+
+def training_summary(learner: Learner, batches: Batches, traffic: Traffic, seconds: float, done: int) -> dict[str, Any]:
+    """Return loss and accuracy by epoch, of the whole run, and what this client took for its `done` steps."""
+    epochs = -(-learner.step // batches.per_epoch)
+    return {
+        "steps": learner.step,
+        "epochs": [_epoch(learner, batches, epoch) for epoch in range(epochs)],
+        "key_bits": learner.key_bits,
+        "images_per_second": _rate(done * batches.size, seconds),
+        **_traffic(traffic, seconds),
+    }
+
+
+def inference_summary(
+    data: Dataset, probabilities: Float[Tensor, "n y"], classes: Mapping[int, str], traffic: Traffic, seconds: float
+) -> dict[str, Any]:
+    """Return the answer for each image, and the accuracy over those with a label; null where none has one."""
+    best = probabilities.max(1)
+    known = data.labels >= 0
+    hits = (best.indices == data.labels)[known].double()
+    rows = zip(data.names, data.labels.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    return {
+        "predictions": [
+            {
+                "image": name,
+                "label": label if label >= 0 else None,
+                "predicted": predicted,
+                "class": classes.get(predicted),
+                "probability": probability,
+            }
+            for name, label, predicted, probability in rows
+        ],
+        "accuracy": float(hits.mean()) if len(hits) else None,
+        "images_per_second": _rate(len(data), seconds),
+        **_traffic(traffic, seconds),
+    }
+
+
+def _epoch(learner: Learner, batches: Batches, epoch: int) -> dict[str, Any]:
+    """Return the mean loss and the accuracy of an epoch, as it was learnt: each image before its own step."""
+    steps = slice(epoch * batches.per_epoch, min((epoch + 1) * batches.per_epoch, learner.step))
+    sizes = torch.full((steps.stop - steps.start,), batches.size, dtype=torch.float64)
+    if steps.stop == (epoch + 1) * batches.per_epoch:
+        sizes[-1] = len(batches.data) - (batches.per_epoch - 1) * batches.size
+    loss = float((learner.losses[steps] * sizes).sum() / sizes.sum())
+    return {"epoch": epoch + 1, "loss": loss, "accuracy": float(learner.hits[steps].sum() / sizes.sum())}
+
+
+def _traffic(traffic: Traffic, seconds: float) -> dict[str, Any]:
+    waited = traffic.waited
+    return {
+        "seconds": seconds,
+        "bytes_sent": traffic.sent,
+        "bytes_received": traffic.received,
+        "latency_ms_median": 1000 * statistics.median(waited) if waited else None,
+        "latency_ms_worst": 1000 * max(waited) if waited else None,
+    }
+
+
+def _rate(images: int, seconds: float) -> float | None:
+    return images / seconds if images else None

@@ -1,0 +1,135 @@
+"""The client's training loop: steps over the wire, checkpoints in step with the server's, and back after a crash."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from privlab.errors import PrivlabError
+from privlab.split.backbone import Backbone
+from privlab.split.client import Client, Lost, Remote, Traffic
+from privlab.split.data import Batches
+from privlab.split.learner import Learner
+from privlab.split.patience import Patience
+from privlab.weights import hash_of
+
+__all__ = ["CHECKPOINT", "StepDone", "Trainer"]
+
+CHECKPOINT = "client.safetensors"
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """What a step came to."""
+
+    step: int
+    loss: float
+    hits: int
+    images: int
+    durable: int
+    seconds: float
+
+
+class Trainer:
+    """Trains a learner against a server.
+
+    The client keeps one checkpoint, of the last step that it knows to be durable on the server. After a crash on either
+    side both go on from the last step that both have: nothing is applied twice, and the weights come out as if nothing
+    had happened.
+
+    Args:
+        learner: the client's half.
+        client: where the server is.
+        folder: of the client's checkpoint, `client.safetensors`.
+        facts: stand in the checkpoint.
+        session: the id of a session to resume.
+        retry_for: seconds to go on trying when the server does not answer.
+        tell: is told what goes wrong meanwhile.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        client: Client,
+        folder: Path,
+        *,
+        facts: dict[str, Any] | None = None,
+        session: str = "",
+        retry_for: float = 60.0,
+        tell: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.learner, self.session, self.traffic = learner, session, Traffic()
+        self._client, self._path, self._facts = client, folder / CHECKPOINT, facts or {}
+        self._patience = Patience(retry_for, tell)
+        self._saved = learner.step
+
+    def train(self, batches: Batches, steps: int, on_step: Callable[[StepDone], None] = lambda done: None) -> None:
+        """Train up to so many steps in all.
+
+        Raises:
+            PrivlabError: for what the server refuses, or when it does not come back in time.
+        """
+        while True:
+            try:
+                return self._train(batches, steps, on_step)
+            except Lost as lost:
+                self._patience.wait(lost)
+
+    def _train(self, batches: Batches, steps: int, on_step: Callable[[StepDone], None]) -> None:
+        learner = self.learner
+        known = sorted({learner.step, self._saved}, reverse=True)
+        weights = learner.initial_weights() if learner.contract.own_weights and 0 in known else None
+        with self._client.session(
+            learner.contract,
+            session=self.session,
+            steps=known,
+            saved=self._saved,
+            weights=weights,
+            traffic=self.traffic,
+        ) as remote:
+            self._begin(remote)
+            while learner.step < steps:
+                on_step(self._step(remote, batches))
+            remote.save()
+            if remote.durable == learner.step != self._saved:
+                self._save(remote)
+                remote.save()  # tells the server that its older checkpoint is not needed any more
+
+    def _begin(self, remote: Remote) -> None:
+        """Go back to where the server goes on."""
+        self._patience.met()
+        learner = self.learner
+        if remote.step != learner.step:
+            learner.restore(self._path)
+        if remote.step == 0 and not learner.contract.own_weights:
+            self._check_same_weights(remote)
+        if remote.id != self.session:
+            self.session = remote.id
+            self._save(remote)
+
+    def _step(self, remote: Remote, batches: Batches) -> StepDone:
+        began, learner = time.perf_counter(), self.learner
+        step = learner.step + 1
+        images, labels = batches[step]
+        features = learner.begin(images, labels)
+        gradient = learner.grade(remote.forward(step, features))
+        learner.finish(remote.backward(step, gradient))
+        if remote.durable == step:
+            self._save(remote)
+        self._patience.met()
+        seconds = time.perf_counter() - began
+        loss, hits = float(learner.losses[-1]), int(learner.hits[-1])
+        return StepDone(step, loss, hits, len(images), remote.durable, seconds)
+
+    def _save(self, remote: Remote) -> None:
+        self.learner.save(self._path, self._facts | {"session": self.session})
+        remote.saved = self._saved = self.learner.step
+
+    def _check_same_weights(self, remote: Remote) -> None:
+        ours = hash_of(Backbone(self.learner.model, self.learner.contract.torch_dtype).state_dict())
+        if ours != remote.weights_sha256:
+            raise PrivlabError(
+                "The server's backbone has other weights than this client's model (another --weights, --seed or "
+                "--img-size?). Give both the same, or send them along with --upload."
+            )

@@ -1,0 +1,107 @@
+"""Tensors as bytes, in the safetensors format; what arrives is checked before anything is done with it.
+
+Nothing is unpickled: safetensors' reader checks that sizes, offsets and types agree, and holds no code.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, deserialize
+from torch import Tensor
+
+from privlab.split.contract import Contract, Refusal
+
+__all__ = ["HEADER", "chunks", "pack", "pack_state", "unpack", "unpack_state"]
+
+HEADER = 2**16
+"""Room for what stands before the numbers, and around them in a message, in bytes."""
+
+_CHUNK = 2**22
+_CODES = {torch.float32: "F32", torch.float64: "F64"}
+
+
+def pack(name: str, tensor: Tensor) -> bytes:
+    """Return one tensor as bytes: a header, and the numbers, copied once."""
+    return pack_state({name: tensor})
+
+
+def pack_state(state: Mapping[str, Tensor]) -> bytes:
+    """Return named tensors as the bytes of a safetensors file, each copied once."""
+    blobs = {name: tensor.detach().cpu().contiguous().flatten().numpy() for name, tensor in state.items()}
+    header, end = {}, 0
+    for name, tensor in state.items():
+        begin, end = end, end + blobs[name].nbytes
+        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([struct.pack("<Q", len(text)), text, *(blob.data.cast("B") for blob in blobs.values())])
+
+
+def unpack(data: bytes, name: str, contract: Contract) -> Float[Tensor, "b t d"]:
+    """Read one batch of tokens.
+
+    Raises:
+        Refusal: for bytes that are no such tensor, a name, type or shape off the contract, NaN or infinity.
+    """
+    tensors = _read(data, {name: contract.torch_dtype})
+    tensor = tensors[name]
+    most = (contract.max_batch, contract.max_tokens, contract.width)
+    fits = tensor.ndim == 3 and all(1 <= n <= m for n, m in zip(tensor.shape, most, strict=True))
+    if not fits or tensor.shape[2] != contract.width:
+        shape = f"(b ≤ {most[0]}, t ≤ {most[1]}, d = {most[2]})"
+        raise Refusal("INVALID_ARGUMENT", f"'{name}' must have shape {shape}. Found {tuple(tensor.shape)}.")
+    return _finite(name, tensor)
+
+
+def unpack_state(data: bytes, like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read named tensors with exactly the names and shapes of `like`.
+
+    Raises:
+        Refusal: for bytes that are no such tensors, other names, types or shapes, NaN or infinity.
+    """
+    tensors = _read(data, dict.fromkeys(like, dtype))
+    for name, tensor in tensors.items():
+        if tensor.shape != like[name].shape:
+            want, found = tuple(like[name].shape), tuple(tensor.shape)
+            raise Refusal("INVALID_ARGUMENT", f"'{name}' must have shape {want}. Found {found}.")
+        _finite(name, tensor)
+    return tensors
+
+
+def chunks(data: bytes) -> list[bytes]:
+    """Return the parts of a large message; the last one is empty."""
+    return [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)] + [b""]
+
+
+def _read(data: bytes, want: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Return tensors of these names and types, and no others."""
+    try:
+        found = dict(deserialize(data))
+    except SafetensorError as error:
+        raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are no safetensors: {error}.") from None
+    if found.keys() != want.keys():
+        names = f"{_names(want)}. Found {_names(found) or 'none'}"
+        raise Refusal("INVALID_ARGUMENT", f"The tensors must be {names}.")
+    tensors = {}
+    for name, dtype in want.items():
+        if found[name]["dtype"] != _CODES[dtype]:
+            raise Refusal("INVALID_ARGUMENT", f"'{name}' must be {_CODES[dtype]}. Found {found[name]['dtype']}.")
+        raw = found[name]["data"]
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.view(found[name]["shape"])
+    return tensors
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    low, high = tensor.aminmax()  # NaN spreads to both; half the work of isfinite, and no memory
+    if not bool(low.isfinite() & high.isfinite()):
+        raise Refusal("INVALID_ARGUMENT", f"'{name}' holds NaN or infinity. Numbers must be finite.")
+    return tensor
+
+
+def _names(names: Mapping[str, object], most: int = 4) -> str:
+    listed = [name[:40] for name in sorted(names)]
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -1,0 +1,17 @@
+"""The one training loop, its checkpoints and its log."""
+
+from privlab.training.checkpoint import Checkpoints, write_atomically
+from privlab.training.loop import listening, train
+from privlab.training.plan import Compute, Listener, Plan, Progress, Recipe
+
+__all__ = [
+    "Checkpoints",
+    "Compute",
+    "Listener",
+    "Plan",
+    "Progress",
+    "Recipe",
+    "listening",
+    "train",
+    "write_atomically",
+]

@@ -1,0 +1,28 @@
+"""The log of a training: one row of CSV per report."""
+
+import csv
+from dataclasses import astuple, fields
+from pathlib import Path
+
+from privlab.training.checkpoint import write_atomically
+from privlab.training.plan import Progress
+
+__all__ = ["append", "forget_after"]
+
+
+def append(log: Path, now: Progress) -> None:
+    """Add a row, and the head before the first."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    head = [] if log.exists() else [tuple(f.name for f in fields(Progress))]
+    with log.open("a", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([*head, astuple(now)])
+
+
+def forget_after(log: Path, step: int) -> None:
+    """Drop the rows after a step: what was done, but not saved, is done again."""
+    if not log.exists():
+        return
+    head, *rows = log.read_text(encoding="utf-8").splitlines() or [""]
+    kept = [row for row in rows if row.partition(",")[0].isdecimal() and int(row.partition(",")[0]) <= step]
+    text = "".join(f"{row}\n" for row in (head, *kept))
+    write_atomically(log, lambda path: path.write_text(text, encoding="utf-8"))

@@ -1,0 +1,226 @@
+"""One loop for everything that is trained: Lightning Fabric's devices and precision, and exact resume.
+
+What step s computes depends on (seed, s) and the weights alone. Examples come as one endless stream of shuffled epochs,
+of which step s takes the next B; every draw of step s, dropout's included, comes from generators keyed by (seed, s). So
+to go on takes the weights, the optimiser's averages and a step number, and ends, bit by bit on a CPU, with the weights
+of a run that was never interrupted.
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from privlab.draws import draw_for
+from privlab.errors import PrivlabError
+from privlab.training import log
+from privlab.training.checkpoint import Checkpoints
+from privlab.training.plan import Compute, Listener, Plan, Progress, Recipe
+
+__all__ = ["listening", "train"]
+
+_LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell `listener` of every training inside that has none of its own, such as one that an attack needs."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
+
+
+def train(
+    recipe: Recipe,
+    plan: Plan,
+    *,
+    compute: Compute | None = None,
+    out: Path | None = None,
+    progress: Listener | None = None,
+) -> None:
+    """Train `recipe.model` in place; with `out`, go on with what stands there, and write checkpoints and `log.csv`.
+
+    Raises:
+        PrivlabError: without examples or Lightning Fabric; if the loss is not finite, with the step and the last good
+            checkpoint; if `out` belongs to another training or cannot be written.
+
+    Warns:
+        PrivlabWarning: if a damaged checkpoint was passed over.
+    """
+    if not len(recipe):
+        raise PrivlabError("There is nothing to train on: the data hold no examples.")
+    compute = compute or Compute()
+    cuda = [torch.device(compute.device)] if compute.device.startswith("cuda") else []
+    with torch.random.fork_rng(cuda), torch.enable_grad():
+        _Run(recipe, plan, compute, out, progress or _LISTENER.get()).go()
+
+
+class _Run:
+    """One training: what Fabric set up, and what happened since the last report."""
+
+    def __init__(
+        self, recipe: Recipe, plan: Plan, compute: Compute, out: Path | None, listener: Listener | None
+    ) -> None:
+        self.recipe, self.plan, self.compute, self.listener = recipe, plan, compute, listener
+        optimizer, self.scheduler = _optimiser(recipe, plan)
+        self.fabric = _fabric(plan, compute)
+        with _without_advice():
+            self.model, self.optimizer = self.fabric.setup(recipe.model, optimizer)
+        identity = {"recipe": recipe.identity} | {name: str(value) for name, value in asdict(plan).items()}
+        self.checkpoints = None if out is None else Checkpoints(out / "checkpoints", identity)
+        self.log = None if out is None else out / "log.csv"
+        self.losses: list[Tensor] = []
+        self.first = self.saved = self._resume()
+        self.start = time.perf_counter()
+
+    def go(self) -> None:
+        self.model.train()
+        for step in range(self.first, self.plan.steps):
+            self.losses.append(self._step(step))
+            done, last = step + 1, step + 1 == self.plan.steps
+            save = last or done % self.compute.save_every == 0
+            if save or done % self.compute.log_every == 0:
+                self._report(done)
+            if save and self.checkpoints is not None:
+                self._save(done, self.checkpoints)
+        self.model.eval()
+
+    def _step(self, step: int) -> Tensor:
+        """Take one step of the optimiser; return the loss before it."""
+        plan, total = self.plan, torch.zeros((), device=self.fabric.device)
+        rows = _rows(plan, step, len(self.recipe))
+        for part, some in enumerate(rows.chunk(plan.accumulate)):
+            draw = draw_for(plan.seed, "", "training", step * plan.accumulate + part)
+            self._seed_globally(draw.initial_seed())
+            batch = self.fabric.to_device(self.recipe.batch(some, draw))
+            loss = self.recipe.loss(self.model, batch, draw) * (len(some) / len(rows))
+            self.fabric.backward(loss)
+            total += loss.detach()
+        if plan.clip:
+            self.fabric.clip_gradients(self.model, self.optimizer, max_norm=plan.clip, error_if_nonfinite=False)
+        if self.scheduler is not None:
+            self.scheduler.step_update(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    def _seed_globally(self, seed: int) -> None:
+        """Seed what dropout and its like draw from, within the fork of `train`."""
+        torch.default_generator.manual_seed(seed)
+        if self.fabric.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _report(self, done: int) -> None:
+        """Check the losses since the last report, all in one transfer from the device, and tell of them."""
+        losses = torch.stack(self.losses).tolist()
+        self.losses.clear()
+        for step, loss in enumerate(losses, done - len(losses) + 1):
+            if not math.isfinite(loss):
+                raise self._stopped(f"the loss is {loss} at step {step}")
+        seconds = time.perf_counter() - self.start
+        now = Progress(
+            step=done,
+            steps=self.plan.steps,
+            epoch=done * self.plan.batch_size / len(self.recipe),
+            loss=math.fsum(losses) / len(losses),
+            learning_rate=self.optimizer.param_groups[0]["lr"],
+            seconds=seconds,
+            seconds_left=seconds / (done - self.first) * (self.plan.steps - done),
+        )
+        if self.log is not None:
+            log.append(self.log, now)
+        if self.listener is not None:
+            self.listener(now)
+
+    def _stopped(self, reason: str) -> PrivlabError:
+        kept = ""
+        if self.checkpoints is not None:
+            kept = f" The last good checkpoint is of step {self.saved}, in {self.checkpoints.folder}."
+        return PrivlabError(f"The training stopped: {reason}.{kept} A lower learning rate may help.")
+
+    def _save(self, done: int, checkpoints: Checkpoints) -> None:
+        weights = self.recipe.model.state_dict()
+        if not all(bool(w.isfinite().all()) for w in weights.values()):  # the next loss would tell too late
+            raise self._stopped(f"the weights are not finite after step {done}")
+        state = {"optimizer": self.optimizer.state_dict(), "precision": self.fabric.strategy.precision.state_dict()}
+        checkpoints.save(done, weights, state)
+        self.saved = done
+
+    def _resume(self) -> int:
+        """Load the last sound checkpoint, if there is one; return the number of steps that are done."""
+        found = None if self.checkpoints is None else self.checkpoints.last()
+        step, weights, state = found or (0, {}, {})
+        if found:
+            self.recipe.model.load_state_dict(weights)
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.fabric.strategy.precision.load_state_dict(state["precision"])
+        if self.log is not None:
+            log.forget_after(self.log, step)
+        return step
+
+
+def _optimiser(recipe: Recipe, plan: Plan) -> tuple[torch.optim.Optimizer, Any]:
+    """Return timm's optimiser, without weight decay on biases and norms, and its schedule by steps (None: none)."""
+    from timm.optim import create_optimizer_v2
+    from timm.scheduler import create_scheduler_v2
+
+    optimizer = create_optimizer_v2(
+        recipe.model, opt=plan.optimiser, lr=plan.learning_rate, weight_decay=plan.weight_decay
+    )
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched=plan.schedule,
+        num_epochs=max(1, plan.steps - plan.warmup),
+        warmup_epochs=plan.warmup,
+        warmup_lr=0,
+        warmup_prefix=True,
+        step_on_epochs=False,
+        updates_per_epoch=1,
+    )
+    return optimizer, scheduler
+
+
+def _fabric(plan: Plan, compute: Compute) -> Any:  # noqa: ANN401
+    """Return Fabric for one process on one device."""
+    try:
+        from lightning_fabric import Fabric
+    except ImportError as error:
+        raise PrivlabError("Training needs Lightning Fabric: pip install 'privlab[training]'.") from error
+    device = torch.device(compute.device)
+    devices = [device.index or 0] if device.type == "cuda" else 1
+    with _without_advice():
+        fabric = Fabric(accelerator=device.type, devices=devices, precision=plan.precision)  # pyright: ignore[reportArgumentType]
+        fabric.launch()
+    return fabric
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep to itself what Lightning thinks of the machine while it is set up."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"lightning")
+        yield
+
+
+def _rows(plan: Plan, step: int, n: int) -> Tensor:
+    """Return the numbers of a step's examples: the next of a stream of epochs, each shuffled by (seed, epoch)."""
+    first, after = step * plan.batch_size, (step + 1) * plan.batch_size
+    epochs = range(first // n, (after - 1) // n + 1)
+    stream = torch.cat([_order(plan.seed, epoch, n) for epoch in epochs])
+    return stream[first % n : first % n + plan.batch_size]
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, n: int) -> Tensor:
+    return torch.randperm(n, generator=draw_for(seed, "", "epoch", epoch))

@@ -1,0 +1,110 @@
+"""What a training is: a recipe, a plan that shapes its result, and where it is computed; and how it tells of itself."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Generator, Tensor, nn
+
+from privlab.errors import PrivlabError
+
+__all__ = ["Compute", "Listener", "Plan", "Progress", "Recipe"]
+
+
+@runtime_checkable
+class Recipe(Protocol):
+    """What is trained on what.
+
+    The checkpoint of a run with another `identity` is not continued.
+    """
+
+    @property
+    def model(self) -> nn.Module:
+        """Return what is trained."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Return the name of data and objective."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        ...
+
+    def batch(self, rows: Tensor, draw: Generator) -> Any:  # noqa: ANN401
+        """Return the examples of these numbers: a tensor, or a tuple, list or dict of tensors."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Any, draw: Generator) -> Tensor:  # noqa: ANN401
+        """Return the mean loss of a batch; `model` is that above, in the plan's precision."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a recipe is trained: everything that shapes the result.
+
+    Args:
+        steps: of the optimiser.
+        batch_size: examples of a step.
+        accumulate: the parts into which a step's examples are cut, one forward and backward pass each.
+        optimiser: one of timm's.
+        schedule: one of timm's, over the steps: "cosine", "constant" …
+        warmup: steps of linear warm-up.
+        clip: largest norm of a step's gradient; 0 leaves it as it is.
+        precision: one of Fabric's: "32-true", "bf16-mixed", "16-mixed" …
+        seed: of the order of the examples, and of every draw.
+    """
+
+    steps: int
+    batch_size: int = 32
+    accumulate: int = 1
+    optimiser: str = "adamw"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.05
+    schedule: str = "cosine"
+    warmup: int = 0
+    clip: float = 1.0
+    precision: str = "32-true"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            PrivlabError: for counts below one, and numbers below zero.
+        """
+        for name in ("steps", "batch_size", "accumulate"):
+            if getattr(self, name) < 1:
+                raise PrivlabError(f"{name} of a training must be at least 1. Found {getattr(self, name)}.")
+        for name in ("learning_rate", "weight_decay", "warmup", "clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PrivlabError(f"{name} of a training must be at least 0 and finite. Found {getattr(self, name)}.")
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What changes speed and safety, not the result: the device, and how often losses are read and weights saved."""
+
+    device: str = "cpu"
+    log_every: int = 20
+    save_every: int = 500
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a training stands; `loss` is the mean since the last report, `seconds` are those of this process."""
+
+    step: int
+    steps: int
+    epoch: float
+    loss: float
+    learning_rate: float
+    seconds: float
+    seconds_left: float
+
+
+Listener = Callable[[Progress], None]
+"""What is told of a training's progress."""

@@ -1,0 +1,138 @@
+"""`privlab attack` on released features: the same records and strips, places and keys scored, recordings audited."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+from privlab.recording import Recorder
+from privlab.victims import victim
+
+LARGE = ("--img-size", "64")
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """Return a recording of two training steps and an inference of a tiny victim, rows permuted."""
+    with pytest.warns(UserWarning, match="RANDOM"):
+        model = victim("vit_ti", weights="random", img_size=64).model
+    draw = torch.Generator().manual_seed(0)
+    session = Recorder(tmp_path / "recorded", {"model": "vit_ti"}, lambda line: None).session("alice", {})
+    for step in (1, 2):
+        tokens = model.embed(torch.rand(3, 3, 64, 64, generator=draw))
+        session.step(step, tokens[:, torch.randperm(17, generator=draw)], None)
+    session.inference(model.embed(torch.rand(2, 3, 64, 64, generator=draw)))
+    return tmp_path / "recorded"
+
+
+def test_row_permutation_is_attacked_scored_and_shown(
+    attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path
+) -> None:
+    result = attack(*LARGE, "--defense", "row-permutation", "--attack", "pe-assignment", "--strips")
+    assert result.status == 0
+    made = records().query("attack == 'pe-assignment'")
+    assert len(made) == 2 * 3
+    assert set(made.release) == {"features"}
+    assert made.block.isna().all()
+    assert made.grad_norm.isna().all()
+    assert made.placement_accuracy.between(0, 1).all()
+    assert made.neighbour_accuracy.between(0, 1).all()
+    assert made.key_recovered.isna().all()
+    assert made.key_bits.iloc[0] == pytest.approx(48.34, abs=0.01)  # log2 17!
+    assert made.correct.isna().all()  # the labels are predictions
+    at_home = made[made.geometry == "oracle"].set_index("image").psnr
+    in_place = made[made.geometry == "in_place"].set_index("image").psnr
+    assert (at_home >= in_place - 1e-9).all()
+    assert all(word in result.out for word in ("placed", "neighbours", "RowPermutation(per='batch'"))
+    with Image.open(next((tmp_path / "run" / "strips").iterdir())) as strip:
+        assert strip.width > 4 * 224  # image, fed, as sent, attack
+
+
+def test_a_column_key_is_recovered(attack: Callable[..., Any], records: Callable[..., pd.DataFrame]) -> None:
+    assert attack(*LARGE, "--defense", "column-permutation", "--attack", "class-token-key").status == 0
+    made = records().query("attack == 'class-token-key'")
+    assert (made.key_recovered == 1).all()
+    assert (made.psnr > 15).all()
+
+
+def test_known_labels_show_what_the_defense_costs(
+    attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
+) -> None:
+    """Row permutation changes no prediction (Theorem 4.1): with predictions as labels, all of them are right."""
+    attack(*LARGE, "--defense", "row-permutation", "--attack", "pe-assignment")
+    labels = tmp_path / "labels.csv"
+    predicted = records().drop_duplicates("image")[["image", "label"]].set_axis(["file", "label"], axis=1)
+    predicted.to_csv(labels, index=False)
+    options = ("--attack", "pe-assignment", "--labels", labels, "--overwrite")
+    assert attack(*LARGE, "--defense", "row-permutation+column-permutation", *options).status == 0
+    assert (records().query("attack == 'pe-assignment'").correct == 1).all()
+
+
+def test_features_without_a_defense_are_setting_a(
+    attack: Callable[..., Any], records: Callable[..., pd.DataFrame]
+) -> None:
+    assert attack(*LARGE, "--attack", "pe-assignment").status == 0
+    made = records().query("attack == 'pe-assignment'")
+    assert set(zip(made.defense, made.setting, made.key_bits, strict=True)) == {("none", "a", 0.0)}
+
+
+def test_a_batch_is_the_client_s_whatever_the_speed(
+    attack: Callable[..., Any], records: Callable[..., pd.DataFrame]
+) -> None:
+    """--batch-size changes no draw; --client-batch does, for it is part of the science."""
+    options = (*LARGE, "--defense", "batch-shuffle", "--attack", "pe-assignment", "--metrics", "psnr", "--overwrite")
+    psnr = {}
+    for name, extra in {"one": ("--batch-size", 1), "two": ("--batch-size", 2), "other": ("--client-batch", 1)}.items():
+        assert attack(*options, *extra).status == 0
+        psnr[name] = records().query("attack == 'pe-assignment'").psnr.tolist()
+    assert psnr["one"] == psnr["two"]
+    assert psnr["one"] != psnr["other"]
+
+
+def test_a_recording_is_audited_without_any_image(
+    cli: Callable[..., Any], recording: Path, tmp_path: Path, photos: Path
+) -> None:
+    victim_options = ("--model", "vit_ti", "--weights", "random", *LARGE, "--defense", "row-permutation")
+    options = ("--attack", "pe-assignment", "--out", tmp_path / "audit", "--public", photos)
+    result = cli("attack", "--features", recording, *victim_options, *options, "--json")
+    assert result.status == 0
+    told = json.loads(result.out)
+    assert [(row["kind"], row["number"], row["images"]) for row in told["batches"]] == [
+        ("step", 1, 3),
+        ("step", 2, 3),
+        ("infer", 1, 2),
+    ]
+    sheets = {path.name for path in (tmp_path / "audit" / "strips").iterdir()}
+    assert sheets == {row["sheet"] for row in told["batches"]}
+    facts = json.loads((tmp_path / "audit" / "run.json").read_text())
+    assert facts["specification"]["defense"] == "row-permutation"
+    shown = cli("attack", "--features", recording, *victim_options, *options, "--overwrite", "--limit", 1)
+    assert shown.status == 0
+    assert "nothing is scored" in shown.out
+    assert len(list((tmp_path / "audit" / "strips").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--labels", "predicted"), "--labels has no meaning with --features"),
+        (("--img-size", "32"), "vit_ti sends 5 tokens of width 192. Found 17 of width 192 in the recording"),
+        (("--model", "vit_ti,vit_s"), "--features audits one victim. Found 2: vit_ti, vit_s."),
+        (("--attack", "april"), "needs what this observation does not grant"),
+    ],
+)
+def test_an_audit_that_cannot_be_is_one_line(
+    cli: Callable[..., Any], recording: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    base = ("--model", "vit_ti", "--weights", "random", *LARGE, "--attack", "pe-assignment", "--out", tmp_path / "a")
+    assert message in cli("attack", "--features", recording, *base, *options).error
+
+
+def test_no_recording_is_one_line(cli: Callable[..., Any], tmp_path: Path) -> None:
+    error = cli("attack", "--features", tmp_path, "--model", "vit_ti", "--weights", "random").error
+    assert "holds no recording" in error

@@ -1,0 +1,231 @@
+"""Weight matching recovers keys: exactly from untouched models, and from what tampering leaves of trained ones."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from scipy.optimize import linear_sum_assignment
+from timm.layers import GluMlp, SwiGLU
+from timm.models.vision_transformer import ResPostBlock, VisionTransformer
+from torch import Tensor
+
+from privlab.attacks import weight_matching
+from privlab.attacks.weight_matching import (
+    WeightMatching,
+    WeightObservation,
+    recovered_fraction,
+    recovery_curve,
+)
+from privlab.errors import PrivlabError
+from privlab.keyed import ModelKey, ModelShape, apply_key, new_key
+from privlab.tampering import add_noise, prune, quantise
+
+State = dict[str, Tensor]
+attack = WeightMatching()
+
+
+@pytest.fixture(scope="session")
+def trained(shared: Callable[[str], object]) -> State:
+    """Return the trained ViT-Ti."""
+    return load_file(shared("weights/vit_tiny_patch16_224.safetensors"))
+
+
+def draw(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def encrypted(state: State, space: str = "full") -> tuple[ModelKey, WeightObservation]:
+    shape = ModelShape.of_state(state, 3)
+    key = new_key(shape, space)
+    return key, WeightObservation(apply_key(state, key, shape), state, shape)
+
+
+def same(found: ModelKey, key: ModelKey) -> bool:
+    return all(torch.equal(order, key.orders()[name]) for name, order in found.orders().items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"qk_norm": True}, {"mlp_layer": GluMlp}, {"mlp_layer": SwiGLU}, {"init_values": 0.1}, {"pre_norm": True},
+     {"block_fn": ResPostBlock}, {"qkv_bias": False, "proj_bias": False}, {"scale_attn_norm": True}],
+)  # fmt: skip
+@pytest.mark.parametrize("space", ["full", "paper", "residual"])
+def test_every_order_of_an_untouched_model_is_recovered(
+    tiny_vit: Callable[..., VisionTransformer], options: dict[str, object], space: str
+) -> None:
+    vit = tiny_vit(embed_dim=48, num_heads=3, **options)
+    shape, base = ModelShape.of(vit), vit.state_dict()
+    key = new_key(shape, space)
+    seen = WeightObservation(apply_key(base, key, shape), base, shape)
+    found = attack(seen)
+    assert torch.equal(found.residual, key.residual)
+    assert same(attack.whole_key(seen, found.residual), key)
+
+
+def test_neither_embedding_nor_head_is_needed(trained: State) -> None:
+    key, seen = encrypted(trained)
+    blocks = {name: tensor for name, tensor in seen.encrypted.items() if name.startswith("blocks.")}
+    assert torch.equal(attack(replace(seen, encrypted=blocks)).residual, key.residual)
+
+
+@pytest.mark.parametrize("space", ["full", "paper"])
+def test_the_key_of_an_untouched_trained_model_is_recovered_whole(trained: State, space: str) -> None:
+    key, seen = encrypted(trained, space)
+    found = attack(seen)
+    assert torch.equal(found.residual, key.residual)
+    assert (found.rounds, found.agreement, found.confidence.min()) == (0, pytest.approx(1), pytest.approx(1))
+    assert same(attack.whole_key(seen, found.residual), key)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "agreement"),
+    [
+        (lambda state: add_noise(state, 1.0, draw()), (0.6, 0.7)),
+        (lambda state: add_noise(state, 5.0, draw()), (0.1, 0.2)),
+        (lambda state: prune(state, 0.5), (0.9, 1)),
+        (lambda state: prune(state, 0.9), (0.6, 0.9)),
+        (quantise, (0.99, 1)),
+        (lambda state: quantise(state, 1), (0.1, 0.9)),
+    ],
+    ids=["noise of 1 std", "noise of 5 std", "half pruned", "nine tenths pruned", "int8", "three values"],
+)
+def test_tampering_does_not_hide_the_stream(
+    trained: State, tamper: Callable[[State], State], agreement: tuple[float, float]
+) -> None:
+    key, seen = encrypted(trained)
+    found = attack(replace(seen, encrypted=tamper(dict(seen.encrypted))))
+    assert recovered_fraction(found.residual, key.residual) == 1
+    assert found.confidence.mean() > 0.99
+    assert agreement[0] <= found.agreement <= agreement[1]
+
+
+def test_confidence_says_when_nothing_is_known(trained: State) -> None:
+    key, seen = encrypted(trained)
+    shuffled = {
+        name: t.flatten()[torch.randperm(t.numel(), generator=draw())].view_as(t) for name, t in trained.items()
+    }
+    found = WeightMatching(rounds=2)(replace(seen, encrypted=shuffled))
+    assert recovered_fraction(found.residual, key.residual) < 0.05
+    assert found.confidence.mean() < 0.7
+    assert found.agreement < 0.2
+
+
+def test_refinement_is_what_finds_a_key_under_heavy_noise(trained: State) -> None:
+    key, seen = encrypted(trained)
+    seen = replace(seen, encrypted=add_noise(seen.encrypted, 4.0, draw()))
+    alone = WeightMatching(rounds=0)(seen)
+    assert 0.2 < recovered_fraction(alone.residual, key.residual) < 0.9
+    assert abs(alone.confidence.mean() - recovered_fraction(alone.residual, key.residual)) < 0.25
+    assert recovered_fraction(attack(seen).residual, key.residual) == 1
+
+
+# ---- the parts, against naive twins
+
+
+@given(n=st.integers(1, 9), seed=st.integers(0, 2**32 - 1), certain=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_the_assignment_is_the_best_there_is(n: int, seed: int, certain: bool) -> None:
+    scores = torch.randn(n, n, generator=draw(seed))
+    if certain:
+        scores[torch.arange(n), torch.randperm(n, generator=draw(seed))] += 10
+    rows, best = linear_sum_assignment(scores.numpy(), maximize=True)
+    found = weight_matching._assign(scores)
+    assert torch.equal(found.sort().values, torch.arange(n))
+    assert scores[rows, found].sum() == pytest.approx(scores[rows, best].sum().item(), rel=1e-5)
+
+
+@given(n=st.integers(1, 9), seed=st.integers(0, 2**32 - 1), alpha=st.floats(-0.5, 1))
+@settings(max_examples=20, deadline=None)
+def test_a_posterior_is_a_probability_for_each_row(n: int, seed: int, alpha: float) -> None:
+    order = weight_matching._posterior(torch.randn(n, n, generator=draw(seed)), alpha)
+    assert (order >= 0).all()
+    torch.testing.assert_close(order.sum(1), torch.ones(n))
+
+
+def test_features_do_not_depend_on_the_order_of_units(tiny_vit: Callable[..., VisionTransformer]) -> None:
+    vit = tiny_vit(embed_dim=48, num_heads=3)
+    shape, base = ModelShape.of(vit), vit.state_dict()
+    key = new_key(shape)
+    encrypted, public = weight_matching._both(WeightObservation(apply_key(base, key, shape), base, shape))
+    found = weight_matching._features(encrypted)
+    torch.testing.assert_close(found, weight_matching._features(public)[:, key.residual], rtol=1e-4, atol=1e-4)
+
+
+def test_a_curve_has_a_row_for_each_point(trained: State) -> None:
+    key, seen = encrypted(trained)
+    points = [(ratio, add_noise(seen.encrypted, ratio, draw())) for ratio in (0.0, 0.5)]
+    rows = recovery_curve(points, seen, key.residual)
+    assert [row["at"] for row in rows] == [0, 0.5]
+    assert [row["recovered"] for row in rows] == [1, 1]
+    assert rows[0]["agreement"] > 0.99 > rows[1]["agreement"] > 0.8
+    assert all(0 < row["seconds"] < 60 and row["confidence"] > 0.99 for row in rows)
+
+
+def test_recovered_fractions_are_counted() -> None:
+    assert recovered_fraction(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 3, 2])) == 0.5
+
+
+# ---- tampering
+
+
+def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
+    state = {"a": 3 * torch.randn(200, 500, generator=draw(1), dtype=torch.float64)}
+    noise = add_noise(state, 0.5, draw(2))["a"] - state["a"]
+    assert noise.std() == pytest.approx(1.5, rel=0.01)
+    assert noise.mean() == pytest.approx(0, abs=0.02)
+    assert torch.equal(add_noise(state, 0.0, draw())["a"], state["a"])
+
+
+@given(share=st.floats(0, 1), n=st.integers(1, 40), seed=st.integers(0, 99))
+@settings(deadline=None)
+def test_pruning_takes_the_smallest(share: float, n: int, seed: int) -> None:
+    W = torch.randn(n, 3, generator=draw(seed))
+    found = prune({"a": W}, share)["a"]
+    gone = found == 0
+    assert gone.sum() == round(share * W.numel())
+    assert torch.equal(found[~gone], W[~gone])
+    assert not gone.any() or gone.all() or W[gone].abs().max() <= W[~gone].abs().min()
+
+
+def test_quantised_weights_are_within_half_a_step() -> None:
+    W = torch.randn(30, 30, generator=draw(3), dtype=torch.float64)
+    found, step = quantise({"a": W, "zero": W * 0}), W.abs().max() / 127
+    assert (found["a"] - W).abs().max() <= step / 2 + 1e-12
+    assert len(found["a"].unique()) <= 255
+    assert torch.equal(found["zero"], W * 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: add_noise({}, -1.0, draw()), "must be 0 or more. Found -1.0"),
+        (lambda: prune({}, 1.5), r"must be in \[0, 1\]\. Found 1.5"),
+        (lambda: quantise({}, 0), "one level or more. Found 0"),
+    ],
+)
+def test_tampering_refuses_what_makes_no_sense(call: Callable[[], State], message: str) -> None:
+    with pytest.raises(PrivlabError, match=message):
+        call()
+
+
+# ---- what is refused
+
+
+def test_models_of_two_architectures_are_refused(tiny_vit: Callable[..., VisionTransformer]) -> None:
+    base, other = tiny_vit(embed_dim=48, num_heads=3), tiny_vit(embed_dim=48, num_heads=3, depth=3)
+    seen = WeightObservation(other.state_dict(), base.state_dict(), ModelShape.of(base))
+    message = r"one architecture\. Found 'blocks.2.attn.proj.bias' of shape \(48,\) and none"
+    with pytest.raises(PrivlabError, match=message):
+        attack(seen)
+
+
+def test_weights_that_are_not_finite_are_refused(tiny_vit: Callable[..., VisionTransformer]) -> None:
+    vit = tiny_vit(embed_dim=48, num_heads=3)
+    state = {name: tensor.clone() for name, tensor in vit.state_dict().items()}
+    state["blocks.1.norm1.weight"][3] = torch.nan
+    with pytest.raises(PrivlabError, match=r"Found NaN or infinity in 'blocks.1.norm1.weight'"):
+        attack(WeightObservation(state, vit.state_dict(), ModelShape.of(vit)))

@@ -1,0 +1,220 @@
+"""Processes are killed in the middle of a step; what comes out is, bit by bit, what an undisturbed run leaves."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from privlab.split.checkpoint import Checkpoints, read
+from privlab.split.client import Remote
+
+CLIENTS = "client.safetensors"
+HOW = {"defense": "row-permutation"}
+
+
+def servers_state(state: Path) -> tuple[dict[str, Tensor], int]:
+    """Return the last checkpoint of the one session of a server, and how many steps it has."""
+    (folder,) = (path for path in state.iterdir() if path.is_dir())
+    stored = Checkpoints(folder)
+    return stored.read(stored.steps()[0])[0], stored.steps()[0]
+
+
+@pytest.fixture
+def undisturbed(server: Any, client: Any, tiny: Any, tmp_path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what an undisturbed run leaves: the server's tensors, and the client's."""
+    folder = tmp_path / "undisturbed"
+    folder.mkdir()
+    with server(state=tmp_path / "quiet", checkpoint_every=4) as (running, _):
+        tiny.Trainer(tiny.learner(), client(running), folder).train(tiny.batches(), tiny.STEPS)
+    return servers_state(tmp_path / "quiet")[0], read(folder / CLIENTS)[0]
+
+
+@pytest.fixture
+def check(undisturbed: Any, same: Callable[..., bool], tmp_path: Path, tiny: Any) -> Callable[[Path], None]:
+    """Check that a run which was disturbed left the same, in the folder of its client and in `state`."""
+
+    def compare(folder: Path) -> None:
+        tensors, steps = servers_state(tmp_path / "state")
+        assert steps == tiny.STEPS
+        assert same(tensors, undisturbed[0])
+        assert same(read(folder / CLIENTS)[0], undisturbed[1])
+
+    return compare
+
+
+@pytest.fixture
+def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have something happen once, at a step's `forward` or `backward`: before it is asked, or when it is under way."""
+
+    def at(step: int, half: str, when: str, happens: Callable[[], Any]) -> None:
+        asked, done = getattr(Remote, half), []
+
+        def disturbed(remote: Remote, now: int, tensor: Tensor) -> Tensor:
+            if now != step or done:
+                return asked(remote, now, tensor)
+            done.append(True)
+            if when == "before":
+                happens()
+                return asked(remote, now, tensor)
+            if when == "after":  # the server has applied the step and written its checkpoint; its reply is lost
+                asked(remote, now, tensor)
+                happens()
+                return asked(remote, now, tensor)
+            put = remote._requests.put
+            monkeypatch.setattr(remote, "_requests", Happening(put, happens))
+            return asked(remote, now, tensor)
+
+        monkeypatch.setattr(Remote, half, disturbed)
+
+    return at
+
+
+class Happening:
+    """A queue of requests: right after the next one is sent, something happens."""
+
+    def __init__(self, put: Callable[[Any], None], happens: Callable[[], Any]) -> None:
+        self._put, self._happens = put, [happens]
+
+    def put(self, request: Any) -> None:  # noqa: D102
+        self._put(request)
+        if self._happens:
+            self._happens.pop()()
+
+
+@pytest.mark.parametrize("step", [3, 6, 8])
+@pytest.mark.parametrize(
+    ("half", "when"), [("forward", "before"), ("backward", "before"), ("backward", "under way"), ("backward", "after")]
+)
+def test_a_server_killed_in_the_middle_of_a_step_and_restarted(
+    step: int, half: str, when: str, spawn: Any, killer: Any, tiny: Any, check: Any, tmp_path: Path
+) -> None:
+    """Before the first checkpoint (4), between two, and at the step of one (8)."""
+    first = spawn("serve", state=tmp_path / "state")
+    address = first.line()
+    told: list[str] = []
+
+    def restart() -> None:
+        first.kill()
+        spawn("serve", state=tmp_path / "state", port=int(address.rpartition(":")[2]))
+
+    killer(step, half, when, restart)
+    folder = tmp_path / "client"
+    folder.mkdir()
+    trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN), folder, tell=told.append)
+    trainer.train(tiny.batches(), tiny.STEPS)
+    check(folder)
+    assert len(told) == 1
+    assert "Trying again for 60 seconds" in told[0]
+
+
+@pytest.mark.parametrize(("step", "half"), [(2, "backward"), (6, "forward"), (6, "backward"), (9, "backward")])
+def test_a_client_killed_in_the_middle_of_a_step_and_resumed(
+    step: int, half: str, spawn: Any, server: Any, client: Any, tiny: Any, check: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "client"
+    folder.mkdir()
+    with server(checkpoint_every=4) as (running, events):
+        doomed = spawn("train", address=running.address, folder=folder, stop_at=step, half=half)
+        doomed.line("there")
+        assert doomed.kill() == -signal.SIGKILL
+        learner = tiny.learner()
+        learner.restore(folder / CLIENTS)
+        assert learner.step == (step - 1) // 4 * 4
+        session = read(folder / CLIENTS)[1]["session"]
+        tiny.Trainer(learner, client(running), folder, session=session).train(tiny.batches(), tiny.STEPS)
+    check(folder)
+    assert [event["event"] for event in events if event["event"] in ("opened", "resumed")][-1] == (
+        "resumed" if step > 4 else "opened"
+    )
+
+
+def test_both_killed_and_started_again(spawn: Any, tiny: Any, check: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "client"
+    folder.mkdir()
+    first = spawn("serve", state=tmp_path / "state")
+    address = first.line()
+    doomed = spawn("train", address=address, folder=folder, stop_at=7, half="backward")
+    doomed.line("there")
+    first.kill()
+    doomed.kill()
+    spawn("serve", state=tmp_path / "state", port=int(address.rpartition(":")[2])).line()
+    learner = tiny.learner()
+    learner.restore(folder / CLIENTS)
+    session = read(folder / CLIENTS)[1]["session"]
+    tiny.Trainer(learner, tiny.Client(address, tiny.TOKEN), folder, session=session).train(tiny.batches(), tiny.STEPS)
+    check(folder)
+
+
+def test_a_client_that_is_killed_lets_its_session_go_and_the_others_go_on(
+    spawn: Any, server: Any, client: Any, tiny: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "client").mkdir()
+    with server() as (running, events), client(running).session(tiny.contract()) as other:
+        doomed = spawn("train", address=running.address, folder=tmp_path / "client", stop_at=3, half="backward")
+        doomed.line("there")
+        doomed.kill()
+        features = tiny.learner().begin(*tiny.batches()[1])
+        other.forward(1, features)
+        other.backward(1, features)
+        closed = wait_for(events, "closed")
+    assert closed["step"] == closed["durable"] == 2
+
+
+def wait_for(events: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    import time
+
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        if found := [event for event in events if event["event"] == name]:
+            return found[0]
+        time.sleep(0.01)
+    raise AssertionError(f"no {name} in {events}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_told_to_stop_finishes_the_step_and_ends_well(
+    number: int, spawn: Any, killer: Any, tiny: Any, check: Any, tmp_path: Path
+) -> None:
+    """The step in progress is finished: the signal comes between its forward and its backward."""
+    first = spawn("serve", state=tmp_path / "state", every=1000)
+    address = first.line()
+    folder = tmp_path / "client"
+    folder.mkdir()
+
+    def stop() -> None:
+        os.kill(first.process.pid, number)
+
+    killer(6, "backward", "before", stop)
+    trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN), folder, retry_for=0.0)
+    with pytest.raises(tiny.PrivlabError, match=r"is stopping|cannot be reached|is not there"):
+        trainer.train(tiny.batches(), tiny.STEPS)
+    assert trainer.learner.step == 6
+    assert first.wait() == 0
+    assert servers_state(tmp_path / "state")[1] == 6
+    spawn("serve", state=tmp_path / "state", port=int(address.rpartition(":")[2])).line()
+    trainer.train(tiny.batches(), tiny.STEPS)
+    check(folder)
+
+
+def test_nothing_durable_is_lost_and_nothing_is_kept_for_ever(
+    server: Any, client: Any, tiny: Any, tmp_path: Path
+) -> None:
+    """The server keeps the checkpoint that the client has one for, and its newest: never less, seldom more."""
+    seen: list[tuple[int, list[int]]] = []
+    (tmp_path / "client").mkdir()
+    with server(checkpoint_every=2) as (running, _):
+        trainer = tiny.Trainer(tiny.learner(), client(running), tmp_path / "client")
+        state = tmp_path / "state"
+
+        def look(done: Any) -> None:
+            (folder,) = [path for path in state.iterdir() if path.is_dir()] or [state / "none"]
+            seen.append((done.durable, Checkpoints(folder).steps()))
+
+        trainer.train(tiny.batches(), tiny.STEPS, look)
+    assert all(durable == 0 or durable in steps for durable, steps in seen)
+    assert max(len(steps) for _, steps in seen) == 2
+    assert [durable for durable, _ in seen] == [0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10]

@@ -1,0 +1,301 @@
+"""The training loop: it learns, its order is a stream of epochs, and a run that goes on ends where one in one go ends."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, Tensor, nn
+
+from privlab.errors import PrivlabError
+from privlab.threat import PrivlabWarning
+from privlab.training import Checkpoints, Compute, Plan, Progress, listening, train
+from privlab.training.loop import _rows
+
+
+class Regression:
+    """y = A x with dropout, and noise on the inputs: every source of randomness that a recipe may have."""
+
+    identity = "regression"
+
+    def __init__(self, n: int = 40, *, poisoned: int | None = None) -> None:
+        rng = Generator().manual_seed(7)
+        self.x = torch.randn(n, 6, generator=rng)
+        self.y = self.x @ torch.randn(6, 2, generator=rng)
+        if poisoned is not None:
+            self.x[poisoned] = torch.nan
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.model = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 2))
+        self.taken: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
+        self.taken.append(rows.tolist())
+        return self.x[rows] + 0.01 * torch.randn(len(rows), 6, generator=draw), self.y[rows]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+
+PLAN = Plan(steps=24, batch_size=16, learning_rate=0.02, warmup=4)
+OFTEN = Compute(log_every=4, save_every=8)
+
+
+def weights(recipe: Regression) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in recipe.model.state_dict().items()}
+
+
+def uninterrupted(plan: Plan = PLAN) -> dict[str, Tensor]:
+    recipe = Regression()
+    train(recipe, plan)
+    return weights(recipe)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_two_hundred_steps_learn_a_linear_map() -> None:
+    seen: list[Progress] = []
+    train(Regression(), Plan(steps=200, batch_size=16, learning_rate=0.02), progress=seen.append)
+    assert seen[-1].loss < 0.05 * seen[0].loss
+    assert [now.step for now in seen] == list(range(20, 201, 20))
+    assert seen[-1].seconds_left == 0
+    assert seen[-1].learning_rate < 0.01 * seen[0].learning_rate  # cosine
+
+
+@settings(deadline=None)
+@given(n=st.integers(1, 30), size=st.integers(1, 70), seed=st.integers(0, 99))
+def test_examples_come_as_a_stream_of_shuffled_epochs(n: int, size: int, seed: int) -> None:
+    """Whatever the batch size, each epoch's n places hold every example once; the order is the seed's."""
+    plan = Plan(steps=1, batch_size=size, seed=seed)
+    stream = torch.cat([_rows(plan, step, n) for step in range(-(-3 * n // size))])
+    for epoch in range(3):
+        assert sorted(stream[epoch * n : (epoch + 1) * n].tolist()) == list(range(n))
+    if n > 10:
+        assert not torch.equal(stream[:n], stream[n : 2 * n])
+        assert not torch.equal(stream[:n], torch.cat([_rows(replace(plan, seed=seed + 1), 0, n)] * n)[:n])
+
+
+def test_accumulated_parts_make_the_gradient_of_the_whole() -> None:
+    """Without randomness of its own, a step in three parts is the step in one, unequal parts included."""
+    ends = []
+    for accumulate in (1, 3):
+        recipe = Regression()
+        recipe.batch = lambda rows, draw, r=recipe: (r.x[rows], r.y[rows])
+        recipe.model[2] = nn.Identity()
+        train(recipe, replace(PLAN, accumulate=accumulate, optimiser="sgd"))
+        ends.append(weights(recipe))
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][name], rtol=0, atol=1e-6)
+
+
+def test_the_caller_keeps_its_random_state() -> None:
+    before = torch.random.get_rng_state()
+    train(Regression(), replace(PLAN, steps=2))
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_dropout_does_not_depend_on_the_callers_random_state() -> None:
+    torch.manual_seed(1)
+    first = uninterrupted()
+    torch.manual_seed(2)
+    assert same(first, uninterrupted())
+    assert not same(first, uninterrupted(replace(PLAN, seed=1)))
+
+
+def test_bf16_trains_weights_that_stay_float32() -> None:
+    recipe, seen = Regression(), list[Progress]()
+    train(recipe, replace(PLAN, steps=100, precision="bf16-mixed"), progress=seen.append)
+    assert {tensor.dtype for tensor in weights(recipe).values()} == {torch.float32}
+    assert seen[-1].loss < 0.3 * seen[0].loss
+
+
+@pytest.mark.gpu
+def test_it_trains_on_a_gpu() -> None:
+    recipe, seen = Regression(), list[Progress]()
+    train(recipe, replace(PLAN, steps=100, precision="16-mixed"), compute=Compute("cuda:0"), progress=seen.append)
+    assert next(recipe.model.parameters()).is_cuda
+    assert seen[-1].loss < 0.3 * seen[0].loss
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("at", [8, 12, 20])
+def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path: Path, at: int) -> None:
+    """Interrupted at a checkpoint, or some steps after it, which are then done again."""
+
+    def stop(now: Progress) -> None:
+        if now.step == at:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train(Regression(), PLAN, compute=OFTEN, out=tmp_path, progress=stop)
+    resumed = Regression()
+    train(resumed, PLAN, compute=OFTEN, out=tmp_path)
+    assert len(resumed.taken) == PLAN.steps - (at - 1) // 8 * 8  # the checkpoint of step 8 comes after its report
+    assert same(weights(resumed), uninterrupted())
+
+
+def test_the_log_holds_each_report_once(tmp_path: Path) -> None:
+    def stop(now: Progress) -> None:
+        if now.step == 20:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train(Regression(), PLAN, compute=OFTEN, out=tmp_path / "a", progress=stop)
+    train(Regression(), PLAN, compute=OFTEN, out=tmp_path / "a")
+    train(Regression(), PLAN, compute=OFTEN, out=tmp_path / "b")
+    of_a, of_b = (list(csv.DictReader((tmp_path / run / "log.csv").read_text().splitlines())) for run in "ab")
+    assert [row["step"] for row in of_a] == ["4", "8", "12", "16", "20", "24"]
+    assert [row["loss"] for row in of_a] == [row["loss"] for row in of_b]
+    assert float(of_a[0]["epoch"]) == 4 * 16 / 40
+
+
+def test_a_finished_run_is_loaded(tmp_path: Path) -> None:
+    first, again = Regression(), Regression()
+    train(first, PLAN, out=tmp_path)
+    train(again, PLAN, out=tmp_path)
+    assert again.taken == []
+    assert same(weights(first), weights(again))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+import test_loop
+from privlab.training import checkpoint, train
+
+renames = []
+def rename(self, target, real=Path.rename):
+    renames.append(target)
+    if len(renames) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, target)
+
+Path.rename = rename
+train(test_loop.Regression(), test_loop.PLAN, compute=test_loop.OFTEN, out=Path(sys.argv[1]))
+"""
+
+
+def test_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
+    """SIGKILL when the second checkpoint's files are written, and not yet in place."""
+    code = KILLED.format(folder=str(Path(__file__).parent))
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=os.environ, capture_output=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name[:6] for path in folder.iterdir()) == [".unfin", "step-0"]
+    resumed = Regression()
+    train(resumed, PLAN, compute=OFTEN, out=tmp_path)
+    assert len(resumed.taken) == PLAN.steps - 8
+    assert same(weights(resumed), uninterrupted())
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000016", "step-00000024"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "checkpoint.json"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, name: str, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path, {"recipe": "a"})
+    for step in (1, 2):
+        checkpoints.save(step, {"w": torch.full((3,), float(step))}, {"averages": torch.zeros(2)})
+    torn = tmp_path / "step-00000002" / name
+    content = bytearray(torn.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "gone":
+        torn.unlink()
+    else:
+        torn.write_bytes(content[: len(content) // 2] if damage == "cut" else content)
+    with pytest.warns(PrivlabWarning, match=r"step-00000002 is damaged \(.*\): passed over"):
+        found = checkpoints.last()
+    assert found is not None
+    assert found[0] == 1
+    assert found[1]["w"].tolist() == [1, 1, 1]
+
+
+def test_only_two_checkpoints_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, {})
+    for step in (1, 2, 3):
+        checkpoints.save(step, {"w": torch.zeros(1)}, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_step(tmp_path: Path) -> None:
+    """An example that step 11 takes is poisoned: the step is named, and what was saved before it stays."""
+    plan = replace(PLAN, batch_size=2, steps=50)
+    recipe = Regression(100, poisoned=int(_rows(plan, 10, 100)[0]))
+    with pytest.raises(PrivlabError, match=r"loss is nan at step 11\. The last good checkpoint is of step 8, in "):
+        train(recipe, plan, compute=Compute(log_every=100, save_every=4), out=tmp_path)
+    found = Checkpoints(tmp_path / "checkpoints", {}).last()
+    assert found is not None
+    assert found[0] == 8
+    assert all(bool(tensor.isfinite().all()) for tensor in found[1].values())
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    """The last loss before the checkpoint was fine; the step after it was not."""
+
+    class Explodes(Regression):
+        def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:
+            nothing = 0 * next(model.parameters()).sum()
+            if len(self.taken) == 4:
+                nothing.register_hook(lambda gradient: gradient * torch.nan)
+            return super().loss(model, batch, draw) + nothing
+
+    with pytest.raises(PrivlabError, match="the weights are not finite after step 4"):
+        train(Explodes(), replace(PLAN, steps=4), out=tmp_path)
+    assert Checkpoints(tmp_path / "checkpoints", {}).last() is None
+
+
+def test_another_trainings_checkpoint_is_refused(tmp_path: Path) -> None:
+    train(Regression(), PLAN, out=tmp_path)
+    with pytest.raises(PrivlabError, match=r"checkpoint of another training: its learning_rate is 0\.02, not 0\.5"):
+        train(Regression(), replace(PLAN, learning_rate=0.5), out=tmp_path)
+    other = Regression()
+    other.identity = "classification"
+    with pytest.raises(PrivlabError, match="its recipe is regression, not classification"):
+        train(other, PLAN, out=tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file is in the way")
+    with pytest.raises(PrivlabError, match=r"The checkpoint of step 2 cannot be written to .*checkpoints: "):
+        Checkpoints(tmp_path / "checkpoints", {}).save(2, {"w": torch.zeros(1)}, {})
+
+
+def test_nothing_to_train_on() -> None:
+    with pytest.raises(PrivlabError, match="the data hold no examples"):
+        train(Regression(0), PLAN)
+
+
+@pytest.mark.parametrize(("wrong", "match"), [({"steps": 0}, "steps .* Found 0"), ({"clip": -1.0}, "clip .* Found -1")])
+def test_impossible_plans_are_refused(wrong: dict[str, float], match: str) -> None:
+    with pytest.raises(PrivlabError, match=match):
+        replace(PLAN, **wrong)
+
+
+def test_a_listener_hears_of_trainings_inside() -> None:
+    heard: list[Progress] = []
+    with listening(heard.append):
+        train(Regression(), replace(PLAN, steps=2))
+    train(Regression(), replace(PLAN, steps=2))
+    assert [now.step for now in heard] == [2]
+
+
+def test_missing_fabric_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lightning_fabric", None)
+    with pytest.raises(PrivlabError, match=r"pip install 'privlab\[training\]'"):
+        train(Regression(), PLAN)
