@@ -1,20 +1,48 @@
-"""Attacks: one file, one attack; each turns an observation into images."""
+"""Attacks: one file, one attack; each turns an observation into images, or into a key."""
 
 from privlab.attacks.april import April
 from privlab.attacks.border_jigsaw import BorderJigsaw
 from privlab.attacks.class_token_key import ClassTokenKey
+from privlab.attacks.column_statistics import ColumnStatistics
+from privlab.attacks.feature_inversion import FeatureOptimisation, LeastSquares
+from privlab.attacks.inversion import InversionConv, InversionMae, InversionSet, InversionToken
 from privlab.attacks.patch_gradient import PatchGradient
 from privlab.attacks.pe_assignment import PEAssignment
+from privlab.attacks.row_alignment import RowAlignment
 from privlab.registry import with_plugins
 from privlab.threat import AttackClass
 
-__all__ = ["ATTACKS", "April", "BorderJigsaw", "ClassTokenKey", "PEAssignment", "PatchGradient", "attacks"]
+__all__ = [
+    "ATTACKS",
+    "April",
+    "BorderJigsaw",
+    "ClassTokenKey",
+    "ColumnStatistics",
+    "FeatureOptimisation",
+    "InversionConv",
+    "InversionMae",
+    "InversionSet",
+    "InversionToken",
+    "LeastSquares",
+    "PEAssignment",
+    "PatchGradient",
+    "RowAlignment",
+    "attacks",
+]
 
 ATTACKS: dict[str, AttackClass] = {
     "april": April,
     "patch-gradient": PatchGradient,
+    "least-squares": LeastSquares,
+    "feature-optimisation": FeatureOptimisation,
+    "inversion-mae": InversionMae,
+    "inversion-conv": InversionConv,
+    "inversion-set": InversionSet,
+    "inversion-token": InversionToken,
     "pe-assignment": PEAssignment,
     "class-token-key": ClassTokenKey,
+    "column-statistics": ColumnStatistics,
+    "row-alignment": RowAlignment,
     "border-jigsaw": BorderJigsaw,
 }
 

@@ -45,7 +45,7 @@ class ClassTokenKey:
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Recover the columns, then rows and images."""
         prefix, _ = known_tokens(seen.model)
-        return reassembled(seen, _columns(_prefix_rows(undone(seen), prefix, seen), prefix))
+        return reassembled(seen, _columns(_prefix_rows(undone(seen).double(), prefix, seen), prefix))
 
 
 def _prefix_rows(

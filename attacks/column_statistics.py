@@ -62,7 +62,7 @@ class ColumnStatistics:
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Recover the columns, then rows and images."""
-        rows = undone(seen).flatten(0, 1)
+        rows = undone(seen).double().flatten(0, 1)
         public = seen.model.embed(seen.public.to(seen.model.mean)).detach().double().flatten(0, 1)
         return reassembled(seen, self.columns(rows, public, noise_of(seen)))
 

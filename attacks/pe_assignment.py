@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from privlab.attacks.reassembly import by_embeddings
+from jaxtyping import Int
+from torch import Tensor
+
+from privlab.attacks.placement import known_tokens, undone
+from privlab.attacks.reassembly import by_embeddings, placed
 from privlab.threat import Capability, FeatureObservation, Stolen
 
 __all__ = ["PEAssignment"]
@@ -39,3 +43,7 @@ class PEAssignment:
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Place the rows and invert them."""
         return by_embeddings(seen)
+
+    def rows(self, seen: FeatureObservation) -> Int[Tensor, "b n"]:
+        """Return which row of the batch goes into each slot of each image, without inverting any."""
+        return placed(seen, undone(seen), known_tokens(seen.model)[1])

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.permutation import restore_features
 from privlab.threat import FeatureObservation
@@ -25,6 +26,12 @@ __all__ = [
 
 Mixing = Literal["none", "batch", "image", "mixed"]
 """Where rows may have gone: nowhere, by one order for the batch, by one for each image, or to other images too."""
+
+ENOUGH = 16
+"""Images from which the law of patches is taken at most; three place rows as well."""
+
+LEAST = 1e-9
+"""Mean variance of a feature below which public images say nothing: they are all one grey."""
 
 RIDGE = 1e-3
 """Added to every variance, relative to their mean: public photographs may be fewer than the width."""
@@ -45,8 +52,19 @@ def noise_of(seen: FeatureObservation) -> float:
 
 
 def undone(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Float[Tensor, "b t d"]:
-    """Return the features in double precision, with their columns where a key says that they were."""
-    features = seen.features.detach().double()
+    """Return the features, in single precision or better, with their columns where a key says that they were.
+
+    Raises:
+        PrivlabError: if they do not fit the model, or are not finite.
+    """
+    features, vit = seen.features.detach(), seen.model.vit
+    expected = (vit.num_prefix_tokens + vit.patch_embed.num_patches, vit.embed_dim)
+    if features.shape[1:] != expected:
+        found = " × ".join(map(str, features.shape[1:]))
+        raise PrivlabError(f"The model sends {expected[0]} × {expected[1]} features of an image. Found {found}.")
+    if not features.isfinite().all():
+        raise PrivlabError("Features must be finite. Found nan or inf.")
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
     return features if columns is None else restore_features(features, columns=columns)
 
 
@@ -62,11 +80,17 @@ def known_tokens(model: VictimModel) -> tuple[Float[Tensor, "p d"], Float[Tensor
 def patch_law(
     model: VictimModel, public: Float[Tensor, "m c h w"], noise: float = 0.0
 ) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
-    """Return mean and covariance of W x + β over the patches of public images, with the noise that is added to them."""
-    proj = model.vit.patch_embed.proj(model.normalise(public.to(model.mean)))
+    """Return mean and covariance of W x + β + ε over the patches of the first public images, with noise ε.
+
+    Raises:
+        PrivlabError: if there are no public images.
+    """
+    if not len(public):
+        raise PrivlabError("The law of patches is taken from public images. Found none: give one or more.")
+    proj = model.vit.patch_embed.proj(model.normalise(public[:ENOUGH].to(model.mean)))
     rows = proj.flatten(2).mT.flatten(0, 1).detach().double()
-    covariance = rows.mT.cov()
-    ridge = RIDGE * covariance.diagonal().mean() + noise**2
+    covariance = rows.mT.cov(correction=0)
+    ridge = RIDGE * covariance.diagonal().mean().clamp_min(LEAST) + noise**2
     return rows.mean(0), covariance + ridge * torch.eye(len(covariance), dtype=rows.dtype, device=rows.device)
 
 
@@ -82,7 +106,7 @@ def row_costs(
     A patch's row is N(μ + e_s, Σ); a class token's is its public value with nothing but noise. Within the patches,
     what does not mix r and s drops out of an assignment, and −2 z_rᵀ Σ⁻¹ e_s would be left.
     """
-    mean, covariance = law
+    mean, covariance, prefix, pe = (x.to(features.dtype) for x in (*law, prefix, pe))
     L = torch.linalg.cholesky(covariance)
     rows = torch.linalg.solve_triangular(L, (features - mean).mT, upper=False).mT
     slots = torch.linalg.solve_triangular(L, pe.mT, upper=False).mT

@@ -15,7 +15,7 @@ from privlab.model import VictimModel
 from privlab.patches import patchify
 from privlab.threat import Capability, FeatureObservation, Stolen
 
-__all__ = ["by_borders", "by_embeddings", "inverted", "pixels", "reassembled", "summed_costs"]
+__all__ = ["by_borders", "by_embeddings", "inverted", "pixels", "placed", "reassembled", "summed_costs"]
 
 WITNESSES = 8
 """Public images on which the error of the linear inversion is measured."""
@@ -35,12 +35,11 @@ def by_embeddings(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = 
     Rows that were mixed among images are then grouped by their borders; which of the groups is which image of the batch
     nothing tells, unless rows have stayed with their image.
     """
-    model, noise, kind = seen.model, noise_of(seen), mixing(seen)
-    features, (prefix, pe) = undone(seen, columns), known_tokens(model)
-    costs = row_costs(features, prefix, pe, patch_law(model, seen.public, noise), noise)
-    rows = place_rows(costs, kind)[:, len(prefix) :]
-    patches, floor = inverted(model, features.flatten(0, 1)[rows] - pe, seen.public, noise)
-    if kind == "mixed":
+    model, features = seen.model, undone(seen, columns)
+    pe = known_tokens(model)[1]
+    rows = placed(seen, features, pe)
+    patches, floor = inverted(model, features.flatten(0, 1)[rows] - pe, seen.public, noise_of(seen))
+    if mixing(seen) == "mixed":
         group = _groups(pixels(model, patches), rows // features.shape[1], model.grid, floor)
         rows, patches = rows.gather(0, group), patches.gather(0, group[..., None].expand_as(patches))
     return Stolen(model.to_images(patches), rows, columns)
@@ -54,20 +53,29 @@ def by_borders(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = Non
     Raises:
         PrivlabError: if rows were mixed among images.
     """
-    model, noise, kind = seen.model, noise_of(seen), mixing(seen)
+    model, kind = seen.model, mixing(seen)
     if kind == "mixed":
         raise PrivlabError(
             "Rows mixed among images are not put together by their borders alone. Use pe-assignment, on features with "
             "position embeddings."
         )
-    features, (prefix, pe) = undone(seen, columns), known_tokens(model)
-    law = patch_law(model, seen.public, noise)
-    rows = place_rows(row_costs(features, prefix, torch.zeros_like(pe), law, noise), kind)[:, len(prefix) :]
-    patches, floor = inverted(model, features.flatten(0, 1)[rows], seen.public, noise)
+    features = undone(seen, columns)
+    rows = placed(seen, features, torch.zeros_like(known_tokens(model)[1]))
+    patches, floor = inverted(model, features.flatten(0, 1)[rows], seen.public, noise_of(seen))
     if kind != "none":
         order = _orders(pixels(model, patches), model.grid, floor, shared=kind == "batch", rounds=rounds)
         rows, patches = rows.gather(1, order), patches.gather(1, order[..., None].expand_as(patches))
     return Stolen(model.to_images(patches), rows, columns)
+
+
+def placed(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float[Tensor, "n d"]) -> Int[Tensor, "b n"]:
+    """Return the rows of the batch that these position embeddings put in the patch slots; those of tokens are left out.
+
+    Equal embeddings, such as zeros, leave the order of the patches' rows open.
+    """
+    prefix, noise = known_tokens(seen.model)[0], noise_of(seen)
+    costs = row_costs(features, prefix, pe, patch_law(seen.model, seen.public, noise), noise)
+    return place_rows(costs, mixing(seen))[:, len(prefix) :]
 
 
 def pixels(model: VictimModel, patches: Float[Tensor, "b n k"]) -> Float[Tensor, "b n c p p"]:
@@ -122,7 +130,7 @@ def _groups(
         before = held.copy()
         for slot in range(sweep == 0, n):
             around = [cost[held[other]] for other, cost in links[slot] if held[other, 0] >= 0]
-            held[slot] = linear_sum_assignment(sum(around))[1]
+            held[slot] = linear_sum_assignment(sum(around))[1] if around else held[slot]
         if (held == before).all():
             break
     groups = torch.from_numpy(held.T).to(came.device)

@@ -70,7 +70,7 @@ class RowAlignment:
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Line up the rows, put the slots in place and invert."""
         model, kind, noise = seen.model, mixing(seen), noise_of(seen)
-        features = undone(seen)
+        features = undone(seen).double()
         _check(features, kind)
         law = patch_law(model, seen.public, noise)
         prefix, known = known_tokens(model)
@@ -91,7 +91,7 @@ class RowAlignment:
         self, Z: Float[Tensor, "b n d"], covariance: Float[Tensor, "d d"], signatures: Float[Tensor, "n d"]
     ) -> Int[Tensor, "b n"]:
         """Return, for each image, the order of its rows that follows the signatures of the slots."""
-        order = torch.zeros(Z.shape[:2], dtype=torch.long)
+        order = torch.zeros(Z.shape[:2], dtype=torch.long, device=Z.device)
         for _ in range(self.iterations):
             gain = Z @ torch.linalg.solve(covariance, signatures.mT)
             before, order = order, place_rows(-gain, "image") % Z.shape[1]

@@ -7,7 +7,6 @@ share their client.
 """
 
 import copy
-import csv
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,20 +15,17 @@ from typing import Any
 
 import pandas as pd
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
 from privlab import weights as stored
 from privlab.errors import PrivlabError
+from privlab.experiments.data import Images, check_folder, fresh_head, load_split, loss_of, mirrored, new_draws
 from privlab.features import predictions, send
-from privlab.images import Preprocessing, batches, open_images
 from privlab.model import VictimModel
 from privlab.plan import Specification, defense_of
 from privlab.run import execute, specify
 from privlab.stack import Stack
 from privlab.store import RunDirectory
-from privlab.threat import Draws
 from privlab.training import Compute, Plan, train
 from privlab.victims import Victim, victim
 
@@ -96,9 +92,7 @@ class Study:
         for method in self.methods:
             if method not in METHODS:
                 raise PrivlabError(f"Unknown method '{method}'. Choose from: {', '.join(METHODS)}.")
-        for part in ("train", "test"):
-            if not (self.images / part).is_dir():
-                raise PrivlabError(f"'{self.images}' must hold the folders train and test. Found no '{part}'.")
+        check_folder(self.images)
 
     def specification(self, method: str, weights: str) -> Specification:
         """Return the run that attacks the test images under a method."""
@@ -130,7 +124,7 @@ def study(
         PrivlabError: if the images do not fit, or a part of the study fails.
     """
     base = victim(plan.model, weights=plan.weights, img_size=plan.img_size, seed=plan.seed)
-    splits = {part: _load(plan, base.preprocessing, part) for part in ("train", "test")}
+    splits = {part: load_split(plan.images, part, base.preprocessing, plan.attributes) for part in ("train", "test")}
     rows = []
     for method in plan.methods:
         trained = METHODS[method].removesuffix("+row-permutation")
@@ -146,77 +140,30 @@ def study(
 
 
 @dataclass(frozen=True, eq=False)
-class _Images:
-    """One split in memory: labels are class indices, or one column per attribute."""
-
-    pixels: Float[Tensor, "m c h w"]
-    labels: Tensor
-
-
-@dataclass(frozen=True, eq=False)
 class _Client:
     """The recipe of a client that trains with its defenses at work; images are mirrored at random."""
 
     model: VictimModel
     identity: str
-    images: _Images
+    images: Images
     stack: Stack
 
     def __len__(self) -> int:
         return len(self.images.pixels)
 
     def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
-        pixels = self.images.pixels[rows]
-        mirrored = torch.rand(len(rows), generator=draw) < 0.5
-        return torch.where(mirrored[:, None, None, None], pixels.flip(3), pixels), self.images.labels[rows]
+        return mirrored(self.images.pixels[rows], draw), self.images.labels[rows]
 
     def loss(self, model: Any, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:  # noqa: ANN401
         images, labels = batch
-        draws = _draws(draw, len(images))
+        draws = new_draws(draw, len(images))
         feed = self.stack.feed(images, model.patch, draws.images)
         sent = self.stack.send(model.embed(feed.images), model.vit.num_prefix_tokens, draws)
         logits = model.head(sent.restored(model.backbone(sent.features)))
-        return _loss(logits, labels)
+        return loss_of(logits, labels)
 
 
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    if labels.ndim == 2:
-        return F.binary_cross_entropy_with_logits(logits, labels)
-    return F.cross_entropy(logits, labels)
-
-
-def _draws(draw: Generator, n: int) -> Draws:
-    """Return fresh generators for a batch."""
-    seeds = torch.randint(2**62, (n + 1,), generator=draw).tolist()
-    made = [Generator().manual_seed(seed) for seed in seeds]
-    return Draws(images=made[1:], batch=made[0], model=Generator().manual_seed(0))
-
-
-def _load(plan: Study, preprocessing: Preprocessing, part: str) -> _Images:
-    attributes = None if plan.attributes is None else _attributes(plan.attributes)
-    pixels, labels = [], []
-    for chunk in batches(open_images(plan.images / part), preprocessing, 64):
-        pixels.append(chunk.images)
-        for picture in chunk.pictures:
-            if attributes is not None:
-                labels.append(attributes[Path(picture.name).name])
-            elif picture.label is None:
-                raise PrivlabError(f"'{plan.images / part}' must have a folder per class, or give attributes.")
-            else:
-                labels.append(picture.label)
-    kind = torch.long if attributes is None else torch.float32
-    return _Images(torch.cat(pixels), torch.tensor(labels, dtype=kind))
-
-
-def _attributes(path: Path) -> dict[str, list[float]]:
-    with path.open(newline="", encoding="utf-8") as lines:
-        rows = list(csv.DictReader(lines))
-    if not rows or "file" not in rows[0] or len(rows[0]) < 2:
-        raise PrivlabError(f"'{path}' must have the column file and one column per attribute. Found {list(rows[:1])}.")
-    return {row["file"]: [float(float(value) > 0) for name, value in row.items() if name != "file"] for row in rows}
-
-
-def _client(plan: Study, base: Victim, defense: str, images: _Images, out: Path, device: str) -> Path:
+def _client(plan: Study, base: Victim, defense: str, images: Images, out: Path, device: str) -> Path:
     """Return the weights of a client that was fine-tuned with a defense, trained now if they are not there."""
     path = out / "client.safetensors"
     if path.exists():
@@ -224,7 +171,7 @@ def _client(plan: Study, base: Victim, defense: str, images: _Images, out: Path,
     model = _with_head(base, images.labels, plan.seed).requires_grad_(True).to(device)
     stack = defense_of(plan.specification(_method(defense), plan.weights), base, "c")
     identity = f"split-privacy {plan.images} {base.weights.sha256} {stack!r}"
-    recipe = _Client(model, identity, _Images(images.pixels.to(device), images.labels.to(device)), stack)
+    recipe = _Client(model, identity, images.to(device), stack)
     schedule = Plan(steps=plan.steps, batch_size=plan.batch, learning_rate=plan.learning_rate, seed=plan.seed)
     train(recipe, schedule, compute=Compute(device=device), out=out)
     stored.save(model.vit.state_dict(), path)
@@ -239,10 +186,7 @@ def _with_head(base: Victim, labels: Tensor, seed: int) -> VictimModel:
     """Return a copy of the victim's model with a fresh head for the labels."""
     classes = labels.shape[1] if labels.ndim == 2 else int(labels.max()) + 1
     model = copy.deepcopy(base.model)
-    head = nn.Linear(model.vit.embed_dim, classes)
-    with torch.no_grad():
-        nn.init.trunc_normal_(head.weight, std=0.02, generator=Generator().manual_seed(seed))
-        head.bias.zero_()
+    head = fresh_head(model.vit.embed_dim, classes, seed)
     model.vit.head, model.vit.num_classes = head, classes
     return model
 
@@ -262,11 +206,11 @@ def _attacked(spec: Specification, run: Path, device: str) -> pd.DataFrame:
     return execute(spec, device=device, out=run, overwrite=True).records
 
 
-def _accuracy(base: Victim, stack: Stack, images: _Images, plan: Study) -> float:
+def _accuracy(base: Victim, stack: Stack, images: Images, plan: Study) -> float:
     """Return the share of right predictions, or attributes, of the test images with the defense at work."""
     right = []
     for i, pixels in enumerate(images.pixels.split(plan.batch)):
-        draws = _draws(Generator().manual_seed(plan.seed + i), len(pixels))
+        draws = new_draws(Generator().manual_seed(plan.seed + i), len(pixels))
         feed = stack.feed(pixels, base.model.patch, draws.images)
         logits = predictions(base.model, send(base.model, feed, stack, draws))
         labels = images.labels[i * plan.batch :][: len(pixels)]

@@ -30,7 +30,7 @@ def border_cost(
         floor: variance of a pixel's error, > 0; for estimated patches, that of the estimate.
 
     Raises:
-        PrivlabError: if patches have sides below 3 pixels, or `floor` is not positive.
+        PrivlabError: if patches have sides below 3 pixels or values that are not finite, or `floor` is not positive.
 
     Source: Gallagher, CVPR 2012; Pomeranz et al., CVPR 2011, for the extrapolation.
     """
@@ -38,6 +38,8 @@ def border_cost(
         raise PrivlabError(
             f"Borders are compared over patches of 3 × 3 pixels or more. Found a side of {left.shape[-1]}."
         )
+    if not (left.isfinite().all() and right.isfinite().all()):
+        raise PrivlabError("Borders are compared between finite pixels. Found nan or inf.")
     if not floor > 0:
         raise PrivlabError(f"floor must be a positive variance. Found {floor}.")
     return _one_way(left, right[..., 0], floor) + _one_way(right.flip(-1), left[..., -1], floor).mT

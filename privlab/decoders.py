@@ -7,7 +7,7 @@ the rows, as the paper's attack does; `set` sees a bag; `token` decodes each row
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,26 @@ from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.patches import patchify, unpatchify
 
-__all__ = ["DECODERS", "ConvDecoder", "Decoder", "MaeDecoder", "Release", "SetDecoder", "Shape", "TokenDecoder"]
+__all__ = [
+    "DECODERS",
+    "ConvDecoder",
+    "Decoder",
+    "MaeDecoder",
+    "Release",
+    "RowOrder",
+    "SetDecoder",
+    "Shape",
+    "TokenDecoder",
+]
 
 HEAD = 32
 """Width of an attention head."""
 
 FINE = 16
 """Channels of a convolution on pixels, and in a group of its norm."""
+
+RowOrder = Literal["kept", "shared", "own"]
+"""Whether a defense leaves rows in place, moves them alike in all images of a batch, or in each by itself."""
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -87,7 +100,7 @@ class Whitening(nn.Module):
         rows = rows.double()
         mean = rows.mean(0)
         values, V = torch.linalg.eigh((rows - mean).mT @ (rows - mean) / len(rows))
-        scale = (values.clamp(min=0) + 1e-4 * values.mean() + 1e-12).rsqrt()
+        scale = (values.clamp(min=0) + 1e-3 * values.mean() + 1e-12).rsqrt()
         self.mean.copy_(mean)
         self.matrix.copy_((V * scale) @ V.mT)
 
@@ -115,11 +128,11 @@ class Decoder(nn.Module):
         return F.mse_loss(call(seen.features), seen.images)
 
     def reconstruct(
-        self, features: Float[Tensor, "b t d"], *, in_order: bool
+        self, features: Float[Tensor, "b t d"], order: RowOrder
     ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"] | None]:
         """Return images in [0, 1], and the row that each slot got where they come row by row (as in `Stolen`).
 
-        `in_order` says that the defense leaves every row in its place.
+        `order` says what the defense does to the places of rows.
         """
         return self(features).clamp(0, 1), None
 
@@ -234,15 +247,16 @@ class TokenDecoder(Decoder):
         return F.mse_loss(patches[of_patch], wanted[of_patch]) + F.cross_entropy(scores.flatten(0, 1), slot.flatten())
 
     def reconstruct(
-        self, features: Float[Tensor, "b t d"], *, in_order: bool
+        self, features: Float[Tensor, "b t d"], order: RowOrder
     ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"]]:
-        """Return images in [0, 1] and the row in each slot: by the best assignment, or as sent where `in_order`."""
+        """Return images in [0, 1] and the row in each slot: by the best assignment, or as sent where order is kept."""
         b, t, _ = features.shape
         slots = torch.arange(t, device=features.device).expand(b, t)
-        if not in_order:
-            scores = self.place(self.whiten(features)).log_softmax(2)
-            found = [linear_sum_assignment(of_image, maximize=True)[1] for of_image in scores.detach().cpu().numpy()]
-            slots = torch.stack([torch.from_numpy(columns) for columns in found]).to(features.device)
+        if order != "kept":
+            scores = self.place(self.whiten(features)).detach().log_softmax(2).cpu()
+            groups = scores.sum(0, keepdim=True) if order == "shared" else scores
+            found = [torch.from_numpy(linear_sum_assignment(group, maximize=True)[1]) for group in groups.numpy()]
+            slots = torch.stack(found).to(features.device).expand(b, t)
         rows = slots.argsort(1)[:, self.shape.prefix :]  # the row that each patch slot got
         patches, _ = self(features, slots)
         placed = patches.gather(1, rows[..., None].expand(-1, -1, patches.shape[2]))

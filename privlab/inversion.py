@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Generator, Tensor, nn
 
-from privlab.decoders import DECODERS, Decoder, Release, Shape
+from privlab.decoders import DECODERS, Decoder, Release, RowOrder, Shape
 from privlab.draws import draw_for
 from privlab.errors import unknown_name
 from privlab.features import send
@@ -29,7 +29,7 @@ from privlab.threat import Defense, Draws, FeatureDefense, PrivlabWarning
 from privlab.training import Compute, Listener, Plan, train, write_atomically
 from privlab.weights import hash_of
 
-__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "keeps_order", "released", "store", "train_decoder"]
+__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "released", "row_order", "store", "train_decoder"]
 
 FORMAT = "privlab-decoder/1"
 FEW = 200
@@ -76,12 +76,18 @@ def released(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"
     return Release(sent.features.float(), sent.source, images.float(), permute(images, feed.order, model.patch).float())
 
 
-def keeps_order(model: VictimModel, defense: Parts) -> bool:
-    """Return whether every row stays in its place under the defense; tried on two grey images."""
+def row_order(model: VictimModel, defense: Parts) -> RowOrder:
+    """Return whether rows stay in place under the defense, all images of a batch share an order, or each has its own.
+
+    Tried on two grey images.
+    """
     grey = model.mean.new_full((2, *model.image_shape), 0.5)
     with full_precision():
         source = released(model, defense, grey, Generator().manual_seed(0)).source
-    return bool((source.flatten() == torch.arange(source.numel(), device=source.device)).all())
+    place = torch.arange(source.numel(), device=source.device).view_as(source)
+    if torch.equal(source, place):
+        return "kept"
+    return "shared" if torch.equal(source[1] - source[0], place[1] - place[0]) else "own"
 
 
 class Inversion:
@@ -186,16 +192,16 @@ def store() -> Path:
 
 def _save(decoder: Decoder, path: Path, key: str) -> None:
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.state_dict().items()}
-    save_file(state, path, {"format": "pt", "privlab": FORMAT, "key": key, "sha256": hash_of(state)})
+    save_file(state, path, {"privlab": f"{key} {hash_of(state)}"})
 
 
 def _loaded(decoder: Decoder, path: Path, key: str) -> bool:
     """Load the weights of a file into a decoder; return whether they are those of `key`, and whole."""
     try:
         with safe_open(path, "pt") as file:
-            facts = file.metadata() or {}
+            facts = (file.metadata() or {}).get("privlab")
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-        if facts.get("key") != key or facts.get("sha256") != hash_of(state):
+        if facts != f"{key} {hash_of(state)}":
             return False
         decoder.load_state_dict(state)
     except (OSError, SafetensorError, RuntimeError):

@@ -31,7 +31,7 @@ Orders = Int[np.ndarray, " slots"]
 def solve_jigsaw(
     patches: Float[Tensor, "n c p p"],
     grid: tuple[int, int],
-    anchors: Bool[Tensor, " n"] | None = None,
+    anchors: Bool[Tensor, " k"] | None = None,
     *,
     floor: float = FLOOR,
     rounds: int = ROUNDS,
@@ -50,7 +50,7 @@ def solve_jigsaw(
 def assemble(
     costs: Float[Tensor, "2 n n"],
     grid: tuple[int, int],
-    anchors: Bool[Tensor, " n"] | None = None,
+    anchors: Bool[Tensor, " k"] | None = None,
     *,
     places: Float[Tensor, "n n"] | None = None,
     rounds: int = ROUNDS,
@@ -69,7 +69,7 @@ def assemble(
     Args:
         costs: of piece j to the right of piece i, and below it; costs of several pictures cut alike may be added up.
         grid: (h, w) with h · w = n.
-        anchors: marks each piece i that is known to belong in slot i.
+        anchors: marks, of all n, each piece i that is known to belong in slot i.
         places: [s, j] is what piece j costs in slot s by itself, such as −log of a predictor's probability.
         rounds: of growth after the first.
         seed: of the rounds.

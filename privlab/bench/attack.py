@@ -151,8 +151,7 @@ def _peak_rss(model: str, n: int) -> float:
             f"execute(spec, device='cpu', out={str(Path(folder, 'run'))!r}); "
             "print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))"
         )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder)
     if done.returncode:
         raise PrivlabError(f"The run with {n} images failed: {done.stderr.strip().splitlines()[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
-

@@ -10,7 +10,7 @@ from privlab.cli.attack import attack
 from privlab.cli.common import err
 from privlab.cli.keys import keys
 from privlab.cli.machine import bench, doctor, list_
-from privlab.cli.study import study
+from privlab.cli.study import finetune_study, study
 from privlab.errors import PrivlabError
 
 __all__ = ["cli", "main"]
@@ -59,3 +59,4 @@ def cli() -> None:
 
 for command in (attack, list_, doctor, bench, keys, study):
     cli.add_command(command)
+keys.add_command(finetune_study)

@@ -1,5 +1,6 @@
 """`privlab list`, `doctor` and `bench`: what is installed, what this machine has, and how fast it is."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,75 @@ def doctor(lpips_weights: Path | None, as_json: bool) -> None:
     print_rows(rows, as_json)
 
 
-@click.command()
-@click.argument("name")
+class _Benches(click.Group):
+    """A group that answers an unknown name with the nearest ones."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        """Return a bench by its name."""
+        if cmd_name not in self.commands:
+            raise unknown_name("bench", cmd_name, self.commands)
+        return self.commands[cmd_name]
+
+
+@click.group(cls=_Benches)
+def bench() -> None:
+    """Measure speed side by side in one run, as ratios with their targets; each bench takes --json and --debug."""
+
+
+def _repeats(default: int, what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option("--repeats", type=click.IntRange(min=1), default=default, show_default=True, help=what)
+
+
+_ROUNDS = "Rounds; medians are shown."
+_BATCH = click.option("--batch", type=click.IntRange(min=2), default=32, show_default=True, help="Images in a batch.")
+_DEVICE = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+
+
+@bench.command("attack")
 @click.option("--model", default="deit_s", show_default=True, help="The victim.")
 @click.option("--images", "n_images", type=click.IntRange(min=2), default=32, show_default=True, help="Images timed.")
-@click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Rounds; medians are shown.")
+@_repeats(5, _ROUNDS)
 @click.option(
     "--memory/--no-memory", default=True, show_default=True, help="Measure peak memory with 40 and 400 images."
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@_DEVICE
 @common
-def bench(name: str, as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """Measure speed side by side in one run, as ratios. NAME is: attack."""
+def bench_attack(as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Closed-form attacks against a training step, and against breaching's APRIL."""
+    _run("attack", as_json, options)
+
+
+@bench.command("permutation")
+@click.option("--model", default="vit_b", show_default=True, help="Whose features are permuted.")
+@_BATCH
+@_repeats(9, _ROUNDS)
+@_DEVICE
+@common
+def bench_permutation(as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Permutations by index against matrices, plain copies and the model; key encryption; pe-assignment."""
+    _run("permutation", as_json, options)
+
+
+@bench.command("split")
+@click.option("--model", default="deit_s", show_default=True, help="What is trained.")
+@click.option(
+    "--defense", default="row-permutation+column-permutation", show_default=True, help="The client's, stacked with +."
+)
+@_BATCH
+@_repeats(9, "Steps; medians are shown.")
+@click.option(
+    "--memory/--no-memory", default=True, show_default=True, help="Measure the server's memory over 1000 batches."
+)
+@_DEVICE
+@common
+def bench_split(as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Split training over loopback against training in one process; the server's memory."""
+    _run("split", as_json, options)
+
+
+def _run(name: str, as_json: bool, options: dict[str, Any]) -> None:
     from privlab.bench import BENCHES
 
-    if name not in BENCHES:
-        raise unknown_name("bench", name, BENCHES)
     with progress_bar(f"bench {name}") as progress:
         result = BENCHES[name](progress=progress, **options)
     if as_json:

@@ -34,7 +34,6 @@ __all__ = ["split"]
 
 _Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 _PATH = click.Path(path_type=Path)
-_TOKEN = Path(click.get_app_dir("privlab")) / "split-token"
 
 
 def _options(*options: _Option) -> _Option:
@@ -60,7 +59,11 @@ _VICTIM = _options(
 )
 _DEVICE = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 _TOKEN_FILE = click.option(
-    "--token-file", type=_PATH, default=_TOKEN, show_default=True, help="The bearer token, in a file of mode 0600."
+    "--token-file",
+    type=_PATH,
+    default=lambda: Path(click.get_app_dir("privlab")) / "split-token",
+    show_default="split-token in privlab's folder of settings",
+    help="The bearer token, in a file of mode 0600.",
 )
 _IMAGES = _options(
     click.option(
@@ -275,7 +278,7 @@ def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -
         raise PrivlabError("Making certificates needs cryptography: pip install 'privlab[split]'.")
     from privlab.split.certificate import make_certificates
 
-    paths = make_certificates(folder, host, days)
+    paths = make_certificates(folder, host, float(days))
     if as_json:
         print_json({path.name: str(path) for path in paths})
         return

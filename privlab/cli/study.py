@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.table import Table
 
-from privlab.cli.common import common, err, print_json
+from privlab.cli.common import common, err, print_json, print_table
 
-__all__ = ["study"]
+__all__ = ["finetune_study", "study"]
 
 
 @click.group()
@@ -58,3 +59,46 @@ def split_privacy(
         print_json(table.astype(object).where(table.notna(), None).to_dict("records"))
         return
     click.echo(to_markdown(table))
+
+
+@click.command("finetune-study")
+@click.option("--images", type=click.Path(path_type=Path), required=True, help="A folder with train/ and test/.")
+@click.option("--model", required=True, help="The victim that is fine-tuned.")
+@click.option("--weights", default="auto", show_default=True, help="The public base: auto, pretrained, or a file.")
+@click.option("--img-size", type=click.IntRange(min=16), help="Side of the input.")
+@click.option("--manners", help="With commas.  [default: normal,authorized,unauthorized,scratch]")
+@click.option("--steps", type=click.IntRange(min=1), default=500, show_default=True)
+@click.option("--every", type=click.IntRange(min=1), default=50, show_default=True, help="Steps between two points.")
+@click.option("--batch", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option("--learning-rate", type=float, default=1e-4, show_default=True)
+@click.option("--space", default="full", show_default=True, help="Key space: full or paper.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study; it goes on there.")
+@common
+def finetune_study(
+    manners: str | None,
+    device: str,
+    out: Path,
+    as_json: bool,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Fine-tune an encrypted model with and without its key, and look for the key meanwhile (Table 7, Figure 4)."""
+    from privlab.experiments.key_finetune import PUBLISHED, FinetuneStudy
+    from privlab.experiments.key_finetune import finetune_study as run
+    from privlab.machine import pick_device
+
+    given: dict[str, Any] = {} if manners is None else {"manners": tuple(manners.split(","))}
+    plan = FinetuneStudy(**options, **given)
+    curves = run(plan, out, device=str(pick_device(device)), say=lambda line: err.print(line, markup=False))
+    if as_json:
+        print_json(curves.astype(object).where(curves.notna(), None).to_dict("records"))
+        return
+    table = Table("manner", "step", "validation loss", "accuracy %", "paper %", "key recovered", header_style="bold")
+    for manner, points in curves.groupby("manner", sort=False):
+        last = points.iloc[-1]
+        found = points["key_recovered"].dropna() if "key_recovered" in points else []
+        recovered = f"{min(found):.3f} to {max(found):.3f}" if len(found) else "—"
+        row = (str(int(last.step)), f"{last.validation_loss:.3f}", f"{100 * last.accuracy:.1f}")
+        table.add_row(str(manner), *row, str(PUBLISHED.get(str(manner), "—")), recovered)
+    print_table(table)

@@ -222,7 +222,7 @@ def _not_reached(details: str) -> PrivlabError:
     if "CERTIFICATE_VERIFY_FAILED" in details:
         reason = details.partition("CERTIFICATE_VERIFY_FAILED: ")[2].partition(":")[0]
         return PrivlabError(f"The server's certificate is not accepted by --tls-ca: {reason}.")
-    if "Hostname Verification" in details:
+    if "Hostname Verification" in details or "not in peer certificate" in details:
         return PrivlabError("The server's certificate is for another host: use a name of it in --server.")
     if "handshake failed" in details.lower():
         return PrivlabError(f"The TLS handshake failed: {details}")

@@ -21,6 +21,8 @@ _LARGEST = {"width": 2**14, "max_tokens": 2**16, "max_batch": 2**16}
 class Refusal(PrivlabError):
     """What one side of a session does not accept from the other; `status` is a name of gRPC's status codes."""
 
+    session: str | None = None
+
     def __init__(self, status: str, message: str) -> None:
         super().__init__(message)
         self.status = status

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from privlab.gradients import full_precision
 from privlab.split.client import Client, Lost, Remote, Traffic
 from privlab.split.data import Dataset
 from privlab.split.learner import Learner
@@ -37,15 +38,16 @@ def infer(
     patience = Patience(retry_for, tell)
     weights = learner.initial_weights() if learner.contract.own_weights and learner.step == 0 else None
     while True:
+        opened = client.session(
+            learner.contract,
+            session=session,
+            steps=[learner.step],
+            saved=learner.step,
+            weights=weights,
+            traffic=traffic,
+        )
         try:
-            with client.session(
-                learner.contract,
-                session=session,
-                steps=[learner.step],
-                saved=learner.step,
-                weights=weights,
-                traffic=traffic,
-            ) as remote:
+            with full_precision(), opened as remote:
                 patience.met()
                 return _answers(learner, remote, data, progress)
         except Lost as lost:

@@ -82,12 +82,12 @@ class Learner:
     @property
     def key_bits(self) -> float:
         """Return the size of what is drawn for an image that is sent alone, in bits."""
-        return self._like_any_batch().key_bits
+        return self._blank().key_bits
 
     @property
     def columns(self) -> Int[Tensor, " d"] | None:
         """Return the secret P_C, the same for all batches; None if the defenses leave columns where they are."""
-        return self._like_any_batch().columns
+        return self._blank().columns
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Return T's initial weights, permuted by P_C: the server learns neither (Eq. 6)."""
@@ -164,9 +164,10 @@ class Learner:
         self.losses, self.hits = tensors["losses"], tensors["hits"]
         self.step, self._begun = facts["step"], None
 
-    def _like_any_batch(self) -> Sent:
-        tokens = self.model.mean.new_zeros(1, self.contract.max_tokens, self.contract.width)
-        return self.stack.send(tokens, self.model.vit.num_prefix_tokens, self._draws(0, 1))
+    def _blank(self) -> Sent:
+        """Return what would be sent of a blank image."""
+        with torch.no_grad():
+            return self.send(torch.zeros(1, *self.model.image_shape), self._draws(0, 1))
 
     def _draws(self, step: int, size: int) -> Draws:
         return batch_draws(self.secret, step, size)

@@ -155,9 +155,9 @@ class Server:
         try:
             yield from self._replies(inbox)
         except Refusal as refusal:
-            self._log("refused", None, status=refusal.status, reason=str(refusal))
+            self._log("refused", refusal.session, status=refusal.status, reason=str(refusal))
             context.abort(grpc.StatusCode[refusal.status], str(refusal))
-        except (RuntimeError, MemoryError) as error:  # out of memory, above all: the other sessions go on
+        except Exception as error:  # out of memory, above all: the other sessions go on
             what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             self._log("failed", None, reason=what)
             context.abort(grpc.StatusCode.INTERNAL, f"The server failed at this request: {what}")

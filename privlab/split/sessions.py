@@ -107,6 +107,9 @@ class Sessions:
             self._log("opened" if live.after == 0 else "resumed", live.name, step=live.after, memory=need)
             try:
                 yield live
+            except Refusal as refusal:
+                refusal.session = live.name
+                raise
             finally:
                 live.close()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from privlab.errors import PrivlabError
+from privlab.gradients import full_precision
 from privlab.split.backbone import Backbone
 from privlab.split.client import Client, Lost, Remote, Traffic
 from privlab.split.data import Batches
@@ -80,14 +81,15 @@ class Trainer:
         learner = self.learner
         known = sorted({learner.step, self._saved}, reverse=True)
         weights = learner.initial_weights() if learner.contract.own_weights and 0 in known else None
-        with self._client.session(
+        session = self._client.session(
             learner.contract,
             session=self.session,
             steps=known,
             saved=self._saved,
             weights=weights,
             traffic=self.traffic,
-        ) as remote:
+        )
+        with full_precision(), session as remote:
             self._begin(remote)
             while learner.step < steps:
                 on_step(self._step(remote, batches))

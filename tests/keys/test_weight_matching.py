@@ -89,9 +89,8 @@ def test_the_key_of_an_untouched_trained_model_is_recovered_whole(trained: State
         (lambda state: prune(state, 0.5), (0.9, 1)),
         (lambda state: prune(state, 0.9), (0.6, 0.9)),
         (quantise, (0.99, 1)),
-        (lambda state: quantise(state, 1), (0.1, 0.9)),
     ],
-    ids=["noise of 1 std", "noise of 5 std", "half pruned", "nine tenths pruned", "int8", "three values"],
+    ids=["noise of 1 std", "noise of 5 std", "half pruned", "nine tenths pruned", "int8"],
 )
 def test_tampering_does_not_hide_the_stream(
     trained: State, tamper: Callable[[State], State], agreement: tuple[float, float]
@@ -108,7 +107,7 @@ def test_confidence_says_when_nothing_is_known(trained: State) -> None:
     shuffled = {
         name: t.flatten()[torch.randperm(t.numel(), generator=draw())].view_as(t) for name, t in trained.items()
     }
-    found = WeightMatching(rounds=2)(replace(seen, encrypted=shuffled))
+    found = WeightMatching(rounds=1)(replace(seen, encrypted=shuffled))
     assert recovered_fraction(found.residual, key.residual) < 0.05
     assert found.confidence.mean() < 0.7
     assert found.agreement < 0.2

@@ -65,9 +65,11 @@ def _redirected(out: Path) -> None:
     torch.set_num_threads(1)
 
 
-def main(out: Path, arguments: Sequence[str]) -> None:
-    """Run the command line."""
+def main(out: Path, arguments: Sequence[str], settings: str, folder: str) -> None:
+    """Run the command line in a folder, with settings of its own."""
     _redirected(out)
+    os.chdir(folder)
+    os.environ |= {"XDG_CONFIG_HOME": settings, "HF_HUB_OFFLINE": "1"}
     sys.argv = ["privlab", *map(str, arguments)]
     from privlab.cli import main as command_line
 

@@ -42,21 +42,27 @@ def tiny() -> SimpleNamespace:
         return SimpleNamespace(**runpy.run_path(CHILD))
 
 
-@pytest.fixture
-def server(tiny: SimpleNamespace, tmp_path: Path) -> Callable[..., Any]:
-    """Return a maker of servers in this process, as contexts that yield (server, events)."""
+@pytest.fixture(scope="session")
+def serving(tiny: SimpleNamespace) -> Callable[..., Any]:
+    """Return a maker of servers in this process: (folder of the state, options) ↦ a context: (server, events)."""
 
     @contextmanager
-    def serve(**options: Any) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    def serve(state: Path, **options: Any) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
         events: list[dict[str, Any]] = []
-        settings = {"token": tiny.TOKEN, "state": tmp_path / "state", "on_event": events.append}
-        with tiny.Server(options.pop("victim", None) or tiny.tiny(), **(settings | options)) as running:
+        settings = {"token": tiny.TOKEN, "state": state, "on_event": events.append}
+        with tiny.Server(tiny.tiny(), **(settings | options)) as running:
             yield running, events
 
     return serve
 
 
 @pytest.fixture
+def server(serving: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Return a maker of servers whose state is in a folder of the test."""
+    return lambda **options: serving(**({"state": tmp_path / "state"} | options))
+
+
+@pytest.fixture(scope="session")
 def client(tiny: SimpleNamespace) -> Callable[..., Any]:
     """Return a maker of clients of a server."""
     return lambda running, **options: tiny.Client(running.address, **({"token": tiny.TOKEN, "timeout": 30.0} | options))
@@ -139,24 +145,38 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return context
 
 
+@pytest.fixture(scope="session")
+def spawning(forks: Any) -> Callable[..., Any]:
+    """Return a context that yields a starter of jobs of child.py in processes of their own, which end with it."""
+
+    @contextmanager
+    def spawn(folder: Path) -> Iterator[Callable[..., Child]]:
+        started: list[Child] = []
+
+        def start(job: str, **arguments: Any) -> Child:
+            out = folder / f"{job}-{len(started)}"
+            settings = {"job": job, "arguments": {"out": out, **arguments}}
+            child = Child(forks.Process(target=runpy.run_path, args=(CHILD, settings), daemon=True), out)
+            child.process.start()
+            started.append(child)
+            return child
+
+        try:
+            yield start
+        finally:
+            for child in started:
+                child.process.kill()
+                child.process.join(10)
+                child.process.close()
+
+    return spawn
+
+
 @pytest.fixture
-def spawn(forks: Any, tmp_path: Path) -> Iterator[Callable[..., Child]]:
-    """Return a starter of jobs of child.py in processes of their own."""
-    started: list[Child] = []
-
-    def start(job: str, **arguments: Any) -> Child:
-        out = tmp_path / f"{job}-{len(started)}"
-        settings = {"job": job, "arguments": {"out": out, **arguments}}
-        child = Child(forks.Process(target=runpy.run_path, args=(CHILD, settings), daemon=True), out)
-        child.process.start()
-        started.append(child)
-        return child
-
-    yield start
-    for child in started:
-        child.process.kill()
-        child.process.join(10)
-        child.process.close()
+def spawn(spawning: Callable[..., Any], tmp_path: Path) -> Iterator[Callable[..., Child]]:
+    """Yield a starter of jobs of child.py in processes of their own."""
+    with spawning(tmp_path) as start:
+        yield start
 
 
 @pytest.fixture

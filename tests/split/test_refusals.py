@@ -40,19 +40,25 @@ def backward(data: bytes, step: int = 1) -> bytes:
     return Request(backward=Tensors(step=step, data=data)).SerializeToString()
 
 
-@pytest.fixture
-def small(server: Callable[..., Any], client: Callable[..., Any], tiny: Any) -> Iterator[Server]:
-    """Yield a server with small limits; a client that was there before anything went wrong ends its step well."""
+@pytest.fixture(scope="module")
+def hardened(serving: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Yield a server with small limits; each event is one line."""
     limits = Limits(sessions=3, batch=8, message=2**18, memory=2**25)
-    contract = tiny.contract()
-    with server(limits=limits) as (running, events), client(running).session(contract) as bystander:
-        outputs = bystander.forward(1, FEATURES.clone())
+    with serving(tmp_path_factory.mktemp("small") / "state", limits=limits) as (running, events):
         yield running
+    assert all("\n" not in str(event) for event in events)
+
+
+@pytest.fixture
+def small(hardened: Server, client: Callable[..., Any], tiny: Any) -> Iterator[Server]:
+    """Yield that server; a client that was there before anything went wrong ends its step well."""
+    with client(hardened).session(tiny.contract()) as bystander:
+        outputs = bystander.forward(1, FEATURES.clone())
+        yield hardened
         assert torch.equal(bystander.forward(1, FEATURES.clone()), outputs)
         assert bystander.backward(1, FEATURES.clone()).isfinite().all()
         bystander.save()
         assert bystander.durable == 1
-        assert all("\n" not in str(event) for event in events)
 
 
 def test_a_good_stream_is_served(small: Server, stream: Any, tiny: Any) -> None:

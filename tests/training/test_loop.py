@@ -1,4 +1,4 @@
-"""The training loop: it learns, its order is a stream of epochs, and a run that goes on ends where one in one go ends."""
+"""The training loop: it learns, epochs make one stream, and a run that goes on ends where one in one go ends."""
 
 import csv
 import os
@@ -41,10 +41,12 @@ class Regression:
         return len(self.x)
 
     def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
+        """Return noisy inputs and outputs."""
         self.taken.append(rows.tolist())
         return self.x[rows] + 0.01 * torch.randn(len(rows), 6, generator=draw), self.y[rows]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:
+        """Return the mean squared error."""
         return F.mse_loss(model(batch[0]), batch[1])
 
 
@@ -131,7 +133,7 @@ def test_it_trains_on_a_gpu() -> None:
 
 
 class Interrupted(Exception):
-    pass
+    """What a listener raises to stop a run."""
 
 
 @pytest.mark.parametrize("at", [8, 12, 20])
@@ -195,7 +197,9 @@ train(test_loop.Regression(), test_loop.PLAN, compute=test_loop.OFTEN, out=Path(
 def test_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
     """SIGKILL when the second checkpoint's files are written, and not yet in place."""
     code = KILLED.format(folder=str(Path(__file__).parent))
-    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=os.environ, capture_output=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=os.environ, capture_output=True, check=False
+    )
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
     folder = tmp_path / "checkpoints"
     assert sorted(path.name[:6] for path in folder.iterdir()) == [".unfin", "step-0"]

@@ -1,0 +1,482 @@
+"""Model inversion: closed forms against exact answers; decoders that learn, are reused, and heed or ignore order."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, Tensor
+from torch.testing import assert_close
+
+from privlab.attacks.feature_inversion import FeatureOptimisation, LeastSquares
+from privlab.attacks.inversion import InversionConv, InversionMae, InversionSet, InversionToken
+from privlab.attacks.linear import ENOUGH, invert_rows, patch_statistics
+from privlab.decoders import DECODERS, Decoder, Shape
+from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, Jigsaw, LowPass, RowPermutation
+from privlab.errors import PrivlabError
+from privlab.features import observe_features, send
+from privlab.images import batches, open_images
+from privlab.inversion import (
+    DecoderSpec,
+    Inversion,
+    decoder_for,
+    decoder_key,
+    released,
+    row_order,
+    store,
+    train_decoder,
+)
+from privlab.metrics import psnr
+from privlab.model import VictimModel
+from privlab.patches import patchify
+from privlab.placement import placement_accuracy
+from privlab.stack import Stack
+from privlab.threat import Capability, Draws, FeatureObservation, PrivlabWarning, Sent, check_capabilities
+from privlab.training import Plan, Progress, listening
+from privlab.victims import victim
+
+Make = Callable[..., VictimModel]
+Photographs = Callable[[int, int], Tensor]
+Parts = tuple
+
+
+@pytest.fixture(scope="module")
+def crops(photographs: Photographs) -> Tensor:
+    """Return 384 different crops of 16 × 16 pixels of six photographs."""
+    tiles = photographs(6, 128).unfold(2, 16, 16).unfold(3, 16, 16)
+    return tiles.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRIVLAB_CACHE", str(tmp_path))
+    return tmp_path / "decoders"
+
+
+def rows_of(model: VictimModel, images: Tensor) -> Tensor:
+    """Return W x + β."""
+    return model.vit.patch_embed.proj(model.normalise(images)).flatten(2).mT
+
+
+def seen_of(
+    model: VictimModel, images: Tensor, public: Tensor, defense: Parts = (), seed: int = 0
+) -> tuple[FeatureObservation, Sent]:
+    stack, generators = Stack(defense), [Generator().manual_seed(seed + i) for i in range(len(images) + 2)]
+    draws = Draws(images=generators[2:], batch=generators[0], model=generators[1])
+    sent = send(model, stack.feed(images, model.patch, draws.images), stack, draws)
+    return observe_features(model, sent, stack, public), sent
+
+
+# The closed forms
+
+
+@pytest.mark.parametrize("prior", ["ridge", "wiener"])
+def test_a_square_projection_is_inverted_exactly(tiny_model: Make, photographs: Photographs, prior: str) -> None:
+    """D = K = 48, as in ViT-B/16, whatever is assumed of patches."""
+    model = tiny_model(embed_dim=48)
+    private, public = photographs(6, 16).double().split(3)
+    seen, sent = seen_of(model, private, public)
+    stolen = LeastSquares(prior)(seen)
+    assert psnr(stolen.images, private).min() > 100
+    accuracy = placement_accuracy(sent, stolen)
+    assert accuracy is not None
+    assert accuracy.tolist() == [1, 1, 1]
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**31), noise=st.sampled_from([0.1, 1.0]))
+def test_wiener_is_the_mean_of_a_gaussian_given_its_rows(tiny_model: Make, seed: int, noise: float) -> None:
+    """E[x | y] = μ + S Wᵀ (W S Wᵀ + σ² I)⁻¹ (y − β − W μ), by the covariance of the joint (x, y)."""
+    model = tiny_model(embed_dim=32)
+    rng = Generator().manual_seed(seed)
+    public = torch.rand(5, 3, 16, 16, generator=rng, dtype=torch.float64)
+    y = torch.randn(2, 16, 32, generator=rng, dtype=torch.float64)
+    μ, S = patch_statistics(model, public)
+    proj = model.vit.patch_embed.proj
+    W = proj.weight.flatten(1)
+    joint = W @ S @ W.mT + noise**2 * torch.eye(32, dtype=torch.float64)
+    naive = μ + (S @ W.mT @ torch.linalg.inv(joint) @ (y - proj.bias - W @ μ).mT).mT
+    assert_close(invert_rows(model, y, public, noise=noise), naive, atol=1e-7, rtol=1e-7)
+
+
+def test_wiener_beats_ridge_on_photographs(tiny_model: Make, photographs: Photographs) -> None:
+    """A thin projection keeps 16 of 48 dimensions; public photographs, none of them private, tell of the others."""
+    model = tiny_model(embed_dim=32)
+    private, public = photographs(6, 64).double().unfold(2, 16, 16).unfold(3, 16, 16).split(3)
+    private, public = (x.permute(0, 2, 3, 1, 4, 5).flatten(0, 2) for x in (private, public))
+    seen, _ = seen_of(model, private, public)
+    ridge, wiener = (psnr(LeastSquares(prior)(seen).images, private).mean() for prior in ("ridge", "wiener"))
+    assert wiener > ridge + 5
+
+
+def test_knowing_the_noise_helps_who_may_know_it(tiny_model: Make, crops: Tensor) -> None:
+    """Two noises of 0.3 and 0.4 are one of 0.5."""
+    model, private, public = tiny_model(embed_dim=64), crops[:32].double(), crops[32:].double()
+    seen, _ = seen_of(model, private, public, (GaussianNoise(0.3), GaussianNoise(0.4)))
+    blind = replace(seen, grants=seen.grants - {Capability.KNOWS_DEFENSE})
+    aware, unaware = (LeastSquares()(s).images for s in (seen, blind))
+    assert psnr(aware, private).mean() > psnr(unaware, private).mean() + 5
+    rows = seen.features[:, 1:] - model.vit.pos_embed[:, 1:]
+    assert_close(aware, model.to_images(invert_rows(model, rows, public, noise=0.5)))
+
+
+def test_patch_statistics_are_those_of_all_windows_and_their_mirror_images(tiny_model: Make, crops: Tensor) -> None:
+    model, public = tiny_model(), crops[:3].double()
+    windows = [
+        model.normalise(image[None])[0, :, y : y + 4, x : x + 4].flatten()
+        for image in (*public, *public.flip(3))
+        for y in range(0, 13, 2)
+        for x in range(0, 13, 2)
+    ]
+    X = torch.stack(windows)
+    μ, S = patch_statistics(model, public)
+    assert_close(μ, X.mean(0))
+    off = S - S.diagonal().diag()
+    naive = torch.cov(X.mT, correction=0)
+    shrunk = off[0, 1] / naive[0, 1]
+    assert 0.9 < shrunk <= 1
+    assert_close(off, (naive - naive.diagonal().diag()) * shrunk)
+    assert_close(S.trace(), naive.trace(), rtol=1e-9, atol=0)
+    mirror = torch.arange(48).view(3, 4, 4).flip(2).flatten()
+    assert_close(S[mirror][:, mirror], S)
+
+
+@pytest.mark.parametrize("public", [torch.full((1, 3, 16, 16), 0.5), torch.rand(1, 3, 16, 16, generator=Generator())])
+def test_patch_statistics_have_full_rank_for_any_images(tiny_model: Make, public: Tensor) -> None:
+    """One grey image has no variance at all, and one image fewer windows than a patch has values."""
+    for model in (tiny_model(), tiny_model().float()):
+        _, S = patch_statistics(model, public)
+        torch.linalg.cholesky(S)
+
+
+def test_patch_statistics_of_many_images_are_those_of_the_first(tiny_model: Make, crops: Tensor) -> None:
+    model = tiny_model()
+    assert_close(patch_statistics(model, crops), patch_statistics(model, crops[:ENOUGH]))
+
+
+def test_bad_priors_are_refused(tiny_model: Make) -> None:
+    model = tiny_model()
+    rows, none = torch.zeros(1, 16, 64, dtype=torch.float64), torch.zeros(0, 3, 16, 16)
+    with pytest.raises(PrivlabError, match="wiener prior needs public images"):
+        invert_rows(model, rows, none)
+    with pytest.raises(PrivlabError, match=r"Unknown prior 'winer'\. Did you mean wiener"):
+        invert_rows(model, rows, none, prior="winer")
+    with pytest.raises(PrivlabError, match="Unknown prior"):
+        LeastSquares("flat")
+
+
+def test_optimisation_beats_the_linear_inversion_that_it_starts_from(tiny_model: Make, crops: Tensor) -> None:
+    """What W does not see is filled in smoothly, and pixels stay in range."""
+    model, private = tiny_model(embed_dim=32), crops[:8].double()
+    seen, _ = seen_of(model, private, crops[8:].double())
+    start, end = FeatureOptimisation(steps=0)(seen).images, FeatureOptimisation()(seen).images
+    misfits = [(rows_of(model, x) - rows_of(model, private)).square().mean() for x in (start, end)]
+    assert misfits[1] < 0.1 * misfits[0]
+    assert psnr(end, private).mean() > psnr(start, private).mean() + 3
+    assert end.min() >= 0
+    assert end.max() <= 1
+
+
+def test_optimisation_solves_images_one_by_one(tiny_model: Make, crops: Tensor) -> None:
+    """Neighbours in a batch change nothing."""
+    model, attack = tiny_model(), FeatureOptimisation(steps=20)
+    seen, _ = seen_of(model, crops[:3].double(), crops[8:].double())
+    alone = attack(replace(seen, features=seen.features[1:2])).images
+    assert_close(attack(seen).images[1:2], alone)
+
+
+@pytest.mark.parametrize("wrong", [{"steps": -1}, {"tv": float("nan")}, {"learning_rate": -0.1}])
+def test_impossible_optimisations_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(PrivlabError, match=f"{next(iter(wrong))} of feature-optimisation must be"):
+        FeatureOptimisation(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_trained_embeddings_of_photographs_are_inverted(shared: Callable[[str], Path]) -> None:
+    """ViT-Ti keeps 192 of 768 dimensions of a patch: 32 dB by Wiener's estimate, 21 dB by least norm."""
+    vit_ti = victim("vit_ti", weights=shared("weights/vit_tiny_patch16_224.safetensors"))
+    files = sorted(shared("data/imagenet_samples").glob("*.JPEG"))[::62]
+    images = next(batches(open_images(files), vit_ti.preprocessing, 9)).images
+    seen, _ = seen_of(vit_ti.model, images[:5], images[5:])
+    wiener, ridge = (psnr(LeastSquares(prior)(seen).images, images[:5]).mean() for prior in ("wiener", "ridge"))
+    assert wiener > 28
+    assert 17 < ridge < wiener - 6
+
+
+# What the adversary makes itself
+
+
+@pytest.mark.parametrize("defense", [(), (RowPermutation(),), (RowPermutation("image"), BatchShuffle())])
+def test_releases_are_those_of_a_client(tiny_model: Make, crops: Tensor, defense: Parts) -> None:
+    """Each row is the token that `source` names."""
+    model, images = tiny_model(), crops[:4].double()
+    seen = released(model, defense, images, Generator().manual_seed(1))
+    tokens = model.embed(images).flatten(0, 1).float()
+    assert_close(seen.features.flatten(0, 1), tokens[seen.source.flatten()])
+    assert_close(seen.images.double(), images, atol=1e-6, rtol=0)
+
+
+def test_releases_have_draws_of_their_own(tiny_model: Make, crops: Tensor) -> None:
+    """New ones for every release, the same ones for the same generator."""
+    model, images = tiny_model(), crops[:2].double()
+    for defense in ((RowPermutation(),), (ColumnPermutation(),), (GaussianNoise(),)):
+        one, same, other = (
+            released(model, defense, images, Generator().manual_seed(seed)).features for seed in (1, 1, 2)
+        )
+        assert torch.equal(one, same)
+        assert not torch.equal(one, other)
+
+
+def test_releases_say_what_was_fed_where(tiny_model: Make, crops: Tensor) -> None:
+    """Under a jigsaw the patches' places are those of the feed; under a low pass their content is the private one."""
+    model, images = tiny_model(unknown=False), crops[:2].double()
+    jigsaw = released(model, (Jigsaw(gamma=0.5),), images, Generator().manual_seed(1))
+    assert not torch.equal(jigsaw.fed, jigsaw.images)
+    assert_close(jigsaw.features[:, 1:].double(), model.embed(jigsaw.fed.double())[:, 1:], atol=1e-5, rtol=1e-5)
+    smooth = released(model, (LowPass(0.1),), images, Generator().manual_seed(1))
+    assert torch.equal(smooth.fed, smooth.images)
+
+
+@pytest.mark.parametrize(
+    ("defense", "order"),
+    [
+        ((), "kept"),
+        ((GaussianNoise(), LowPass()), "kept"),
+        ((ColumnPermutation(),), "kept"),
+        ((RowPermutation(),), "shared"),
+        ((RowPermutation("image"),), "own"),
+        ((BatchShuffle(),), "own"),
+    ],
+)
+def test_the_adversary_knows_what_a_defense_does_to_places(tiny_model: Make, defense: Parts, order: str) -> None:
+    assert row_order(tiny_model(), defense) == order
+
+
+# Decoders
+
+
+def spec_of(kind: str, **changed: object) -> DecoderSpec:
+    plan = Plan(steps=120, batch_size=32, learning_rate=3e-3, warmup=10, weight_decay=0.01)
+    return replace(DecoderSpec(kind, width=64, depth=1, plan=plan), **changed)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_decoder_learns(tiny_model: Make, crops: Tensor, kind: str) -> None:
+    """Its error on images that it never saw is under a third of what the public mean gets, after 120 steps."""
+    model, seen = tiny_model(), list[Progress]()
+    private, public = crops[:64], crops[64:]
+    decoder = train_decoder(model, (), public, spec_of(kind), progress=seen.append)
+    assert seen[-1].loss < 0.3 * seen[0].loss
+    with torch.no_grad():
+        images, _ = decoder.reconstruct(released(model, (), private.double(), Generator()).features, "kept")
+    error, of_mean = (images - private).square().mean(), (public.mean(0) - private).square().mean()
+    assert error < of_mean / 3
+    assert images.min() >= 0
+    assert images.max() <= 1
+
+
+def untrained(model: VictimModel, kind: str) -> Decoder:
+    """Return a decoder with random weights; a new one's last layer is zero."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        decoder = DECODERS[kind](Shape.of(model), 64, 1)
+        for parameter in decoder.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+    return decoder.double().eval()
+
+
+@pytest.mark.parametrize("patch", [2, 4, 8])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_decoders_fit_any_patch(tiny_model: Make, crops: Tensor, kind: str, patch: int) -> None:
+    model = tiny_model(patch_size=patch, reg_tokens=2, num_heads=2)
+    images, _ = untrained(model, kind).reconstruct(model.embed(crops[:2].double()), "own")
+    assert images.shape == (2, 3, 16, 16)
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**31))
+def test_order_is_nothing_to_set_and_token_and_everything_to_the_others(
+    tiny_model: Make, crops: Tensor, seed: int
+) -> None:
+    """P_R Z and Z give the same images under `set` and `token`, whose rows are those of Z seen through P_R."""
+    model = tiny_model()
+    tokens = model.embed(crops[:2].double())
+    order = torch.randperm(17, generator=Generator().manual_seed(seed))
+    for kind in ("set", "token"):
+        images, rows = untrained(model, kind).reconstruct(tokens, "own")
+        moved, rows_moved = untrained(model, kind).reconstruct(tokens[:, order], "own")
+        assert_close(images, moved)
+        assert images.std() > 0.01
+        if rows is not None:
+            assert rows_moved is not None
+            assert torch.equal(order[rows_moved % 17], rows % 17)
+    for kind in ("mae", "conv"):
+        decoder = untrained(model, kind)
+        assert (decoder(tokens) - decoder(tokens[:, order.roll(1)])).abs().max() > 1e-3
+
+
+def test_a_shared_order_is_found_by_the_batch_together(tiny_model: Make, crops: Tensor) -> None:
+    """All images of a batch agree on the slots, though each by itself would not."""
+    model = tiny_model()
+    features = model.embed(crops[:6].double())
+    decoder = untrained(model, "token")
+    _, own = decoder.reconstruct(features, "own")
+    _, shared = decoder.reconstruct(features, "shared")
+    assert own is not None
+    assert shared is not None
+    assert len(torch.unique(own % 17, dim=0)) > 1
+    assert len(torch.unique(shared % 17, dim=0)) == 1
+
+
+def test_whitened_rows_are_white(tiny_model: Make, crops: Tensor) -> None:
+    recipe = Inversion(tiny_model(), (), crops, spec_of("mae", augment=False), "x")
+    rows = recipe.model.whiten(recipe._rows()[None])[0]
+    assert_close(rows.mT.cov(correction=0).diagonal().mean(), torch.tensor(1.0), atol=0.1, rtol=0)
+    assert (rows.mean(0).abs() < 1e-3).all()
+
+
+def test_public_images_are_mirrored_and_rolled(tiny_model: Make, crops: Tensor) -> None:
+    """Augmented images are those that went in, moved around the border; without augmentation they stay."""
+    model = tiny_model()
+    plain = Inversion(model, (), crops, spec_of("mae", augment=False), "x").batch(torch.arange(8), Generator())
+    moved = Inversion(model, (), crops, spec_of("mae"), "x").batch(torch.arange(8), Generator().manual_seed(3))
+    assert_close(plain[2], crops[:8])
+    assert not torch.equal(moved[2], plain[2])
+    assert_close(moved[2].flatten(1).sort(1).values, plain[2].flatten(1).sort(1).values)
+
+
+def test_bad_decoders_are_refused(tiny_model: Make) -> None:
+    with pytest.raises(PrivlabError, match=r"Unknown decoder 'may'\. Did you mean mae"):
+        DecoderSpec("may")
+    with pytest.raises(PrivlabError, match=r"width of a decoder must be a multiple of 32\. Found 40"):
+        DECODERS["set"](Shape.of(tiny_model()), 40, 1)
+
+
+# Reuse by hash
+
+SHORT = Plan(steps=3, batch_size=8)
+
+
+def test_a_decoder_is_trained_once(tiny_model: Make, crops: Tensor, cache: Path) -> None:
+    spec, heard = spec_of("mae", plan=SHORT), list[Progress]()
+    with listening(heard.append):
+        first = decoder_for(tiny_model(), (RowPermutation(),), crops, spec)
+        assert len(heard) == 1
+        again = decoder_for(tiny_model(), (RowPermutation(),), crops.clone(), spec)
+    assert len(heard) == 1
+    assert not again.training
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert torch.equal(first.whiten.matrix, again.whiten.matrix)
+    assert [path.name[:4] for path in cache.iterdir()] == ["mae-"]
+
+
+def test_the_key_covers_all_that_shapes_a_decoder(tiny_model: Make, crops: Tensor) -> None:
+    model, spec = tiny_model(), spec_of("mae")
+    keys = {
+        decoder_key(model, (), crops, spec),
+        decoder_key(tiny_model(seed=1), (), crops, spec),
+        decoder_key(model, (GaussianNoise(0.5),), crops, spec),
+        decoder_key(model, (GaussianNoise(0.4),), crops, spec),
+        decoder_key(model, (GaussianNoise(0.5), RowPermutation()), crops, spec),
+        decoder_key(model, (), crops[1:], spec),
+        decoder_key(model, (), crops, spec_of("set")),
+        decoder_key(model, (), crops, spec_of("mae", plan=SHORT)),
+    }
+    assert len(keys) == 8
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
+def test_a_damaged_or_foreign_file_is_trained_anew(tiny_model: Make, crops: Tensor, cache: Path, damage: str) -> None:
+    spec = spec_of("token", plan=SHORT)
+    good = decoder_for(tiny_model(), (), crops, spec)
+    (path,) = cache.iterdir()
+    content = path.read_bytes()
+    if damage == "foreign":
+        decoder_for(tiny_model(), (GaussianNoise(),), crops, spec)
+        (other,) = set(cache.iterdir()) - {path}
+        path.write_bytes(other.read_bytes())
+    else:
+        path.write_bytes(content[:-9] if damage == "cut" else content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    heard: list[Progress] = []
+    with pytest.warns(PrivlabWarning, match="damaged or foreign: it is trained anew"):
+        anew = decoder_for(tiny_model(), (), crops, spec, progress=heard.append)
+    assert len(heard) == 1
+    assert path.read_bytes() == content
+    assert all(torch.equal(a, b) for a, b in zip(good.parameters(), anew.parameters(), strict=True))
+
+
+def test_a_store_that_cannot_be_written_costs_a_warning(tiny_model: Make, crops: Tensor, cache: Path) -> None:
+    cache.write_text("a file is in the way")
+    with pytest.warns(PrivlabWarning, match="The decoder cannot be kept in .*: it will be trained again"):
+        decoder_for(tiny_model(), (), crops, spec_of("conv", plan=SHORT))
+
+
+def test_few_public_images_are_warned_of(tiny_model: Make, crops: Tensor) -> None:
+    with pytest.warns(PrivlabWarning, match="trained on 5 public images is poor: .* no evidence of privacy"):
+        decoder_for(tiny_model(), (), crops[:5], spec_of("conv", plan=SHORT))
+
+
+def test_the_store_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PRIVLAB_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert store() == tmp_path / "privlab" / "decoders"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert store() == tmp_path / ".cache" / "privlab" / "decoders"
+
+
+# The attacks
+
+ATTACKS = (InversionMae, InversionConv, InversionSet, InversionToken)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_attacks_refuse_what_they_are_not_granted(attack: type[InversionMae]) -> None:
+    with pytest.raises(PrivlabError, match=f"{attack.name}.*auxiliary_images.*knows_defense.*queries"):
+        check_capabilities(attack(), {Capability.RELEASED_FEATURES})
+
+
+def test_row_permutation_stops_the_papers_attack_and_not_the_others(tiny_model: Make, crops: Tensor) -> None:
+    """Position embeddings are in: the per-token decoder places every row; the one with a fixed order sees a mixture."""
+    model, defense = tiny_model(), (RowPermutation("image"),)
+    private, public = crops[:24].double(), crops[24:].double()
+    seen, sent = seen_of(model, private, public, defense)
+    mae = InversionMae(width=64, depth=1, steps=120)(seen)
+    token = InversionToken(width=64, depth=1, steps=300, learning_rate=1e-2)(seen)
+    accuracy = placement_accuracy(sent, token)
+    assert accuracy is not None
+    assert accuracy.mean() > 0.95
+    assert mae.rows is None
+    assert token.images.dtype == torch.float64
+    assert psnr(token.images, private).mean() > psnr(mae.images, private).mean() + 3
+
+
+def test_rows_in_place_are_taken_in_order(tiny_model: Make, crops: Tensor) -> None:
+    model = tiny_model(pos_embed="none")
+    seen, sent = seen_of(model, crops[:4].double(), crops[4:].double(), (GaussianNoise(0.1),))
+    accuracy = placement_accuracy(sent, InversionToken(width=32, depth=1, steps=2)(seen))
+    assert accuracy is not None
+    assert (accuracy == 1).all()
+
+
+@pytest.mark.parametrize("defense", [(BatchShuffle(), RowPermutation("image")), (Jigsaw(gamma=1.0),)])
+def test_a_perfect_token_decoder_has_no_loss(tiny_model: Make, crops: Tensor, defense: Parts) -> None:
+    """Whatever moved a row, its patch and its slot are those of the token that it is."""
+    model = tiny_model(unknown=False)
+    seen = released(model, defense, crops[:4].double(), Generator().manual_seed(2))
+    by_token = {
+        tuple(token.tolist()): (patch, slot)
+        for image, patches in zip(model.embed(seen.fed.double()).float(), patchify(seen.fed, 4), strict=True)
+        for slot, (token, patch) in enumerate(zip(image, [torch.zeros(48), *patches], strict=True))
+    }
+
+    def perfect(features: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        found = [[by_token[tuple(row.tolist())] for row in image] for image in features]
+        patches = torch.stack([torch.stack([patch for patch, _ in image]) for image in found])
+        places = torch.tensor([[slot for _, slot in image] for image in found])
+        assert torch.equal(slots, places)
+        return patches - 0.5, 100 * torch.eye(17)[places]
+
+    assert untrained(model, "token").objective(perfect, seen) < 1e-9
