@@ -9,6 +9,7 @@ from privlab.attacks.inversion import InversionConv, InversionMae, InversionSet,
 from privlab.attacks.patch_gradient import PatchGradient
 from privlab.attacks.pe_assignment import PEAssignment
 from privlab.attacks.row_alignment import RowAlignment
+from privlab.attacks.weight_matching import WeightMatching
 from privlab.registry import with_plugins
 from privlab.threat import AttackClass
 
@@ -27,6 +28,7 @@ __all__ = [
     "PEAssignment",
     "PatchGradient",
     "RowAlignment",
+    "WeightMatching",
     "attacks",
 ]
 

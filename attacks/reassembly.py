@@ -79,9 +79,9 @@ def placed(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float
 
 
 def pixels(model: VictimModel, patches: Float[Tensor, "b n k"]) -> Float[Tensor, "b n c p p"]:
-    """Return normalised patches as pixels, not clipped."""
+    """Return normalised patches as pixels, not clipped, in single precision: borders need no more."""
     side = (model.image_shape[0], model.patch, model.patch)
-    return patches.unflatten(2, side) * model.std.to(patches) + model.mean.to(patches)
+    return (patches.unflatten(2, side) * model.std + model.mean).float()
 
 
 def _orders(

@@ -97,7 +97,7 @@ class WeightMatching:
         """
         encrypted, base = _both(seen)
         have, want = _features(encrypted), _features(base)
-        scores = first = have.T @ want
+        first = have.T @ want
         residual, done = _assign(first - want.square().sum(0) / 2), 0
         alpha = _correlation(have, want, residual)
         order = _posterior(first, alpha)

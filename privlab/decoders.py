@@ -100,7 +100,7 @@ class Whitening(nn.Module):
         rows = rows.double()
         mean = rows.mean(0)
         values, V = torch.linalg.eigh((rows - mean).mT @ (rows - mean) / len(rows))
-        scale = (values.clamp(min=0) + 1e-3 * values.mean() + 1e-12).rsqrt()
+        scale = (values.clamp(min=0) + 1e-4 * values.mean() + 1e-12).rsqrt()
         self.mean.copy_(mean)
         self.matrix.copy_((V * scale) @ V.mT)
 

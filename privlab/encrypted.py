@@ -112,7 +112,7 @@ def shape_of_model(model: str, heads: int | None = None) -> ModelShape:
     if heads is not None:
         raise PrivlabError(f"--heads is for files. '{model}' has its own.")
     with torch.device("meta"):  # no memory for weights that nobody needs
-        vit = timm.create_model(victims._resolve(model)[0])
+        vit = timm.create_model(victims.resolve(model)[0])
     if not isinstance(vit, VisionTransformer):
         raise PrivlabError(f"Keys are for timm's VisionTransformer. Found {model}, a {type(vit).__name__}.")
     return ModelShape.of(vit)
@@ -213,7 +213,7 @@ def public_state(model: str) -> dict[str, Tensor]:
     """
     if is_file(model):
         return read_model(Path(model)).state
-    return read_model(pretrained_file(victims._resolve(model)[0])).state
+    return read_model(pretrained_file(victims.resolve(model)[0])).state
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -167,18 +167,18 @@ def _grow(board: _Board, order: Orders, window: tuple[int, int]) -> Int[np.ndarr
                 known[slot] += 1
 
 
-def _within(places: Int[np.ndarray, " slots"], taken: Bool[np.ndarray, " slots"], size: int) -> np.ndarray:
+def _within(places: np.ndarray, taken: np.ndarray, size: int) -> np.ndarray:
     return (places > places[taken].max() - size) & (places < places[taken].min() + size)
 
 
-def _surest(cost: Float[np.ndarray, "s f"], known: Int[np.ndarray, "s 1"]) -> tuple[int, int]:
+def _surest(cost: np.ndarray, known: np.ndarray) -> tuple[int, int]:
     """Return the slot and the piece whose margin over other pieces and other slots is the largest."""
     mean = cost / known
     margin = (np.minimum(_rival(mean, 0), _rival(mean, 1)) - mean) * known
     return divmod(int(margin.argmax()), cost.shape[1])
 
 
-def _rival(cost: Float[np.ndarray, "s f"], axis: int) -> Float[np.ndarray, "s f"]:
+def _rival(cost: np.ndarray, axis: int) -> np.ndarray:
     """Return the least of the other costs along an axis."""
     if cost.shape[axis] == 1:
         return np.full_like(cost, np.inf)

@@ -19,7 +19,7 @@ from privlab.model import AprilBlock, VictimModel, april_twin
 from privlab.registry import with_plugins
 from privlab.threat import PrivlabWarning
 
-__all__ = ["ARCHITECTURES", "Victim", "Weights", "victim", "victim_names"]
+__all__ = ["ARCHITECTURES", "Victim", "Weights", "resolve", "victim", "victim_names"]
 
 ARCHITECTURES: dict[str, str] = {
     "vit_ti": "vit_tiny_patch16_224",
@@ -153,7 +153,7 @@ def _own(vit: VisionTransformer, weights: str | Path) -> Victim:
 def _named(name: str, weights: str, img_size: int | None, seed: int) -> Victim:
     if name in (plugins := with_plugins({}, "privlab.victims")):
         return replace(_own(plugins[name](), weights), name=name)
-    architecture, variant = _resolve(name)
+    architecture, variant = resolve(name)
     path = _file(name, architecture, weights, seed)
     if path is not None:
         origin = f"pretrained:{architecture}" if weights in ("auto", "pretrained") else f"file:{path.name}"
@@ -204,7 +204,7 @@ def _trained(name: str, architecture: str, variant: str, path: Path, origin: str
     return _assemble(name, architecture, vit, origin, _mean_pe(vit), "mean-pe")
 
 
-def _resolve(name: str) -> tuple[str, str]:
+def resolve(name: str) -> tuple[str, str]:
     """Return timm's name of the architecture and our variant of it."""
     if name.startswith("timm:"):
         architecture, variant = name.removeprefix("timm:"), ""

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import subprocess
 import sys
 import tempfile
@@ -136,8 +135,8 @@ class _Stages:
         return [observe(model, x, y, attack.parameters) for x, y in self.batches]
 
 
-def _peak_rss(model: str, n: int) -> float:
-    """Return the peak memory, in MB, of a process that attacks n images in a folder."""
+def _peak_rss(model: str, n: int) -> int:
+    """Return the peak memory, in kB, of a process that attacks n images in a folder."""
     samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
     with tempfile.TemporaryDirectory() as folder:
         pictures = Path(folder, "images")
@@ -146,12 +145,12 @@ def _peak_rss(model: str, n: int) -> float:
             square: Image.Image = samples[i % len(samples)].resize((256, 256))
             ImageChops.offset(square, i).save(pictures / f"{i:04d}.png", compress_level=1)
         program = (
-            "import json, resource, sys; from privlab.run import execute, specify; "
+            "from privlab.bench.common import peak_memory; from privlab.run import execute, specify; "
             f"spec = specify({model!r}, 'a', images={str(pictures)!r}); "
             f"execute(spec, device='cpu', out={str(Path(folder, 'run'))!r}); "
-            "print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))"
+            "print(peak_memory())"
         )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder)
     if done.returncode:
         raise PrivlabError(f"The run with {n} images failed: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return int(done.stdout.splitlines()[-1])

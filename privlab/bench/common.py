@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -14,7 +15,7 @@ from torch import Tensor
 from privlab.images import open_images
 from privlab.victims import Victim
 
-__all__ = ["Bench", "median_seconds", "pictures", "timed"]
+__all__ = ["Bench", "median_seconds", "peak_memory", "pictures", "timed"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,19 @@ def timed(stage: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
+
+
+def peak_memory() -> int:
+    """Return the most memory that this process has held, in kB.
+
+    On Linux from /proc: `ru_maxrss` survives an exec, and would be that of the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if not status.exists():
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
 
 
 def pictures(base: Victim, n: int) -> Float[Tensor, "b c h w"]:

@@ -21,7 +21,7 @@ from jaxtyping import UInt8
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
-from privlab.bench.common import Bench, pictures, timed
+from privlab.bench.common import Bench, peak_memory, pictures, timed
 from privlab.errors import PrivlabError
 from privlab.machine import hardware, pick_device, versions
 from privlab.run import Progress
@@ -83,13 +83,11 @@ def bench_split(
 
 def serve_child(name: str, folder: str, device: str, every: int) -> None:
     """Serve until SIGTERM; standard output has the address, then the peak memory of this process at each checkpoint."""
-    import resource
-
     from privlab.split import Server, read_token, serve
 
     def tell(event: dict[str, object]) -> None:
         if event["event"] == "saved":
-            print(json.dumps([event["step"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]), flush=True)  # noqa: T201
+            print(json.dumps([event["step"], peak_memory()]), flush=True)  # noqa: T201
 
     warnings.simplefilter("ignore", PrivlabWarning)
     token, state = read_token(Path(folder, "token")), Path(folder, "server")

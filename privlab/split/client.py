@@ -35,7 +35,7 @@ class Rebuffed(Lost):
 
 @dataclass
 class Traffic:
-    """What went over the wire: bytes of tensors, and how long each request waited for its reply, in seconds."""
+    """What went over the wire with tensors in it: bytes, and how long each request waited for its reply, in seconds."""
 
     sent: int = 0
     received: int = 0
@@ -172,8 +172,8 @@ class Remote:
         began = time.perf_counter()
         reply = self._ask(request)
         self.traffic.waited.append(time.perf_counter() - began)
-        self.traffic.sent += len(request.forward.data) + len(request.backward.data) + len(request.infer)
-        self.traffic.received += len(reply.outputs.data) + len(reply.gradient.data) + len(reply.inferred)
+        self.traffic.sent += request.ByteSize()  # asking for the data again would copy them again
+        self.traffic.received += reply.ByteSize()
         return reply
 
     def _ask(self, request: Request) -> Reply:

@@ -6,23 +6,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FLOORS = [
     {"errors", "registry", "draws", "patches", "permutation", "model", "threat"},
-    {
-        "victims",
-        "weights",
-        "images",
-        "sources",
-        "datasets",
-        "labels",
-        "decode",
-        "gradients",
-        "stack",
-        "features",
-        "options",
-    },
+    {"victims", "weights", "images", "sources", "datasets", "labels", "decode"}
+    | {"gradients", "stack", "features", "options", "training", "decoders", "inversion"}
+    | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "recording"},
     {"attacks", "defenses", "metrics", "lpips_backbones", "f_sim", "placement"},
     {"plan", "evaluate"},
-    {"store", "strips", "machine", "run", "audit", "experiments"},
-    {"report", "bench", "breaching_april"},
+    {"store", "strips", "machine", "run", "audit", "split", "experiments"},
+    {"report", "bench"},
     {"cli"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms}
@@ -31,7 +21,8 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in room
 def rooms() -> list[tuple[str, Path]]:
     """Return (room, file) of every source file."""
     inside = [(path.stem, path) for path in (ROOT / "privlab").glob("*.py") if path.stem != "__init__"]
-    for folder in ("privlab/cli", "privlab/report", "attacks", "defenses", "experiments"):
+    inner = [f"privlab/{name}" for name in ("bench", "cli", "report", "split", "training")]
+    for folder in (*inner, "attacks", "defenses", "experiments"):
         inside += [(Path(folder).name, path) for path in (ROOT / folder).glob("*.py")]
     return inside
 
