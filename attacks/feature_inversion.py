@@ -48,8 +48,7 @@ class LeastSquares:
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Reconstruct the images that the client embedded."""
-        noise = noise_of(seen) if Capability.KNOWS_DEFENSE in seen.grants else 0.0
-        return Stolen(seen.model.to_images(_patches(seen, self.prior, noise)), _as_sent(seen))
+        return Stolen(seen.model.to_images(_patches(seen, self.prior)), _as_sent(seen))
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class FeatureOptimisation:
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS})
 
     steps: int = 300
-    learning_rate: float = 0.05
+    learning_rate: float = 0.1
     tv: float = 0.01
 
     def __post_init__(self) -> None:
@@ -86,7 +85,7 @@ class FeatureOptimisation:
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Reconstruct the images that the client embedded."""
         model, prefix = seen.model, seen.model.vit.num_prefix_tokens
-        u = model.to_images(_patches(seen, "ridge", 0.0)).clamp(0.02, 0.98).logit().requires_grad_()
+        u = model.to_images(_patches(seen, "ridge")).clamp(0.02, 0.98).logit().requires_grad_()
         adam = torch.optim.Adam([u], lr=self.learning_rate)
         for _ in range(self.steps):
             images = u.sigmoid()
@@ -102,9 +101,10 @@ def _total_variation(images: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
     return images.diff(dim=2).abs().mean((1, 2, 3)) + images.diff(dim=3).abs().mean((1, 2, 3))
 
 
-def _patches(seen: FeatureObservation, prior: str, noise: float) -> Float[Tensor, "b n k"]:
-    """Return the patches by linear inversion, each row taken for the slot of its place."""
+def _patches(seen: FeatureObservation, prior: str) -> Float[Tensor, "b n k"]:
+    """Return the patches by linear inversion, each row taken for its place's slot, known noise allowed for."""
     prefix, pe = known_tokens(seen.model)
+    noise = noise_of(seen) if Capability.KNOWS_DEFENSE in seen.grants else 0.0
     return invert_rows(seen.model, undone(seen)[:, len(prefix) :] - pe, seen.public, prior=prior, noise=noise)
 
 

@@ -210,4 +210,4 @@ def _loaded(decoder: Decoder, path: Path, key: str) -> bool:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, PrivlabWarning, stacklevel=4)
+    warnings.warn(message, PrivlabWarning, stacklevel=3)

@@ -139,14 +139,14 @@ def _peak_rss(model: str, n: int) -> int:
     """Return the peak memory, in kB, of a process that attacks n images in a folder."""
     samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
     with tempfile.TemporaryDirectory() as folder:
-        pictures = Path(folder, "images")
-        pictures.mkdir()
+        inside = Path(folder, "images")
+        inside.mkdir()
         for i in range(n):
             square: Image.Image = samples[i % len(samples)].resize((256, 256))
-            ImageChops.offset(square, i).save(pictures / f"{i:04d}.png", compress_level=1)
+            ImageChops.offset(square, i).save(inside / f"{i:04d}.png", compress_level=1)
         program = (
             "from privlab.bench.common import peak_memory; from privlab.run import execute, specify; "
-            f"spec = specify({model!r}, 'a', images={str(pictures)!r}); "
+            f"spec = specify({model!r}, 'a', images={str(inside)!r}); "
             f"execute(spec, device='cpu', out={str(Path(folder, 'run'))!r}); "
             "print(peak_memory())"
         )

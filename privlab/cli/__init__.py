@@ -10,6 +10,7 @@ from privlab.cli.attack import attack
 from privlab.cli.common import err
 from privlab.cli.keys import keys
 from privlab.cli.machine import bench, doctor, list_
+from privlab.cli.split import split
 from privlab.cli.study import finetune_study, study
 from privlab.errors import PrivlabError
 
@@ -57,6 +58,6 @@ def cli() -> None:
     """Measure how much of a private image leaks from a Vision Transformer, and what a defense really stops."""
 
 
-for command in (attack, list_, doctor, bench, keys, study):
+for command in (attack, list_, doctor, bench, keys, split, study):
     cli.add_command(command)
 keys.add_command(finetune_study)

@@ -72,7 +72,7 @@ _IMAGES = _options(
     ),
     click.option("--limit", type=click.IntRange(min=1), help="Use N images: the first, of class folders by turns."),
     click.option("--split", help="Split of a data set, or sub-folder of a folder."),
-    click.option("--labels", help="A CSV file with columns file and class_index.  [default: the source's own]"),
+    click.option("--labels", help="predicted, or a CSV file: file, class_index.  [default: the source's own]"),
 )  # fmt: skip
 _DEFENSE = _options(
     click.option(
@@ -339,7 +339,10 @@ def _batches(started: "Started", folder: Path, *, resuming: bool) -> "Batches":
     if not resuming and (folder / CHECKPOINT).exists():
         raise PrivlabError(f"'{folder}' holds another run: --resume it, or give another --out.")
     with progress_bar("reading") as progress:
-        data = load(started.job.source(), started.victim.preprocessing, progress).checked(started.learner.classes)
+        data = load(started.job.source(), started.victim.preprocessing, progress)
+    if started.job.labels == "predicted":
+        data = data.labelled_by(started.victim.model)
+    data = data.checked(started.learner.classes)
     say_failed(data.failed)
     if resuming and started.facts["data"] != data.sha256:
         raise PrivlabError(f"The images are not those that the run in '{folder}' was begun with.")

@@ -19,7 +19,7 @@ from privlab.split.security import ClientTls, is_loopback, split_address
 from privlab.split.server import METHOD
 from privlab.split.sessions import VERSION
 from privlab.split.split_pb2 import Contract as ContractMessage
-from privlab.split.split_pb2 import Open, Reply, Request, Save, Tensors
+from privlab.split.split_pb2 import Open, Reply, Request, Save
 from privlab.split.wire import chunks, pack, pack_state, unpack
 
 __all__ = ["Client", "Lost", "Rebuffed", "Remote", "Traffic"]
@@ -35,7 +35,7 @@ class Rebuffed(Lost):
 
 @dataclass
 class Traffic:
-    """What went over the wire with tensors in it: bytes, and how long each request waited for its reply, in seconds."""
+    """What went over the wire: bytes of messages, and how long each with tensors waited for its reply, in seconds."""
 
     sent: int = 0
     received: int = 0
@@ -121,8 +121,8 @@ class Remote:
         self.contract, self.timeout, self.traffic = contract, timeout, traffic
         self.id, self.weights_sha256 = "", ""
         self.step = self.durable = self.saved = 0
-        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        call = channel.stream_stream(METHOD, Request.SerializeToString)
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        call = channel.stream_stream(METHOD)
         self._call = call(iter(self._requests.get, None), metadata=(("authorization", f"Bearer {token}"),))
         self._replies: Inbox[bytes] = Inbox(self._call)
 
@@ -137,23 +137,23 @@ class Remote:
     def upload(self, weights: Mapping[str, Tensor]) -> None:
         """Send T's initial weights."""
         for part in chunks(pack_state(weights)):
-            self.traffic.sent += len(part)
-            self._requests.put(Request(weights=part, saved=self.saved))
+            self._send(Request(weights=part))
 
     def forward(self, step: int, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Return T(features), the first half of a step."""
-        data = self._exchange(Request(forward=Tensors(step=step, data=pack("features", features)))).outputs.data
-        return self._tensor(data, "outputs", features)
+        request = Request()
+        request.forward.step, request.forward.data = step, pack("features", features)
+        return self._tensor(self._exchange(request).outputs.data, "outputs", features)
 
     def backward(self, step: int, gradient: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Return ∂ℓ/∂features, given ∂ℓ/∂outputs, the second half: the server changes T."""
-        data = self._exchange(Request(backward=Tensors(step=step, data=pack("gradient", gradient)))).gradient.data
-        return self._tensor(data, "gradient", gradient)
+        request = Request()
+        request.backward.step, request.backward.data = step, pack("gradient", gradient)
+        return self._tensor(self._exchange(request).gradient.data, "gradient", gradient)
 
     def infer(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Return T(features); the server learns nothing of it, but what it sees."""
-        data = self._exchange(Request(infer=pack("features", features))).inferred
-        return self._tensor(data, "outputs", features)
+        return self._tensor(self._exchange(Request(infer=pack("features", features))).inferred, "outputs", features)
 
     def save(self) -> None:
         """Have the server write a checkpoint; `durable` then says whether it did."""
@@ -168,17 +168,14 @@ class Remote:
         self._replies.close()
 
     def _exchange(self, request: Request) -> Reply:
-        """Ask, and count what it takes."""
+        """Ask, and note how long it takes."""
         began = time.perf_counter()
         reply = self._ask(request)
         self.traffic.waited.append(time.perf_counter() - began)
-        self.traffic.sent += request.ByteSize()  # asking for the data again would copy them again
-        self.traffic.received += reply.ByteSize()
         return reply
 
     def _ask(self, request: Request) -> Reply:
-        request.saved = self.saved
-        self._requests.put(request)
+        self._send(request)
         try:
             data = self._replies.get(self.timeout)
         except futures.TimeoutError:
@@ -187,9 +184,16 @@ class Remote:
             raise _translated(error) from None
         if data is None:
             raise Lost("The server ended the session.")
+        self.traffic.received += len(data)
         reply = _parsed(data)
         self.durable = reply.durable
         return reply
+
+    def _send(self, request: Request) -> None:
+        request.saved = self.saved
+        data = request.SerializeToString()
+        self.traffic.sent += len(data)
+        self._requests.put(data)
 
     def _tensor(self, data: bytes, name: str, like: Tensor) -> Tensor:
         tensor = unpack(data, name, self.contract)

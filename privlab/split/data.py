@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.images import ImageSource, Preprocessing, batches
+from privlab.model import VictimModel
 
 __all__ = ["Batches", "Dataset", "load"]
 
@@ -32,6 +33,12 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.names)
 
+    def labelled_by(self, model: VictimModel) -> "Dataset":
+        """Return the same with the classes that a model predicts for the plain images as labels."""
+        with torch.no_grad():
+            parts = [model(self.pixels(slice(i, i + _READ)).to(model.mean)) for i in range(0, len(self), _READ)]
+        return replace(self, labels=torch.cat(parts).argmax(1).cpu())
+
     def checked(self, classes: int) -> "Dataset":
         """Return the same, if every picture has a label below `classes`.
 
@@ -41,7 +48,7 @@ class Dataset:
         for name, label in zip(self.names, self.labels.tolist(), strict=True):
             if label < 0:
                 raise PrivlabError(
-                    f"Training needs labels. '{name}' has none: use class folders, or --labels FILE.csv."
+                    f"Training needs labels. '{name}' has none: use class folders, or --labels predicted|FILE.csv."
                 )
             if label >= classes:
                 raise PrivlabError(f"The model has {classes} classes. Found label {label} of '{name}': use --classes.")

@@ -27,6 +27,8 @@ __all__ = ["Job", "Started", "resumed", "stack_of", "started"]
 class Job:
     """The options of a training or an inference that shape its result.
 
+    `labels` is a CSV file, None for the source's own, or "predicted": what the victim sees in the plain image.
+
     Raises:
         PrivlabError: for a value out of its range.
     """
@@ -62,7 +64,8 @@ class Job:
     def source(self) -> ImageSource:
         """Open the images."""
         source = self.images[0] if len(self.images) == 1 else list(self.images)
-        return open_images(source, limit=self.limit, split=self.split, labels=self.labels)
+        labels = None if self.labels == "predicted" else self.labels
+        return open_images(source, limit=self.limit, split=self.split, labels=labels)
 
 
 @dataclass(frozen=True, eq=False)

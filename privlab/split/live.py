@@ -62,8 +62,7 @@ class Live:
         if self._uploaded is not None:
             raise Refusal("FAILED_PRECONDITION", f"The contract promises T's initial weights first. Found '{kind}'.")
         if kind == "forward":
-            outputs = self.session.forward(request.forward.step, self._tensor(request.forward.data, "features"))
-            return self._reply(outputs=Tensors(step=request.forward.step, data=pack("outputs", outputs)))
+            return self._forward(request.forward)
         if kind == "backward":
             return self._backward(request.backward)
         if kind == "infer":
@@ -97,6 +96,12 @@ class Live:
         self.checkpoint()
         self.log("closed", self.name, step=self.session.step, durable=self.durable)
 
+    def _forward(self, request: Tensors) -> Reply:
+        outputs = self.session.forward(request.step, self._tensor(request.data, "features"))
+        reply = self._reply()
+        reply.outputs.step, reply.outputs.data = request.step, pack("outputs", outputs)
+        return reply
+
     def _backward(self, request: Tensors) -> Reply:
         pending, before = self.session.pending_features, self.session.step
         gradient = self._tensor(request.data, "gradient")
@@ -106,7 +111,9 @@ class Live:
                 self.record.step(self.session.step, pending, gradient)
             if self.session.step % self.every == 0:
                 self.checkpoint()
-        return self._reply(gradient=Tensors(step=request.step, data=pack("gradient", answer)))
+        reply = self._reply()
+        reply.gradient.step, reply.gradient.data = request.step, pack("gradient", answer)
+        return reply
 
     def _receive(self, part: bytes) -> None:
         """Collect the initial weights; the last part is empty."""

@@ -1,10 +1,15 @@
-"""`privlab bench attack`: what it prints; how fast anything is, no test says."""
+"""`privlab bench`: what it prints, and what it refuses; how fast anything is, no test says."""
 
+import copy
+import importlib.util
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+
+from privlab.bench import split
 
 RATIOS = [
     "observe_patch_gradient_over_step",
@@ -13,13 +18,35 @@ RATIOS = [
     "breaching_linear_solves_over_privlab_solve",
     "score_over_observe",
 ]
+PERMUTATION = [
+    "dense_over_index_row",
+    "dense_over_index_column",
+    "index_row_over_copies",
+    "index_column_over_copies",
+    "index_both_over_copies",
+    "both_over_row_then_column",
+    "permutation_over_forward",
+    "key_encryption_seconds",
+    "pe_assignment_ms_per_image",
+]
 SMALL = ("--model", "vit_ti", "--images", "2", "--repeats", "1", "--device", "cpu")
+needs_grpc = pytest.mark.skipif(importlib.util.find_spec("grpc") is None, reason="needs the extra split")
+TINY = ("--model", "vit_ti", "--batch", "2", "--repeats", "1", "--device", "cpu")
 
 
 @pytest.fixture
 def peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that attack 400 images take longer than this suite has."""
-    monkeypatch.setattr("privlab.bench._peak_rss", lambda model, n: 500.0 + n / 40)
+    monkeypatch.setattr("privlab.bench.attack._peak_rss", lambda model, n: 20_000 + n)
+
+
+def assert_consistent(result: dict[str, Any]) -> None:
+    """Every figure has a target, and every stage's speed is the inverse of its time."""
+    assert all(result[name] is not None for name in result["targets"])
+    seconds, speed = result["seconds_per_image"], result["images_per_second"]
+    assert seconds.keys() == speed.keys()
+    assert all(speed[name] == pytest.approx(1 / seconds[name]) for name in seconds)
+    assert result["setup"]["hardware"]["device"] == "cpu"
 
 
 def test_json_holds_ratios_medians_and_setup(cli: Callable[..., Any], peaks: None) -> None:
@@ -28,11 +55,10 @@ def test_json_holds_ratios_medians_and_setup(cli: Callable[..., Any], peaks: Non
     result = json.loads(told.out)
     assert list(result)[:6] == [*RATIOS, "peak_rss_400_over_40"]
     assert all(result[name] > 0 for name in RATIOS)
-    assert result["peak_rss_400_over_40"] == pytest.approx(510 / 501)
+    assert result["peak_rss_400_over_40"] == pytest.approx(20_400 / 20_040)
     assert set(result["targets"]) == {*RATIOS, "peak_rss_400_over_40"}
     assert {"training step", "solve (april)", "breaching: APRIL"} <= set(result["seconds_per_image"])
-    seconds, speed = result["seconds_per_image"], result["images_per_second"]
-    assert all(speed[name] == pytest.approx(1 / seconds[name]) for name in seconds)
+    assert_consistent(result)
     assert result["setup"]["model"] == "vit_ti"
 
 
@@ -48,3 +74,96 @@ def test_table_shows_the_same(cli: Callable[..., Any]) -> None:
 def test_victim_that_the_attacks_cannot_take(cli: Callable[..., Any]) -> None:
     error = cli("bench", "attack", *SMALL, "--model", "vit_ti_nope", "--no-memory").error
     assert "pos_embed" in error or "position embedding" in error
+
+
+def test_permutation_has_every_figure_as_a_key(cli: Callable[..., Any]) -> None:
+    told = cli("bench", "permutation", *TINY, "--json")
+    assert told.status == 0
+    result = json.loads(told.out)
+    assert list(result)[: len(PERMUTATION)] == PERMUTATION
+    assert all(result[name] > 0 for name in PERMUTATION)
+    assert set(result["targets"]) == set(PERMUTATION)
+    assert_consistent(result)
+    assert result["pe_assignment_ms_per_image"] == pytest.approx(
+        1000 * result["seconds_per_image"]["pe-assignment (vit_ti)"]
+    )
+    assert result["setup"]["batch"] == 2
+
+
+@needs_grpc
+def test_split_trains_the_same_model_on_both_sides(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real server in a process of its own; 100 and 1000 batches would take longer than this suite has."""
+    monkeypatch.setattr("privlab.bench.split._EARLY", 2)
+    monkeypatch.setattr("privlab.bench.split._LATE", 4)
+    told = cli("bench", "split", *TINY, "--json")
+    assert told.status == 0
+    result = json.loads(told.out)
+    assert list(result)[:3] == ["split_over_single_throughput", "split_loss_gap", "server_rss_1000_over_100"]
+    assert result["split_over_single_throughput"] > 0
+    assert result["split_loss_gap"] <= 1e-4
+    assert 1 <= result["server_rss_1000_over_100"] < 1.5
+    assert_consistent(result)
+
+
+@needs_grpc
+def test_the_loss_gap_is_between_the_wire_and_training_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wire that says other losses than those of a plain loop over timm's model, AdamW and cross-entropy."""
+    said = [7.0, 6.5, 8.0]
+
+    def train(name: str, learner: Any, batches: Any, steps: int, every: int, on_step: Callable[[Any], None]) -> None:
+        from privlab.split.train import StepDone
+
+        seen.append(batches[1])
+        for step, loss in enumerate(said, 1):
+            on_step(StepDone(step=step, loss=loss, hits=0, images=2, durable=0, seconds=1.0))
+
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    monkeypatch.setattr(split, "_train", train)
+    subject = split._subject("tiny")
+    pair = split._side_by_side(subject, "none", 2, 3, torch.device("cpu"), lambda step: None)
+    model, losses, (images, labels) = copy.deepcopy(subject.model).requires_grad_(True), [], seen[0]
+    optimiser = torch.optim.AdamW(model.vit.parameters(), lr=1e-4, weight_decay=0)
+    for _ in said:
+        losses.append(torch.nn.functional.cross_entropy(model(images), labels))
+        optimiser.zero_grad()
+        losses[-1].backward()
+        optimiser.step()
+    gaps = [abs(one - float(other.detach())) for one, other in zip(said, losses, strict=True)]
+    assert pair.loss_gap == pytest.approx(max(gaps), abs=1e-5)
+    assert pair.seconds["training step, split"] == [1.0] * 3
+    assert len(pair.seconds["training step, one process"]) == 3
+
+
+def test_split_without_its_extra(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'privlab[split]'" in cli("bench", "split", *TINY).error
+
+
+@needs_grpc
+def test_split_with_an_unknown_defense(cli: Callable[..., Any]) -> None:
+    error = cli("bench", "split", *TINY, "--no-memory", "--defense", "row-permutatio").error
+    assert error.startswith("Unknown defense 'row-permutatio'. Did you mean row-permutation")
+
+
+@pytest.mark.parametrize(
+    ("bench", "option"),
+    [
+        ("permutation", "--memory"),
+        ("permutation", "--images"),
+        ("permutation", "--defense"),
+        ("split", "--images"),
+        ("attack", "--batch"),
+        ("attack", "--defense"),
+    ],
+)
+def test_an_option_that_a_bench_does_not_take_is_refused_by_name(
+    cli: Callable[..., Any], bench: str, option: str
+) -> None:
+    assert cli("bench", bench, option).error.startswith(f"No such option '{option}'")
+
+
+@pytest.mark.parametrize("name", ["attack", "permutation", "split"])
+def test_every_bench_has_help(cli: Callable[..., Any], name: str) -> None:
+    told = cli("bench", name, "--help")
+    assert told.status == 0
+    assert all(option in told.out for option in ("--json", "--debug", "--repeats", "--device"))

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from privlab.attacks.feature_inversion import FeatureOptimisation, LeastSquares
 from privlab.attacks.inversion import InversionConv, InversionMae, InversionSet, InversionToken
 from privlab.attacks.linear import ENOUGH, invert_rows, patch_statistics
-from privlab.decoders import DECODERS, Decoder, Shape
+from privlab.decoders import DECODERS, Decoder, Shape, Whitening
 from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, Jigsaw, LowPass, RowPermutation
 from privlab.errors import PrivlabError
 from privlab.features import observe_features, send
@@ -257,22 +257,26 @@ def test_the_adversary_knows_what_a_defense_does_to_places(tiny_model: Make, def
 # Decoders
 
 
-def spec_of(kind: str, **changed: object) -> DecoderSpec:
-    plan = Plan(steps=120, batch_size=32, learning_rate=3e-3, warmup=10, weight_decay=0.01)
+def spec_of(kind: str, steps: int = 80, **changed: object) -> DecoderSpec:
+    plan = Plan(steps=steps, batch_size=32, learning_rate=3e-3, warmup=10, weight_decay=0.01)
     return replace(DecoderSpec(kind, width=64, depth=1, plan=plan), **changed)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("kind", DECODERS)
-def test_a_decoder_learns(tiny_model: Make, crops: Tensor, kind: str) -> None:
-    """Its error on images that it never saw is under a third of what the public mean gets, after 120 steps."""
+@pytest.mark.parametrize(
+    ("kind", "steps", "falls_to", "of_mean"),
+    [("mae", 80, 0.1, 0.03), ("conv", 80, 0.15, 0.05), ("set", 160, 0.5, 0.2), ("token", 80, 0.4, 0.03)],
+)
+def test_a_decoder_learns(
+    tiny_model: Make, crops: Tensor, kind: str, steps: int, falls_to: float, of_mean: float
+) -> None:
+    """Its loss falls, and images that it never saw come back with a small part of the public mean's error."""
     model, seen = tiny_model(), list[Progress]()
     private, public = crops[:64], crops[64:]
-    decoder = train_decoder(model, (), public, spec_of(kind), progress=seen.append)
-    assert seen[-1].loss < 0.3 * seen[0].loss
+    decoder = train_decoder(model, (), public, spec_of(kind, steps), progress=seen.append)
+    assert seen[-1].loss < falls_to * seen[0].loss
     with torch.no_grad():
         images, _ = decoder.reconstruct(released(model, (), private.double(), Generator()).features, "kept")
-    error, of_mean = (images - private).square().mean(), (public.mean(0) - private).square().mean()
-    assert error < of_mean / 3
+    assert (images - private).square().mean() < of_mean * (public.mean(0) - private).square().mean()
     assert images.min() >= 0
     assert images.max() <= 1
 
@@ -330,11 +334,15 @@ def test_a_shared_order_is_found_by_the_batch_together(tiny_model: Make, crops: 
     assert len(torch.unique(shared % 17, dim=0)) == 1
 
 
-def test_whitened_rows_are_white(tiny_model: Make, crops: Tensor) -> None:
-    recipe = Inversion(tiny_model(), (), crops, spec_of("mae", augment=False), "x")
-    rows = recipe.model.whiten(recipe._rows()[None])[0]
-    assert_close(rows.mT.cov(correction=0).diagonal().mean(), torch.tensor(1.0), atol=0.1, rtol=0)
-    assert (rows.mean(0).abs() < 1e-3).all()
+def test_whitening_whitens() -> None:
+    """M (C + r I) M = I with r = 10⁻⁴ tr C / d, and the mean comes to zero."""
+    rows = torch.randn(200, 9, generator=Generator().manual_seed(0)) @ torch.randn(9, 9, generator=Generator()) + 3
+    whiten = Whitening(9)
+    whiten.fit(rows)
+    C = rows.mT.cov(correction=0)
+    M, eye = whiten.matrix, torch.eye(9)
+    assert_close(M @ (C + 1e-4 * C.diagonal().mean() * eye) @ M, eye, atol=1e-3, rtol=0)
+    assert_close(whiten(rows[None])[0].mean(0), torch.zeros(9), atol=1e-4, rtol=0)
 
 
 def test_public_images_are_mirrored_and_rolled(tiny_model: Make, crops: Tensor) -> None:
@@ -443,8 +451,8 @@ def test_row_permutation_stops_the_papers_attack_and_not_the_others(tiny_model: 
     model, defense = tiny_model(), (RowPermutation("image"),)
     private, public = crops[:24].double(), crops[24:].double()
     seen, sent = seen_of(model, private, public, defense)
-    mae = InversionMae(width=64, depth=1, steps=120)(seen)
-    token = InversionToken(width=64, depth=1, steps=300, learning_rate=1e-2)(seen)
+    mae = InversionMae(width=64, depth=1, steps=80)(seen)
+    token = InversionToken(width=64, depth=1, steps=150, learning_rate=1e-2)(seen)
     accuracy = placement_accuracy(sent, token)
     assert accuracy is not None
     assert accuracy.mean() > 0.95
