@@ -53,15 +53,16 @@ class LeastSquares:
 
 @dataclass(frozen=True)
 class FeatureOptimisation:
-    """Minimise ‖F₁(x) − z‖² / D + tv · TV(x) over images x in [0, 1] by Adam, the rows of patches taken as sent.
+    """Minimise ‖F₁(x) − z‖² / D + (tv + tv_noise · σ²) TV(x) over images x by Adam, the rows of patches taken as sent.
 
-    D is the number of their entries and TV the mean absolute difference of neighbouring pixels. x = σ(u) keeps pixels
-    in range; u starts at the image of the linear inversion under the ridge prior.
+    D is the number of their entries, σ² the variance of noise that is known of, and TV the mean absolute difference of
+    neighbouring pixels. x = sigmoid(u) keeps pixels in [0, 1]; u starts at the linear inversion under the ridge prior.
 
     Args:
         steps: of Adam.
         learning_rate: of u.
         tv: weight of the total variation.
+        tv_noise: what noise adds to it: the likelihood weighs the misfit by 1 / σ².
     """
 
     name: ClassVar[str] = "feature-optimisation"
@@ -71,6 +72,7 @@ class FeatureOptimisation:
     steps: int = 300
     learning_rate: float = 0.1
     tv: float = 0.01
+    tv_noise: float = 8.0
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -78,7 +80,7 @@ class FeatureOptimisation:
         Raises:
             PrivlabError: for a negative step count, rate or weight.
         """
-        for name in ("steps", "learning_rate", "tv"):
+        for name in ("steps", "learning_rate", "tv", "tv_noise"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PrivlabError(f"{name} of {self.name} must be at least 0 and finite. Found {getattr(self, name)}.")
 
@@ -86,11 +88,12 @@ class FeatureOptimisation:
         """Reconstruct the images that the client embedded."""
         model, prefix = seen.model, seen.model.vit.num_prefix_tokens
         u = model.to_images(_patches(seen, "ridge")).clamp(0.02, 0.98).logit().requires_grad_()
+        weight = self.tv + self.tv_noise * _known_noise(seen) ** 2
         adam = torch.optim.Adam([u], lr=self.learning_rate)
         for _ in range(self.steps):
             images = u.sigmoid()
             misfit = (model.embed(images) - seen.features)[:, prefix:].square().mean((1, 2))
-            loss = (misfit + self.tv * _total_variation(images)).sum()  # images do not meet
+            loss = (misfit + weight * _total_variation(images)).sum()  # images do not meet
             (u.grad,) = torch.autograd.grad(loss, [u])
             adam.step()
         return Stolen(u.detach().sigmoid(), _as_sent(seen))
@@ -104,8 +107,13 @@ def _total_variation(images: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
 def _patches(seen: FeatureObservation, prior: str) -> Float[Tensor, "b n k"]:
     """Return the patches by linear inversion, each row taken for its place's slot, known noise allowed for."""
     prefix, pe = known_tokens(seen.model)
-    noise = noise_of(seen) if Capability.KNOWS_DEFENSE in seen.grants else 0.0
-    return invert_rows(seen.model, undone(seen)[:, len(prefix) :] - pe, seen.public, prior=prior, noise=noise)
+    rows = undone(seen)[:, len(prefix) :] - pe
+    return invert_rows(seen.model, rows, seen.public, prior=prior, noise=_known_noise(seen))
+
+
+def _known_noise(seen: FeatureObservation) -> float:
+    """Return the standard deviation of the noise on features; 0 where the defense may not be known."""
+    return noise_of(seen) if Capability.KNOWS_DEFENSE in seen.grants else 0.0
 
 
 def _as_sent(seen: FeatureObservation) -> Int[Tensor, "b n"]:

@@ -27,8 +27,8 @@ from privlab.errors import PrivlabError
 
 if TYPE_CHECKING:
     from privlab.split import Client
-    from privlab.split.data import Batches
-    from privlab.split.job import Started
+    from privlab.split.data import Batches, Dataset
+    from privlab.split.job import Job, Started
 
 __all__ = ["split"]
 
@@ -151,27 +151,23 @@ def serve(
 
     if (tls_cert is None) != (tls_key is None) or (tls_client_ca and not tls_cert):
         raise PrivlabError("TLS needs both --tls-cert and --tls-key.")
-    limits = Limits(options["max_sessions"], options["max_batch"], message=options["max_message"] * 2**20,
-                    idle=options["idle"])  # fmt: skip
-    if options["max_memory"]:
-        limits = replace(limits, memory=options["max_memory"] * 2**20)
+    mebibytes = {name: options[f"max_{name}"] * 2**20 for name in ("message", "memory") if options[f"max_{name}"]}
+    token = make_token(token_file)
     with shown_warnings():
         made = victim(options["model"], **{name: options[name] for name in ("weights", "img_size", "seed")})
     tell = print_event if as_json else show_event
     server = Server(
         made,
-        token=make_token(token_file),
+        token=token,
         tls=ServerTls(tls_cert, tls_key, tls_client_ca) if tls_cert and tls_key else None,
-        limits=limits,
+        limits=Limits(options["max_sessions"], options["max_batch"], idle=options["idle"], **mebibytes),
         device=pick_device(device),
         on_event=tell,
         **{name: options[name] for name in ("host", "port", "state", "record", "checkpoint_every")},
     )
-    facts = {"model": made.architecture, "weights": made.weights.origin, "token_file": str(token_file)}
-    run(
-        server,
-        started=lambda s: tell({"event": "listening", "address": s.address, "tls": tls_cert is not None} | facts),
-    )
+    facts = {"tls": tls_cert is not None, "model": made.architecture, "weights": made.weights.origin}
+    facts["token_file"] = str(token_file)
+    run(server, started=lambda listening: tell({"event": "listening", "address": listening.address} | facts))
     tell({"event": "stopped"})
 
 
@@ -245,21 +241,19 @@ def infer(
 ) -> int:
     """Classify images: the embedding and the head are here, the backbone is on the server."""
     from privlab.split import Traffic, infer
-    from privlab.split.data import load
     from privlab.split.summary import inference_summary
 
     client, traffic = _client(options), Traffic()
     started = _taken_up(context, run, device) if run else _begun(options, device)
-    source = replace(started.job, **{n: options[n] for n in ("images", "limit", "split", "labels")}).source()
-    with progress_bar("reading") as progress:
-        data = load(source, started.victim.preprocessing, progress)
+    job = replace(started.job, **{name: options[name] for name in ("images", "limit", "split", "labels")})
+    data = _read(job, started)
     began = time.perf_counter()
     with progress_bar("asking") as progress:
         answers = infer(
             started.learner, client, data, session=started.session, traffic=traffic, retry_for=retry_for, tell=say,
             progress=progress,
         )  # fmt: skip
-    names = dict(enumerate(source.class_names or ()))
+    names = dict(enumerate(job.source().class_names or ()))
     summary = inference_summary(data, answers, names, traffic, time.perf_counter() - began)
     print_inference(summary | {"failed": data.failed}, as_json)
     say_failed(data.failed)
@@ -333,18 +327,23 @@ def _taken_up(context: click.Context, folder: Path, device: str) -> "Started":
 def _batches(started: "Started", folder: Path, *, resuming: bool) -> "Batches":
     """Read the images, and make the folder of the client's checkpoint."""
     from privlab.split.checkpoint import private_folder
-    from privlab.split.data import Batches, load
+    from privlab.split.data import Batches
     from privlab.split.train import CHECKPOINT
 
     if not resuming and (folder / CHECKPOINT).exists():
         raise PrivlabError(f"'{folder}' holds another run: --resume it, or give another --out.")
-    with progress_bar("reading") as progress:
-        data = load(started.job.source(), started.victim.preprocessing, progress)
-    if started.job.labels == "predicted":
-        data = data.labelled_by(started.victim.model)
-    data = data.checked(started.learner.classes)
+    data = _read(started.job, started).checked(started.learner.classes)
     say_failed(data.failed)
     if resuming and started.facts["data"] != data.sha256:
         raise PrivlabError(f"The images are not those that the run in '{folder}' was begun with.")
     private_folder(folder)
     return Batches(data, started.job.batch_size, started.job.seed)
+
+
+def _read(job: "Job", started: "Started") -> "Dataset":
+    """Read a job's images, with labels that the victim predicts if that is asked for."""
+    from privlab.split.data import load
+
+    with progress_bar("reading") as progress:
+        data = load(job.source(), started.victim.preprocessing, progress)
+    return data.labelled_by(started.victim.model) if job.labels == "predicted" else data

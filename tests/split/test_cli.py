@@ -208,6 +208,18 @@ def test_tls_and_certificates(served: Any, cli: Any, pictures: Path) -> None:
     assert "not accepted" in cli(*ask, "--tls", *mine[2:]).error
 
 
+def test_labels_may_be_what_the_model_itself_says(there: Any, cli: Any) -> None:
+    """On the photographs that come along, which have no labels, as the README has it."""
+    train = ("train", *MODEL, *there, "--limit", 3, "--labels", "predicted", "--out", "mine", "--lr", 1e-3)
+    trained = cli(*train, "--defense", "row-permutation", "--epochs", 2, "--json").json
+    assert trained["epochs"][0]["accuracy"] == 1
+    assert trained["epochs"][1]["loss"] < trained["epochs"][0]["loss"]
+    answers = cli("infer", "--run", "mine", "--limit", 3, *there, "--json").json
+    assert answers["accuracy"] is None
+    again = cli("infer", *MODEL, "--limit", 3, "--labels", "predicted", *there, "--json").json
+    assert again["accuracy"] == 1
+
+
 def test_a_picture_that_cannot_be_read_fails_alone(there: Any, cli: Any, pictures: Path) -> None:
     (pictures / "dark" / "9.png").write_bytes(b"no picture")
     result = cli("infer", *MODEL, "--images", pictures, *there, "--json")

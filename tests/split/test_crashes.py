@@ -2,18 +2,19 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from privlab.split.checkpoint import Checkpoints, read
 from privlab.split.client import Remote
 
 CLIENTS = "client.safetensors"
-HOW = {"defense": "row-permutation"}
 
 
 def servers_state(state: Path) -> tuple[dict[str, Tensor], int]:
@@ -111,6 +112,28 @@ def test_a_server_killed_in_the_middle_of_a_step_and_restarted(
     assert "Trying again for 60 seconds" in told[0]
 
 
+@pytest.mark.parametrize("step", [3, 6])
+def test_weights_that_the_client_brought_outlive_the_server(
+    step: int, spawn: Any, server: Any, client: Any, killer: Any, tiny: Any, tmp_path: Path
+) -> None:
+    """Before the first checkpoint they are brought again; after it, they come from there."""
+    quiet, learner = (tiny.learner("row-permutation+column-permutation") for _ in range(2))
+    for name in ("quiet", "client"):
+        (tmp_path / name).mkdir()
+    with server(state=tmp_path / "other", checkpoint_every=4) as (running, _):
+        tiny.Trainer(quiet, client(running), tmp_path / "quiet").train(tiny.batches(), tiny.STEPS)
+    first = spawn("serve", state=tmp_path / "state")
+    address = first.line()
+
+    def restart() -> None:
+        first.kill()
+        spawn("serve", state=tmp_path / "state", port=int(address.rpartition(":")[2]))
+
+    killer(step, "backward", "before", restart)
+    tiny.Trainer(learner, tiny.Client(address, tiny.TOKEN), tmp_path / "client").train(tiny.batches(), tiny.STEPS)
+    assert torch.equal(learner.losses, quiet.losses)
+
+
 @pytest.mark.parametrize(("step", "half"), [(2, "backward"), (6, "forward"), (6, "backward"), (9, "backward")])
 def test_a_client_killed_in_the_middle_of_a_step_and_resumed(
     step: int, half: str, spawn: Any, server: Any, client: Any, tiny: Any, check: Any, tmp_path: Path
@@ -165,8 +188,6 @@ def test_a_client_that_is_killed_lets_its_session_go_and_the_others_go_on(
 
 
 def wait_for(events: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    import time
-
     until = time.monotonic() + 30
     while time.monotonic() < until:
         if found := [event for event in events if event["event"] == name]:
