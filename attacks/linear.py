@@ -1,6 +1,7 @@
 """The linear inversion of embedded patches that the white-box attacks on features share."""
 
 import math
+from functools import lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -86,11 +87,19 @@ def _prior(model: VictimModel, public: Tensor, prior: str) -> tuple[Float[Tensor
     if prior == "wiener":
         if not len(public):
             raise PrivlabError("The wiener prior needs public images. Found none: give some, or use ridge.")
-        μ, S = patch_statistics(model, public)
-        return μ, torch.linalg.cholesky(S)
+        return _kept_statistics(model, public, public._version)
     k = math.prod(model.vit.patch_embed.proj.weight.shape[1:])
     eye = torch.eye(k, dtype=torch.float64, device=model.mean.device)
     return eye.new_zeros(k), eye
+
+
+@lru_cache(maxsize=4)
+def _kept_statistics(
+    model: VictimModel, public: Float[Tensor, "m c h w"], _version: int
+) -> tuple[Float[Tensor, " k"], Float[Tensor, "k k"]]:
+    """Return μ and L once per victim and public images: batch after batch is attacked with the same ones."""
+    μ, S = patch_statistics(model, public)
+    return μ, torch.linalg.cholesky(S)
 
 
 def _gain(M: Float[Tensor, "d k"], noise: float) -> Float[Tensor, "k d"]:

@@ -24,7 +24,7 @@ from privlab.images import Chunk, Picture
 from privlab.metrics import Learned, psnr_region, score
 from privlab.patches import permute, slots_to_pixels
 from privlab.permutation import inverse
-from privlab.placement import as_sent, at_home, key_recovered, neighbour_accuracy, placement_accuracy
+from privlab.placement import as_sent, at_home, key_recovered, matched, neighbour_accuracy, placement_accuracy
 from privlab.plan import Cell, Specification, defense_of
 from privlab.stack import Stack
 from privlab.threat import Attack, Draws, FeatureAttack, FeatureObservation, Feed, Observation, Sent, Stolen
@@ -231,11 +231,8 @@ class Evaluator:
         self, sent: Sent, trial: _Trial, batch: _Batch
     ) -> tuple[FeatureObservation, list[Record], list[bool]]:
         """Observe released features, and note what the client pays for its defense: whether its prediction is right."""
-        model, private = self.base.model, {picture.sha256 for picture in batch.pictures}
-        public = [image for sha256, image in self.public.items() if sha256 not in private]
-        none = batch.images.new_zeros(0, *batch.images.shape[1:])
-        stack = self._defenses[trial.setting]
-        seen = observe_features(model, sent, stack, torch.stack(public).to(none) if public else none)
+        model, stack = self.base.model, self._defenses[trial.setting]
+        seen = observe_features(model, sent, stack, self._public_to(batch))
         logits, seconds = self._timed(lambda: predictions(model, sent))
         right = (logits.argmax(1) == batch.labels).double().tolist()
         facts: list[Record] = [
@@ -247,6 +244,18 @@ class Evaluator:
             for picture, value in zip(batch.pictures, right, strict=True)
         ]
         return seen, facts, [bool(sent.features.isfinite().all())] * len(right)
+
+    def _public_to(self, batch: _Batch) -> Float[Tensor, "m c h w"]:
+        """Return the adversary's images: the public ones, without those of the batch if there are any."""
+        private = {picture.sha256 for picture in batch.pictures} & self.public.keys()
+        if not private:
+            return self._all_public
+        return self._all_public[[i for i, key in enumerate(self.public) if key not in private]]
+
+    @cached_property
+    def _all_public(self) -> Float[Tensor, "m c h w"]:
+        """Return the public images as one tensor, the same for all batches: attacks keep what they make of it."""
+        return torch.stack([*self.public.values()]).to(self.base.model.mean)
 
     def _attack(
         self, cell: Cell, attack: Attack | FeatureAttack, seen: Seen, trial: _Trial, panels: Sequence[list[Panel]]
@@ -261,6 +270,8 @@ class Evaluator:
             with full_precision():
                 stolen, seconds = self._timed(lambda: _stolen(attack, seen))
             _check_reconstruction(stolen.images, trial.reference)
+            if trial.sent is not None:
+                stolen = matched(trial.sent, stolen, trial.reference)
         except Exception as error:
             if b > 1 and isinstance(seen, Observation):
                 one_by_one = ([i] for i in range(b))

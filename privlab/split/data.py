@@ -94,6 +94,10 @@ class Batches:
         """Return the steps of an epoch."""
         return -(-len(self.data) // self.size)
 
+    def images_in(self, step: int) -> int:
+        """Return how many images a step takes."""
+        return min(self.size, len(self.data) - (step - 1) % self.per_epoch * self.size)
+
     def __getitem__(self, step: int) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, " b"]]:
         """Return images and labels of a step, counted from 1: a function of the seed and the step alone."""
         epoch, position = divmod(step - 1, self.per_epoch)

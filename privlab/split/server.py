@@ -160,7 +160,8 @@ class Server:
         except Exception as error:  # out of memory, above all: the other sessions go on
             what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             self._log("failed", None, reason=what)
-            context.abort(grpc.StatusCode.INTERNAL, f"The server failed at this request: {what}")
+            reason = f"The server failed at this request ({type(error).__name__}): its log says more."
+            context.abort(grpc.StatusCode.INTERNAL, reason)
         finally:
             inbox.close()
 

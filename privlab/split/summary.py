@@ -18,11 +18,12 @@ __all__ = ["inference_summary", "training_summary"]
 def training_summary(learner: Learner, batches: Batches, traffic: Traffic, seconds: float, done: int) -> dict[str, Any]:
     """Return loss and accuracy by epoch, of the whole run, and what this client took for its `done` steps."""
     epochs = -(-learner.step // batches.per_epoch)
+    images = sum(batches.images_in(step) for step in range(learner.step - done + 1, learner.step + 1))
     return {
         "steps": learner.step,
         "epochs": [_epoch(learner, batches, epoch) for epoch in range(epochs)],
         "key_bits": learner.key_bits,
-        "images_per_second": _rate(done * batches.size, seconds),
+        "images_per_second": _rate(images, seconds),
         **_traffic(traffic, seconds),
     }
 
@@ -55,9 +56,7 @@ def inference_summary(
 def _epoch(learner: Learner, batches: Batches, epoch: int) -> dict[str, Any]:
     """Return the mean loss and the accuracy of an epoch, as it was learnt: each image before its own step."""
     steps = slice(epoch * batches.per_epoch, min((epoch + 1) * batches.per_epoch, learner.step))
-    sizes = torch.full((steps.stop - steps.start,), batches.size, dtype=torch.float64)
-    if steps.stop == (epoch + 1) * batches.per_epoch:
-        sizes[-1] = len(batches.data) - (batches.per_epoch - 1) * batches.size
+    sizes = torch.tensor([batches.images_in(i + 1) for i in range(steps.start, steps.stop)], dtype=torch.float64)
     loss = float((learner.losses[steps] * sizes).sum() / sizes.sum())
     return {"epoch": epoch + 1, "loss": loss, "accuracy": float(learner.hits[steps].sum() / sizes.sum())}
 

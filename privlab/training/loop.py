@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from functools import lru_cache
@@ -52,8 +52,9 @@ def train(
     """Train `recipe.model` in place; with `out`, go on with what stands there, and write checkpoints and `log.csv`.
 
     Raises:
-        PrivlabError: without examples or Lightning Fabric; if the loss is not finite, with the step and the last good
-            checkpoint; if `out` belongs to another training or cannot be written.
+        PrivlabError: without examples or Lightning Fabric; for an optimiser, schedule, precision or device that is not
+            there; if the loss is not finite, with the step and the last good checkpoint; if `out` belongs to another
+            training or cannot be written.
 
     Warns:
         PrivlabWarning: if a damaged checkpoint was passed over.
@@ -61,9 +62,17 @@ def train(
     if not len(recipe):
         raise PrivlabError("There is nothing to train on: the data hold no examples.")
     compute = compute or Compute()
-    cuda = [torch.device(compute.device)] if compute.device.startswith("cuda") else []
-    with torch.random.fork_rng(cuda), torch.enable_grad():
-        _Run(recipe, plan, compute, out, progress or _LISTENER.get()).go()
+    with ExitStack() as stack:
+        try:
+            device = torch.device(compute.device)
+            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            stack.enter_context(torch.enable_grad())
+            run = _Run(recipe, plan, compute, out, progress or _LISTENER.get())
+        except PrivlabError:
+            raise
+        except (ValueError, RuntimeError) as error:  # what timm, Fabric and torch say of names that they do not know
+            raise PrivlabError(f"The training cannot be set up: {str(error).splitlines()[0]}") from error
+        run.go()
 
 
 class _Run:

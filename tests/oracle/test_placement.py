@@ -7,7 +7,7 @@ import torch
 
 from privlab.patches import patchify
 from privlab.permutation import draw_orders, inverse
-from privlab.placement import as_sent, at_home, key_recovered, neighbour_accuracy, placement_accuracy
+from privlab.placement import as_sent, at_home, key_recovered, matched, neighbour_accuracy, placement_accuracy
 from privlab.threat import Sent, Stolen
 
 B, PREFIX, GRID = 2, 1, (3, 4)
@@ -112,3 +112,12 @@ def test_what_was_sent_is_shown_in_its_order() -> None:
     shown = patchify(as_sent(rolled, IMAGES, 2), 2)
     assert (shown[:, 0] == 0.5).all()
     assert torch.equal(shown[:, 1:], patchify(IMAGES, 2)[:, :-1])
+
+
+def test_reconstructions_are_matched_to_images_only_where_rows_crossed_them() -> None:
+    crossed, own = permuted(), Sent.plain(torch.zeros(B, T, 5), PREFIX)
+    swapped = Stolen(IMAGES.flip(0), truth(crossed).flip(0))
+    put_right = matched(crossed, swapped, IMAGES)
+    assert torch.equal(put_right.images, IMAGES)
+    assert placement_accuracy(crossed, put_right).tolist() == [1, 1]
+    assert matched(own, swapped, IMAGES) is swapped

@@ -356,6 +356,30 @@ def test_training_that_diverges_is_told(small: Server, client: Any, tiny: Any) -
             mine.forward(2, FEATURES.clone())
 
 
+def test_a_server_that_fails_at_a_request_goes_on_with_the_others(
+    server: Any, client: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from privlab.split.session import Session
+
+    whole = Session.forward
+
+    def short_of_memory(self: Session, step: int, features: Tensor) -> Tensor:
+        if len(features) == 1:
+            raise MemoryError("out of memory:\nall of it")
+        return whole(self, step, features)
+
+    monkeypatch.setattr(Session, "forward", short_of_memory)
+    with server() as (running, events), client(running).session(tiny.contract()) as other:
+        with (
+            pytest.raises(PrivlabError, match=r"The server failed at this request \(MemoryError\): its log says"),
+            client(running).session(tiny.contract()) as mine,
+        ):
+            mine.forward(1, FEATURES[:1])
+        assert other.forward(1, FEATURES.clone()).isfinite().all()
+    failed = [event["reason"] for event in events if event["event"] == "failed"]
+    assert failed == ["MemoryError: out of memory: all of it"]
+
+
 def test_another_machine_needs_tls(server: Any, tiny: Any) -> None:
     with (
         pytest.raises(PrivlabError, match=r"--host 0\.0\.0\.0 is open to other machines, which needs TLS"),

@@ -291,6 +291,21 @@ def test_impossible_plans_are_refused(wrong: dict[str, float], match: str) -> No
         replace(PLAN, **wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [({"optimiser": "adamww"}, "adamww"), ({"schedule": "cosin"}, "cosin"), ({"precision": "31"}, "31")],
+)
+def test_unknown_names_are_refused_in_one_line(wrong: dict[str, str], match: str) -> None:
+    with pytest.raises(PrivlabError, match=f"The training cannot be set up: .*{match}") as caught:
+        train(Regression(), replace(PLAN, **wrong))  # pyright: ignore[reportArgumentType]
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(PrivlabError, match="The training cannot be set up: "):
+        train(Regression(), PLAN, compute=Compute("cuda:99"))
+
+
 def test_a_listener_hears_of_trainings_inside() -> None:
     heard: list[Progress] = []
     with listening(heard.append):
