@@ -108,7 +108,7 @@ def _attack(attack: FeatureAttack, seen: FeatureObservation, batch: Recorded, ru
     row: Row = {"session": batch.session, "kind": batch.kind, "number": batch.number, "attack": attack.name}
     start = time.perf_counter()
     try:
-        with torch.no_grad(), full_precision():
+        with full_precision():
             stolen = attack(seen)
     except Exception as error:
         return row | {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
