@@ -69,9 +69,9 @@ class _Inversion:
 
 @dataclass(frozen=True)
 class InversionMae(_Inversion):
-    """The paper's attack: a decoder like MAE's, Transformer blocks over rows at fixed positions.
+    """The paper's attack: a decoder like MAE's, Transformer blocks over rows, of which row i writes slot i.
 
-    It takes row i for slot i, as if there were no row permutation.
+    No row permutation is undone explicitly. Where rows carry position embeddings, attention may learn to fetch them.
     """
 
     name: ClassVar[str] = "inversion-mae"

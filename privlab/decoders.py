@@ -1,7 +1,7 @@
 """Networks that turn released features back into images: what the learned model-inversion attacks train.
 
-Each reads the b × t × d features of a batch and says what images they came from. `mae` and `conv` trust the order of
-the rows, as the paper's attack does; `set` sees a bag; `token` decodes each row by itself and says where it belongs.
+Each reads the b × t × d features of a batch and says what images they came from. In `mae` and `conv`, row i writes
+slot i, as in the paper's attack; `set` sees a bag; `token` decodes each row by itself and says where it belongs.
 """
 
 import math
@@ -144,8 +144,9 @@ class Decoder(nn.Module):
 class MaeDecoder(Decoder):
     """`mae`: Transformer blocks over rows with fixed 2-D sin-cos positions, then a linear map to pixels.
 
-    Row i feeds slot i, the class token's included. Source: MAE (He et al. 2022), the decoder, as Permutation
-    Equivariance (CVPR 2024), section 5.3, takes it for its attack.
+    Row i feeds slot i, the class token's included; attention may still find rows that say where they are from.
+
+    Source: MAE (He et al. 2022), the decoder; Permutation Equivariance (CVPR 2024), section 5.3, attacks with one.
     """
 
     positions: Tensor

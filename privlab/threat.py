@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
-from privlab.permutation import inverse, restore_features
+from privlab.permutation import inverse, permute_features, restore_features
 
 __all__ = [
     "Attack",
@@ -149,7 +149,7 @@ class Sent:
         """Return the server's outputs with rows and columns where the client had them (Eq. 2 and 5)."""
         if self.columns is not None:
             outputs = restore_features(outputs, columns=self.columns)
-        return outputs.flatten(0, 1)[inverse(self.source.flatten())].view_as(outputs)
+        return permute_features(outputs.flatten(0, 1), inverse(self.source.flatten())).view_as(outputs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ UNKNOWN = [
     (("--model", "vit_ti,vit_tiny"), "Unknown model 'vit_tiny'. Did you mean vit_ti"),
     (("--model", "timm:vit_tny_patch16_224"), "Unknown timm model 'vit_tny_patch16_224'. Did you mean vit_tiny_patch1"),
     (("--attack", "aprl"), "Unknown attack 'aprl'. Did you mean april?"),
-    (("--attack", "april,patch-gradients"), "Unknown attack 'patch-gradients'. Did you mean patch-gradient?"),
+    (("--attack", "april,patch-gradients"), "Unknown attack 'patch-gradients'. Did you mean patch-gradient"),
     (("--attack", "dager"), "Unknown attack 'dager'."),
     (("--setting", "d"), "Unknown setting 'd'. Choose from: a, b, c."),
     (("--setting", "a,bc"), "Unknown setting 'bc'. Did you mean "),

@@ -153,7 +153,7 @@ def test_gradients_that_are_zero_or_no_numbers(
     save(state | {name: torch.full_like(state[name], value)}, tmp_path / "odd.safetensors")
     done = attack("--weights", tmp_path / "odd.safetensors", "--strips", "--json")
     assert done.status == 2
-    reason = "the released gradient is zero or not finite"
+    reason = "what is released is zero or not finite"
     assert json.loads(done.out)["failed"] == {f"{name}.png": reason for name in "abc"}
     assert [line for line in done.err.splitlines() if line.startswith("Failed: ")] == [
         f"Failed: {name}.png: {reason}" for name in "abc"

@@ -18,7 +18,7 @@ from privlab.images import open_images
 from privlab.metrics import psnr, psnr_region
 from privlab.model import VictimModel, april_twin
 from privlab.patches import slots_to_pixels
-from privlab.threat import Attack, Capability, Feed, Observation, PrivlabWarning, check_capabilities
+from privlab.threat import Attack, Capability, FeatureAttack, Feed, Observation, PrivlabWarning, check_capabilities
 from privlab.victims import Victim, victim
 
 Model = Callable[..., VictimModel]
@@ -164,7 +164,9 @@ def test_april_says_what_the_projection_drops(tiny_model: Model) -> None:
 def test_every_attack_fulfils_the_protocol() -> None:
     assert attacks() == ATTACKS
     for name, kind in ATTACKS.items():
-        assert isinstance(kind(), Attack)
+        on_features = Capability.RELEASED_FEATURES in kind.requires
+        assert isinstance(kind(), FeatureAttack if on_features else Attack)
+        assert on_features != hasattr(kind, "parameters")
         assert kind.name == name
         assert kind.requires <= set(Capability)
 

@@ -302,8 +302,10 @@ def test_attacks_refuse_what_they_are_not_granted(attack: type[InversionMae]) ->
         check_capabilities(attack(), {Capability.RELEASED_FEATURES})
 
 
-def test_row_permutation_stops_the_papers_attack_and_not_the_others(tiny_model: Make, crops: Tensor) -> None:
-    """Position embeddings are in: the per-token decoder places every row; the one with a fixed order sees a mixture."""
+def test_row_permutation_costs_the_papers_attack_more_than_the_one_that_places_rows(
+    tiny_model: Make, crops: Tensor
+) -> None:
+    """Position embeddings are in: the per-token decoder places the rows, the other must learn to find them."""
     model, defense = tiny_model(), (RowPermutation("image"),)
     private, public = crops[:24].double(), crops[24:].double()
     seen, sent = seen_of(model, private, public, defense)
