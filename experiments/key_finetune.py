@@ -90,8 +90,8 @@ class _Keyed:
         return loss_of(_logits(model, images, self.columns), labels)
 
 
-def _logits(model: VictimModel, images: Tensor, columns: Tensor | None) -> Tensor:
-    """Return F₂(T_C(F₁(x) P_C) P_C⁻¹) (Eq. 5)."""
+def _logits(model: Any, images: Tensor, columns: Tensor | None) -> Tensor:  # noqa: ANN401
+    """Return F₂(T_C(F₁(x) P_C) P_C⁻¹) (Eq. 5), of a `VictimModel` or of what Fabric wraps around it."""
     outputs = model.backbone(permute_features(model.embed(images), columns=columns))
     return model.head(restore_features(outputs, columns=columns))
 
@@ -106,7 +106,7 @@ class _Watch:
     key: ModelKey | None
     public: dict[str, Tensor]
     shape: ModelShape
-    points: list[dict[str, float]] = field(default_factory=list)
+    points: list[dict[str, int | float]] = field(default_factory=list)
 
     def __call__(self, now: Progress) -> None:
         if now.step % self.every == 0 or now.step == now.steps:
@@ -116,7 +116,7 @@ class _Watch:
         model = self.recipe.model
         with torch.no_grad():
             logits = torch.cat([_logits(model, x, self.recipe.columns) for x in self.test.pixels.split(64)])
-        point: dict[str, float] = {"step": step, "validation_loss": loss_of(logits, self.test.labels).item()}
+        point: dict[str, int | float] = {"step": step, "validation_loss": loss_of(logits, self.test.labels).item()}
         point["accuracy"] = float((logits.argmax(1) == self.test.labels).double().mean())
         if loss is not None:
             point["training_loss"] = loss
@@ -151,7 +151,7 @@ def finetune_study(
 
 def _finetuned(
     plan: FinetuneStudy, manner: str, base: Victim, images: Images, test: Images, device: str
-) -> list[dict[str, float]]:
+) -> list[dict[str, int | float]]:
     """Fine-tune in one manner and return its curve."""
     model = copy.deepcopy(base.model)
     shape, public = ModelShape.of(model.vit), dict(base.model.vit.state_dict())

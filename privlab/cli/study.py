@@ -1,5 +1,7 @@
 """`privlab study`: the studies of `experiments/`, run on images that a user names."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +51,9 @@ def split_privacy(
     named = {"methods": methods, "adaptive": adaptive}
     given: dict[str, Any] = {name: tuple(text.split(",")) for name, text in named.items() if text is not None}
     options["options"] = tuple(options["options"])
-    table = run(
-        Study(**options, **given),
-        out,
-        device=str(pick_device(device)),
-        say=lambda line: err.print(line, markup=False),
-    )
+    plan = Study(**options, **given)
+    with _warned():
+        table = run(plan, out, device=str(pick_device(device)), say=lambda line: err.print(line, markup=False))
     if as_json:
         print_json(table.astype(object).where(table.notna(), None).to_dict("records"))
         return
@@ -90,7 +89,8 @@ def finetune_study(
 
     given: dict[str, Any] = {} if manners is None else {"manners": tuple(manners.split(","))}
     plan = FinetuneStudy(**options, **given)
-    curves = run(plan, out, device=str(pick_device(device)), say=lambda line: err.print(line, markup=False))
+    with _warned():
+        curves = run(plan, out, device=str(pick_device(device)), say=lambda line: err.print(line, markup=False))
     if as_json:
         print_json(curves.astype(object).where(curves.notna(), None).to_dict("records"))
         return
@@ -102,3 +102,15 @@ def finetune_study(
         row = (str(int(last.step)), f"{last.validation_loss:.3f}", f"{100 * last.accuracy:.1f}")
         table.add_row(str(manner), *row, str(PUBLISHED.get(str(manner), "—")), recovered)
     print_table(table)
+
+
+@contextmanager
+def _warned() -> Iterator[None]:
+    """Print what weakens a verdict as lines of its own, each once."""
+    from privlab.run import collected
+
+    messages: list[str] = []
+    with collected(messages):
+        yield
+    for message in messages:
+        err.print(f"Warning: {message}", style="yellow", markup=False)
