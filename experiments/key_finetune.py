@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 
 from privlab.attacks.weight_matching import WeightMatching, WeightObservation, recovered_fraction
-from privlab.errors import PrivlabError
+from privlab.errors import unknown_name
 from privlab.experiments.data import Images, check_folder, fresh_head, load_split, loss_of, mirrored
 from privlab.keyed import ModelKey, ModelShape, apply_key, new_key
 from privlab.model import VictimModel
@@ -66,7 +66,7 @@ class FinetuneStudy:
         """
         for manner in self.manners:
             if manner not in MANNERS:
-                raise PrivlabError(f"Unknown manner '{manner}'. Choose from: {', '.join(MANNERS)}.")
+                raise unknown_name("manner", manner, MANNERS)
         check_folder(self.images)
 
 

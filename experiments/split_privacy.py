@@ -18,7 +18,7 @@ import torch
 from torch import Generator, Tensor
 
 from privlab import weights as stored
-from privlab.errors import PrivlabError
+from privlab.errors import unknown_name
 from privlab.experiments.data import Images, check_folder, fresh_head, load_split, loss_of, mirrored, new_draws
 from privlab.features import predictions, send
 from privlab.model import VictimModel
@@ -91,7 +91,7 @@ class Study:
         """
         for method in self.methods:
             if method not in METHODS:
-                raise PrivlabError(f"Unknown method '{method}'. Choose from: {', '.join(METHODS)}.")
+                raise unknown_name("method", method, METHODS)
         check_folder(self.images)
 
     def specification(self, method: str, weights: str) -> Specification:

@@ -1,11 +1,14 @@
 """What a client of split learning sends, and what its server sees of it."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from privlab.gradients import full_precision
 from privlab.model import VictimModel
+from privlab.permutation import restore_features
 from privlab.stack import Stack
 from privlab.threat import Capability, Draws, FeatureObservation, Feed, Sent
 
@@ -50,6 +53,5 @@ def predictions(model: VictimModel, sent: Sent) -> Float[Tensor, "b y"]:
     The server's keyed weights make T(Z) P_C of Z P_C (Theorem 4.4), so T is run on the features without P_C.
     """
     with torch.no_grad(), full_precision():
-        features = sent.features if sent.columns is None else sent.features[..., sent.columns.argsort()]
-        rows = Sent(features, sent.source, sent.prefix)
-        return model.head(rows.restored(model.backbone(features)))
+        plain = replace(sent, features=restore_features(sent.features, columns=sent.columns), columns=None)
+        return model.head(plain.restored(model.backbone(plain.features)))

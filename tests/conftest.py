@@ -65,6 +65,13 @@ def photographs() -> Callable[[int, int], Tensor]:
     return make
 
 
+@pytest.fixture(scope="session")
+def crops(photographs: Callable[[int, int], Tensor]) -> Tensor:
+    """Return 384 different crops of 16 × 16 pixels of six photographs; not to be written to."""
+    tiles = photographs(6, 128).unfold(2, 16, 16).unfold(3, 16, 16)
+    return tiles.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the GPU tests where there is no GPU."""
     if torch.cuda.is_available():

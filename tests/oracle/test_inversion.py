@@ -39,13 +39,6 @@ Photographs = Callable[[int, int], Tensor]
 Parts = tuple
 
 
-@pytest.fixture(scope="module")
-def crops(photographs: Photographs) -> Tensor:
-    """Return 384 different crops of 16 × 16 pixels of six photographs."""
-    tiles = photographs(6, 128).unfold(2, 16, 16).unfold(3, 16, 16)
-    return tiles.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PRIVLAB_CACHE", str(tmp_path))
