@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
@@ -136,4 +135,8 @@ def place_rows(costs: Float[Tensor, "b t s"], kind: Mixing) -> Int[Tensor, "b s"
 
 
 def _assigned(costs: Float[Tensor, "g r s"]) -> Int[Tensor, "g s"]:
-    return torch.from_numpy(np.stack([linear_sum_assignment(cost.T)[1] for cost in costs.cpu().numpy()]))
+    """Return the row of each slot. Where every slot has a cheapest row of its own, these are the assignment."""
+    rows = costs.argmin(1).cpu()
+    for i in (rows.sort(1).values.diff(dim=1) == 0).any(1).nonzero().flatten().tolist():
+        rows[i] = torch.from_numpy(linear_sum_assignment(costs[i].T.cpu().numpy())[1])
+    return rows

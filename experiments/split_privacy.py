@@ -202,7 +202,7 @@ def _attacked(spec: Specification, run: Path, device: str) -> pd.DataFrame:
     """Return the records of a run, made now unless it is finished."""
     facts = run / "run.json"
     if facts.exists() and json.loads(facts.read_bytes()).get("status") == "finished":
-        return RunDirectory(run).read()
+        return RunDirectory(run).store.frame()
     return execute(spec, device=device, out=run, overwrite=True).records
 
 

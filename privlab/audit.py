@@ -16,8 +16,8 @@ from privlab.gradients import full_precision
 from privlab.machine import hardware, pick_device, versions
 from privlab.plan import Specification, defense_of, plan
 from privlab.recording import Recorded, read_recording, recorded_sessions
-from privlab.run import collected, public_images
 from privlab.store import RunDirectory
+from privlab.subjects import collected, public_images
 from privlab.threat import FeatureAttack, FeatureObservation
 from privlab.victims import Victim, victim
 
@@ -68,7 +68,8 @@ def audit(
         sessions = recorded_sessions(folder)
         (cell,) = plan(spec, base)
         attacks = cast(tuple[FeatureAttack, ...], cell.attacks)  # `plan` refuses those that read gradients
-        public = torch.stack([*public_images(spec, base.preprocessing, base.model.mean.device).values()])
+        public_ones = public_images(spec.public, spec.public_limit, base.preprocessing, base.model.mean.device)
+        public = torch.stack([*public_ones.values()])
         run = RunDirectory.create(out, overwrite=overwrite)
         rows: list[Row] = []
         for number, batch in enumerate(_limited(read_recording(folder), limit), 1):
@@ -114,7 +115,9 @@ def _attack(attack: FeatureAttack, seen: FeatureObservation, batch: Recorded, ru
         return row | {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
     seconds = time.perf_counter() - start
     sheet = f"{batch.session[:12]}-{batch.kind}-{batch.number:08d}-{attack.name}.png"
-    run.write_strip(sheet, lambda path: save_image(stolen.images.cpu(), path, nrow=8, padding=4, pad_value=1.0))
+    run.write_file(
+        f"strips/{sheet}", lambda path: save_image(stolen.images.cpu(), path, nrow=8, padding=4, pad_value=1.0)
+    )
     return row | {"images": len(stolen.images), "seconds": round(seconds, 4), "sheet": sheet, "status": "ok"}
 
 

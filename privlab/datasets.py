@@ -40,12 +40,12 @@ def torchvision(name: str, split: str | None) -> ImageSource:
     prefix = "/".join(filter(None, (name, used)))
     names = getattr(dataset, "classes", None)
     class_names = tuple(map(str, names)) if isinstance(names, Sequence) else None
-    return ImageSource(
+    return ImageSource.of(
         f"torchvision {prefix}: {len(dataset)} images",
         len(dataset),
         class_names,
         None,
-        lambda: (_torchvision_item(dataset, index, f"{prefix}/{index}") for index in range(len(dataset))),
+        lambda index: _torchvision_item(dataset, index, f"{prefix}/{index}"),
     )
 
 

@@ -3,19 +3,17 @@
 Only this file holds both the private image and the reconstruction.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Generator, Tensor
+from jaxtyping import Float
+from torch import Tensor
 
-import privlab
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.features import observe_features, predictions, send
@@ -25,31 +23,26 @@ from privlab.metrics import Learned, psnr_region, score
 from privlab.patches import permute, slots_to_pixels
 from privlab.permutation import inverse
 from privlab.placement import as_sent, at_home, key_recovered, matched, neighbour_accuracy, placement_accuracy
-from privlab.plan import Cell, Specification, defense_of
-from privlab.stack import Stack
-from privlab.threat import Attack, Draws, FeatureAttack, FeatureObservation, Feed, Observation, Sent, Stolen
+from privlab.plan import Cell, Specification
+from privlab.records import CONTROLS, GEOMETRIES, Record, Rows
+from privlab.threat import Attack, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
+from privlab.trial import Batch, Trial, batch_key
 from privlab.victims import Victim
 
-__all__ = ["CONTROL", "GEOMETRIES", "SCHEMA", "Evaluator", "Panel", "Record", "Scored", "Strip"]
+__all__ = ["Evaluator", "Panel", "Scored", "Strip"]
 
-SCHEMA = 2
-"""Version of the records' columns."""
-
-GEOMETRIES = ("in_place", "oracle")
-"""How a reconstruction is laid out: as it is, or with its patches put where they belong by the evaluator."""
-
-CONTROL = "control:"
-"""How the attack column of a negative control starts."""
-
-Record = dict[str, Any]
 Scores = dict[str, list[float | None]]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """One picture of a strip, with the lines that stand under it."""
+    """One picture of a strip, with the lines that stand under it.
 
+    `name` is the key of the attack's cell; of what was private or fed, that of the first control, and which it is.
+    """
+
+    name: str
     image: Float[Tensor, "c h w"]
     caption: tuple[str, ...]
 
@@ -59,53 +52,25 @@ class Strip:
     """The pictures of one private image on one victim: a row of panels for each setting."""
 
     image: str
+    image_sha256: str
     victim: str
     rows: tuple[tuple[Panel, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What came of a chunk: its number of images, its records, and a strip for each readable image."""
+    """What came of a chunk: its number of images, its records, and a strip for each readable image.
+
+    `stolen` holds what attacks brought home, where it is to be kept, by CELL/IMAGE, the latter a hash.
+    """
 
     images: int
     records: list[Record]
     strips: list[Strip]
-
-
-@dataclass(frozen=True, eq=False)
-class _Batch:
-    """Readable pictures on the device; their labels stand in `pictures` too."""
-
-    pictures: Sequence[Picture]
-    images: Float[Tensor, "b c h w"]
-    labels: Int[Tensor, " b"]
-
-    def take(self, rows: Sequence[int]) -> "_Batch":
-        return _Batch([self.pictures[i] for i in rows], self.images[rows], self.labels[rows])
-
-    def draws(self, seed: int, purpose: str) -> list[Generator]:
-        return [draw_for(seed, picture.sha256, purpose) for picture in self.pictures]
+    stolen: dict[str, Stolen]
 
 
 Seen = Observation | FeatureObservation
-
-
-@dataclass(frozen=True, eq=False)
-class _Trial:
-    """One setting of one batch: what is fed and sent, and what a reconstruction is compared with."""
-
-    setting: str
-    feed: Feed
-    reference: Float[Tensor, "b c h w"]
-    sent: Sent | None = None  # None: gradients are released
-
-    def take(self, rows: Sequence[int]) -> "_Trial":
-        feed = self.feed
-        masked = None if feed.masked_pe is None else feed.masked_pe[rows]
-        taken = replace(
-            feed, images=feed.images[rows], order=feed.order[rows], moved=feed.moved[rows], masked_pe=masked
-        )
-        return _Trial(self.setting, taken, self.reference[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +79,8 @@ class Evaluator:
 
     `metrics` are those that can be computed here; the others stay null in the records. `public` are photographs by
     their hash, of which the negative controls are made, and which attacks on features may use. Strips are kept only if
-    `strips`.
+    `strips`, controls are scored only if `controls`, and what attacks bring home is handed out only if `keep`. What was
+    `kept` of an earlier run, by CELL/IMAGE, is scored instead of being made again.
     """
 
     spec: Specification
@@ -124,40 +90,50 @@ class Evaluator:
     learned: Mapping[str, Learned]
     public: Mapping[str, Tensor]
     strips: bool = True
+    controls: bool = True
+    keep: bool = False
+    kept: Mapping[str, Stolen] | None = None
+    _stolen: dict[str, Stolen] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, chunk: Chunk) -> Scored:
         """Run the pipeline on one chunk."""
         batch, failed = self._labelled(chunk)
         records = [row for picture in failed for row in self._failures(picture)]
+        self._stolen.clear()
         rows: list[list[tuple[Panel, ...]]] = [[] for _ in batch.pictures]
         for setting in self.spec.settings if batch.pictures else ():
             trial = self._trial(setting, batch)
-            records += self._controls(trial, batch)
+            records += self._controls(trial, batch) if self.controls else []
             panels: list[list[Panel]] = [[] for _ in batch.pictures]
-            self._show(panels, batch.images, ["private image"] * len(panels))
-            self._show(panels, trial.feed.images, [f"fed to the model, setting {setting}"] * len(panels))
+            own = self.rows.cells(setting, [])[CONTROLS[0]]
+            self._show(panels, f"{own}-private", batch.images, ["private image"] * len(panels))
+            fed = [f"fed to the model, setting {setting}"] * len(panels)
+            self._show(panels, f"{own}-fed", trial.feed.images, fed)
             if trial.sent is not None:
                 rows_sent = as_sent(trial.sent, trial.feed.images, self.base.model.patch)
-                self._show(panels, rows_sent, ["rows in the order sent"] * len(panels))
+                self._show(panels, f"{own}-sent", rows_sent, ["rows in the order sent"] * len(panels))
             for cell in self.cells:
                 records += self._run(cell, trial, batch, panels)
             for row, of_image in zip(rows, panels, strict=True):
                 row.append(tuple(of_image))
-        strips = [Strip(p.name, self.base.name, tuple(row)) for p, row in zip(batch.pictures, rows, strict=True)]
-        return Scored(len(chunk.pictures) + len(chunk.failed), records, strips if self.strips else [])
+        strips = [
+            Strip(p.name, p.sha256, self.base.name, tuple(row)) for p, row in zip(batch.pictures, rows, strict=True)
+        ]
+        count = len(chunk.pictures) + len(chunk.failed)
+        return Scored(count, records, strips if self.strips else [], dict(self._stolen))
 
-    def _show(self, panels: Sequence[list[Panel]], images: Tensor, captions: Sequence[str]) -> None:
+    def _show(self, panels: Sequence[list[Panel]], name: str, images: Tensor, captions: Sequence[str]) -> None:
         """Add one picture to each strip; the images leave the device together."""
         if self.strips:
             for panel, image, caption in zip(panels, images.cpu(), captions, strict=True):
-                panel.append(Panel(image, tuple(caption.split("\n"))))
+                panel.append(Panel(name, image, tuple(caption.split("\n"))))
 
     @cached_property
-    def _defenses(self) -> dict[str, Stack]:
-        """Return the defenses of each setting; looking what is installed up for every row would be slow."""
-        return {setting: defense_of(self.spec, self.base, setting) for setting in self.spec.settings}
+    def rows(self) -> Rows:
+        """Return what all rows state."""
+        return Rows(self.spec, self.base, tuple(self.public))
 
-    def _labelled(self, chunk: Chunk) -> tuple[_Batch, list[Picture]]:
+    def _labelled(self, chunk: Chunk) -> tuple[Batch, list[Picture]]:
         """Label the pictures that have no label by the victim's own prediction; refuse labels out of range."""
         classes = self.base.model.vit.num_classes
         images, pictures = chunk.images.to(self.base.model.mean), list(chunk.pictures)
@@ -174,26 +150,29 @@ class Evaluator:
         fine = [i for i, picture in enumerate(pictures) if (picture.label or 0) < classes]
         wrong = [replace(p, problem=f"label {p.label}: {rule}") for p in pictures if (p.label or 0) >= classes]
         labels = torch.tensor([picture.label for picture in pictures], dtype=torch.long, device=images.device)
-        return _Batch(pictures, images, labels).take(fine), [*chunk.failed, *wrong]
+        key = batch_key(picture.sha256 for picture in (*chunk.pictures, *chunk.failed))
+        return Batch(pictures, images, labels, key).take(fine), [*chunk.failed, *wrong]
 
-    def _trial(self, setting: str, batch: _Batch) -> _Trial:
+    def _trial(self, setting: str, batch: Batch) -> Trial:
         """Make what the clients feed, and the reference of the setting (MJP, section 5.4)."""
-        stack, draws = self._defenses[setting], self._draws(batch)
+        stack, draws = self.rows.defenses[setting], self._draws(batch)
         feed = stack.feed(batch.images, self.base.model.patch, draws.images)
         sent = send(self.base.model, feed, stack, draws) if self.spec.features_released else None
-        return _Trial(setting, feed, feed.images if setting == "b" else batch.images, sent)
+        return Trial(setting, feed, feed.images if setting == "b" else batch.images, sent)
 
-    def _draws(self, batch: _Batch) -> Draws:
+    def _draws(self, batch: Batch) -> Draws:
         """Return the client's generators: those of its images, of the batch that they make, and of its model."""
-        seed, together = self.spec.seed, "/".join(picture.sha256 for picture in batch.pictures)
+        seed, together = self.spec.seed, batch.together
         return Draws(
-            images=batch.draws(seed, "defense"),
-            batch=draw_for(seed, together, "batch"),
-            model=draw_for(seed, self.base.weights.sha256, "key"),
+            images=batch.draws(seed, "defense", self.spec.draw),
+            batch=draw_for(seed, together, "batch", self.spec.draw),
+            model=draw_for(seed, self.base.weights.sha256, "key", self.spec.draw),
         )
 
-    def _run(self, cell: Cell, trial: _Trial, batch: _Batch, panels: Sequence[list[Panel]]) -> list[Record]:
+    def _run(self, cell: Cell, trial: Trial, batch: Batch, panels: Sequence[list[Panel]]) -> list[Record]:
         """Observe one batch and run every attack of the cell on it; their panels join those of the images."""
+        if self.kept is not None:
+            return self._again(cell, trial, batch, self.kept)
         if trial.sent is None:
             seen, facts, sound = self._gradients(cell, trial, batch)
         else:
@@ -201,7 +180,7 @@ class Evaluator:
         records = [
             row | facts[i] | _failed("what is released is zero or not finite")
             for i, fine in enumerate(sound)
-            for row in ([] if fine else self._rows(batch.pictures[i], trial.setting, cell))
+            for row in ([] if fine else self.rows.of(batch.pictures[i], trial.setting, cell))
         ]
         kept = [i for i, fine in enumerate(sound) if fine]
         if not kept:
@@ -210,14 +189,29 @@ class Evaluator:
             batch, trial, facts = batch.take(kept), trial.take(kept), [facts[i] for i in kept]
             seen, panels = _taken(seen, kept), [panels[i] for i in kept]
         for attack in cell.attacks:
-            outcomes = self._attack(cell, attack, seen, trial, panels)
             alone = replace(cell, attacks=(attack,))
+            outcomes = self._attack(alone, attack, seen, trial, batch, panels)
             for picture, fact, outcome in zip(batch.pictures, facts, outcomes, strict=True):
-                rows = self._rows(picture, trial.setting, alone)
+                rows = self.rows.of(picture, trial.setting, alone)
                 records += [row | fact | of_row for row, of_row in zip(rows, outcome, strict=True)]
         return records
 
-    def _gradients(self, cell: Cell, trial: _Trial, batch: _Batch) -> tuple[Observation, list[Record], list[bool]]:
+    def _again(self, cell: Cell, trial: Trial, batch: Batch, kept: Mapping[str, Stolen]) -> list[Record]:
+        """Score what attacks brought home in an earlier run."""
+        records = []
+        for attack in cell.attacks:
+            alone = replace(cell, attacks=(attack,))
+            rows = [self.rows.of(picture, trial.setting, alone) for picture in batch.pictures]
+            found = [kept[f"{row[0]['cell']}/{row[0]['image_sha256']}"] for row in rows]
+            scores = self._geometries(Stolen.joined(found), trial, cell)
+            records += [
+                row | self._measured({name: values[i] for name, values in of_geometry.items()})
+                for i, of_image in enumerate(rows)
+                for row, of_geometry in zip(of_image, scores, strict=True)
+            ]
+        return records
+
+    def _gradients(self, cell: Cell, trial: Trial, batch: Batch) -> tuple[Observation, list[Record], list[bool]]:
         """Observe released gradients: what is seen, the facts for each image's rows, and whether they can be used."""
         seen, seconds = self._timed(lambda: observe(cell.victim.model, trial.feed, batch.labels, cell.parameters))
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0)
@@ -227,17 +221,16 @@ class Evaluator:
         ]
         return seen, facts, (norm.isfinite() & (norm > 0)).tolist()
 
-    def _features(
-        self, sent: Sent, trial: _Trial, batch: _Batch
-    ) -> tuple[FeatureObservation, list[Record], list[bool]]:
+    def _features(self, sent: Sent, trial: Trial, batch: Batch) -> tuple[FeatureObservation, list[Record], list[bool]]:
         """Observe released features, and note what the client pays for its defense: whether its prediction is right."""
-        model, stack = self.base.model, self._defenses[trial.setting]
+        model, stack = self.base.model, self.rows.defenses[trial.setting]
         seen = observe_features(model, sent, stack, self._public_to(batch))
         logits, seconds = self._timed(lambda: predictions(model, sent))
         right = (logits.argmax(1) == batch.labels).double().tolist()
         facts: list[Record] = [
             {
                 "key_bits": sent.key_bits,
+                "batch": batch.key,
                 "correct": None if picture.label_origin == "predicted" else value,
                 "seconds_observe": seconds / len(right),
             }
@@ -245,7 +238,7 @@ class Evaluator:
         ]
         return seen, facts, [bool(sent.features.isfinite().all())] * len(right)
 
-    def _public_to(self, batch: _Batch) -> Float[Tensor, "m c h w"]:
+    def _public_to(self, batch: Batch) -> Float[Tensor, "m c h w"]:
         """Return the adversary's images: the public ones, without those of the batch if there are any."""
         private = {picture.sha256 for picture in batch.pictures} & self.public.keys()
         if not private:
@@ -258,7 +251,13 @@ class Evaluator:
         return torch.stack([*self.public.values()]).to(self.base.model.mean)
 
     def _attack(
-        self, cell: Cell, attack: Attack | FeatureAttack, seen: Seen, trial: _Trial, panels: Sequence[list[Panel]]
+        self,
+        cell: Cell,
+        attack: Attack | FeatureAttack,
+        seen: Seen,
+        trial: Trial,
+        batch: Batch,
+        panels: Sequence[list[Panel]],
     ) -> list[list[Record]]:
         """Return for each image what its rows say of an attack, one for each geometry.
 
@@ -268,7 +267,7 @@ class Evaluator:
         b = len(trial.reference)
         try:
             with full_precision():
-                stolen, seconds = self._timed(lambda: _stolen(attack, seen))
+                stolen, seconds = self._timed(lambda: _brought(attack, seen))
             _check_reconstruction(stolen.images, trial.reference)
             if trial.sent is not None:
                 stolen = matched(trial.sent, stolen, trial.reference)
@@ -276,7 +275,8 @@ class Evaluator:
             if b > 1 and isinstance(seen, Observation):
                 one_by_one = ([i] for i in range(b))
                 return [
-                    self._attack(cell, attack, _taken(seen, i), trial.take(i), [panels[i[0]]])[0] for i in one_by_one
+                    self._attack(cell, attack, _taken(seen, i), trial.take(i), batch.take(i), [panels[i[0]]])[0]
+                    for i in one_by_one
                 ]
             kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
             return [[_failed(f"{attack.name}: {kind}{error}".splitlines()[0])] * len(GEOMETRIES)] * b
@@ -285,14 +285,18 @@ class Evaluator:
         scores, seconds_score = self._timed(lambda: self._geometries(stolen, trial, cell))
         cost = {"seconds_attack": seconds / b, "seconds_score": seconds_score / b}
         outcomes = [
-            [{name: values[i] for name, values in of_geometry.items()} | cost for of_geometry in scores]
+            [self._measured({name: values[i] for name, values in of_geometry.items()}) | cost for of_geometry in scores]
             for i in range(b)
         ]
+        key = self.rows.cells(trial.setting, [cell])[attack.name]
+        if self.keep:
+            shas = [picture.sha256 for picture in batch.pictures]
+            self._stolen.update((f"{key}/{sha}", stolen.take(i)) for i, sha in enumerate(shas))
         where = "features" if trial.sent else f"{cell.victim.block} block"
-        self._show(panels, stolen.images, [_caption(where, attack.name, outcome[0]) for outcome in outcomes])
+        self._show(panels, key, stolen.images, [_caption(where, attack.name, outcome[0]) for outcome in outcomes])
         return outcomes
 
-    def _geometries(self, stolen: Stolen, trial: _Trial, cell: Cell) -> list[Scores]:
+    def _geometries(self, stolen: Stolen, trial: Trial, cell: Cell) -> list[Scores]:
         """Score reconstructions in place, and with every patch put where it belongs.
 
         In settings a and b the slots of what comes from gradients are those of the reference: both are the same.
@@ -322,6 +326,10 @@ class Evaluator:
             "key_recovered": [key] * b,
         }
 
+    def _measured(self, scores: Record) -> Record:
+        """Return scores with the names of the metrics that were measured, whatever their values."""
+        return scores | {"metrics": " ".join(sorted(self.metrics))}
+
     def _score(self, images: Tensor, reference: Tensor, moved: Tensor | None = None) -> Scores:
         with full_precision():
             scores = score(images, reference, self.metrics, self.learned)
@@ -332,23 +340,29 @@ class Evaluator:
             scores["psnr_unmasked"] = psnr_region(images, reference, ~region).where(masked, torch.nan)
         return {name: _nullable(values) for name, values in scores.items()}
 
-    def _controls(self, trial: _Trial, batch: _Batch) -> list[Record]:
+    def _controls(self, trial: Trial, batch: Batch) -> list[Record]:
         """Score pictures that no attack made: what "nothing leaks" looks like under each metric."""
-        draws = batch.draws(self.spec.seed, "control")
+        draws = batch.draws(self.spec.seed, "control", self.spec.draw)
         order = torch.stack([torch.randperm(trial.feed.order.shape[1], generator=draw) for draw in draws])
         others = [self._others(picture) for picture in batch.pictures]
-        controls = {
-            "mean": torch.stack([pictures.mean(0) for pictures in others]).to(batch.images),
-            "other": torch.stack([pictures[0] for pictures in others]).to(batch.images),
-            "shuffled": permute(batch.images, order.to(batch.images.device), self.base.model.patch),
-        }
+        controls = dict(
+            zip(
+                CONTROLS,
+                (
+                    torch.stack([pictures.mean(0) for pictures in others]).to(batch.images),
+                    torch.stack([pictures[0] for pictures in others]).to(batch.images),
+                    permute(batch.images, order.to(batch.images.device), self.base.model.patch),
+                ),
+                strict=True,
+            )
+        )
         records = []
         for name, images in controls.items():
             shown = (images * 255).round() / 255 if self.spec.eight_bit else images
             scores = self._score(shown, trial.reference)
             for i, picture in enumerate(batch.pictures):
-                row = self._row(picture, trial.setting, f"{CONTROL}{name}", GEOMETRIES[0])
-                records.append(row | {metric: values[i] for metric, values in scores.items()})
+                row = self.rows.control(picture, trial.setting, name)
+                records.append(row | self._measured({metric: values[i] for metric, values in scores.items()}))
         return records
 
     def _others(self, picture: Picture) -> Float[Tensor, "n c h w"]:
@@ -361,47 +375,8 @@ class Evaluator:
             row | _failed(picture.problem or "unreadable")
             for setting in self.spec.settings
             for cell in self.cells
-            for row in self._rows(picture, setting, cell)
+            for row in self.rows.of(picture, setting, cell)
         ]
-
-    def _rows(self, picture: Picture, setting: str, cell: Cell) -> list[Record]:
-        """Return the rows of one picture in one cell, one for each attack and geometry, without its scores."""
-        block = None if self.spec.features_released else cell.victim.block
-        return [
-            self._row(picture, setting, attack.name, geometry)
-            | {
-                "block": block,
-                "attack_params": json.dumps(asdict(attack)),
-            }
-            for attack in cell.attacks
-            for geometry in GEOMETRIES
-        ]
-
-    def _row(self, picture: Picture, setting: str, attack: str, geometry: str) -> Record:
-        """Return what every row states of its victim, defense and image."""
-        defense, model = self._defenses[setting], self.base.model
-        return {
-            "victim": self.base.name,
-            "victim_params": json.dumps(self.base.params()),
-            "weights": self.base.weights.origin,
-            "weights_sha256": self.base.weights.sha256,
-            "defense": defense.name,
-            "defense_params": json.dumps(defense.params()),
-            "release": "features" if self.spec.features_released else "gradients",
-            "setting": setting,
-            "attack": attack,
-            "geometry": geometry,
-            "image": picture.name.encode(errors="backslashreplace").decode(),  # a file's name may be no text
-            "image_sha256": picture.sha256,
-            "label": picture.label,
-            "label_origin": picture.label_origin,
-            "seed": self.spec.seed,
-            "device": str(model.mean.device),
-            "dtype": str(model.mean.dtype).removeprefix("torch."),
-            "status": "ok",
-            "schema": SCHEMA,
-            "privlab_version": privlab.__version__,
-        }
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """Return a result and the seconds it took, the device's queue included."""
@@ -424,7 +399,7 @@ def _nullable(values: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
-def _stolen(attack: Attack | FeatureAttack, seen: Seen) -> Stolen:
+def _brought(attack: Attack | FeatureAttack, seen: Seen) -> Stolen:
     """Run an attack; one on gradients brings images alone."""
     result = attack(seen)  # pyright: ignore[reportArgumentType]  # `plan` gave each attack its kind of observation
     return Stolen(result) if isinstance(result, Tensor) else result

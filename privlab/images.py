@@ -1,7 +1,7 @@
 """Pictures to evaluate on: opened by name, preprocessed as the victim expects them, handed out in chunks."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from privlab.errors import PrivlabError, unknown_name
 from privlab.labels import relabelled
 from privlab.sources import ImageSource
 
-__all__ = ["Chunk", "ImageSource", "Picture", "Preprocessing", "batches", "open_images", "read_picture"]
+__all__ = ["Chunk", "ImageSource", "Picture", "Preprocessing", "batches", "chunk_of", "open_images", "read_picture"]
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
@@ -151,22 +151,35 @@ def batches(source: ImageSource, preprocessing: Preprocessing, size: int) -> Ite
 
 
 def _chunks(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
-    pictures: list[Picture] = []
+    left = iter(source)
+    while True:
+        chunk = chunk_of(_readable(left, size), preprocessing)
+        if not (chunk.pictures or chunk.failed):
+            return
+        yield chunk
+
+
+def _readable(pictures: Iterator[Picture], size: int) -> Iterator[Picture]:
+    """Yield pictures until `size` readable ones were among them."""
+    count = 0
+    while count < size and (picture := next(pictures, None)) is not None:
+        count += picture.pixels is not None
+        yield picture
+
+
+def chunk_of(pictures: Iterable[Picture], preprocessing: Preprocessing) -> Chunk:
+    """Return pictures as one chunk."""
+    fine: list[Picture] = []
     images: list[Tensor] = []
     failed: list[Picture] = []
-    for picture in source:
+    for picture in pictures:
         if picture.pixels is None:
             failed.append(picture)
-            continue
-        images.append(preprocessing(picture.pixels))
-        pictures.append(replace(picture, pixels=None))
-        if len(pictures) == size:
-            yield Chunk(tuple(pictures), torch.stack(images), tuple(failed))
-            pictures, images, failed = [], [], []
-    if pictures:
-        yield Chunk(tuple(pictures), torch.stack(images), tuple(failed))
-    elif failed:
-        yield Chunk((), torch.empty(0, 3, *preprocessing.size), tuple(failed))
+        else:
+            images.append(preprocessing(picture.pixels))
+            fine.append(replace(picture, pixels=None))
+    empty = torch.empty(0, 3, *preprocessing.size)
+    return Chunk(tuple(fine), torch.stack(images) if images else empty, tuple(failed))
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -2,7 +2,7 @@
 
 import csv
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -19,12 +19,17 @@ def relabelled(source: ImageSource, path: Path) -> ImageSource:
     if source.names is not None:
         _check_labels(table, source.names, path)
 
-    def pictures() -> Iterator[Picture]:
-        for picture in source:
-            label = table.get(picture.name, table.get(PurePosixPath(picture.name).name))
-            yield replace(picture, label=label, label_origin="none" if label is None else "file")
+    def labelled(picture: Picture) -> Picture:
+        label = table.get(picture.name, table.get(PurePosixPath(picture.name).name))
+        return replace(picture, label=label, label_origin="none" if label is None else "file")
 
-    return replace(source, class_names=None, pictures=pictures)
+    at = source.at
+    return replace(
+        source,
+        class_names=None,
+        pictures=lambda: map(labelled, source),
+        at=None if at is None else lambda place: labelled(at(place)),
+    )
 
 
 def _check_labels(table: Mapping[str, int], names: Sequence[str], path: Path) -> None:

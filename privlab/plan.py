@@ -23,7 +23,7 @@ from privlab.threat import (
 )
 from privlab.victims import Victim
 
-__all__ = ["RELEASES", "SETTINGS", "Cell", "Specification", "defense_of", "plan"]
+__all__ = ["RELEASES", "SETTINGS", "Cell", "Specification", "applicable", "defense_of", "plan"]
 
 SETTINGS: dict[str, str] = {
     "a": "φ(∇M(x), x): the plain image is fed, and scored against",
@@ -64,6 +64,7 @@ class Specification:
     lpips_weights: str | None = None
     eight_bit: bool = False
     seed: int = 0
+    draw: int = 0
     force: bool = False
     release: str = "auto"
     options: tuple[str, ...] = ()
@@ -178,24 +179,33 @@ def plan(spec: Specification, base: Victim) -> list[Cell]:
     Warns:
         PrivlabWarning: for each attack that was not asked for by name and cannot run.
     """
+    cells, refused = applicable(spec, base)
+    refusals = [f"{base.name}: {refusal}" for refusal in refused.values()]
+    if refusals and (spec.attacks is not None or not cells):
+        raise PrivlabError(refusals[0] if spec.attacks is not None else " ".join(refusals))
+    for refusal in refusals:
+        warnings.warn(f"Left out. {refusal}", PrivlabWarning, stacklevel=2)
+    return cells
+
+
+def applicable(spec: Specification, base: Victim) -> tuple[list[Cell], dict[str, str]]:
+    """Return the cells of the attacks that can run on a victim, and for each of the others why it cannot.
+
+    Raises:
+        PrivlabError: if an option does not fit an attack.
+    """
     cells: dict[str, Cell] = {}
-    refusals: list[str] = []
-    for kind in _candidates(spec).values():
+    refused: dict[str, str] = {}
+    for name, kind in _candidates(spec).items():
         attack = configured(kind, spec.options)
         try:
             home = _home(attack, spec, base, cells)
         except PrivlabError as refusal:
-            if spec.attacks is not None:
-                raise PrivlabError(f"{base.name}: {refusal}") from refusal
-            refusals.append(f"{base.name}: {refusal}")
+            refused[name] = str(refusal)
             continue
         cell = cells.get(home.block, Cell(home, ()))
         cells[home.block] = replace(cell, attacks=(*cell.attacks, attack))
-    if not cells:
-        raise PrivlabError(" ".join(refusals))
-    for refusal in refusals:
-        warnings.warn(f"Left out. {refusal}", PrivlabWarning, stacklevel=2)
-    return list(cells.values())
+    return list(cells.values()), refused
 
 
 def _candidates(spec: Specification) -> dict[str, AttackClass]:

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,24 +11,24 @@ from typing import Any
 
 import pandas as pd
 import torch
-from timm.data import ImageNetInfo
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from privlab.errors import PrivlabError, unknown_name
-from privlab.evaluate import Evaluator, Record, Scored
-from privlab.f_sim import Embedding, load_embedding
-from privlab.images import ImageSource, Preprocessing, batches, open_images
-from privlab.lpips_backbones import LpipsUnavailable
+from privlab.evaluate import Evaluator, Scored
+from privlab.f_sim import Embedding
+from privlab.images import ImageSource, batches
 from privlab.machine import commit, hardware, pick_device, versions
-from privlab.metrics import Learned, Lpips, load_lpips, score
+from privlab.metrics import Learned, Lpips
 from privlab.plan import Cell, Specification, defense_of, plan
-from privlab.store import RunDirectory, to_frame
+from privlab.records import Record, to_frame
+from privlab.store import RunDirectory
 from privlab.strips import draw_strip, strip_name
+from privlab.subjects import collected, learned_metrics, public_images, source_of
 from privlab.threat import PrivlabWarning
 from privlab.victims import Victim, victim
 
-__all__ = ["Outcome", "attack", "collected", "execute", "public_images", "specify"]
+__all__ = ["Outcome", "attack", "execute", "specify"]
 
 Progress = Callable[[int, int | None], None]
 """(images done, images in all or None) of a run, over all its victims."""
@@ -183,13 +183,13 @@ def execute(
                     continue
                 run.write_records(scored.records)
                 for i, strip in enumerate(scored.strips):
-                    run.write_strip(strip_name(first + i, strip), draw_strip(strip).save)
+                    run.write_file(f"strips/{strip_name(first + i, strip)}", draw_strip(strip).save)
     except BaseException as error:
         with suppress(PrivlabError):  # the disk may be full, which is not to hide the first error
             note("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
     note("finished")
-    records = to_frame(kept) if run is None else run.read()
+    records = to_frame(kept) if run is None else run.store.frame()
     path = None if run is None else run.path
     return Outcome(spec, records, tuple(ready.victims), tuple(messages), ready.missing, path)
 
@@ -213,8 +213,8 @@ def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.d
     for base in victims:
         for setting in spec.settings:
             defense_of(spec, base, setting)
-    learned, missing = _learned(spec, device, victims)
-    return _Ready(spec, device, victims, cells, learned, missing, _source(spec, victims))
+    learned, missing = learned_metrics(spec, device, victims)
+    return _Ready(spec, device, victims, cells, learned, missing, source_of(spec, victims))
 
 
 def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progress) -> Iterator[tuple[Scored, int]]:
@@ -227,7 +227,7 @@ def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progre
     metrics = [name for name in ready.spec.metrics if name not in ready.missing]
     for base, of_base in zip(ready.victims, ready.cells, strict=True):
         cells = [Cell(cell.victim.to(ready.device), cell.attacks) for cell in of_base]
-        public = public_images(ready.spec, base.preprocessing, ready.device)
+        public = public_images(ready.spec.public, ready.spec.public_limit, base.preprocessing, ready.device)
         evaluator = Evaluator(ready.spec, base.to(ready.device), cells, metrics, ready.learned, public, strips)
         first = 0
         for chunk in batches(ready.source, base.preprocessing, size):
@@ -248,64 +248,6 @@ def _victims(spec: Specification, own: VisionTransformer | None) -> list[Victim]
     if own is not None:
         return [victim(own, weights=spec.weights, img_size=spec.img_size)]
     return [victim(name, weights=spec.weights, img_size=spec.img_size, seed=spec.seed) for name in spec.models]
-
-
-def _source(spec: Specification, victims: Sequence[Victim]) -> ImageSource:
-    """Open the images; class folders named by WordNet ids get ImageNet's labels where the victims have them."""
-    wnids = None
-    if all(base.model.vit.num_classes == 1000 for base in victims):
-        wnids = {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}
-    images = _one_or_all(spec.images)
-    labels = None if spec.labels == "predicted" else spec.labels
-    return open_images(images, limit=spec.limit, split=spec.split, labels=labels, class_to_index=wnids)
-
-
-def _one_or_all(sources: tuple[str, ...]) -> str | tuple[str, ...]:
-    return sources[0] if len(sources) == 1 else sources
-
-
-def public_images(spec: Specification, preprocessing: Preprocessing, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the public photographs by their hash: what negative controls are made of, and what an adversary has.
-
-    Raises:
-        PrivlabError: if there are none.
-    """
-    source = open_images(_one_or_all(spec.public), limit=spec.public_limit)
-    images = {picture.sha256: preprocessing(picture.pixels).to(device) for picture in source if picture.pixels}
-    if not images:
-        raise PrivlabError(f"--public needs one readable image or more. Found none in {', '.join(spec.public)}.")
-    return images
-
-
-def _learned(
-    spec: Specification, device: torch.device, victims: Sequence[Victim]
-) -> tuple[dict[str, Learned], dict[str, str]]:
-    """Load the metrics with trained weights that are asked for, and try every metric on the smallest input."""
-    learned: dict[str, Learned] = {}
-    missing: dict[str, str] = {}
-    weights = None if spec.lpips_weights is None else Path(spec.lpips_weights)
-    smallest = min((base.model.image_shape for base in victims), key=lambda shape: shape[1:])
-    black = torch.zeros(1, *smallest, device=device)
-    for name in spec.metrics:
-        if name == "f_sim":
-            if spec.embedding is None:
-                missing[name] = "no embedding is named: give --embedding timm:NAME@FILE, a network and its weights"
-                continue
-            learned[name] = load_embedding(spec.embedding, device)
-        net = name.removeprefix("lpips_")
-        try:
-            if net != name:
-                learned[name] = load_lpips(net, weights, device)
-            score(black, black, [name], learned)
-        except LpipsUnavailable as error:
-            if weights is not None:
-                raise
-            missing[name] = str(error)
-        except PrivlabError as error:
-            if net != name and name not in learned:
-                raise  # a file that does not fit is a mistake, not a state of the machine
-            missing[name] = str(error)
-    return learned, missing
 
 
 def _facts(ready: _Ready) -> dict[str, Any]:
@@ -337,21 +279,3 @@ def _facts(ready: _Ready) -> dict[str, Any]:
         "commit": commit(),
         "missing_metrics": dict(ready.missing),
     }
-
-
-@contextmanager
-def collected(messages: list[str]) -> Iterator[None]:
-    """Add privlab's warnings to `messages`, each once; hand all others on."""
-    foreign = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default", PrivlabWarning)
-        try:
-            yield
-        finally:
-            for entry in caught:
-                if not issubclass(entry.category, PrivlabWarning):
-                    foreign.append(entry)
-                elif str(entry.message) not in messages:
-                    messages.append(str(entry.message))
-    for entry in foreign:
-        warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)

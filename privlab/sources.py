@@ -4,7 +4,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, zip_longest
+from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,7 +41,8 @@ class ImageSource:
 
     `count` is the number of pictures, problems included; None for a stream that does not tell, and `len()` is
     then a TypeError. `names` are those of all pictures where known without reading, else None.
-    `class_names[i]` is the name of label i.
+    `class_names[i]` is the name of label i. `at` reads one picture by its place, where that can be done without reading
+    the others; `file` names the file of one, where pictures are whole files.
     """
 
     description: str
@@ -49,6 +50,29 @@ class ImageSource:
     class_names: tuple[str, ...] | None
     names: tuple[str, ...] | None = field(repr=False)
     pictures: Callable[[], Iterator[Picture]] = field(repr=False)
+    at: Callable[[int], Picture] | None = field(default=None, repr=False)
+    file: Callable[[int], Path] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        description: str,
+        count: int,
+        class_names: tuple[str, ...] | None,
+        names: tuple[str, ...] | None,
+        at: Callable[[int], Picture],
+        file: Callable[[int], Path] | None = None,
+    ) -> "ImageSource":
+        """Return a source whose pictures are read by their place."""
+        return cls(description, count, class_names, names, lambda: map(at, range(count)), at, file)
+
+    def pick(self, places: Sequence[int]) -> list[Picture]:
+        """Return the pictures at these places, read one by one; of a stream, all up to the last are read."""
+        if self.at is not None:
+            return [self.at(place) for place in places]
+        wanted = set(places)
+        found = {i: picture for i, picture in enumerate(islice(self, max(wanted, default=-1) + 1)) if i in wanted}
+        return [found[place] for place in places]
 
     def __iter__(self) -> Iterator[Picture]:
         return self.pictures()
@@ -66,17 +90,16 @@ def samples() -> ImageSource:
         raise PrivlabError("The samples come with scikit-image, which was not found: pip install scikit-image.")
     data = Path(package.origin).parent / "data"
 
-    def pictures() -> Iterator[Picture]:
-        for name, file, left, top, side in SAMPLES:
-            whole = read_picture(data / file, name=f"samples/{name}")
-            if whole.pixels is None:
-                yield whole
-            else:
-                yield picture_from_image(whole.pixels.crop((left, top, left + side, top + side)), whole.name)
+    def at(place: int) -> Picture:
+        name, file, left, top, side = SAMPLES[place]
+        whole = read_picture(data / file, name=f"samples/{name}")
+        if whole.pixels is None:
+            return whole
+        return picture_from_image(whole.pixels.crop((left, top, left + side, top + side)), whole.name)
 
     names = tuple(f"samples/{name}" for name, *_ in SAMPLES)
     description = f"{len(SAMPLES)} photographs that come with scikit-image"
-    return ImageSource(description, len(SAMPLES), None, names, pictures)
+    return ImageSource.of(description, len(SAMPLES), None, names, at)
 
 
 def files(paths: Sequence[Path]) -> ImageSource:
@@ -92,7 +115,7 @@ def files(paths: Sequence[Path]) -> ImageSource:
             )
     names = tuple(path.as_posix() for path in paths)
     description = f"file {names[0]}" if len(paths) == 1 else f"{len(paths)} files"
-    return ImageSource(description, len(paths), None, names, lambda: map(read_picture, paths))
+    return ImageSource.of(description, len(paths), None, names, lambda i: read_picture(paths[i]), lambda i: paths[i])
 
 
 def folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | None, *, spread: bool) -> ImageSource:
@@ -115,12 +138,14 @@ def folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | No
     indices, class_names, rule = _classes(folders, class_to_index)
     names = tuple(path.relative_to(root).as_posix() for path in paths)
 
-    def pictures() -> Iterator[Picture]:
-        origin: LabelOrigin = "folder" if folders else "none"
-        for name, path in zip(names, paths, strict=True):
-            yield read_picture(path, name=name, label=indices.get(_top(path, base)), label_origin=origin)
+    origin: LabelOrigin = "folder" if folders else "none"
 
-    return ImageSource(f"folder {base}: {len(paths)} images, {rule}", len(paths), class_names, names, pictures)
+    def at(place: int) -> Picture:
+        path = paths[place]
+        return read_picture(path, name=names[place], label=indices.get(_top(path, base)), label_origin=origin)
+
+    description = f"folder {base}: {len(paths)} images, {rule}"
+    return ImageSource.of(description, len(paths), class_names, names, at, lambda i: paths[i])
 
 
 def _top(path: Path, base: Path) -> str:

@@ -1,58 +1,174 @@
-"""The run directory: records as Parquet, the specification as JSON, a picture strip for each image."""
+"""The run directory is the store: records as Parquet parts that are only ever added, `run.json`, and pictures.
+
+A part is written under a temporary name, synced and renamed, so it is there whole or not at all. There is no lock:
+several processes may add parts at once, and a record that two of them made counts once.
+"""
 
 import errno
 import json
+import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from privlab.errors import PrivlabError
+from privlab.records import COLUMNS, SCHEMA
+from privlab.threat import PrivlabWarning
 
-__all__ = ["COLUMNS", "RunDirectory", "to_frame"]
+__all__ = ["KEY", "RunDirectory", "Store", "merged", "part_frame"]
 
-_ORDER = (
-    "victim block weights weights_sha256 release defense setting attack geometry image image_sha256 label label_origin "
-    "seed device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp lpips_alex lpips_vgg lpips_squeeze f_sim "
-    "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits correct grad_norm "
-    "seconds_observe seconds_attack seconds_score status reason schema privlab_version "
-    "defense_params attack_params victim_params"
-)
-_REAL = "mse psnr ssim fft2d lpips seconds grad f placement neighbour key correct"
-_WHOLE = "label seed schema"
+KEY = ["cell", "image_id", "geometry", "batch"]
+"""What makes a record one of its kind; `image_id` is the image's hash, or its name where it could not be read."""
+
+_SET_ASIDE = "set-aside"
 
 
-def _type(column: str) -> pa.DataType:
-    if column in _WHOLE.split():
-        return pa.int64()
-    return pa.float64() if column.partition("_")[0] in _REAL.split() else pa.string()
+@dataclass(frozen=True)
+class Store:
+    """The records of a directory, written by one process or by several, now or in an earlier version."""
+
+    path: Path
+
+    @property
+    def records(self) -> Path:
+        """Return the folder of the records."""
+        return self.path / "records"
+
+    def parts(self) -> list[Path]:
+        """Return the parts, in the order in which one process wrote them."""
+        return sorted(self.records.glob("part-*.parquet"))
+
+    def add(self, rows: pa.Table) -> Path | None:
+        """Add rows as one Parquet part, whole or not at all; nothing for no rows.
+
+        Raises:
+            PrivlabError: if the disk is full or the directory cannot be written.
+        """
+        if not len(rows):
+            return None
+        part = self.records / f"part-{len(self.parts()):06d}-{uuid.uuid4().hex[:12]}.parquet"
+        write_whole(part, lambda temporary: pq.write_table(rows, temporary))
+        return part
+
+    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return these columns of all rows, in this version's schema; strings come dictionary-encoded.
+
+        Warns:
+            PrivlabWarning: for each file that is torn or foreign, which is set aside, and for rows of older versions.
+        """
+        wanted = list(COLUMNS.names if columns is None else columns)
+        asked = list(dict.fromkeys([*wanted, "schema"]))
+        parts = self.parts()
+        try:
+            table = _read(parts, asked)
+        except (pa.ArrowException, OSError):  # one of them is no part
+            table = None
+        if table is None or table["schema"].null_count:
+            table = _read(list(self._sound(parts)), asked)
+        return _migrated(table, self.path).select(wanted)
+
+    def frame(self) -> pd.DataFrame:
+        """Return every record once: rows of one record that hold different metrics are joined."""
+        return merged(part_frame(self.read()))
+
+    def _sound(self, parts: Sequence[Path]) -> Iterator[Path]:
+        """Yield the parts that can be read; the others are set aside, never deleted."""
+        for part in parts:
+            try:
+                if {"schema", "attack", "image"} <= set(pq.read_schema(part).names):
+                    pq.read_table(part, columns=["schema"])
+                    yield part
+                    continue
+                reason = "it holds no records"
+            except FileNotFoundError:  # another process has set it aside
+                continue
+            except (pa.ArrowException, OSError) as error:
+                reason = str(error).partition("\n")[0].rstrip(".")
+            where = self._put_aside(part)
+            warnings.warn(f"{part.name} is no part of a store ({reason}): {where}.", PrivlabWarning, stacklevel=4)
+
+    def _put_aside(self, part: Path) -> str:
+        aside = self.path / _SET_ASIDE
+        try:
+            aside.mkdir(exist_ok=True)
+            part.rename(aside / part.name)
+        except OSError:  # a read-only store
+            return "left out"
+        return f"moved to {aside}"
 
 
-COLUMNS = pa.schema([(name, _type(name)) for name in _ORDER.split()])
-"""The columns of a record. What was not measured is null, never zero."""
+def part_frame(table: pa.Table) -> pd.DataFrame:
+    """Return rows as a data frame with plain strings and the column `image_id` that `KEY` needs."""
+    frame = pd.DataFrame(table.cast(pa.schema([COLUMNS.field(name) for name in table.column_names])).to_pandas())
+    unread = frame.image_sha256.eq("") | frame.image_sha256.isna()
+    return frame.assign(image_id=frame.image_sha256.where(~unread, frame.image))
 
-Record = Mapping[str, Any]
+
+def merged(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return every record once, in the order of first rows: finished rows win, gaps are filled by the others."""
+    again = frame.duplicated(KEY, keep=False)
+    if again.any():
+        several = frame[again].assign(place=frame.index[again], failed=frame.status[again] != "ok")
+        groups = several.sort_values(["failed", "place"]).groupby(KEY, sort=False, dropna=False)
+        joined = groups.first()
+        joined["metrics"] = groups.metrics.agg(lambda names: " ".join(sorted(set(" ".join(names.dropna()).split()))))
+        joined.loc[~joined.failed, "reason"] = None
+        joined["place"] = groups.place.min()
+        joined = joined.reset_index().set_index("place")[frame.columns].astype(frame.dtypes)
+        frame = pd.concat([frame[~again], joined]).sort_index()
+    return frame.drop(columns="image_id").reset_index(drop=True)
 
 
-def to_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return records as a table with all columns."""
-    return pa.Table.from_pylist(list(records), schema=COLUMNS).to_pandas()
+def _read(parts: Sequence[Path], columns: Sequence[str]) -> pa.Table:
+    fields = [COLUMNS.field(name) for name in columns]
+    strings = [field.name for field in fields if pa.types.is_string(field.type)]
+    coded = pa.schema([f.with_type(pa.dictionary(pa.int32(), f.type)) if f.name in strings else f for f in fields])
+    if not parts:
+        return coded.empty_table()
+    file_format = ds.ParquetFileFormat(ds.ParquetReadOptions(dictionary_columns=strings))
+    return ds.dataset(list(map(str, parts)), schema=coded, format=file_format).to_table(list(columns))
+
+
+def _migrated(table: pa.Table, path: Path) -> pa.Table:
+    """Return the rows in this version's schema.
+
+    Rows of version 2 and before state no conditions and have no key: they can be shown and scored, but a plan does not
+    take them as done.
+
+    Raises:
+        PrivlabError: for rows of a version that is yet to come.
+    """
+    versions = set(table["schema"].unique().to_pylist())
+    if newer := sorted(v for v in versions if v > SCHEMA):
+        raise PrivlabError(f"'{path}' holds records of schema {newer[0]}, and this privlab knows {SCHEMA}: update it.")
+    if older := sorted(v for v in versions if v < SCHEMA):
+        warnings.warn(
+            f"'{path}' holds records of schema {older[0]}: they are shown as they are, and no plan takes them as done.",
+            PrivlabWarning,
+            stacklevel=3,
+        )
+    return table
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A directory that one run writes: `run.json`, `records/*.parquet`, `strips/*.png`."""
+    """A directory that a run writes: `run.json`, `records/*.parquet`, `strips/*.png`, `pictures/…`."""
 
     path: Path
 
     @classmethod
-    def create(cls, path: Path, *, overwrite: bool = False) -> "RunDirectory":
-        """Make the directory, or take an empty one; an earlier run gives way only if told so.
+    def create(cls, path: Path, *, overwrite: bool = False, resume: bool = False) -> "RunDirectory":
+        """Make the directory, or take an empty one; an earlier run gives way, or goes on, only if told so.
 
         Raises:
             PrivlabError: if it holds another run or foreign files, or cannot be written.
@@ -61,38 +177,37 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             held = sorted(entry.name for entry in path.iterdir() if not entry.is_dir() or any(entry.iterdir()))
-            if run._is_run():
-                if not overwrite:
+            if run.is_run():
+                if overwrite:
+                    run._clear()
+                elif not resume:
                     raise PrivlabError(f"'{path}' holds another run. Use --overwrite, or another --out.")
-                run._clear()
-            elif held:
+            elif held and not (resume and run.store.parts()):
                 raise PrivlabError(f"'{path}' holds files of something else ({held[0]}). Give a new or empty --out.")
-            run.records.mkdir(exist_ok=True)
-            run.strips.mkdir(exist_ok=True)
+            run.store.records.mkdir(exist_ok=True)
+            if not resume:
+                run.strips.mkdir(exist_ok=True)
         except OSError as error:
             raise _unwritable(path, error) from error
         return run
 
     @property
-    def records(self) -> Path:
-        """Return the folder of the records."""
-        return self.path / "records"
+    def store(self) -> Store:
+        """Return the records."""
+        return Store(self.path)
 
     @property
     def strips(self) -> Path:
         """Return the folder of the strips."""
         return self.path / "strips"
 
-    def write_records(self, records: Sequence[Record]) -> None:
+    def write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Add records as one Parquet part, whole or not at all.
 
         Raises:
             PrivlabError: if the disk is full or the directory cannot be written.
         """
-        if records:
-            table = pa.Table.from_pylist(list(records), schema=COLUMNS)
-            part = self.records / f"part-{len(list(self.records.glob('part-*.parquet'))):06d}.parquet"
-            self._write(part, lambda temporary: pq.write_table(table, temporary))
+        self.store.add(pa.Table.from_pylist(list(records), schema=COLUMNS))
 
     def write_run(self, facts: Mapping[str, Any]) -> None:
         """Write `run.json`, whole or not at all.
@@ -101,38 +216,71 @@ class RunDirectory:
             PrivlabError: if the disk is full or the directory cannot be written.
         """
         text = json.dumps(facts, indent=2, ensure_ascii=False, sort_keys=False) + "\n"
-        self._write(self.path / "run.json", lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
+        write_whole(self.path / "run.json", lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
 
-    def write_strip(self, name: str, save: Callable[[Path], object]) -> None:
-        """Write a picture by `save(path)`, whole or not at all."""
-        self._write(self.strips / name, save)
+    def read_run(self) -> dict[str, Any]:
+        """Return `run.json`.
 
-    def read(self) -> pd.DataFrame:
-        """Return all records of the run."""
-        parts = sorted(self.records.glob("part-*.parquet"))
-        tables = [pq.read_table(part, schema=COLUMNS) for part in parts]
-        return pa.concat_tables([COLUMNS.empty_table(), *tables]).to_pandas()
-
-    def _write(self, path: Path, write: Callable[[Path], object]) -> None:
-        temporary = path.with_name(f".tmp-{path.name}")
+        Raises:
+            PrivlabError: if there is none, or it cannot be read.
+        """
         try:
-            write(temporary)
-            temporary.replace(path)
+            return json.loads((self.path / "run.json").read_bytes())
+        except FileNotFoundError:
+            raise PrivlabError(f"'{self.path}' is no run: it has no run.json. Give the directory of a run.") from None
+        except (OSError, ValueError) as error:
+            raise PrivlabError(f"Cannot read '{self.path / 'run.json'}': {error}.") from None
+
+    def write_file(self, name: str, save: Callable[[Path], object]) -> None:
+        """Write a file of the run, such as a picture, by `save(path)`, whole or not at all."""
+        path = self.path / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(path, error) from error
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, save, durable=False)
 
-    def _is_run(self) -> bool:
+    def is_run(self) -> bool:
+        """Return whether a run was written here."""
         try:
-            return "specification" in json.loads((self.path / "run.json").read_bytes())
+            held = json.loads((self.path / "run.json").read_bytes())
+            return "specification" in held or "experiment" in held
         except (FileNotFoundError, TypeError, ValueError):  # none, or one of another program
             return False
 
     def _clear(self) -> None:
-        shutil.rmtree(self.records, ignore_errors=True)
-        shutil.rmtree(self.strips, ignore_errors=True)
+        for folder in (self.store.records, self.strips, self.path / "pictures", self.path / "kept"):
+            shutil.rmtree(folder, ignore_errors=True)
         (self.path / "run.json").unlink()
+
+
+def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = True) -> None:
+    """Write a file by `write(temporary)` and rename it: it is there whole or not at all, and stays after a crash.
+
+    Raises:
+        PrivlabError: if the disk is full or the file cannot be written.
+    """
+    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
+    try:
+        write(temporary)
+        if durable:
+            _sync(temporary)
+        temporary.replace(path)
+        if durable:
+            _sync(path.parent)
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
+    finally:
+        with suppress(OSError):  # a read-only directory has no such file
+            temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _unwritable(path: Path, error: OSError) -> PrivlabError:

@@ -1,14 +1,17 @@
 """Strips: private image | what the client fed | each reconstruction, with the scores written underneath."""
 
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxtyping import Float
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from privlab.evaluate import Panel, Strip
 
-__all__ = ["draw_strip", "strip_name"]
+__all__ = ["draw_strip", "strip_name", "to_png"]
 
 _SIDE, _GAP, _LINE, _FONT = 224, 8, 18, 14
 
@@ -38,10 +41,20 @@ def _lines(rows: Sequence[Sequence[Panel]]) -> int:
 
 
 def _draw(canvas: Image.Image, panel: Panel, corner: tuple[int, int], scale: int) -> None:
-    pixels = (panel.image * 255).round().byte().permute(1, 2, 0).numpy()
-    picture = Image.fromarray(pixels)
+    picture = _picture(panel.image)
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
     canvas.paste(picture, corner)
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_FONT)
     for i, line in enumerate(panel.caption):
         draw.text((corner[0], corner[1] + picture.height + 2 + i * _LINE), line, "black", font)
+
+
+def to_png(image: Float[Tensor, "c h w"]) -> bytes:
+    """Return an image in [0, 1] as the bytes of a PNG; quick to write rather than small."""
+    file = io.BytesIO()
+    _picture(image).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _picture(image: Float[Tensor, "c h w"]) -> Image.Image:
+    return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())

@@ -7,7 +7,7 @@ the `Feed`, which only the client and the scorer hold.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -179,6 +179,16 @@ class Stolen:
     images: Float[Tensor, "b c h w"]
     rows: Int[Tensor, "b n"] | None = None
     columns: Int[Tensor, " d"] | None = None
+
+    def take(self, i: int) -> "Stolen":
+        """Return what belongs to image i alone; its rows still count those of the whole batch."""
+        return replace(self, images=self.images[i : i + 1], rows=None if self.rows is None else self.rows[i : i + 1])
+
+    @classmethod
+    def joined(cls, parts: Sequence["Stolen"]) -> "Stolen":
+        """Return what was brought home of one batch, image by image, as one."""
+        rows = [part.rows for part in parts if part.rows is not None]
+        return cls(torch.cat([part.images for part in parts]), torch.cat(rows) if rows else None, parts[0].columns)
 
 
 @runtime_checkable

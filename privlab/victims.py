@@ -3,6 +3,7 @@
 import copy
 import warnings
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,7 +78,7 @@ class Victim:
             return self
         if block == "stock":
             raise PrivlabError("A victim with the april block has no stock block to go back to.")
-        return replace(self, model=april_twin(self.model))
+        return _twin(self)
 
     def to(self, device: torch.device | str) -> "Victim":
         """Return this victim on another device."""
@@ -98,6 +99,12 @@ class Victim:
             "std": list(self.preprocessing.std),
             "unk_embed": self.weights.unknown,
         }
+
+
+@lru_cache(maxsize=2)
+def _twin(victim: Victim) -> Victim:
+    """Return the twin with the april block, made once: case after case of an experiment asks for it."""
+    return replace(victim, model=april_twin(victim.model))
 
 
 def victim_names() -> list[str]:

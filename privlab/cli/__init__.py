@@ -10,8 +10,11 @@ from privlab.cli.attack import attack
 from privlab.cli.common import err
 from privlab.cli.keys import keys
 from privlab.cli.machine import bench, doctor, list_
+from privlab.cli.report import figures, report
 from privlab.cli.split import split
+from privlab.cli.store import store
 from privlab.cli.study import finetune_study, study
+from privlab.cli.table import table
 from privlab.errors import PrivlabError
 
 __all__ = ["cli", "main"]
@@ -58,6 +61,6 @@ def cli() -> None:
     """Measure how much of a private image leaks from a Vision Transformer, and what a defense really stops."""
 
 
-for command in (attack, list_, doctor, bench, keys, split, study):
+for command in (attack, list_, doctor, bench, keys, split, study, table, store, report, figures):
     cli.add_command(command)
 keys.add_command(finetune_study)

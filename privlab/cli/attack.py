@@ -95,7 +95,7 @@ def attack(
     if features is not None:
         path = out or _new_directory(model.split(","), ["features"])
         return audit_features(context, features, path, context.params)
-    from privlab.evaluate import GEOMETRIES
+    from privlab.records import GEOMETRIES
     from privlab.report.summary import KNOWN, flags, shown_metrics, summarise, verdicts
     from privlab.run import execute, specify
 

@@ -13,7 +13,7 @@ __all__ = ["bench", "doctor", "list_"]
 
 
 @click.command("list")
-@click.argument("what", type=click.Choice(["victims", "attacks", "defenses", "metrics"]))
+@click.argument("what", type=click.Choice(["victims", "attacks", "defenses", "metrics", "experiments"]))
 @common
 def list_(what: str, as_json: bool) -> None:
     """List what is installed, with papers, equations and the capabilities that attacks need."""

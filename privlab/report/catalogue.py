@@ -1,10 +1,12 @@
-"""What is installed, as rows: victims, attacks, defenses, metrics."""
+"""What is installed, as rows: victims, attacks, defenses, metrics, experiments."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 from privlab.attacks import attacks
 from privlab.defenses import defenses
+from privlab.experiment import read_experiment
+from privlab.experiments.named import experiment_names, find_experiment
 from privlab.metrics import METRICS
 from privlab.placement import PLACEMENT
 from privlab.victims import ARCHITECTURES, victim_names
@@ -15,7 +17,7 @@ Row = Mapping[str, object]
 
 
 def catalogue(what: str) -> list[Row]:
-    """Return the rows of "victims", "attacks", "defenses" or "metrics"."""
+    """Return the rows of "victims", "attacks", "defenses", "metrics" or "experiments"."""
     return _ROWS[what]()
 
 
@@ -65,9 +67,17 @@ def _metrics() -> list[Row]:
     ]
 
 
+def _experiments() -> list[Row]:
+    found = [read_experiment(find_experiment(name)) for name in experiment_names()]
+    return [
+        {"name": e.name, "title": e.title, "published figures": e.source or "", "cases": len(e.cases)} for e in found
+    ]
+
+
 _ROWS: dict[str, Callable[[], list[Row]]] = {
     "victims": _victims,
     "attacks": _attacks,
     "defenses": _defenses,
     "metrics": _metrics,
+    "experiments": _experiments,
 }

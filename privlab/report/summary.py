@@ -9,10 +9,10 @@ from rich import box
 from rich.table import Table
 
 from privlab.defenses import Jigsaw
-from privlab.evaluate import CONTROL
 from privlab.metrics import METRICS
 from privlab.placement import PLACEMENT
 from privlab.plan import defense_of
+from privlab.records import CONTROL
 from privlab.run import Outcome
 
 __all__ = ["KNOWN", "flags", "shown_metrics", "summarise", "to_rich", "verdicts"]

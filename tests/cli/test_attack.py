@@ -10,8 +10,7 @@ import pytest
 from pandas.testing import assert_frame_equal
 from PIL import Image
 
-from privlab.evaluate import GEOMETRIES
-from privlab.store import COLUMNS
+from privlab.records import COLUMNS, GEOMETRIES
 
 TIMES = ["seconds_observe", "seconds_attack", "seconds_score"]
 CONTROLS = ["control:mean", "control:other", "control:shuffled"]

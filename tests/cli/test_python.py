@@ -15,7 +15,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import privlab
 from privlab.errors import PrivlabError
-from privlab.store import COLUMNS
+from privlab.records import COLUMNS
 from privlab.threat import PrivlabWarning
 
 OPTIONS: dict[str, Any] = {"weights": "random", "img_size": 32}

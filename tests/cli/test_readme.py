@@ -12,7 +12,7 @@ from privlab.attacks import ATTACKS
 from privlab.cli import _status, cli
 from privlab.defenses import DEFENSES
 from privlab.metrics import METRICS
-from privlab.store import COLUMNS
+from privlab.records import COLUMNS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

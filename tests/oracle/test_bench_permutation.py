@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from privlab.bench import permutation
 from privlab.bench.common import Bench, median_seconds, peak_memory
 from privlab.permutation import draw_orders, permute_features, restore_features
+from privlab.placement import placement_accuracy
 from privlab.threat import PrivlabWarning
 from privlab.victims import victim
 
@@ -110,7 +111,7 @@ def test_matrices_indices_and_copies_bring_the_features_back() -> None:
     """All stages do the same work: P⁻¹ P Z = Z, but for the keyed weights, the attack and the model."""
     with pytest.warns(PrivlabWarning, match="RANDOM"):
         subject = victim("vit_ti", weights="random", img_size=32)
-    seen = permutation._attacked(subject, 2)
+    seen, sent = permutation._attacked(subject, 2)
     stages = permutation._stages(subject, seen, 2)
     others = {permutation._PLACED, permutation._ENCRYPTED, permutation._FORWARD}
     results = [stages[name]() for name in stages if name not in others]
@@ -120,6 +121,7 @@ def test_matrices_indices_and_copies_bring_the_features_back() -> None:
         assert_close(result, results[0], rtol=0, atol=0)
     assert seen.features.shape == (2, 5, 192)
     assert len(seen.public) == 8
+    assert placement_accuracy(sent, permutation.PEAssignment()(seen)).tolist() == [1, 1]
 
 
 def test_figures_are_ratios_of_the_medians() -> None:

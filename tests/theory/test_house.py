@@ -10,8 +10,9 @@ FLOORS = [
     | {"gradients", "stack", "features", "options", "training", "decoders", "inversion"}
     | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "recording"},
     {"attacks", "defenses", "metrics", "lpips_backbones", "f_sim", "placement"},
-    {"plan", "evaluate"},
-    {"store", "strips", "machine", "run", "audit", "split", "experiments"},
+    {"plan", "records", "trial", "evaluate", "experiment"},
+    {"store", "strips", "machine", "subjects", "run", "audit", "split", "experiments"}
+    | {"tasks", "grid", "engines", "table", "maintenance", "external"},
     {"report", "bench"},
     {"cli"},
 ]

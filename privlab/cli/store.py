@@ -1,0 +1,123 @@
+"""`privlab store`: look into a directory of records, export it, merge several, and add what was measured elsewhere."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from privlab.cli.common import common, err, plain, print_json, print_rows
+from privlab.errors import PrivlabError
+
+__all__ = ["store"]
+
+_DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
+_SUFFIXES = (".csv", ".parquet", ".json")
+
+
+@click.group()
+def store() -> None:
+    """Look into a directory of records, export it, merge several, and add what was measured elsewhere."""
+
+
+@store.command()
+@_DIRECTORY
+@common
+def check(directory: Path, as_json: bool) -> int:
+    """Read every part; what is torn or foreign is set aside, and contradictions are reported."""
+    from privlab.maintenance import check as checked
+    from privlab.subjects import collected
+
+    messages: list[str] = []
+    with collected(messages):
+        found = checked(directory)
+    for message in messages:
+        err.print(f"Warning: {message}", style="yellow", markup=False)
+    if as_json:
+        print_json(asdict(found) | {"warnings": messages})
+    else:
+        click.echo(
+            f"{found.records} records ({found.failed} failed) in {found.parts} parts of {found.rows} rows; "
+            f"{found.cells} cells, {found.images} images"
+        )
+        for conflict in found.conflicts:
+            click.echo(str(conflict))
+        for name in found.unfinished:
+            click.echo(f"left behind by a run that was killed: {name}")
+    return 2 if found.conflicts else 0
+
+
+@store.command()
+@_DIRECTORY
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Rows to show.")
+@common
+def show(directory: Path, limit: int, as_json: bool) -> None:
+    """Show records: what was run on which image, and how it scored."""
+    from privlab.maintenance import existing
+
+    frame = existing(directory).frame()
+    columns = ["victim", "defense", "setting", "attack", "geometry", "image", "psnr", "ssim", "status"]
+    rows = frame[columns].head(limit).to_dict("records")
+    if not rows:
+        raise PrivlabError(f"'{directory}' holds no records yet.")
+    print_rows([{str(name): plain(value) for name, value in row.items()} for row in rows], as_json)
+    if len(frame) > limit:
+        err.print(f"{len(frame) - limit} more; --limit shows them, `privlab store export` writes all.", markup=False)
+
+
+@store.command()
+@_DIRECTORY
+@click.argument("file", type=click.Path(path_type=Path))
+@common
+def export(directory: Path, file: Path, as_json: bool) -> None:
+    """Write all records, each once, into one FILE: .csv, .parquet or .json (one object a line)."""
+    from privlab.maintenance import existing
+    from privlab.store import write_whole
+
+    if file.suffix not in _SUFFIXES:
+        raise PrivlabError(f"FILE must end in {', '.join(_SUFFIXES)}. Found '{file.name}'.")
+    frame = existing(directory).frame()
+    writers = {
+        ".csv": lambda path: frame.to_csv(path, index=False),
+        ".parquet": lambda path: frame.to_parquet(path, index=False),
+        ".json": lambda path: frame.to_json(path, orient="records", lines=True),
+    }
+    write_whole(file, writers[file.suffix])
+    if as_json:
+        print_json({"file": str(file), "records": len(frame)})
+    else:
+        click.echo(f"{len(frame)} records: {file}")
+
+
+@store.command()
+@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
+@common
+def merge(target: Path, sources: tuple[Path, ...], as_json: bool) -> int:
+    """Copy what SOURCES hold into TARGET; nothing is replaced, contradictions are reported."""
+    from privlab.maintenance import check as checked
+    from privlab.maintenance import merge as merged
+
+    conflicts = merged(target, sources)
+    found = checked(target)
+    if as_json:
+        print_json({"records": found.records, "conflicts": [asdict(conflict) for conflict in conflicts]})
+    else:
+        click.echo(f"{found.records} records: {target}")
+        for conflict in conflicts:
+            click.echo(str(conflict))
+    return 2 if conflicts else 0
+
+
+@store.command("add-external")
+@_DIRECTORY
+@click.argument("file", type=click.Path(path_type=Path))
+@common
+def add_external(directory: Path, file: Path, as_json: bool) -> None:
+    """Take results measured elsewhere from a TOML FILE: numbers with a reference, or a folder of reconstructions."""
+    from privlab.external import add_external as add
+
+    count = add(directory, file)
+    if as_json:
+        print_json({"records": count})
+    else:
+        click.echo(f"{count} external records: {directory}")

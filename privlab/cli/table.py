@@ -1,0 +1,198 @@
+"""`privlab table`: an experiment in, its table out."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from privlab.cli.common import common, err, print_json, print_table
+from privlab.errors import PrivlabError
+
+if TYPE_CHECKING:
+    from privlab.grid import Grid
+    from privlab.table import Options
+    from privlab.tasks import Result, Task
+
+__all__ = ["table"]
+
+FORMATS = ("latex", "csv", "markdown", "json")
+
+
+@click.command()
+@click.argument("experiment")
+@click.option("--plan", is_flag=True, help="Show the cells, what they cost and what is done; run nothing.")
+@click.option("--format", "format_", type=click.Choice(FORMATS), help="Print the table so.  [default: for a terminal]")
+@click.option("--standalone", is_flag=True, help="With --format latex: a whole document.")
+@click.option("--all-attacks", is_flag=True, help="A row for every attack and control too.")
+@click.option("--images", multiple=True, help="Instead of the experiment's: samples, a folder, files, a data set.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use N images.")
+@click.option("--weights", help="Instead of the experiment's: auto, pretrained, random, or a file.")
+@click.option("--lpips-weights", help="File or folder with LPIPS backbones.")
+@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Override the file; repeat it.")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory of the run.  [default: runs/NAME]")
+@click.option("--workers", type=int, default=1, show_default=True, help="Processes.")
+@click.option("--engine", default="local", show_default=True, help="local or ray.")
+@click.option("--ray-address", help="A running cluster: auto, HOST:PORT or ray://….  [default: one is started here]")
+@click.option("--task-cpus", type=float, default=1.0, show_default=True, help="With ray: cores of a task.")
+@click.option("--task-gpus", type=float, default=0.0, show_default=True, help="With ray: GPUs of a task.")
+@click.option("--shard", default="1/1", show_default=True, metavar="I/N", help="Run one of N shares of the images.")
+@click.option("--chunk", type=int, default=16, show_default=True, help="Images of a task.")
+@click.option("--pictures", type=click.IntRange(min=0), default=100, show_default=True, help="Keep PNGs of N images.")
+@click.option("--keep", type=click.Choice(["reconstructions"]), help="Keep what later metrics are scored from.")
+@click.option("--retry-failed", is_flag=True, help="Try images again that failed.")
+@click.option("--compare", type=click.Path(path_type=Path), help="Say what moved against another run.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--batch-size", type=int, help="Images at a time.  [default: 8 on a CPU, 64 on a GPU]")
+@common
+def table(
+    experiment: str,
+    plan: bool,
+    format_: str | None,
+    standalone: bool,
+    all_attacks: bool,
+    images: tuple[str, ...],
+    overrides: tuple[str, ...],
+    out: Path | None,
+    compare: Path | None,
+    as_json: bool,
+    **options: Any,  # noqa: ANN401
+) -> int:
+    """Run what EXPERIMENT (a TOML file, or a name of `privlab list experiments`) still lacks, and print its table."""
+    from privlab.experiment import read_experiment
+    from privlab.experiments.named import find_experiment
+    from privlab.table import fill, prepare
+
+    file = find_experiment(experiment)
+    named = {name: options.pop(name) for name in ("limit", "weights", "lpips_weights")}
+    parsed = read_experiment(file, overrides, images=list(images) or None, **named)
+    path, how = out or Path("runs", parsed.name), _options(options)
+    grid, tasks = prepare(parsed, path, how)
+    if plan:
+        _show_plan(grid, tasks, as_json)
+        return 0
+    command = shlex.join(["privlab", *sys.argv[1:]])
+    with _progress(how) as progress:
+        messages = fill(
+            grid, tasks, path, how, command=command, say=lambda line: err.print(line, markup=False), progress=progress
+        )
+    for message in messages:
+        err.print(f"Warning: {message}", style="yellow", markup=False)
+    return _print_results(path, "json" if as_json else format_, standalone, all_attacks, compare)
+
+
+def _options(given: dict[str, Any]) -> "Options":
+    from privlab.engines import Engine
+    from privlab.grid import Share
+    from privlab.table import Options
+
+    number, slash, count = given["shard"].partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal()):
+        raise PrivlabError(f"--shard must be I/N, such as 1/4. Found '{given['shard']}'.")
+    return Options(
+        engine=Engine(given["engine"], given["workers"], given["ray_address"], given["task_cpus"], given["task_gpus"]),
+        device=given["device"],
+        batch_size=given["batch_size"],
+        chunk=given["chunk"],
+        pictures=given["pictures"],
+        keep=given["keep"] is not None,
+        share=Share(int(number), int(count)),
+        retry_failed=given["retry_failed"],
+    )
+
+
+@contextmanager
+def _progress(how: "Options") -> Iterator[Any]:
+    """Show the progress of the whole and of each worker on standard error."""
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()),
+    )
+    bar = Progress(*columns, console=err, speed_estimate_period=600)
+    whole = bar.add_task("images", total=None, speed="")
+    workers: dict[str, Any] = {}
+    several = how.engine.workers > 1 or how.engine.name == "ray"
+
+    def show(done: int, total: int, last: "Result | None") -> None:
+        if not total:
+            return  # nothing was missing
+        bar.start()
+        bar.update(whole, completed=done, total=total)
+        if last is None or not several:
+            return
+        name = last.worker
+        if name not in workers:
+            workers[name] = bar.add_task(f"worker {len(workers) + 1} ({name})", total=0, speed="")
+        images = len(last.task.images)
+        share = (total - done) / len(workers)  # of what is left
+        finished = bar.tasks[bar.task_ids.index(workers[name])].completed + images
+        speed = f"{images / last.seconds:.2f}/s" if last.seconds else ""
+        bar.update(workers[name], completed=finished, total=finished + share, speed=speed)
+
+    try:
+        yield show
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+def _show_plan(grid: "Grid", tasks: Sequence["Task"], as_json: bool) -> None:
+    """Print each case with its cells, what is done and what the rest costs, measured on one image of each kind."""
+    from privlab.table import costs
+
+    with err.status("measuring one image of each kind"):
+        rows = costs(grid, tasks)
+    if as_json:
+        print_json({"cases": rows, "tasks": len(tasks), "seconds": sum(row["seconds"] or 0 for row in rows)})
+        return
+    shown = Table(header_style="bold")
+    for column in ("case", "attacks", "cannot run", "images", "done", "cost"):
+        shown.add_column(column, justify="right" if column in ("images", "done", "cost") else "left")
+    for row in rows:
+        cost = "—" if not row["seconds"] else f"{row['seconds']:.0f} s"
+        label = f"{row['group']} {row['label']}" if row["group"] else row["label"]
+        shown.add_row(
+            label, ", ".join(row["attacks"]), ", ".join(row["refused"]), str(row["images"]), str(row["done"]), cost
+        )
+    print_table(shown)
+    total = sum(row["seconds"] or 0 for row in rows)
+    click.echo(
+        f"{len(tasks)} tasks, about {total / 60:.1f} min of one worker's time, as measured on one image of each kind"
+    )
+
+
+def _print_results(path: Path, format_: str | None, standalone: bool, all_attacks: bool, compare: Path | None) -> int:
+    from privlab.report.compare import compare as against
+    from privlab.report.formats import to_csv, to_json, to_latex, to_markdown, to_rich
+    from privlab.report.leakage import conditions_that_differ, headline, leakage
+    from privlab.report.results import load_results
+
+    results = load_results(path)
+    rows = leakage(results)
+    shown = rows if all_attacks else headline(rows)
+    if format_ == "latex":
+        click.echo(to_latex(results, shown, standalone=standalone), nl=False)
+    elif format_ == "csv":
+        click.echo(to_csv(results, shown), nl=False)
+    elif format_ == "markdown":
+        click.echo(to_markdown(results, shown), nl=False)
+    elif format_ == "json":
+        click.echo(to_json(results, rows), nl=False)
+    else:
+        wide = to_rich(shown, results.layout)
+        print_table(wide)
+        for line in conditions_that_differ(results):
+            click.echo(f"differs: {line}")
+        click.echo(f"run: {path}")
+    if compare is not None:
+        for moved in against(load_results(compare), results):
+            err.print(str(moved), markup=False)
+    failed = results.records[results.records.status != "ok"].drop_duplicates(["image", "reason"])
+    for image, reason in zip(failed.image, failed.reason, strict=True):
+        err.print(f"Failed: {image}: {reason}", style="red", markup=False)
+    return 2 if len(failed) else 0

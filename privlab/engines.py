@@ -1,0 +1,169 @@
+"""Where tasks run: this process, several processes, or a Ray cluster. Results come back as they are finished."""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from privlab.errors import PrivlabError, unknown_name
+from privlab.tasks import Result, Task, run_task
+
+__all__ = ["ENGINES", "Engine", "run_tasks"]
+
+ENGINES: dict[str, str] = {
+    "local": "this process, or --workers processes of this machine, each with a GPU of its own where there are several",
+    "ray": "a Ray cluster (privlab[ray]): --ray-address, or one started here with --workers processes",
+}
+"""Where the tasks of a grid may run."""
+
+_PATIENCE = 3
+"""How often workers may die in a row, with nothing finished in between, before a run gives up."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Where tasks run; nothing here changes a result.
+
+    `cpus` and `gpus` are what a task reserves on a Ray cluster.
+
+    Raises:
+        PrivlabError: for an unknown engine, or a number out of range.
+    """
+
+    name: str = "local"
+    workers: int = 1
+    address: str | None = None
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check name and numbers."""
+        if self.name not in ENGINES:
+            raise unknown_name("engine", self.name, ENGINES)
+        if self.workers < 1:
+            raise PrivlabError(f"--workers must be a positive number. Found {self.workers}.")
+        if self.address is not None and self.name != "ray":
+            raise PrivlabError(f"--ray-address is for --engine ray. Found --engine {self.name}.")
+
+
+def run_tasks(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Iterator[Result]:
+    """Yield the result of every task, in the order in which they are finished.
+
+    Raises:
+        PrivlabError: if a task cannot be run at all, or workers keep dying.
+    """
+    if engine.name == "ray":
+        return _on_ray(tasks, engine, say)
+    if engine.workers == 1:
+        return map(run_task, tasks)
+    return _in_processes(tasks, engine, say)
+
+
+def _in_processes(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Iterator[Result]:
+    """Run tasks in worker processes; when one dies, new ones take what was not finished."""
+    left, deaths = list(tasks), 0
+    while left:
+        finished: set[int] = set()
+        try:
+            for number, result in _one_pool(left, engine):
+                finished.add(number)
+                deaths = 0
+                yield result
+        except BrokenProcessPool:
+            deaths += 1
+            if deaths == _PATIENCE:
+                raise PrivlabError(
+                    f"Workers died {deaths} times in a row (killed, or out of memory). Use fewer --workers or a "
+                    "smaller --batch-size; what was finished is kept."
+                ) from None
+            say("A worker died: what it had begun is run again.")
+        left = [task for number, task in enumerate(left) if number not in finished]
+
+
+def _one_pool(tasks: Sequence[Task], engine: Engine) -> Iterator[tuple[int, Result]]:
+    """Yield (number, result) from one pool of processes, until it is done or breaks."""
+    context = multiprocessing.get_context("spawn")
+    count = min(engine.workers, len(tasks))
+    names = context.SimpleQueue()
+    for name in range(count):
+        names.put(name)
+    waiting = iter(enumerate(tasks))
+    pool = ProcessPoolExecutor(count, context, _begin, (names, engine.workers))
+    running: dict[Future[Result], int] = {}
+    try:
+        while True:
+            for number, task in waiting:  # a few ahead: no worker waits, and a million tasks are not queued
+                running[pool.submit(_work, task)] = number
+                if len(running) >= 2 * count:
+                    break
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
+    finally:
+        processes = list((pool._processes or {}).values())
+        pool.shutdown(wait=not running, cancel_futures=True)
+        for process in processes if running else ():  # an interrupted run does not wait for its workers
+            process.kill()
+
+
+_DEVICE: list[str] = []
+
+
+def _begin(names: Any, workers: int) -> None:  # noqa: ANN401
+    """Give a new worker its share of the processor's threads, and a GPU of its own."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+    name = names.get()
+    gpus = torch.cuda.device_count()
+    _DEVICE[:] = [f"cuda:{name % gpus}"] if gpus else []
+
+
+def _work(task: Task) -> Result:
+    return run_task(replace(task, device=_DEVICE[0]) if _DEVICE and task.device in ("auto", "cuda") else task)
+
+
+def _on_ray(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Iterator[Result]:
+    """Run tasks on a Ray cluster, which tries those of lost workers again; results go to this process's store."""
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError:
+        raise PrivlabError("--engine ray needs the extra: pip install 'privlab[ray]'.") from None
+    options: dict[str, Any] = {"address": engine.address} if engine.address else {"num_cpus": engine.workers}
+    started = not ray.is_initialized()
+    try:
+        if started:
+            ray.init(**options, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        remote = ray.remote(num_cpus=engine.cpus, num_gpus=engine.gpus, max_retries=_PATIENCE)(_on_worker)
+        waiting, running = iter(tasks), []
+        ahead = 2 * max(1, int(ray.cluster_resources().get("CPU", 1) / max(engine.cpus, 1e-9)))
+        while True:
+            for task in waiting:
+                running.append(remote.remote(task, engine.cpus))
+                if len(running) >= ahead:
+                    break
+            if not running:
+                return
+            done, running = ray.wait(running)
+            for reference in done:
+                yield ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, PrivlabError) else error) from None
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        what = " ".join(str(error).split()) or type(error).__name__
+        raise PrivlabError(f"The Ray cluster failed: {what[:200]}. What was finished is kept; run again.") from error
+    finally:
+        if started:
+            with contextlib.suppress(Exception):  # a head that died cannot be left in peace
+                ray.shutdown()
+
+
+def _on_worker(task: Task, cpus: float) -> Result:
+    torch.set_num_threads(max(1, int(cpus)))
+    return run_task(task)

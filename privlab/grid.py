@@ -1,0 +1,297 @@
+"""The grid of an experiment: every case with its cells and its images, and what of it a store still lacks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from privlab.errors import PrivlabError
+from privlab.experiment import Experiment
+from privlab.images import ImageSource
+from privlab.plan import Specification
+from privlab.records import CONTROLS
+from privlab.store import Store
+from privlab.subjects import collected, learned_for, source_of, subject_of
+from privlab.tasks import Reference, Task, references
+from privlab.trial import batch_key
+
+__all__ = ["Grid", "Job", "Share", "lay_out", "missing"]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One specification of a case: the key of the cell of each attack and control, and its images.
+
+    `metrics` are those that can be computed here; `batches` names the client's batch of each image, where features are
+    released.
+    """
+
+    case: int
+    spec: Specification
+    cells: Mapping[str, str]
+    refused: Mapping[str, str]
+    images: tuple[Reference, ...]
+    batches: tuple[str, ...] | None
+    metrics: tuple[str, ...]
+    victim: str
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """An experiment laid out on this machine. `missing` says of each metric that cannot be computed here why."""
+
+    experiment: Experiment
+    jobs: tuple[Job, ...]
+    sources: Mapping[tuple[str, ...], str]
+    missing: Mapping[str, str]
+    messages: tuple[str, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `run.json` states of the experiment, from which its tables are rebuilt."""
+        experiment, by_case = self.experiment, groupby(self.jobs, key=lambda job: job.case)
+        lists = {job.images: str(i) for i, job in enumerate({job.images: job for job in self.jobs}.values())}
+        cases = [
+            {
+                "label": case.label,
+                "group": case.group,
+                "options": dict(case.options),
+                "published": dict(case.published),
+                "refused": dict(jobs[0].refused),
+                "jobs": [
+                    {"specification": asdict(job.spec), "cells": dict(job.cells), "images": lists[job.images]}
+                    for job in jobs
+                ],
+            }
+            for case, jobs in zip(experiment.cases, (list(jobs) for _, jobs in by_case), strict=True)
+        ]
+        return {
+            "experiment": {
+                "name": experiment.name,
+                "title": experiment.title,
+                "source": experiment.source,
+                "conditions": dict(experiment.conditions),
+                "layout": asdict(experiment.layout),
+                "figures": [asdict(figure) for figure in experiment.figures],
+            },
+            "cases": cases,
+            "image_lists": {name: [image.sha256 or image.name for image in images] for images, name in lists.items()},
+            "images": {
+                "source": "; ".join(dict.fromkeys(self.sources.values())),
+                "count": len({image.sha256 or image.name for images in lists for image in images}),
+            },
+            "missing_metrics": dict(self.missing),
+        }
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a grid that one of `count` machines runs: every `count`-th image, or client's batch."""
+
+    number: int = 1
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not 1 <= self.number <= self.count:
+            raise PrivlabError(f"--shard must be I/N with 1 ≤ I ≤ N. Found {self.number}/{self.count}.")
+
+
+def lay_out(experiment: Experiment, device: torch.device) -> Grid:
+    """Load what every case needs, check it, and find its images; nothing is run.
+
+    Raises:
+        PrivlabError: if a part does not exist or does not fit, or an attack can run on no case.
+    """
+    messages: list[str] = []
+    unavailable: dict[str, str] = {}
+    found: dict[tuple[object, ...], tuple[ImageSource, tuple[Reference, ...]]] = {}
+    jobs: list[Job] = []
+    with collected(messages):
+        for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
+            for spec in case.runs:
+                subject = subject_of(spec, device)
+                at = (spec.images, spec.limit, spec.split, spec.labels, subject.base.model.vit.num_classes == 1000)
+                if at not in found:
+                    source = source_of(spec, [subject.base])
+                    found[at] = source, tuple(references(source))
+                _, lacking = learned_for(spec.metrics, spec, device, subject.base)
+                unavailable |= lacking
+                job = Job(
+                    number,
+                    spec,
+                    subject.rows(spec).cells(spec.settings[0], subject.cells),
+                    subject.refused,
+                    found[at][1],
+                    _batches(found[at][1], spec),
+                    tuple(name for name in spec.metrics if name not in lacking),
+                    subject.base.weights.sha256,
+                )
+                jobs.append(job)
+    jobs.sort(key=lambda job: job.case)
+    _check_attacks(jobs)
+    sources = {spec_images: source.description for (spec_images, *_), (source, _) in found.items()}
+    messages += [f"{name} is n/a: {reason}" for name, reason in unavailable.items()]
+    return Grid(experiment, tuple(jobs), sources, unavailable, tuple(messages))
+
+
+def _check_attacks(jobs: Sequence[Job]) -> None:
+    """Refuse an attack that can run on no case: that is a mistake, where some cases without it are not."""
+    everywhere = set.intersection(*(set(job.refused) for job in jobs))
+    named = [name for name in jobs[0].spec.attacks or () if name in everywhere]
+    if named:
+        raise PrivlabError(f"'{named[0]}' can run on no case: {jobs[0].refused[named[0]]}")
+
+
+def _batches(images: Sequence[Reference], spec: Specification) -> tuple[str, ...] | None:
+    if not spec.features_released:
+        return None
+    size = spec.client_batch
+    keys = [batch_key(image.sha256 for image in images[i : i + size]) for i in range(0, len(images), size)]
+    return tuple(keys[place // size] for place in range(len(images)))
+
+
+def missing(
+    grid: Grid,
+    store: Store,
+    *,
+    size: int = 16,
+    share: Share = Share(),  # frozen
+    retry_failed: bool = False,
+    again: bool = True,
+    **options: Any,  # noqa: ANN401
+) -> list[Task]:
+    """Return the tasks of what the store lacks, `size` images each; `options` are the other fields of a task.
+
+    An image that failed counts as done, unless `retry_failed`. Metrics that came later are scored from what was kept,
+    where it was (`again`).
+    """
+    metrics = sorted({name for job in grid.jobs for name in job.metrics})
+    done = _Done.read(store, grid, metrics, retry_failed=retry_failed)
+    kept = _kept(store.path) if again else {}
+    tasks: list[Task] = []
+    planned: dict[tuple[str, tuple[Reference, ...]], int] = {}  # cases may have cells in common: settings a of all γ
+    for number, job in enumerate(grid.jobs):
+        bits = done.of(number)
+        for row, cell in enumerate(job.cells.values()):
+            bits[row] |= planned.get((cell, job.images), 0)
+            planned[cell, job.images] = planned.get((cell, job.images), 0) | _bits(job.metrics, metrics)
+        tasks += _tasks(job, bits, metrics, size, share, kept, options)
+    return sorted(tasks, key=lambda task: _victim(task.spec))
+
+
+def _victim(spec: Specification) -> tuple[str, ...]:
+    """Return what names a victim: cases on the same one go together, so that each is loaded once."""
+    return spec.models[0], spec.weights, str(spec.img_size), str(spec.seed)
+
+
+def _bits(names: Sequence[str], metrics: Sequence[str]) -> int:
+    return sum(1 << metrics.index(name) for name in names)
+
+
+def _tasks(
+    job: Job,
+    done: np.ndarray,
+    metrics: Sequence[str],
+    size: int,
+    share: Share,
+    kept: Mapping[str, str],
+    options: Mapping[str, Any],
+) -> Iterator[Task]:
+    """Yield the tasks of one job: images that lack the same things go together."""
+    wanted = _bits(job.metrics, metrics)
+    lacking = wanted & ~done  # cells × images
+    lacking[:, _others(job, share)] = 0
+    if job.batches is not None:  # a client's batch is drawn for, and attacked, as one
+        for first in range(0, len(job.images), job.spec.client_batch):
+            together = lacking[:, first : first + job.spec.client_batch]
+            together[:] = np.bitwise_or.reduce(together, 1, keepdims=True)
+        size = max(1, size // job.spec.client_batch) * job.spec.client_batch
+    names = list(job.cells)
+    patterns, which = np.unique(lacking, axis=1, return_inverse=True)
+    for i, pattern in enumerate(patterns.T):
+        images = [job.images[place] for place in np.flatnonzero(which.reshape(-1) == i)]
+        for bits in sorted({int(bit) for bit in pattern} - {0}, reverse=True):
+            lack = [name for name, bit in zip(names, pattern.tolist(), strict=True) if bit == bits]
+            attacks = tuple(name for name in lack if name not in CONTROLS)
+            files = _files(job, attacks, images, kept) if bits != wanted else ()
+            missing_metrics = tuple(name for name in job.metrics if bits >> metrics.index(name) & 1)
+            for start in range(0, len(images), size):
+                chunk = tuple(images[start : start + size])
+                controls = len(attacks) < len(lack)
+                yield Task(job.case, job.spec, chunk, attacks, missing_metrics, controls, kept=files, **options)
+
+
+def _others(job: Job, share: Share) -> np.ndarray:
+    """Return which images are the other machines'."""
+    unit = job.spec.client_batch if job.batches is not None else 1
+    return np.arange(len(job.images)) // unit % share.count != share.number - 1
+
+
+def _files(job: Job, attacks: Sequence[str], images: Sequence[Reference], kept: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the files that hold what all these attacks stole of all these images, or none."""
+    keys = [f"{job.cells[attack]}/{image.sha256}" for attack in attacks for image in images]
+    return tuple(sorted({kept[key] for key in keys})) if all(key in kept for key in keys) else ()
+
+
+def _kept(path: Path) -> dict[str, str]:
+    """Return the file of each thing that was kept, by CELL/IMAGE."""
+    found: dict[str, str] = {}
+    for file in sorted(path.glob("kept/*.safetensors")):
+        with safe_open(file, "np") as tensors:
+            names = tensors.keys()
+            found |= {name.removesuffix("/images"): str(file) for name in names if name.endswith("/images")}
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Done:
+    """Which metrics a store holds of each cell and image, as bits."""
+
+    grid: Grid
+    bits: Mapping[tuple[int, str], np.ndarray]
+
+    @classmethod
+    def read(cls, store: Store, grid: Grid, metrics: Sequence[str], *, retry_failed: bool) -> "_Done":
+        """Read the columns that say what was measured; a failure counts as all of it."""
+        columns = ["cell", "image_sha256", "image", "geometry", "batch", "status", "metrics"]
+        table = store.read(columns).combine_chunks().unify_dictionaries()
+        frame = table.to_pandas()
+        frame = frame[frame.geometry == "in_place"]
+        measured = {
+            text: sum(1 << i for i, name in enumerate(metrics) if name in str(text).split())
+            for text in frame.metrics.cat.categories
+        }
+        bits = frame.metrics.map(measured).astype("Int64").fillna(0).to_numpy(np.int64)
+        failed = (frame.status != "ok").to_numpy()
+        bits[failed] = 0 if retry_failed else -1
+        image = frame.image_sha256.astype(object).where(frame.image_sha256 != "", frame.image.astype(object))
+        frame = frame.assign(bits=bits, image_id=image)
+        joined: dict[tuple[int, str], np.ndarray] = {}
+        places: dict[tuple[Reference, ...], dict[str, int]] = {}
+        of_cell = dict(iter(frame.groupby("cell", observed=True)))
+        for number, job in enumerate(grid.jobs):
+            known = places.setdefault(job.images, {(r.sha256 or r.name): i for i, r in enumerate(job.images)})
+            for cell in job.cells.values():
+                if cell not in of_cell:
+                    continue
+                rows = of_cell[cell]
+                place = rows.image_id.map(known).to_numpy(float)
+                fine = ~np.isnan(place)
+                if job.batches is not None:
+                    batch = np.array([*job.batches, ""], object)[np.where(fine, place, -1).astype(int)]
+                    fine &= (rows.batch.astype(object).to_numpy() == batch) | (rows.status != "ok").to_numpy()
+                found = np.zeros(len(job.images), np.int64)
+                np.bitwise_or.at(found, place[fine].astype(int), rows.bits.to_numpy()[fine])
+                joined[number, cell] = found
+        return cls(grid, joined)
+
+    def of(self, number: int) -> np.ndarray:
+        """Return the bits of one job: cells × images."""
+        job = self.grid.jobs[number]
+        none = np.zeros(len(job.images), np.int64)
+        return np.stack([self.bits.get((number, cell), none) for cell in job.cells.values()])

@@ -1,0 +1,128 @@
+"""What is done to stores besides writing and reading: checks, merges, and results that were measured elsewhere."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from privlab.errors import PrivlabError
+from privlab.metrics import METRICS
+from privlab.store import KEY, RunDirectory, Store, part_frame, write_whole
+
+__all__ = ["Checked", "Conflict", "check", "existing", "merge"]
+
+_CLOSE = 1e-4
+"""Relative difference of two scores of one record beyond which they contradict each other: float32 rounds."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two scores of one record that differ by more than rounding."""
+
+    cell: str
+    image: str
+    metric: str
+    ours: float
+    theirs: float
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        return f"conflict: {self.image}, cell {self.cell}: {self.metric} is {self.ours:g} and {self.theirs:g}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a store holds: rows as they lie in its parts, records (each counted once), and what is wrong."""
+
+    parts: int
+    rows: int
+    records: int
+    failed: int
+    cells: int
+    images: int
+    conflicts: tuple[Conflict, ...]
+    unfinished: tuple[str, ...]
+
+
+def check(path: Path) -> Checked:
+    """Read every part of a store, and say what it holds.
+
+    Raises:
+        PrivlabError: if there is no store.
+
+    Warns:
+        PrivlabWarning: for each file that is torn or foreign, which is set aside.
+    """
+    store = existing(path)
+    rows = part_frame(store.read())
+    once = store.frame()
+    return Checked(
+        parts=len(store.parts()),
+        rows=len(rows),
+        records=len(once),
+        failed=int((once.status != "ok").sum()),
+        cells=once.cell.nunique(),
+        images=once.image_sha256.nunique(),
+        conflicts=tuple(_conflicts(rows)),
+        unfinished=tuple(sorted(file.name for file in path.rglob(".tmp-*"))),
+    )
+
+
+def merge(target: Path, sources: Sequence[Path]) -> list[Conflict]:
+    """Copy what other directories hold into one, parts, pictures and kept reconstructions; nothing is replaced.
+
+    Returns:
+        the scores of records that two of them made, where they differ by more than rounding.
+
+    Raises:
+        PrivlabError: if a directory holds no store, or the target cannot be written.
+    """
+    stores = [existing(source) for source in sources]
+    run = RunDirectory.create(target, resume=True)
+    for store in stores:
+        for file in _files(store.path):
+            name = file.relative_to(store.path)
+            if not (target / name).exists():
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                write_whole(target / name, lambda temporary, file=file: shutil.copyfile(file, temporary))
+    if not run.is_run():
+        facts = next((RunDirectory(s).read_run() for s in sources if (s / "run.json").exists()), None)
+        if facts is not None:
+            run.write_run(facts)
+    return list(_conflicts(part_frame(run.store.read())))
+
+
+def _files(path: Path) -> Iterator[Path]:
+    for pattern in ("records/part-*.parquet", "kept/*.safetensors", "pictures/*/*.png", "strips/*.png"):
+        yield from sorted(path.glob(pattern))
+
+
+def existing(path: Path) -> Store:
+    """Return the store of a directory.
+
+    Raises:
+        PrivlabError: if there is none.
+    """
+    if not (path / "records").is_dir():
+        raise PrivlabError(f"'{path}' holds no records: give the directory of a run.")
+    return Store(path)
+
+
+def _conflicts(rows: pd.DataFrame) -> Iterator[Conflict]:
+    """Yield the scores of one record that differ between its rows."""
+    again = rows[rows.duplicated(KEY, keep=False) & (rows.status == "ok")]
+    metrics = [name for name in METRICS if name in rows]
+    if again.empty:
+        return
+    groups = again.groupby(KEY, sort=False, dropna=False)[metrics]
+    least, most = groups.min(), groups.max()
+    with np.errstate(invalid="ignore"):
+        apart = (most - least) > _CLOSE * most.abs().clip(lower=1e-3)
+    for key, row in least[apart.any(axis=1)].iterrows():
+        cell, image = tuple(key)[:2]  # pyright: ignore[reportArgumentType]  # a tuple of KEY
+        for metric in metrics:
+            if apart.loc[key, metric]:
+                yield Conflict(str(cell), str(image), metric, float(row[metric]), float(most.loc[key, metric]))

@@ -1,0 +1,190 @@
+"""The rows that everything is rebuilt from: their columns, and the key of what a row measures."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+
+import privlab
+from privlab.decode import Picture, one_line
+from privlab.errors import PrivlabError
+from privlab.plan import Cell, Specification, defense_of
+from privlab.stack import Stack
+from privlab.victims import Victim
+
+__all__ = [
+    "COLUMNS",
+    "CONTROL",
+    "CONTROLS",
+    "GEOMETRIES",
+    "IDENTITY",
+    "SCHEMA",
+    "Record",
+    "Rows",
+    "cell_key",
+    "to_frame",
+]
+
+SCHEMA = 3
+"""Version of the records' columns."""
+
+GEOMETRIES = ("in_place", "oracle")
+"""How a reconstruction is laid out: as it is, or with its patches put where they belong by the evaluator."""
+
+CONTROL = "control:"
+"""How the attack column of a negative control starts."""
+
+CONTROLS = tuple(CONTROL + name for name in ("mean", "other", "shuffled"))
+"""The negative controls: the mean of public photographs, one of them, the private image with all patches shuffled."""
+
+Record = dict[str, Any]
+
+_ORDER = (
+    "victim block weights weights_sha256 release defense setting attack geometry image image_sha256 label label_origin "
+    "seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp lpips_alex lpips_vgg lpips_squeeze f_sim "
+    "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits correct grad_norm "
+    "seconds_observe seconds_attack seconds_score status reason schema privlab_version "
+    "defense_params attack_params victim_params conditions metrics cell batch external"
+)
+_REAL = "mse psnr ssim fft2d lpips seconds grad f placement neighbour key correct"
+_WHOLE = "label seed draw schema"
+
+
+def _type(column: str) -> pa.DataType:
+    if column in _WHOLE.split():
+        return pa.int64()
+    return pa.float64() if column.partition("_")[0] in _REAL.split() else pa.string()
+
+
+COLUMNS = pa.schema([(name, _type(name)) for name in _ORDER.split()])
+"""The columns of a record. What was not measured is null, never zero."""
+
+IDENTITY = (
+    *("victim_params", "weights_sha256", "block", "release", "defense", "defense_params", "setting"),
+    *("attack", "attack_params", "seed", "draw", "dtype", "conditions", "external"),
+)
+"""The columns that say what a cell measures; device, versions and batch size are not among them."""
+
+
+def cell_key(row: Mapping[str, object]) -> str:
+    """Return the key of the cell that a row belongs to: the first 128 bits of SHA-256 over `IDENTITY`, in hex."""
+    text = json.dumps([row.get(name) for name in IDENTITY], ensure_ascii=False)
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
+
+
+def to_frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return records as a table with all columns."""
+    return pa.Table.from_pylist(list(records), schema=COLUMNS).to_pandas()
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What the rows of a run on one victim state, but for the image and its scores.
+
+    `public` are the hashes of the public photographs, of which controls are made and which attacks may use.
+    """
+
+    spec: Specification
+    base: Victim
+    public: Sequence[str]
+
+    def of(self, picture: Picture, setting: str, cell: Cell) -> list[Record]:
+        """Return the rows of one picture in one cell, one for each attack and geometry, without its scores."""
+        return [
+            self._stated(setting, attack.name, self._block(cell), json.dumps(asdict(attack)))
+            | self._image(picture)
+            | {"geometry": geometry}
+            for attack in cell.attacks
+            for geometry in GEOMETRIES
+        ]
+
+    def control(self, picture: Picture, setting: str, name: str) -> Record:
+        """Return the row of one picture under a negative control, without its scores."""
+        return self._stated(setting, name, None, None) | self._image(picture) | {"geometry": GEOMETRIES[0]}
+
+    def cells(self, setting: str, cells: Iterable[Cell]) -> dict[str, str]:
+        """Return the key of each attack's cell, and of each control's."""
+        keys = {
+            attack.name: self._stated(setting, attack.name, self._block(cell), json.dumps(asdict(attack)))["cell"]
+            for cell in cells
+            for attack in cell.attacks
+        }
+        return keys | {name: self._stated(setting, name, None, None)["cell"] for name in CONTROLS}
+
+    @cached_property
+    def defenses(self) -> dict[str, Stack]:
+        """Return the defenses of each setting; looking what is installed up for every row would be slow."""
+        return {setting: defense_of(self.spec, self.base, setting) for setting in self.spec.settings}
+
+    def _block(self, cell: Cell) -> str | None:
+        return None if self.spec.features_released else cell.victim.block
+
+    def _image(self, picture: Picture) -> Record:
+        return {
+            "image": picture.name.encode(errors="backslashreplace").decode(),  # a file's name may be no text
+            "image_sha256": picture.sha256,
+            "label": picture.label,
+            "label_origin": picture.label_origin,
+        }
+
+    def _stated(self, setting: str, attack: str, block: str | None, params: str | None) -> Record:
+        known = self._known
+        if (setting, attack, block, params) not in known:
+            row = self._common | {
+                "defense": self.defenses[setting].name,
+                "defense_params": json.dumps(self.defenses[setting].params()),
+                "setting": setting,
+                "attack": attack,
+                "block": block,
+                "attack_params": params,
+            }
+            known[setting, attack, block, params] = row | {"cell": cell_key(row)}
+        return known[setting, attack, block, params]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, str, str | None, str | None], Record]:
+        return {}
+
+    @cached_property
+    def _common(self) -> Record:
+        mean = self.base.model.mean
+        return {
+            "victim": self.base.name,
+            "victim_params": json.dumps(self.base.params()),
+            "weights": self.base.weights.origin,
+            "weights_sha256": self.base.weights.sha256,
+            "release": "features" if self.spec.features_released else "gradients",
+            "seed": self.spec.seed,
+            "draw": self.spec.draw,
+            "device": str(mean.device),
+            "dtype": str(mean.dtype).removeprefix("torch."),
+            "conditions": json.dumps(self._conditions()),
+            "status": "ok",
+            "schema": SCHEMA,
+            "privlab_version": privlab.__version__,
+        }
+
+    def _conditions(self) -> dict[str, object]:
+        """Return what else a score depends on: labels, rounding, the public images, and the client's batches."""
+        spec = self.spec
+        given: dict[str, object] = {
+            "labels": spec.labels if spec.labels in (None, "predicted") else _digest(Path(spec.labels)),
+            "eight_bit": spec.eight_bit,
+            "public": hashlib.sha256("/".join(self.public).encode()).hexdigest()[:16],
+        }
+        if spec.features_released:
+            given["client_batch"] = spec.client_batch
+        return given | ({"force": True} if spec.force else {})
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise PrivlabError(f"Cannot read the labels '{path}': {one_line(error)}.") from None

@@ -1,0 +1,264 @@
+"""The verdict of the page: the paper's attack beside the worst case, and everything that weakens either."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from privlab.experiment import KNOWN
+from privlab.report.leakage import Row, Score, conditions_that_differ
+from privlab.report.page_data import decimals, leaks, title
+from privlab.report.results import Results
+
+__all__ = ["Flag", "Verdict", "flags", "lead_metric", "lead_text", "verdict"]
+
+_LEFT, _RIGHT, _EXACT = 8.0, 184.0, 194.0
+"""Where a plot of 200 units starts and ends, and where infinite values stand."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Something that weakens the verdict, and the case or the attack that it is about."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """One case in the table of the verdict, as text; `at` says where its marks stand in the plot."""
+
+    label: str
+    external: str | None
+    published: str
+    claim: tuple[str, str]
+    worst: tuple[str, str]
+    by: str
+    control: str
+    control_name: str
+    beaten: bool
+    at: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The table of the verdict for one metric; `groups` are lines under a common heading."""
+
+    name: str
+    head: str
+    about: str
+    axis: str
+    groups: Sequence[tuple[str | None, Sequence[Line]]]
+
+
+def lead_metric(results: Results) -> str:
+    """Return the metric that is shown first: PSNR where it is a column, or else the first column that leaks."""
+    columns = results.layout.columns
+    return "psnr" if "psnr" in columns else next((name for name in columns if leaks(name)), columns[0])
+
+
+def verdict(results: Results, rows: Sequence[Row], metric: str) -> Verdict:
+    """Return the table of one metric that leaks."""
+    cases = [_Case.of(rows, i, metric) for i in range(len(results.cases))]
+    means = [score.mean for case in cases for score in (case.published, case.claim, case.worst, case.control)]
+    finite = sorted(mean for mean in means if math.isfinite(mean)) or [0.0, 1.0]
+    ends = (finite[0], finite[-1]) if leaks(metric) > 0 else (finite[-1], finite[0])
+    n = decimals(results, metric)
+    lines = [(facts.group, case.line(facts.label, n, ends)) for facts, case in zip(results.cases, cases, strict=True)]
+    return Verdict(
+        name=metric,
+        head=title(metric),
+        about=f"{KNOWN[metric].source}. {'A higher' if leaks(metric) > 0 else 'A lower'} value is a worse leak.",
+        axis=f"{shown(ends[0], n)} to {shown(ends[1], n)}, leaks more →" if any(map(math.isfinite, means)) else "",
+        groups=[(group, [line for _, line in found]) for group, found in groupby(lines, lambda pair: pair[0])],
+    )
+
+
+def shown(value: float, n: int) -> str:
+    """Return a number with n decimals; one that they would round to zero keeps two digits."""
+    if math.isnan(value):
+        return "n/a"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    text = f"{value:.{n}f}" if abs(value) >= 10**-n or value == 0 else f"{value:.1e}".replace("e-0", "e-")
+    return text.replace("-", "−")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What was printed and measured of one case by one metric."""
+
+    metric: str
+    published: Score
+    claim: Score
+    worst: Score
+    leakiest: Mapping[str, int]
+    external: str | None
+    control: Score
+    control_name: str
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], case: int, metric: str) -> "_Case":
+        own = [row for row in rows if row.case == case]
+        found = {row.kind: row for row in own if row.kind in ("published", "paper", "worst")}
+        scores = {kind: row.scores.get(metric, _NOTHING) for kind, row in found.items()}
+        controls = [row for row in own if row.kind == "control" and not math.isnan(row.scores[metric].mean)]
+        best = max(controls, key=lambda row: leaks(metric) * row.scores[metric].mean, default=None)
+        worst = found["worst"]
+        return cls(
+            metric,
+            *(scores.get(kind, _NOTHING) for kind in ("published", "paper", "worst")),
+            leakiest=worst.leakiest.get(metric, {}),
+            external=worst.external,
+            control=best.scores[metric] if best else _NOTHING,
+            control_name=(best.attack or "").removeprefix("control:") if best else "",
+        )
+
+    @property
+    def beaten(self) -> bool:
+        """Return whether the worst case is no better than a control."""
+        return leaks(self.metric) * self.worst.mean <= leaks(self.metric) * self.control.mean
+
+    @property
+    def understated(self) -> bool:
+        """Return whether the worst case leaks more than the paper's attack."""
+        return leaks(self.metric) * self.worst.mean > leaks(self.metric) * self.claim.mean
+
+    def line(self, label: str, n: int, ends: tuple[float, float]) -> Line:
+        marks = {"published": self.published, "claim": self.claim, "worst": self.worst, "control": self.control}
+        return Line(
+            label=label,
+            external=self.external,
+            published=shown(self.published.mean, n) if not math.isnan(self.published.mean) else "—",
+            claim=_with_interval(self.claim, n),
+            worst=_with_interval(self.worst, n),
+            by=_most(self.leakiest, self.worst.images),
+            control=shown(self.control.mean, n),
+            control_name=self.control_name,
+            beaten=self.beaten,
+            at={name: _place(score.mean, ends) for name, score in marks.items()},
+        )
+
+
+_NOTHING = Score(math.nan)
+
+
+def _with_interval(score: Score, n: int) -> tuple[str, str]:
+    known = not (math.isnan(score.low) or math.isnan(score.high))
+    return shown(score.mean, n), f"[{shown(score.low, n)}, {shown(score.high, n)}]" if known else ""
+
+
+def _most(leakiest: Mapping[str, int], images: int) -> str:
+    """Return the attacks behind a worst case, the most frequent first, with the images of each if they are several."""
+    first = Counter(leakiest).most_common(2)
+    if len(leakiest) < 2:
+        return "".join(name for name, _ in first)
+    more = f" and {len(leakiest) - 2} more" if len(leakiest) > 2 else ""
+    return ", ".join(f"{name} {count}" for name, count in first) + f"{more} of {images}"
+
+
+def _place(mean: float, ends: tuple[float, float]) -> float | None:
+    """Return where a mean stands between the ends; infinity stands beyond the right one."""
+    if math.isnan(mean):
+        return None
+    if math.isinf(mean):
+        return _EXACT
+    share = (mean - ends[0]) / (ends[1] - ends[0]) if ends[0] != ends[1] else 0.5
+    return round(_LEFT + share * (_RIGHT - _LEFT), 1)
+
+
+def lead_text(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
+    """Return the verdict in a few sentences, by one metric."""
+    cases = [_Case.of(rows, i, metric) for i in range(len(results.cases))]
+    scored = [case for case in cases if not math.isnan(case.worst.mean)]
+    name, attack = title(metric).removesuffix(KNOWN[metric].arrow).strip(), results.layout.paper_attack
+    if not scored:
+        return ["Nothing has been scored yet: no attack on any case has left a number."]
+    both = [case for case in scored if not math.isnan(case.claim.mean)]
+    lines = []
+    if attack is None:
+        lines.append(f"The worst case over all attacks, of {_cases(len(scored))}; no paper's attack is named.")
+    elif not both:
+        lines.append(f"The paper's attack, {attack}, was scored on no case: only the worst case is known.")
+    else:
+        more = sum(case.understated for case in both)
+        of = "the only case" if len(both) == 1 else f"{more} of {len(both)} cases"
+        lines.append(
+            f"By {name}, the worst case leaks more than the paper's attack, {attack}, on {of}."
+            if more
+            else f"By {name}, no attack leaks more than the paper's own, {attack}, on any of {_cases(len(both))}."
+        )
+    shown_nothing = sum(case.beaten for case in scored)
+    if shown_nothing:
+        verb = "is" if shown_nothing == 1 else "are"
+        lines.append(
+            f"{shown_nothing} of {_cases(len(scored))} {verb} no better than a picture that no attack made: "
+            "nothing was shown there, which is no evidence of privacy."
+        )
+    if missing := len(cases) - len(scored):
+        lines.append(f"{_cases(missing).capitalize()} {'has' if missing == 1 else 'have'} no number.")
+    return lines
+
+
+def _cases(n: int) -> str:
+    return f"{n} case" if n == 1 else f"{n} cases"
+
+
+def flags(results: Results, rows: Sequence[Row], metric: str) -> list[Flag]:
+    """Return everything that weakens the verdict: what the run warned of, what did not run, and what showed nothing."""
+    facts = results.facts
+    status = facts.get("status", "finished")
+    unfinished = [Flag("", f"The run is not finished: its status is {status}.")] if status != "finished" else []
+    return [
+        *unfinished,
+        *(Flag("", str(message)) for message in facts.get("warnings") or ()),
+        *_shown_nothing(results, rows, metric),
+        *_failed(results),
+        *_refused(results),
+        *(Flag("condition", line) for line in conditions_that_differ(results)),
+        *_external(rows),
+    ]
+
+
+def _shown_nothing(results: Results, rows: Sequence[Row], metric: str) -> Iterator[Flag]:
+    n = decimals(results, metric)
+    for i, facts in enumerate(results.cases):
+        case = _Case.of(rows, i, metric)
+        if case.beaten:
+            yield Flag(
+                facts.label,
+                f"the worst case ({title(metric)} {shown(case.worst.mean, n)}) does not beat the control "
+                f"{case.control_name} ({shown(case.control.mean, n)}): nothing was shown, which is no evidence of "
+                "privacy",
+            )
+        elif math.isnan(case.worst.mean):
+            yield Flag(facts.label, f"no attack has a score by {title(metric)}")
+
+
+def _failed(results: Results) -> Iterator[Flag]:
+    failed = results.records[results.records.status != "ok"]
+    for case in sorted(failed.case.unique().tolist()):
+        of_case = failed[failed.case == case]
+        reasons = of_case.reason.fillna("no reason is recorded").value_counts()
+        images = of_case.image.nunique()
+        more = f", and {len(reasons) - 1} more reasons" if len(reasons) > 1 else ""
+        noun = "image" if images == 1 else "images"
+        yield Flag(results.cases[case].label, f"{images} {noun} failed: {reasons.index[0]}{more}")
+
+
+def _refused(results: Results) -> Iterator[Flag]:
+    labels: dict[tuple[str, str], list[str]] = {}
+    for case in results.cases:
+        for attack, reason in case.refused.items():
+            labels.setdefault((attack, reason), []).append(case.label)
+    for (attack, reason), names in labels.items():
+        on = "every case" if len(names) == len(results.cases) > 1 else ", ".join(names[:3])
+        more = f" and {len(names) - 3} more" if on != "every case" and len(names) > 3 else ""
+        yield Flag(attack, f"refused on {on}{more}: {reason}")
+
+
+def _external(rows: Sequence[Row]) -> Iterator[Flag]:
+    for row in rows:
+        if row.kind == "attack" and row.external:
+            yield Flag(row.label, f"{row.attack} was measured elsewhere: {row.external}")

@@ -1,0 +1,139 @@
+"""What a directory of records holds, as tables, figures and pages read it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from privlab.errors import PrivlabError
+from privlab.experiment import KNOWN, Figure, Layout
+from privlab.records import CONTROL, CONTROLS
+from privlab.store import RunDirectory
+
+__all__ = ["CaseFacts", "Results", "load_results"]
+
+
+@dataclass(frozen=True, eq=False)
+class CaseFacts:
+    """One row of the experiment: its name, what it differs in, a paper's figures, and the attacks that cannot run."""
+
+    label: str
+    group: str | None = None
+    options: Mapping[str, str | float | int] = field(default_factory=dict)
+    published: Mapping[str, float] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """An experiment with its records; `records.case` names the case of each row by its place in `cases`."""
+
+    name: str
+    title: str
+    source: str | None
+    cases: tuple[CaseFacts, ...]
+    layout: Layout
+    figures: tuple[Figure, ...]
+    conditions: Mapping[str, str]
+    records: pd.DataFrame
+    facts: Mapping[str, Any]
+    path: Path
+
+    def picture(self, case: int, image_sha256: str, what: str) -> Path | None:
+        """Return the PNG of an image in a case: "private", "fed", or an attack's name; None where there is none."""
+        attack = CONTROLS[0] if what in ("private", "fed") else what
+        suffix = f"-{what}" if what in ("private", "fed") else ""
+        for cell in self._cells.get((case, attack), ()):
+            path = self.path / "pictures" / image_sha256[:16] / f"{cell}{suffix}.png"
+            if path.exists():
+                return path
+        return None
+
+    @cached_property
+    def _cells(self) -> Mapping[tuple[int, str], list[str]]:
+        pairs = self.records[["case", "attack", "cell"]].drop_duplicates()
+        return pairs.groupby(["case", "attack"]).cell.agg(list).to_dict()
+
+
+def load_results(path: Path) -> Results:
+    """Read the results of a directory that `privlab table` or `privlab attack` wrote.
+
+    Raises:
+        PrivlabError: if it holds no run.
+    """
+    run = RunDirectory(path)
+    facts, records = run.read_run(), run.store.frame()
+    return _of_experiment(path, facts, records) if "experiment" in facts else _of_run(path, facts, records)
+
+
+def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
+    """Return the records that the experiment asked for last; others of the store belong to earlier versions of it."""
+    experiment, lists = facts["experiment"], facts["image_lists"]
+    wanted = pd.DataFrame(
+        [
+            (case, cell, job["images"])
+            for case, of_case in enumerate(facts["cases"])
+            for job in of_case["jobs"]
+            for cell in job["cells"].values()
+        ],
+        columns=["case", "cell", "images"],
+    ).drop_duplicates()
+    image = records.image_sha256.where(records.image_sha256.fillna("").ne(""), records.image)
+    own = records.assign(image_id=image).merge(wanted, on="cell", how="inner")
+    listed = {name: set(images) for name, images in lists.items()}
+    inside = pd.Series(False, index=own.index)
+    for name, images in listed.items():
+        inside |= (own.images == name) & own.image_id.isin(images)
+    own = own[inside].drop(columns=["image_id", "images"])
+    labels = {case["label"]: number for number, case in enumerate(facts["cases"])}
+    foreign = records[records.external.notna()]
+    named = foreign.conditions.map(lambda text: labels.get(json.loads(text).get("case")))
+    foreign = foreign.assign(case=named)[named.notna()]
+    layout = experiment["layout"]
+    return Results(
+        name=experiment["name"],
+        title=experiment["title"],
+        source=experiment["source"],
+        cases=tuple(
+            CaseFacts(case["label"], case["group"], case["options"], case["published"], case["refused"])
+            for case in facts["cases"]
+        ),
+        layout=Layout(**layout | {"columns": tuple(layout["columns"])}),
+        figures=tuple(Figure(**figure) for figure in experiment["figures"]),
+        conditions=experiment["conditions"],
+        records=pd.concat([own, foreign], ignore_index=True).astype({"case": int}) if len(foreign) else own,
+        facts=facts,
+        path=path,
+    )
+
+
+def _of_run(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
+    """Return the records of one `privlab attack`: a case for each victim, setting and defense."""
+    spec = facts.get("specification")
+    if spec is None:
+        raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
+    keys = ["victim", "setting", "defense"]
+    found = records[keys].drop_duplicates().reset_index(drop=True)
+    case = records[keys].merge(found.reset_index(names="case"), on=keys, how="left").case.to_numpy()
+    attacks = [name for name in records.attack.unique() if not name.startswith(CONTROL)]
+    columns = tuple(name for name in spec["metrics"] if name in KNOWN and name not in ("fft2d_mjp", "ssim_skimage"))
+    first = "april" if "april" in attacks else None
+    return Results(
+        name=path.name,
+        title=" × ".join(dict.fromkeys([*records.victim.unique(), *records.defense.unique()])),
+        source=None,
+        cases=tuple(
+            CaseFacts(f"{row.victim}, setting {row.setting}, {row.defense}", options=row._asdict())
+            for row in found.itertuples(index=False)
+        ),
+        layout=Layout(columns=columns or tuple(spec["metrics"]), paper_attack=first),
+        figures=(),
+        conditions={},
+        records=records.assign(case=case),
+        facts=facts,
+        path=path,
+    )

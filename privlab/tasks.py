@@ -1,0 +1,175 @@
+"""Tasks: which images of which case still have to be run, and one task's way from references to records.
+
+A task names images by their place in a source and their hash, so it is small; a worker reads them itself.
+"""
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+from safetensors.torch import load_file, save
+
+from privlab.decode import Picture
+from privlab.evaluate import Evaluator
+from privlab.images import ImageSource, chunk_of
+from privlab.machine import pick_device
+from privlab.plan import Cell, Specification
+from privlab.records import COLUMNS
+from privlab.strips import to_png
+from privlab.subjects import collected, learned_for, source_of, subject_of
+from privlab.threat import Stolen
+
+__all__ = ["Reference", "Result", "Task", "references", "run_task"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One image, by its place in its source; `sha256` is empty where it could not be read."""
+
+    place: int
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """Images of one case, and what is missing of them.
+
+    `spec` is one of those of a `case`; of its attacks and metrics those named are missing. The first `pictures` images
+    of the source have their pictures kept. `kept` names files of what was stolen earlier, which is scored again.
+    """
+
+    case: int
+    spec: Specification
+    images: tuple[Reference, ...]
+    attacks: tuple[str, ...]
+    metrics: tuple[str, ...]
+    controls: bool
+    device: str = "auto"
+    batch_size: int | None = None
+    pictures: int = 0
+    keep: bool = False
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What came of a task: its records, files by their name in the run directory, and warnings."""
+
+    task: Task
+    rows: pa.Table
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    messages: tuple[str, ...] = ()
+    seconds: float = 0.0
+    worker: str = ""
+
+
+def references(source: ImageSource) -> list[Reference]:
+    """Return the images of a source, each content once; whole files are hashed without being decoded."""
+    if source.file is None or source.names is None:
+        found = (Reference(place, picture.name, picture.sha256) for place, picture in enumerate(source))
+    else:
+        file = source.file
+        found = (Reference(place, name, _file_hash(file(place))) for place, name in enumerate(source.names))
+    return list({reference.sha256 or reference.name: reference for reference in reversed([*found])}.values())[::-1]
+
+
+def _file_hash(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def run_task(task: Task) -> Result:
+    """Run the pipeline on the images of a task.
+
+    Raises:
+        PrivlabError: if the victim or its attacks cannot be made here.
+    """
+    messages: list[str] = []
+    start = time.perf_counter()
+    with collected(messages):
+        device = pick_device(task.device)
+        evaluator, source = _evaluator(task, device)
+        evaluator = replace(evaluator, kept=_kept(task.kept) if task.kept else None)
+        rows: list[pa.Table] = []
+        files: dict[str, bytes] = {}
+        stolen: dict[str, Stolen] = {}
+        first = {reference.sha256 for reference in task.images if reference.place < task.pictures}
+        for pictures in _batches(task, source, device):
+            scored = evaluator(chunk_of(pictures, evaluator.base.preprocessing))
+            rows.append(pa.Table.from_pylist(scored.records, schema=COLUMNS))
+            stolen |= scored.stolen
+            for strip in scored.strips:
+                if strip.image_sha256 in first:
+                    panels = {panel.name: panel.image for row in strip.rows for panel in row}
+                    folder = f"pictures/{strip.image_sha256[:16]}"
+                    files |= {f"{folder}/{name}.png": to_png(image) for name, image in panels.items()}
+        if stolen:
+            files[f"kept/{_name_of(stolen)}.safetensors"] = _saved(stolen)
+    seconds, worker = time.perf_counter() - start, f"{platform.node()}:{os.getpid()}"
+    return Result(task, pa.concat_tables([COLUMNS.empty_table(), *rows]), files, tuple(messages), seconds, worker)
+
+
+def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[list[Picture]]:
+    size = task.batch_size or (64 if device.type == "cuda" else 8)
+    if task.spec.features_released:
+        size = task.spec.client_batch
+    for start in range(0, len(task.images), size):
+        wanted = task.images[start : start + size]
+        pictures = source.pick([reference.place for reference in wanted])
+        yield [_same(picture, reference) for picture, reference in zip(pictures, wanted, strict=True)]
+
+
+def _same(picture: Picture, reference: Reference) -> Picture:
+    """Return the picture that was planned; one that has changed or gone since then is a failure of its own."""
+    if picture.sha256 == reference.sha256:
+        return picture
+    problem = picture.problem or "The file has changed since the run was planned."
+    return replace(picture, sha256=reference.sha256, pixels=None, problem=problem)
+
+
+def _evaluator(task: Task, device: torch.device) -> tuple[Evaluator, ImageSource]:
+    subject = subject_of(task.spec, device)
+    learned, _ = learned_for(task.metrics, task.spec, device, subject.base)
+    wanted = ((cell.victim, tuple(a for a in cell.attacks if a.name in task.attacks)) for cell in subject.cells)
+    evaluator = Evaluator(
+        task.spec,
+        subject.base,
+        [Cell(base, attacks) for base, attacks in wanted if attacks],
+        task.metrics,
+        learned,
+        subject.public,
+        strips=task.pictures > 0,
+        controls=task.controls,
+        keep=task.keep,
+    )
+    return evaluator, source_of(task.spec, [subject.base])
+
+
+def _saved(stolen: Mapping[str, Stolen]) -> bytes:
+    tensors = {f"{key}/images": each.images.cpu().contiguous() for key, each in stolen.items()}
+    tensors |= {f"{k}/rows": each.rows.cpu().contiguous() for k, each in stolen.items() if each.rows is not None}
+    tensors |= {f"{k}/columns": each.columns.cpu().clone() for k, each in stolen.items() if each.columns is not None}
+    return save(tensors)
+
+
+def _kept(names: Sequence[str]) -> dict[str, Stolen]:
+    """Read what was stolen in earlier runs."""
+    tensors = {key: tensor for name in names for key, tensor in load_file(name).items()}
+    return {
+        key: Stolen(images, tensors.get(f"{key}/rows"), tensors.get(f"{key}/columns"))
+        for path, images in tensors.items()
+        if (key := path.removesuffix("/images")) != path
+    }
+
+
+def _name_of(stolen: Mapping[str, Stolen]) -> str:
+    return hashlib.sha256("\n".join(sorted(stolen)).encode()).hexdigest()[:24]

@@ -1,0 +1,233 @@
+"""A tiny victim on a few pictures of noise, experiments on it, and what runs them: no network, nobody's caches."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+from privlab.cli import _status
+from privlab.experiment import Experiment, read_experiment
+from privlab.store import Store
+from privlab.table import Options, fill, prepare
+
+TINY = {
+    **{"model": "vit_ti", "weights": "random", "img_size": 32, "setting": "a"},
+    **{"attack": ["patch-gradient"], "metrics": ["mse", "psnr"]},
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Inputs as small as these gain nothing from threads, and a forked child has none of its parent's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = str(tmp_path_factory.getbasetemp() / "caches")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TORCH_HOME", empty)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", empty)
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def draw(path: Path, seed: int) -> Path:
+    """Write a picture of coloured noise, 40 × 36, different for each seed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    Image.fromarray(coarse).resize((40, 36), Image.Resampling.BICUBIC).save(path)
+    return path
+
+
+@pytest.fixture
+def picture() -> Callable[[Path, int], Path]:
+    """Write a picture of coloured noise, different for each seed."""
+    return draw
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of four pictures; not to be written to."""
+    folder = tmp_path_factory.mktemp("photos")
+    for seed, name in enumerate("abcd"):
+        draw(folder / f"{name}.png", seed)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of two public pictures; not to be written to."""
+    folder = tmp_path_factory.mktemp("public")
+    for seed in (100, 101):
+        draw(folder / f"{seed}.png", seed)
+    return folder
+
+
+def as_toml(value: object) -> str:
+    """Return a value as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_toml, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{name} = {as_toml(each)}' for name, each in value.items())} }}"
+    return str(value) if isinstance(value, int | float) else f'"{value}"'
+
+
+@pytest.fixture
+def write(tmp_path: Path, photos: Path, public: Path) -> Callable[..., Path]:
+    """Write an experiment on the tiny victim; keywords change `[run]`, None leaves a key out."""
+
+    def save(more: str = "", name: str = "tiny", **run: Any) -> Path:
+        shared = TINY | {"images": [str(photos)], "public": [str(public)]} | run
+        lines = [f"{key} = {as_toml(value)}" for key, value in shared.items() if value is not None]
+        path = tmp_path / f"{name}.toml"
+        path.write_text("\n".join(["[run]", *lines, more, ""]))
+        return path
+
+    return save
+
+
+@pytest.fixture
+def experiment(write: Callable[..., Path]) -> Callable[..., Experiment]:
+    """Return an experiment on the tiny victim."""
+    return lambda more="", **run: read_experiment(write(more, **run))
+
+
+@pytest.fixture
+def options() -> Callable[..., Options]:
+    """Return options on the CPU, without pictures, one image a task."""
+    return lambda **given: Options(**({"device": "cpu", "chunk": 1, "pictures": 0} | given))
+
+
+@pytest.fixture
+def done(options: Callable[..., Options]) -> Callable[..., int]:
+    """Do what a directory lacks of an experiment; return how many tasks that were."""
+
+    def run(experiment: Experiment, path: Path, say: Callable[[str], object] = lambda _: None, **given: Any) -> int:
+        how = options(**given)
+        grid, tasks = prepare(experiment, path, how)
+        fill(grid, tasks, path, how, say=say)
+        return len(tasks)
+
+    return run
+
+
+KEY = ["cell", "image_sha256", "geometry", "batch"]
+TIMES = ["seconds_observe", "seconds_attack", "seconds_score"]
+
+
+def in_order(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return records without what time says of them, in the order of their keys."""
+    return frame.drop(columns=TIMES).sort_values([*KEY, "image"]).reset_index(drop=True)
+
+
+@pytest.fixture
+def same() -> Callable[[Path, Path], None]:
+    """Check that two stores hold the same records, each once: keys bit for bit, metrics to float32's rounding."""
+
+    def check(one: Path, other: Path) -> None:
+        mine, theirs = in_order(Store(one).frame()), in_order(Store(other).frame())
+        assert len(mine) == len(mine.drop_duplicates([*KEY, "image"])) > 0
+        pd.testing.assert_frame_equal(mine, theirs, rtol=1e-6, atol=1e-12)
+
+    return check
+
+
+@pytest.fixture
+def rows() -> Callable[[Path], int]:
+    """Return how many rows lie in the parts of a store, a record that was made twice counted twice."""
+    return lambda path: len(Store(path).read(["image"]))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: its exit status, and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """Return the one line that says what was wrong: nothing else may explain it, and no traceback."""
+        assert self.status == 2
+        lines = [line for line in self.err.splitlines() if line.startswith("Error: ")]
+        assert len(lines) == 1
+        assert self.err.endswith(lines[0] + "\n")
+        assert self.out == ""
+        return lines[0].removeprefix("Error: ")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Run `privlab` as its entry point does."""
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        status = _status([str(argument) for argument in arguments])
+        outcome = Outcome(status, *capsys.readouterr())
+        assert "Traceback" not in outcome.err
+        assert "a fault of privlab" not in outcome.err
+        return outcome
+
+    return run
+
+
+@pytest.fixture
+def forked() -> Callable[..., int]:
+    """Run `privlab` in a child that this process forks, warm; return its process id. Its output goes to a file."""
+
+    def start(out: Path, *arguments: object) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if child := os.fork():
+            return child
+        status = 1
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for number in (1, 2):
+                os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+            status = _status([str(argument) for argument in arguments])
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)  # pytest, of which this is a copy, has nothing to do here
+
+    return start
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Return a maker of tiny file systems; skip where none may be mounted."""
+    places: list[Path] = []
+
+    def mount(*options: str) -> Path:
+        place = tmp_path / f"disk-{len(places)}"
+        place.mkdir()
+        command: Sequence[str] = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(place)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("no file system may be mounted here")
+        places.append(place)
+        return place
+
+    yield mount
+    for place in places:
+        subprocess.run(["umount", str(place)], check=True)

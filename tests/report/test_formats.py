@@ -1,0 +1,397 @@
+import csv
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from privlab.errors import PrivlabError
+from privlab.experiment import KNOWN, Layout
+from privlab.report.formats import FORMATS, heading, render, shown, to_csv, to_json, to_latex, to_markdown, to_rich
+from privlab.report.leakage import WORST, Kind, Row, Score
+from privlab.report.results import CaseFacts, Results
+from privlab.report.sheet import Caption
+from privlab.report.tex import to_tex
+
+LAYOUT = Layout(columns=("mse", "psnr"), decimals={"psnr": 1}, paper_attack="april")
+CAPTION = Caption("Table 5", "MJP (2023)", ("weights: paper: trained / here: random",))
+
+
+def row(kind: Kind, mse: Score, psnr: Score, case: int = 0, attack: str | None = None, **rest: object) -> Row:
+    label, group = (("DeiT-S", "(1) a & b"), ("MJP_{γ}", "(2)"))[case]
+    return replace(Row(case, label, group, kind, attack, {"mse": mse, "psnr": psnr}), **rest)
+
+
+def of(mean: float, reach: float = math.nan) -> Score:
+    """Return a mean over two images whose interval reaches half as far down as up."""
+    return Score(mean, mean - reach / 2, mean + reach, 2)
+
+
+NAN = Score(math.nan)
+BY: Mapping[str, Mapping[str, int]] = {"mse": {"april": 1, "new": 1}, "psnr": {"new": 2}}
+ROWS = [
+    row("published", Score(0.035), Score(18.94)),
+    row("paper", of(0.0625, 0.015625), of(17.5, 0.5), attack="april", images=2, failed=1),
+    row("worst", of(1.23e-9, 2e-10), Score(math.inf, 80.0, math.inf, 2), images=2, attack=WORST, leakiest=BY),
+    row("paper", NAN, NAN, 1, "april", refused={"april": "no PE"}),
+    row("worst", of(0.2), of(7.0), 1, WORST, images=1, leakiest={"mse": {"x": 1}}, refused={"april": "no PE"}),
+    row("attack", of(0.2), of(7.0), 1, "x", images=1, external="Fu 2021, Table 2"),
+    row("control", of(0.1), of(10.0), 1, "control:mean", images=1),
+]
+
+MARKDOWN = r"""**Table 5**
+
+| case |  | images | MSE ↓ | PSNR ↑ |
+| :-- | :-- | --: | --: | --: |
+| **(1) a \& b** |  |  |  |  |
+| DeiT-S | published | — | 0.0350 | 18.9 |
+|  | paper's attack: april | 2 (1 failed) | 0.0625 ± 0.0156 | 17.5 ± 0.5 |
+|  | worst case: new 75 %, april 25 % | 2 | **1.2e-09** ± 2.0e-10 | **∞** |
+| **(2)** |  |  |  |  |
+| MJP\_\{γ\} | paper's attack: april<sup>a</sup> | — | n/a | n/a |
+|  | worst case: x<sup>b</sup> | 1 | **0.2000** | **7.0** |
+|  | x (external)<sup>c</sup> | 1 | **0.2000** | **7.0** |
+|  | control: mean | 1 | 0.1000 | 10.0 |
+
+<sup>a</sup> cannot run: april (no PE)
+
+<sup>b</sup> not among the attacks: april (no PE)
+
+<sup>c</sup> external, measured elsewhere: Fu 2021, Table 2
+
+published: MJP (2023)
+
+worst case: of each image the leakiest score over all attacks, by each metric's own direction; a share says how often an attack reaches it
+
+±: farther end of the 95 % interval of the mean, by bootstrap over the images
+
+bold: the leakiest figure, measured here, of its column and group
+
+weights: paper: trained / here: random
+"""  # noqa: E501
+
+LATEX = r"""\begin{tabular}{@{}lrr@{\,}lr@{\,}l@{}}
+\toprule
+ & images & \multicolumn{2}{c}{MSE $\downarrow$} & \multicolumn{2}{c}{PSNR $\uparrow$} \\
+\midrule
+\multicolumn{6}{@{}l@{}}{\textit{(1) a \& b}} \\
+\multicolumn{6}{@{}l@{}}{DeiT-S} \\
+\quad published & \textemdash{} & 0.0350 &  & 18.9 &  \\
+\quad paper's attack: april & 2 (1 failed) & 0.0625 & \scriptsize$\pm$\,0.0156 & 17.5 & \scriptsize$\pm$\,0.5 \\
+\quad worst case: new 75 \%, april 25 \% & 2 & \textbf{\boldmath 1.2$\cdot10^{-9}$} & \scriptsize$\pm$\,2.0$\cdot10^{-10}$ & \textbf{\boldmath $\infty$} &  \\
+\midrule
+\multicolumn{6}{@{}l@{}}{\textit{(2)}} \\
+\multicolumn{6}{@{}l@{}}{MJP\_\{$\gamma$\}} \\
+\quad paper's attack: april\textsuperscript{a} & \textemdash{} & n/a &  & n/a &  \\
+\quad worst case: x\textsuperscript{b} & 1 & \textbf{\boldmath 0.2000} &  & \textbf{\boldmath 7.0} &  \\
+\quad x (external)\textsuperscript{c} & 1 & \textbf{\boldmath 0.2000} &  & \textbf{\boldmath 7.0} &  \\
+\quad control: mean & 1 & 0.1000 &  & 10.0 &  \\
+\bottomrule
+\end{tabular}
+\par\smallskip{\footnotesize\raggedright
+\noindent\textsuperscript{a} cannot run: april (no PE)\par
+\noindent\textsuperscript{b} not among the attacks: april (no PE)\par
+\noindent\textsuperscript{c} external, measured elsewhere: Fu 2021, Table 2\par
+\noindent published: MJP (2023)\par
+\noindent worst case: of each image the leakiest score over all attacks, by each metric's own direction; a share says how often an attack reaches it\par
+\noindent $\pm$: farther end of the 95 \% interval of the mean, by bootstrap over the images\par
+\noindent bold: the leakiest figure, measured here, of its column and group\par
+\noindent weights: paper: trained / here: random\par
+}
+"""  # noqa: E501
+
+CSV = """\
+group,case,row,attack,images,failed,refused,external,mse,mse_low,mse_high,mse_images,mse_leakiest,psnr,psnr_low,psnr_high,psnr_images,psnr_leakiest
+(1) a & b,DeiT-S,published,,0,0,,,0.035,,,0,,18.94,,,0,
+(1) a & b,DeiT-S,paper,april,2,1,,,0.0625,0.0546875,0.078125,2,,17.5,17.25,18.0,2,
+(1) a & b,DeiT-S,worst,worst case,2,0,,,1.23e-09,1.13e-09,1.43e-09,2,april: 1; new: 1,inf,80.0,inf,2,new: 2
+(2),MJP_{γ},paper,april,0,0,april: no PE,,,,,0,,,,,0,
+(2),MJP_{γ},worst,worst case,1,0,april: no PE,,0.2,,,2,x: 1,7.0,,,2,
+(2),MJP_{γ},attack,x,1,0,,"Fu 2021, Table 2",0.2,,,2,,7.0,,,2,
+(2),MJP_{γ},control,control:mean,1,0,,,0.1,,,2,,10.0,,,2,
+"""
+
+
+def test_markdown_as_written() -> None:
+    assert to_markdown(ROWS, LAYOUT, CAPTION) == MARKDOWN
+
+
+def test_latex_as_written() -> None:
+    assert to_latex(ROWS, LAYOUT, CAPTION) == LATEX
+
+
+def test_csv_as_written() -> None:
+    assert to_csv(ROWS, LAYOUT) == CSV
+
+
+def test_csv_reads_back() -> None:
+    table = pd.read_csv(io.StringIO(to_csv(ROWS, LAYOUT)))
+    assert table.psnr.tolist() == pytest.approx([18.94, 17.5, math.inf, math.nan, 7.0, 7.0, 10.0], nan_ok=True)
+    assert table.failed.sum() == 1
+
+
+def test_json_says_null_and_infinity() -> None:
+    table = json.loads(to_json(ROWS, LAYOUT, CAPTION), parse_constant=pytest.fail)
+    assert {name: table[name] for name in ("title", "source", "remarks", "interval", "geometry")} == {
+        "title": "Table 5",
+        "source": "MJP (2023)",
+        "remarks": ["weights: paper: trained / here: random"],
+        "interval": 0.95,
+        "geometry": "in_place",
+    }
+    assert table["metrics"] == {"mse": "lower leaks", "psnr": "higher leaks"}
+    worst, refused = table["rows"][2], table["rows"][3]
+    assert worst["scores"]["psnr"] == {"mean": "Infinity", "low": 80.0, "high": "Infinity", "images": 2}
+    assert worst["leakiest"] == BY
+    assert refused["scores"]["mse"]["mean"] is None
+    assert refused["refused"] == {"april": "no PE"}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_render_is_each_format(form: str) -> None:
+    own = {"latex": LATEX, "csv": CSV, "markdown": MARKDOWN, "json": to_json(ROWS, LAYOUT, CAPTION)}
+    assert render(form, ROWS, LAYOUT, CAPTION) == own[form]
+    assert render(form, [], LAYOUT)
+
+
+def test_render_refuses_an_unknown_format() -> None:
+    with pytest.raises(PrivlabError, match=r"Unknown format 'latx'\. Did you mean latex\?"):
+        render("latx", ROWS, LAYOUT)
+
+
+def test_bold_is_left_out_where_the_layout_says_so() -> None:
+    plain = replace(LAYOUT, bold=False)
+    assert "textbf" not in to_latex(ROWS, plain)
+    assert "**0" not in to_markdown(ROWS, plain)
+    assert "bold:" not in to_markdown(ROWS, plain)
+
+
+def test_bold_is_the_leakiest_of_what_was_measured_in_the_group() -> None:
+    rows = [
+        row("published", Score(0.01), Score(40.0)),  # measured elsewhere
+        row("attack", of(0.2), of(20.04), attack="x"),
+        row("attack", of(0.1), of(20.0), attack="y"),
+        row("control", of(0.01), of(50.0), attack="control:mean"),
+        row("attack", of(0.5), of(1.0), 1, attack="x"),
+    ]
+    bold = [re.findall(r"\*\*([\d.]+)\*\*", line) for line in to_markdown(rows, LAYOUT).splitlines()[2:]]
+    assert [line for line in bold if line] == [["20.0"], ["0.1000", "20.0"], ["0.5000", "1.0"]]  # a tie as printed
+
+
+def test_utility_has_no_arrow_and_no_bold() -> None:
+    layout = Layout(columns=("correct",))
+    rows = [replace(ROWS[1], scores={"correct": of(0.8)})]
+    assert heading("correct") == "correct"
+    assert "| 0.8000 |" in to_markdown(rows, layout)
+
+
+def test_caption_of_results() -> None:
+    case = CaseFacts("one")
+    records = pd.DataFrame(
+        {"case": [0], "attack": ["x"], "status": ["ok"], "image_sha256": ["a"], "weights": ["random"]}
+    )
+    ran = Results("t", "T", "MJP", (case,), LAYOUT, (), {"weights": "trained"}, records, {}, Path())
+    assert Caption.of(ran) == Caption("T", "MJP", ("weights: paper: trained / here: random",))
+
+
+def test_shares_are_explained_where_there_are_any() -> None:
+    assert "a share says" in to_markdown(ROWS, LAYOUT)
+    assert "a share says" not in to_markdown(ROWS[3:], LAYOUT)
+
+
+def test_groups_and_titles_may_be_missing() -> None:
+    rows = [replace(one, group=None) for one in ROWS]
+    assert "textit" not in to_latex(rows, LAYOUT)
+    assert to_markdown(rows, LAYOUT).startswith("| case |")
+    assert "of its column\n" in to_markdown(rows, LAYOUT)
+
+
+def test_oracle_is_said_under_the_table() -> None:
+    assert "oracle: before scoring" in to_latex(ROWS, replace(LAYOUT, geometry="oracle"))
+
+
+def test_a_footnote_for_each_different_text() -> None:
+    rows = [row("attack", NAN, NAN, attack="x", refused={"x": f"reason {i % 30}"}) for i in range(60)]
+    marks = re.findall(r"<sup>(\w+)</sup> cannot run: x \(reason (\d+)\)", to_markdown(rows, LAYOUT))
+    assert marks[25:28] == [("z", "25"), ("aa", "26"), ("ab", "27")]
+    assert len(marks) == 30
+
+
+def test_attacks_refused_for_one_reason_share_it() -> None:
+    rows = [replace(ROWS[2], refused={"b": "no PE", "c": "batch", "a": "no PE"})]
+    assert "not among the attacks: b, a (no PE); c (batch)" in to_markdown(rows, LAYOUT)
+
+
+def test_three_attacks_behind_a_worst_case() -> None:
+    by = {"mse": {"a": 2, "b": 1, "c": 1}, "psnr": {"b": 2}}
+    assert "worst case: b 75 %, a 50 %, 1 more |" in to_markdown([replace(ROWS[2], leakiest=by)], LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("value", "decimals", "text"),
+    [
+        *((0.0, 4, "0.0000"), (0.0001, 4, "0.0001"), (0.00009, 4, "9.0e-05"), (-0.5, 2, "−0.50"), (12.345, 1, "12.3")),
+        *((math.nan, 2, "n/a"), (math.inf, 2, "∞"), (-math.inf, 2, "−∞"), (-1e-9, 2, "−1.0e-09"), (3.0, 0, "3")),
+    ],
+)
+def test_shown(value: float, decimals: int, text: str) -> None:
+    assert shown(value, decimals) == text
+
+
+def test_headings() -> None:
+    assert [heading(name) for name in ("mse", "fft2d", "fft2d_mjp", "lpips_alex", "lpips_vgg", "f_sim")] == [
+        *("MSE ↓", "FFT2D ↓", "FFT2D mjp ↓", "LPIPS ↓", "LPIPS vgg ↓", "F-SIM ↑")
+    ]
+    assert heading("placement_accuracy") == "placed ↑"
+    assert len({heading(name) for name in KNOWN}) == len(KNOWN)
+
+
+# For a terminal
+
+
+def printed(width: int, *, stacked: bool) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(to_rich(ROWS, LAYOUT, CAPTION, stacked=stacked))
+    return console.export_text()
+
+
+def test_side_by_side() -> None:
+    lines = [" ".join(line.split()) for line in printed(120, stacked=False).splitlines()]
+    assert "MSE ↓ PSNR ↑" in lines
+    assert "case paper april worst paper april worst images worst case by" in lines
+    assert "DeiT-S 0.0350 0.0625 1.2e-09 18.9 17.5 ∞ 2 new 75 %, april 25 %" in lines
+    assert "MJP_{γ} (a,b) n/a 0.2000 n/a 7.0 1 x" in lines
+    assert "(a) cannot run: april (no PE)" in lines
+    assert "weights: paper: trained / here: random" in lines
+    assert "±" not in printed(120, stacked=False)
+
+
+def test_stacked_fits_a_narrow_terminal() -> None:
+    text = printed(70, stacked=True)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert max(map(len, text.splitlines())) <= 70
+    assert "paper's attack: 2 0.0625 17.5" in lines
+    assert "april (1 failed) ± 0.0156 ± 0.5" in lines
+    assert "x (external) (c) 1 0.2000 7.0" in lines
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_text_is_no_markup_of_the_terminal(stacked: bool) -> None:
+    rows = [replace(one, label="[red]hot[/red]", group="[bold]") for one in ROWS[:3]]
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(to_rich(rows, LAYOUT, Caption("[b]"), stacked=stacked))
+    assert {"[red]hot[/red]", "[bold]", "[b]"} <= set(console.export_text().split())
+
+
+# Escapes
+
+
+@given(st.text())
+def test_any_text_is_ascii_in_latex_with_nothing_left_to_read(text: str) -> None:
+    tex = to_tex(text)
+    assert tex.isascii()
+    assert all(" " <= letter <= "~" for letter in tex)
+    bare = re.sub(r"\\(textbackslash|text\w+|[a-zA-Z]+|.)", "", tex)
+    assert not re.search(r"[\\#%&~]", bare)
+    assert bare.count("$") % 2 == 0
+    depth = 0
+    for brace in re.sub(r"\\[{}]", "", tex):
+        depth += {"{": 1, "}": -1}.get(brace, 0)
+        assert depth >= 0
+    assert depth == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "tex"),
+    [
+        ("50 % & $1_2 #3", r"50 \% \& \$1\_2 \#3"),
+        ("a\\b^c~d", r"a\textbackslash{}b\textasciicircum{}c\textasciitilde{}d"),
+        ("Müller, Łukasz, Žižek, Ørsted", r"M\"{u}ller, \L{}ukasz, \v{Z}i\v{z}ek, \O{}rsted"),
+        ("γ ≠ 0.27 ± x̃²", r"$\gamma$ $\ne$ 0.27 $\pm$ \~{x}\textsuperscript{2}"),
+        ("--out [x]*", r"-{}-out {[}x]{*}"),
+        ("中\x07", "{[}U+4E2D]{[}U+0007]"),
+        ("two\nlines", "two lines"),
+    ],
+)
+def test_latex_of(text: str, tex: str) -> None:
+    assert to_tex(text) == tex
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+@settings(deadline=None)
+def test_any_text_keeps_the_columns_of_markdown_and_csv(label: str, reason: str) -> None:
+    rows = [replace(one, label=label, refused={"x": reason}) for one in ROWS]
+    table = [line for line in to_markdown(rows, LAYOUT).split("\n") if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in table} == {6}
+    read = list(csv.DictReader(io.StringIO(to_csv(rows, LAYOUT), newline="")))
+    assert [line["case"] for line in read] == [" ".join(label.split())] * len(rows)
+    assert {None} & set().union(*read) == set()
+
+
+# LaTeX that compiles
+
+NASTY = "".join(map(chr, range(0x21, 0x250))) + "γ Ω ∇ ∞ x̃ ² 中 🙂 --o [x] ``"
+
+
+def documents() -> dict[str, str]:
+    nasty = [replace(one, label=f"[{NASTY}", group=f"* {NASTY[:90]}", refused={NASTY: NASTY}) for one in ROWS]
+    wide = Layout(columns=tuple(KNOWN))
+    many = [
+        replace(one, case=i, label=f"case {i}", scores=dict.fromkeys(KNOWN, of(0.123, 0.01)))
+        for i in range(60)
+        for one in ROWS[:3]
+    ]
+    return {
+        "golden": to_latex(ROWS, LAYOUT, CAPTION, standalone=True),
+        "nasty": to_latex(nasty, LAYOUT, Caption(NASTY, NASTY, (NASTY,)), standalone=True),
+        "large": to_latex(many, wide, standalone=True),
+        "empty": to_latex([], LAYOUT, standalone=True),
+        "fragment": "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\\begin{table}"
+        "\\input{part}\\end{table}\\end{document}",
+    }
+
+
+@pytest.mark.parametrize("name", documents())
+def test_latex_is_well_formed(name: str) -> None:
+    text = documents()[name] if name != "fragment" else LATEX
+    begun = re.findall(r"\\(begin|end)\{(\w+)\}", text)
+    stack: list[str] = []
+    for word, environment in begun:
+        if word == "begin":
+            stack.append(environment)
+        else:
+            assert stack.pop() == environment
+    assert stack == []
+    tabular = text[text.index("\\begin{tabular}") : text.index("\\end{tabular}")]
+    columns = len(re.findall("[lr]", re.sub(r"@\{[^}]*\}", "", re.findall(r"tabular\}\{(.*)\}", tabular)[0])))
+    for line in tabular.splitlines()[1:]:
+        if not line.startswith("\\") or line.startswith(("\\quad", "\\multicolumn")):
+            spans = [int(n) - 1 for n in re.findall(r"\\multicolumn\{(\d+)\}", line)]
+            assert len(re.findall(r"(?<!\\)&", line)) + 1 + sum(spans) == columns
+            assert line.endswith(" \\\\")
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
+@pytest.mark.parametrize("name", documents())
+def test_latex_compiles_to_one_page_that_holds_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / "table.tex").write_text(documents()[name], encoding="ascii")
+    (tmp_path / "part.tex").write_text(LATEX, encoding="ascii")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "table.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, check=False, timeout=120)
+    log = done.stdout.decode("latin-1")
+    assert done.returncode == 0, log[-2000:]
+    assert "(1 page," in log
+    assert "Missing character" not in log
+    assert "Overfull \\vbox" not in log
+    if name not in ("nasty", "fragment"):  # a label of 500 letters cannot be broken
+        assert "Overfull" not in log

@@ -1,0 +1,400 @@
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from privlab.experiment import Layout
+from privlab.report.leakage import (
+    WORST,
+    Row,
+    Score,
+    bootstrap,
+    conditions_that_differ,
+    headline,
+    leakage,
+    per_image,
+    worst_case,
+)
+from privlab.report.results import CaseFacts, Results
+
+LAYOUT = Layout(columns=("mse", "psnr", "correct"), paper_attack="april")
+COLUMNS = ["case", "attack", "geometry", "image", "image_sha256", "status", "reason", "seed", "draw", "external"]
+
+
+def record(case: int, attack: str, image: str, draw: int = 0, **values: Any) -> dict[str, Any]:
+    """Return a record of an image whose hash is its name, eight times."""
+    named = dict(zip(COLUMNS, (case, attack, "in_place", image, image * 8, "ok", None, 0, draw, None), strict=True))
+    return named | dict.fromkeys(LAYOUT.columns, math.nan) | values
+
+
+def results(records: Sequence[Mapping[str, Any]], *cases: CaseFacts, layout: Layout = LAYOUT, **rest: Any) -> Results:
+    frame = pd.DataFrame(list(records), columns=[*COLUMNS, *LAYOUT.columns])
+    facts = {"conditions": {}, "facts": {}, "source": None} | rest
+    return Results(name="t", title="T", cases=cases or (CaseFacts("one"),), layout=layout, figures=(), records=frame,
+                   path=Path(), **facts)  # fmt: skip
+
+
+def row_of(rows: Sequence[Row], kind: str, attack: str | None = None, case: int = 0) -> Row:
+    (found,) = [row for row in rows if row.kind == kind and row.case == case and attack in (None, row.attack)]
+    return found
+
+
+def means(row: Row) -> dict[str, float]:
+    return {name: score.mean for name, score in row.scores.items()}
+
+
+TWO = [
+    record(0, "april", "a", mse=0.1, psnr=10.0, correct=1.0),
+    record(0, "april", "b", mse=0.3, psnr=5.0, correct=0.0),
+    record(0, "patch-gradient", "a", mse=0.2, psnr=12.0, correct=1.0),
+    record(0, "patch-gradient", "b", mse=0.1, psnr=5.0, correct=0.0),
+    record(0, "control:mean", "a", mse=0.001, psnr=30.0),
+    record(0, "control:mean", "b", mse=0.001, psnr=30.0),
+]
+
+
+def test_means_and_worst_case_by_hand() -> None:
+    rows = leakage(results(TWO))
+    assert [(row.kind, row.attack) for row in rows] == [
+        ("paper", "april"),
+        ("worst", WORST),
+        ("attack", "april"),
+        ("attack", "patch-gradient"),
+        ("control", "control:mean"),
+    ]
+    assert means(row_of(rows, "paper")) == pytest.approx({"mse": 0.2, "psnr": 7.5, "correct": 0.5})
+    assert means(row_of(rows, "worst")) == pytest.approx({"mse": 0.1, "psnr": 8.5, "correct": 0.5})
+    assert row_of(rows, "worst").leakiest == {
+        "mse": {"april": 1, "patch-gradient": 1},
+        "psnr": {"april": 1, "patch-gradient": 2},  # both reach 5 dB on the second image
+    }
+    assert {row.images for row in rows} == {2}
+    assert {row.failed for row in rows} == {0}
+    assert means(row_of(rows, "control"))["psnr"] == 30.0
+
+
+def test_worst_case_names_every_attack_that_reaches_it() -> None:
+    found = worst_case(results(TWO).records, ["psnr", "correct"])
+    assert found.to_dict("list") == {
+        "case": [0, 0, 0],
+        "image": ["aaaaaaaa", "bbbbbbbb", "bbbbbbbb"],
+        "metric": ["psnr"] * 3,
+        "value": [12.0, 5.0, 5.0],
+        "attack": ["patch-gradient", "april", "patch-gradient"],
+    }
+
+
+def test_draws_are_averaged_within_an_image_but_the_worst_case_takes_the_leakiest() -> None:
+    records = [record(0, "april", "a", draw, psnr=value) for draw, value in enumerate((10.0, 20.0, 30.0))]
+    rows = leakage(results([*records, record(0, "april", "b", psnr=40.0)]))
+    assert row_of(rows, "paper").scores["psnr"].mean == 30.0  # of 20 and 40, not of four figures
+    assert row_of(rows, "paper").images == 2
+    assert row_of(rows, "worst").scores["psnr"].mean == 35.0
+
+
+def test_equal_draws_have_exactly_their_mean() -> None:
+    """0.1 + 0.1 + 0.1 is above 0.3 in floating point, which must not beat the worst case."""
+    rows = leakage(results([record(0, "april", "a", draw, psnr=0.1) for draw in range(3)]))
+    assert row_of(rows, "paper").scores["psnr"].mean == row_of(rows, "worst").scores["psnr"].mean == 0.1
+
+
+def test_geometry_of_the_layout_is_read_and_controls_have_one() -> None:
+    bound = [r | {"geometry": "oracle", "psnr": 50.0} for r in TWO if not r["attack"].startswith("control")]
+    rows = leakage(results([*TWO, *bound], layout=replace(LAYOUT, geometry="oracle")))
+    assert row_of(rows, "paper").scores["psnr"].mean == 50.0
+    assert row_of(rows, "control").scores["psnr"].mean == 30.0
+    assert row_of(leakage(results([*TWO, *bound])), "paper").scores["psnr"].mean == 7.5
+
+
+def test_infinite_and_missing_scores() -> None:
+    records = [record(0, "april", "a", psnr=math.inf, mse=0.0), record(0, "april", "b", psnr=20.0)]
+    rows = leakage(results(records))
+    psnr, mse, correct = (row_of(rows, "paper").scores[name] for name in ("psnr", "mse", "correct"))
+    assert psnr == Score(math.inf, 20.0, math.inf, 2)
+    assert mse.mean == 0.0
+    assert (mse.images, math.isnan(mse.low)) == (1, True)
+    assert math.isnan(correct.mean)
+    assert correct.images == 0
+    assert math.isnan(row_of(rows, "worst").scores["correct"].mean)
+
+
+def test_failures_are_counted_and_never_scored() -> None:
+    failed = {"status": "failed", "reason": "no"}
+    torn = {"image_sha256": "", "image": "torn.png"} | failed
+    records = [
+        *TWO,
+        record(0, "april", "c", psnr=99.0) | failed,
+        record(0, "patch-gradient", "c", psnr=7.0),
+        *(record(0, attack, "x") | torn for attack in ("april", "patch-gradient")),
+        *(record(0, "april", "y") | torn | {"image": "torn too.png"} for _ in range(2)),
+    ]
+    rows = leakage(results(records))
+    assert (row_of(rows, "paper").images, row_of(rows, "paper").failed) == (2, 3)
+    assert (row_of(rows, "attack", "patch-gradient").images, row_of(rows, "attack", "patch-gradient").failed) == (3, 1)
+    assert (row_of(rows, "worst").images, row_of(rows, "worst").failed) == (3, 3)
+    assert row_of(rows, "worst").scores["psnr"].mean == 8.0
+
+
+def test_an_image_with_one_failed_draw_is_scored_and_counted_as_failed() -> None:
+    records = [record(0, "april", "a", psnr=10.0), record(0, "april", "a", 1, status="failed")]
+    row = row_of(leakage(results(records)), "paper")
+    assert (row.images, row.failed, row.scores["psnr"].mean) == (1, 1, 10.0)
+
+
+def test_a_case_without_records_has_its_published_figures_and_its_refusals() -> None:
+    case = CaseFacts("two", "g", published={"psnr": 19.27, "correct": 78.1}, refused={"april": "no PE", "x": "no"})
+    rows = leakage(results(TWO, CaseFacts("one"), case))
+    of_case = [row for row in rows if row.case == 1]
+    assert [(row.kind, row.attack) for row in of_case] == [
+        *(("published", None), ("paper", "april"), ("worst", WORST), ("attack", "april"), ("attack", "x"))
+    ]
+    assert headline(of_case) == of_case[:3]
+    published, paper, worst, attack, other = of_case
+    assert published.scores["psnr"] == pytest.approx(Score(19.27), nan_ok=True)
+    assert published.scores["correct"].mean == pytest.approx(0.781)  # printed in per cent
+    assert math.isnan(published.scores["mse"].mean)
+    assert paper.refused == attack.refused == {"april": "no PE"}
+    assert worst.refused == case.refused
+    assert other.refused == {"x": "no"}
+    assert all(math.isnan(score.mean) for row in (paper, worst, attack) for score in row.scores.values())
+    assert {(row.images, row.failed, row.group, row.label) for row in of_case} == {(0, 0, "g", "two")}
+
+
+def test_no_records_at_all() -> None:
+    rows = leakage(results([], layout=replace(LAYOUT, paper_attack=None)))
+    assert [(row.kind, row.images) for row in rows] == [("worst", 0)]
+
+
+def test_external_results_stand_apart() -> None:
+    records = [
+        *TWO,
+        record(0, "april", "a", psnr=50.0, external="Lu 2022"),
+        record(0, "theirs", "b", psnr=60.0, external="Fu 2021"),
+        record(0, "theirs", "", psnr=70.0, external="their Table 2") | {"image": None, "image_sha256": None},
+    ]
+    rows = leakage(results(records))
+    assert row_of(rows, "paper").scores["psnr"].mean == 7.5
+    assert row_of(rows, "paper").external is None
+    april = [(row.external, row.scores["psnr"].mean) for row in rows if (row.kind, row.attack) == ("attack", "april")]
+    assert april == [(None, 7.5), ("Lu 2022", 50.0)]
+    theirs = [(r.external, r.images, r.scores["psnr"].mean) for r in rows if r.attack == "theirs"]
+    assert theirs == [("Fu 2021", 1, 60.0), ("their Table 2", 0, 70.0)]
+    assert row_of(rows, "worst").scores["psnr"].mean == 55.0  # a figure of no known image has no part in it
+    assert row_of(rows, "worst").external == "Lu 2022; Fu 2021; their Table 2"
+
+
+def test_the_paper_attack_may_be_external() -> None:
+    rows = leakage(results([record(0, "april", "a", psnr=50.0, external="Lu 2022")]))
+    assert (row_of(rows, "paper").external, row_of(rows, "paper").scores["psnr"].mean) == ("Lu 2022", 50.0)
+
+
+def test_records_of_an_older_schema_lack_columns() -> None:
+    old = replace(results(TWO), records=results(TWO).records.drop(columns=["external", "correct"]))
+    assert math.isnan(row_of(leakage(old), "paper").scores["correct"].mean)
+    assert row_of(leakage(old), "paper").scores["psnr"].mean == 7.5
+
+
+# The interval
+
+
+def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    low, high = bootstrap(np.array(values, dtype=float), np.array([0]), level)
+    return float(low[0]), float(high[0])
+
+
+@pytest.mark.parametrize("level", [0.5, 0.95, 0.99])
+def test_interval_is_that_of_scipy(level: float) -> None:
+    values = np.random.default_rng(3).gamma(2.0, size=60)
+    theirs = stats.bootstrap((values,), np.mean, confidence_level=level, n_resamples=20_000, method="percentile",
+                             rng=np.random.default_rng(0)).confidence_interval  # fmt: skip
+    width = theirs.high - theirs.low
+    assert interval(values.tolist(), level) == pytest.approx((theirs.low, theirs.high), abs=0.06 * width)
+
+
+def test_interval_covers_the_truth_as_often_as_it_says() -> None:
+    values = np.random.default_rng(0).normal(5, 2, size=(600, 50))
+    low, high = bootstrap(values.ravel(), np.arange(0, values.size, 50), 0.9)
+    assert 0.85 < np.mean((low <= 5) & (high >= 5)) < 0.93
+
+
+def test_interval_of_many_images_by_blocks() -> None:
+    values = np.random.default_rng(1).normal(0, 3, size=10_001)
+    low, high = interval(values.tolist())
+    expected = 1.96 * 3 / math.sqrt(len(values))
+    assert [values.mean() - low, high - values.mean()] == pytest.approx([expected] * 2, rel=0.12)
+
+
+def test_interval_of_segments_is_that_of_each() -> None:
+    values = np.random.default_rng(2).random(12)
+    low, high = bootstrap(values, np.array([0, 5, 6]), 0.95)
+    assert math.isnan(low[1])
+    assert math.isnan(high[1])
+    assert (low[0], high[0]) == pytest.approx(interval(values[:5].tolist()), abs=1e-12)
+    assert (low[2], high[2]) == pytest.approx(interval(values[6:].tolist()), abs=1e-12)
+
+
+def test_interval_of_equal_values_has_no_width() -> None:
+    assert interval([0.1] * 7) == (0.1, 0.1)
+
+
+def test_interval_with_infinities() -> None:
+    assert interval([math.inf] * 3) == (math.inf, math.inf)
+    low, high = interval([math.inf, *range(40)])
+    assert (math.isfinite(low), high) == (True, math.inf)
+
+
+# Properties
+
+VALUES = {"mse": st.floats(0, 1), "psnr": st.floats(0, 200) | st.just(math.inf), "correct": st.sampled_from([0.0, 1.0])}
+RECORDS = st.lists(
+    st.builds(
+        lambda values, ok, empty, **named: (
+            record(**named, **values)
+            | ({} if ok else {"status": "failed"})
+            | ({"image_sha256": ""} if empty and not ok else {})
+        ),
+        case=st.integers(0, 1),
+        attack=st.sampled_from(["april", "patch-gradient", "theirs", "control:mean"]),
+        image=st.sampled_from("abc"),
+        draw=st.integers(0, 2),
+        ok=st.sampled_from([True, True, True, False]),
+        empty=st.booleans(),
+        values=st.fixed_dictionaries({name: value | st.just(math.nan) for name, value in VALUES.items()}),
+    ),
+    max_size=40,
+)
+CASES = (CaseFacts("one"), CaseFacts("two"))
+
+
+@given(RECORDS)
+@settings(max_examples=50, deadline=None)
+def test_worst_case_is_at_least_as_leaky_on_every_image(records: list[dict[str, Any]]) -> None:
+    table = per_image(results(records).records, LAYOUT.columns).to_dict("records")
+    worst = {(row["case"], row["image"]): row for row in table if row["attack"] == WORST}
+    for row in table:
+        if row["attack"] == WORST or row["control"]:
+            continue
+        for name, leaks in (("mse", -1), ("psnr", 1)):
+            if not math.isnan(row[name]):
+                assert leaks * worst[row["case"], row["image"]][name] >= leaks * row[name]
+    reached = worst_case(results(records).records, LAYOUT.columns).to_dict("records")
+    for row in reached:
+        assert worst[row["case"], row["image"]][row["metric"]] == row["value"]
+        own = [r for r in records if all(r[key] == row[key] for key in ("case", "attack"))]
+        assert row["value"] in [r[row["metric"]] for r in own if r["image_sha256"] == row["image"]]
+
+
+@given(RECORDS, st.randoms(use_true_random=False))
+@settings(max_examples=30, deadline=None)
+def test_a_permutation_of_the_rows_changes_nothing(records: list[dict[str, Any]], random: Any) -> None:
+    before = results(records, *CASES)
+    order = list(range(len(records)))
+    random.shuffle(order)
+    after = replace(before, records=before.records.iloc[order])  # with the index as torn
+    assert repr(leakage(after)) == repr(leakage(before))
+    pd.testing.assert_frame_equal(
+        per_image(after.records, LAYOUT.columns), per_image(before.records, LAYOUT.columns), check_exact=True
+    )
+
+
+@given(RECORDS)
+@settings(max_examples=30, deadline=None)
+def test_failures_and_means_are_those_of_a_plain_loop(records: list[dict[str, Any]]) -> None:
+    rows = leakage(results(records, *CASES))
+    attacks = {(r["case"], r["attack"]) for r in records}
+    assert {(row.case, row.attack) for row in rows if row.kind in ("attack", "control")} == attacks
+    for case, attack in attacks:
+        kind = "control" if attack.startswith("control:") else "attack"
+        row = row_of(rows, kind, attack, case)
+        own = [r for r in records if (r["case"], r["attack"]) == (case, attack)]
+        assert row.failed == len({r["image_sha256"] or "name:" + r["image"] for r in own if r["status"] == "failed"})
+        by_image: dict[str, list[dict[str, Any]]] = {}
+        for r in own:
+            if r["status"] == "ok":
+                by_image.setdefault(r["image"], []).append(r)
+        assert row.images == len(by_image)
+        for name in LAYOUT.columns:
+            values = [[r[name] for r in of if not math.isnan(r[name])] for of in by_image.values()]
+            plain = [sum(of) / len(of) for of in values if of]
+            mean = sum(plain) / len(plain) if plain else math.nan
+            assert row.scores[name].mean == pytest.approx(mean, nan_ok=True)
+            assert row.scores[name].images == len(plain)
+            if math.isfinite(row.scores[name].low):
+                assert row.scores[name].low <= max(plain)
+                assert row.scores[name].high >= min(plain)
+    for case in (0, 1):
+        failed = {
+            r["image_sha256"] or "name:" + r["image"]
+            for r in records
+            if r["case"] == case and r["status"] == "failed" and not r["attack"].startswith("control:")
+        }
+        assert row_of(rows, "worst", case=case).failed == len(failed)
+
+
+def test_many_records_take_seconds() -> None:
+    images, attacks, cases = 500, 8, 25
+    rng = np.random.default_rng(0)
+    case, attack, image = (part.ravel() for part in np.indices((cases, attacks, images)))
+    frame = pd.DataFrame({"case": case, "attack": attack.astype(str), "image_sha256": image.astype(str)})
+    frame = frame.assign(geometry="in_place", image="i", status="ok", reason=None, seed=0, draw=0, external=None)
+    frame = frame.assign(mse=rng.random(len(frame)), psnr=rng.random(len(frame)), correct=math.nan)
+    start = time.perf_counter()
+    rows = leakage(replace(results([], *(CaseFacts(str(i)) for i in range(cases))), records=frame))
+    assert time.perf_counter() - start < 10  # about 0.4 s for these 100,000; time grows with the records
+    assert len(rows) == cases * (2 + attacks)
+
+
+# Conditions
+
+
+def conditions(paper: Mapping[str, str], layout: Layout = LAYOUT, **columns: Any) -> list[str]:
+    ran = results(TWO, conditions=paper, layout=layout, facts={"images": {"source": "photos"}})
+    given = {"weights": "random", "block": "april", "label_origin": "predicted", "victim": "deit_s"} | columns
+    return conditions_that_differ(replace(ran, records=ran.records.assign(**given)))
+
+
+def test_conditions_that_differ() -> None:
+    paper = {"images": "1000 of ImageNet", "weights": "trained", "attack": "APRIL", "block": "april", "labels": "true"}
+    assert conditions(paper) == [
+        "images: paper: 1000 of ImageNet / here: 2 of photos",
+        "weights: paper: trained / here: random",
+        "labels: paper: true / here: predicted",
+    ]
+
+
+def test_only_conditions_that_are_certainly_met_have_no_line() -> None:
+    assert conditions({"images": "2 of photos", "weights": "random", "model": "DeiT_S", "geometry": "in place"}) == []
+    assert conditions({"weights": "trained"}, weights="pretrained:deit") == []
+    assert conditions({"labels": "ground truth"}, label_origin="folder") == []
+    assert conditions({"optimiser": "SGD"}) == ["optimiser: paper: SGD / here: not recorded"]  # cannot be told
+
+
+def test_block_is_that_of_the_paper_attack() -> None:
+    blocks = ["april", "april", "stock", "stock", None, None]
+    assert conditions({"block": "april"}, block=blocks) == []
+    assert conditions({"block": "stock"}, block=blocks) == ["block: paper: stock / here: april"]
+
+
+def test_geometry_and_refusal_are_conditions() -> None:
+    assert conditions({}, replace(LAYOUT, geometry="oracle")) == ["geometry: paper: in_place / here: oracle"]
+    assert conditions({"attack": "APRIL"}, replace(LAYOUT, paper_attack=None)) == [
+        "attack: paper: APRIL / here: none is named"
+    ]
+    refused = results(TWO, CaseFacts("one"), CaseFacts("two", refused={"april": "no PE"}))
+    assert conditions_that_differ(refused) == ["attack on two: paper: april / here: refused: no PE"]
+
+
+def test_images_differ_by_case() -> None:
+    ran = results([*TWO, record(1, "april", "a")], *CASES, conditions={"images": "1000"})
+    assert conditions_that_differ(ran) == ["images: paper: 1000 / here: 1 to 2"]
+    none = results([], conditions={"images": "1000"})
+    assert conditions_that_differ(none) == ["images: paper: 1000 / here: 0"]
