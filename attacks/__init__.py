@@ -6,6 +6,7 @@ from privlab.attacks.class_token_key import ClassTokenKey
 from privlab.attacks.column_statistics import ColumnStatistics
 from privlab.attacks.feature_inversion import FeatureOptimisation, LeastSquares
 from privlab.attacks.inversion import InversionConv, InversionMae, InversionSet, InversionToken
+from privlab.attacks.mjp_subspace import MjpSubspace
 from privlab.attacks.patch_gradient import PatchGradient
 from privlab.attacks.pe_assignment import PEAssignment
 from privlab.attacks.row_alignment import RowAlignment
@@ -25,6 +26,7 @@ __all__ = [
     "InversionSet",
     "InversionToken",
     "LeastSquares",
+    "MjpSubspace",
     "PEAssignment",
     "PatchGradient",
     "RowAlignment",
@@ -35,6 +37,7 @@ __all__ = [
 ATTACKS: dict[str, AttackClass] = {
     "april": April,
     "patch-gradient": PatchGradient,
+    "mjp-subspace": MjpSubspace,
     "least-squares": LeastSquares,
     "feature-optimisation": FeatureOptimisation,
     "inversion-mae": InversionMae,

@@ -34,8 +34,8 @@ def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tenso
     return (P @ M @ P).neg_().add_(P, alpha=2)
 
 
-def warn_of_limits(attack: str, A: Float[Tensor, "b n d"], most: int) -> None:
-    """Warn where Aᵀ X = G cannot determine X: more tokens than `most`, or tokens with no gradient.
+def warn_of_limits(attack: str, A: Float[Tensor, "b n d"], most: int, *, knows_mask: bool = False) -> None:
+    """Warn where Aᵀ X = G cannot determine X: more tokens than `most`, or, unless it knows of them, tokens masked.
 
     Warns:
         PrivlabWarning: with the numbers found.
@@ -48,7 +48,7 @@ def warn_of_limits(attack: str, A: Float[Tensor, "b n d"], most: int) -> None:
             PrivlabWarning,
             stacklevel=3,
         )
-    if bool((A == 0).all(2).any()):
+    if not knows_mask and bool((A == 0).all(2).any()):
         warnings.warn(
             f"{attack}: some position embeddings received no gradient, as under MJP. The attack takes the zeros "
             "for equations, as in the paper: it does not know the defense, and a low score is no evidence of privacy.",

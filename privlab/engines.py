@@ -49,6 +49,10 @@ class Engine:
             raise unknown_name("engine", self.name, ENGINES)
         if self.workers < 1:
             raise PrivlabError(f"--workers must be a positive number. Found {self.workers}.")
+        if not (self.cpus > 0 and self.gpus >= 0):
+            raise PrivlabError(
+                f"--task-cpus must be positive, --task-gpus not negative. Found {self.cpus:g} and {self.gpus:g}."
+            )
         if self.address is not None and self.name != "ray":
             raise PrivlabError(f"--ray-address is for --engine ray. Found --engine {self.name}.")
 
@@ -135,7 +139,7 @@ def _on_ray(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object])
         ray = importlib.import_module("ray")
     except ImportError:
         raise PrivlabError("--engine ray needs the extra: pip install 'privlab[ray]'.") from None
-    options: dict[str, Any] = {"address": engine.address} if engine.address else {"num_cpus": engine.workers}
+    options: dict[str, Any] = {"address": engine.address} if engine.address else {"address": "local", "num_cpus": engine.workers}
     started = not ray.is_initialized()
     try:
         if started:

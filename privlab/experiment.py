@@ -105,22 +105,29 @@ class _File:
 
     def refuse(self, message: str, table: str = "", number: int = 0, key: str = "") -> PrivlabError:
         """Return an error that names the line of a key within the `number`-th table of that name."""
-        return PrivlabError(f"{self.path}, line {self._line(table, number, key)}: {message}")
+        return PrivlabError(f"{self.path}, line {self.line(table, number, key)}: {message}")
 
     def unknown(self, kind: str, name: str, choices: Sequence[str], table: str, number: int = 0) -> PrivlabError:
         """Return an error for a key that is none of the `choices`, with the nearest ones."""
         return self.refuse(str(unknown_name(kind, name, choices)), table, number, name)
 
-    def _line(self, table: str, number: int, key: str) -> int:
+    def line(self, table: str, number: int, key: str) -> int:
+        """Return the line of a key, or of its sub-table, or else of the table's header; of no table, the file's."""
         header = re.compile(rf"\s*\[+\s*{re.escape(table)}\s*\]+\s*(#.*)?$")
         starts = [i for i, line in enumerate(self.text.splitlines(), 1) if table and header.match(line)]
-        start = starts[number] if number < len(starts) else 0
-        wanted = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[.=]")
+        if table and number >= len(starts):  # an inline table, or none
+            return self.line("", 0, table)
+        start, inside = (starts[number], rf"{re.escape(table)}\s*\.\s*") if table else (0, "")
+        plain = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[.=]")
+        below = re.compile(rf"\s*\[+\s*{inside}[\"']?{re.escape(key)}[\"']?\s*[.\]]")
+        own = True
         for i, line in enumerate(self.text.splitlines()[start:], start + 1):
-            if key and wanted.match(line):
+            if key and ((own and plain.match(line)) or below.match(line)):
                 return i
             if line.lstrip().startswith("["):
-                break
+                own = False
+                if not re.match(rf"\s*\[+\s*{inside}", line):
+                    break
         return max(start, 1)
 
 
@@ -145,14 +152,14 @@ def read_experiment(path: Path, overrides: Sequence[str] = (), **run: Any) -> Ex
         data = tomllib.loads(file.text)
     except tomllib.TOMLDecodeError as error:
         raise PrivlabError(f"{path} is no TOML: {error}.") from None
-    for override in overrides:
-        _override(data, override)
     _keys(file, data, ("title", "source", "run", "grid", "case", "table", "figure", "paper"), "")
     for name, kind in {"title": str, "source": str, "run": dict, "grid": dict, "table": dict, "paper": dict}.items():
         if name in data and not isinstance(data[name], kind):
             raise file.refuse(
                 f"{name} must be a {'table' if kind is dict else 'text'}. Found {data[name]!r}.", "", 0, name
             )
+    for override in overrides:
+        _override(data, override)
     paper = data.get("paper", {})
     _keys(file, paper, ("file", "conditions"), "paper")
     shared = data.get("run", {}) | {name: value for name, value in run.items() if value is not None}
@@ -203,7 +210,7 @@ def _layout(file: _File, given: Mapping[str, Any]) -> Layout:
         "bold": lambda v: isinstance(v, bool),
         "interval": lambda v: isinstance(v, float) and 0 < v < 1,
         "geometry": lambda v: v in ("in_place", "oracle"),
-        "paper_attack": lambda v: v in installed_attacks(),
+        "paper_attack": lambda v: isinstance(v, str),
     }
     right = {
         "columns": "a list of metrics",
@@ -211,7 +218,7 @@ def _layout(file: _File, given: Mapping[str, Any]) -> Layout:
         "bold": "true or false",
         "interval": "a number in (0, 1)",
         "geometry": "in_place or oracle",
-        "paper_attack": f"an attack: {', '.join(installed_attacks())}",
+        "paper_attack": "an attack",
     }
     for name, value in given.items():
         if not wanted[name](value):
@@ -220,16 +227,20 @@ def _layout(file: _File, given: Mapping[str, Any]) -> Layout:
         for name in given.get(where, ()):
             if name not in KNOWN:
                 raise file.refuse(str(unknown_name("metric", name, KNOWN)), "table", 0, where)
+    if (paper := given.get("paper_attack")) is not None and paper not in installed_attacks():
+        raise file.refuse(str(unknown_name("attack", paper, installed_attacks())), "table", 0, "paper_attack")
     return Layout(**{name: tuple(value) if name == "columns" else value for name, value in given.items()})
 
 
 def _figures(file: _File, given: object, cases: Sequence[Case]) -> Iterator[Figure]:
-    if not isinstance(given, list):
+    if not isinstance(given, list) or not all(isinstance(figure, dict) for figure in given):
         raise file.refuse("figures are written as [[figure]].", "figure")
     for number, figure in enumerate(given):
         _keys(file, figure, [f.name for f in fields(Figure)], "figure", number)
-        if (kind := figure.get("kind")) not in FIGURES:
-            raise file.refuse(str(unknown_name("figure", str(kind), FIGURES)), "figure", number, "kind")
+        if (kind := str(figure.get("kind"))) not in FIGURES:
+            raise file.refuse(str(unknown_name("figure", kind, FIGURES)), "figure", number, "kind")
+        if not isinstance(figure.get("name", ""), str):
+            raise file.refuse(f"name must be a text. Found {figure['name']!r}.", "figure", number, "name")
         for axis in ("x", "y"):
             known = [*KNOWN, *dict.fromkeys(name for case in cases for name in case.options)]
             if axis in figure and figure[axis] not in known:
@@ -266,7 +277,10 @@ class _Published:
             raise PrivlabError(f"{len(found)} rows of {self.name} have {dict(wanted)}. Give what names one.")
         named = {"lpips": "lpips_alex", "acc": "correct", "vit_base_acc": "correct"}
         values = {named.get(key, key): value for key, value in found[0].items() if key not in wanted and value}
-        return {key: float(value) for key, value in values.items() if key in KNOWN}
+        try:
+            return {key: float(value) for key, value in values.items() if key in KNOWN}
+        except ValueError as error:
+            raise PrivlabError(f"{self.name} must hold numbers: {error}.") from None
 
 
 def _cases(
@@ -277,7 +291,7 @@ def _cases(
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise file.refuse(f"{name} must be a list of the values to try. Found {values!r}.", "grid", 0, name)
-    if not isinstance(given, list) or not given:
+    if not isinstance(given, list) or not given or not all(isinstance(case, dict) for case in given):
         raise file.refuse("cases are written as [[case]].", "case")
     for number, case in enumerate(given):
         _keys(file, case, sorted(_RUN | _CASE), "case", number)
@@ -286,13 +300,14 @@ def _cases(
                 raise file.refuse(f"{name} must be a text. Found {case[name]!r}.", "case", number, name)
         figures = _figures_of(file, case.get("published", {}), published, number)
         own = {name: value for name, value in case.items() if name not in _CASE}
-        for values in itertools.product(*(grid[name] for name in grid)):
-            point = dict(zip(grid, values, strict=True)) | own
+        varied = [name for name in grid if name not in own]
+        for values in itertools.product(*(grid[name] for name in varied)):
+            point = dict(zip(varied, values, strict=True)) | own
             label = case.get("label") or ", ".join(f"{name} {value}" for name, value in point.items())
-            if "label" in case and grid:
-                label += "".join(f", {name} {point[name]}" for name in grid if name not in own)
+            if "label" in case:
+                label += "".join(f", {name} {point[name]}" for name in varied)
             runs = tuple(_runs(file, dict(shared) | point, number, layout))
-            plain = {name: value for name, value in point.items() if isinstance(value, str | int | float)}
+            plain = {name: ", ".join(value) if isinstance(value, list) else value for name, value in point.items()}
             yield Case(label or runs[0].models[0], case.get("group"), runs, plain, figures)
 
 
@@ -315,17 +330,16 @@ def _figures_of(file: _File, wanted: object, published: _Published | None, numbe
 
 def _runs(file: _File, values: dict[str, Any], number: int, layout: Layout) -> Iterator[Specification]:
     """Return the specifications of one case: one for each seed and draw."""
+    keys = list(values)
     seeds, draws = values.pop("seeds", [0]), values.pop("draws", 1)
     if not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds) or not seeds:
         raise file.refuse(f"seeds must be a list of whole numbers. Found {seeds!r}.", *_where(file, number, "seeds"))
     if type(draws) is not int or draws < 1:
         raise file.refuse(f"draws must be a positive whole number. Found {draws!r}.", *_where(file, number, "draws"))
-    if not isinstance(values.get("model"), str):
-        raise file.refuse(
-            f"model must be the name of one victim. Found {values.get('model')!r}.", *_where(file, number, "model")
-        )
+    for name, right in (("model", "the name of one victim"), ("setting", "a, b or c")):
+        if not isinstance(value := values.get(name, None if name == "model" else ""), str):
+            raise file.refuse(f"{name} must be {right}. Found {value!r}.", *_where(file, number, name))
     values.setdefault("metrics", list(layout.columns))
-    values["metrics"] = [name for name in values["metrics"] if name not in PLACEMENT]
     plain = {f.name: f.type for f in fields(Specification)}
     given: dict[str, Any] = {}
     for name, value in values.items():
@@ -343,18 +357,28 @@ def _runs(file: _File, values: dict[str, Any], number: int, layout: Layout) -> I
             )
         else:
             given[target] = float(value) if target == "gamma" else value
+    given["metrics"] = tuple(name for name in given["metrics"] if name not in PLACEMENT)
     try:
         first = Specification(**given)
         for seed, draw in itertools.product(seeds, range(draws)):
             yield replace(first, seed=seed, draw=draw)
     except PrivlabError as error:
-        raise file.refuse(str(error), "case" if "[[case" in file.text else "run", number) from None
+        raise file.refuse(str(error), *_where(file, number, _blamed(str(error), keys))) from None
+
+
+def _blamed(message: str, keys: Sequence[str]) -> str:
+    """Return the first of the keys that an error speaks of, by our name or that of the specification's field."""
+    words = {word.strip("'.,:-") for word in message.split()}
+    fields_of = {key: _ALIASES.get(key, key) for key in keys}
+    return next((key for key, name in fields_of.items() if words & {key, name, name.removesuffix("s")}), "")
 
 
 def _where(file: _File, number: int, key: str) -> tuple[str, int, str]:
     """Return the table in which a case's key stands: its own, the grid's, or the one that all share."""
+    if not key:
+        return ("case" if "[[case" in file.text else "run"), number, key
     for table, n in (("case", number), ("grid", 0)):
-        if file._line(table, n, key) != file._line(table, n, ""):
+        if file.line(table, n, key) != file.line(table, n, ""):
             return table, n, key
     return "run", 0, key
 

@@ -1,5 +1,6 @@
 """The grid of an experiment: every case with its cells and its images, and what of it a store still lacks."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -8,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from privlab.errors import PrivlabError
 from privlab.experiment import Experiment
@@ -18,6 +19,7 @@ from privlab.records import CONTROLS
 from privlab.store import Store
 from privlab.subjects import collected, learned_for, source_of, subject_of
 from privlab.tasks import Reference, Task, references
+from privlab.threat import PrivlabWarning
 from privlab.trial import batch_key
 
 __all__ = ["Grid", "Job", "Share", "lay_out", "missing"]
@@ -218,11 +220,11 @@ def _tasks(
         for bits in sorted({int(bit) for bit in pattern} - {0}, reverse=True):
             lack = [name for name, bit in zip(names, pattern.tolist(), strict=True) if bit == bits]
             attacks = tuple(name for name in lack if name not in CONTROLS)
-            files = _files(job, attacks, images, kept) if bits != wanted else ()
             missing_metrics = tuple(name for name in job.metrics if bits >> metrics.index(name) & 1)
             for start in range(0, len(images), size):
                 chunk = tuple(images[start : start + size])
                 controls = len(attacks) < len(lack)
+                files = _files(job, attacks, chunk, kept) if bits != wanted else ()
                 yield Task(job.case, job.spec, chunk, attacks, missing_metrics, controls, kept=files, **options)
 
 
@@ -242,10 +244,18 @@ def _kept(path: Path) -> dict[str, str]:
     """Return the file of each thing that was kept, by CELL/IMAGE."""
     found: dict[str, str] = {}
     for file in sorted(path.glob("kept/*.safetensors")):
-        with safe_open(file, "np") as tensors:
-            names = tensors.keys()
-            found |= {name.removesuffix("/images"): str(file) for name in names if name.endswith("/images")}
+        try:
+            with safe_open(file, "np") as tensors:
+                names = tensors.keys()
+        except (SafetensorError, OSError) as error:
+            warnings.warn(f"{file.name} cannot be read ({error}): its attacks run again.", PrivlabWarning, stacklevel=3)
+            continue
+        found |= {name.removesuffix("/images"): str(file) for name in names if name.endswith("/images")}
     return found
+
+
+_FAILED = 1 << 62
+"""The bit of an image that failed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +278,7 @@ class _Done:
         }
         bits = frame.metrics.map(measured).astype("Int64").fillna(0).to_numpy(np.int64)
         failed = (frame.status != "ok").to_numpy()
-        bits[failed] = 0 if retry_failed else -1
+        bits[failed] = 0 if retry_failed else _FAILED
         image = frame.image_sha256.astype(object).where(frame.image_sha256 != "", frame.image.astype(object))
         frame = frame.assign(bits=bits, image_id=image)
         joined: dict[tuple[int, str], np.ndarray] = {}
@@ -287,11 +297,15 @@ class _Done:
                     fine &= (rows.batch.astype(object).to_numpy() == batch) | (rows.status != "ok").to_numpy()
                 found = np.zeros(len(job.images), np.int64)
                 np.bitwise_or.at(found, place[fine].astype(int), rows.bits.to_numpy()[fine])
-                joined[number, cell] = found
+                joined[number, cell] = np.where(found == _FAILED, -1, found)  # what was finished later says what is done
         return cls(grid, joined)
 
     def of(self, number: int) -> np.ndarray:
         """Return the bits of one job: cells × images."""
         job = self.grid.jobs[number]
         none = np.zeros(len(job.images), np.int64)
-        return np.stack([self.bits.get((number, cell), none) for cell in job.cells.values()])
+        bits = np.stack([self.bits.get((number, cell), none) for cell in job.cells.values()])
+        attacks = np.array([name not in CONTROLS for name in job.cells])
+        if attacks.any():  # where nothing could be read there is nothing to make controls of
+            bits[~attacks] |= np.where((bits[attacks] == -1).all(0), -1, 0)
+        return bits

@@ -1,8 +1,10 @@
 """What is done to stores besides writing and reading: checks, merges, and results that were measured elsewhere."""
 
+import hashlib
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from filecmp import cmp
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pandas as pd
 
 from privlab.errors import PrivlabError
 from privlab.metrics import METRICS
-from privlab.store import KEY, RunDirectory, Store, part_frame, write_whole
+from privlab.store import KEY, RunDirectory, Store, part_frame
 
 __all__ = ["Checked", "Conflict", "check", "existing", "merge"]
 
@@ -85,9 +87,10 @@ def merge(target: Path, sources: Sequence[Path]) -> list[Conflict]:
     for store in stores:
         for file in _files(store.path):
             name = file.relative_to(store.path)
+            if file.suffix == ".parquet" and (target / name).exists() and not cmp(target / name, file, shallow=False):
+                name = name.with_stem(f"{name.stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}")
             if not (target / name).exists():
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                write_whole(target / name, lambda temporary, file=file: shutil.copyfile(file, temporary))
+                run.write_file(str(name), lambda temporary, file=file: shutil.copyfile(file, temporary))
     if not run.is_run():
         facts = next((RunDirectory(s).read_run() for s in sources if (s / "run.json").exists()), None)
         if facts is not None:
@@ -113,16 +116,15 @@ def existing(path: Path) -> Store:
 
 def _conflicts(rows: pd.DataFrame) -> Iterator[Conflict]:
     """Yield the scores of one record that differ between its rows."""
-    again = rows[rows.duplicated(KEY, keep=False) & (rows.status == "ok")]
+    again = rows[rows.duplicated(KEY, keep=False) & rows.cell.notna() & (rows.status == "ok")]
     metrics = [name for name in METRICS if name in rows]
     if again.empty:
         return
     groups = again.groupby(KEY, sort=False, dropna=False)[metrics]
     least, most = groups.min(), groups.max()
     with np.errstate(invalid="ignore"):
-        apart = (most - least) > _CLOSE * most.abs().clip(lower=1e-3)
-    for key, row in least[apart.any(axis=1)].iterrows():
-        cell, image = tuple(key)[:2]  # pyright: ignore[reportArgumentType]  # a tuple of KEY
-        for metric in metrics:
-            if apart.loc[key, metric]:
-                yield Conflict(str(cell), str(image), metric, float(row[metric]), float(most.loc[key, metric]))
+        apart = (most - least) > _CLOSE * most.abs().clip(1e-3, 1e6)  # PSNR may be infinite
+    for place, column in np.argwhere(apart.to_numpy()):
+        cell, image, *_ = least.index[place]
+        ours, theirs = float(least.iat[place, column]), float(most.iat[place, column])
+        yield Conflict(str(cell), str(image), metrics[column], ours, theirs)

@@ -69,24 +69,27 @@ class Store:
         wanted = list(COLUMNS.names if columns is None else columns)
         asked = list(dict.fromkeys([*wanted, "schema"]))
         parts = self.parts()
+        for file in sorted(set(self.records.glob("[!._]*")) - set(parts)):
+            if file.is_file():
+                self._leave_out(file, "its name is none of a part")
         try:
             table = _read(parts, asked)
         except (pa.ArrowException, OSError):  # one of them is no part
             table = None
         if table is None or table["schema"].null_count:
-            table = _read(list(self._sound(parts)), asked)
+            table = _read(list(self._sound(parts, asked)), asked)
         return _migrated(table, self.path).select(wanted)
 
     def frame(self) -> pd.DataFrame:
         """Return every record once: rows of one record that hold different metrics are joined."""
         return merged(part_frame(self.read()))
 
-    def _sound(self, parts: Sequence[Path]) -> Iterator[Path]:
+    def _sound(self, parts: Sequence[Path], columns: Sequence[str]) -> Iterator[Path]:
         """Yield the parts that can be read; the others are set aside, never deleted."""
         for part in parts:
             try:
                 if {"schema", "attack", "image"} <= set(pq.read_schema(part).names):
-                    pq.read_table(part, columns=["schema"])
+                    _read([part], columns)
                     yield part
                     continue
                 reason = "it holds no records"
@@ -94,14 +97,20 @@ class Store:
                 continue
             except (pa.ArrowException, OSError) as error:
                 reason = str(error).partition("\n")[0].rstrip(".")
-            where = self._put_aside(part)
-            warnings.warn(f"{part.name} is no part of a store ({reason}): {where}.", PrivlabWarning, stacklevel=4)
+            self._leave_out(part, reason)
 
-    def _put_aside(self, part: Path) -> str:
+    def _leave_out(self, file: Path, reason: str) -> None:
+        where = self._put_aside(file)
+        warnings.warn(f"{file.name} is no part of a store ({reason}): {where}.", PrivlabWarning, stacklevel=4)
+
+    def _put_aside(self, file: Path) -> str:
+        if not (self.path / "run.json").exists():
+            return "left out"  # all of this may be somebody else's
         aside = self.path / _SET_ASIDE
         try:
             aside.mkdir(exist_ok=True)
-            part.rename(aside / part.name)
+            there = (aside / file.name).exists()
+            file.rename(aside / (f"{file.stem}-{uuid.uuid4().hex[:8]}{file.suffix}" if there else file.name))
         except OSError:  # a read-only store
             return "left out"
         return f"moved to {aside}"
@@ -116,7 +125,7 @@ def part_frame(table: pa.Table) -> pd.DataFrame:
 
 def merged(frame: pd.DataFrame) -> pd.DataFrame:
     """Return every record once, in the order of first rows: finished rows win, gaps are filled by the others."""
-    again = frame.duplicated(KEY, keep=False)
+    again = frame.duplicated(KEY, keep=False) & frame.cell.notna()  # rows of earlier versions have no key
     if again.any():
         several = frame[again].assign(place=frame.index[again], failed=frame.status[again] != "ok")
         groups = several.sort_values(["failed", "place"]).groupby(KEY, sort=False, dropna=False)
@@ -286,4 +295,5 @@ def _sync(path: Path) -> None:
 def _unwritable(path: Path, error: OSError) -> PrivlabError:
     if error.errno == errno.ENOSPC:
         return PrivlabError(f"No space left on the device of '{path}'. What was finished before stays readable.")
-    return PrivlabError(f"'{path}' cannot be written: {error.strerror or error}. Give another --out.")
+    reason = os.strerror(error.errno) if error.errno else error  # Arrow's own words are long
+    return PrivlabError(f"'{path}' cannot be written: {reason}. Give another --out.")

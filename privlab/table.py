@@ -106,9 +106,10 @@ def fill(
     earlier = run.read_run() if run.is_run() else {}
     if "specification" in earlier:
         raise PrivlabError(f"'{path}' holds a run of privlab attack. Give another --out.")
-    if earlier.get("cases") == _as_json(facts["cases"]):  # the same experiment: what weakened it then still does
+    known = _as_json(facts)
+    if earlier.get("cases") == known["cases"]:  # the same experiment: what weakened it then still does
         messages += [message for message in earlier["warnings"] if message not in messages]
-        if not tasks and earlier["status"] == "finished":
+        if not tasks and earlier["status"] == "finished" and earlier | known == earlier:
             return tuple(messages)
     facts |= _machine(command, options)
     run.write_run(facts | {"status": "running", "warnings": messages})
@@ -133,7 +134,7 @@ def fill(
     return tuple(messages)
 
 
-def _as_json(value: object) -> object:
+def _as_json(value: object) -> Any:  # noqa: ANN401
     return json.loads(json.dumps(value))
 
 

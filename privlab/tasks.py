@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 from safetensors.torch import load_file, save
 
-from privlab.decode import Picture
+from privlab.decode import MAX_BYTES, Picture
 from privlab.evaluate import Evaluator
 from privlab.images import ImageSource, chunk_of
 from privlab.machine import pick_device
@@ -82,7 +82,8 @@ def references(source: ImageSource) -> list[Reference]:
 
 def _file_hash(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        fine = path.is_file() and path.stat().st_size <= MAX_BYTES  # a pipe would be read for ever
+        return hashlib.sha256(path.read_bytes()).hexdigest() if fine else ""
     except OSError:
         return ""
 
@@ -122,10 +123,16 @@ def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[
     size = task.batch_size or (64 if device.type == "cuda" else 8)
     if task.spec.features_released:
         size = task.spec.client_batch
+    places = None if source.names is None else {name: place for place, name in enumerate(source.names)}
     for start in range(0, len(task.images), size):
         wanted = task.images[start : start + size]
-        pictures = source.pick([reference.place for reference in wanted])
-        yield [_same(picture, reference) for picture, reference in zip(pictures, wanted, strict=True)]
+        there = [r.place if places is None else places.get(r.name) for r in wanted]  # a file that goes moves the others
+        read = iter(source.pick([place for place in there if place is not None]))
+        gone = "The file has gone since the run was planned."
+        yield [
+            _same(Picture(r.name, "", None, None, "none", gone) if place is None else next(read), r)
+            for r, place in zip(wanted, there, strict=True)
+        ]
 
 
 def _same(picture: Picture, reference: Reference) -> Picture:

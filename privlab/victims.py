@@ -191,8 +191,7 @@ def _file(name: str, architecture: str, weights: str, seed: int) -> Path | None:
 def _trained(name: str, architecture: str, variant: str, path: Path, origin: str, img_size: int | None) -> Victim:
     state, unknown = stored.from_any_layout(stored.read_state(path))
     vit = _create(architecture, variant, img_size, classes=_classes(state))
-    if origin.startswith("pretrained:") and variant == "_nope":
-        state.pop("pos_embed", None)
+    if variant == "_nope" and state.pop("pos_embed", None) is not None:
         _warn(f"{name}: the weights were trained with position embeddings, which are left out here.")
     if unknown is not None and variant != "_mjp":
         raise PrivlabError(

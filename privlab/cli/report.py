@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from privlab.cli.common import common, print_json
+from privlab.cli.store import warned
 from privlab.errors import PrivlabError
 
 __all__ = ["figures", "report"]
@@ -21,7 +22,8 @@ def report(directory: Path, out: Path | None, as_json: bool) -> None:
     from privlab.report.page import write_page
     from privlab.report.results import load_results
 
-    path = write_page(load_results(directory), out or directory / "report.html")
+    with warned():
+        path = write_page(load_results(directory), out or directory / "report.html")
     _say([path], as_json)
 
 
@@ -38,7 +40,9 @@ def figures(directory: Path, out: Path | None, formats: str, as_json: bool) -> N
     wanted = formats.split(",")
     if unknown := [name for name in wanted if name not in _FORMATS]:
         raise PrivlabError(f"--format must be {', '.join(_FORMATS)}. Found '{unknown[0]}'.")
-    _say(write_figures(load_results(directory), out or directory / "figures", wanted), as_json)
+    with warned():
+        paths = write_figures(load_results(directory), out or directory / "figures", wanted)
+    _say(paths, as_json)
 
 
 def _say(paths: list[Path], as_json: bool) -> None:

@@ -1,5 +1,7 @@
 """`privlab store`: look into a directory of records, export it, merge several, and add what was measured elsewhere."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,10 +10,24 @@ import click
 from privlab.cli.common import common, err, plain, print_json, print_rows
 from privlab.errors import PrivlabError
 
-__all__ = ["store"]
+__all__ = ["store", "warned"]
 
 _DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
 _SUFFIXES = (".csv", ".parquet", ".json")
+
+
+@contextmanager
+def warned() -> Iterator[None]:
+    """Say each of privlab's warnings in one line."""
+    from privlab.subjects import collected
+
+    messages: list[str] = []
+    try:
+        with collected(messages):
+            yield
+    finally:
+        for message in messages:
+            err.print(f"Warning: {message}", style="yellow", markup=False)
 
 
 @click.group()
@@ -54,7 +70,8 @@ def show(directory: Path, limit: int, as_json: bool) -> None:
     """Show records: what was run on which image, and how it scored."""
     from privlab.maintenance import existing
 
-    frame = existing(directory).frame()
+    with warned():
+        frame = existing(directory).frame()
     columns = ["victim", "defense", "setting", "attack", "geometry", "image", "psnr", "ssim", "status"]
     rows = frame[columns].head(limit).to_dict("records")
     if not rows:
@@ -75,7 +92,8 @@ def export(directory: Path, file: Path, as_json: bool) -> None:
 
     if file.suffix not in _SUFFIXES:
         raise PrivlabError(f"FILE must end in {', '.join(_SUFFIXES)}. Found '{file.name}'.")
-    frame = existing(directory).frame()
+    with warned():
+        frame = existing(directory).frame()
     writers = {
         ".csv": lambda path: frame.to_csv(path, index=False),
         ".parquet": lambda path: frame.to_parquet(path, index=False),
@@ -97,8 +115,9 @@ def merge(target: Path, sources: tuple[Path, ...], as_json: bool) -> int:
     from privlab.maintenance import check as checked
     from privlab.maintenance import merge as merged
 
-    conflicts = merged(target, sources)
-    found = checked(target)
+    with warned():
+        conflicts = merged(target, sources)
+        found = checked(target)
     if as_json:
         print_json({"records": found.records, "conflicts": [asdict(conflict) for conflict in conflicts]})
     else:

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from privlab.cli.common import common, err, print_json, print_table
+from privlab.cli.common import common, err, fits, print_json, print_table
+from privlab.cli.store import warned
 from privlab.errors import PrivlabError
 
 if TYPE_CHECKING:
     from privlab.grid import Grid
+    from privlab.report.results import Results
     from privlab.table import Options
     from privlab.tasks import Result, Task
 
@@ -66,13 +69,16 @@ def table(
     """Run what EXPERIMENT (a TOML file, or a name of `privlab list experiments`) still lacks, and print its table."""
     from privlab.experiment import read_experiment
     from privlab.experiments.named import find_experiment
+    from privlab.report.results import load_results
     from privlab.table import fill, prepare
 
     file = find_experiment(experiment)
     named = {name: options.pop(name) for name in ("limit", "weights", "lpips_weights")}
     parsed = read_experiment(file, overrides, images=list(images) or None, **named)
     path, how = out or Path("runs", parsed.name), _options(options)
-    grid, tasks = prepare(parsed, path, how)
+    with warned():
+        other = None if compare is None else load_results(compare)
+        grid, tasks = prepare(parsed, path, how)
     if plan:
         _show_plan(grid, tasks, as_json)
         return 0
@@ -83,7 +89,9 @@ def table(
         )
     for message in messages:
         err.print(f"Warning: {message}", style="yellow", markup=False)
-    return _print_results(path, "json" if as_json else format_, standalone, all_attacks, compare)
+    with warned():
+        results = load_results(path)
+    return _print_results(results, "json" if as_json else format_, standalone, all_attacks, other)
 
 
 def _options(given: dict[str, Any]) -> "Options":
@@ -157,7 +165,8 @@ def _show_plan(grid: "Grid", tasks: Sequence["Task"], as_json: bool) -> None:
         cost = "—" if not row["seconds"] else f"{row['seconds']:.0f} s"
         label = f"{row['group']} {row['label']}" if row["group"] else row["label"]
         shown.add_row(
-            label, ", ".join(row["attacks"]), ", ".join(row["refused"]), str(row["images"]), str(row["done"]), cost
+            *(escape(label), ", ".join(row["attacks"]), ", ".join(row["refused"])),
+            *(str(row["images"]), str(row["done"]), cost),
         )
     print_table(shown)
     total = sum(row["seconds"] or 0 for row in rows)
@@ -166,32 +175,25 @@ def _show_plan(grid: "Grid", tasks: Sequence["Task"], as_json: bool) -> None:
     )
 
 
-def _print_results(path: Path, format_: str | None, standalone: bool, all_attacks: bool, compare: Path | None) -> int:
+def _print_results(
+    results: "Results", format_: str | None, standalone: bool, all_attacks: bool, other: "Results | None"
+) -> int:
     from privlab.report.compare import compare as against
-    from privlab.report.formats import to_csv, to_json, to_latex, to_markdown, to_rich
-    from privlab.report.leakage import conditions_that_differ, headline, leakage
-    from privlab.report.results import load_results
+    from privlab.report.formats import render, to_rich
+    from privlab.report.leakage import headline, leakage
+    from privlab.report.sheet import Caption
 
-    results = load_results(path)
-    rows = leakage(results)
+    rows, caption = leakage(results), Caption.of(results)
     shown = rows if all_attacks else headline(rows)
-    if format_ == "latex":
-        click.echo(to_latex(results, shown, standalone=standalone), nl=False)
-    elif format_ == "csv":
-        click.echo(to_csv(results, shown), nl=False)
-    elif format_ == "markdown":
-        click.echo(to_markdown(results, shown), nl=False)
-    elif format_ == "json":
-        click.echo(to_json(results, rows), nl=False)
+    if format_ is not None:
+        click.echo(render(format_, shown, results.layout, caption, standalone=standalone), nl=False)
     else:
-        wide = to_rich(shown, results.layout)
-        print_table(wide)
-        for line in conditions_that_differ(results):
-            click.echo(f"differs: {line}")
-        click.echo(f"run: {path}")
-    if compare is not None:
-        for moved in against(load_results(compare), results):
-            err.print(str(moved), markup=False)
+        wide = to_rich(shown, results.layout, caption, stacked=all_attacks)
+        print_table(wide if fits(wide) else to_rich(shown, results.layout, caption, stacked=True))
+        click.echo(f"run: {results.path}")
+    if other is not None:
+        for moved in against(other, results):
+            click.echo(str(moved), err=True)
     failed = results.records[results.records.status != "ok"].drop_duplicates(["image", "reason"])
     for image, reason in zip(failed.image, failed.reason, strict=True):
         err.print(f"Failed: {image}: {reason}", style="red", markup=False)

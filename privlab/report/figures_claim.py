@@ -62,9 +62,9 @@ def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     for (case, role), score in scores.items():
         at = middles[case] + (roles.index(role) - (len(roles) - 1) / 2) * _BAR
         _draw_bar(ax, at, role, score, scale)
-        said = _said(levels, case, role, y)
-        attack = f"  {behind[case]}" if several and role is WORST and case in behind else ""
-        ax.text(1.02, at, said + attack, transform=ax.get_yaxis_transform(), va="center", fontsize=SMALL - 0.5)
+        beside = _said(levels, case, role, y)
+        beside += f"  {behind[case]}" if several and role is WORST and case in behind else ""
+        ax.text(1.02, at, beside, transform=ax.get_yaxis_transform(), va="center", fontsize=SMALL - 0.5)
     line = control_line(ax, control, scale, upright=True)
     scale.apply(ax, "x")
     ax.set_xlabel(axis_title(y))
@@ -89,7 +89,7 @@ def _said(levels: Levels, case: int, role: Role, metric: str) -> str:
     score, row = levels.score(case, role, metric), levels.row(case, role)
     if row is not None and row.refused and not row.images and role is not WORST:
         return "cannot run"
-    if KNOWN[metric].arrow == "":
+    if not KNOWN[metric].arrow:  # in per cent
         return shown(score.mean, 1)
     return shown(score.mean, levels.results.layout.decimals.get(metric, KNOWN[metric].decimals))
 

@@ -35,6 +35,9 @@ __all__ = ["draw_curve"]
 Groups = Mapping[str, Sequence[tuple[float, int]]]
 """The cases of each group, each after its place on the axis of the option, in ascending order."""
 
+_HEIGHT = 1.6
+"""Height of the axes, in inches."""
+
 
 @dataclass(frozen=True)
 class _Series:
@@ -79,7 +82,7 @@ def draw_curve(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     ax.set_xlabel(_title(results.cases[cases[0]], option))
     ax.set_ylabel(axis_title(figure.y))
     said = notes(levels, cases, f"Bands: {results.layout.interval * 100:g} % bootstrap intervals of the mean.")
-    dress(picture, 1.6, _handles(series, line), said)
+    dress(picture, _HEIGHT, _handles(series, line), said)
     return picture
 
 
@@ -107,7 +110,7 @@ def _groups(results: Results, name: str, option: str) -> Groups:
     return groups
 
 
-def _number(value: str | float | None) -> float | None:
+def _number(value: str | float | int | None) -> float | None:
     """Return an option as a number, if it is one: 0.5 for `set = "std=0.5"`, too."""
     if isinstance(value, bool) or value is None:
         return None
@@ -134,7 +137,7 @@ def _group_names(cases: Sequence[CaseFacts], xs: Sequence[float], option: str) -
     return [", ".join(filter(None, (name, case.group))) for name, case in zip(names, cases, strict=True)]
 
 
-def _said(key: str, value: str | float) -> str:
+def _said(key: str, value: str | float | int) -> str:
     plain = f"{value:g}" if isinstance(value, float) else f"{value}"
     return plain if key in ("model", "defense", "set") else f"{key.replace('_', ' ')} {plain}"
 

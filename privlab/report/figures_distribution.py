@@ -76,7 +76,9 @@ def draw_distribution(results: Results, figure: Figure) -> matplotlib.figure.Fig
     handles += control_line(ax, control, scale, upright=True)
     scale.apply(ax, "x")
     ax.set_xlabel(axis_title(figure.y))
-    dress(picture, height(rows), handles, notes(levels, cases, "Boxes: quartiles and median; lines: range."))
+    dots = f"{_POINTS} quantiles" if max(len(sample.scores) for sample in samples) > _POINTS else "images"
+    said = f"Boxes: quartiles and median; lines: range; dots: {dots}."
+    dress(picture, height(rows), handles, notes(levels, cases, said))
     return picture
 
 
@@ -84,7 +86,9 @@ def _samples(levels: Levels, metric: str) -> Iterator[_Sample]:
     """Yield what was measured, case by case: the paper's attack, the other attacks, the worst case."""
     layout = levels.results.layout
     images = leakage.per_image(levels.results.records, [metric], layout.geometry)
-    images = images.loc[~images.control & images[metric].notna()]
+    images = images.loc[
+        ~images.control & images[metric].notna() & (images.image != "")
+    ]  # "": a mean, of no known image
     roles = {leakage.WORST: WORST} | ({layout.paper_attack: PAPER} if layout.paper_attack else {})
     cells = {key: rows[metric].to_numpy(np.float64) for key, rows in images.groupby(["case", "attack", "external"])}
     found = [

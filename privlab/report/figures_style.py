@@ -13,7 +13,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from privlab.experiment import KNOWN
 
@@ -194,21 +194,25 @@ class Scale:
     @classmethod
     def over(cls, values: Iterable[float], *, log: bool) -> "Scale":
         """Return the scale of an axis: logarithmic, if allowed, where values ≥ 0 span more than two decades."""
-        known = np.array([v for v in values if not math.isnan(v)], dtype=float)
-        finite = known[np.isfinite(known)]
-        positive = finite[finite > 0]
-        log = log and bool(len(positive)) and bool((finite >= 0).all()) and positive.max() > 100 * positive.min()
-        low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
+        known = [value for value in values if not math.isnan(value)]
+        finite = [value for value in known if math.isfinite(value)] or [0.0, 1.0]
+        positive = [value for value in finite if value > 0]
+        low, high = min(finite), max(finite)
+        log = log and low >= 0 and bool(positive) and high > 100 * min(positive)
         top = bottom = None
-        if bool(np.isposinf(known).any()):
+        if math.inf in known:
             top = high * 10 if log else high + 0.15 * ((high - low) or abs(high) or 1.0)
         if log:
-            bottom = float(positive.min()) / 10 if low == 0 else None
-            low = float(positive.min())
+            bottom = min(positive) / 10 if low == 0 else None
+            low = min(positive)
         return cls(log, (low, high), top, bottom)
 
-    def place(self, values: ArrayLike) -> NDArray[np.float64]:
-        """Return where the scores are drawn."""
+    def at(self, value: float) -> float:
+        """Return where a score is drawn."""
+        return float(self.place([value])[0])
+
+    def place(self, values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return where scores are drawn."""
         placed = np.array(values, dtype=float)
         if self.top is not None:
             placed = np.where(np.isposinf(placed), self.top, placed)
@@ -235,7 +239,7 @@ def control_line(ax: Axes, level: float, scale: Scale, *, upright: bool = False)
     """Draw the level of the leakiest control, if it was measured; return its part of the legend."""
     if math.isnan(level):
         return []
-    place = float(scale.place(level))
+    place = scale.at(level)
     line = (ax.axvline if upright else ax.axhline)(place, zorder=2.1, label="leakiest control", **_CONTROL)
     return [line]
 

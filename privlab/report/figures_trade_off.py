@@ -30,6 +30,9 @@ __all__ = ["draw_trade_off"]
 
 _Place = tuple[float, float]
 
+_HEIGHT = 2.0
+"""Height of the axes, in inches."""
+
 
 def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     """Draw a metric of leakage against one of utility (`correct`, unless x names another): a labelled point per case.
@@ -66,11 +69,11 @@ def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure
     ax.set_xlabel(axis_title(x, "as published" if utility is PUBLISHED else ""))
     ax.set_ylabel(axis_title(y))
     said = notes(levels, cases, "Means over images.")
-    dress(picture, 2.0, handles, said, columns=3)
+    dress(picture, _HEIGHT, handles, said, columns=3)
     names = [case_names(levels)[case] for case in cases]
     if not place_labels(picture, ax, joins, names, near=True):
         key = "; ".join(f"{n} {name}".replace(" ", "\N{NO-BREAK SPACE}") for n, name in enumerate(names, 1))
-        dress(picture, 2.0, handles, [f"{key}.", *said], columns=3)
+        dress(picture, _HEIGHT, handles, [f"{key}.", *said], columns=3)
         numbers = [f"{n}" for n in range(1, len(names) + 1)]
         if not any(place_labels(picture, ax, joins, numbers, over_lines=over) for over in (False, True)):
             raise PrivlabError(f"The trade-off '{figure.name}' has {len(names)} cases: more than it has room to name.")
@@ -99,7 +102,7 @@ def _draw_points(
     places: dict[int, list[_Place]] = {}
     for role, of_role in points.items():
         for case, (x, y) in of_role.items():
-            places.setdefault(case, []).append((float(scales[0].place(x)), float(scales[1].place(y))))
+            places.setdefault(case, []).append((scales[0].at(x), scales[1].at(y)))
         drawn = np.array([places[case][-1] for case in of_role]).reshape(-1, 2)
         ax.plot(drawn[:, 0], drawn[:, 1], zorder=3, **{**look(role), "linestyle": "none"})
     joins = [np.array(places[case]) for case in sorted(places)]

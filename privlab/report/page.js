@@ -23,7 +23,7 @@
   const distinct = (values) => [...new Set(values)];
   const kinds = { attack: "", control: "control", worst: "bound" };
   const metricOptions = DATA.metrics.map((metric) => [metric.name, metric.head]);
-  const caseOptions = DATA.cases.map((one, i) => [String(i), one.group ? `${one.group}: ${one.label}` : one.label]);
+  const caseOptions = DATA.cases.map((one, i) => [String(i), one.name]);
   const named = (set) => set.attack + (set.external ? " (external)" : "");
   for (const set of DATA.sets) set.place = new Map(set.at.map((image, j) => [image, j]));
   const scoreOf = (set, image, metric) => (set && set.place.has(image) ? number(set.values[metric][set.place.get(image)]) : NaN);
@@ -43,7 +43,7 @@
   }
   function rowOf(set, more) {
     const one = DATA.cases[set.case];
-    return { set, case: one.label, setting: one.setting, attack: named(set), geometry: set.geometry, text: [one.group, one.label, set.attack, set.external, set.refused, one.setting], ...more };
+    return { set, case: one.name, setting: one.setting, attack: named(set), geometry: set.geometry, text: [one.group, one.name, set.attack, set.external, set.refused, one.setting], ...more };
   }
   function allRows(level) {
     if (table.rows[level]) return table.rows[level];
@@ -84,7 +84,7 @@
     const metric = METRIC[key], value = valueOf(row, key);
     if (key === "image") return make("td", {}, make("button", { className: "link", textContent: value, onclick: () => openImage(row.index, row.set) }));
     if (key === "attack" && row.set.by && row.index !== undefined) return make("td", { textContent: `${value} (${row.set.by[DATA.lead]?.[row.place] ?? "n/a"})` });
-    if (key === "attack" && row.set.refused) return make("td", {}, value, make("small", { className: "by", textContent: `refused: ${row.set.refused}` }));
+    if (key === "attack" && row.set.refused) return make("td", {}, value, make("small", { className: "by", textContent: "refused", title: row.set.refused }));
     if (!metric) return make("td", { textContent: value, className: key === "n" || key === "failed" ? "number" : "" });
     const made = make("td", { className: "number", textContent: shown(value, metric.decimals) });
     if (row.index === undefined) {

@@ -20,7 +20,7 @@ from privlab.decode import one_line
 from privlab.errors import PrivlabError
 from privlab.records import CONTROL
 from privlab.report.leakage import leakage
-from privlab.report.page_data import Images, leaks, page_data, scores_of
+from privlab.report.page_data import Images, case_names, leaks, page_data, scores_of
 from privlab.report.page_pictures import Album, albums, order_of
 from privlab.report.page_verdict import flags, lead_metric, lead_text, verdict
 from privlab.report.results import Results
@@ -122,9 +122,7 @@ def _held(held: Mapping[int, Album], images: int) -> str:
         parts.append(f"{images - len(shown):,} have no picture")
     text = ", ".join(parts) + "."
     if whole < len(shown):
-        text += (
-            " The others lie in the directory, under pictures/. Best, median and worst scores come first."
-        )
+        text += " The others lie in the directory, under pictures/. Best, median and worst scores come first."
     if unread := sum(album.unread for album in held.values()):
         text += f" {unread:,} files could not be read as pictures."
     return text
@@ -144,20 +142,25 @@ def _counts(results: Results) -> list[tuple[str, int]]:
     ]
 
 
-_STATED = ("victim", "weights", "block", "defense", "setting", "release", "label_origin", "seed", "draw", "dtype", "device")
+_STATED = ("victim", "weights", "block", "defense", "setting", "release", "label_origin")
+_RUN = ("started", "written", "seconds", "status", "engine", "workers")
+_STATED += ("seed", "draw", "dtype", "device", "privlab_version")
 
 
 def _tables(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return what was run, the paper's conditions, versions and hardware, as tables of two columns."""
     facts, records = results.facts, results.records
     run = [(name.replace("_", " "), _distinct(records[name])) for name in _STATED if name in records]
-    run += [(name, str(facts[name])) for name in ("started", "seconds", "status") if facts.get(name) is not None]
+    run += [(name, str(facts[name])) for name in _RUN if facts.get(name) is not None]
+    run += [("images", str((facts.get("images") or {}).get("source") or ""))]
+    run += [("commit", ", ".join(f"{name} {value}" for name, value in (facts.get("commit") or {}).items()))]
+    options = [", ".join(f"{name} {value}" for name, value in case.options.items()) for case in results.cases]
     tables = [
         ("What was run", [(name, value) for name, value in run if value]),
+        ("Cases", list(zip(case_names(results), options, strict=True))),
         ("The paper's conditions", [(name, str(value)) for name, value in results.conditions.items()]),
         ("Versions", _pairs(facts.get("versions"))),
         ("Hardware", _pairs(facts.get("hardware"))),
-        ("Commit", _pairs(facts.get("commit"))),
     ]
     return [(name, rows) for name, rows in tables if rows]
 

@@ -1,6 +1,7 @@
 """What the script of the page reads: the scores of each attack on each case, image by image."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,17 +14,15 @@ from privlab.records import CONTROL
 from privlab.report.leakage import Row, leakage, per_image, worst_case
 from privlab.report.results import Results
 
-__all__ = ["Images", "Scores", "decimals", "leaks", "page_data", "scores_of", "title"]
+__all__ = ["Images", "Scores", "case_names", "decimals", "leaks", "page_data", "scores_of", "title"]
 
 _ACRONYMS = {"mse", "psnr", "ssim", "fft2d", "mjp", "lpips"}
 
 
 def title(metric: str) -> str:
     """Return a metric's name as a heading, with the arrow of the direction that leaks."""
-    words = " ".join(
-        word.upper() if word in _ACRONYMS else word for word in metric.replace("f_sim", "F-SIM").split("_")
-    )
-    return f"{words} {KNOWN[metric].arrow}".strip()
+    words = metric.replace("f_sim", "F-SIM").split("_")
+    return " ".join([*(word.upper() if word in _ACRONYMS else word for word in words), KNOWN[metric].arrow]).strip()
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,12 +127,20 @@ def page_data(results: Results, images: Images, scores: Sequence[Scores], lead: 
             for name in results.layout.columns
         ],
         "cases": [
-            {"label": case.label, "group": case.group, "setting": settings.get(i, "")}
-            for i, case in enumerate(results.cases)
+            {"name": name, "group": case.group, "setting": settings.get(i, "")}
+            for i, (case, name) in enumerate(zip(results.cases, case_names(results), strict=True))
         ],
         "images": [[name, sha[:16]] for name, sha in zip(images.names, images.hashes, strict=True)],
         "sets": [_set(one, results.layout.columns) for one in scores],
     }
+
+
+def case_names(results: Results) -> list[str]:
+    """Return the label of each case, with its group where another case has the same label."""
+    count = Counter(case.label for case in results.cases)
+    return [
+        f"{case.label}, {case.group}" if case.group and count[case.label] > 1 else case.label for case in results.cases
+    ]
 
 
 def decimals(results: Results, metric: str) -> int:

@@ -126,7 +126,7 @@ def _encoded(data: bytes, *, full: bool) -> tuple[str, str | None]:
             return _uri("png", data), ""
         picture = opened.convert("RGB")
     large = _jpeg(picture, _FULL_QUALITY) if full else None
-    picture.thumbnail((_SMALL, _SMALL))
+    picture.thumbnail((_SMALL, _SMALL), reducing_gap=1.0)
     return _jpeg(picture, _SMALL_QUALITY), large
 
 

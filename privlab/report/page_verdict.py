@@ -2,13 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from privlab.experiment import KNOWN
 from privlab.report.leakage import Row, Score, conditions_that_differ
-from privlab.report.page_data import decimals, leaks, title
+from privlab.report.page_data import case_names, decimals, leaks, title
 from privlab.report.results import Results
 
 __all__ = ["Flag", "Verdict", "flags", "lead_metric", "lead_text", "verdict"]
@@ -19,10 +19,10 @@ _LEFT, _RIGHT, _EXACT = 8.0, 184.0, 194.0
 
 @dataclass(frozen=True)
 class Flag:
-    """Something that weakens the verdict, and the case or the attack that it is about."""
+    """A way in which the verdict is weakened, and where."""
 
-    where: str
-    text: str
+    head: str
+    items: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class _Case:
     claim: Score
     worst: Score
     leakiest: Mapping[str, int]
+    refused: int
+    claim_refused: bool
     external: str | None
     control: Score
     control_name: str
@@ -110,6 +112,8 @@ class _Case:
             metric,
             *(scores.get(kind, _NOTHING) for kind in ("published", "paper", "worst")),
             leakiest=worst.leakiest.get(metric, {}),
+            refused=len(worst.refused),
+            claim_refused="paper" in found and bool(found["paper"].refused),
             external=worst.external,
             control=best.scores[metric] if best else _NOTHING,
             control_name=(best.attack or "").removeprefix("control:") if best else "",
@@ -125,14 +129,20 @@ class _Case:
         """Return whether the worst case leaks more than the paper's attack."""
         return leaks(self.metric) * self.worst.mean > leaks(self.metric) * self.claim.mean
 
+    @property
+    def apart(self) -> bool:
+        """Return whether the intervals of the worst case and of the paper's attack do not meet."""
+        first, second = (self.claim, self.worst) if leaks(self.metric) > 0 else (self.worst, self.claim)
+        return first.high < second.low
+
     def line(self, label: str, n: int, ends: tuple[float, float]) -> Line:
         marks = {"published": self.published, "claim": self.claim, "worst": self.worst, "control": self.control}
         return Line(
             label=label,
             external=self.external,
             published=shown(self.published.mean, n) if not math.isnan(self.published.mean) else "—",
-            claim=_with_interval(self.claim, n),
-            worst=_with_interval(self.worst, n),
+            claim=_with_interval(self.claim, n, refused=self.claim_refused),
+            worst=_with_interval(self.worst, n, refused=self.refused > 0),
             by=_most(self.leakiest, self.worst.images),
             control=shown(self.control.mean, n),
             control_name=self.control_name,
@@ -144,9 +154,11 @@ class _Case:
 _NOTHING = Score(math.nan)
 
 
-def _with_interval(score: Score, n: int) -> tuple[str, str]:
-    known = not (math.isnan(score.low) or math.isnan(score.high))
-    return shown(score.mean, n), f"[{shown(score.low, n)}, {shown(score.high, n)}]" if known else ""
+def _with_interval(score: Score, n: int, *, refused: bool) -> tuple[str, str]:
+    """Return a mean and what stands beside it: its interval, or that there is none because an attack was refused."""
+    if math.isnan(score.low) or math.isnan(score.high):
+        return shown(score.mean, n), "refused" if refused and math.isnan(score.mean) else ""
+    return shown(score.mean, n), f"[{shown(score.low, n)}, {shown(score.high, n)}]"
 
 
 def _most(leakiest: Mapping[str, int], images: int) -> str:
@@ -178,87 +190,93 @@ def lead_text(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
     both = [case for case in scored if not math.isnan(case.claim.mean)]
     lines = []
     if attack is None:
-        lines.append(f"The worst case over all attacks, of {_cases(len(scored))}; no paper's attack is named.")
+        lines.append(f"The worst case over all attacks, of {_some(len(scored), 'case')}; no paper's attack is named.")
     elif not both:
         lines.append(f"The paper's attack, {attack}, was scored on no case: only the worst case is known.")
     else:
         more = sum(case.understated for case in both)
         of = "the only case" if len(both) == 1 else f"{more} of {len(both)} cases"
+        apart = sum(case.apart for case in both)
+        beyond = "" if not apart else ", beyond the intervals" + ("" if apart == more else f" on {apart}")
         lines.append(
-            f"By {name}, the worst case leaks more than the paper's attack, {attack}, on {of}."
+            f"By {name}, the worst case leaks more than the paper's attack, {attack}, on {of}{beyond}."
             if more
-            else f"By {name}, no attack leaks more than the paper's own, {attack}, on any of {_cases(len(both))}."
+            else f"By {name}, no attack leaks more than the paper's own, {attack}."
         )
     shown_nothing = sum(case.beaten for case in scored)
     if shown_nothing:
         verb = "is" if shown_nothing == 1 else "are"
         lines.append(
-            f"{shown_nothing} of {_cases(len(scored))} {verb} no better than a picture that no attack made: "
+            f"{shown_nothing} of {_some(len(scored), 'case')} {verb} no better than a picture that no attack made: "
             "nothing was shown there, which is no evidence of privacy."
         )
     if missing := len(cases) - len(scored):
-        lines.append(f"{_cases(missing).capitalize()} {'has' if missing == 1 else 'have'} no number.")
+        lines.append(f"{_some(missing, 'case').capitalize()} {'has' if missing == 1 else 'have'} no number.")
     return lines
 
 
-def _cases(n: int) -> str:
-    return f"{n} case" if n == 1 else f"{n} cases"
+def _some(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def flags(results: Results, rows: Sequence[Row], metric: str) -> list[Flag]:
-    """Return everything that weakens the verdict: what the run warned of, what did not run, and what showed nothing."""
-    facts = results.facts
-    status = facts.get("status", "finished")
-    unfinished = [Flag("", f"The run is not finished: its status is {status}.")] if status != "finished" else []
+    """Return everything that weakens the verdict, under common headings; those without an item are left out."""
+    status = results.facts.get("status", "finished")
+    found = [
+        Flag("Not finished", [f"the run's status is {status}"] if status != "finished" else []),
+        Flag("No better than a control", _shown_nothing(results, rows, metric)),
+        Flag("No score", _unscored(results, rows, metric)),
+        Flag("Failed", _failed(results)),
+        Flag("Other conditions than the paper's", _conditions(results)),
+        Flag("Refused", _refused(results)),
+        Flag("Measured elsewhere", _external(results, rows)),
+        Flag("Warnings of the run", [str(message) for message in results.facts.get("warnings") or ()]),
+    ]
+    return [flag for flag in found if flag.items]
+
+
+def _shown_nothing(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
+    n, cases = decimals(results, metric), [_Case.of(rows, i, metric) for i in range(len(results.cases))]
     return [
-        *unfinished,
-        *(Flag("", str(message)) for message in facts.get("warnings") or ()),
-        *_shown_nothing(results, rows, metric),
-        *_failed(results),
-        *_refused(results),
-        *(Flag("condition", line) for line in conditions_that_differ(results)),
-        *_external(rows),
+        f"{name}: {title(metric)} {shown(case.worst.mean, n)}, {case.control_name} {shown(case.control.mean, n)}"
+        for name, case in zip(case_names(results), cases, strict=True)
+        if case.beaten
     ]
 
 
-def _shown_nothing(results: Results, rows: Sequence[Row], metric: str) -> Iterator[Flag]:
-    n = decimals(results, metric)
-    for i, facts in enumerate(results.cases):
-        case = _Case.of(rows, i, metric)
-        if case.beaten:
-            yield Flag(
-                facts.label,
-                f"the worst case ({title(metric)} {shown(case.worst.mean, n)}) does not beat the control "
-                f"{case.control_name} ({shown(case.control.mean, n)}): nothing was shown, which is no evidence of "
-                "privacy",
-            )
-        elif math.isnan(case.worst.mean):
-            yield Flag(facts.label, f"no attack has a score by {title(metric)}")
+def _unscored(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
+    names = case_names(results)
+    return [names[i] for i in range(len(names)) if math.isnan(_Case.of(rows, i, metric).worst.mean)]
 
 
-def _failed(results: Results) -> Iterator[Flag]:
-    failed = results.records[results.records.status != "ok"]
+def _failed(results: Results) -> list[str]:
+    failed, names = results.records[results.records.status != "ok"], case_names(results)
+    lines = []
     for case in sorted(failed.case.unique().tolist()):
         of_case = failed[failed.case == case]
         reasons = of_case.reason.fillna("no reason is recorded").value_counts()
-        images = of_case.image.nunique()
         more = f", and {len(reasons) - 1} more reasons" if len(reasons) > 1 else ""
-        noun = "image" if images == 1 else "images"
-        yield Flag(results.cases[case].label, f"{images} {noun} failed: {reasons.index[0]}{more}")
+        lines.append(f"{names[case]}: {_some(of_case.image.nunique(), 'image')}, {reasons.index[0]}{more}")
+    return lines
 
 
-def _refused(results: Results) -> Iterator[Flag]:
-    labels: dict[tuple[str, str], list[str]] = {}
-    for case in results.cases:
+def _conditions(results: Results) -> list[str]:
+    refused = "attack on "  # what was refused has a heading of its own
+    return [line for line in conditions_that_differ(results) if not line.startswith(refused)]
+
+
+def _refused(results: Results) -> list[str]:
+    names: dict[tuple[str, str], list[str]] = {}
+    for case, name in zip(results.cases, case_names(results), strict=True):
         for attack, reason in case.refused.items():
-            labels.setdefault((attack, reason), []).append(case.label)
-    for (attack, reason), names in labels.items():
-        on = "every case" if len(names) == len(results.cases) > 1 else ", ".join(names[:3])
-        more = f" and {len(names) - 3} more" if on != "every case" and len(names) > 3 else ""
-        yield Flag(attack, f"refused on {on}{more}: {reason}")
+            names.setdefault((attack, reason), []).append(name)
+    every = len(results.cases)
+    return [
+        f"{attack} on {'every case' if len(on) == every > 1 else '; '.join(on)}: {reason}"
+        for (attack, reason), on in names.items()
+    ]
 
 
-def _external(rows: Sequence[Row]) -> Iterator[Flag]:
-    for row in rows:
-        if row.kind == "attack" and row.external:
-            yield Flag(row.label, f"{row.attack} was measured elsewhere: {row.external}")
+def _external(results: Results, rows: Sequence[Row]) -> list[str]:
+    names = case_names(results)
+    return [f"{names[row.case]}, {row.attack}: {row.external}" for row in rows if row.kind == "attack" and row.external]

@@ -43,7 +43,7 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     assert told["run"] == str(tmp_path / "run")
     assert told["failed"] == {}
     assert list(told["missing_metrics"]) == ["lpips_alex"]
-    assert [row["attack"] for row in told["rows"]] == ["april", "patch-gradient", *CONTROLS]
+    assert [row["attack"] for row in told["rows"]] == ["april", "patch-gradient", "mjp-subspace", *CONTROLS]
     by_attack = {row["attack"]: row for row in told["rows"]}
     assert by_attack["patch-gradient"]["psnr"] > 100
     assert 0 < by_attack["patch-gradient"]["mse"] < 1e-10  # a small number is not nought
@@ -70,14 +70,15 @@ def test_records_have_every_column_and_row(
     attacked = table[~table.attack.str.startswith("control:")]
     cells = attacked.groupby(["image", "setting", "attack", "geometry"]).size()
     assert (cells == 1).all()
-    assert len(cells) == 3 * 3 * 2 * len(GEOMETRIES)
+    assert len(cells) == 3 * 3 * 3 * len(GEOMETRIES)
     assert set(attacked.image) == {path.name for path in photos.iterdir()}
     assert set(table.weights) == {"random"}
     assert set(table.label_origin) == {"predicted"}
     assert set(table.status) == {"ok"}
     assert table.lpips_alex.isna().all()
     assert attacked[["mse", "psnr", "ssim", "fft2d", "grad_norm", *TIMES]].notna().all(axis=None)
-    assert dict(zip(attacked.attack, attacked.block, strict=True)) == {"april": "april", "patch-gradient": "stock"}
+    blocks = {"april": "april", "patch-gradient": "stock", "mjp-subspace": "stock"}
+    assert dict(zip(attacked.attack, attacked.block, strict=True)) == blocks
     assert dict(zip(table.setting, table.defense, strict=True)) == {"a": "none", "b": "jigsaw", "c": "jigsaw"}
     shuffled = attacked[attacked.setting != "a"]
     assert shuffled.psnr_masked.notna().all()

@@ -28,6 +28,7 @@ PERMUTATION = [
     "permutation_over_forward",
     "key_encryption_seconds",
     "pe_assignment_ms_per_image",
+    "pe_assignment_placed",
 ]
 SMALL = ("--model", "vit_ti", "--images", "2", "--repeats", "1", "--device", "cpu")
 needs_grpc = pytest.mark.skipif(importlib.util.find_spec("grpc") is None, reason="needs the extra split")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed() -> Iterator[None]:
+    """Look through all that is installed once, not several times for every specification."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("privlab.registry.entry_points", cache(entry_points))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unsynced() -> Iterator[None]:
+    """Processes are killed here, the machine is not: waiting for the disk would take most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("privlab.store._sync", lambda path: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -126,7 +126,7 @@ class Browser:
 
     def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False) -> "Page":
         """Load a file in a tab of its own and wait until it is there."""
-        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        target = self.send("Target.createTarget", url="about:blank", newWindow=True)["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session)
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -171,6 +171,12 @@ class Page:
         """Give the page another viewport, in CSS pixels."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
+    def first_paint(self) -> float:
+        """Return the seconds from the start of loading until something was to be seen."""
+        found = "(list) => list.getEntriesByName('first-contentful-paint').forEach((one) => done(one.startTime))"
+        seen = "observe({ type: 'paint', buffered: true })"
+        return self.run(f"new Promise((done) => new PerformanceObserver({found}).{seen})") / 1000
+
     def press(self, *keys: str) -> None:
         """Press and release each key, by its name in DOM events, where the focus is."""
         for key in keys:
@@ -189,7 +195,8 @@ class Page:
         """Drag the mouse over an element from one share of its width to another."""
         left, top, width, height = self.run(
             f"(() => {{ const one = document.querySelector({json.dumps(selector)}); "
-            "one.scrollIntoView({block: 'center'}); const {left, top, width, height} = one.getBoundingClientRect(); return [left, top, width, height]; })()"
+            "one.scrollIntoView({block: 'center'}); const {left, top, width, height} = one.getBoundingClientRect(); "
+            "return [left, top, width, height]; })()"
         )
         moves = [("mouseMoved", start + (end - start) * i / 8) for i in range(1, 9)]
         for kind, share in [("mousePressed", start), *moves, ("mouseReleased", end)]:

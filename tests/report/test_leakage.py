@@ -203,9 +203,6 @@ def test_records_of_an_older_schema_lack_columns() -> None:
     assert row_of(leakage(old), "paper").scores["psnr"].mean == 7.5
 
 
-# The interval
-
-
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
     low, high = bootstrap(np.array(values, dtype=float), np.array([0]), level)
     return float(low[0]), float(high[0])
@@ -251,8 +248,6 @@ def test_interval_with_infinities() -> None:
     low, high = interval([math.inf, *range(40)])
     assert (math.isfinite(low), high) == (True, math.inf)
 
-
-# Properties
 
 VALUES = {"mse": st.floats(0, 1), "psnr": st.floats(0, 200) | st.just(math.inf), "correct": st.sampled_from([0.0, 1.0])}
 RECORDS = st.lists(
@@ -351,9 +346,6 @@ def test_many_records_take_seconds() -> None:
     rows = leakage(replace(results([], *(CaseFacts(str(i)) for i in range(cases))), records=frame))
     assert time.perf_counter() - start < 10  # about 0.4 s for these 100,000; time grows with the records
     assert len(rows) == cases * (2 + attacks)
-
-
-# Conditions
 
 
 def conditions(paper: Mapping[str, str], layout: Layout = LAYOUT, **columns: Any) -> list[str]:

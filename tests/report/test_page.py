@@ -30,7 +30,7 @@ HOSTILE = (
 VOID = {"meta", "link", "img", "input", "br", "path", "circle"}
 
 
-class Read(HTMLParser):
+class _Read(HTMLParser):
     """The elements of a page, the text in sight, and its scripts; a tag that is never closed is refused."""
 
     def __init__(self, html: str) -> None:
@@ -80,9 +80,9 @@ class Read(HTMLParser):
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Callable[[Results], Read]:
-    def write(results: Results) -> Read:
-        return Read(write_page(results, tmp_path / "page.html").read_text("utf-8"))
+def page(tmp_path: Path) -> Callable[[Results], _Read]:
+    def write(results: Results) -> _Read:
+        return _Read(write_page(results, tmp_path / "page.html").read_text("utf-8"))
 
     return write
 
@@ -90,7 +90,7 @@ def page(tmp_path: Path) -> Callable[[Results], Read]:
 # What it is made of
 
 
-def test_structure(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_structure(page: Callable[[Results], _Read], page_results: Maker) -> None:
     read = page(page_results(side=32))
     ids = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
@@ -104,7 +104,7 @@ def test_structure(page: Callable[[Results], Read], page_results: Maker) -> None
     assert [tag for tag, _ in read.elements].count("h1") == 1
 
 
-def test_nothing_is_asked_of_a_network(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_nothing_is_asked_of_a_network(page: Callable[[Results], _Read], page_results: Maker) -> None:
     read = page(page_results(side=32))
     addresses = [
         value or ""
@@ -132,7 +132,7 @@ def test_same_results_give_the_same_page(page_results: Maker, tmp_path: Path) ->
     assert pages[0] == pages[1]
 
 
-def test_hostile_names_are_only_text(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_hostile_names_are_only_text(page: Callable[[Results], _Read], page_results: Maker) -> None:
     plain, evil = page(page_results(4, side=32)), HOSTILE[1]
     case = CaseFacts(evil, evil, {"gamma": evil}, {"psnr": 19.0}, {evil: evil})
     results = page_results(
@@ -156,19 +156,27 @@ def test_hostile_names_are_only_text(page: Callable[[Results], Read], page_resul
 # What it says
 
 
-def test_verdict(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_verdict(page: Callable[[Results], _Read], page_results: Maker) -> None:
     text = page(page_results()).text
-    assert "By PSNR, the worst case leaks more than the paper's attack, april, on 3 of 3 cases." in text
+    assert (
+        "By PSNR, the worst case leaks more than the paper's attack, april, on 3 of 3 cases, beyond the intervals"
+        in text
+    )
     assert "1 of 3 cases is no better than a picture that no attack made" in text
-    assert re.search(r"DeiT-S\+MJP: the worst case \(PSNR ↑ 8\.\d\d\) does not beat the control mean", text)
-    assert "pe-assignment: refused on DeiT-S+MJP: it needs released features" in text
-    assert "weights are random" in text
-    assert "weights: paper: trained / here: random" in text
+    assert re.search(r"No better than a control DeiT-S\+MJP: PSNR ↑ 8\.\d\d, mean 1\d\.\d\d ", text)
+    assert "Other conditions than the paper's weights: paper: trained / here: random" in text
+    assert "Refused pe-assignment on DeiT-S+MJP: it needs released features" in text
+    assert "Warnings of the run weights are random" in text
     assert "privlab table mjp_table5 --out runs/t5" in text
     assert "19.27" in text
 
 
-def test_infinite_and_unmeasured_scores(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_only_the_papers_attack(page: Callable[[Results], _Read], page_results: Maker) -> None:
+    text = page(page_results(change=lambda records: records[records.attack != "patch-gradient"])).text
+    assert "By PSNR, no attack leaks more than the paper's own, april." in text
+
+
+def test_infinite_and_unmeasured_scores(page: Callable[[Results], _Read], page_results: Maker) -> None:
     read = page(page_results())
     exact = next(s for s in read.data["sets"] if (s["case"], s["attack"]) == (0, "patch-gradient"))
     assert exact["values"]["psnr"][0] == "inf"
@@ -183,7 +191,7 @@ def test_infinite_and_unmeasured_scores(page: Callable[[Results], Read], page_re
 
 
 def test_scores_are_averaged_over_draws_and_the_worst_is_not(
-    page: Callable[[Results], Read], page_results: Maker
+    page: Callable[[Results], _Read], page_results: Maker
 ) -> None:
     def twice(records: pd.DataFrame) -> pd.DataFrame:
         one = records.loc[(records.case == 0) & (records.image == "image-001.png")]
@@ -196,7 +204,7 @@ def test_scores_are_averaged_over_draws_and_the_worst_is_not(
     assert sets["worst case"]["by"]["psnr"] == ["april"]
 
 
-def test_other_geometries_stand_in_the_table_alone(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_other_geometries_stand_in_the_table_alone(page: Callable[[Results], _Read], page_results: Maker) -> None:
     sets = page(page_results()).data["sets"]
     assert {s["geometry"] for s in sets if s["kind"] == "control"} == {"in_place"}
     assert {s["attack"] for s in sets if s["geometry"] == "oracle"} == {"worst case", "april", "patch-gradient"}
@@ -204,7 +212,7 @@ def test_other_geometries_stand_in_the_table_alone(page: Callable[[Results], Rea
     assert turned["geometry"] == turned["sets"][0]["geometry"] == "oracle"
 
 
-def test_failed_images_are_counted_and_named(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_failed_images_are_counted_and_named(page: Callable[[Results], _Read], page_results: Maker) -> None:
     def fail(records: pd.DataFrame) -> pd.DataFrame:
         wrong = (records.case == 1) & (records.image == "image-002.png")
         records.loc[wrong, ["status", "reason", "image_sha256"]] = ["failed", "truncated file", None]
@@ -212,57 +220,69 @@ def test_failed_images_are_counted_and_named(page: Callable[[Results], Read], pa
         return records
 
     read = page(page_results(change=fail))
-    assert "DeiT-S: 1 image failed: truncated file" in read.text
+    assert "Failed DeiT-S: 1 image, truncated file" in read.text
     april = next(s for s in read.data["sets"] if (s["case"], s["attack"], s["geometry"]) == (1, "april", "in_place"))
     assert april["n"] == 5
     assert [reason for _, reason in april["failed"]] == ["truncated file"]
     assert read.data["images"][april["failed"][0][0]] == ["image-002.png", ""]
 
 
-def test_failed_records_alone(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_failed_records_alone(page: Callable[[Results], _Read], page_results: Maker) -> None:
     def fail(records: pd.DataFrame) -> pd.DataFrame:
         return records.assign(status="failed", reason="no memory", psnr=np.nan, mse=np.nan, ssim=np.nan)
 
     read = page(page_results(change=fail))
     assert "Nothing has been scored yet" in read.text
-    assert "ViT-S: 6 images failed: no memory" in read.text
+    assert "Failed ViT-S: 6 images, no memory" in read.text
     assert all(s["n"] == 0 for s in read.data["sets"])
 
 
-def test_external_results_are_marked(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_external_results_are_marked(page: Callable[[Results], _Read], page_results: Maker) -> None:
     def measured_elsewhere(records: pd.DataFrame) -> pd.DataFrame:
         records.loc[records.attack == "patch-gradient", "external"] = "Doe et al. 2024"
         return records
 
     read = page(page_results(change=measured_elsewhere))
     assert "external: Doe et al. 2024" in read.text
-    assert "ViT-S: patch-gradient was measured elsewhere: Doe et al. 2024" in read.text
+    assert "Measured elsewhere ViT-S, patch-gradient: Doe et al. 2024" in read.text
     assert {s["external"] for s in read.data["sets"] if s["attack"] == "patch-gradient"} == {"Doe et al. 2024"}
 
 
-def test_empty_records(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_empty_records(page: Callable[[Results], _Read], page_results: Maker) -> None:
     read = page(page_results(change=lambda records: records.iloc[:0]))
     assert "Nothing has been scored yet: no attack on any case has left a number." in read.text
     assert "0 records" in read.text
     assert read.scripts == []
 
 
-def test_results_without_a_flag(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_results_without_a_flag(page: Callable[[Results], _Read], page_results: Maker) -> None:
     facts = {"command": ["privlab", "table", "a b.toml"]}
     results = page_results(change=lambda records: records[records.case == 0], facts=facts, conditions={})
     read = page(replace(results, cases=results.cases[:1]))
     assert "No red flag" in read.text
-    assert "on the only case." in read.text
+    assert "on the only case, beyond the intervals." in read.text
     assert "privlab table 'a b.toml'" in read.text
 
 
-def test_facts_without_a_command(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_cases_of_one_label_go_by_their_group(page: Callable[[Results], _Read], page_results: Maker) -> None:
+    cases = (
+        CaseFacts("DeiT-S", "a"),
+        CaseFacts("DeiT-S", "b", {"gamma": 0.27}, refused={"x": "no"}),
+        CaseFacts("ViT-S"),
+    )
+    read = page(page_results(cases=cases))
+    assert [case["name"] for case in read.data["cases"]] == ["DeiT-S, a", "DeiT-S, b", "ViT-S"]
+    assert "x on DeiT-S, b: no" in read.text
+    assert "DeiT-S, b gamma 0.27" in read.text
+
+
+def test_facts_without_a_command(page: Callable[[Results], _Read], page_results: Maker) -> None:
     read = page(page_results(facts={"image_lists": {"x": [f"{i:064x}" for i in range(1000)]}}))
     assert "run.json holds no command." in read.text
     assert "… 980 more" in read.text
 
 
-def test_layout_without_a_papers_attack(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_layout_without_a_papers_attack(page: Callable[[Results], _Read], page_results: Maker) -> None:
     read = page(page_results(layout=Layout(("ssim", "mse", "correct"))))
     assert "no paper's attack is named" in read.text
     assert read.data["lead"] == "ssim"
@@ -272,7 +292,7 @@ def test_layout_without_a_papers_attack(page: Callable[[Results], Read], page_re
 # The pictures
 
 
-def test_small_pictures_are_held_as_they_are(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_small_pictures_are_held_as_they_are(page: Callable[[Results], _Read], page_results: Maker) -> None:
     results = page_results(2, side=32)
     read = page(results)
     assert "2 of 2 images are shown in full size." in read.text
@@ -285,7 +305,7 @@ def test_small_pictures_are_held_as_they_are(page: Callable[[Results], Read], pa
     assert set(album["full"]) == {""}
 
 
-def test_large_pictures_have_thumbnails(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_large_pictures_have_thumbnails(page: Callable[[Results], _Read], page_results: Maker) -> None:
     for album in page(page_results(2, side=160)).albums.values():
         for small, full in zip(album["small"], album["full"], strict=True):
             assert small.startswith("data:image/jpeg;base64,")
@@ -293,7 +313,7 @@ def test_large_pictures_have_thumbnails(page: Callable[[Results], Read], page_re
 
 
 def test_budgets_are_kept_and_spent_on_the_extremes_first(
-    page: Callable[[Results], Read], page_results: Maker, monkeypatch: pytest.MonkeyPatch
+    page: Callable[[Results], _Read], page_results: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = page_results(30, side=120)
     results = replace(results, cases=results.cases[:1], records=results.records[results.records.case == 0])
@@ -320,7 +340,7 @@ def test_budgets_are_kept_and_spent_on_the_extremes_first(
     )
 
 
-def test_missing_and_torn_pictures(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_missing_and_torn_pictures(page: Callable[[Results], _Read], page_results: Maker) -> None:
     assert "No pictures were kept in this directory." in page(page_results()).text
     results = page_results(3, side=32)
     paths = [results.picture(0, results.records.image_sha256.unique()[i], "april") for i in range(3)]
@@ -345,5 +365,5 @@ def test_place_that_cannot_be_written(page_results: Maker, tmp_path: Path, place
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
 
 
-def test_text_that_is_no_unicode(page: Callable[[Results], Read], page_results: Maker) -> None:
+def test_text_that_is_no_unicode(page: Callable[[Results], _Read], page_results: Maker) -> None:
     assert "\\udc80" in page(page_results(title="a\udc80")).text

@@ -1,0 +1,106 @@
+"""`mjp-subspace`: what MJP's masked gradients say exactly, and the rest by an image prior."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from privlab.attacks.prior import Smoothness, photograph_gradients
+from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
+from privlab.errors import PrivlabError
+from privlab.threat import Capability, Observation
+
+__all__ = ["MjpSubspace", "Subspace", "subspace"]
+
+
+class Subspace(NamedTuple):
+    """What one gradient under MJP says of the normalised patches, exactly.
+
+    `masked` are the slots without a gradient of their own. The rows of `Y`, zero beyond their number, are an
+    orthonormal basis of the span of their patches; `known` holds the other patches without their component in Y.
+    """
+
+    masked: Bool[Tensor, "b n"]
+    Y: Float[Tensor, "b m k"]
+    known: Float[Tensor, "b n k"]
+
+
+def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float = RTOL) -> Subspace:
+    """Split ∂ℓ/∂W = A_Uᵀ X_U + A_Mᵀ X_M, of which A_U alone is released, into what it determines.
+
+    With Q the projector on the orthogonal complement of the rows of A_U, Q ∂ℓ/∂W = Q A_Mᵀ X_M has the row space
+    Y = span{x_m}. And (I − Yᵀ Y) removes X_M: A_Uᵀ X_U (I − Yᵀ Y) = ∂ℓ/∂W (I − Yᵀ Y). Exact where N < D.
+    """
+    A, G = A.double(), G.double()
+    masked = (A == 0).all(2)
+    count = masked.sum(1)
+    rows = torch.linalg.svd(A, full_matrices=False).Vh
+    rows = rows * (torch.arange(rows.shape[1], device=A.device) < (A.shape[1] - count)[:, None])[..., None]
+    R = G - rows.mT @ (rows @ G)
+    most = max(1, int(count.max()))
+    Y = torch.linalg.svd(R, full_matrices=False).Vh[:, :most]
+    Y = Y * (torch.arange(most, device=A.device) < count[:, None])[..., None]
+    X = ridge_inverse(A.mT, rtol) @ G  # zero rows of A give zero rows of X
+    return Subspace(masked, Y, X - (X @ Y.mT) @ Y)
+
+
+@dataclass(frozen=True)
+class MjpSubspace:
+    """Recover unmasked patches exactly, but for their part in the span Y of the masked ones; complete that by a prior.
+
+    The unknown coefficients C of X_U = X_known + C Y are those of the smoothest image: of the least
+    Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p) over differences δ_p of adjacent pixels, with Γ their colour covariance over photographs,
+    by iteratively reweighted least squares and conjugate gradients. The masked slots then take the smoothest patches
+    within Y: what lies there in the plain image is one of them. Without a mask this is `patch-gradient`.
+
+    Args:
+        rounds: of reweighting; none leaves the quadratic prior.
+        steps: of conjugate gradients in each round.
+        epsilon: ε, in standard deviations of the differences.
+        rtol: the ridge of `ridge_inverse`.
+
+    Source: the subspace identity is ours, at ∂ℓ/∂W = Σ_n g_n x_nᵀ; the masked gradient is that of MJP, Eq. 4.
+    """
+
+    name: ClassVar[str] = "mjp-subspace"
+    paper: ClassVar[str] = "ours, against MJP (Ren et al. 2023), Eq. 4"
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
+
+    rounds: int = 5
+    steps: int = 40
+    epsilon: float = 0.07
+    rtol: float = RTOL
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if a number is out of range.
+        """
+        if self.rounds < 0 or self.steps < 1 or not self.epsilon > 0:
+            raise PrivlabError(
+                "mjp-subspace takes rounds ≥ 0, steps ≥ 1 and epsilon > 0. "
+                f"Found {self.rounds}, {self.steps} and {self.epsilon:g}."
+            )
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the images that the clients fed."""
+        model = seen.model
+        h, w = model.grid
+        A = seen.gradients["pos_embed"].squeeze(1)[:, -h * w :]
+        warn_of_limits(self.name, A, most=A.shape[2] - 1, knows_mask=True)
+        found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
+        return model.to_images(self.completed(found, Smoothness(model.image_shape, photograph_gradients(model))))
+
+    def completed(self, found: Subspace, prior: Smoothness) -> Float[Tensor, "b n k"]:
+        """Return the smoothest patches that agree with what is known."""
+        known, Y, masked = found.known, found.Y, found.masked
+        if not masked.any():
+            return known
+        X = prior.fill(known, Y, free=~masked, inside=~masked, steps=3 * self.steps)
+        for _ in range(self.rounds):
+            X = prior.fill(X, Y, free=~masked, inside=~masked, steps=self.steps, epsilon=self.epsilon)
+        return prior.fill(X, Y, free=masked, inside=torch.ones_like(masked), steps=3 * self.steps)

@@ -1,0 +1,404 @@
+"""What of a grid is missing: as properties, on cells that nobody runs; and how an experiment is laid out."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from privlab.errors import PrivlabError
+from privlab.experiment import Experiment, Layout
+from privlab.grid import Grid, Job, Share, lay_out, missing
+from privlab.plan import Specification
+from privlab.records import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA
+from privlab.store import Store
+from privlab.table import prepare
+from privlab.tasks import Reference, Task
+from privlab.trial import batch_key
+
+ATTACKS = ("april", "patch-gradient", "least-squares")
+METRICS = ("mse", "psnr", "ssim")
+CPU = torch.device("cpu")
+Unit = tuple[str, str, str]
+"""A cell, an image and a metric: the least that can be missing."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Cases that nobody runs. `images` are numbers; those that are negative cannot be read."""
+
+    images: Sequence[int]
+    attacks: Sequence[Sequence[str]] = (ATTACKS[:2],)
+    metrics: Sequence[str] = METRICS[:2]
+    client_batch: int | None = None
+    shared: bool = False
+    """Whether the first attack's cell is the same in all cases, as setting a is for all γ."""
+
+    def grid(self) -> Grid:
+        """Return the cases laid out."""
+        images = tuple(
+            Reference(place, f"{number}.png", "" if number < 0 else f"{number:064x}")
+            for place, number in enumerate(self.images)
+        )
+        jobs = [self._job(case, names, images) for case, names in enumerate(self.attacks)]
+        return Grid(Experiment("x", "x", None, (), Layout()), tuple(jobs), {}, {}, ())
+
+    def _job(self, case: int, names: Sequence[str], images: tuple[Reference, ...]) -> Job:
+        size, batches = self.client_batch, None
+        spec = Specification(models=("vit_ti",), attacks=tuple(names), metrics=tuple(self.metrics), gamma=case / 64)
+        if size is not None:
+            spec = replace(spec, release="features", client_batch=size)
+            keys = [batch_key(i.sha256 for i in images[n : n + size]) for n in range(0, len(images), size)]
+            batches = tuple(keys[place // size] for place in range(len(images)))
+        cells = {name: f"{case}/{name}" for name in (*names, *CONTROLS)}
+        if self.shared:
+            cells |= {name: f"0/{name}" for name in (names[0], *CONTROLS)}
+        return Job(case, spec, cells, {}, images, batches, tuple(self.metrics), "")
+
+    def units(self) -> set[Unit]:
+        """Return everything that there is to measure."""
+        return {
+            (cell, image.sha256 or image.name, metric)
+            for job in self.grid().jobs
+            for cell in job.cells.values()
+            for image in job.images
+            for metric in job.metrics
+        }
+
+
+def units(grid: Grid, tasks: Iterable[Task]) -> Counter[Unit]:
+    """Return what tasks measure, and how often."""
+    return Counter(
+        (cell, image.sha256 or image.name, metric)
+        for task in tasks
+        for name, cell in grid.jobs[task.case].cells.items()
+        if name in task.attacks or (task.controls and name in CONTROLS)
+        for image in task.images
+        for metric in task.metrics
+    )
+
+
+def work(grid: Grid, task: Task, failing: Iterable[int] = ()) -> pa.Table:
+    """Return the rows that a task would leave."""
+    job, bad = grid.jobs[task.case], {f"{number}.png" for number in failing}
+    names = [name for name in job.cells if name in task.attacks or (task.controls and name in CONTROLS)]
+    rows = []
+    for image in task.images:
+        failed = image.name in bad or not image.sha256
+        batch = None if failed or job.batches is None else job.batches[job.images.index(image)]
+        for name in names:
+            if failed and name in CONTROLS:
+                continue  # there is no picture to make one of
+            row = {"cell": job.cells[name], "image": image.name, "image_sha256": image.sha256, "attack": name}
+            row |= {"schema": SCHEMA, "status": "failed" if failed else "ok", "batch": batch}
+            row |= {"metrics": None if failed else " ".join(task.metrics)}
+            for geometry in GEOMETRIES[:1] if name in CONTROLS else GEOMETRIES:
+                rows.append(row | {"geometry": geometry})
+    return pa.Table.from_pylist(rows, schema=COLUMNS)
+
+
+@contextmanager
+def a_store() -> Iterator[Store]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder))
+        store.records.mkdir()
+        yield store
+
+
+def run(store: Store, grid: Grid, tasks: Iterable[Task], failing: Iterable[int] = ()) -> None:
+    for task in tasks:
+        store.add(work(grid, task, failing))
+
+
+def once(store: Store) -> None:
+    """Check that every record lies in the store once."""
+    rows = store.read(["cell", "image", "geometry", "batch", "metrics"]).to_pylist()
+    assert max(Counter(map(repr, rows)).values(), default=0) <= 1
+
+
+numbers = st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True)
+names = st.lists(st.sampled_from(ATTACKS), min_size=1, max_size=3, unique=True)
+worlds = st.builds(
+    World,
+    images=numbers,
+    attacks=st.lists(names, min_size=1, max_size=3),
+    metrics=st.lists(st.sampled_from(METRICS), min_size=1, unique=True),
+    client_batch=st.none() | st.integers(1, 5),
+)
+quick = settings(max_examples=20, deadline=None)
+
+
+@quick
+@given(world=worlds, size=st.integers(1, 20))
+def test_empty_store_lacks_everything_once(world: World, size: int) -> None:
+    grid = world.grid()
+    with a_store() as store:
+        tasks = missing(grid, store, size=size)
+        assert units(grid, tasks) == Counter(world.units())
+        assert all(len(task.images) <= max(size, world.client_batch or 1) for task in tasks)
+        assert all(task.spec is grid.jobs[task.case].spec for task in tasks)
+        run(store, grid, tasks)
+        once(store)
+        assert missing(grid, store, size=size) == []
+
+
+@quick
+@given(world=worlds, count=st.integers(1, 6), size=st.integers(1, 4))
+def test_shards_are_disjoint_and_make_the_whole(world: World, count: int, size: int) -> None:
+    grid = world.grid()
+    with a_store() as store:
+        shards = [missing(grid, store, size=size, share=Share(n, count)) for n in range(1, count + 1)]
+        assert sum((units(grid, shard) for shard in shards), Counter()) == Counter(world.units())
+        run(store, grid, shards[0])
+        assert missing(grid, store, size=size, share=Share(1, count)) == []
+        left = [task for shard in shards[1:] for task in shard]
+        assert units(grid, missing(grid, store, size=size)) == units(grid, left)
+
+
+@quick
+@given(world=worlds, data=st.data())
+def test_any_interleaving_of_kill_and_resume_gives_the_whole(world: World, data: st.DataObject) -> None:
+    grid = world.grid()
+    with a_store() as store:
+        for _ in range(data.draw(st.integers(1, 5))):
+            size, count = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
+            share = Share(data.draw(st.integers(1, count)), count)
+            tasks = data.draw(st.permutations(missing(grid, store, size=size, share=share)))
+            run(store, grid, tasks[: data.draw(st.integers(0, len(tasks)))])  # and here it is killed
+        run(store, grid, missing(grid, store))
+        once(store)
+        assert missing(grid, store) == []
+        images = {number: f"{number:064x}" for number in world.images}
+        wanted = {
+            (cell, images[number], geometry)
+            for job in grid.jobs
+            for name, cell in job.cells.items()
+            for number in world.images
+            for geometry in (GEOMETRIES[:1] if name in CONTROLS else GEOMETRIES)
+        }
+        found = store.read(["cell", "image_sha256", "geometry"]).to_pylist()
+        assert Counter(tuple(row.values()) for row in found) == Counter(wanted)
+
+
+@quick
+@given(world=worlds, data=st.data())
+def test_what_is_added_later_is_run_alone(world: World, data: st.DataObject) -> None:
+    """Images, attacks, cases and metrics."""
+    more = replace(
+        world,
+        images=[*world.images, *data.draw(st.lists(st.integers(41, 60), max_size=4, unique=True))],
+        attacks=[
+            [*given_, *data.draw(st.lists(st.sampled_from(ATTACKS), unique=True).map(lambda new: without(new, given_)))]
+            for given_ in world.attacks
+        ]
+        + data.draw(st.lists(names, max_size=1)),
+        metrics=[*world.metrics, *data.draw(st.sets(st.sampled_from(METRICS)).map(lambda n: without(n, world.metrics)))],
+    )
+    with a_store() as store:
+        run(store, world.grid(), missing(world.grid(), store))
+        tasks = missing(more.grid(), store, size=3)
+        new = more.units() - world.units()
+        if world.client_batch is not None:  # a batch that an image joins is another batch
+            touched = len(world.images) - len(world.images) % world.client_batch
+            again = {f"{number:064x}" for number in more.images[touched:]} if len(more.images) > len(world.images) else {}
+            new |= {unit for unit in more.units() if unit[1] in again}
+        assert units(more.grid(), tasks) == Counter(new)
+        run(store, more.grid(), tasks)
+        assert missing(more.grid(), store) == []
+        once(store)
+
+
+def without(new: Iterable[str], old: Iterable[str]) -> list[str]:
+    return [name for name in new if name not in old]
+
+
+@quick
+@given(world=worlds, data=st.data())
+def test_failed_counts_as_done_unless_told_otherwise(world: World, data: st.DataObject) -> None:
+    world = replace(world, images=[*world.images, -1])
+    failing = data.draw(st.sets(st.sampled_from(world.images)))
+    grid = world.grid()
+    bad = {"-1.png", *(f"{number:064x}" for number in failing if number >= 0)}
+    with a_store() as store:
+        run(store, grid, missing(grid, store), failing)
+        assert missing(grid, store) == []
+        again = missing(grid, store, retry_failed=True)
+        of_bad = {unit for unit in world.units() if unit[1] in bad}
+        assert {unit for unit in units(grid, again) if unit[1] in bad} == of_bad
+        assert world.client_batch or set(units(grid, again)) == of_bad
+        run(store, grid, again)
+        left = set(units(grid, missing(grid, store, retry_failed=True)))  # what still cannot be read
+        assert world.client_batch or left == {unit for unit in of_bad if unit[1] == "-1.png"}
+
+
+def test_metric_that_comes_after_a_retry() -> None:
+    """An image that failed once, and was finished later, lacks a new metric as all others do."""
+    early, late = World([1, 2]).grid(), World([1, 2], metrics=METRICS).grid()
+    with a_store() as store:
+        run(store, early, missing(early, store), failing=[2])
+        run(store, early, missing(early, store, retry_failed=True))
+        (task,) = missing(late, store)
+        assert (task.metrics, task.attacks, len(task.images)) == (("ssim",), ATTACKS[:2], 2)
+
+
+@quick
+@given(world=worlds.map(lambda w: replace(w, shared=True)), size=st.integers(1, 20))
+def test_cells_that_cases_have_in_common_are_planned_once(world: World, size: int) -> None:
+    grid = world.grid()
+    with a_store() as store:
+        tasks = missing(grid, store, size=size)
+        assert units(grid, tasks) == Counter(world.units())
+        run(store, grid, tasks)
+        assert missing(grid, store) == []
+
+
+@quick
+@given(
+    world=worlds.map(lambda w: replace(w, client_batch=w.client_batch or 3)),
+    size=st.integers(1, 20),
+    data=st.data(),
+)
+def test_clients_batches_are_planned_whole(world: World, size: int, data: st.DataObject) -> None:
+    grid, b = world.grid(), world.client_batch or 1
+    whole = {
+        tuple(job.images[first : first + b]) for job in grid.jobs for first in range(0, len(job.images), b)
+    }
+    count = data.draw(st.integers(1, 4))
+    with a_store() as store:
+        done = missing(grid, store, size=1)
+        run(store, grid, data.draw(st.permutations(done))[: data.draw(st.integers(0, len(done)))])
+        if rows := store.read(["image"]).num_rows:  # a row was lost: its batch is run again as a whole
+            parts = sorted(store.parts())
+            torn = pa.parquet.read_table(parts[0]).slice(1) if rows > 1 else None
+            if torn is not None:
+                pa.parquet.write_table(torn, parts[0])
+        for share in range(1, count + 1):
+            for task in missing(grid, store, size=size, share=Share(share, count)):
+                assert {task.images[first : first + b] for first in range(0, len(task.images), b)} <= whole
+
+
+@pytest.mark.parametrize(("number", "count"), [(0, 1), (2, 1), (-1, 3), (1, 0), (0, 0)])
+def test_no_such_share(number: int, count: int) -> None:
+    with pytest.raises(PrivlabError, match=rf"--shard must be I/N with 1 ≤ I ≤ N. Found {number}/{count}."):
+        Share(number, count)
+
+
+# What was kept of an earlier run
+
+
+def keep(store: Store, units_: Mapping[str, Sequence[str]]) -> None:
+    (store.path / "kept").mkdir()
+    for file, keys in units_.items():
+        tensors = {f"{key}/images": torch.zeros(1, 3, 2, 2) for key in keys}
+        save_file(tensors, store.path / "kept" / f"{file}.safetensors")
+
+
+def test_later_metrics_are_scored_from_what_was_kept() -> None:
+    early, late = World([1, 2, 3]), World([1, 2, 3], metrics=METRICS)
+    grid = late.grid()
+    with a_store() as store:
+        run(store, early.grid(), missing(early.grid(), store))
+        one, two, three = (image.sha256 for image in grid.jobs[0].images)
+        keep(store, {"x": [f"0/april/{one}", f"0/patch-gradient/{one}", f"0/april/{two}"], "y": [f"0/april/{three}"]})
+        wanted = {(("april", "patch-gradient"), one): ["x"]}
+        found = {(task.attacks, task.images[0].sha256): task for task in missing(grid, store, size=1)}
+        assert {key: [Path(file).stem for file in task.kept] for key, task in found.items() if task.kept} == wanted
+        assert all(task.metrics == ("ssim",) for task in found.values())
+        assert not any(task.kept for task in missing(grid, store, size=1, again=False))
+        alone = World([1, 2, 3], attacks=(("april",),), metrics=METRICS).grid()
+        (task,) = missing(alone, store, size=3)
+        assert [Path(file).stem for file in task.kept] == ["x", "y"]
+
+
+def test_nothing_is_scored_from_what_was_kept_of_images_that_have_no_record() -> None:
+    grid = World([1]).grid()
+    with a_store() as store:
+        sha256 = grid.jobs[0].images[0].sha256
+        keep(store, {"x": [f"0/april/{sha256}", f"0/patch-gradient/{sha256}"]})
+        assert [task.kept for task in missing(grid, store)] == [()]  # no record says what that was
+
+
+def test_kept_file_that_is_torn_is_left_out() -> None:
+    grid = World([1], metrics=METRICS).grid()
+    with a_store() as store:
+        run(store, World([1]).grid(), missing(World([1]).grid(), store))
+        (store.path / "kept").mkdir()
+        (store.path / "kept" / "x.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0torn")
+        with pytest.warns(UserWarning, match="x.safetensors"):
+            (task,) = missing(grid, store)
+        assert task.kept == ()
+
+
+# How an experiment is laid out
+
+
+def test_layout_names_every_cell_and_image(experiment: Callable[..., Experiment], photos: Path) -> None:
+    grid = lay_out(experiment('[grid]\nsetting = ["a", "c"]\ngamma = [0.5, 1]', seeds=[0, 1]), CPU)
+    assert [job.case for job in grid.jobs] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all(set(job.cells) == {"patch-gradient", *CONTROLS} for job in grid.jobs)
+    assert [image.name for image in grid.jobs[0].images] == ["a.png", "b.png", "c.png", "d.png"]
+    plain, shuffled = (Counter(job.cells["patch-gradient"] for job in grid.jobs[i : i + 4]) for i in (0, 4))
+    assert set(plain.values()) == {2}  # setting a knows no γ
+    assert set(shuffled.values()) == {1}
+    assert f"{photos}: 4 images" in grid.facts()["images"]["source"]
+
+
+def test_content_that_lies_there_twice_counts_once(
+    experiment: Callable[..., Experiment], picture: Callable[..., Path], tmp_path: Path
+) -> None:
+    for name in ("b", "a", "c"):
+        picture(tmp_path / "twice" / f"{name}.png", 7)
+    (tmp_path / "twice" / "d.png").write_bytes(b"no picture")
+    (job,) = lay_out(experiment(images=[str(tmp_path / "twice")]), CPU).jobs
+    assert [(image.place, image.name) for image in job.images] == [(0, "a.png"), (3, "d.png")]
+    assert all(len(image.sha256) == 64 for image in job.images)
+
+
+def test_attack_that_can_run_on_no_case_is_refused(experiment: Callable[..., Experiment]) -> None:
+    with pytest.raises(PrivlabError, match="^'patch-gradient' can run on no case: "):
+        lay_out(experiment(model="vit_ti_nope"), CPU)
+    mixed = '[[case]]\n[[case]]\nlabel = "without"\nmodel = "vit_ti_nope"'
+    jobs = lay_out(experiment(mixed), CPU).jobs
+    assert [list(job.refused) for job in jobs] == [[], ["patch-gradient"]]
+    assert list(jobs[1].cells) == list(CONTROLS)
+
+
+def test_metric_that_cannot_be_computed_here(experiment: Callable[..., Experiment], tmp_path: Path) -> None:
+    grid = lay_out(experiment(metrics=["psnr", "f_sim", "lpips_alex"]), CPU)
+    assert [job.metrics for job in grid.jobs] == [("psnr",)]
+    assert set(grid.missing) == {"f_sim", "lpips_alex"}
+    assert sum("is n/a: " in message for message in grid.messages) == 2
+
+
+def test_victim_is_loaded_once_for_all_its_cases(experiment: Callable[..., Experiment], tmp_path: Path, options: Any) -> None:
+    cases = "".join(f'[[case]]\nlabel = "{i}"\nmodel = "{m}"\n' for i, m in enumerate(["vit_ti", "deit_ti"] * 2))
+    _, tasks = prepare(experiment(cases, metrics=["mse"]), tmp_path, options(chunk=2))
+    assert [task.spec.models[0] for task in tasks] == ["deit_ti"] * 2 + ["vit_ti"] * 2
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"model": "vit_tiny"}, "Unknown model 'vit_tiny'. Did you mean"),
+        ({"images": ["/nowhere"]}, "No file or folder '/nowhere'."),
+        ({"public": ["/nowhere"]}, "No file or folder '/nowhere'."),
+        ({"limit": 0}, "limit must be a positive integer. Found 0."),
+        ({"img_size": 33}, "--img-size 33 does not fit vit_ti"),
+        ({"weights": "/nowhere.pth"}, "No weights file at '/nowhere.pth'"),
+        ({"labels": "/nowhere.csv"}, "Cannot read the labels '/nowhere.csv'"),
+        ({"setting": "c", "defense": "mjp"}, "Defense 'mjp' puts E_unk at the masked slots, and vit_ti has none."),
+    ],
+)
+def test_part_that_there_is_not(experiment: Callable[..., Experiment], run: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrivlabError) as caught:
+        lay_out(experiment(**run), CPU)
+    assert str(caught.value).startswith(message)

@@ -1,0 +1,123 @@
+"""The subspace identity of MJP's gradients, and the completion by a prior, against dense algebra."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from privlab.attacks.mjp_subspace import MjpSubspace, Subspace, subspace
+from privlab.attacks.patch_gradient import PatchGradient
+from privlab.attacks.prior import Smoothness
+from privlab.defenses import Mjp
+from privlab.draws import draw_for
+from privlab.errors import PrivlabError
+from privlab.gradients import observe
+from privlab.metrics import psnr_region
+from privlab.model import VictimModel
+from privlab.patches import patchify, slots_to_pixels
+from privlab.threat import Feed, Observation, PrivlabWarning
+
+
+def seen_under(model: VictimModel, images: Tensor, gamma: float) -> tuple[Feed, Observation]:
+    draws = [draw_for(0, str(i), "defense") for i in range(len(images))]
+    feed = Mjp(gamma=gamma)(images, model.patch, draws)
+    return feed, observe(model, feed, torch.arange(len(images)), MjpSubspace.parameters)
+
+
+def found_in(model: VictimModel, seen: Observation) -> Subspace:
+    A = seen.gradients["pos_embed"].squeeze(1)[:, -model.grid[0] * model.grid[1] :]
+    return subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2))
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("gamma", [0.27, 0.5, 0.9])
+def test_span_of_the_masked_patches_and_the_others_modulo_it(
+    gamma: float, images: Tensor, tiny_model: Callable[..., VictimModel]
+) -> None:
+    model = tiny_model()
+    feed, seen = seen_under(model, images, gamma)
+    found = found_in(model, seen)
+    X = patchify(model.normalise(feed.images), model.patch)
+    assert feed.masked_pe is not None
+    assert torch.equal(found.masked, feed.masked_pe)
+    outside = X - (X @ found.Y.mT) @ found.Y
+    assert_close(outside[found.masked], torch.zeros_like(outside[found.masked]), atol=1e-6, rtol=0)
+    assert_close(found.known[~found.masked], outside[~found.masked], atol=1e-5, rtol=1e-5)
+    count = found.masked.sum(1)
+    for Y, n in zip(found.Y, count, strict=True):
+        assert_close(Y[:n] @ Y[:n].mT, torch.eye(int(n), dtype=Y.dtype))
+        assert not Y[n:].any()
+
+
+def test_a_mixture_with_an_unmasked_patch_is_not_in_the_span(
+    images: Tensor, tiny_model: Callable[..., VictimModel]
+) -> None:
+    model = tiny_model()
+    feed, seen = seen_under(model, images, 0.27)
+    found = found_in(model, seen)
+    X = patchify(model.normalise(feed.images), model.patch)
+    for x, masked, Y in zip(X, found.masked, found.Y, strict=True):
+        mixed = x[masked][0] + x[~masked][0]
+        assert (mixed - (mixed @ Y.mT) @ Y).norm() > 0.1 * mixed.norm()
+
+
+def test_without_a_mask_it_is_the_plain_closed_form(images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
+    seen = observe(tiny_model(), images, torch.arange(3), MjpSubspace.parameters)
+    assert_close(MjpSubspace()(seen), PatchGradient()(seen))
+
+
+def test_photographs_come_out_better_than_by_the_plain_closed_form(
+    photographs: Callable[[int, int], Tensor], tiny_model: Callable[..., VictimModel]
+) -> None:
+    model = tiny_model(img_size=28)
+    feed, seen = seen_under(model, photographs(4, 28).double(), 0.27)
+    kept = ~slots_to_pixels(feed.moved, model.grid, model.patch)
+    with pytest.warns(PrivlabWarning, match="does not know the defense"):
+        plain = PatchGradient()(seen)
+    stolen = {"plain": plain, "quadratic": MjpSubspace(rounds=0)(seen), "reweighted": MjpSubspace()(seen)}
+    scores = {name: float(psnr_region(each, feed.images, kept).mean()) for name, each in stolen.items()}
+    assert scores["plain"] + 3 < scores["quadratic"] < scores["reweighted"] + 1
+
+
+def test_fill_is_the_least_energy_over_the_coefficients() -> None:
+    """Against a dense solve of the same least squares, pixel pair by pixel pair."""
+    draw = torch.Generator().manual_seed(1)
+    X, Y = (torch.randn(2, n, 12, dtype=torch.float64, generator=draw) for n in (4, 3))  # 2 × 2 patches of 2 × 2
+    Γ = torch.tensor([[2.0, 0.5, 0.1], [0.5, 1.0, 0.2], [0.1, 0.2, 0.5]], dtype=torch.float64)
+    inside = torch.tensor([[True, True, True, False], [True, False, True, True]])
+    prior = Smoothness((3, 4, 4), Γ)
+    found = prior.fill(X, Y, free=inside, inside=inside, steps=60)
+    for i in range(2):
+        count = int(inside[i].sum())
+
+        def energy(c: Tensor, i: int = i, count: int = count) -> Tensor:
+            x = X[i].clone()
+            x[inside[i]] = x[inside[i]] + c.view(count, 3) @ Y[i]
+            image = x.view(2, 2, 3, 2, 2).permute(2, 0, 3, 1, 4).reshape(3, 4, 4)
+            mask = inside[i].view(2, 1, 2, 1).expand(2, 2, 2, 2).reshape(4, 4).double()
+            total = torch.zeros((), dtype=torch.float64)
+            for dim in (1, 2):
+                δ = image.diff(dim=dim)
+                both = mask.narrow(dim - 1, 0, 3) * mask.narrow(dim - 1, 1, 3)
+                total = total + (torch.einsum("chw,cd,dhw->hw", δ, torch.linalg.inv(Γ), δ) * both).sum()
+            return total
+
+        zero = torch.zeros(count * 3, dtype=torch.float64)
+        H = torch.autograd.functional.hessian(energy, zero)
+        g = torch.autograd.functional.jacobian(energy, zero)
+        c = torch.linalg.lstsq(H, -g).solution
+        moved = (found[i] - X[i])[inside[i]]
+        assert_close(moved, c.view(count, 3) @ Y[i], atol=1e-6, rtol=1e-6)
+        assert not (found[i] - X[i])[~inside[i]].any()
+
+
+@pytest.mark.parametrize("options", [{"rounds": -1}, {"steps": 0}, {"epsilon": 0.0}, {"epsilon": float("nan")}])
+def test_options_out_of_range(options: dict[str, float]) -> None:
+    with pytest.raises(PrivlabError, match="rounds ≥ 0, steps ≥ 1 and epsilon > 0"):
+        MjpSubspace(**options)  # pyright: ignore[reportArgumentType]
