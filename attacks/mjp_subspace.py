@@ -93,13 +93,14 @@ class MjpSubspace:
         A = seen.gradients["pos_embed"].squeeze(1)[:, -h * w :]
         warn_of_limits(self.name, A, most=A.shape[2] - 1, knows_mask=True)
         found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
-        return model.to_images(self.completed(found, Smoothness(model.image_shape, photograph_gradients(model))))
+        if not found.masked.any():
+            return model.to_images(found.known)
+        prior = Smoothness(model.image_shape, photograph_gradients(model))
+        return model.to_images(self.completed(found, prior, model.mean.dtype))
 
-    def completed(self, found: Subspace, prior: Smoothness) -> Float[Tensor, "b n k"]:
-        """Return the smoothest patches that agree with what is known."""
-        known, Y, masked = found.known, found.Y, found.masked
-        if not masked.any():
-            return known
+    def completed(self, found: Subspace, prior: Smoothness, dtype: torch.dtype) -> Float[Tensor, "b n k"]:
+        """Return the smoothest patches that agree with what is known, in the precision of the model."""
+        known, Y, masked = found.known.to(dtype), found.Y.to(dtype), found.masked
         X = prior.fill(known, Y, free=~masked, inside=~masked, steps=3 * self.steps)
         for _ in range(self.rounds):
             X = prior.fill(X, Y, free=~masked, inside=~masked, steps=self.steps, epsilon=self.epsilon)

@@ -62,7 +62,7 @@ class Smoothness:
         grid = (self.shape[1] // patch, self.shape[2] // patch)
         pixels = slots_to_pixels(inside, grid, patch)[:, None].to(X)
         across, down = pixels[..., 1:] * pixels[..., :-1], pixels[..., 1:, :] * pixels[..., :-1, :]
-        precision = torch.linalg.inv(self.covariance)
+        precision = torch.linalg.inv(self.covariance).to(X)
         if epsilon is not None:
             image = unpatchify(X, self.shape)
             across = across * _weight(image.diff(dim=3), precision, epsilon)

@@ -267,37 +267,53 @@ class _Done:
 
     @classmethod
     def read(cls, store: Store, grid: Grid, metrics: Sequence[str], *, retry_failed: bool) -> "_Done":
-        """Read the columns that say what was measured; a failure counts as all of it."""
-        columns = ["cell", "image_sha256", "image", "geometry", "batch", "status", "metrics"]
-        table = store.read(columns).combine_chunks().unify_dictionaries()
-        frame = table.to_pandas()
-        frame = frame[frame.geometry == "in_place"]
-        measured = {
-            text: sum(1 << i for i, name in enumerate(metrics) if name in str(text).split())
-            for text in frame.metrics.cat.categories
-        }
-        bits = frame.metrics.map(measured).astype("Int64").fillna(0).to_numpy(np.int64)
-        failed = (frame.status != "ok").to_numpy()
+        """Read the columns that say what was measured; a failure counts as all of it.
+
+        Strings are compared by their codes in the store's dictionaries, of which there are few: a million rows are not
+        turned into Python's strings.
+        """
+        wanted = ["geometry", "cell", "image_sha256", "image", "batch", "status", "metrics"]
+        table, rows = store.read(wanted), slice(None)
+        codes: dict[str, np.ndarray] = {}
+        names: dict[str, list[str]] = {}
+        for name in wanted:
+            column = table[name].unify_dictionaries().combine_chunks()
+            table = table.drop_columns(name)  # so that no column is held twice
+            codes[name], names[name] = column.indices.fill_null(-1).to_numpy()[rows], column.dictionary.to_pylist()
+            if name == "geometry":
+                rows = np.flatnonzero(np.array([text == "in_place" for text in names[name]] + [False])[codes[name]])
+        code_of = {name: {text: code for code, text in enumerate(names[name])} for name in ("cell", "batch")}
+
+        rows = np.argsort(codes["cell"], kind="stable")
+        starts = np.searchsorted(codes["cell"][rows], np.arange(len(names["cell"]) + 1))
+        unread = np.array([text == "" for text in names["image_sha256"]] + [False])[codes["image_sha256"][rows]]
+        image = np.where(unread, len(names["image_sha256"]) + codes["image"][rows], codes["image_sha256"][rows])
+        texts = [text.split() for text in names["metrics"]]
+        measured = [sum(1 << i for i, name in enumerate(metrics) if name in text) for text in texts]
+        bits = np.array([*measured, 0], np.int64)[codes["metrics"][rows]]  # the last one is that of null
+        failed = np.array([text != "ok" for text in names["status"]] + [True])[codes["status"][rows]]
         bits[failed] = 0 if retry_failed else _FAILED
-        image = frame.image_sha256.astype(object).where(frame.image_sha256 != "", frame.image.astype(object))
-        frame = frame.assign(bits=bits, image_id=image)
+        batch = codes["batch"][rows]
+
         joined: dict[tuple[int, str], np.ndarray] = {}
-        places: dict[tuple[Reference, ...], dict[str, int]] = {}
-        of_cell = dict(iter(frame.groupby("cell", observed=True)))
+        places: dict[int, np.ndarray] = {}
         for number, job in enumerate(grid.jobs):
-            known = places.setdefault(job.images, {(r.sha256 or r.name): i for i, r in enumerate(job.images)})
+            if id(job.images) not in places:
+                known = {(r.sha256 or r.name): i for i, r in enumerate(job.images)}
+                stored = (*names["image_sha256"], *names["image"], None)
+                places[id(job.images)] = np.array([known.get(text, -1) for text in stored])
             for cell in job.cells.values():
-                if cell not in of_cell:
+                if (code := code_of["cell"].get(cell)) is None:
                     continue
-                rows = of_cell[cell]
-                place = rows.image_id.map(known).to_numpy(float)
-                fine = ~np.isnan(place)
+                own = slice(starts[code], starts[code + 1])
+                place = places[id(job.images)][image[own]]
+                fine = place >= 0
                 if job.batches is not None:
-                    batch = np.array([*job.batches, ""], object)[np.where(fine, place, -1).astype(int)]
-                    fine &= (rows.batch.astype(object).to_numpy() == batch) | (rows.status != "ok").to_numpy()
+                    of_image = np.array([code_of["batch"].get(name, -2) for name in job.batches])
+                    fine &= (of_image[place] == batch[own]) | (batch[own] == -1) | failed[own]  # controls have none
                 found = np.zeros(len(job.images), np.int64)
-                np.bitwise_or.at(found, place[fine].astype(int), rows.bits.to_numpy()[fine])
-                joined[number, cell] = np.where(found == _FAILED, -1, found)  # what was finished later says what is done
+                np.bitwise_or.at(found, place[fine], bits[own][fine])
+                joined[number, cell] = np.where(found == _FAILED, -1, found)  # what was finished later counts
         return cls(grid, joined)
 
     def of(self, number: int) -> np.ndarray:

@@ -139,13 +139,21 @@ def merged(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _read(parts: Sequence[Path], columns: Sequence[str]) -> pa.Table:
+    """Return these columns of all parts; what is read is packed as it comes, for there may be ten thousand parts."""
     fields = [COLUMNS.field(name) for name in columns]
     strings = [field.name for field in fields if pa.types.is_string(field.type)]
     coded = pa.schema([f.with_type(pa.dictionary(pa.int32(), f.type)) if f.name in strings else f for f in fields])
-    if not parts:
-        return coded.empty_table()
-    file_format = ds.ParquetFileFormat(ds.ParquetReadOptions(dictionary_columns=strings))
-    return ds.dataset(list(map(str, parts)), schema=coded, format=file_format).to_table(list(columns))
+    tables = [coded.empty_table()]
+    for start in range(0, len(parts), 128):
+        group: list[pa.Table] = []
+        for part in parts[start : start + 128]:
+            table = pq.ParquetFile(part, read_dictionary=strings, pre_buffer=False).read(columns, use_threads=False)
+            if table.column_names != coded.names or table.schema != coded:  # of an older version, or of other hands
+                form = ds.ParquetFileFormat(ds.ParquetReadOptions(dictionary_columns=strings))
+                table = ds.dataset(str(part), schema=coded, format=form).to_table(list(columns))
+            group.append(table.replace_schema_metadata())
+        tables.append(pa.concat_tables(group).unify_dictionaries().combine_chunks())
+    return pa.concat_tables(tables)
 
 
 def _migrated(table: pa.Table, path: Path) -> pa.Table:

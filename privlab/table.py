@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -117,13 +117,14 @@ def fill(
     progress(done, total, None)
     status = "failed"
     try:
-        for result in run_tasks(tasks, options.engine, say):
-            for name, content in result.files.items():  # first: a record says that its pictures are there
-                run.write_file(name, lambda file, content=content: file.write_bytes(content))
-            run.store.add(result.rows)
-            messages += [message for message in result.messages if message not in messages]
-            done += len(result.task.images)
-            progress(done, total, result)
+        with closing(run_tasks(tasks, options.engine, say)) as results:
+            for result in results:
+                for name, content in result.files.items():  # first: a record says that its pictures are there
+                    run.write_file(name, lambda file, content=content: file.write_bytes(content))
+                run.store.add(result.rows)
+                messages += [message for message in result.messages if message not in messages]
+                done += len(result.task.images)
+                progress(done, total, result)
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -106,18 +108,23 @@ def as_toml(value: object) -> str:
     return str(value) if isinstance(value, int | float) else f'"{value}"'
 
 
-@pytest.fixture
-def write(tmp_path: Path, photos: Path, public: Path) -> Callable[..., Path]:
+@pytest.fixture(scope="session")
+def written(photos: Path, public: Path) -> Callable[..., Path]:
     """Write an experiment on the tiny victim; keywords change `[run]`, None leaves a key out."""
 
-    def save(more: str = "", name: str = "tiny", **run: Any) -> Path:
+    def save(path: Path, more: str = "", **run: Any) -> Path:
         shared = TINY | {"images": [str(photos)], "public": [str(public)]} | run
         lines = [f"{key} = {as_toml(value)}" for key, value in shared.items() if value is not None]
-        path = tmp_path / f"{name}.toml"
         path.write_text("\n".join(["[run]", *lines, more, ""]))
         return path
 
     return save
+
+
+@pytest.fixture
+def write(tmp_path: Path, written: Callable[..., Path]) -> Callable[..., Path]:
+    """Write an experiment on the tiny victim into the test's own folder."""
+    return lambda more="", name="tiny", **run: written(tmp_path / f"{name}.toml", more, **run)
 
 
 @pytest.fixture
@@ -126,13 +133,13 @@ def experiment(write: Callable[..., Path]) -> Callable[..., Experiment]:
     return lambda more="", **run: read_experiment(write(more, **run))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def options() -> Callable[..., Options]:
     """Return options on the CPU, without pictures, one image a task."""
     return lambda **given: Options(**({"device": "cpu", "chunk": 1, "pictures": 0} | given))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def done(options: Callable[..., Options]) -> Callable[..., int]:
     """Do what a directory lacks of an experiment; return how many tasks that were."""
 
@@ -206,21 +213,24 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def forked() -> Callable[..., int]:
-    """Run `privlab` in a child that this process forks, warm; return its process id. Its output goes to a file."""
+    """Run `privlab` in a child that this process forks, warm; return its process id. Its output goes to a file.
 
-    def start(out: Path, *arguments: object) -> int:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    `first` is called in the child before that.
+    """
+
+    def start(out: Path, *arguments: object, first: Callable[[], object] = lambda: None) -> int:
         if child := os.fork():
             return child
         status = 1
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            warnings.simplefilter("ignore")
             for number in (1, 2):
                 os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: PTH123, SIM115
+            first()
             status = _status([str(argument) for argument in arguments])
             sys.stdout.flush()
             sys.stderr.flush()
@@ -228,6 +238,20 @@ def forked() -> Callable[..., int]:
             os._exit(status)  # pytest, of which this is a copy, has nothing to do here
 
     return start
+
+
+@pytest.fixture(scope="session")
+def ended() -> Callable[..., int]:
+    """Wait for a child to end, and return its exit status; a signal's number is negative."""
+
+    def wait(child: int, seconds: float = 120) -> int:
+        deadline = time.monotonic() + seconds
+        while (found := os.waitpid(child, os.WNOHANG))[0] == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        return os.waitstatus_to_exitcode(found[1])
+
+    return wait
 
 
 @pytest.fixture
