@@ -65,9 +65,7 @@ class Engine:
             raise PrivlabError(f"--ray-address is for --engine ray. Found --engine {self.name}.")
 
 
-def run_tasks(
-    tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]
-) -> Generator[Result, None, None]:
+def run_tasks(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:
     """Yield the result of every task, in the order in which they are finished; closed before that, workers end.
 
     Raises:
@@ -80,9 +78,7 @@ def run_tasks(
     return _in_processes(tasks, engine, say)
 
 
-def _in_processes(
-    tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]
-) -> Generator[Result, None, None]:
+def _in_processes(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:
     """Run tasks in worker processes; when one dies, new ones take what was not finished."""
     left, deaths = list(tasks), 0
     while left:
@@ -159,7 +155,9 @@ def _on_ray(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object])
         ray = importlib.import_module("ray")
     except ImportError:
         raise PrivlabError("--engine ray needs the extra: pip install 'privlab[ray]'.") from None
-    options: dict[str, Any] = {"address": engine.address} if engine.address else {"address": "local", "num_cpus": engine.workers}
+    options: dict[str, Any] = (
+        {"address": engine.address} if engine.address else {"address": "local", "num_cpus": engine.workers}
+    )
     started, client = not ray.is_initialized(), (engine.address or "").startswith("ray://")
     try:
         if started:

@@ -18,7 +18,7 @@ from privlab.plan import Specification
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]  # of Python 3.10
 
 __all__ = ["FIGURES", "KNOWN", "Case", "Experiment", "Figure", "Layout", "read_experiment"]
 
@@ -229,7 +229,8 @@ def _layout(file: _File, given: Mapping[str, Any]) -> Layout:
                 raise file.refuse(str(unknown_name("metric", name, KNOWN)), "table", 0, where)
     if (paper := given.get("paper_attack")) is not None and paper not in installed_attacks():
         raise file.refuse(str(unknown_name("attack", paper, installed_attacks())), "table", 0, "paper_attack")
-    return Layout(**{name: tuple(value) if name == "columns" else value for name, value in given.items()})
+    columns: dict[str, Any] = {"columns": tuple(given["columns"])} if "columns" in given else {}
+    return Layout(**dict(given) | columns)
 
 
 def _figures(file: _File, given: object, cases: Sequence[Case]) -> Iterator[Figure]:

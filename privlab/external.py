@@ -35,7 +35,7 @@ from privlab.strips import to_png
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]  # of Python 3.10
 
 __all__ = ["add_external", "case_names"]
 

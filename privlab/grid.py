@@ -49,7 +49,7 @@ class Grid:
 
     experiment: Experiment
     jobs: tuple[Job, ...]
-    sources: Mapping[tuple[str, ...], str]
+    sources: tuple[str, ...]
     missing: Mapping[str, str]
     messages: tuple[str, ...]
 
@@ -83,7 +83,7 @@ class Grid:
             "cases": cases,
             "image_lists": {name: [image.sha256 or image.name for image in images] for images, name in lists.items()},
             "images": {
-                "source": "; ".join(dict.fromkeys(self.sources.values())),
+                "source": "; ".join(self.sources),
                 "count": len({image.sha256 or image.name for images in lists for image in images}),
             },
             "missing_metrics": dict(self.missing),
@@ -136,7 +136,7 @@ def lay_out(experiment: Experiment, device: torch.device) -> Grid:
                 jobs.append(job)
     jobs.sort(key=lambda job: job.case)
     _check_attacks(jobs)
-    sources = {spec_images: source.description for (spec_images, *_), (source, _) in found.items()}
+    sources = tuple(dict.fromkeys(source.description for source, _ in found.values()))
     messages += [f"{name} is n/a: {reason}" for name, reason in unavailable.items()]
     return Grid(experiment, tuple(jobs), sources, unavailable, tuple(messages))
 
@@ -301,7 +301,7 @@ class _Done:
             if id(job.images) not in places:
                 known = {(r.sha256 or r.name): i for i, r in enumerate(job.images)}
                 stored = (*names["image_sha256"], *names["image"], None)
-                places[id(job.images)] = np.array([known.get(text, -1) for text in stored])
+                places[id(job.images)] = np.array([known.get(text or "", -1) for text in stored])
             for cell in job.cells.values():
                 if (code := code_of["cell"].get(cell)) is None:
                     continue

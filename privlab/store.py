@@ -69,8 +69,8 @@ class Store:
         wanted = list(COLUMNS.names if columns is None else columns)
         asked = list(dict.fromkeys([*wanted, "schema"]))
         parts = self.parts()
-        for file in sorted(set(self.records.glob("[!._]*")) - set(parts)):
-            if file.is_file():
+        for file in sorted(self.records.glob("[!._]*")):
+            if file.is_file() and not file.match("part-*.parquet"):
                 self._leave_out(file, "its name is none of a part")
         try:
             table = _read(parts, asked)
@@ -134,7 +134,7 @@ def merged(frame: pd.DataFrame) -> pd.DataFrame:
         joined.loc[~joined.failed, "reason"] = None
         joined["place"] = groups.place.min()
         joined = joined.reset_index().set_index("place")[frame.columns].astype(frame.dtypes)
-        frame = pd.concat([frame[~again], joined]).sort_index()
+        frame = pd.concat([frame.loc[~again], joined]).sort_index()
     return frame.drop(columns="image_id").reset_index(drop=True)
 
 
@@ -147,8 +147,10 @@ def _read(parts: Sequence[Path], columns: Sequence[str]) -> pa.Table:
     for start in range(0, len(parts), 128):
         group: list[pa.Table] = []
         for part in parts[start : start + 128]:
-            table = pq.ParquetFile(part, read_dictionary=strings, pre_buffer=False).read(columns, use_threads=False)
-            if table.column_names != coded.names or table.schema != coded:  # of an older version, or of other hands
+            table = None
+            with suppress(KeyError):  # it lacks one of the columns
+                table = pq.ParquetFile(part, read_dictionary=strings, pre_buffer=False).read(columns, use_threads=False)
+            if table is None or table.schema != coded:  # of an older version, or of other hands
                 form = ds.ParquetFileFormat(ds.ParquetReadOptions(dictionary_columns=strings))
                 table = ds.dataset(str(part), schema=coded, format=form).to_table(list(columns))
             group.append(table.replace_schema_metadata())

@@ -194,7 +194,7 @@ def _print_results(
     if other is not None:
         for moved in against(other, results):
             click.echo(str(moved), err=True)
-    failed = results.records[results.records.status != "ok"].drop_duplicates(["image", "reason"])
-    for image, reason in zip(failed.image, failed.reason, strict=True):
+    failed = results.records.loc[results.records.status != "ok", ["image", "reason"]].drop_duplicates()
+    for image, reason in failed.itertuples(index=False):
         err.print(f"Failed: {image}: {reason}", style="red", markup=False)
     return 2 if len(failed) else 0

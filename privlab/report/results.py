@@ -88,11 +88,11 @@ def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) 
     inside = pd.Series(False, index=own.index)
     for name, images in listed.items():
         inside |= (own.images == name) & own.image_id.isin(images)
-    own = own[inside].drop(columns=["image_id", "images"])
+    own = own.loc[inside].drop(columns=["image_id", "images"])
     labels = {case["label"]: number for number, case in enumerate(facts["cases"])}
     foreign = records[records.external.notna()]
     named = foreign.conditions.map(lambda text: labels.get(json.loads(text).get("case")))
-    foreign = foreign.assign(case=named)[named.notna()]
+    foreign = foreign.assign(case=named).loc[named.notna()]
     layout = experiment["layout"]
     return Results(
         name=experiment["name"],
@@ -117,8 +117,8 @@ def _of_run(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Resu
     if spec is None:
         raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
     keys = ["victim", "setting", "defense"]
-    found = records[keys].drop_duplicates().reset_index(drop=True)
-    case = records[keys].merge(found.reset_index(names="case"), on=keys, how="left").case.to_numpy()
+    found = records.loc[:, keys].drop_duplicates().reset_index(drop=True)
+    case = records.groupby(keys, sort=False).ngroup()
     attacks = [name for name in records.attack.unique() if not name.startswith(CONTROL)]
     columns = tuple(name for name in spec["metrics"] if name in KNOWN and name not in ("fft2d_mjp", "ssim_skimage"))
     first = "april" if "april" in attacks else None

@@ -229,7 +229,7 @@ def forked() -> Callable[..., int]:
             warnings.simplefilter("ignore")
             for number in (1, 2):
                 os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: PTH123, SIM115
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
             first()
             status = _status([str(argument) for argument in arguments])
             sys.stdout.flush()

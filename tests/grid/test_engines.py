@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +122,7 @@ def test_mistake_in_a_worker_is_told_as_such(
     monkeypatch.setattr(engines, "run_task", refuse)
     with pytest.raises(PrivlabError, match=r"^One line\.$"):
         done(alone[1], tmp_path, engine=Engine(workers=2))
-    for child in multiprocessing.active_children():
-        child.join(20)
-        assert not child.is_alive()
+    all_gone([child.pid or 0 for child in multiprocessing.active_children()])
 
 
 def gone(process: int) -> bool:
@@ -133,6 +131,14 @@ def gone(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def all_gone(processes: Sequence[int]) -> None:
+    """Wait for processes to end."""
+    deadline = time.monotonic() + 30
+    while not all(map(gone, processes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
@@ -148,10 +154,7 @@ def test_workers_end_with_the_run_that_they_work_for(
     assert len(workers) == 2
     os.kill(run, how)
     assert ended(run) == (130 if how == signal.SIGINT else -signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while not all(map(gone, workers)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    all_gone(workers)
 
 
 def children_of(process: int) -> list[int]:

@@ -299,7 +299,11 @@ MISTAKES = {
     "kind": (SHORT + "[[figure]]\nkind = 'curv'\n", 4, "Unknown figure 'curv'. Did you mean curve?"),
     "kinds": (SHORT + "[[figure]]\nkind = ['curve']\n", 4, "Unknown figure '['curve']'."),
     "no kind": (SHORT + "[[figure]]\nname = 'x'\n", 3, "Unknown figure 'None'."),
-    "x": (SHORT + "[[figure]]\nkind = 'curve'\nx = 'gama'\n[grid]\ngamma=[0.1]", 5, "Unknown x 'gama'. Did you mean gam"),
+    "x": (
+        SHORT + "[[figure]]\nkind = 'curve'\nx = 'gama'\n[grid]\ngamma=[0.1]",
+        5,
+        "Unknown x 'gama'. Did you mean gam",
+    ),
     "y": (SHORT + "[[figure]]\nkind = 'claim'\ny = 'pnsr'\n", 5, "Unknown y 'pnsr'. Did you mean psnr"),
     "no x": (SHORT + "[[figure]]\nkind = 'curve'\n", 3, "a curve needs x, an option that its cases differ in."),
     "published": (SHORT + "[[case]]\npublished = { psrn = 3 }\n", 4, "published holds figures by metric, or names a"),

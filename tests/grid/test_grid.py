@@ -50,7 +50,7 @@ class World:
             for place, number in enumerate(self.images)
         )
         jobs = [self._job(case, names, images) for case, names in enumerate(self.attacks)]
-        return Grid(Experiment("x", "x", None, (), Layout()), tuple(jobs), {}, {}, ())
+        return Grid(Experiment("x", "x", None, (), Layout()), tuple(jobs), (), {}, ())
 
     def _job(self, case: int, names: Sequence[str], images: tuple[Reference, ...]) -> Job:
         size, batches = self.client_batch, None
@@ -99,7 +99,11 @@ def work(grid: Grid, task: Task, failing: Iterable[int] = ()) -> pa.Table:
             if failed and name in CONTROLS:
                 continue  # there is no picture to make one of
             row = {"cell": job.cells[name], "image": image.name, "image_sha256": image.sha256, "attack": name}
-            row |= {"schema": SCHEMA, "status": "failed" if failed else "ok", "batch": None if name in CONTROLS else batch}
+            row |= {
+                "schema": SCHEMA,
+                "status": "failed" if failed else "ok",
+                "batch": None if name in CONTROLS else batch,
+            }
             row |= {"metrics": None if failed else " ".join(task.metrics)}
             for geometry in GEOMETRIES[:1] if name in CONTROLS else GEOMETRIES:
                 rows.append(row | {"geometry": geometry})
@@ -201,7 +205,10 @@ def test_what_is_added_later_is_run_alone(world: World, data: st.DataObject) -> 
             for given_ in world.attacks
         ]
         + data.draw(st.lists(names, max_size=1)),
-        metrics=[*world.metrics, *data.draw(st.sets(st.sampled_from(METRICS)).map(lambda n: without(n, world.metrics)))],
+        metrics=[
+            *world.metrics,
+            *data.draw(st.sets(st.sampled_from(METRICS)).map(lambda n: without(n, world.metrics))),
+        ],
     )
     with a_store() as store:
         run(store, world.grid(), missing(world.grid(), store))
@@ -209,7 +216,9 @@ def test_what_is_added_later_is_run_alone(world: World, data: st.DataObject) -> 
         new = more.units() - world.units()
         if world.client_batch is not None:  # a batch that an image joins is another batch
             touched = len(world.images) - len(world.images) % world.client_batch
-            again = {f"{number:064x}" for number in more.images[touched:]} if len(more.images) > len(world.images) else {}
+            again = (
+                {f"{number:064x}" for number in more.images[touched:]} if len(more.images) > len(world.images) else {}
+            )
             new |= {unit for unit in more.units() if unit[1] in again}
         assert units(more.grid(), tasks) == Counter(new)
         run(store, more.grid(), tasks)
@@ -269,9 +278,7 @@ def test_cells_that_cases_have_in_common_are_planned_once(world: World, size: in
 )
 def test_clients_batches_are_planned_whole(world: World, size: int, data: st.DataObject) -> None:
     grid, b = world.grid(), world.client_batch or 1
-    whole = {
-        tuple(job.images[first : first + b]) for job in grid.jobs for first in range(0, len(job.images), b)
-    }
+    whole = {tuple(job.images[first : first + b]) for job in grid.jobs for first in range(0, len(job.images), b)}
     count = data.draw(st.integers(1, 4))
     with a_store() as store:
         done = missing(grid, store, size=1)
@@ -379,7 +386,9 @@ def test_metric_that_cannot_be_computed_here(experiment: Callable[..., Experimen
     assert sum("is n/a: " in message for message in grid.messages) == 2
 
 
-def test_victim_is_loaded_once_for_all_its_cases(experiment: Callable[..., Experiment], tmp_path: Path, options: Any) -> None:
+def test_victim_is_loaded_once_for_all_its_cases(
+    experiment: Callable[..., Experiment], tmp_path: Path, options: Any
+) -> None:
     cases = "".join(f'[[case]]\nlabel = "{i}"\nmodel = "{m}"\n' for i, m in enumerate(["vit_ti", "deit_ti"] * 2))
     _, tasks = prepare(experiment(cases, metrics=["mse"]), tmp_path, options(chunk=2))
     assert [task.spec.models[0] for task in tasks] == ["deit_ti"] * 2 + ["vit_ti"] * 2

@@ -20,7 +20,14 @@ from privlab.threat import PrivlabWarning
 
 def row(image: int = 0, **values: Any) -> dict[str, Any]:
     """Return a record of an image."""
-    stated = {"cell": "c", "attack": "april", "geometry": "in_place", "schema": SCHEMA, "status": "ok", "metrics": "psnr"}
+    stated = {
+        "cell": "c",
+        "attack": "april",
+        "geometry": "in_place",
+        "schema": SCHEMA,
+        "status": "ok",
+        "metrics": "psnr",
+    }
     return stated | {"image": f"{image}.png", "image_sha256": f"{image:064x}", "psnr": float(image)} | values
 
 

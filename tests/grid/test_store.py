@@ -30,7 +30,14 @@ SYNC = store_module._sync  # the real one: conftest.py replaces it
 
 def row(image: int = 0, **values: Any) -> dict[str, Any]:
     """Return a record of an image."""
-    stated = {"cell": "c", "attack": "april", "geometry": "in_place", "schema": SCHEMA, "status": "ok", "metrics": "psnr"}
+    stated = {
+        "cell": "c",
+        "attack": "april",
+        "geometry": "in_place",
+        "schema": SCHEMA,
+        "status": "ok",
+        "metrics": "psnr",
+    }
     return stated | {"image": f"{image}.png", "image_sha256": f"{image:064x}", "psnr": float(image)} | values
 
 
@@ -90,7 +97,9 @@ def test_parts_have_names_of_their_own_and_keep_their_order(store: Store, monkey
     assert all(name.startswith("part-000000-") for name in names)
 
 
-def test_part_is_synced_before_it_is_renamed_and_its_folder_after(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_is_synced_before_it_is_renamed_and_its_folder_after(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[str, int]] = []
 
     def sync(path: Path) -> None:
@@ -177,7 +186,9 @@ def test_spoiled_part_is_set_aside(store: Store, name: str, columns: list[str] |
     bad = store.parts()[1]
     SPOILED[name](bad)
     content = bad.read_bytes()
-    with pytest.warns(PrivlabWarning, match=rf"^{bad.name} is no part of a store \(.*\): moved to .*set-aside\.$") as said:
+    with pytest.warns(
+        PrivlabWarning, match=rf"^{bad.name} is no part of a store \(.*\): moved to .*set-aside\.$"
+    ) as said:
         found = store.read(columns)
     assert [str(warning.message).count("\n") for warning in said] == [0]
     assert found["image"].to_pylist() == ["0.png", "2.png"]
@@ -258,7 +269,11 @@ def test_file_system_that_is_really_read_only(small_disk: Callable[..., Path]) -
     subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
     with pytest.warns(PrivlabWarning, match="left out.$"):
         assert len(run.store.frame()) == 1
-    for write in (lambda: run.store.add(table(row(3))), lambda: run.write_run({}), lambda: run.write_file("a/b", Path.touch)):
+    for write in (
+        lambda: run.store.add(table(row(3))),
+        lambda: run.write_run({}),
+        lambda: run.write_file("a/b", Path.touch),
+    ):
         with pytest.raises(PrivlabError, match="cannot be written: Read-only file system. Give another --out.$"):
             write()
     with pytest.raises(PrivlabError, match="cannot be written: Read-only file system."):
@@ -270,7 +285,9 @@ def test_disk_that_is_really_full(small_disk: Callable[..., Path]) -> None:
     run = RunDirectory.create(small_disk("size=128k") / "run")
     run.write_run({"experiment": {}})
     written = 0
-    with pytest.raises(PrivlabError, match="^No space left on the device of '.*'. What was finished before stays readable.$"):
+    with pytest.raises(
+        PrivlabError, match="^No space left on the device of '.*'. What was finished before stays readable.$"
+    ):
         for written in range(100):
             run.store.add(table(row(written)))
     assert images(run.store) == sorted(f"{i}.png" for i in range(written))
@@ -292,7 +309,9 @@ def older(*rows: dict[str, Any]) -> pa.Table:
 
 
 def test_store_of_an_earlier_version(store: Store) -> None:
-    rows = [row(i, attack=attack, geometry=where) for i in (0, 1) for attack in "ab" for where in ("in_place", "oracle")]
+    rows = [
+        row(i, attack=attack, geometry=where) for i in (0, 1) for attack in "ab" for where in ("in_place", "oracle")
+    ]
     pq.write_table(older(*rows), store.records / "part-000000.parquet")
     said = rf"^'{store.path}' holds records of schema 2: they are shown as they are, and no plan takes them as done\.$"
     with pytest.warns(PrivlabWarning, match=said):
@@ -352,7 +371,9 @@ def test_merged_rows(given_: list[dict[str, Any]]) -> None:
     pd.testing.assert_frame_equal(merged(once.assign(image_id=once.image_sha256)), once)
     assert once.dtypes.drop("label").equals(frame.dtypes.drop(["label", "image_id"]))
     for key, record in zip(order, once.to_dict("records"), strict=True):
-        rows = sorted((each for each, k in zip(given_, keys, strict=True) if k == key), key=lambda e: e["status"] != "ok")
+        rows = sorted(
+            (each for each, k in zip(given_, keys, strict=True) if k == key), key=lambda e: e["status"] != "ok"
+        )
         assert tuple(record[name] if record[name] == record[name] else None for name in KEY_COLUMNS) == key
         assert record["status"] == rows[0]["status"]
         assert (record["reason"] == "because") == (rows[0]["status"] == "failed")
