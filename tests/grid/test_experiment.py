@@ -210,12 +210,12 @@ def test_fields_of_run_that_are_given(parse: Callable[..., Experiment]) -> None:
 
 @pytest.mark.parametrize("override", ["run.limit", "limit=3", "=3", "run.=3", "", "run"])
 def test_override_of_another_form(parse: Callable[..., Experiment], override: str) -> None:
-    with pytest.raises(PrivlabError, match="^--set must be TABLE.KEY=VALUE, such as run.limit=4. Found '"):
+    with pytest.raises(PrivlabError, match=r"^--set must be TABLE.KEY=VALUE, such as run.limit=4. Found '"):
         parse(SHORT, override)
 
 
 def test_override_of_an_unknown_table(parse: Callable[..., Experiment]) -> None:
-    with pytest.raises(PrivlabError, match="^Unknown table of --set 'tabel'. Did you mean table?"):
+    with pytest.raises(PrivlabError, match=r"^Unknown table of --set 'tabel'. Did you mean table?"):
         parse(SHORT, "tabel.bold=false")
 
 
@@ -362,7 +362,7 @@ def test_no_text_breaks_the_parser(tmp_path_factory: pytest.TempPathFactory, tex
     try:
         assert read_experiment(path).cases
     except PrivlabError as error:
-        assert str(error)
+        assert str(error)  # noqa: PT017
 
 
 VALUES = st.recursive(
@@ -393,7 +393,7 @@ def test_no_value_breaks_the_parser(tmp_path_factory: pytest.TempPathFactory, da
     try:
         read_experiment(path)
     except PrivlabError as error:
-        assert "value.toml, line " in str(error)
+        assert "value.toml, line " in str(error)  # noqa: PT017
 
 
 def toml(value: Any) -> str:
@@ -425,7 +425,7 @@ def test_table_5_of_mjp() -> None:
 
 
 def test_name_of_no_experiment() -> None:
-    with pytest.raises(PrivlabError, match="^Unknown experiment 'mjp_tabel5'. Did you mean mjp_table5"):
+    with pytest.raises(PrivlabError, match=r"^Unknown experiment 'mjp_tabel5'. Did you mean mjp_table5"):
         find_experiment("mjp_tabel5")
 
 

@@ -265,7 +265,7 @@ def test_a_directory_without_an_experiment(tmp_path: Path) -> None:
     with pytest.raises(PrivlabError, match=r"is no run: it has no run\.json"):
         add_external(tmp_path, tmp_path / "theirs.toml")
     RunDirectory(tmp_path).write_run({"specification": {}})
-    with pytest.raises(PrivlabError, match="holds no experiment: give a directory that `privlab table` wrote"):
+    with pytest.raises(PrivlabError, match=r"holds no experiment: give a directory that `privlab table` wrote"):
         add_external(tmp_path, tmp_path / "theirs.toml")
 
 

@@ -106,7 +106,7 @@ def work(grid: Grid, task: Task, failing: Iterable[int] = ()) -> pa.Table:
             }
             row |= {"metrics": None if failed else " ".join(task.metrics)}
             for geometry in GEOMETRIES[:1] if name in CONTROLS else GEOMETRIES:
-                rows.append(row | {"geometry": geometry})
+                rows.append(row | {"geometry": geometry})  # noqa: PERF401
     return pa.Table.from_pylist(rows, schema=COLUMNS)
 
 
@@ -201,7 +201,7 @@ def test_what_is_added_later_is_run_alone(world: World, data: st.DataObject) -> 
         world,
         images=[*world.images, *data.draw(st.lists(st.integers(41, 60), max_size=4, unique=True))],
         attacks=[
-            [*given_, *data.draw(st.lists(st.sampled_from(ATTACKS), unique=True).map(lambda new: without(new, given_)))]
+            [*given_, *data.draw(st.lists(st.sampled_from(ATTACKS), unique=True).map(lambda new: without(new, given_)))]  # noqa: B023
             for given_ in world.attacks
         ]
         + data.draw(st.lists(names, max_size=1)),
@@ -340,7 +340,7 @@ def test_kept_file_that_is_torn_is_left_out() -> None:
         run(store, World([1]).grid(), missing(World([1]).grid(), store))
         (store.path / "kept").mkdir()
         (store.path / "kept" / "x.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0torn")
-        with pytest.warns(UserWarning, match="x.safetensors"):
+        with pytest.warns(UserWarning, match=r"x.safetensors"):
             (task,) = missing(grid, store)
         assert task.kept == ()
 
@@ -371,7 +371,7 @@ def test_content_that_lies_there_twice_counts_once(
 
 
 def test_attack_that_can_run_on_no_case_is_refused(experiment: Callable[..., Experiment]) -> None:
-    with pytest.raises(PrivlabError, match="^'patch-gradient' can run on no case: "):
+    with pytest.raises(PrivlabError, match=r"^'patch-gradient' can run on no case: "):
         lay_out(experiment(model="vit_ti_nope"), CPU)
     mixed = '[[case]]\n[[case]]\nlabel = "without"\nmodel = "vit_ti_nope"'
     jobs = lay_out(experiment(mixed), CPU).jobs

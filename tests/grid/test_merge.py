@@ -93,7 +93,7 @@ def test_failure_contradicts_nothing(store: Callable[..., Path]) -> None:
 
 def test_no_store(tmp_path: Path) -> None:
     for call in (check, existing, lambda path: merge(tmp_path / "all", [path])):
-        with pytest.raises(PrivlabError, match="holds no records: give the directory of a run.$"):
+        with pytest.raises(PrivlabError, match=r"holds no records: give the directory of a run.$"):
             call(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -138,7 +138,7 @@ def test_merge_of_parts_that_have_one_name(tmp_path: Path) -> None:
         (tmp_path / str(i) / "records").mkdir(parents=True)
         part = tmp_path / str(i) / "records" / "part-000000.parquet"
         pq.write_table(pa.Table.from_pylist([row(i, schema=2)], schema=COLUMNS).select(old), part)
-    with pytest.warns(PrivlabWarning, match="schema 2"):
+    with pytest.warns(PrivlabWarning, match=r"schema 2"):  # noqa: PT031
         merge(tmp_path / "all", [tmp_path / "0", tmp_path / "1"])
         merge(tmp_path / "all", [tmp_path / "1", tmp_path / "0"])
         assert sorted(Store(tmp_path / "all").frame().image) == ["0.png", "1.png"]
@@ -148,7 +148,7 @@ def test_merge_sets_aside_what_is_torn(store: Callable[..., Path], tmp_path: Pat
     one = store("one", row(0), row(1))
     part = Store(one).parts()[0]
     part.write_bytes(part.read_bytes()[:50])
-    with pytest.warns(PrivlabWarning, match=f"^{part.name} is no part of a store"):
+    with pytest.warns(PrivlabWarning, match=f"^{part.name} is no part of a store"):  # noqa: PT031
         merge(tmp_path / "all", [one])
         assert Store(tmp_path / "all").frame().image.tolist() == ["1.png"]
     assert part.stat().st_size == 50
@@ -168,9 +168,9 @@ def test_merge_where_nothing_can_be_written(
     one, place = store("one", row(0)), small_disk("size=64k")
     shutil.copytree(one, place / "all")
     RunDirectory(one).write_file("pictures/00/x.png", lambda path: path.write_bytes(b"x" * 100_000))
-    with pytest.raises(PrivlabError, match="^No space left on the device of "):
+    with pytest.raises(PrivlabError, match=r"^No space left on the device of "):
         merge(place / "all", [one])
     subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-    with pytest.raises(PrivlabError, match="cannot be written: Read-only file system. Give another --out.$"):
+    with pytest.raises(PrivlabError, match=r"cannot be written: Read-only file system. Give another --out.$"):
         merge(place / "all", [one])
     assert Store(place / "all").frame().image.tolist() == ["0.png"]

@@ -73,7 +73,7 @@ def test_part_is_there_whole_or_not_at_all(store: Store, monkeypatch: pytest.Mon
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("privlab.store.pq.write_table", halfway)
-    with pytest.raises(PrivlabError, match="cannot be written: Input/output error. Give another --out."):
+    with pytest.raises(PrivlabError, match=r"cannot be written: Input/output error. Give another --out."):
         store.add(table(row(1)))
     assert list(store.records.iterdir()) == []
     assert store.add(table(row(2))) in store.parts()
@@ -204,7 +204,7 @@ def test_nothing_is_moved_over_what_was_set_aside_before(store: Store) -> None:
     (store.path / "set-aside").mkdir()
     (store.path / "set-aside" / part.name).write_text("an earlier one")
     torn(part)
-    with pytest.warns(PrivlabWarning, match="is no part of a store"):
+    with pytest.warns(PrivlabWarning, match=r"is no part of a store"):
         store.read()
     held = [path for path in store.path.rglob("*") if part.stem in path.name]
     assert len(held) == 2
@@ -254,7 +254,7 @@ def test_read_only_store_can_be_read(store: Store, monkeypatch: pytest.MonkeyPat
 
     for name in ("mkdir", "rename", "replace"):
         monkeypatch.setattr(Path, name, refuse)
-    with pytest.warns(PrivlabWarning, match="is no part of a store .*: left out.$"):
+    with pytest.warns(PrivlabWarning, match=r"is no part of a store .*: left out.$"):
         assert images(store) == ["1.png"]
     with pytest.raises(PrivlabError, match=r"records' cannot be written: Read-only file system. Give another --out.$"):
         store.add(table(row(3)))
@@ -267,16 +267,16 @@ def test_file_system_that_is_really_read_only(small_disk: Callable[..., Path]) -
     run.store.add(table(row(1)))
     torn(run.store.add(table(row(2))) or Path())
     subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-    with pytest.warns(PrivlabWarning, match="left out.$"):
+    with pytest.warns(PrivlabWarning, match=r"left out.$"):
         assert len(run.store.frame()) == 1
     for write in (
         lambda: run.store.add(table(row(3))),
         lambda: run.write_run({}),
         lambda: run.write_file("a/b", Path.touch),
     ):
-        with pytest.raises(PrivlabError, match="cannot be written: Read-only file system. Give another --out.$"):
+        with pytest.raises(PrivlabError, match=r"cannot be written: Read-only file system. Give another --out.$"):
             write()
-    with pytest.raises(PrivlabError, match="cannot be written: Read-only file system."):
+    with pytest.raises(PrivlabError, match=r"cannot be written: Read-only file system."):
         RunDirectory.create(place / "other")
     assert RunDirectory.create(place / "run", resume=True).store.parts() == run.store.parts()
 
@@ -285,8 +285,8 @@ def test_disk_that_is_really_full(small_disk: Callable[..., Path]) -> None:
     run = RunDirectory.create(small_disk("size=128k") / "run")
     run.write_run({"experiment": {}})
     written = 0
-    with pytest.raises(
-        PrivlabError, match="^No space left on the device of '.*'. What was finished before stays readable.$"
+    with pytest.raises(  # noqa: PT012
+        PrivlabError, match=r"^No space left on the device of '.*'. What was finished before stays readable.$"
     ):
         for written in range(100):
             run.store.add(table(row(written)))
@@ -322,7 +322,7 @@ def test_store_of_an_earlier_version(store: Store) -> None:
     ]
     assert frame.schema.eq(2).all()
     store.add(table(row(5)))
-    with pytest.warns(PrivlabWarning, match="schema 2"):
+    with pytest.warns(PrivlabWarning, match=r"schema 2"):
         found = check(store.path)
     assert (found.records, found.conflicts) == (len(rows) + 1, ())
 
