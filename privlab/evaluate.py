@@ -198,14 +198,14 @@ class Evaluator:
 
     def _again(self, cell: Cell, trial: Trial, batch: Batch, kept: Mapping[str, Stolen]) -> list[Record]:
         """Score what attacks brought home in an earlier run."""
-        records = []
+        records, own = [], {} if trial.sent is None else {"batch": batch.key}
         for attack in cell.attacks:
             alone = replace(cell, attacks=(attack,))
             rows = [self.rows.of(picture, trial.setting, alone) for picture in batch.pictures]
             found = [kept[f"{row[0]['cell']}/{row[0]['image_sha256']}"] for row in rows]
             scores = self._geometries(Stolen.joined(found), trial, cell)
             records += [
-                row | self._measured({name: values[i] for name, values in of_geometry.items()})
+                row | own | self._measured({name: values[i] for name, values in of_geometry.items()})
                 for i, of_image in enumerate(rows)
                 for row, of_geometry in zip(of_image, scores, strict=True)
             ]

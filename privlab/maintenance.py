@@ -19,6 +19,9 @@ __all__ = ["Checked", "Conflict", "check", "existing", "merge"]
 _CLOSE = 1e-4
 """Relative difference of two scores of one record beyond which they contradict each other: float32 rounds."""
 
+_EXACT = 100.0
+"""PSNR in dB beyond which a reconstruction is exact: its figure is that of rounding, as the batch's size decides it."""
+
 
 @dataclass(frozen=True)
 class Conflict:
@@ -120,10 +123,10 @@ def _conflicts(rows: pd.DataFrame) -> Iterator[Conflict]:
     metrics = [name for name in METRICS if name in rows]
     if again.empty:
         return
-    groups = again.groupby(KEY, sort=False, dropna=False)[metrics]
+    groups = again.assign(psnr=again.psnr.clip(upper=_EXACT)).groupby(KEY, sort=False, dropna=False)[metrics]
     least, most = groups.min(), groups.max()
     with np.errstate(invalid="ignore"):
-        apart = (most - least) > _CLOSE * most.abs().clip(1e-3, 1e6)  # PSNR may be infinite
+        apart = (most - least) > _CLOSE * most.abs().clip(lower=1e-3)
     for place, column in np.argwhere(apart.to_numpy()):
         cell, image, *_ = least.index[place]
         ours, theirs = float(least.iat[place, column]), float(most.iat[place, column])

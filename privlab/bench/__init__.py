@@ -6,11 +6,13 @@ from privlab.bench.attack import bench_attack
 from privlab.bench.common import Bench
 from privlab.bench.permutation import bench_permutation
 from privlab.bench.split import bench_split
+from privlab.bench.table import bench_table
 
-__all__ = ["BENCHES", "Bench", "bench_attack", "bench_permutation", "bench_split"]
+__all__ = ["BENCHES", "Bench", "bench_attack", "bench_permutation", "bench_split", "bench_table"]
 
 BENCHES: dict[str, Callable[..., Bench]] = {
     "attack": bench_attack,
     "permutation": bench_permutation,
     "split": bench_split,
+    "table": bench_table,
 }

@@ -100,6 +100,21 @@ def bench_split(as_json: bool, **options: Any) -> None:  # noqa: ANN401
     _run("split", as_json, options)
 
 
+@bench.command("table")
+@click.option("--model", default="deit_s", show_default=True, help="The victim of what is timed.")
+@click.option("--images", "n_images", type=click.IntRange(min=2), default=40, show_default=True, help="Images timed.")
+@click.option("--images-dir", type=click.Path(path_type=Path), help="Folder of them.  [default: the samples, shifted]")
+@_repeats(3, _ROUNDS)
+@click.option(
+    "--large/--no-large", default=True, show_default=True, help="Measure a million records and a page of 1000 images."
+)
+@_DEVICE
+@common
+def bench_table(as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """The whole pipeline against bare attacks; workers, Ray, resuming a million records, the page."""
+    _run("table", as_json, options)
+
+
 def _run(name: str, as_json: bool, options: dict[str, Any]) -> None:
     from privlab.bench import BENCHES
 
@@ -110,3 +125,6 @@ def _run(name: str, as_json: bool, options: dict[str, Any]) -> None:
         return
     for table in result.tables():
         print_table(table)
+    if isinstance(absent := result.setup.get("absent"), dict):
+        for figure, reason in absent.items():
+            err.print(f"{figure} is not measured: {reason}.", style="yellow", markup=False)

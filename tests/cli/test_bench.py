@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from privlab.bench import split
+from privlab.bench import BENCHES, Bench, split
 
 RATIOS = [
     "observe_patch_gradient_over_step",
@@ -146,6 +146,23 @@ def test_split_with_an_unknown_defense(cli: Callable[..., Any]) -> None:
     assert error.startswith("Unknown defense 'row-permutatio'. Did you mean row-permutation")
 
 
+def test_what_a_bench_could_not_measure_is_said(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def table(**options: Any) -> Bench:
+        assert options.pop("progress")
+        assert options == {
+            **{"model": "deit_s", "n_images": 40, "images_dir": None, "repeats": 3, "large": False, "device": "auto"}
+        }
+        return Bench({"pipeline_over_bare": 1.5}, {"pipeline_over_bare": "≤ 1.25"}, {}, {"absent": {"ray": "no Ray"}})
+
+    monkeypatch.setitem(BENCHES, "table", table)
+    told = cli("bench", "table", "--no-large")
+    assert told.status == 0
+    assert "1.500" in told.out
+    assert "ray is not measured: no Ray." in told.err
+    result = json.loads(cli("bench", "table", "--no-large", "--json").out)
+    assert (result["pipeline_over_bare"], result["setup"]["absent"]) == (1.5, {"ray": "no Ray"})
+
+
 @pytest.mark.parametrize(
     ("bench", "option"),
     [
@@ -155,6 +172,8 @@ def test_split_with_an_unknown_defense(cli: Callable[..., Any]) -> None:
         ("split", "--images"),
         ("attack", "--batch"),
         ("attack", "--defense"),
+        ("table", "--batch"),
+        ("table", "--memory"),
     ],
 )
 def test_an_option_that_a_bench_does_not_take_is_refused_by_name(
@@ -163,7 +182,7 @@ def test_an_option_that_a_bench_does_not_take_is_refused_by_name(
     assert cli("bench", bench, option).error.startswith(f"No such option '{option}'")
 
 
-@pytest.mark.parametrize("name", ["attack", "permutation", "split"])
+@pytest.mark.parametrize("name", ["attack", "permutation", "split", "table"])
 def test_every_bench_has_help(cli: Callable[..., Any], name: str) -> None:
     told = cli("bench", name, "--help")
     assert told.status == 0

@@ -2,12 +2,13 @@
 
 import importlib.util
 import json
+import logging
 import multiprocessing
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory, written: Any, done: Any) -> 
 
 
 @pytest.fixture
-def fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def fork(uncollected: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers be copies of this process, which has all loaded, and what a test has changed."""
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: multiprocessing.context.ForkContext())
+    forking = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: forking)
 
 
 def test_two_workers_make_the_same_records(alone: Any, tmp_path: Path, done: Any, same: Any, rows: Any) -> None:
@@ -114,7 +116,7 @@ def test_workers_that_die_again_and_again(
 
 @pytest.mark.usefixtures("fork")
 def test_mistake_in_a_worker_is_told_as_such(
-    alone: Any, tmp_path: Path, done: Any, monkeypatch: pytest.MonkeyPatch
+    alone: Any, tmp_path: Path, done: Any, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(task: Task) -> Result:
         raise PrivlabError("One line.")
@@ -122,7 +124,8 @@ def test_mistake_in_a_worker_is_told_as_such(
     monkeypatch.setattr(engines, "run_task", refuse)
     with pytest.raises(PrivlabError, match=r"^One line\.$"):
         done(alone[1], tmp_path, engine=Engine(workers=2))
-    all_gone([child.pid or 0 for child in multiprocessing.active_children()])
+    workers = [child.pid or 0 for child in multiprocessing.active_children()]
+    until(lambda: all(map(gone, workers)))
 
 
 def gone(process: int) -> bool:
@@ -133,28 +136,19 @@ def gone(process: int) -> bool:
         return True
 
 
-def all_gone(processes: Sequence[int]) -> None:
-    """Wait for processes to end."""
-    deadline = time.monotonic() + 30
-    while not all(map(gone, processes)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 @pytest.mark.usefixtures("fork")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_the_run_that_they_work_for(
-    alone: Any, tmp_path: Path, forked: Any, ended: Any, how: signal.Signals
+    alone: Any, tmp_path: Path, forked: Any, ended: Any, until: Any, how: signal.Signals
 ) -> None:
     run = forked(tmp_path / "said", "table", alone[0], "--out", tmp_path / "run", "--workers", 2, "--chunk", 1)
-    while not list((tmp_path / "run").glob("records/part-*")):
-        time.sleep(0.01)
+    until(lambda: list((tmp_path / "run").glob("records/part-*")))
     workers = children_of(run)
     assert len(workers) == 2
     os.kill(run, how)
     assert ended(run) == (130 if how == signal.SIGINT else -signal.SIGKILL)
-    all_gone(workers)
+    until(lambda: all(map(gone, workers)))
 
 
 def children_of(process: int) -> list[int]:
@@ -219,7 +213,7 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 
 @pytest.fixture(scope="module")
 def on_ray(
-    tmp_path_factory: pytest.TempPathFactory, alone: Any, written: Any, forked: Any, ended: Any
+    tmp_path_factory: pytest.TempPathFactory, alone: Any, written: Any, forked: Any, ended: Any, until: Any
 ) -> dict[str, Any]:
     """Run two experiments in a child on a Ray cluster of two workers, whose head is killed in the second."""
     folder = tmp_path_factory.mktemp("ray")
@@ -233,18 +227,15 @@ def on_ray(
 
         engines._HEARTBEAT = 0.2
         with engines._elsewhere():
-            ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         status = _status([*map(str, ("table", alone[0], "--out", folder / "whole", *engine))])
         (folder / "status").write_text(str(status))
 
     driver = forked(folder / "said", "table", many, "--out", folder / "broken", *engine, first=first)
     processes: list[int] = []
     try:
-        deadline = time.monotonic() + 300
-        while len(list((folder / "broken").glob("records/part-*"))) < 3:
-            assert time.monotonic() < deadline
-            assert not gone(driver), (folder / "said").read_text()
-            time.sleep(0.02)
+        until(lambda: gone(driver) or len(list((folder / "broken").glob("records/part-*"))) >= 3, 300)
+        assert not gone(driver), (folder / "said").read_text()
         processes = children_of(driver)
         for process in processes:
             if b"gcs_server" in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")[0]:

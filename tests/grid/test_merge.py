@@ -76,12 +76,13 @@ def test_check(store: Callable[..., Path]) -> None:
         (-0.5, -0.6, True),
         (None, 20.0, False),  # not measured is no contradiction
         (float("inf"), float("inf"), False),
+        (float("inf"), 159.6, False),  # both are exact
         (float("inf"), 20.0, True),
     ],
 )
 def test_conflict(store: Callable[..., Path], ours: float | None, theirs: float, apart: bool) -> None:
-    path = store("run", row(ssim=ours), row(ssim=theirs))
-    assert [each.metric for each in check(path).conflicts] == ["ssim"] * apart
+    path = store("run", row(psnr=ours), row(psnr=theirs))
+    assert [each.metric for each in check(path).conflicts] == ["psnr"] * apart
 
 
 def test_failure_contradicts_nothing(store: Callable[..., Path]) -> None:

@@ -317,8 +317,9 @@ def test_store_of_an_earlier_version(store: Store) -> None:
     with pytest.warns(PrivlabWarning, match=said):
         frame = store.frame()
     assert len(frame) == len(rows)  # none has a key, and none is another's double
-    assert frame[["image", "attack", "geometry", "psnr"]].to_dict("records") == [
-        {name: each[name] for name in ("image", "attack", "geometry", "psnr")} for each in rows
+    names = ("image", "attack", "geometry", "psnr")
+    assert [tuple(each) for each in frame[[*names]].to_numpy()] == [
+        tuple(each[name] for name in names) for each in rows
     ]
     assert frame.schema.eq(2).all()
     store.add(table(row(5)))

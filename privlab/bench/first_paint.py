@@ -1,0 +1,108 @@
+"""How long a page takes to its first paint, in a headless Chromium that is spoken to over a pair of pipes."""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from privlab.errors import PrivlabError
+
+__all__ = ["find_chromium", "first_paint"]
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_PATIENCE = 120
+_PAINTED = (
+    "new Promise((done) => new PerformanceObserver((list) => list.getEntriesByName('first-paint').forEach((one) => "
+    "done(one.startTime))).observe({type: 'paint', buffered: true}))"
+)
+_Send = Callable[..., dict[str, Any]]
+
+
+def find_chromium() -> str | None:
+    """Return the path of a Chromium or Chrome, the one that PRIVLAB_CHROMIUM names first; None where there is none."""
+    named = os.environ.get("PRIVLAB_CHROMIUM")
+    return named or next((path for name in _NAMES if (path := shutil.which(name))), None)
+
+
+def first_paint(chromium: str, page: Path, times: int = 3) -> float:
+    """Return the median of the seconds from the navigation to the first paint, each in a tab of its own.
+
+    Raises:
+        PrivlabError: if the browser dies, refuses a command, or does not answer within two minutes.
+    """
+    with _launched(chromium) as send:
+        return statistics.median(_painted(send, page) for _ in range(times))
+
+
+def _painted(send: _Send, page: Path) -> float:
+    target = send("Target.createTarget", url="about:blank")["targetId"]
+    session = send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+    send("Page.enable", session)
+    send("Page.navigate", session, url=page.absolute().as_uri())
+    answer = send("Runtime.evaluate", session, expression=_PAINTED, awaitPromise=True, returnByValue=True)
+    send("Target.closeTarget", targetId=target)
+    return answer["result"]["value"] / 1000
+
+
+@contextmanager
+def _launched(chromium: str) -> Iterator[_Send]:
+    """Start a Chromium with an empty profile, and hand out what sends a command and returns its result."""
+    theirs, ours = os.pipe(), os.pipe()
+    ends = theirs[0], ours[1]  # which the shell puts at 3 and 4, in this order: the first may be 3, the second is later
+    options = ["--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu", "--disable-extensions"]
+    options += ["--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update"]
+    if os.geteuid() == 0:
+        options.append("--no-sandbox")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        shell = f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}'
+        command = ["bash", "-c", shell, "bash", chromium, *options, f"--user-data-dir={profile}", "about:blank"]
+        null = subprocess.DEVNULL
+        process = subprocess.Popen(command, pass_fds=ends, stdin=null, stdout=null, stderr=null)
+        for end in ends:
+            os.close(end)
+        patience = threading.Timer(_PATIENCE, process.kill)
+        patience.start()
+        try:
+            with os.fdopen(theirs[1], "wb", buffering=0) as writes, os.fdopen(ours[0], "rb") as reads:
+                yield _sender(writes, reads)
+        finally:
+            patience.cancel()
+            try:
+                process.wait(10)  # Chromium ends when its pipe does
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _sender(writes: Any, reads: Any) -> _Send:  # noqa: ANN401
+    count = 0
+
+    def send(method: str, session: str | None = None, **params: object) -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        message = {"id": count, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        with suppress(BrokenPipeError):  # reading says that it died
+            writes.write(json.dumps(message).encode() + b"\0")
+        while (answer := _message(reads)).get("id") != count:
+            pass
+        if "error" in answer:
+            raise PrivlabError(f"Chromium refuses {method}: {answer['error']['message']}.")
+        return answer["result"]
+
+    return send
+
+
+def _message(reads: Any) -> dict[str, Any]:  # noqa: ANN401
+    parts = bytearray()
+    while (byte := reads.read(1)) != b"\0":
+        if not byte:
+            raise PrivlabError("Chromium died.")
+        parts += byte
+    return json.loads(parts)
