@@ -29,7 +29,7 @@ def _status(arguments: list[str]) -> int:
     """Run the command line and return its exit status."""
     debug = "--debug" in arguments
     try:
-        return cli.main(arguments, prog_name="privlab", standalone_mode=False) or 0
+        return cli.main(arguments, prog_name="privlab", standalone_mode=False, obj=tuple(arguments)) or 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return 2

@@ -1,7 +1,6 @@
 """`privlab table`: an experiment in, its table out."""
 
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,7 +81,7 @@ def table(
     if plan:
         _show_plan(grid, tasks, as_json)
         return 0
-    command = shlex.join(["privlab", *sys.argv[1:]])
+    command = shlex.join(["privlab", *click.get_current_context().find_root().obj])
     with _progress(how) as progress:
         messages = fill(
             grid, tasks, path, how, command=command, say=lambda line: err.print(line, markup=False), progress=progress
