@@ -56,6 +56,7 @@ def fork(uncollected: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: forking)
 
 
+@pytest.mark.usefixtures("fork")
 def test_two_workers_make_the_same_records(alone: Any, tmp_path: Path, done: Any, same: Any, rows: Any) -> None:
     _, experiment, reference = alone
     seen: list[str] = []
@@ -66,6 +67,17 @@ def test_two_workers_make_the_same_records(alone: Any, tmp_path: Path, done: Any
     assert seen == []
     facts = json.loads((tmp_path / "run.json").read_bytes())
     assert (facts["engine"], facts["workers"], facts["status"]) == ("local", 2, "finished")
+
+
+def test_worker_that_is_started_afresh(alone: Any, tmp_path: Path, options: Any, same: Any, done: Any) -> None:
+    """As workers are, where no test makes copies of this process: it has nothing but its task."""
+    _, experiment, reference = alone
+    how = options(engine=Engine(workers=2), chunk=4)
+    grid, tasks = prepare(experiment, tmp_path, how)
+    fill(grid, tasks[:1], tmp_path, how)
+    assert Store(tmp_path).frame().status.eq("ok").all()
+    assert done(experiment, tmp_path, chunk=4) == len(tasks) - 1
+    same(tmp_path, reference, 1e-4)
 
 
 @pytest.mark.usefixtures("fork")
