@@ -97,7 +97,7 @@ def test_few_names_are_listed_where_none_is_near(attack: Callable[..., Any]) -> 
         (("atack",), "No such command 'atack'."),
         (("list", "victim"), "'victim' is not one of 'victims', 'attacks', 'defenses', 'metrics'"),
         (("list",), "Missing argument"),
-        (("bench", "atack"), "Unknown bench 'atack'. Did you mean attack?"),
+        (("bench", "atack"), "Unknown bench 'atack'. Did you mean attack"),
         (("bench", "attack", "--images", "1"), "Invalid value for '--images': 1 is not in the range x>=2."),
         (("bench", "attack", "--model", "diet_s"), "Unknown model 'diet_s'. Did you mean deit_s"),
         (("bench", "attack", "--device", "cuda:999"), "Device 'cuda:999' is not there: torch sees "),
