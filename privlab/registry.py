@@ -1,14 +1,21 @@
 """What is installed: the literal table of a package, and what other distributions add by entry point."""
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
-__all__ = ["with_plugins"]
+__all__ = ["installed", "with_plugins"]
 
 T = TypeVar("T")
 
 
 def with_plugins(builtin: Mapping[str, T], group: str) -> dict[str, T]:
     """Return `builtin` and everything that entry points of `group` name; ours win where names collide."""
-    return {point.name: point.load() for point in entry_points(group=group)} | dict(builtin)
+    return {point.name: point.load() for point in installed(group)} | dict(builtin)
+
+
+@cache
+def installed(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of `group`, looked up once: a file of every distribution is opened for it."""
+    return tuple(entry_points(group=group))

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -78,10 +78,16 @@ def source_of(spec: Specification, victims: Sequence[Victim]) -> ImageSource:
     """Open the images; class folders named by WordNet ids get ImageNet's labels where the victims have them."""
     wnids = None
     if all(base.model.vit.num_classes == 1000 for base in victims):
-        wnids = {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}
+        wnids = _imagenet()
     images = _one_or_all(spec.images)
     labels = None if spec.labels == "predicted" else spec.labels
     return open_images(images, limit=spec.limit, split=spec.split, labels=labels, class_to_index=wnids)
+
+
+@cache
+def _imagenet() -> dict[str, int]:
+    """Return ImageNet's class numbers by WordNet id; timm reads its files anew for each table."""
+    return {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}
 
 
 def _one_or_all(sources: tuple[str, ...]) -> str | tuple[str, ...]:

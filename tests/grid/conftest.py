@@ -10,8 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from timm.data import ImageNetInfo
 
 from privlab.cli import _status
 from privlab.errors import PrivlabError
@@ -41,15 +38,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def installed() -> Iterator[None]:
-    """Look through all that is installed once, not several times for every specification; ImageNet's names too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("privlab.registry.entry_points", cache(entry_points))
-        patch.setattr("privlab.subjects.ImageNetInfo", cache(ImageNetInfo))
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

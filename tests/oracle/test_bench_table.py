@@ -4,8 +4,6 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator
-from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +34,10 @@ needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs a Chr
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """Inputs as small as these gain nothing from threads; what is installed is looked through once."""
+    """Inputs as small as these gain nothing from threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("privlab.registry.entry_points", cache(entry_points))
-        yield
+    yield
     torch.set_num_threads(threads)
 
 
