@@ -2,12 +2,15 @@
 
 from privlab.attacks.april import April
 from privlab.attacks.border_jigsaw import BorderJigsaw
+from privlab.attacks.breaching_attacks import BREACHING
 from privlab.attacks.class_token_key import ClassTokenKey
 from privlab.attacks.column_statistics import ColumnStatistics
 from privlab.attacks.feature_inversion import FeatureOptimisation, LeastSquares
 from privlab.attacks.inversion import InversionConv, InversionMae, InversionSet, InversionToken
+from privlab.attacks.mjp_full import MjpFull
 from privlab.attacks.mjp_subspace import MjpSubspace
 from privlab.attacks.patch_gradient import PatchGradient
+from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive
 from privlab.attacks.pe_assignment import PEAssignment
 from privlab.attacks.row_alignment import RowAlignment
 from privlab.attacks.weight_matching import WeightMatching
@@ -26,9 +29,11 @@ __all__ = [
     "InversionSet",
     "InversionToken",
     "LeastSquares",
+    "MjpFull",
     "MjpSubspace",
     "PEAssignment",
     "PatchGradient",
+    "PatchGradientAdaptive",
     "RowAlignment",
     "WeightMatching",
     "attacks",
@@ -37,7 +42,9 @@ __all__ = [
 ATTACKS: dict[str, AttackClass] = {
     "april": April,
     "patch-gradient": PatchGradient,
+    "patch-gradient-adaptive": PatchGradientAdaptive,
     "mjp-subspace": MjpSubspace,
+    "mjp-full": MjpFull,
     "least-squares": LeastSquares,
     "feature-optimisation": FeatureOptimisation,
     "inversion-mae": InversionMae,
@@ -49,6 +56,7 @@ ATTACKS: dict[str, AttackClass] = {
     "column-statistics": ColumnStatistics,
     "row-alignment": RowAlignment,
     "border-jigsaw": BorderJigsaw,
+    **BREACHING,
 }
 
 

@@ -12,7 +12,7 @@ from privlab.images import Preprocessing, open_images
 from privlab.model import VictimModel
 from privlab.patches import patchify, slots_to_pixels, unpatchify
 
-__all__ = ["Smoothness", "photograph_gradients"]
+__all__ = ["Smoothness", "conjugate_gradients", "photograph_gradients"]
 
 _RIDGE = 1e-5
 """Added to the variances of colour differences, in pixels of [0, 1] squared: some photographs are grey."""
@@ -75,8 +75,27 @@ class Smoothness:
             back = _adjoint(image.diff(dim=3) * across, 3) + _adjoint(image.diff(dim=2) * down, 2)
             return (patchify(back, patch) * rows) @ Y.mT
 
-        C = _conjugate_gradients(lambda C: slope((C @ Y) * rows), -slope(X), steps)
+        C = conjugate_gradients(lambda C: slope((C @ Y) * rows), -slope(X), steps)
         return X + (C @ Y) * rows
+
+    def sparse_energy(self, X: Float[Tensor, "b n k"], epsilon: float) -> Float[Tensor, " b"]:
+        """Return Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p): what photographs keep small, and what reweighting lets `fill` minimise."""
+        image = unpatchify(X, self.shape)
+        precision = torch.linalg.inv(self.covariance).to(X)
+        across, down = (_weight(image.diff(dim=dim), precision, epsilon) for dim in (3, 2))
+        return across.reciprocal().sum((1, 2, 3)) + down.reciprocal().sum((1, 2, 3))
+
+    def curvature(self, at: Float[Tensor, "b n k"], epsilon: float) -> Callable[[Tensor], Tensor]:
+        """Return the map X ↦ H X that bounds the Hessian of `sparse_energy` at a point; there H X is its gradient."""
+        image, patch = unpatchify(at, self.shape), round((at.shape[2] / self.shape[0]) ** 0.5)
+        precision = torch.linalg.inv(self.covariance).to(at)
+        across, down = (_weight(image.diff(dim=dim), precision, epsilon) for dim in (3, 2))
+
+        def product(X: Tensor) -> Tensor:
+            image = torch.einsum("cd,bdhw->bchw", precision, unpatchify(X, self.shape))
+            return patchify(_adjoint(image.diff(dim=3) * across, 3) + _adjoint(image.diff(dim=2) * down, 2), patch)
+
+        return product
 
 
 def _weight(δ: Float[Tensor, "b c h w"], precision: Float[Tensor, "c c"], epsilon: float) -> Float[Tensor, "b 1 h w"]:
@@ -90,7 +109,7 @@ def _adjoint(δ: Tensor, dim: int) -> Tensor:
     return -torch.cat([edge, δ, edge], dim).diff(dim=dim)
 
 
-def _conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, steps: int) -> Tensor:
+def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, steps: int) -> Tensor:
     """Return an approximate solution of product(C) = target, for each of the batch, from C = 0."""
     C, r = torch.zeros_like(target), target.clone()
     p, square = r.clone(), _dot(r, r)

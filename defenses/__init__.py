@@ -1,10 +1,14 @@
-"""Defenses: one file, one defense; on images before the embedding, or on features before they are sent."""
+"""Defenses: one file, one defense; on images before the embedding, or on what leaves: features or gradients."""
 
 from privlab.defenses.batch_shuffle import BatchShuffle
 from privlab.defenses.blur import Blur
 from privlab.defenses.column_permutation import ColumnPermutation
 from privlab.defenses.cutmix import CutMix
 from privlab.defenses.gaussian_noise import GaussianNoise
+from privlab.defenses.gradient_noise import GradientNoise
+from privlab.defenses.gradient_pruning import GradientPruning
+from privlab.defenses.gradient_quantisation import GradientQuantisation
+from privlab.defenses.gradient_sign import GradientSign
 from privlab.defenses.jigsaw import Jigsaw
 from privlab.defenses.low_pass import LowPass
 from privlab.defenses.mjp import Mjp
@@ -20,6 +24,10 @@ __all__ = [
     "ColumnPermutation",
     "CutMix",
     "GaussianNoise",
+    "GradientNoise",
+    "GradientPruning",
+    "GradientQuantisation",
+    "GradientSign",
     "Jigsaw",
     "LowPass",
     "Mjp",
@@ -39,6 +47,10 @@ DEFENSES: dict[str, DefenseClass] = {
     "row-permutation": RowPermutation,
     "column-permutation": ColumnPermutation,
     "batch-shuffle": BatchShuffle,
+    "gradient-noise": GradientNoise,
+    "gradient-pruning": GradientPruning,
+    "gradient-quantisation": GradientQuantisation,
+    "gradient-sign": GradientSign,
 }
 
 

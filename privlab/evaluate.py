@@ -22,7 +22,15 @@ from privlab.images import Chunk, Picture
 from privlab.metrics import Learned, psnr_region, score
 from privlab.patches import permute, slots_to_pixels
 from privlab.permutation import inverse
-from privlab.placement import as_sent, at_home, key_recovered, matched, neighbour_accuracy, placement_accuracy
+from privlab.placement import (
+    as_sent,
+    at_home,
+    in_best_order,
+    key_recovered,
+    matched,
+    neighbour_accuracy,
+    placement_accuracy,
+)
 from privlab.plan import Cell, Specification
 from privlab.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.threat import Attack, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
@@ -213,7 +221,9 @@ class Evaluator:
 
     def _gradients(self, cell: Cell, trial: Trial, batch: Batch) -> tuple[Observation, list[Record], list[bool]]:
         """Observe released gradients: what is seen, the facts for each image's rows, and whether they can be used."""
-        seen, seconds = self._timed(lambda: observe(cell.victim.model, trial.feed, batch.labels, cell.parameters))
+        model, parts = cell.victim.model, self.rows.defenses[trial.setting].parts
+        draws = batch.draws(self.spec.seed, "release", self.spec.draw)
+        seen, seconds = self._timed(lambda: observe(model, trial.feed, batch.labels, cell.parameters, parts, draws))
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0)
         facts: list[Record] = [
             {"grad_norm": size if math.isfinite(size) else None, "seconds_observe": seconds / len(norm)}
@@ -299,7 +309,8 @@ class Evaluator:
     def _geometries(self, stolen: Stolen, trial: Trial, cell: Cell) -> list[Scores]:
         """Score reconstructions in place, and with every patch put where it belongs.
 
-        In settings a and b the slots of what comes from gradients are those of the reference: both are the same.
+        In settings a and b the slots of what comes from gradients are those of the reference: both are the same, but
+        for slots whose patches come in an order of the adversary's own.
         """
         moved = trial.feed.moved
         in_place = self._score(stolen.images, trial.reference, moved)
@@ -307,6 +318,14 @@ class Evaluator:
         if trial.sent is not None:
             places = self._places(trial.sent, stolen)
             home = at_home(trial.sent, stolen, patch)
+        elif stolen.loose is not None:
+            in_place |= {
+                "tokens_found": _numbers(stolen.tokens, len(moved)),
+                "tokens_sure": _numbers(stolen.tokens_sure, len(moved)),
+            }
+            places = {name: in_place[name] for name in ("tokens_found", "tokens_sure")}
+            home = in_best_order(stolen.images, trial.reference, stolen.loose, patch)
+            return [in_place, self._score(home, trial.reference, moved) | places]
         elif trial.setting == "c":
             places, home = {}, stolen.images
         else:
@@ -395,14 +414,16 @@ def _failed(reason: str) -> Record:
     return {"status": "failed", "reason": reason}
 
 
+def _numbers(counts: Tensor | None, b: int) -> list[float | None]:
+    return [None] * b if counts is None else [float(value) for value in counts.tolist()]
+
+
 def _nullable(values: Tensor) -> list[float | None]:
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def _brought(attack: Attack | FeatureAttack, seen: Seen) -> Stolen:
-    """Run an attack; one on gradients brings images alone."""
-    result = attack(seen)  # pyright: ignore[reportArgumentType]  # `plan` gave each attack its kind of observation
-    return Stolen(result) if isinstance(result, Tensor) else result
+    return Stolen.of(attack(seen))  # pyright: ignore[reportArgumentType]  # `plan` gave each its kind of observation
 
 
 def _caption(where: str, attack: str, scores: Record) -> str:

@@ -5,18 +5,20 @@ of what its layer read and what flowed back into it. No weight gradient is summe
 computed that nobody asked for.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from timm.layers import Mlp
+from timm.models.vision_transformer import Block
+from torch import Generator, Tensor, nn
 
 from privlab.errors import unknown_name
 from privlab.model import AprilBlock, VictimModel
 from privlab.patches import patchify
-from privlab.threat import Capability, Feed, Observation
+from privlab.threat import Capability, Defense, FeatureDefense, Feed, GradientDefense, Observation
 
 __all__ = ["full_precision", "granted", "observe", "per_sample_gradients", "released_parameters"]
 
@@ -94,6 +96,8 @@ def observe(
     feed: Feed | Float[Tensor, "b c h w"],
     labels: Int[Tensor, " b"],
     parameters: Iterable[str],
+    defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
+    draws: Sequence[Generator] = (),
 ) -> Observation:
     """Return what the adversary sees of b clients that take one training step on one image each.
 
@@ -102,24 +106,74 @@ def observe(
         feed: what the clients feed it: what a defense makes of the private images, or images in [0, 1] as they are.
         labels: the class indices of the images, known to the client.
         parameters: the names of the gradients that the attacks read.
+        defense: the defenses at work, all of them public; those on gradients act here, one after the other.
+        draws: the secret generator of each image, for them.
     """
     if isinstance(feed, Tensor):
         feed = Feed.undefended(feed, model.patch)
+    on_gradients = [part for part in defense if isinstance(part, GradientDefense)]
     with full_precision():
-        gradients = per_sample_gradients(model, feed, labels, parameters)
-    return Observation(model=model, gradients=gradients, grants=granted(model))
+        if on_gradients:
+            gradients = _defended(model, feed, labels, list(parameters), on_gradients, draws)
+        else:
+            gradients = per_sample_gradients(model, feed, labels, parameters)
+    return Observation(model, gradients, granted(model, defense), tuple(defense))
 
 
-def granted(model: VictimModel) -> frozenset[Capability]:
-    """Return the capabilities that one released gradient per image of `model` grants."""
-    grants = {Capability.KNOWS_WEIGHTS, Capability.BATCH_SIZE_ONE}
+_AT_ONCE = 2**26
+"""Entries of all released gradients that are held at once while a defense acts on them."""
+
+
+def _defended(
+    model: VictimModel,
+    feed: Feed,
+    labels: Int[Tensor, " b"],
+    names: Sequence[str],
+    defense: Sequence[GradientDefense],
+    draws: Sequence[Generator],
+) -> dict[str, Float[Tensor, "b ..."]]:
+    """Return the named gradients of a release that is defended as a whole, computed for a few images at a time."""
+    released = released_parameters(model) | set(names)
+    size = sum(parameter.numel() for parameter in model.vit.parameters())
+    b = max(1, _AT_ONCE // max(1, size))
+    kept: dict[str, list[Tensor]] = {name: [] for name in names}
+    for start in range(0, len(labels), b):
+        rows = slice(start, start + b)
+        gradients = per_sample_gradients(model, feed.take(rows), labels[rows], sorted(released))
+        for part in defense:
+            gradients = part.release(gradients, draws[rows])
+        for name, chunks in kept.items():
+            chunks.append(gradients[name])
+    return {name: torch.cat(chunks) for name, chunks in kept.items()}
+
+
+def granted(
+    model: VictimModel, defense: Sequence[Defense | FeatureDefense | GradientDefense] = ()
+) -> frozenset[Capability]:
+    """Return the capabilities that one released gradient per image of `model` grants, under a defense."""
+    grants = {Capability.KNOWS_WEIGHTS, Capability.BATCH_SIZE_ONE, Capability.KNOWS_DEFENSE}
+    if any(isinstance(part, GradientDefense) for part in defense):
+        grants.add(Capability.GRADIENT_DEFENSE)
     if "pos_embed" in released_parameters(model):
         grants.add(Capability.LEARNABLE_PE_GRADIENT)
         if not model.vit.no_embed_class:
             grants.add(Capability.PE_OF_EVERY_TOKEN)
     if isinstance(model.vit.blocks[0], AprilBlock):
         grants.add(Capability.APRIL_BLOCK)
+    if _plain(model) and released_parameters(model) >= _MLP:
+        grants.add(Capability.PLAIN_BLOCK)
     return frozenset(grants)
+
+
+_MLP = {f"blocks.0.{name}.weight" for name in ("attn.proj", "mlp.fc1", "mlp.fc2")}
+
+
+def _plain(model: VictimModel) -> bool:
+    """Return whether the embedded tokens enter a block of timm's plain kind as they are."""
+    first = model.vit.blocks[0]
+    if type(first) is not Block or type(first.mlp) is not Mlp or not isinstance(first.norm2, nn.LayerNorm):
+        return False
+    return isinstance(model.vit.norm_pre, nn.Identity) and isinstance(first.mlp.norm, nn.Identity)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from privlab.gradients import full_precision
 from privlab.model import VictimModel
 from privlab.patches import permute
 from privlab.stack import Stack
-from privlab.threat import Defense, Draws, FeatureDefense, PrivlabWarning
+from privlab.threat import Defense, Draws, FeatureDefense, GradientDefense, PrivlabWarning
 from privlab.training import Compute, Listener, Plan, train, write_atomically
 from privlab.weights import hash_of
 
@@ -35,7 +35,7 @@ FORMAT = "privlab-decoder/1"
 FEW = 200
 """Fewer public images than this make a poor decoder."""
 
-Parts = Sequence[Defense | FeatureDefense]
+Parts = Sequence[Defense | FeatureDefense | GradientDefense]
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,13 @@ import pandas as pd
 
 from privlab.errors import PrivlabError
 from privlab.metrics import METRICS
+from privlab.records import EXACT_DB
 from privlab.store import KEY, RunDirectory, Store, part_frame
 
 __all__ = ["Checked", "Conflict", "check", "existing", "merge"]
 
 _CLOSE = 1e-4
 """Relative difference of two scores of one record beyond which they contradict each other: float32 rounds."""
-
-_EXACT = 100.0
-"""PSNR in dB beyond which a reconstruction is exact: its figure is that of rounding, as the batch's size decides it."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def _conflicts(rows: pd.DataFrame) -> Iterator[Conflict]:
     metrics = [name for name in METRICS if name in rows]
     if again.empty:
         return
-    groups = again.assign(psnr=again.psnr.clip(upper=_EXACT)).groupby(KEY, sort=False, dropna=False)[metrics]
+    groups = again.assign(psnr=again.psnr.clip(upper=EXACT_DB)).groupby(KEY, sort=False, dropna=False)[metrics]
     least, most = groups.min(), groups.max()
     with np.errstate(invalid="ignore"):
         apart = (most - least) > _CLOSE * most.abs().clip(lower=1e-3)

@@ -8,10 +8,19 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from privlab.metrics import Metric
-from privlab.patches import patchify, unpatchify
+from privlab.patches import patchify, permute, unpatchify
 from privlab.threat import Sent, Stolen
 
-__all__ = ["PLACEMENT", "as_sent", "at_home", "key_recovered", "matched", "neighbour_accuracy", "placement_accuracy"]
+__all__ = [
+    "PLACEMENT",
+    "as_sent",
+    "at_home",
+    "in_best_order",
+    "key_recovered",
+    "matched",
+    "neighbour_accuracy",
+    "placement_accuracy",
+]
 
 _XU = "Xu et al. 2024 (row permutation)"
 PLACEMENT: dict[str, Metric] = {
@@ -51,6 +60,18 @@ def key_recovered(sent: Sent, stolen: Stolen) -> float | None:
     if sent.columns is None or stolen.columns is None:
         return None
     return float((stolen.columns.to(sent.columns) == sent.columns).double().mean())
+
+
+def in_best_order(
+    images: Float[Tensor, "b c h w"], reference: Float[Tensor, "b c h w"], loose: Bool[Tensor, "b n"], patch: int
+) -> Float[Tensor, "b c h w"]:
+    """Return the images with their `loose` patches in the order of least squared error: the bound on any placement."""
+    found, wanted = patchify(images, patch), patchify(reference, patch)
+    order = torch.arange(loose.shape[1], device=images.device).repeat(len(images), 1)
+    for i, slots in enumerate(row.nonzero()[:, 0] for row in loose):
+        distance = torch.cdist(wanted[i, slots].double(), found[i, slots].double()).square()
+        order[i, slots] = slots[torch.as_tensor(linear_sum_assignment(distance.cpu())[1], device=slots.device)]
+    return permute(images, order, patch)
 
 
 def at_home(sent: Sent, stolen: Stolen, patch: int) -> Float[Tensor, "b c h w"]:

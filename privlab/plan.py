@@ -7,7 +7,7 @@ from privlab.attacks import attacks as installed_attacks
 from privlab.defenses import Mjp, Undefended, defenses
 from privlab.errors import PrivlabError, unknown_name
 from privlab.features import granted_features
-from privlab.gradients import granted
+from privlab.gradients import granted, released_parameters
 from privlab.metrics import METRICS
 from privlab.options import configured, read_options
 from privlab.stack import Stack
@@ -18,6 +18,7 @@ from privlab.threat import (
     Defense,
     FeatureAttack,
     FeatureDefense,
+    GradientDefense,
     PrivlabWarning,
     check_capabilities,
 )
@@ -115,18 +116,26 @@ class Specification:
     def _defends_features(self) -> bool:
         return any(hasattr(defenses().get(name), "send") for name in self.parts)
 
+    @property
+    def defends_gradients(self) -> bool:
+        """Return whether a defense acts on released gradients; in setting a none is at work."""
+        acts = any(hasattr(defenses().get(name), "release") for name in self.parts)
+        return acts and any(setting != "a" for setting in self.settings)
+
     def _check_options(self) -> None:
         """Check that every option of --set is one of an attack or a defense that this run may use."""
         parts = [defenses()[name] for name in self.parts if name != "auto"] or [Mjp]
-        read_options(
-            self.options, [*parts, *(installed_attacks()[name] for name in self.attacks or installed_attacks())]
-        )
+        named = {name: installed_attacks()[name] for name in self.attacks or ()}
+        read_options(self.options, [*parts, *(named or _by_default()).values()])
 
     def _check_release(self) -> None:
         if self.features_released and self.block == "april":
             raise PrivlabError("Features leave the client before any block. Found --block april: leave it out.")
         if not self.features_released and self._defends_features:
             raise PrivlabError(f"Defense '{self.defense}' acts on features. Found --release gradients: use features.")
+        for name in self.parts if self.features_released else ():
+            if hasattr(defenses().get(name), "release"):
+                raise PrivlabError(f"Defense '{name}' acts on gradients. Found features released: leave it out.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +147,10 @@ class Cell:
 
     @property
     def parameters(self) -> list[str]:
-        """Return the names of the gradients that the attacks read."""
-        names = (name for attack in self.attacks if isinstance(attack, Attack) for name in attack.parameters)
+        """Return the names of the gradients that the attacks read, with all that are released for "*"."""
+        names = [name for attack in self.attacks if isinstance(attack, Attack) for name in attack.parameters]
+        if "*" in names:
+            return sorted(released_parameters(self.victim.model))
         return list(dict.fromkeys(names))
 
 
@@ -158,7 +169,7 @@ def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
     return Stack(tuple(_defense(automatic if name == "auto" else name, spec, victim) for name in spec.parts))
 
 
-def _defense(name: str, spec: Specification, victim: Victim) -> Defense | FeatureDefense:
+def _defense(name: str, spec: Specification, victim: Victim) -> Defense | FeatureDefense | GradientDefense:
     kind = defenses()[name]
     given = {f.name for f in fields(kind)} & {"gamma", "masked_pe"}
     defense = configured(kind, spec.options, {name: getattr(spec, name) for name in given})
@@ -209,15 +220,21 @@ def applicable(spec: Specification, base: Victim) -> tuple[list[Cell], dict[str,
 
 
 def _candidates(spec: Specification) -> dict[str, AttackClass]:
-    """Return the attacks that are named, or all those of this release that need not train anything first."""
+    """Return the attacks that are named, or those of this release and defense that need not train anything first."""
     if spec.attacks is not None:
         return {name: installed_attacks()[name] for name in spec.attacks}
     return {
         name: kind
-        for name, kind in installed_attacks().items()
+        for name, kind in _by_default().items()
         if (Capability.RELEASED_FEATURES in kind.requires) == spec.features_released
         and Capability.QUERIES not in kind.requires
+        and (Capability.GRADIENT_DEFENSE not in kind.requires or spec.defends_gradients)
     }
+
+
+def _by_default() -> dict[str, AttackClass]:
+    """Return the attacks that need not be named to run; breaching's searches take hours by default."""
+    return {name: kind for name, kind in installed_attacks().items() if not getattr(kind, "named_only", False)}
 
 
 def _home(attack: Attack | FeatureAttack, spec: Specification, base: Victim, cells: dict[str, Cell]) -> Victim:
@@ -226,11 +243,12 @@ def _home(attack: Attack | FeatureAttack, spec: Specification, base: Victim, cel
         check_capabilities(attack, granted_features(base.model, spec.public_limit))
         return base
     blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
+    defense = defense_of(spec, base, "c").parts if spec.defends_gradients else ()
     refusal: PrivlabError | None = None
     for block in blocks:
         try:
             variant = cells[block].victim if block in cells else base.with_block(block)
-            check_capabilities(attack, granted(variant.model), force=spec.force and spec.block != "auto")
+            check_capabilities(attack, granted(variant.model, defense), force=spec.force and spec.block != "auto")
         except PrivlabError as error:
             refusal = error
         else:

@@ -22,6 +22,7 @@ __all__ = [
     "COLUMNS",
     "CONTROL",
     "CONTROLS",
+    "EXACT_DB",
     "GEOMETRIES",
     "IDENTITY",
     "SCHEMA",
@@ -43,16 +44,20 @@ CONTROL = "control:"
 CONTROLS = tuple(CONTROL + name for name in ("mean", "other", "shuffled"))
 """The negative controls: the mean of public photographs, one of them, the private image with all patches shuffled."""
 
+EXACT_DB = 100.0
+"""PSNR in dB beyond which a reconstruction is exact: its figure is that of rounding, as the batch's size decides it."""
+
 Record = dict[str, Any]
 
 _ORDER = (
     "victim block weights weights_sha256 release defense setting attack geometry image image_sha256 label label_origin "
     "seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp lpips_alex lpips_vgg lpips_squeeze f_sim "
-    "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits correct grad_norm "
+    "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
+    "tokens_found tokens_sure correct grad_norm "
     "seconds_observe seconds_attack seconds_score status reason schema privlab_version "
     "defense_params attack_params victim_params conditions metrics cell batch external"
 )
-_REAL = "mse psnr ssim fft2d lpips seconds grad f placement neighbour key correct"
+_REAL = "mse psnr ssim fft2d lpips seconds grad f placement neighbour key tokens correct"
 _WHOLE = "label seed draw schema"
 
 

@@ -1,4 +1,4 @@
-"""Several defenses at once: those on images one after the other, then those on features."""
+"""Several defenses at once: those on images one after the other, then those on features or on gradients."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.threat import Defense, Draws, FeatureDefense, Feed, Sent
+from privlab.errors import PrivlabError
+from privlab.threat import Defense, Draws, FeatureDefense, Feed, GradientDefense, Sent
 
 __all__ = ["Stack"]
 
@@ -16,20 +17,26 @@ __all__ = ["Stack"]
 class Stack:
     """The defenses of a client, in the order in which they act; none is the undefended client.
 
-    `parts` on images act before the embedding, `parts` on features after it, whatever their order in between.
+    `parts` on images act before the embedding, `parts` on features after it, `parts` on gradients on what is released,
+    whatever their order in between.
     """
 
-    parts: tuple[Defense | FeatureDefense, ...]
+    parts: tuple[Defense | FeatureDefense | GradientDefense, ...]
 
     @property
     def on_images(self) -> tuple[Defense, ...]:
         """Return the parts that act on images."""
-        return tuple(part for part in self.parts if not isinstance(part, FeatureDefense))
+        return tuple(part for part in self.parts if not isinstance(part, FeatureDefense | GradientDefense))
 
     @property
     def on_features(self) -> tuple[FeatureDefense, ...]:
         """Return the parts that act on features."""
         return tuple(part for part in self.parts if isinstance(part, FeatureDefense))
+
+    @property
+    def on_gradients(self) -> tuple[GradientDefense, ...]:
+        """Return the parts that act on released gradients."""
+        return tuple(part for part in self.parts if isinstance(part, GradientDefense))
 
     @property
     def name(self) -> str:
@@ -43,8 +50,9 @@ class Stack:
         return {part.name: asdict(part) for part in self.parts}
 
     def __repr__(self) -> str:
-        """Return the parts as they are written."""
-        return " + ".join(map(repr, self.parts))
+        """Return the parts as they are written, each with its remark, if it has one: the ε that noise buys."""
+        remarks = ((part, getattr(part, "remark", str)()) for part in self.parts)
+        return " + ".join(f"{part!r} ({remark})" if remark else repr(part) for part, remark in remarks)
 
     def feed(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return what the client feeds its model: one part's images are the next part's."""
@@ -54,7 +62,13 @@ class Stack:
         return feed
 
     def send(self, tokens: Float[Tensor, "b t d"], prefix: int, draws: Draws) -> Sent:
-        """Return what the client sends of its embedded tokens."""
+        """Return what the client sends of its embedded tokens.
+
+        Raises:
+            PrivlabError: if a part acts on gradients, which are not what is sent.
+        """
+        if self.on_gradients:
+            raise PrivlabError(f"Defense '{self.on_gradients[0].name}' acts on gradients. Found features sent.")
         sent = Sent.plain(tokens, prefix)
         for part in self.on_features:
             sent = part.send(sent, draws)

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -161,19 +161,26 @@ def _evaluator(task: Task, device: torch.device) -> tuple[Evaluator, ImageSource
     return evaluator, source_of(task.spec, [subject.base])
 
 
+_PARTS = tuple(field.name for field in fields(Stolen))
+
+
 def _saved(stolen: Mapping[str, Stolen]) -> bytes:
-    tensors = {f"{key}/images": each.images.cpu().contiguous() for key, each in stolen.items()}
-    tensors |= {f"{k}/rows": each.rows.cpu().contiguous() for k, each in stolen.items() if each.rows is not None}
-    tensors |= {f"{k}/columns": each.columns.cpu().clone() for k, each in stolen.items() if each.columns is not None}
-    return save(tensors)
+    return save(
+        {
+            f"{key}/{part}": value.cpu().clone(memory_format=torch.contiguous_format)
+            for key, each in stolen.items()
+            for part in _PARTS
+            if (value := getattr(each, part)) is not None
+        }
+    )
 
 
 def _kept(names: Sequence[str]) -> dict[str, Stolen]:
     """Read what was stolen in earlier runs."""
     tensors = {key: tensor for name in names for key, tensor in load_file(name).items()}
     return {
-        key: Stolen(images, tensors.get(f"{key}/rows"), tensors.get(f"{key}/columns"))
-        for path, images in tensors.items()
+        key: Stolen(**{part: tensors[f"{key}/{part}"] for part in _PARTS if f"{key}/{part}" in tensors})
+        for path in tensors
         if (key := path.removesuffix("/images")) != path
     }
 

@@ -30,6 +30,7 @@ __all__ = [
     "FeatureDefense",
     "FeatureObservation",
     "Feed",
+    "GradientDefense",
     "Observation",
     "PrivlabWarning",
     "Sent",
@@ -50,12 +51,14 @@ class Capability(str, Enum):
     LEARNABLE_PE_GRADIENT = "learnable_pe_gradient"
     PE_OF_EVERY_TOKEN = "pe_of_every_token"
     APRIL_BLOCK = "april_block"
+    PLAIN_BLOCK = "plain_block"
     RELEASED_FEATURES = "released_features"
     POSITION_EMBEDDINGS = "position_embeddings"
     CLASS_TOKEN = "class_token"
     AUXILIARY_IMAGES = "auxiliary_images"
     QUERIES = "queries"
     KNOWS_DEFENSE = "knows_defense"
+    GRADIENT_DEFENSE = "gradient_defense"
 
     @property
     def meaning(self) -> str:
@@ -69,12 +72,14 @@ _MEANING = {
     Capability.LEARNABLE_PE_GRADIENT: "the gradient of a learnable position embedding is released",
     Capability.PE_OF_EVERY_TOKEN: "the class token has a position embedding too",
     Capability.APRIL_BLOCK: "the first block has neither pre-norm nor skip (--block april)",
+    Capability.PLAIN_BLOCK: "the first block is timm's own (--block stock), and its gradients are released",
     Capability.RELEASED_FEATURES: "the features that the client sends are seen, as in split learning",
     Capability.POSITION_EMBEDDINGS: "the features carry position embeddings, which are known",
     Capability.CLASS_TOKEN: "the row of the class token is among the features",
     Capability.AUXILIARY_IMAGES: "public images like the private ones are at hand",
     Capability.QUERIES: "the client's embedding can be run on images of the adversary's own",
     Capability.KNOWS_DEFENSE: "the defense's algorithm and its parameters are known, its draws are not",
+    Capability.GRADIENT_DEFENSE: "a defense acts on the released gradient (noise, pruning, fewer bits)",
 }
 
 FORCEABLE = frozenset({Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE})
@@ -85,12 +90,14 @@ FORCEABLE = frozenset({Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE})
 class Observation:
     """Everything that the adversary sees of b independent clients of one image each, and nothing else.
 
-    `gradients` are ∂ℓ/∂θ by timm's parameter name (and `unk_embed`, MJP's E_unk), with a leading dimension b.
+    `gradients` are ∂ℓ/∂θ by timm's parameter name (and `unk_embed`, MJP's E_unk), with a leading dimension b, as
+    they were released; `defense` holds the algorithms at work with their public parameters, in their order.
     """
 
     model: VictimModel
     gradients: Mapping[str, Float[Tensor, "b ..."]]
     grants: frozenset[Capability]
+    defense: tuple["Defense | FeatureDefense | GradientDefense", ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +120,11 @@ class Feed:
         b, _, h, w = images.shape
         order = torch.arange((h // patch) * (w // patch), device=images.device).expand(b, -1)
         return cls(images=images, order=order, moved=torch.zeros_like(order, dtype=torch.bool))
+
+    def take(self, rows: slice | Sequence[int]) -> "Feed":
+        """Return what some of the clients feed."""
+        masked = None if self.masked_pe is None else self.masked_pe[rows]
+        return replace(self, images=self.images[rows], order=self.order[rows], moved=self.moved[rows], masked_pe=masked)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,39 +175,59 @@ class FeatureObservation:
 
     model: VictimModel
     features: Float[Tensor, "b t d"]
-    defense: tuple["Defense | FeatureDefense", ...]
+    defense: tuple["Defense | FeatureDefense | GradientDefense", ...]
     public: Float[Tensor, "m c h w"]
     grants: frozenset[Capability]
 
 
 @dataclass(frozen=True, eq=False)
 class Stolen:
-    """What an attack on features brings home.
+    """What an attack brings home, with a row for each image of the batch.
 
-    `rows[i, s]` names the row of the batch's b·t sent rows that the adversary puts into patch slot s of image i;
-    None where images do not come row by row. `columns` is the recovered column key, as in `Sent`.
+    Of features: `rows[i, s]` names the row of the batch's b·t sent rows that the adversary puts into patch slot s of
+    image i; None where images do not come row by row. `columns` is the recovered column key, as in `Sent`.
+    Of gradients: `loose` marks the slots whose patches are in an order of the adversary's own choice; `tokens` is how
+    many tokens were told apart, `tokens_sure` how many of them beyond doubt.
     """
 
     images: Float[Tensor, "b c h w"]
     rows: Int[Tensor, "b n"] | None = None
     columns: Int[Tensor, " d"] | None = None
+    loose: Bool[Tensor, "b n"] | None = None
+    tokens: Int[Tensor, " b"] | None = None
+    tokens_sure: Int[Tensor, " b"] | None = None
+
+    @classmethod
+    def of(cls, result: "Float[Tensor, 'b c h w'] | Stolen") -> "Stolen":
+        """Return what an attack brought home, which may be images alone."""
+        return cls(result) if isinstance(result, Tensor) else result
 
     def take(self, i: int) -> "Stolen":
         """Return what belongs to image i alone; its rows still count those of the whole batch."""
-        return replace(self, images=self.images[i : i + 1], rows=None if self.rows is None else self.rows[i : i + 1])
+        own = {name: value[i : i + 1] for name in _OF_IMAGES if (value := getattr(self, name)) is not None}
+        return replace(self, **own)
 
     @classmethod
     def joined(cls, parts: Sequence["Stolen"]) -> "Stolen":
         """Return what was brought home of one batch, image by image, as one."""
-        rows = [part.rows for part in parts if part.rows is not None]
-        return cls(torch.cat([part.images for part in parts]), torch.cat(rows) if rows else None, parts[0].columns)
+        own = {
+            name: torch.cat([getattr(part, name) for part in parts])
+            for name in _OF_IMAGES
+            if getattr(parts[0], name) is not None
+        }
+        return cls(**own, columns=parts[0].columns)
+
+
+_OF_IMAGES = ("images", "rows", "loose", "tokens", "tokens_sure")
+"""The fields of `Stolen` that have one row for each image."""
 
 
 @runtime_checkable
 class Attack(Protocol):
     """A frozen dataclass of hyper-parameters; calling it turns an observation into images in [0, 1].
 
-    `parameters` names the gradients that it reads, `requires` what it must be granted, `paper` its source.
+    `parameters` names the gradients that it reads ("*": all that are released), `requires` what it must be granted,
+    `paper` its source. One with `named_only` set runs only where it is asked for by name.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -204,8 +236,8 @@ class Attack(Protocol):
     requires: ClassVar[frozenset[Capability]]
     parameters: ClassVar[tuple[str, ...]]
 
-    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
-        """Reconstruct the images that the clients fed, in [0, 1]."""
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"] | Stolen:
+        """Reconstruct the images that the clients fed, in [0, 1]; `Stolen` where there is more to say."""
         ...
 
 
@@ -249,9 +281,31 @@ class FeatureDefense(Protocol):
         ...
 
 
+@runtime_checkable
+class GradientDefense(Protocol):
+    """A frozen dataclass of hyper-parameters; it changes the gradients of all released parameters before they leave."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    def release(
+        self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
+    ) -> Mapping[str, Float[Tensor, "b ..."]]:
+        """Return what is released instead of `gradients`, each image's by itself and with its own draw."""
+        ...
+
+    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> Mapping[str, Float[Tensor, "b ..."]]:
+        """Return the variance of what this adds to each entry, as an adversary knows it from some of the release.
+
+        An entry that was released as zero, and may be something else, is taken to be evenly spread around zero.
+        """
+        ...
+
+
 if TYPE_CHECKING:
     AttackClass: TypeAlias = type[Attack] | type[FeatureAttack]
-    DefenseClass: TypeAlias = type[Defense] | type[FeatureDefense]
+    DefenseClass: TypeAlias = type[Defense] | type[FeatureDefense] | type[GradientDefense]
 else:  # Python cannot check classes against a protocol that has data members
     AttackClass = DefenseClass = type
 

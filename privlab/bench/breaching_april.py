@@ -1,9 +1,6 @@
 """breaching's APRIL as it ships, on a model that it can take: the yardstick of `privlab bench attack`."""
 
 import copy
-import warnings
-from contextlib import redirect_stdout
-from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,21 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from privlab.attacks.breaching_attacks import Classifier, contained
 from privlab.gradients import full_precision
 from privlab.model import VictimModel
 
 __all__ = ["BreachingApril"]
-
-
-class _Classifier(nn.Module):
-    """The shape breaching expects: the timm model stands in `model`, its input is normalised."""
-
-    def __init__(self, vit: nn.Module) -> None:
-        super().__init__()
-        self.model = vit
-
-    def forward(self, inputs: Float[Tensor, "b c h w"], **_: Tensor) -> Float[Tensor, "b y"]:
-        return self.model(inputs)
 
 
 class BreachingApril:
@@ -37,7 +24,7 @@ class BreachingApril:
 
     def __init__(self, april: VictimModel) -> None:
         self.normalise = april.normalise
-        self.model = _Classifier(copy.deepcopy(april.vit)).requires_grad_(True)
+        self.model = Classifier(copy.deepcopy(april.vit)).requires_grad_(True)
         constants = {"mean": april.mean.flatten().tolist(), "std": april.std.flatten().tolist()}
         metadata = SimpleNamespace(modality="vision", shape=april.image_shape, task="classification", **constants)
         self.payload = {
@@ -63,9 +50,8 @@ class BreachingApril:
 
 
 def _breaching(model: nn.Module, device: torch.device) -> tuple[Any, Any]:
-    """Return breaching's client and attack with its own configuration, its prints and warnings contained."""
-    with warnings.catch_warnings(), redirect_stdout(StringIO()):
-        warnings.simplefilter("ignore")  # torch.jit and Hydra, while they are imported and initialised
+    """Return breaching's client and attack with its own configuration."""
+    with contained():
         import breaching
         from breaching.cases.users import UserSingleStep
 

@@ -28,7 +28,7 @@ def photographs(folder: Path, n: int) -> Path:
     samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
     for i in range(n):
         square: Image.Image = samples[i % len(samples)]
-        ImageChops.offset(square, i).save(folder / f"{i:05d}.jpg", quality=90)
+        ImageChops.offset(square, i, i // square.width).save(folder / f"{i:05d}.jpg", quality=90)
     return folder
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from privlab.cli.audit import audit_features
+from privlab.cli.audit import audit_features, audit_gradient_file
 from privlab.cli.common import common, err, fits, plain, print_json, print_table, progress_bar
 from privlab.errors import PrivlabError, unknown_name
 
@@ -42,6 +42,13 @@ __all__ = ["attack"]
     metavar="DIR",
     help="Audit what `privlab split serve --record DIR` wrote; --model names the recorded client's public base.",
 )
+@click.option(
+    "--gradients",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Audit the update of a real training step, which `privlab.capture` saved; --model names the client's model.",
+)
+@click.option("--reference", type=click.Path(path_type=Path), metavar="IMAGE", help="With --gradients: score by it.")
 @click.option(
     "--client-batch", type=click.IntRange(min=1), default=16, show_default=True, help="Features: images sent together."
 )
@@ -89,14 +96,21 @@ def attack(
     strips: bool,
     as_json: bool,
     features: Path | None,
+    gradients: Path | None,
+    reference: Path | None,
     **options: Any,  # noqa: ANN401
 ) -> int:
     """Attack what a client releases, gradients or features, score the reconstructions, and write a run directory."""
     if features is not None:
         path = out or _new_directory(model.split(","), ["features"])
         return audit_features(context, features, path, context.params)
+    if gradients is not None:
+        path = out or _new_directory(model.split(","), ["gradients"])
+        return audit_gradient_file(context, gradients, path, context.params)
+    if reference is not None:
+        raise PrivlabError("--reference is the private image of a --gradients file. Give that file, or use --images.")
     from privlab.records import GEOMETRIES
-    from privlab.report.summary import KNOWN, flags, shown_metrics, summarise, verdicts
+    from privlab.report.summary import KNOWN, flags, shown_metrics, summarise, verdicts, worst_cases
     from privlab.run import execute, specify
 
     if geometry not in GEOMETRIES:
@@ -121,7 +135,7 @@ def attack(
         print_json(
             {
                 "run": str(path),
-                "verdict": [*verdicts(outcome), *flags(table)],
+                "verdict": [*verdicts(outcome), *worst_cases(outcome.records, geometry), *flags(table)],
                 "geometry": geometry,
                 "leaks": {name: KNOWN[name].direction for name in shown_metrics(spec.metrics, table)},
                 "rows": [{name: plain(value) for name, value in row.items()} for row in table.to_dict("records")],
@@ -153,7 +167,7 @@ def _batch_size(text: str) -> int | None:
 
 
 def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str) -> None:
-    from privlab.report.summary import flags, shown_metrics, to_rich, verdicts
+    from privlab.report.summary import flags, shown_metrics, to_rich, verdicts, worst_cases
 
     shown = shown_metrics(outcome.spec.metrics, table)
     wide = to_rich(table, shown)
@@ -163,6 +177,6 @@ def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str) -> None
     for name in shown:
         if name in outcome.missing:
             click.echo(f"{name}: n/a ({outcome.missing[name].partition(':')[0]}; see the warning)")
-    for line in (*verdicts(outcome), *flags(table)):
+    for line in (*verdicts(outcome), *worst_cases(outcome.records, geometry), *flags(table)):
         click.echo(line)
     click.echo(f"run: {outcome.path}")

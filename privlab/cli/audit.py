@@ -1,21 +1,27 @@
-"""`privlab attack --features`: an audit of what a server of split learning recorded."""
+"""`privlab attack --features` and `--gradients`: audits of what a server recorded, and of what a client released."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 from rich.table import Table
 
-from privlab.cli.common import err, print_json, print_table, progress_bar
+from privlab.cli.common import err, plain, print_json, print_table, progress_bar
 from privlab.errors import PrivlabError
 
-__all__ = ["audit_features"]
+if TYPE_CHECKING:
+    from privlab.audit_gradients import GradientAudit
 
-_TAKEN = {"features", "model", "attack", "weights", "img_size", "defense", "options_", "public", "public_limit"}
-_TAKEN |= {"gamma", "masked_pe", "seed", "device", "out", "overwrite", "limit", "as_json"}
+__all__ = ["audit_features", "audit_gradient_file"]
+
+_TAKEN = {"model", "attack", "weights", "img_size", "defense", "gamma", "masked_pe", "options_"}
+_TAKEN |= {"seed", "device", "out", "overwrite", "as_json"}
+_FEATURES = _TAKEN | {"features", "limit", "public", "public_limit"}
+_GRADIENTS = _TAKEN | {"gradients", "reference", "block", "force"}
+_SCORING = {"metrics", "lpips_weights", "embedding", "public", "public_limit"}
 
 
 def audit_features(context: click.Context, folder: Path, path: Path, options: Mapping[str, Any]) -> int:
@@ -23,16 +29,9 @@ def audit_features(context: click.Context, folder: Path, path: Path, options: Ma
     from privlab.audit import audit
     from privlab.run import specify
 
-    for name in context.params:
-        if name not in _TAKEN and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise PrivlabError(
-                f"--{name.replace('_', '-')} has no meaning with --features: there is no private image. Leave it out."
-            )
-    science = {name: options[name] for name in ("weights", "img_size", "defense", "gamma", "masked_pe", "seed")}
-    science |= {"public": options["public"], "public_limit": options["public_limit"], "options": options["options_"]}
-    spec = specify(options["model"], "c", attack=options["attack"], release="features", **science)
-    if len(spec.models) > 1:
-        raise PrivlabError(f"--features audits one victim. Found {len(spec.models)}: {', '.join(spec.models)}.")
+    _refuse(context, _FEATURES, "--features: there is no private image. Leave it out.")
+    spec = specify(options["model"], "c", attack=options["attack"], release="features", **_science(options))
+    _check_one(spec.models, "--features")
     with progress_bar("auditing") as progress:
         found = audit(
             folder,
@@ -55,6 +54,94 @@ def audit_features(context: click.Context, folder: Path, path: Path, options: Ma
     for row in failed[:1]:
         err.print(f"Failed: {row['kind']} {row['number']}: {row['reason']}", style="red", markup=False)
     return 2 if failed else 0
+
+
+def audit_gradient_file(context: click.Context, file: Path, path: Path, options: Mapping[str, Any]) -> int:
+    """Attack a released gradient, with the private image at hand or without, and print what was made of it."""
+    from privlab.audit_gradients import audit_gradients
+    from privlab.run import specify
+
+    _refuse(context, _GRADIENTS | _SCORING, "--gradients: the file is one training step. Leave it out.")
+    if options["reference"] is None:
+        _refuse(context, _GRADIENTS, "--gradients without a --reference to score by. Give one, or leave it out.")
+    science = _science(options) | {name: options[name] for name in ("block", "force", "lpips_weights", "embedding")}
+    spec = specify(
+        options["model"], "c", attack=options["attack"], metrics=options["metrics"], release="gradients", **science
+    )
+    _check_one(spec.models, "--gradients")
+    found = audit_gradients(
+        file,
+        spec,
+        device=options["device"],
+        out=path,
+        overwrite=options["overwrite"],
+        reference=options["reference"],
+    )
+    for message in found.warnings:
+        err.print(f"Warning: {message}", style="yellow", markup=False)
+    failed = [row for row in found.rows if row["status"] != "ok"]
+    if options["as_json"]:
+        rows = [{name: plain(value) for name, value in row.items()} for row in found.rows]
+        told = {"run": str(path), "attacks": rows, "labels": found.labels, "flags": found.flags}
+        print_json(told | {"warnings": found.warnings, "missing_metrics": found.missing, "failed": len(failed)})
+    else:
+        _print_gradients(found, spec.metrics if options["reference"] else ())
+    for row in failed:
+        err.print(f"Failed: {row['reason']}", style="red", markup=False)
+    return 2 if failed else 0
+
+
+def _refuse(context: click.Context, taken: set[str], why: str) -> None:
+    for name in context.params:
+        if name not in taken and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise PrivlabError(f"--{name.replace('_', '-')} has no meaning with {why}")
+
+
+def _science(options: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("weights", "img_size", "defense", "gamma", "masked_pe", "seed", "public", "public_limit")
+    return {name: options[name] for name in names} | {"options": options["options_"]}
+
+
+def _check_one(models: Sequence[str], option: str) -> None:
+    if len(models) > 1:
+        raise PrivlabError(f"{option} audits one victim. Found {len(models)}: {', '.join(models)}.")
+
+
+def _print_gradients(found: "GradientAudit", metrics: Sequence[str]) -> None:
+    from pandas import DataFrame
+
+    from privlab.report.summary import KNOWN, shown_metrics
+
+    shown = shown_metrics(metrics, DataFrame(found.rows)) if metrics else []
+    table = Table("attack", "residual", header_style="bold")
+    for name in shown:
+        table.add_column(f"{name.replace('_', ' ')} {KNOWN[name].arrow}", justify="right")
+    for column in ("images", "seconds", "what it says"):
+        table.add_column(column)
+    for row in found.rows:
+        scores = [f"{row[name]:.{KNOWN[name].decimals}f}" if name in row else "n/a" for name in shown]
+        left = f"{row['residual']:.1e}" if "residual" in row else "n/a"
+        table.add_row(row["attack"], left, *scores, str(row.get("images", "")), str(row.get("seconds", "")), _says(row))
+    print_table(table)
+    click.echo(
+        "residual: of the gradient that the reconstruction itself gives, against the released one; 0 is the same"
+    )
+    for flag in found.flags:
+        click.echo(f"flag: {flag}")
+    click.echo(f"run: {found.path} (pictures in {found.path / 'pictures'})")
+
+
+def _says(row: Mapping[str, Any]) -> str:
+    """Return what a row says of the private image."""
+    if row["status"] != "ok":
+        return "failed"
+    if "block" not in row:
+        return "no attack made it"
+    if "explained" not in row:
+        return "not checked: look at the picture"
+    return (
+        "the private image: it gives the released gradient" if row["explained"] else "not proven: look at the picture"
+    )
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -47,7 +47,7 @@ def _defenses() -> list[Row]:
     return [
         {
             "name": name,
-            "acts on": "features" if hasattr(kind, "send") else "images",
+            "acts on": "features" if hasattr(kind, "send") else "gradients" if hasattr(kind, "release") else "images",
             "paper": kind.paper,
             "options": ", ".join(f"{f.name}={f.default!r}" for f in fields(kind)),
         }

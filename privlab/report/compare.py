@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from privlab.experiment import KNOWN
+from privlab.records import EXACT_DB
 from privlab.report.leakage import Measured, Score, measured, per_image
 from privlab.report.results import Results
 from privlab.report.sheet import heading, shown
@@ -18,6 +19,9 @@ __all__ = ["Moved", "compare"]
 
 _ROUNDING = 1e-6
 """Relative differences below are those of float32, on another machine or in another order."""
+
+_NOTHING = 1e-8
+"""Differences below are those of exact reconstructions, whose errors are all rounding."""
 
 _KEY = ["case", "attack", "external", "image"]
 
@@ -70,7 +74,7 @@ def compare(old: Results, new: Results) -> list[Moved]:
     A cell moved where the bootstrap interval of its difference, paired by image, does not hold zero. Where the runs
     have no image in common, the interval is that of two independent means (Zou and Donner 2008); where one image is
     all there is, every difference counts. Both runs are read with the new one's layout, without their controls; cases
-    are matched by group and label.
+    are matched by group and label. PSNRs beyond 100 dB count as 100: such reconstructions are exact.
     """
     layout = new.layout
     metrics = tuple(dict.fromkeys((*layout.columns, *old.layout.columns)))
@@ -102,10 +106,12 @@ def _names(results: Results) -> list[_Name]:
 
 
 def _images(results: Results, metrics: tuple[str, ...], geometry: str, places: Mapping[_Name, int]) -> pd.DataFrame:
-    """Return the scores by image, without the controls; cases are numbered by their names."""
+    """Return the scores by image, without the controls, exact ones alike; cases are numbered by their names."""
     found = per_image(results.records, metrics, geometry)
     found = found.loc[~found.control & (found.image != "")]
     numbers = np.array([places[name] for name in _names(results)], dtype="int64")
+    if "psnr" in metrics:
+        found = found.assign(psnr=found.psnr.clip(upper=EXACT_DB))
     return found.assign(case=numbers[found.case.to_numpy()]).sort_values(_KEY)
 
 
@@ -144,7 +150,7 @@ def _of_cell(
 def _still(old: Score, new: Score, change: Score) -> bool:
     """Say whether a change is within its interval, or within rounding."""
     finite = [abs(score.mean) for score in (old, new) if math.isfinite(score.mean)]
-    return abs(change.mean) <= _ROUNDING * max(finite, default=0.0) or change.low <= 0 <= change.high
+    return abs(change.mean) <= max([_NOTHING, *(_ROUNDING * mean for mean in finite)]) or change.low <= 0 <= change.high
 
 
 def _unpaired(old: Score, new: Score) -> Score:

@@ -15,7 +15,7 @@ from privlab.plan import defense_of
 from privlab.records import CONTROL
 from privlab.run import Outcome
 
-__all__ = ["KNOWN", "flags", "shown_metrics", "summarise", "to_rich", "verdicts"]
+__all__ = ["KNOWN", "flags", "shown_metrics", "summarise", "to_rich", "verdicts", "worst_cases"]
 
 KNOWN = METRICS | PLACEMENT
 """What a column of the table may be."""
@@ -62,6 +62,23 @@ def flags(table: pd.DataFrame) -> list[str]:
             for row in rows[~is_control].itertuples()
             if len(controls) and row.psnr <= controls.max()
         ]
+    return lines
+
+
+def worst_cases(records: pd.DataFrame, geometry: str = "in_place") -> list[str]:
+    """Return a line for each victim and setting with several attacks: per image the highest PSNR, and whose it is."""
+    scored = records[(records.geometry == geometry) & ~records.attack.str.startswith(CONTROL) & records.psnr.notna()]
+    lines = []
+    for (victim, setting), rows in scored.groupby(["victim", "setting"], sort=False):
+        if rows.attack.nunique() > 1:
+            worst = rows.loc[rows.groupby(["image_sha256", "seed", "draw"]).psnr.idxmax()]
+            whose = ", ".join(f"{name} on {n}" for name, n in worst.attack.value_counts().items())
+            means = rows.groupby("attack", sort=False).psnr.mean()
+            others = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
+            lines.append(
+                f"{victim}, setting {setting}: worst case {worst.psnr.mean():.2f} dB PSNR over "
+                f"{len(worst)} images ({whose}); alone {others}"
+            )
     return lines
 
 

@@ -28,7 +28,7 @@ def test_options_reach_the_attack(attack: Callable[..., Any], records: Callable[
     [
         (["--set", "rtol"], "--set takes KEY=VALUE or NAME.KEY=VALUE. Found 'rtol'."),
         (["--set", "rtl=1"], "Unknown option 'rtl'. Did you mean rtol"),
-        (["--set", "aprill.rtol=1"], "Unknown attack or defense of this run 'aprill'. Did you mean april?"),
+        (["--set", "aprill.rtol=1"], "Unknown attack or defense of this run 'aprill'. Did you mean april"),
         (["--set", "rtol=much"], "--set rtol=much: the value must be of type float. Found 'much'."),
         (["--defense", "low-pass+jigsw"], "Unknown defense 'jigsw'. Did you mean jigsaw?"),
         (["--defense", "low-pass", "--set", "radius=0"], "radius of low-pass must be in (0, 1]"),

@@ -15,7 +15,7 @@ from torch import Tensor
 import privlab
 from privlab.attacks import PatchGradient
 from privlab.records import CONTROLS
-from privlab.report.summary import flags, summarise, to_rich
+from privlab.report.summary import flags, summarise, to_rich, worst_cases
 from privlab.threat import Capability, Observation
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
@@ -58,7 +58,18 @@ def test_controls_stand_in_every_table() -> None:
     records = attack(setting="c")
     for geometry in ("in_place", "oracle"):
         table = summarise(records, ["psnr"], geometry)
-        assert set(table.attack) == {"april", "patch-gradient", "mjp-subspace", *CONTROLS}
+        assert set(table.attack) == {"april", "patch-gradient", "mjp-subspace", "mjp-full", *CONTROLS}
+
+
+def test_the_worst_case_is_taken_image_by_image() -> None:
+    records = attack(setting="c")
+    (line,) = worst_cases(records)
+    inside = records[(records.geometry == "in_place") & ~records.attack.isin(CONTROLS)]
+    best = inside.groupby("image_sha256").psnr.max()
+    assert f"worst case {best.mean():.2f} dB PSNR over {len(best)} images (" in line
+    for name, mean in inside.groupby("attack").psnr.mean().items():
+        assert f"{name} {mean:.2f}" in line
+    assert worst_cases(records[records.attack == "april"]) == []
 
 
 def test_an_attack_no_better_than_a_control_is_named() -> None:

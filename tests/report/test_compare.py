@@ -83,6 +83,14 @@ def test_rounding_is_no_move() -> None:
     assert compare(run(plain), run(lambda a, i: plain(a, i) * (1 + 1e-7))) == []
 
 
+def test_exact_is_exact_however_rounding_falls() -> None:
+    old, new = run(lambda a, i: 142.0 - i), run(lambda a, i: 118.0 + 2 * i)
+    old.records["mse"], new.records["mse"] = 1e-14, 2e-12
+    assert compare(old, new) == []
+    moved = compare(old, run(lambda a, i: 60.0 + i))
+    assert [(cell.old, cell.leaks_more) for cell in moved if cell.metric == "psnr"] == [(100.0, False)] * 3
+
+
 def test_direction_of_a_metric_that_leaks_downwards() -> None:
     old, new = run(plain), run(plain)
     old.records["mse"], new.records["mse"] = 0.5, 0.25

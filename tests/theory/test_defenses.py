@@ -14,7 +14,7 @@ from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.patches import patchify, permute
 from privlab.permutation import inverse
-from privlab.threat import Defense, FeatureDefense
+from privlab.threat import Defense, FeatureDefense, GradientDefense
 
 Model = Callable[..., VictimModel]
 
@@ -105,5 +105,6 @@ def test_bad_options_are_refused(options: dict[str, object], message: str) -> No
 def test_every_defense_fulfils_the_protocol() -> None:
     assert defenses() == DEFENSES
     for name, kind in DEFENSES.items():
-        assert isinstance(kind(), Defense) != isinstance(kind(), FeatureDefense)  # on images, or on features
+        kinds = (Defense, FeatureDefense, GradientDefense)  # on images, on features, or on gradients
+        assert sum(isinstance(kind(), protocol) for protocol in kinds) == 1
         assert kind.name == name

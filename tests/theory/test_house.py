@@ -8,10 +8,11 @@ FLOORS = [
     {"errors", "registry", "draws", "patches", "permutation", "model", "threat"},
     {"victims", "weights", "images", "sources", "datasets", "labels", "decode"}
     | {"gradients", "stack", "features", "options", "training", "decoders", "inversion"}
-    | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "recording"},
+    | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "recording"}
+    | {"capture", "released", "labels_from_gradients"},
     {"attacks", "defenses", "metrics", "lpips_backbones", "f_sim", "placement"},
     {"plan", "records", "trial", "evaluate", "experiment"},
-    {"store", "strips", "machine", "subjects", "run", "audit", "split", "experiments"}
+    {"store", "strips", "machine", "subjects", "run", "audit", "audit_gradients", "split", "experiments"}
     | {"tasks", "grid", "engines", "table", "maintenance", "external"},
     {"report", "bench"},
     {"cli"},

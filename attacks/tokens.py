@@ -1,0 +1,261 @@
+"""The inputs of a block's MLP, one by one, from the gradients of its two layers: token separation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from timm import layers
+from timm.models.vision_transformer import Block
+from torch import Generator, Tensor, nn
+
+__all__ = ["Mlp", "Separated", "Spans", "normalised", "separate"]
+
+_NOISE = 2.0**-24
+"""Singular values of a float32 gradient below this share of the largest one are rounding."""
+
+_EXACT = 1e-5
+"""The residual that is asked of the first tokens; where they end, ten times as much is."""
+
+_PATIENCE = 2
+"""Rounds in a row without a new token, or steps without a better one, after which a search ends."""
+
+
+_INVERSE = 4
+"""Steps of inverse iteration: each gains the square of what the search left, four are more than enough."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mlp:
+    """u = γ ⊙ t + β ↦ h = act(W₁ u + b₁) ↦ W₂ h, with t of zero mean and unit variance, in float64."""
+
+    γ: Float[Tensor, " d"]
+    β: Float[Tensor, " d"]
+    W1: Float[Tensor, "m d"]
+    b1: Float[Tensor, " m"]
+    W2: Float[Tensor, "d m"]
+    act: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, block: Block) -> "Mlp":
+        """Return the MLP of timm's plain block, with the normalisation before it."""
+        norm, mlp = block.norm2, block.mlp
+        assert isinstance(norm, nn.LayerNorm)
+        assert isinstance(mlp, layers.Mlp)
+        assert isinstance(mlp.act, nn.Module)
+        fc1, fc2 = mlp.fc1, mlp.fc2
+        assert isinstance(fc1, nn.Linear)
+        assert isinstance(fc2, nn.Linear)
+        W1, W2 = fc1.weight.detach().double(), fc2.weight.detach().double()
+        γ, β = norm.weight.detach().double(), norm.bias.detach().double()
+        b1 = torch.zeros_like(W1[:, 0]) if fc1.bias is None else fc1.bias.detach().double()
+        return cls(γ, β, W1, b1, W2, mlp.act)
+
+    def to(self, dtype: torch.dtype) -> "Mlp":
+        """Return the same in another precision."""
+        numbers = (self.γ, self.β, self.W1, self.b1, self.W2)
+        return Mlp(*(value.to(dtype) for value in numbers), act=self.act)
+
+    def hidden(self, u: Float[Tensor, "*s d"]) -> tuple[Float[Tensor, "*s m"], Float[Tensor, "*s m"]]:
+        """Return h and act′ at tokens u."""
+        with torch.enable_grad():
+            a = (u @ self.W1.mT + self.b1).requires_grad_()
+            h = self.act(a)
+            (slope,) = torch.autograd.grad(h.sum(), a)
+        return h.detach(), slope
+
+
+def normalised(mlp: Mlp, u: Float[Tensor, "*s d"]) -> Float[Tensor, "*s d"]:
+    """Return t of u = γ ⊙ t + β."""
+    return (u - mlp.β) / mlp.γ
+
+
+class Spans(NamedTuple):
+    """Orthonormal rows that span what the gradients are sums of: ∂W₁ = Σ_n δ_n u_nᵀ and ∂W₂ = Σ_n ε_n h_nᵀ."""
+
+    u: Float[Tensor, "n d"]
+    δ: Float[Tensor, "n m"]
+    h: Float[Tensor, "n m"]
+    ε: Float[Tensor, "n d"]
+
+    @classmethod
+    def of(cls, G1: Float[Tensor, "m d"], G2: Float[Tensor, "d m"], count: int) -> "Spans":
+        """Return the spans of sums of `count` products, or of as many as stand out of rounding."""
+        U1, σ1, V1 = torch.linalg.svd(G1, full_matrices=False)
+        U2, σ2, V2 = torch.linalg.svd(G2, full_matrices=False)
+        n = min(count, *(int((σ > _NOISE * σ[0]).sum()) for σ in (σ1, σ2)))
+        return cls(V1[:n], U1[:, :n].mT, V2[:n], U2[:, :n].mT)
+
+
+class Separated(NamedTuple):
+    """Tokens u in no order; `residual` is how far each one's h lies outside the span, relative to its length.
+
+    `wanted` is how many there are.
+    """
+
+    u: Float[Tensor, "f d"]
+    residual: Float[Tensor, " f"]
+    wanted: int
+
+
+@torch.no_grad()
+def separate(
+    mlp: Mlp,
+    G1: Float[Tensor, "m d"],
+    G2: Float[Tensor, "d m"],
+    count: int,
+    draw: Generator,
+    *,
+    starts: int,
+    rounds: int,
+    steps: int,
+    tolerance: float,
+) -> Separated:
+    """Find the up to `count` tokens u_n whose products make up G1 = ∂ℓ/∂W₁ and G2 = ∂ℓ/∂W₂.
+
+    A vector u of LayerNorm's form in span{u_n} is a token exactly where act(W₁ u + b₁) lies in span{h_n}; sums of
+    tokens are none. Levenberg and Marquardt's method finds such u from random starts. What is found is taken out:
+    ε_n is the one vector of span{ε} with act′ ⊙ W₂ᵀ ε_n in span{δ}, and the rows of (I − P_ε) ∂W₂ and
+    (I − P_δ) ∂W₁, with P on the ε and the δ of found tokens, span those of the others alone. So no token is found
+    twice, and each round searches a smaller space.
+
+    Args:
+        mlp: whose gradients they are.
+        G1: the gradient of the first layer's weight.
+        G2: that of the second.
+        count: of tokens, less than the width d; fewer are sought where the gradients have a smaller rank.
+        draw: of the starts.
+        starts: in each round.
+        rounds: at most.
+        steps: of Levenberg and Marquardt's method.
+        tolerance: the residual below which a solution is a token. Those of the least residual are taken first, and
+            larger ones only when no smaller one is left: what is not exact, taken out, would hide others.
+
+    Source: ours; the sums are the chain rule, batch and tokens alike.
+    """
+    G1, G2 = G1.double(), G2.double()
+    whole = rest = Spans.of(G1, G2, count)
+    count = len(whole.u)
+    found, residual = G1.new_zeros(0, G1.shape[1]), G1.new_zeros(0)
+    ε, δ = found, G1.new_zeros(0, len(G1))
+    idle, limit, rough = 0, _EXACT, mlp.to(torch.float32)
+    for _ in range(rounds):
+        if idle == _PATIENCE and limit < tolerance:
+            limit, idle = min(10 * limit, tolerance), 0
+        if len(found) == count or idle == _PATIENCE:
+            break
+        α = start(mlp, rest.u, starts, draw)
+        α = refine(rough, Spans(*(basis.float() for basis in rest)), α.float(), steps).double()
+        new = distinct(mlp, rest, α, tolerance)
+        new = distinct(mlp, whole, refine(mlp, whole, new @ whole.u.mT, steps), limit)  # by all that the gradient says
+        if len(found):
+            new = new[(_unit(new) @ _unit(found).mT).amax(1) < _twin(limit)]
+        new = new[: count - len(found)]
+        idle = 0 if len(new) else idle + 1
+        if len(new):
+            found = torch.cat([found, new])
+            ε, δ = (torch.cat(both) for both in zip((ε, δ), backward(mlp, whole, new), strict=True))
+            Q_ε, Q_δ = torch.linalg.qr(ε.mT).Q, torch.linalg.qr(δ.mT).Q
+            rest = Spans.of(G1 - Q_δ @ (Q_δ.mT @ G1), G2 - Q_ε @ (Q_ε.mT @ G2), count - len(found))
+    if len(found):
+        residual = outside(mlp, whole, found @ whole.u.mT)
+    return Separated(found, residual, count)
+
+
+def start(mlp: Mlp, T: Float[Tensor, "n d"], number: int, draw: Generator) -> Float[Tensor, "s n"]:
+    """Draw coordinates α of points u = α T of LayerNorm's form: t of zero mean and unit variance."""
+    P, c = T / mlp.γ, mlp.β / mlp.γ  # t = α P − c
+    mean = P.mean(1)
+    square = mean.square().sum()
+    free = square <= 1e-10 * P.square().mean()  # where β = 0 and γ = 1, every point has zero mean
+    mean = torch.zeros_like(mean) if free else mean
+    base = c.mean() / square * mean if not free else mean
+    α = torch.randn(number, len(T), generator=draw, dtype=T.dtype).to(T.device)
+    α = α - (α @ mean)[:, None] * mean / square.clamp_min(torch.finfo(T.dtype).tiny)
+    v, b = α @ P, base @ P - c
+    vv, vb, bb = v.square().sum(1), v @ b, b.square().sum() - T.shape[1]
+    return base + ((vb.square() - vv * bb).clamp_min(0).sqrt() - vb)[:, None] / vv[:, None] * α
+
+
+def refine(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], steps: int) -> Float[Tensor, "s n"]:
+    """Minimise |(I − P_h) act(W₁ u + b₁)|² + |mean t|² + (|t|²/d − 1)² over u = α T, each start for itself."""
+    T, H, d = spans.u, spans.h, spans.u.shape[1]
+    M, P, c = mlp.W1 @ T.mT, T / mlp.γ, mlp.β / mlp.γ
+    mean = P.mean(1)
+    size = mlp.hidden(α @ T)[0].norm(dim=1).median() if len(α) else T.new_ones(())
+
+    def at(α: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return act′, the residual of h, that of LayerNorm's form, and t."""
+        h, slope = mlp.hidden(α @ T)
+        t = α @ P - c
+        form = torch.stack([t.mean(1), t.square().mean(1) - 1], 1)
+        return slope, (h - (h @ H.mT) @ H) / size, form, t
+
+    slope, r, form, t = at(α)
+    cost = r.square().sum(1) + form.square().sum(1)
+    λ, eye, idle = torch.full_like(cost, 1e-2), torch.eye(len(T), dtype=T.dtype, device=T.device), 0
+    for _ in range(steps):
+        J = slope[..., None] * M / size
+        J_form = torch.stack([mean.expand_as(α), 2 / d * (t @ P.mT)], 1)
+        N = J.mT @ J - (H @ J).mT @ (H @ J) + J_form.mT @ J_form
+        g = (slope * r) @ M / size + (form[:, None] @ J_form)[:, 0]
+        damp = (λ * N.diagonal(dim1=1, dim2=2).mean(1))[:, None, None] * eye
+        L = torch.linalg.cholesky_ex(N + damp)[0]
+        next_α = α - torch.cholesky_solve(g[..., None], L)[..., 0]
+        next_slope, next_r, next_form, next_t = at(next_α)
+        next_cost = next_r.square().sum(1) + next_form.square().sum(1)
+        better = next_cost < cost  # false for nan
+        idle = 0 if bool((next_cost < 0.99 * cost).any()) else idle + 1
+        b = better[:, None]
+        α, slope, r = (torch.where(b, new, old) for new, old in ((next_α, α), (next_slope, slope), (next_r, r)))
+        form, t, cost = torch.where(b, next_form, form), torch.where(b, next_t, t), torch.where(better, next_cost, cost)
+        λ = torch.where(better, λ / 5, λ * 4).clamp(1e-9, 1e4)
+        if idle == _PATIENCE:
+            break
+    return α
+
+
+def outside(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"]) -> Float[Tensor, " s"]:
+    """Return how far tokens u = α T are from being true: |(I − P_h) h| / |h|, and what u lacks of LayerNorm's form."""
+    u = α @ spans.u
+    h, _ = mlp.hidden(u)
+    t = normalised(mlp, u)
+    off = (h - (h @ spans.h.mT) @ spans.h).norm(dim=1) / h.norm(dim=1)
+    return (off + t.mean(1).abs() + (t.square().mean(1) - 1).abs()).nan_to_num(torch.inf)
+
+
+def distinct(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], limit: float) -> Float[Tensor, "k d"]:
+    """Return the tokens u = α T whose residual is below the limit, in its order, the first of each group of twins."""
+    residual = outside(mlp, spans, α)
+    best = residual.argsort()
+    u = (α @ spans.u)[best[residual[best] < limit]]
+    twins = (_unit(u) @ _unit(u).mT >= _twin(limit)).tril(-1)
+    kept = torch.ones(len(u), dtype=torch.bool, device=u.device)
+    for i in range(len(u)):
+        kept[i] = not bool((twins[i] & kept).any())
+    return u[kept]
+
+
+def backward(mlp: Mlp, whole: Spans, u: Float[Tensor, "k d"]) -> tuple[Float[Tensor, "k d"], Float[Tensor, "k m"]]:
+    """Return what flows back into the MLP at tokens u, up to its length: ε, and δ = act′ ⊙ W₂ᵀ ε."""
+    _, slope = mlp.hidden(u)
+    V = slope[:, None] * (whole.ε @ mlp.W2)  # for each ε of the basis: k × n × m
+    off = V - (V @ whole.δ.mT) @ whole.δ
+    N = off @ off.mT  # its least eigenvalue is zero, and inverse iteration finds the vector
+    L = torch.linalg.cholesky(
+        N + 1e-13 * N.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(len(whole.u)).to(N)
+    )
+    c = torch.ones_like(N[..., :1])
+    for _ in range(_INVERSE):
+        c = torch.nn.functional.normalize(torch.cholesky_solve(c, L), dim=1)
+    return (c.mT @ whole.ε)[:, 0], (c.mT @ V)[:, 0]
+
+
+def _twin(limit: float) -> float:
+    """Return the cosine from which two solutions of residuals up to the limit are the same token."""
+    return 1 - min(3 * limit, 3e-3)
+
+
+def _unit(u: Float[Tensor, "s d"]) -> Float[Tensor, "s d"]:
+    return torch.nn.functional.normalize(u, dim=1)

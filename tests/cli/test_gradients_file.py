@@ -1,0 +1,296 @@
+"""`privlab attack --gradients`: a real training step audited without its image, and every file that cannot be."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from privlab.capture import capture
+from privlab.images import open_images
+from privlab.victims import victim
+from privlab.weights import save
+
+State = dict[str, Tensor]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def weights(state: State, tmp_path: Path) -> Path:
+    """Return a file with the client's weights: ViT-Ti at 32 pixels with ten classes."""
+    save(state, tmp_path / "weights.safetensors")
+    return tmp_path / "weights.safetensors"
+
+
+@pytest.fixture
+def step(state: State, tmp_path: Path, photos: Path) -> Callable[..., Path]:
+    """Take a training step of plain PyTorch on the first photo, or on noise too, and return the captured file."""
+
+    def take(labels: tuple[int, ...] = (7,), batch_size: int | None = None, hash_weights: bool = True) -> Path:
+        vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        vit.load_state_dict(state)
+        assert isinstance(vit, VisionTransformer)
+        preprocess = victim(vit).preprocessing
+        pixels = next(iter(open_images(photos / "a.png"))).pixels
+        assert pixels is not None
+        x = preprocess(pixels)[None]
+        draw = torch.Generator().manual_seed(0)
+        x = torch.cat([x, torch.rand(len(labels) - 1, *x.shape[1:], generator=draw)])
+        loss = F.cross_entropy(vit((x - 0.5) / 0.5), torch.tensor(labels))
+        loss.backward()
+        path = tmp_path / "update.safetensors"
+        capture(vit, path, batch_size=batch_size or len(labels), hash_weights=hash_weights)
+        return path
+
+    return take
+
+
+@pytest.fixture
+def audit(cli: Callable[..., Any], weights: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Audit a file with the client's model; later options win."""
+
+    def run(path: Path, *arguments: object) -> Any:
+        base = ("--model", "vit_ti", "--weights", weights, "--img-size", "32", "--out", tmp_path / "audit")
+        return cli("attack", "--gradients", path, *base, *arguments)
+
+    return run
+
+
+def rewritten(path: Path, change: Callable[[State, dict[str, str]], object]) -> Path:
+    """Change tensors and metadata of a gradient file in place."""
+    with safe_open(path, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+    return path
+
+
+def test_a_step_is_audited_without_its_image(
+    audit: Callable[..., Any], step: Callable[..., Path], tmp_path: Path
+) -> None:
+    done = audit(step(), "--json")
+    assert done.status == 0
+    told = json.loads(done.out)
+    assert told["labels"] == [7]
+    assert told["flags"] == ["labels given away by the gradient of head.bias: 7"]
+    rows = {row["attack"]: row for row in told["attacks"]}
+    assert {"patch-gradient", "mjp-subspace"} <= rows.keys()
+    assert rows["patch-gradient"]["explained"] is True
+    assert rows["patch-gradient"]["residual"] < 1e-3
+    assert "psnr" not in rows["patch-gradient"]
+    assert [(tmp_path / "audit" / name).exists() for row in rows.values() for name in row["files"]] == [True] * len(
+        rows
+    )
+    facts = json.loads((tmp_path / "audit" / "run.json").read_text())
+    assert facts["specification"]["defense"] == "none"
+    assert facts["attacks"] == told["attacks"]
+    assert facts["released"]["batch_size"] == 1
+    shown = audit(step(), "--overwrite", "--attack", "patch-gradient")
+    assert "the private image: it gives the released gradient" in shown.out
+    assert "flag: labels given away by the gradient of head.bias: 7" in shown.out
+
+
+def test_a_reference_scores(
+    audit: Callable[..., Any], step: Callable[..., Path], photos: Path, picture: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = ("--metrics", "psnr,ssim", "--attack", "patch-gradient", "--public", photos)
+    done = audit(step(), *options, "--reference", photos / "a.png", "--json")
+    assert done.status == 0
+    mean, exact = json.loads(done.out)["attacks"]
+    assert (mean["attack"], exact["attack"]) == ("control:mean", "patch-gradient")
+    assert exact["psnr"] > 60 > 30 > mean["psnr"]
+    assert len(list((tmp_path / "audit" / "strips").iterdir())) == 1
+    other = audit(step(), *options, "--reference", picture("other.png"), "--overwrite")
+    assert other.status == 0
+    assert float(re.findall(r"patch-gradient.*?│ +(\d+\.\d\d) │", other.out)[0]) < 30
+    lost = audit(step(), "--reference", tmp_path / "nowhere.png", "--overwrite").error
+    assert "nowhere.png" in lost
+
+
+def test_a_batch_says_what_it_can(audit: Callable[..., Any], step: Callable[..., Path]) -> None:
+    """Attacks for one image are left out, and asked for by name they are refused; the labels come out all the same."""
+    path = step((7, 3))
+    done = audit(path, "--json")
+    assert done.status == 0
+    told = json.loads(done.out)
+    assert told["labels"] == [3, 7]
+    assert any(flag.startswith("2 images in one gradient") for flag in told["flags"])
+    assert not any(row["attack"] == "patch-gradient" for row in told["attacks"])
+    assert "batch_size_one" in audit(path, "--attack", "patch-gradient", "--overwrite").error
+    forced = audit(path, "--attack", "patch-gradient", "--block", "stock", "--force", "--overwrite", "--json")
+    assert [row["status"] for row in json.loads(forced.out)["attacks"]] == ["ok"]
+
+
+def test_red_flags(audit: Callable[..., Any], step: Callable[..., Path], weights: Path) -> None:
+    """Each is raised by a case made for it; a healthy file raises that of its label alone (see above)."""
+
+    def masked(tensors: State, _: dict[str, str]) -> None:
+        tensors["pos_embed"][0, 2] = 0
+
+    told = json.loads(audit(rewritten(step(), masked), "--json").out)
+    assert told["flags"][0].startswith("visible mask: 1 of 4 position embeddings have no gradient")
+
+    def zero(tensors: State, _: dict[str, str]) -> None:
+        for tensor in tensors.values():
+            tensor.zero_()
+
+    done = audit(rewritten(step(), zero), "--json", "--overwrite")
+    assert done.status == 2
+    told = json.loads(done.out)
+    assert told["flags"] == ["zero gradient: nothing was released, so nothing can be said of privacy"]
+    assert {row["reason"] for row in told["attacks"]} == {"what is released is zero"}
+
+
+def test_more_tokens_than_equations_and_random_weights_are_flags(cli: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="RANDOM"):
+        model = victim("vit_ti", weights="random").model
+    vit = model.vit.requires_grad_(True)
+    F.cross_entropy(vit(torch.zeros(1, 3, 224, 224)), torch.tensor([5])).backward()
+    capture(vit, tmp_path / "update.safetensors", batch_size=1)
+    options = ("--model", "vit_ti", "--weights", "random", "--attack", "patch-gradient", "--out", tmp_path / "audit")
+    done = cli("attack", "--gradients", tmp_path / "update.safetensors", *options, "--json")
+    assert json.loads(done.out)["flags"] == [
+        "more tokens than equations: N = 196 ≥ D = 192, so closed forms are not exact",
+        "labels given away by the gradient of head.bias: 5",
+        "random weights: leakage of trained weights differs",
+    ]
+
+
+def test_other_weights_are_noticed(audit: Callable[..., Any], step: Callable[..., Path], state: State) -> None:
+    """`patch-gradient` needs no weights; what does is left out, and no reconstruction is checked by its gradient."""
+    moved = {name: value + 0.01 for name, value in state.items()}
+    path = step()
+    save(moved, path.with_name("moved.safetensors"))
+    done = audit(path, "--weights", path.with_name("moved.safetensors"), "--json", "--attack", "patch-gradient")
+    told = json.loads(done.out)
+    assert any("was taken at other weights" in message for message in told["warnings"])
+    assert "residual" not in told["attacks"][0]
+    unstated = audit(step(hash_weights=False), "--json", "--overwrite", "--attack", "patch-gradient")
+    assert "states no weights_sha256" in unstated.err
+    assert json.loads(unstated.out)["attacks"][0]["explained"] is True
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_warned_of_and_goes_on(
+    audit: Callable[..., Any], step: Callable[..., Path], dtype: torch.dtype
+) -> None:
+    def halved(tensors: State, _: dict[str, str]) -> None:
+        tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+    done = audit(rewritten(step(), halved), "--attack", "patch-gradient", "--json")
+    assert done.status == 0
+    assert f"are {str(dtype).removeprefix('torch.')}, rounded to" in done.err
+    assert json.loads(done.out)["labels"] == [7]
+
+
+def remove(name: str) -> Callable[[State, dict[str, str]], object]:
+    return lambda tensors, _: tensors.pop(name)
+
+
+def put(name: str, make: Callable[[State], Tensor]) -> Callable[[State, dict[str, str]], object]:
+    return lambda tensors, _: tensors.update({name: make(tensors)})
+
+
+def state_as(**told: str) -> Callable[[State, dict[str, str]], object]:
+    return lambda _, metadata: metadata.update(told)
+
+
+def scale(factor: float) -> Callable[[State, dict[str, str]], object]:
+    return lambda tensors, _: tensors.update({name: factor * tensor for name, tensor in tensors.items()})
+
+
+BAD = {
+    "missing": (remove("patch_embed.proj.weight"), r"do not fit .* missing: patch_embed\.proj\.weight\."),
+    "extra": (put("neck.weight", lambda _: torch.ones(2)), r"do not fit .* unexpected: neck\.weight\."),
+    "mis-shaped": (
+        put("pos_embed", lambda t: t["pos_embed"][:, :-1].contiguous()),
+        r"--img-size .* mis-shaped: pos_embed \(1, 4, 192\) instead of \(1, 5, 192\)\.",
+    ),
+    "other classes": (
+        lambda t, _: t.update({"head.bias": torch.ones(9)}),
+        r"--weights takes the client's own, .* mis-shaped: head\.bias \(9,\) instead of \(10,\)\.",
+    ),
+    "nan": (
+        put("cls_token", lambda t: t["cls_token"] * torch.nan),
+        r"must be finite\. Found NaN or infinity in cls_token \(192 of 192 entries\)",
+    ),
+    "integers": (
+        put("cls_token", lambda t: t["cls_token"].to(torch.int8)),
+        r"must hold floating-point gradients\. Found cls_token \(torch\.int8\)\.",
+    ),
+    "scaled": (scale(1024), r"contradicts itself: .*the gradient scaled \(unscale it first\)\."),
+    "no format": (state_as(format="pt"), r"must state format = privlab-gradients .* Found pt: write it with"),
+    "version": (state_as(version="2"), r"must be of version 1 of privlab-gradients\. Found 2\."),
+    "batch size": (state_as(batch_size="many"), r"batch_size in the metadata must be a positive number\. Found many\."),
+    "reduction": (state_as(reduction="none"), r"reduction in the metadata must be mean or sum\. Found none\."),
+    "names": (state_as(without_gradient="norm"), r"without_gradient in the metadata must be a JSON list of names"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_one_line(audit: Callable[..., Any], step: Callable[..., Path], name: str) -> None:
+    change, message = BAD[name]
+    assert re.search(message, audit(rewritten(step(), change)).error)
+
+
+def test_a_batch_size_that_contradicts_the_head_is_one_line(
+    audit: Callable[..., Any], step: Callable[..., Path]
+) -> None:
+    error = audit(step((1, 5, 8), batch_size=1)).error
+    assert "with batch size 1 under reduction mean, the gradient of head.bias must name at most 1 labels" in error
+    summed = rewritten(step((1, 5, 8)), scale(3))
+    assert (
+        "batch size 3 under reduction mean, the positive entries of head.bias add up to at most 1"
+        in audit(summed).error
+    )
+
+
+@pytest.mark.parametrize("kept", [0, 5, 1000, -100])
+def test_a_truncated_file_is_one_line(audit: Callable[..., Any], step: Callable[..., Path], kept: int) -> None:
+    path = step()
+    path.write_bytes(path.read_bytes()[:kept])
+    assert "is no safetensors file, or is truncated" in audit(path).error
+
+
+def test_a_pickle_is_never_opened(audit: Callable[..., Any], state: State, tmp_path: Path) -> None:
+    for legacy in (True, False):
+        path = tmp_path / "update.safetensors"
+        torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+        assert "is refused: it is a pickle, as torch.save writes it, and may hold code." in audit(path).error
+
+
+def test_what_has_no_meaning_is_one_line(
+    audit: Callable[..., Any], attack: Callable[..., Any], step: Callable[..., Path], photos: Path, tmp_path: Path
+) -> None:
+    path = step()
+    assert "--labels has no meaning with --gradients" in audit(path, "--labels", "predicted").error
+    assert "--metrics has no meaning with --gradients without a --reference" in audit(path, "--metrics", "psnr").error
+    assert "--gradients audits one victim. Found 2" in audit(path, "--model", "vit_ti,vit_s").error
+    assert "--reference is the private image of a --gradients file" in attack("--reference", photos / "a.png").error
+    assert "Cannot read the gradients" in audit(tmp_path / "nowhere.safetensors").error
+    assert "needs what this observation does not grant" in audit(path, "--attack", "pe-assignment").error
+
+
+def test_the_documented_loop_runs(audit: Callable[..., Any], state: State, tmp_path: Path) -> None:
+    """The README's three lines and the page's loop, as printed."""
+    for page in (ROOT / "README.md", ROOT / "experiments" / "gradients.md"):
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        (code,) = [block for block in blocks if "loss.backward()" in block]
+        vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        vit.load_state_dict(state)
+        images, labels = torch.rand(1, 3, 32, 32), torch.tensor([4])
+        optimiser = torch.optim.SGD(vit.parameters(), lr=0.1)
+        loss = F.cross_entropy(vit(images), labels)
+        names = {"model": vit, "images": images, "labels": labels, "loss": loss, "loader": [(images, labels)]}
+        exec(code.replace('"update', f'"{tmp_path}/update'), names | {"optimiser": optimiser, "F": F})
+        assert json.loads(audit(next(tmp_path.glob("update*")), "--json", "--overwrite").out)["labels"] == [4]
+        next(tmp_path.glob("update*")).unlink()

@@ -1,0 +1,169 @@
+"""Token separation, and MJP undone with it: exact in float64, and on trained weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from timm.models.vision_transformer import Block
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.testing import assert_close
+
+from privlab.attacks.mjp_full import MjpFull
+from privlab.attacks.mjp_subspace import MjpSubspace
+from privlab.attacks.patch_gradient import PatchGradient
+from privlab.attacks.tokens import Mlp, Separated, Spans, outside, separate
+from privlab.defenses import Jigsaw, Mjp
+from privlab.draws import draw_for
+from privlab.errors import PrivlabError
+from privlab.gradients import granted, observe
+from privlab.metrics import psnr, psnr_region
+from privlab.model import VictimModel, april_twin
+from privlab.patches import slots_to_pixels
+from privlab.placement import in_best_order
+from privlab.threat import Capability, Feed, Observation, PrivlabWarning, check_capabilities
+from privlab.victims import victim
+
+SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
+
+
+def seen_under(model: VictimModel, images: Tensor, defense: Mjp | Jigsaw, labels: Tensor) -> tuple[Feed, Observation]:
+    feed = defense(images, model.patch, [draw_for(0, str(i), "defense") for i in range(len(images))])
+    return feed, observe(model, feed, labels, MjpFull.parameters, (defense,))
+
+
+def tokens_of(model: VictimModel, feed: Feed) -> Tensor:
+    """Return what the first MLP reads."""
+    read: list[Tensor] = []
+    hook = model.vit.blocks[0].mlp.register_forward_pre_hook(lambda _, given: read.append(given[0].detach()))
+    model(feed.images, feed.masked_pe)
+    hook.remove()
+    return read[0]
+
+
+def block_of(model: VictimModel) -> Block:
+    block = model.vit.blocks[0]
+    assert isinstance(block, Block)
+    return block
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return torch.rand(2, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def made(images: Tensor, tiny_model: Callable[..., VictimModel]) -> tuple[VictimModel, Feed, Observation]:
+    model = tiny_model()
+    return model, *seen_under(model, images, Mjp(gamma=0.4), torch.arange(2))
+
+
+def separated(model: VictimModel, seen: Observation, i: int = 0) -> Separated:
+    G1, G2 = (seen.gradients[f"blocks.0.mlp.{name}.weight"][i] for name in ("fc1", "fc2"))
+    return separate(Mlp.of(block_of(model)), G1, G2, 17, torch.Generator().manual_seed(0), **SEARCH)
+
+
+def test_tokens_have_no_residual_and_mixtures_have(made: tuple[VictimModel, Feed, Observation]) -> None:
+    model, feed, seen = made
+    u, mlp = tokens_of(model, feed)[0], Mlp.of(block_of(model))
+    G1, G2 = (seen.gradients[f"blocks.0.mlp.{name}.weight"][0] for name in ("fc1", "fc2"))
+    spans = Spans.of(G1, G2, 17)
+    assert len(spans.u) == 17
+    assert outside(mlp, spans, u @ spans.u.mT).max() < 1e-5
+    mixed = (u + u.roll(1, 0)) / 2
+    assert outside(mlp, spans, mixed @ spans.u.mT).min() > 1e-2
+
+
+def test_all_tokens_are_found_and_no_other(made: tuple[VictimModel, Feed, Observation]) -> None:
+    model, feed, seen = made
+    found, u = separated(model, seen), tokens_of(model, feed)[0]
+    cosine = normalize(found.u, dim=1) @ normalize(u, dim=1).mT
+    assert (found.wanted, len(found.u)) == (17, 17)
+    assert sorted(cosine.argmax(1).tolist()) == list(range(17))
+    assert_close(found.u, u[cosine.argmax(1)], atol=1e-5, rtol=0)
+    assert found.residual.max() < 1e-5
+
+
+@pytest.mark.parametrize("gamma", [0.27, 0.6])
+@pytest.mark.parametrize("masked_pe", ["unknown", "none"])
+def test_mjp_is_undone(gamma: float, masked_pe: str, images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
+    model = tiny_model()
+    feed, seen = seen_under(model, images, Mjp(gamma=gamma, masked_pe=masked_pe), torch.arange(2))
+    before = [parameter.clone() for parameter in model.parameters()]
+    stolen = MjpFull(**SEARCH)(seen)
+    assert stolen.loose is not None
+    assert torch.equal(stolen.loose, feed.moved)
+    assert stolen.tokens is not None
+    assert stolen.tokens.tolist() == [17, 17]
+    assert stolen.tokens_sure is not None
+    assert stolen.tokens_sure.tolist() == [17, 17]
+    assert psnr(in_best_order(stolen.images, feed.images, stolen.loose, 4), feed.images).min() > 100
+    assert psnr(in_best_order(stolen.images, images, stolen.loose, 4), images).min() > 100
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_few_tokens_leave_what_the_subspace_gave(made: tuple[VictimModel, Feed, Observation]) -> None:
+    model, feed, seen = made
+    stolen = MjpFull(**SEARCH | {"rounds": 1})(seen)
+    assert stolen.tokens is not None
+    assert 0 < stolen.tokens.min() <= stolen.tokens.max() <= 8
+    region = ~slots_to_pixels(feed.moved, model.grid, model.patch)
+    prior = psnr_region(MjpSubspace()(seen), feed.images, region)
+    assert (psnr_region(stolen.images, feed.images, region) > prior - 6).all()
+
+
+def test_without_a_mask_it_is_patch_gradient(images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
+    model = tiny_model()
+    _, seen = seen_under(model, images, Jigsaw(gamma=0.4), torch.arange(2))
+    stolen = MjpFull()(seen)
+    assert stolen.loose is None
+    assert_close(stolen.images, PatchGradient()(seen), atol=1e-6, rtol=0)
+
+
+def test_as_many_tokens_as_the_width_are_too_many(images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
+    model = tiny_model(embed_dim=16)
+    _, seen = seen_under(model, images, Mjp(gamma=0.4), torch.arange(2))
+    with pytest.warns(PrivlabWarning, match="17 tokens, but gradients of width 16 tell at most 15 apart"):
+        stolen = MjpFull(**SEARCH)(seen)
+    assert stolen.tokens is not None
+    assert stolen.tokens.tolist() == [0, 0]
+
+
+def test_it_needs_a_plain_block(tiny_model: Callable[..., VictimModel]) -> None:
+    model = tiny_model()
+    check_capabilities(MjpFull(), granted(model))
+    with pytest.raises(PrivlabError, match=r"'mjp-full' needs .* plain_block"):
+        check_capabilities(MjpFull(), granted(april_twin(model)))
+    assert Capability.PLAIN_BLOCK not in granted(april_twin(model))
+
+
+@pytest.mark.parametrize(
+    "options", [{"starts": 0}, {"sharpen": -1}, {"tolerance": 1.0}, {"sure": 0.5}, {"rounds": 0}, {"inner": 0}]
+)
+def test_options_out_of_range(options: dict[str, float]) -> None:
+    with pytest.raises(PrivlabError, match="mjp-full takes starts, rounds, steps and inner ≥ 1"):
+        MjpFull(**options)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_best_order_is_that_of_the_reference(images: Tensor) -> None:
+    loose = torch.zeros(2, 16, dtype=torch.bool)
+    loose[:, 3:9] = True
+    feed = Jigsaw(gamma=0.5)(images, 4, [draw_for(0, str(i), "defense") for i in range(2)])
+    assert torch.equal(in_best_order(feed.images, images, feed.moved, 4), images)
+    kept = in_best_order(images, images, loose, 4)
+    assert torch.equal(kept, images)
+
+
+@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+def test_trained_weights(shared: Callable[[str], Path], photographs: Callable[[int, int], Tensor]) -> None:
+    """On the trained ViT-Ti at 160 pixels both settings are exact, where the paper's attack has 8 dB."""
+    weights = shared("weights/vit_tiny_patch16_224.safetensors")
+    model = victim("vit_ti_mjp", weights=str(weights), img_size=160).model
+    x = photographs(2, 160)[1:]
+    feed, seen = seen_under(model, x, Mjp(gamma=0.27), model(x).argmax(1))
+    stolen = MjpFull()(seen)
+    assert stolen.tokens is not None
+    assert stolen.tokens.tolist() == [101]
+    assert stolen.loose is not None
+    assert psnr(in_best_order(stolen.images, feed.images, stolen.loose, 16), feed.images).min() > 80

@@ -1,0 +1,140 @@
+"""The adaptive closed form: its algebra, and that to know the defense is no disadvantage."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Generator, Tensor
+from torch.testing import assert_close
+
+from privlab.attacks import MjpSubspace, PatchGradient, PatchGradientAdaptive
+from privlab.attacks.patch_gradient_adaptive import Release, posterior
+from privlab.attacks.prior import Smoothness
+from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp
+from privlab.draws import draw_for
+from privlab.errors import PrivlabError
+from privlab.gradients import observe
+from privlab.metrics import psnr, psnr_region
+from privlab.model import VictimModel
+from privlab.patches import slots_to_pixels
+from privlab.threat import GradientDefense, Observation
+
+Model = Callable[..., VictimModel]
+
+
+def under(model: VictimModel, images: Tensor, *defense: GradientDefense) -> Observation:
+    draws = [draw_for(0, str(i), "release") for i in range(len(images))]
+    labels = torch.arange(len(images)) % model.vit.num_classes
+    return observe(model, images, labels, PatchGradientAdaptive.parameters, defense, draws)
+
+
+def test_posterior_is_the_least_squares_solution() -> None:
+    draw = Generator().manual_seed(0)
+    A, G, X = (torch.randn(2, *s, dtype=torch.float64, generator=draw) for s in ((4, 6), (6, 9), (4, 9)))
+    ρ = torch.tensor([0.5, 3.0], dtype=torch.float64).view(2, 1, 1)
+    found = posterior(A, G, X, ρ).requires_grad_()
+    cost = (A - found).square().sum() + (ρ * (G - found.mT @ X).square()).sum()
+    (slope,) = torch.autograd.grad(cost, found)
+    assert_close(slope, torch.zeros_like(slope), atol=1e-10, rtol=0)
+
+
+def test_curvature_gives_the_gradient_of_the_energy() -> None:
+    draw = Generator().manual_seed(0)
+    covariance = torch.tensor([[2.0, 0.5, 0.1], [0.5, 1.0, 0.2], [0.1, 0.2, 0.5]], dtype=torch.float64)
+    prior = Smoothness((3, 8, 8), covariance)
+    X = torch.randn(2, 4, 48, dtype=torch.float64, generator=draw, requires_grad=True)
+    (slope,) = torch.autograd.grad(prior.sparse_energy(X, 0.1).sum(), X)
+    assert_close(prior.curvature(X.detach(), 0.1)(X.detach()), slope)
+
+
+def test_without_a_gradient_defense_it_is_the_plain_closed_form(
+    tiny_model: Model, photographs: Callable[[int, int], Tensor]
+) -> None:
+    model, images = tiny_model(), photographs(2, 16).double()
+    seen = under(model, images)
+    assert_close(PatchGradientAdaptive()(seen), PatchGradient()(seen))
+    assert (psnr(PatchGradientAdaptive()(seen), images) > 80).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*received no gradient:privlab.threat.PrivlabWarning")  # all pruned or rounded
+@pytest.mark.parametrize(
+    ("defense", "gain"),
+    [
+        (GradientNoise(clip=1.0, multiplier=1e-4), 0.5),
+        (GradientNoise(clip=1.0, multiplier=1e-3), 0.5),
+        (GradientPruning(keep=0.7), 0.5),
+        (GradientPruning(keep=0.9), 0.5),
+        (GradientQuantisation(dtype="int8"), 0.5),
+        (GradientQuantisation(dtype="bf16"), -0.1),
+        (GradientSign(), -0.1),
+    ],
+    ids=repr,
+)
+def test_to_know_the_defense_is_no_disadvantage(
+    defense: GradientDefense, gain: float, tiny_model: Model, photographs: Callable[[int, int], Tensor]
+) -> None:
+    model, images = tiny_model(img_size=28), photographs(6, 28).double()
+    seen = under(model, images, defense)
+    plain, adaptive = (psnr(attack(seen), images).mean() for attack in (PatchGradient(), PatchGradientAdaptive()))
+    assert adaptive > plain + gain
+
+
+def test_an_image_is_attacked_alike_in_any_batch(tiny_model: Model, photographs: Callable[[int, int], Tensor]) -> None:
+    model, images = tiny_model(), photographs(3, 16).double()
+    together = PatchGradientAdaptive()(under(model, images, GradientNoise(multiplier=1e-3)))
+    alone = PatchGradientAdaptive()(under(model, images[:1], GradientNoise(multiplier=1e-3)))
+    assert_close(together[:1], alone, atol=1e-5, rtol=0)
+
+
+def test_missing_entries_are_filled_in_and_others_left_alone(tiny_model: Model) -> None:
+    """From the true X, what was pruned comes back within its bound, and closer than zero."""
+    model = tiny_model()
+    images = torch.rand(2, 3, 16, 16, dtype=torch.float64, generator=Generator().manual_seed(0))
+    true = Release.of(under(model, images))
+    pruned = Release.of(under(model, images, GradientPruning(keep=0.6)))
+    X = torch.linalg.lstsq(true.A.mT, true.G).solution
+    filled = pruned.completed(X)
+    missing = pruned.edge_pe > 0
+    assert missing.any()
+    assert torch.equal(filled.A[~missing], pruned.A[~missing])
+    assert (filled.A.abs()[missing] <= pruned.edge_pe[missing] * (1 + 1e-9)).all()
+    assert (filled.A - true.A)[missing].norm() < 0.7 * true.A[missing].norm()
+    assert (filled.G - true.G).norm() < 0.7 * (pruned.G - true.G).norm()
+
+
+def test_errors_of_several_defenses_add_up(tiny_model: Model) -> None:
+    images = torch.rand(1, 3, 16, 16, dtype=torch.float64, generator=Generator().manual_seed(0))
+    seen = under(tiny_model(), images, GradientNoise(multiplier=0.1), GradientQuantisation())
+    step = seen.gradients["pos_embed"].abs().max() / 127
+    assert_close(Release.of(seen).noise_pe.flatten()[0], 0.01 + step**2 / 12)
+
+
+@pytest.mark.parametrize("options", [{"rounds": -1}, {"steps": 0}, {"epsilon": 0.0}])
+def test_options_out_of_range(options: dict[str, float]) -> None:
+    with pytest.raises(PrivlabError, match="rounds ≥ 0, steps ≥ 1 and epsilon > 0"):
+        PatchGradientAdaptive(**options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.filterwarnings("ignore:.*received no gradient:privlab.threat.PrivlabWarning")
+@pytest.mark.parametrize(
+    "defense",
+    [GradientNoise(multiplier=1e-6), GradientQuantisation(dtype="bf16"), GradientPruning(keep=0.99)],
+    ids=repr,
+)
+def test_the_mask_of_mjp_is_heard_through_the_noise(
+    defense: GradientDefense, tiny_model: Model, photographs: Callable[[int, int], Tensor]
+) -> None:
+    model, images = tiny_model(img_size=28), photographs(4, 28).double()
+    mjp, draws = Mjp(gamma=0.27), [draw_for(0, str(i), "defense") for i in range(4)]
+    feed = mjp(images, model.patch, draws)
+    fresh = [draw_for(0, str(i), "release") for i in range(4)]
+    seen = observe(model, feed, torch.arange(4), MjpSubspace.parameters, (mjp, defense), fresh)
+    assert feed.masked_pe is not None
+    assert torch.equal(Release.of(seen).unheard, feed.masked_pe)
+    kept = ~slots_to_pixels(feed.moved, model.grid, model.patch)
+    scores = {
+        a.name: psnr_region(a(seen), feed.images, kept).mean() for a in (PatchGradient(), PatchGradientAdaptive())
+    }
+    assert scores["patch-gradient-adaptive"] > scores["patch-gradient"] + 3
+    clean = observe(model, feed, torch.arange(4), MjpSubspace.parameters, (mjp,))
+    assert_close(PatchGradientAdaptive()(clean), MjpSubspace()(clean))

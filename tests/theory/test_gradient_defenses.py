@@ -1,0 +1,219 @@
+"""What defenses release of a gradient, against their own algebra; and how they stack."""
+
+import math
+from collections.abc import Callable
+from statistics import NormalDist
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Generator, Tensor
+from torch.testing import assert_close
+
+from privlab import gradients
+from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp, Undefended
+from privlab.draws import draw_for
+from privlab.errors import PrivlabError
+from privlab.gradients import observe, per_sample_gradients, released_parameters
+from privlab.model import VictimModel
+from privlab.stack import Stack
+from privlab.threat import Capability, Draws, Feed, GradientDefense
+
+Model = Callable[..., VictimModel]
+EVERY = [GradientNoise(), GradientPruning(), *(GradientQuantisation(dtype=d) for d in ("bf16", "fp16", "int8"))]
+
+
+def some(seed: int = 0, b: int = 3, scale: float = 1.0) -> dict[str, Tensor]:
+    draw = Generator().manual_seed(seed)
+    shapes = {"w": (b, 40, 60), "e": (b, 1, 7, 20), "b": (b, 90)}
+    return {name: scale * torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def draws(b: int = 3, seed: int = 0) -> list[Generator]:
+    return [Generator().manual_seed(seed + i) for i in range(b)]
+
+
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradients[name].flatten(1) for name in sorted(gradients)], 1)
+
+
+@given(st.floats(0.01, 1000), st.floats(0.01, 1000))
+def test_clipping_is_of_all_parameters_together(clip: float, scale: float) -> None:
+    g = some(scale=scale)
+    clipped = flat(GradientNoise(clip=clip, multiplier=0.0).release(g, draws()))
+    norm = flat(g).norm(dim=1)
+    assert_close(clipped.norm(dim=1), norm.clamp(max=clip))
+    assert_close(clipped / clipped.norm(dim=1)[:, None], flat(g) / norm[:, None])
+
+
+def test_noise_has_mean_zero_and_the_stated_deviation() -> None:
+    g, defense = some(), GradientNoise(clip=0.5, multiplier=0.3)
+    noise = flat(defense.release(g, draws())) - flat(GradientNoise(clip=0.5, multiplier=0.0).release(g, draws()))
+    n = noise.numel()
+    assert abs(noise.mean().item()) < 4 * 0.15 / math.sqrt(n)
+    assert noise.std().item() == pytest.approx(0.15, rel=4 / math.sqrt(2 * n))
+    assert (noise.square().mean() * n / noise.square().sum()).item() == pytest.approx(1)
+    for value in defense.variance(g).values():
+        assert (value == 0.15**2).all()
+
+
+def test_noise_goes_with_the_image_and_not_with_the_batch() -> None:
+    g, defense = some(), GradientNoise()
+    together = defense.release(g, draws())
+    alone = defense.release({name: v[1:2] for name, v in reversed(g.items())}, [Generator().manual_seed(1)])
+    for name, value in alone.items():
+        assert_close(value, together[name][1:2], rtol=1e-12, atol=0)
+
+
+@given(st.floats(0.001, 1))
+def test_pruning_keeps_the_largest_entries_over_all_parameters(keep: float) -> None:
+    g, defense = some(), GradientPruning(keep=keep)
+    released = defense.release(g, draws())
+    sent, true = flat(released), flat(g)
+    count = max(1, round(keep * true.shape[1]))
+    assert ((sent != 0).sum(1) == count).all()
+    assert torch.equal(sent[sent != 0], true[sent != 0])
+    smallest = sent.abs().where(sent != 0, torch.inf).amin(1)
+    assert (true.abs().where(sent == 0, 0).amax(1) <= smallest).all()
+    edge = (3 * flat(defense.variance(released))).sqrt()
+    assert (edge[sent != 0] == 0).all()
+    assert_close(edge, torch.where(sent == 0, smallest[:, None].expand_as(sent), 0))
+
+
+@given(st.integers(-20, 20))
+def test_int8_is_within_half_a_step_of_each_parameter(power: int) -> None:
+    g, defense = some(scale=2.0**power), GradientQuantisation(dtype="int8")
+    released = defense.release(g, draws())
+    for name, true in g.items():
+        step = true.flatten(1).abs().amax(1).view(-1, *[1] * (true.ndim - 1)) / 127
+        assert ((released[name] - true).abs() <= step / 2 * (1 + 1e-9)).all()
+        levels = released[name] / step
+        assert_close(levels, levels.round())
+        assert levels.abs().max() <= 127 + 1e-9
+        assert_close(defense.variance(released)[name], (step.square() / 12).expand_as(true))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("fp16", 11)])
+def test_half_precision_is_within_half_a_unit(dtype: str, bits: int) -> None:
+    g, defense = some(), GradientQuantisation(dtype=dtype)
+    released = defense.release(g, draws())
+    for name, true in g.items():
+        spacing = (12 * defense.variance(released)[name]).sqrt()
+        assert ((released[name] - true).abs() <= spacing / 2 * (1 + 1e-9)).all()
+        assert ((released[name] - true).abs() <= 2.0**-bits * true.abs()).all()
+        assert released[name].dtype == true.dtype
+
+
+def test_half_precision_takes_tiny_entries_for_zero_and_huge_ones_for_the_largest() -> None:
+    g = {"w": torch.tensor([[1e-9, -1e9, 0.0]])}
+    released = GradientQuantisation(dtype="fp16").release(g, draws(1))["w"]
+    assert released.tolist() == [[0.0, -65504.0, 0.0]]
+    assert (12 * GradientQuantisation(dtype="fp16").variance({"w": released})["w"]).sqrt()[0, 0] == 2.0**-24
+
+
+def test_sign_is_the_sign() -> None:
+    g = some() | {"z": torch.tensor([[0.0], [-3.0], [1e-30]])}
+    for name, sign in GradientSign().release(g, draws()).items():
+        assert torch.equal(sign, torch.sign(g[name]))
+    normal = torch.randn(100_000, generator=Generator().manual_seed(0))
+    gain = math.sqrt(2 / math.pi)
+    left = (normal.sign() - gain * normal).var().item()
+    assert left == pytest.approx(GradientSign().variance({"n": normal[None]})["n"][0, 0].item(), rel=0.02)
+
+
+@pytest.mark.parametrize("defense", [*EVERY, GradientSign()], ids=repr)
+def test_zero_stays_finite_and_nothing_is_changed_in_place(defense: GradientDefense) -> None:
+    zero = {"w": torch.zeros(2, 5), "b": torch.zeros(2, 3)}
+    released = defense.release(zero, draws(2))
+    assert all(value.isfinite().all() for value in released.values())
+    assert all(value.isfinite().all() for value in defense.variance(released).values())
+    g, before = some(), some()
+    defense.variance(defense.release(g, draws()))
+    assert all(torch.equal(g[name], before[name]) for name in g)
+
+
+def test_epsilon_bounds_that_of_the_gaussian_mechanism_from_above() -> None:
+    """Exactly (Balle and Wang 2018), δ(ε) = Φ(1/2σ − εσ) − e^ε Φ(−1/2σ − εσ); RDP may be a little looser."""
+    pytest.importorskip("opacus.accountants", reason="needs privlab[privacy]")
+    Φ = NormalDist().cdf
+    for σ in (0.3, 1.0, 2.0, 10.0):
+        ε = GradientNoise(multiplier=σ).epsilon()
+        δ = Φ(1 / (2 * σ) - ε * σ) - math.exp(ε) * Φ(-1 / (2 * σ) - ε * σ)
+        assert 0 < δ <= 1e-5
+        loose = 0.85 * ε
+        assert Φ(1 / (2 * σ) - loose * σ) - math.exp(loose) * Φ(-1 / (2 * σ) - loose * σ) > 1e-5
+        assert GradientNoise(multiplier=2 * σ).epsilon(replaced=True) == pytest.approx(ε)
+    assert GradientNoise(multiplier=0.0).epsilon() == math.inf
+    assert GradientNoise(multiplier=1e-4).epsilon() == pytest.approx(0.5e8, rel=0.01)
+    assert "ε ≤ 4.7" in repr(Stack((Mjp(), GradientNoise())))
+
+
+def test_epsilon_is_not_available_without_an_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "opacus.accountants", None)
+    assert repr(Stack((GradientNoise(),))).endswith("(ε n/a: no accountant: pip install 'privlab[privacy]')")
+
+
+@pytest.mark.parametrize("defense", [*EVERY, GradientSign()], ids=repr)
+@pytest.mark.parametrize("first", [Undefended(), Mjp(gamma=0.5)], ids=repr)
+def test_observation_is_what_the_defense_makes_of_all_released_parameters(
+    defense: GradientDefense, first: Mjp | Undefended, tiny_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the attacks read, and however few images fit at once."""
+    model, stack = tiny_model(), Stack((defense, first))
+    images = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=Generator().manual_seed(0))
+    labels = torch.arange(3)
+
+    def fresh() -> list[Generator]:
+        return [draw_for(0, str(i), "release") for i in range(3)]
+
+    feed = stack.feed(images, model.patch, draws())
+    everything = per_sample_gradients(model, feed, labels, released_parameters(model))
+    wanted = defense.release(everything, fresh())
+    monkeypatch.setattr(gradients, "_AT_ONCE", 1)
+    seen = observe(model, feed, labels, ["pos_embed", "cls_token"], stack.parts, fresh())
+    assert set(seen.gradients) == {"pos_embed", "cls_token"}
+    for name, value in seen.gradients.items():
+        assert_close(value, wanted[name], rtol=1e-9, atol=1e-12)
+    assert seen.defense == stack.parts
+    assert {Capability.KNOWS_DEFENSE, Capability.GRADIENT_DEFENSE} <= seen.grants
+    plain = observe(model, feed, labels, ["pos_embed"], (first,))
+    assert Capability.GRADIENT_DEFENSE not in plain.grants
+    assert torch.equal(plain.gradients["pos_embed"], everything["pos_embed"])
+
+
+def test_a_stack_tells_its_parts_apart() -> None:
+    stack = Stack((GradientNoise(), Mjp(), GradientPruning()))
+    assert stack.on_images == (Mjp(),)
+    assert stack.on_features == ()
+    assert stack.on_gradients == (GradientNoise(), GradientPruning())
+    with pytest.raises(PrivlabError, match=r"acts on gradients\. Found features sent"):
+        stack.send(torch.zeros(1, 2, 3), 1, Draws(draws(1), draws(1)[0], draws(1)[0]))
+
+
+def test_some_of_a_feed() -> None:
+    feed = Mjp(gamma=0.5)(torch.rand(3, 3, 16, 16), 4, draws())
+    taken = feed.take([2, 0])
+    assert isinstance(taken, Feed)
+    assert torch.equal(taken.images, feed.images[[2, 0]])
+    assert torch.equal(taken.order, feed.order[[2, 0]])
+    assert feed.masked_pe is not None
+    assert taken.masked_pe is not None
+    assert torch.equal(taken.masked_pe, feed.masked_pe[[2, 0]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (GradientNoise, {"clip": 0.0}, "clip of gradient-noise must be above 0 and finite. Found 0.0"),
+        (GradientNoise, {"clip": math.nan}, "Found nan"),
+        (GradientNoise, {"multiplier": -1.0}, "multiplier of gradient-noise must be at least 0 and finite. Found -1.0"),
+        (GradientNoise, {"multiplier": math.inf}, "Found inf"),
+        (GradientPruning, {"keep": 0.0}, r"keep of gradient-pruning must be in \(0, 1\]. Found 0.0"),
+        (GradientPruning, {"keep": 1.5}, "Found 1.5"),
+        (GradientQuantisation, {"dtype": "fp61"}, "Unknown dtype of gradient-quantisation 'fp61'. Did you mean fp16"),
+    ],
+)
+def test_bad_options(kind: type, options: dict[str, object], message: str) -> None:
+    with pytest.raises(PrivlabError, match=message):
+        kind(**options)
