@@ -69,7 +69,8 @@ def worst_cases(records: pd.DataFrame, geometry: str = "in_place") -> list[str]:
     """Return a line for each victim and setting with several attacks: per image the highest PSNR, and whose it is."""
     scored = records[(records.geometry == geometry) & ~records.attack.str.startswith(CONTROL) & records.psnr.notna()]
     lines = []
-    for (victim, setting), rows in scored.groupby(["victim", "setting"], sort=False):
+    for _, rows in scored.groupby(["victim", "setting"], sort=False):
+        victim, setting = rows.victim.iloc[0], rows.setting.iloc[0]
         if rows.attack.nunique() > 1:
             worst = rows.loc[rows.groupby(["image_sha256", "seed", "draw"]).psnr.idxmax()]
             whose = ", ".join(f"{name} on {n}" for name, n in worst.attack.value_counts().items())
