@@ -19,8 +19,7 @@ _EXACT = 1e-5
 """The residual that is asked of the first tokens; where they end, ten times as much is."""
 
 _PATIENCE = 2
-"""Rounds in a row without a new token, or steps without a better one, after which a search ends."""
-
+"""Rounds in a row without a new token, or steps in which no start came nearer, after which a search ends."""
 
 _INVERSE = 4
 """Steps of inverse iteration: each gains the square of what the search left, four are more than enough."""

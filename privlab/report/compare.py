@@ -74,7 +74,7 @@ def compare(old: Results, new: Results) -> list[Moved]:
     A cell moved where the bootstrap interval of its difference, paired by image, does not hold zero. Where the runs
     have no image in common, the interval is that of two independent means (Zou and Donner 2008); where one image is
     all there is, every difference counts. Both runs are read with the new one's layout, without their controls; cases
-    are matched by group and label. PSNRs beyond 100 dB count as 100: such reconstructions are exact.
+    are matched by group and label. Finite PSNRs beyond 100 dB count as 100: such reconstructions are exact.
     """
     layout = new.layout
     metrics = tuple(dict.fromkeys((*layout.columns, *old.layout.columns)))
@@ -111,7 +111,7 @@ def _images(results: Results, metrics: tuple[str, ...], geometry: str, places: M
     found = found.loc[~found.control & (found.image != "")]
     numbers = np.array([places[name] for name in _names(results)], dtype="int64")
     if "psnr" in metrics:
-        found = found.assign(psnr=found.psnr.clip(upper=EXACT_DB))
+        found = found.assign(psnr=found.psnr.clip(upper=EXACT_DB).where(found.psnr < math.inf, found.psnr))
     return found.assign(case=numbers[found.case.to_numpy()]).sort_values(_KEY)
 
 
