@@ -12,8 +12,8 @@ from timm.models.vision_transformer import Attention, Block
 from torch import Tensor, nn
 
 from privlab.attacks.mjp_subspace import MjpSubspace, Subspace, subspace
-from privlab.attacks.prior import Smoothness, conjugate_gradients, photograph_gradients
-from privlab.attacks.solve import RTOL
+from privlab.attacks.prior import conjugate_gradients
+from privlab.attacks.solve import RTOL, slot_gradients
 from privlab.attacks.tokens import Mlp, Separated, normalised, separate
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
@@ -52,8 +52,7 @@ class MjpFull:
        a = W_proj o + b_proj with o in the row space of ∂W_proj. Without the directions of W Yᵀ, W_proj Oᵀ and 1,
        a token is parallel to its slot's W known + b + e + b_proj: that assigns it, and c follows linearly. Masked slots
        are alike, so their tokens are taken in any order.
-    4. Where all tokens were found, Gauss and Newton's method on c, with the block's own attention, removes what the
-       spans had of rounding.
+    4. Gauss and Newton's method on c, with the block's own attention, removes what the spans had of rounding.
     5. Masked patches are put where their borders fit. Their order in the shuffled image is not in the gradient.
 
     Slots whose token was not found keep what `mjp-subspace` makes of them. Without a mask this is `patch-gradient`.
@@ -105,15 +104,13 @@ class MjpFull:
     def __call__(self, seen: Observation) -> Stolen:
         """Reconstruct the private images, and say how many tokens were found."""
         model = seen.model
-        n = model.grid[0] * model.grid[1]
-        A = seen.gradients["pos_embed"].squeeze(1)[:, -n:]
+        A = slot_gradients(seen)
         found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
         if not found.masked.any():
             return Stolen(model.to_images(found.known))
-        prior = Smoothness(model.image_shape, photograph_gradients(model))
-        X = MjpSubspace().completed(found, prior, model.mean.dtype).double()
+        X = MjpSubspace().completed(found, model).double()
         block = _first_block(model)
-        tokens = [self._tokens(block, seen, i, len(_prefix(model)) + n) for i in range(len(A))]
+        tokens = [self._tokens(block, seen, i, model.vit.num_prefix_tokens + A.shape[1]) for i in range(len(A))]
         X = torch.stack([self._patches(model, block, seen, found, X[i], i, tokens[i]) for i in range(len(A))])
         images = model.to_images(X)
         order = torch.stack([_placed(model, images[i], found.masked[i]) for i in range(len(A))])
@@ -201,18 +198,19 @@ def patches_of_tokens(
     read = torch.linalg.svd(G_proj, full_matrices=False).Vh[: len(prefix) + len(X)]
     free = torch.cat([W_p @ read.mT, torch.ones_like(W_p[:, :1])], 1)
     base = slots.known @ W.mT + b + slots.pe + b_p
-    own, at = _assigned(t, prefix + b_p, free)
+    own, at = _assigned(t, prefix + b_p, torch.linalg.qr(free).Q)
     left = torch.ones(len(t), dtype=torch.bool, device=t.device)
     left[own] = False
     basis = torch.cat([W @ slots.Y.mT, free], 1)
     if basis.shape[1] >= len(W) - 1:  # nothing is left to tell slots apart by
         return X
-    js, ns = _slots_of(t, left, base, basis, slots.masked)
-    c = _coordinates(t[js], base[ns], basis)[:, : len(slots.Y)]
+    Q, R = torch.linalg.qr(basis)
+    js, ns = _slots_of(t, left, base, Q, slots.masked)
+    c = _coordinates(t[js], base[ns], Q, R)[:, : len(slots.Y)]
     C = (X - slots.known) @ slots.Y.mT
     places = torch.cat([at, len(prefix) + ns])
     solved = C.index_put((ns,), c)
-    C = _sharpened(model, block, slots, W, b, u[torch.cat([own, js])], places, (solved, C), sharpen, inner)
+    C = _sharpened(prefix, block, slots, W, b, u[torch.cat([own, js])], places, (solved, C), sharpen, inner)
     kept = torch.ones(len(X), dtype=torch.bool, device=X.device)
     kept[ns] = False
     return torch.where(kept[:, None], X, slots.known + C @ slots.Y)
@@ -227,17 +225,22 @@ def _projection(block: Block) -> tuple[Float[Tensor, "d d"], Float[Tensor, " d"]
     return scale[:, None] * W, scale * (torch.zeros_like(W[:, 0]) if b is None else b.detach())
 
 
-def _off(v: Float[Tensor, "f d"], basis: Float[Tensor, "d r"]) -> Float[Tensor, "f d"]:
-    """Return v without its component in the columns of the basis, of length one."""
-    Q = torch.linalg.qr(basis).Q
-    return nn.functional.normalize(v - (v @ Q) @ Q.mT, dim=1)
+def _off(v: Float[Tensor, "f d"], Q: Float[Tensor, "d r"]) -> Float[Tensor, "f d"]:
+    """Return v without its component in the orthonormal columns of Q."""
+    return v - (v @ Q) @ Q.mT
+
+
+def _cosine(t: Float[Tensor, "f d"], base: Float[Tensor, "s d"], Q: Float[Tensor, "d r"]) -> Float[Tensor, "f s"]:
+    """Return the cosine of each token and each slot's known part, beyond Q."""
+    t, base = (nn.functional.normalize(_off(v, Q), dim=1) for v in (t, base))
+    return t @ base.mT
 
 
 def _assigned(
-    t: Float[Tensor, "f d"], base: Float[Tensor, "s d"], basis: Float[Tensor, "d r"]
+    t: Float[Tensor, "f d"], base: Float[Tensor, "s d"], Q: Float[Tensor, "d r"]
 ) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
-    """Return which tokens belong to which slots: the assignment of greatest cosine beyond the basis."""
-    cosine = (_off(t, basis) @ _off(base, basis).mT).nan_to_num(-1)
+    """Return which tokens belong to which slots: the assignment of greatest cosine beyond Q."""
+    cosine = _cosine(t, base, Q).nan_to_num(-1)
     rows, columns = (torch.as_tensor(index, device=t.device) for index in linear_sum_assignment(-cosine.cpu()))
     near = cosine[rows, columns] > _ALIKE
     return rows[near], columns[near]
@@ -247,32 +250,31 @@ def _slots_of(
     t: Float[Tensor, "f d"],
     left: Bool[Tensor, " f"],
     base: Float[Tensor, "n d"],
-    basis: Float[Tensor, "d r"],
+    Q: Float[Tensor, "d r"],
     masked: Bool[Tensor, " n"],
 ) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
     """Return tokens and their slots: unmasked ones by position embedding, masked ones in any order."""
     tokens, (open_, hidden) = left.nonzero()[:, 0], ((~masked).nonzero()[:, 0], masked.nonzero()[:, 0])
-    js, ns = _assigned(t[tokens], base[open_], basis)
+    js, ns = _assigned(t[tokens], base[open_], Q)
     rest = torch.ones(len(tokens), dtype=torch.bool, device=t.device)
     rest[js] = False
     rest = rest.nonzero()[:, 0]
-    cosine = (_off(t[tokens[rest]], basis) @ _off(base[hidden[:1]], basis).mT)[:, 0]  # the same for all masked slots
+    cosine = _cosine(t[tokens[rest]], base[hidden[:1]], Q)[:, 0]  # the same for all masked slots
     rest = rest[cosine.argsort(descending=True)][: len(hidden)]
     return torch.cat([tokens[js], tokens[rest]]), torch.cat([open_[ns], hidden[: len(rest)]])
 
 
 def _coordinates(
-    t: Float[Tensor, "p d"], base: Float[Tensor, "p d"], basis: Float[Tensor, "d r"]
+    t: Float[Tensor, "p d"], base: Float[Tensor, "p d"], Q: Float[Tensor, "d r"], R: Float[Tensor, "r r"]
 ) -> Float[Tensor, "p r"]:
-    """Return the coordinates x for which base + basis x = s t for some scale s."""
-    Q, R = torch.linalg.qr(basis)
-    t_off, base_off = t - (t @ Q) @ Q.mT, base - (base @ Q) @ Q.mT
+    """Return the coordinates x for which base + Q R x = s t for some scale s."""
+    t_off, base_off = _off(t, Q), _off(base, Q)
     s = (t_off * base_off).sum(1, keepdim=True) / t_off.square().sum(1, keepdim=True)
     return torch.linalg.solve_triangular(R, Q.mT @ (s * t - base).mT, upper=True).mT
 
 
 def _sharpened(
-    model: VictimModel,
+    prefix: Float[Tensor, "p d"],
     block: Block,
     slots: Slots,
     W: Float[Tensor, "d k"],
@@ -285,7 +287,7 @@ def _sharpened(
 ) -> Float[Tensor, "n m"]:
     """Minimise |u(C)[places] − target|² by Gauss and Newton's method from the best guess; W Yᵀ is made orthonormal."""
     R = torch.linalg.qr(W @ slots.Y.mT).R
-    prefix, scale = _prefix(model).double(), target.norm(dim=1).mean()
+    scale = target.norm(dim=1).mean()
 
     def residual(B: Tensor) -> Tensor:
         x = slots.known + torch.linalg.solve_triangular(R, B.mT, upper=True).mT @ slots.Y

@@ -8,8 +8,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.prior import Smoothness, photograph_gradients
-from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
+from privlab.attacks.solve import RTOL, ridge_inverse, slot_gradients, warn_of_limits
 from privlab.errors import PrivlabError
+from privlab.model import VictimModel
 from privlab.threat import Capability, Observation
 
 __all__ = ["MjpSubspace", "Subspace", "subspace"]
@@ -89,17 +90,16 @@ class MjpSubspace:
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
         model = seen.model
-        h, w = model.grid
-        A = seen.gradients["pos_embed"].squeeze(1)[:, -h * w :]
+        A = slot_gradients(seen)
         warn_of_limits(self.name, A, most=A.shape[2] - 1, knows_mask=True)
         found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
         if not found.masked.any():
             return model.to_images(found.known)
-        prior = Smoothness(model.image_shape, photograph_gradients(model))
-        return model.to_images(self.completed(found, prior, model.mean.dtype))
+        return model.to_images(self.completed(found, model))
 
-    def completed(self, found: Subspace, prior: Smoothness, dtype: torch.dtype) -> Float[Tensor, "b n k"]:
+    def completed(self, found: Subspace, model: VictimModel) -> Float[Tensor, "b n k"]:
         """Return the smoothest patches that agree with what is known, in the precision of the model."""
+        prior, dtype = Smoothness(model.image_shape, photograph_gradients(model)), model.mean.dtype
         known, Y, masked = found.known.to(dtype), found.Y.to(dtype), found.masked
         X = prior.fill(known, Y, free=~masked, inside=~masked, steps=3 * self.steps)
         for _ in range(self.rounds):

@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
+from privlab.attacks.solve import RTOL, ridge_inverse, slot_gradients, warn_of_limits
 from privlab.threat import Capability, Observation
 
 __all__ = ["PatchGradient"]
@@ -37,8 +37,7 @@ class PatchGradient:
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
         G = seen.gradients["patch_embed.proj.weight"].flatten(2)  # b × D × K
-        height, width = seen.model.grid
-        A = seen.gradients["pos_embed"].squeeze(1)[:, -height * width :]  # b × N × D
+        A = slot_gradients(seen)  # b × N × D
         warn_of_limits(self.name, A, most=A.shape[2] - 1)
         X = ridge_inverse(A.mT, self.rtol) @ G.double()
         return seen.model.to_images(X)

@@ -1,6 +1,5 @@
 """`patch-gradient-adaptive`: the image from a gradient with noise, of which entries are missing, or in few bits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -9,15 +8,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.mjp_subspace import MjpSubspace, subspace
-from privlab.attacks.prior import Smoothness, photograph_gradients
+from privlab.attacks.prior import Smoothness, conjugate_gradients, photograph_gradients
 from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.threat import Capability, GradientDefense, Observation
 
 __all__ = ["PatchGradientAdaptive", "Release", "posterior"]
-
-Map = Callable[[Tensor], Tensor]
 
 _FLOOR = 1e-4
 """The least error variance of one of the two gradients, relative to that of the other."""
@@ -148,10 +145,8 @@ class PatchGradientAdaptive:
         model, release = seen.model, Release.of(seen)
         warn_of_limits(self.name, release.A, most=release.A.shape[2] - 1, knows_mask=True)
         if any(getattr(part, "masked_pe", "slot") != "slot" for part in seen.defense):
-            prior = Smoothness(model.image_shape, photograph_gradients(model))
             found = subspace(release.A.masked_fill(release.unheard[..., None], 0), release.G)
-            X = MjpSubspace().completed(found, prior, model.mean.dtype)
-            return model.to_images(X)
+            return model.to_images(MjpSubspace().completed(found, model))
         X = ridge_inverse(release.A.mT) @ release.G
         if any(isinstance(part, GradientDefense) for part in seen.defense):
             X = _in_range(model, X)
@@ -200,7 +195,7 @@ def _improved(
     def product(V: Tensor) -> Tensor:
         return A @ (A.mT @ whitened(V)) + noise * H(V)
 
-    step = _conjugate_gradients(product, preconditioned, -slope, steps)
+    step = conjugate_gradients(product, -slope, steps, preconditioned)
     tried = torch.stack([X + share * step for share in (1.0, 0.5, 0.25, 0.1, 0.03, 0.0)])
     values = torch.stack([_objective(each, release, prior, epsilon) for each in tried])
     return tried[values.argmin(0), torch.arange(len(X), device=X.device)]
@@ -215,25 +210,3 @@ def _objective(X: Float[Tensor, "b n k"], release: Release, prior: Smoothness, e
     fit = (R.square().sum((1, 2)) - ρ.flatten() * S.square().sum((1, 2))) / 2
     log_det = release.A.shape[2] * L.diagonal(dim1=1, dim2=2).log().sum(1)
     return fit + noise * (log_det + prior.sparse_energy(X, epsilon))
-
-
-def _conjugate_gradients(
-    product: Map, preconditioned: Map, target: Float[Tensor, "b n k"], steps: int
-) -> Float[Tensor, "b n k"]:
-    """Return an approximate solution of product(V) = target, for each of the batch, from V = 0."""
-    least = torch.finfo(target.dtype).tiny
-    V, r = torch.zeros_like(target), target
-    p = z = preconditioned(r)
-    square = _dot(r, z)
-    for _ in range(steps):
-        q = product(p)
-        α = square / _dot(p, q).clamp_min(least)
-        V, r = V + α * p, r - α * q
-        z = preconditioned(r)
-        now = _dot(r, z)
-        p, square = z + now / square.clamp_min(least) * p, now
-    return V
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum((1, 2), keepdim=True)

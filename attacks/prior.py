@@ -14,6 +14,8 @@ from privlab.patches import patchify, slots_to_pixels, unpatchify
 
 __all__ = ["Smoothness", "conjugate_gradients", "photograph_gradients"]
 
+Map = Callable[[Tensor], Tensor]
+
 _RIDGE = 1e-5
 """Added to the variances of colour differences, in pixels of [0, 1] squared: some photographs are grey."""
 
@@ -85,7 +87,7 @@ class Smoothness:
         across, down = (_weight(image.diff(dim=dim), precision, epsilon) for dim in (3, 2))
         return across.reciprocal().sum((1, 2, 3)) + down.reciprocal().sum((1, 2, 3))
 
-    def curvature(self, at: Float[Tensor, "b n k"], epsilon: float) -> Callable[[Tensor], Tensor]:
+    def curvature(self, at: Float[Tensor, "b n k"], epsilon: float) -> Map:
         """Return the map X ↦ H X that bounds the Hessian of `sparse_energy` at a point; there H X is its gradient."""
         image, patch = unpatchify(at, self.shape), round((at.shape[2] / self.shape[0]) ** 0.5)
         precision = torch.linalg.inv(self.covariance).to(at)
@@ -109,17 +111,22 @@ def _adjoint(δ: Tensor, dim: int) -> Tensor:
     return -torch.cat([edge, δ, edge], dim).diff(dim=dim)
 
 
-def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, steps: int) -> Tensor:
-    """Return an approximate solution of product(C) = target, for each of the batch, from C = 0."""
-    C, r = torch.zeros_like(target), target.clone()
-    p, square = r.clone(), _dot(r, r)
+def conjugate_gradients(
+    product: Map, target: Float[Tensor, "b n k"], steps: int, precondition: Map = lambda r: r
+) -> Float[Tensor, "b n k"]:
+    """Return an approximate solution V of product(V) = target, for each of the batch, from V = 0."""
+    least = torch.finfo(target.dtype).tiny
+    V, r = torch.zeros_like(target), target
+    p = z = precondition(r)
+    square = _dot(r, z)
     for _ in range(steps):
         q = product(p)
-        α = square / _dot(p, q).clamp_min(torch.finfo(q.dtype).tiny)
-        C, r = C + α * p, r - α * q
-        now = _dot(r, r)
-        p, square = r + now / square.clamp_min(torch.finfo(q.dtype).tiny) * p, now
-    return C
+        α = square / _dot(p, q).clamp_min(least)
+        V, r = V + α * p, r - α * q
+        z = precondition(r)
+        now = _dot(r, z)
+        p, square = z + now / square.clamp_min(least) * p, now
+    return V
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -6,12 +6,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.threat import PrivlabWarning
+from privlab.threat import Observation, PrivlabWarning
 
-__all__ = ["RTOL", "ridge_inverse", "warn_of_limits"]
+__all__ = ["RTOL", "ridge_inverse", "slot_gradients", "warn_of_limits"]
 
 RTOL = 2.0**-23
 """Machine epsilon of float32, in which gradients are released: weaker directions carry no information."""
+
+
+def slot_gradients(seen: Observation) -> Float[Tensor, "b n d"]:
+    """Return A = ∂ℓ/∂E_pos without the rows of class and register tokens."""
+    height, width = seen.model.grid
+    return seen.gradients["pos_embed"].squeeze(1)[:, -height * width :]
 
 
 def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tensor, "*b n d"]:

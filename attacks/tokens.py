@@ -166,12 +166,12 @@ def start(mlp: Mlp, T: Float[Tensor, "n d"], number: int, draw: Generator) -> Fl
     """Draw coordinates α of points u = α T of LayerNorm's form: t of zero mean and unit variance."""
     P, c = T / mlp.γ, mlp.β / mlp.γ  # t = α P − c
     mean = P.mean(1)
-    square = mean.square().sum()
-    free = square <= 1e-10 * P.square().mean()  # where β = 0 and γ = 1, every point has zero mean
-    mean = torch.zeros_like(mean) if free else mean
-    base = c.mean() / square * mean if not free else mean
+    if mean.square().sum() <= 1e-10 * P.square().mean():  # where β = 0 and γ = 1, every point has zero mean
+        mean = torch.zeros_like(mean)
+    back = mean / mean.square().sum().clamp_min(torch.finfo(T.dtype).tiny)
+    base = c.mean() * back
     α = torch.randn(number, len(T), generator=draw, dtype=T.dtype).to(T.device)
-    α = α - (α @ mean)[:, None] * mean / square.clamp_min(torch.finfo(T.dtype).tiny)
+    α = α - (α @ mean)[:, None] * back
     v, b = α @ P, base @ P - c
     vv, vb, bb = v.square().sum(1), v @ b, b.square().sum() - T.shape[1]
     return base + ((vb.square() - vv * bb).clamp_min(0).sqrt() - vb)[:, None] / vv[:, None] * α

@@ -319,13 +319,12 @@ class Evaluator:
             places = self._places(trial.sent, stolen)
             home = at_home(trial.sent, stolen, patch)
         elif stolen.loose is not None:
-            in_place |= {
+            counts = {
                 "tokens_found": _numbers(stolen.tokens, len(moved)),
                 "tokens_sure": _numbers(stolen.tokens_sure, len(moved)),
             }
-            places = {name: in_place[name] for name in ("tokens_found", "tokens_sure")}
             home = in_best_order(stolen.images, trial.reference, stolen.loose, patch)
-            return [in_place, self._score(home, trial.reference, moved) | places]
+            return [in_place | counts, self._score(home, trial.reference, moved) | counts]
         elif trial.setting == "c":
             places, home = {}, stolen.images
         else:
