@@ -324,6 +324,8 @@ def test_compare(cli: Any, finished: Any, table: Any, tmp_path: Path) -> None:
         ),
         (["--set", "limit=3"], "--set must be TABLE.KEY=VALUE, such as run.limit=4. Found 'limit=3'."),
         (["--set", "rn.limit=3"], "Unknown table of --set 'rn'. Did you mean run"),
+        (["--set", "run.limt=2"], "FILE, line 1: Unknown key of [run] 'limt'. Did you mean limit"),
+        (["--set", "run.model=vit_tii"], "Unknown model 'vit_tii'. Did you mean vit_ti"),
         (["--set", "run.attack=aprl"], "FILE, line 6: Unknown attack 'aprl'. Did you mean april?"),
         (["--compare", "/nowhere"], "'/nowhere' is no run: it has no run.json. Give the directory of a run."),
         (["--out", "/dev/null/run"], "'/dev/null/run' cannot be written: Not a directory. Give another --out."),
