@@ -16,7 +16,7 @@ assert images >= 8, f"8 distinct images are wanted, found {images}"
 assert facts["status"] == "finished", facts["status"]
 assert set(records.status) == {"ok"}, records.reason.dropna().unique()
 assert {"april", "patch-gradient"} <= set(records.attack)
-assert set(records.geometry) == {"in_place", "oracle"}
+assert set(records.geometry) == {"in_place", "oracle", "reassembled"}
 assert records.weights_sha256.str.len().eq(64).all()
 for name in ("mse", "psnr", "ssim", "fft2d_mjp"):
     assert records[name].notna().all(), name
@@ -35,6 +35,11 @@ for word in (
     "LPIPS ↓",
     "april",
     "patch-gradient",
+    "(the paper's)",
+    "worst case",
+    "flag: One draw: mjp",
+    "flag: Random weights",
+    "no evidence of privacy",
     "weights random",
     "γ = 0.27",
     "seed 0",

@@ -6,13 +6,16 @@ from privlab.attacks.breaching_attacks import BREACHING
 from privlab.attacks.class_token_key import ClassTokenKey
 from privlab.attacks.column_statistics import ColumnStatistics
 from privlab.attacks.feature_inversion import FeatureOptimisation, LeastSquares
+from privlab.attacks.gradient_matching import GradientMatching
 from privlab.attacks.inversion import InversionConv, InversionMae, InversionSet, InversionToken
 from privlab.attacks.mjp_full import MjpFull
 from privlab.attacks.mjp_subspace import MjpSubspace
 from privlab.attacks.patch_gradient import PatchGradient
 from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive
+from privlab.attacks.patch_gradient_prior import PatchGradientPrior
 from privlab.attacks.pe_assignment import PEAssignment
 from privlab.attacks.row_alignment import RowAlignment
+from privlab.attacks.token_separation import TokenSeparation
 from privlab.attacks.weight_matching import WeightMatching
 from privlab.registry import with_plugins
 from privlab.threat import AttackClass
@@ -24,6 +27,7 @@ __all__ = [
     "ClassTokenKey",
     "ColumnStatistics",
     "FeatureOptimisation",
+    "GradientMatching",
     "InversionConv",
     "InversionMae",
     "InversionSet",
@@ -34,30 +38,36 @@ __all__ = [
     "PEAssignment",
     "PatchGradient",
     "PatchGradientAdaptive",
+    "PatchGradientPrior",
     "RowAlignment",
+    "TokenSeparation",
     "WeightMatching",
     "attacks",
 ]
 
 ATTACKS: dict[str, AttackClass] = {
-    "april": April,
     "patch-gradient": PatchGradient,
+    "april": April,
+    "patch-gradient-prior": PatchGradientPrior,
     "patch-gradient-adaptive": PatchGradientAdaptive,
     "mjp-subspace": MjpSubspace,
     "mjp-full": MjpFull,
+    "token-separation": TokenSeparation,
+    "gradient-matching": GradientMatching,
+    "class-token-key": ClassTokenKey,
+    "pe-assignment": PEAssignment,
+    "border-jigsaw": BorderJigsaw,
+    "row-alignment": RowAlignment,
+    "column-statistics": ColumnStatistics,
     "least-squares": LeastSquares,
     "feature-optimisation": FeatureOptimisation,
-    "inversion-mae": InversionMae,
     "inversion-conv": InversionConv,
+    "inversion-mae": InversionMae,
     "inversion-set": InversionSet,
     "inversion-token": InversionToken,
-    "pe-assignment": PEAssignment,
-    "class-token-key": ClassTokenKey,
-    "column-statistics": ColumnStatistics,
-    "row-alignment": RowAlignment,
-    "border-jigsaw": BorderJigsaw,
     **BREACHING,
 }
+"""Attacks on gradients, then on features; those that need not be named are cheapest first, as measured, and run so."""
 
 
 def attacks() -> dict[str, AttackClass]:

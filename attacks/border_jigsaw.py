@@ -27,6 +27,7 @@ class BorderJigsaw:
 
     name: ClassVar[str] = "border-jigsaw"
     paper: ClassVar[str] = "ours; after Gallagher (2012), Paikin and Tal (2015)"
+    knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.RELEASED_FEATURES,

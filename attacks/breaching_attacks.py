@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from privlab.errors import PrivlabError, unknown_name
-from privlab.labels_from_gradients import labels_of
+from privlab.labels_by_rank import told_labels
 from privlab.model import VictimModel
 from privlab.threat import Capability, Observation
 
@@ -26,9 +26,7 @@ __all__ = ["BREACHING", "Breaching", "Classifier", "contained"]
 
 Scalar: TypeAlias = bool | int | float | str | None
 
-HEAD = "head.bias"
-"""The parameter whose gradient gives the label away."""
-
+_SEARCH = frozenset({Capability.KNOWS_WEIGHTS})
 _ONE_IMAGE = frozenset({Capability.KNOWS_WEIGHTS, Capability.BATCH_SIZE_ONE})
 _APRIL = _ONE_IMAGE | {Capability.APRIL_BLOCK, Capability.LEARNABLE_PE_GRADIENT, Capability.PE_OF_EVERY_TOKEN}
 
@@ -38,12 +36,13 @@ _FIXED = frozenset({"type", "attack_type", "label_strategy", "text_strategy", "t
 
 @dataclass(frozen=True)
 class Breaching:
-    """One of breaching's attacks with its own configuration and its own budget of steps, one image after the other.
+    """One of breaching's attacks with its own configuration and its own budget of steps, one release after the other.
 
     It is given a copy of the victim's model, with fused attention off where it needs second derivatives, the released
-    gradients in the order of the parameters, and the label that the gradient of the head's bias gives away (but for
-    those that optimise the label too). It does not know of any defense: parameters without a released gradient count as
-    constants. Its Hydra state, its output and its warnings are contained; what goes wrong within is a `PrivlabError`.
+    gradients in the order of the parameters, and the label that the gradient of the head gives away, of a batch the
+    likely ones (but for those that optimise the labels too). It does not know of any defense: parameters without a
+    released gradient count as constants. Its Hydra state, its output and its warnings are contained; what goes wrong
+    within is a `PrivlabError`.
 
     Args:
         config: what differs from its configuration: dotted keys and values. `--set KEY=VALUE` sets it.
@@ -81,20 +80,22 @@ class Breaching:
         Raises:
             PrivlabError: if the label cannot be told, or breaching fails.
         """
-        b = len(next(iter(seen.gradients.values())))
-        data = [self.solve(seen.model, {name: g[i] for name, g in seen.gradients.items()})[0] for i in range(b)]
+        r, B = len(next(iter(seen.gradients.values()))), seen.images_per_release
+        data = [self.solve(seen.model, {name: g[i] for name, g in seen.gradients.items()}, B)[0] for i in range(r)]
         images = torch.cat(data).to(seen.model.mean)
         return (images * seen.model.std + seen.model.mean).clamp(0, 1)
 
-    def solve(self, model: VictimModel, gradients: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        """Return what breaching makes of one client's gradients: a normalised image, and its statistics.
+    def solve(
+        self, model: VictimModel, gradients: Mapping[str, Tensor], batch_size: int = 1
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return what breaching makes of one client's gradients: its normalised images, and breaching's statistics.
 
         Raises:
             PrivlabError: as in `__call__`.
         """
         try:
             with contained(), _seeded(self.seed, model.mean.device):
-                data, stats = self._reconstruct(model, gradients)
+                data, stats = self._reconstruct(model, gradients, batch_size)
         except PrivlabError:
             raise
         except Exception as error:
@@ -105,7 +106,9 @@ class Breaching:
             raise PrivlabError("breaching finds no reconstruction with a finite objective.")
         return data, stats
 
-    def _reconstruct(self, model: VictimModel, gradients: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    def _reconstruct(
+        self, model: VictimModel, gradients: Mapping[str, Tensor], batch_size: int
+    ) -> tuple[Tensor, dict[str, Any]]:
         from breaching.attacks import prepare_attack
         from omegaconf import OmegaConf
 
@@ -115,7 +118,7 @@ class Breaching:
         classifier = Classifier(_constants_fixed(model.vit, gradients)).requires_grad_(True)
         released = [gradients[name] for name, _ in classifier.model.named_parameters()]
         joint = config.attack_type == "joint-optimization"
-        labels = None if joint else torch.tensor([_label(gradients)], device=model.mean.device)
+        labels = None if joint else torch.tensor(_labels(model, gradients, batch_size), device=model.mean.device)
         attacker: Any = prepare_attack(
             classifier, nn.CrossEntropyLoss(), config, {"device": model.mean.device, "dtype": torch.float}
         )
@@ -127,7 +130,7 @@ class Breaching:
         shared = {
             "gradients": released,
             "buffers": None,
-            "metadata": {"num_data_points": 1, "labels": labels, "local_hyperparams": None},
+            "metadata": {"num_data_points": batch_size, "labels": labels, "local_hyperparams": None},
         }
         with torch.enable_grad():
             found, stats = attacker.reconstruct([payload], [shared], {}, dryrun=False)
@@ -227,12 +230,12 @@ def _types(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
             yield path + key, Scalar if value is None else type(value)
 
 
-def _label(gradients: Mapping[str, Tensor]) -> int:
-    """Return the label of the one image, as the adversary reads it from the gradient."""
-    labels = labels_of(gradients[HEAD], 1) if HEAD in gradients else None
-    if labels is None:
-        raise PrivlabError(f"breaching needs the label, and the gradient of {HEAD} does not tell it.")
-    return labels[0]
+def _labels(model: VictimModel, gradients: Mapping[str, Tensor], batch_size: int) -> tuple[int, ...]:
+    """Return the labels as the adversary reads them from the gradient of the head; of a batch, the likely ones."""
+    told = told_labels(model.vit.head, gradients, batch_size)
+    if told is None or (batch_size == 1 and not told.all_certain):
+        raise PrivlabError("breaching needs the label, and the gradient of head.bias does not tell it.")
+    return told.labels
 
 
 def _constants_fixed(vit: nn.Module, gradients: Mapping[str, Tensor]) -> nn.Module:
@@ -276,15 +279,15 @@ def _attack(name: str, paper: str, obstacle: str, requires: frozenset[Capability
 
 
 _SHIPPED: dict[str, tuple[str, str, frozenset[Capability]]] = {
-    "invertinggradients": ("Geiping et al. (NeurIPS 2020)", "", _ONE_IMAGE),
-    "seethroughgradients": ("Yin et al. (CVPR 2021)", "", _ONE_IMAGE),
-    "deepleakage": ("Zhu et al. (NeurIPS 2019)", "", _ONE_IMAGE),
-    "modern": ("breaching's own defaults for large images", "", _ONE_IMAGE),
-    "legacy": ("breaching's earlier defaults", "", _ONE_IMAGE),
-    "wei": ("Wei et al. (ESORICS 2020)", "", _ONE_IMAGE),
-    "tag": ("Deng et al. (EMNLP 2021), made for text", "", _ONE_IMAGE),
-    "beyondinfering": ("Wang et al. (INFOCOM 2019), without its GAN", "", _ONE_IMAGE),
-    "clsattack": ("the search of Wen et al. (ICML 2022)", "", _ONE_IMAGE),
+    "invertinggradients": ("Geiping et al. (NeurIPS 2020)", "", _SEARCH),
+    "seethroughgradients": ("Yin et al. (CVPR 2021)", "", _SEARCH),
+    "deepleakage": ("Zhu et al. (NeurIPS 2019)", "", _SEARCH),
+    "modern": ("breaching's own defaults for large images", "", _SEARCH),
+    "legacy": ("breaching's earlier defaults", "", _SEARCH),
+    "wei": ("Wei et al. (ESORICS 2020)", "", _SEARCH),
+    "tag": ("Deng et al. (EMNLP 2021), made for text", "", _SEARCH),
+    "beyondinfering": ("Wang et al. (INFOCOM 2019), without its GAN", "", _SEARCH),
+    "clsattack": ("the search of Wen et al. (ICML 2022)", "", _SEARCH),
     "april_analytic": ("Lu et al. (CVPR 2022)", "", _APRIL),
     "multiscale_ghiasi": (
         "after Ghiasi et al. (2021)",

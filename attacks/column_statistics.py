@@ -40,6 +40,7 @@ class ColumnStatistics:
 
     name: ClassVar[str] = "column-statistics"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 5"
+    knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.RELEASED_FEATURES,

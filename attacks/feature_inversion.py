@@ -31,6 +31,7 @@ class LeastSquares:
 
     name: ClassVar[str] = "least-squares"
     paper: ClassVar[str] = f"Wiener's estimate for {EMBEDDING}"
+    knows: ClassVar[frozenset[str]] = frozenset({"gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS, Capability.AUXILIARY_IMAGES}
     )
@@ -67,6 +68,7 @@ class FeatureOptimisation:
 
     name: ClassVar[str] = "feature-optimisation"
     paper: ClassVar[str] = "Mahendran and Vedaldi (CVPR 2015), Equations 1 and 3"
+    knows: ClassVar[frozenset[str]] = frozenset({"gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS})
 
     steps: int = 300

@@ -13,6 +13,9 @@ __all__ = ["InversionConv", "InversionMae", "InversionSet", "InversionToken"]
 
 PAPER = "Permutation Equivariance (Xu et al. 2024), section 5.3"
 
+IN_PLACE = frozenset({"low-pass", "blur", "cutmix", "gaussian-noise"})
+"""The defenses that leave rows where they are: a decoder that is trained on their releases has learned them."""
+
 
 @dataclass(frozen=True)
 class _Inversion:
@@ -33,6 +36,7 @@ class _Inversion:
     """
 
     kind: ClassVar[str]
+    knows: ClassVar[frozenset[str]] = IN_PLACE
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.RELEASED_FEATURES, Capability.AUXILIARY_IMAGES, Capability.QUERIES, Capability.KNOWS_DEFENSE}
     )
@@ -100,6 +104,7 @@ class InversionSet(_Inversion):
     name: ClassVar[str] = "inversion-set"
     paper: ClassVar[str] = "Set Transformer (Lee et al. 2019), against row permutation"
     kind: ClassVar[str] = "set"
+    knows: ClassVar[frozenset[str]] = IN_PLACE | {"row-permutation"}
 
     depth: int = 2
 
@@ -114,3 +119,4 @@ class InversionToken(_Inversion):
     name: ClassVar[str] = "inversion-token"
     paper: ClassVar[str] = "linear discriminant of slots and an assignment, against row permutation"
     kind: ClassVar[str] = "token"
+    knows: ClassVar[frozenset[str]] = IN_PLACE | {"row-permutation"}

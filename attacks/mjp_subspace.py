@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from privlab.attacks.prior import Smoothness, photograph_gradients
+from privlab.attacks.prior import PRIORS, Smoothness, photograph_gradients, photograph_windows
 from privlab.attacks.solve import RTOL, ridge_inverse, slot_gradients, warn_of_limits
-from privlab.errors import PrivlabError
+from privlab.errors import PrivlabError, unknown_name
 from privlab.model import VictimModel
 from privlab.threat import Capability, Observation
 
@@ -51,15 +51,15 @@ def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float =
 class MjpSubspace:
     """Recover unmasked patches exactly, but for their part in the span Y of the masked ones; complete that by a prior.
 
-    The unknown coefficients C of X_U = X_known + C Y are those of the smoothest image: of the least
-    Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p) over differences δ_p of adjacent pixels, with Γ their colour covariance over photographs,
-    by iteratively reweighted least squares and conjugate gradients. The masked slots then take the smoothest patches
-    within Y: what lies there in the plain image is one of them. Without a mask this is `patch-gradient`.
+    The unknown coefficients C of X_U = X_known + C Y are those of the likeliest image under a prior learned from public
+    photographs (`photograph_windows`), by iteratively reweighted least squares and conjugate gradients. The masked
+    slots then take the smoothest patches within Y: what lies there in the plain image is one of them. Without a mask
+    this is `patch-gradient`.
 
     Args:
-        rounds: of reweighting; none leaves the quadratic prior.
+        prior: one of `PRIORS`.
+        rounds: of reweighting; quadratic priors take none.
         steps: of conjugate gradients in each round.
-        epsilon: ε, in standard deviations of the differences.
         rtol: the ridge of `ridge_inverse`.
 
     Source: the subspace identity is ours, at ∂ℓ/∂W = Σ_n g_n x_nᵀ; the masked gradient is that of MJP, Eq. 4.
@@ -67,12 +67,13 @@ class MjpSubspace:
 
     name: ClassVar[str] = "mjp-subspace"
     paper: ClassVar[str] = "ours, against MJP (Ren et al. 2023), Eq. 4"
+    knows: ClassVar[frozenset[str]] = frozenset({"mjp"})
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
 
-    rounds: int = 5
-    steps: int = 40
-    epsilon: float = 0.07
+    prior: str = "cauchy"
+    rounds: int = 12
+    steps: int = 10
     rtol: float = RTOL
 
     def __post_init__(self) -> None:
@@ -81,11 +82,10 @@ class MjpSubspace:
         Raises:
             PrivlabError: if a number is out of range.
         """
-        if self.rounds < 0 or self.steps < 1 or not self.epsilon > 0:
-            raise PrivlabError(
-                "mjp-subspace takes rounds ≥ 0, steps ≥ 1 and epsilon > 0. "
-                f"Found {self.rounds}, {self.steps} and {self.epsilon:g}."
-            )
+        if self.prior not in PRIORS:
+            raise unknown_name("prior", self.prior, PRIORS)
+        if self.rounds < 0 or self.steps < 1:
+            raise PrivlabError(f"mjp-subspace takes rounds ≥ 0 and steps ≥ 1. Found {self.rounds} and {self.steps}.")
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
@@ -98,10 +98,10 @@ class MjpSubspace:
         return model.to_images(self.completed(found, model))
 
     def completed(self, found: Subspace, model: VictimModel) -> Float[Tensor, "b n k"]:
-        """Return the smoothest patches that agree with what is known, in the precision of the model."""
-        prior, dtype = Smoothness(model.image_shape, photograph_gradients(model)), model.mean.dtype
-        known, Y, masked = found.known.to(dtype), found.Y.to(dtype), found.masked
-        X = prior.fill(known, Y, free=~masked, inside=~masked, steps=3 * self.steps)
-        for _ in range(self.rounds):
-            X = prior.fill(X, Y, free=~masked, inside=~masked, steps=self.steps, epsilon=self.epsilon)
-        return prior.fill(X, Y, free=masked, inside=torch.ones_like(masked), steps=3 * self.steps)
+        """Return the likeliest patches that agree with what is known, in the precision of the model."""
+        dtype, masked = model.mean.dtype, found.masked
+        known, Y = found.known.to(dtype), found.Y.to(dtype)
+        rounds = self.rounds if self.prior in ("sparse", "cauchy") else 0
+        X = photograph_windows(model, self.prior).fill(known, Y, inside=~masked, rounds=rounds, steps=self.steps)
+        smooth = Smoothness(model.image_shape, photograph_gradients(model))
+        return smooth.fill(X, Y, free=masked, inside=torch.ones_like(masked), steps=12 * self.steps)

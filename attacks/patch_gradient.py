@@ -24,7 +24,7 @@ class PatchGradient:
     defense: it takes them for equations, as the closed form of MJP's Table 5 does.
 
     Args:
-        rtol: the ridge λ of `ridge_inverse`, relative to ‖A‖_F.
+        rtol: the ridge λ of `ridge_inverse`, relative to ‖A‖_F; 0 is plain least squares.
     """
 
     name: ClassVar[str] = "patch-gradient"

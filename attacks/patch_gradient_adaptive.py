@@ -114,6 +114,9 @@ class PatchGradientAdaptive:
 
     name: ClassVar[str] = "patch-gradient-adaptive"
     paper: ClassVar[str] = "ours: total least squares with an image prior, against gradient defenses"
+    knows: ClassVar[frozenset[str]] = frozenset(
+        {"mjp", "gradient-noise", "gradient-pruning", "gradient-quantisation", "gradient-sign"}
+    )
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.LEARNABLE_PE_GRADIENT,

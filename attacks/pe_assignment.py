@@ -30,6 +30,7 @@ class PEAssignment:
 
     name: ClassVar[str] = "pe-assignment"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 2"
+    knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "batch-shuffle", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.RELEASED_FEATURES,

@@ -43,6 +43,7 @@ class RowAlignment:
 
     name: ClassVar[str] = "row-alignment"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 2"
+    knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.RELEASED_FEATURES,

@@ -27,8 +27,11 @@ def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tenso
     λ²))², so what stands out of the rounding error is left alone. X = M⁺ G solves M X = G: with least error where
     there is no solution, close to least norm where there are many. Zero columns of M give zero rows of X.
 
-    `rtol` must be well above 1e-8, or Mᵀ M + λ² I is not positive in float64.
+    `rtol` must be well above 1e-8, or Mᵀ M + λ² I is not positive in float64; 0 gives the inverse of Moore and Penrose,
+    cut off at float64's rounding alone: plain least squares.
     """
+    if rtol == 0:
+        return torch.linalg.pinv(M.double())
     d, n = M.shape[-2:]
     if n > d:
         return ridge_inverse(M.mT, rtol).mT

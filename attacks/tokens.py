@@ -10,9 +10,9 @@ from timm import layers
 from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
-__all__ = ["Mlp", "Separated", "Spans", "normalised", "separate"]
+__all__ = ["NOISE", "Mlp", "Separated", "Spans", "normalised", "separate"]
 
-_NOISE = 2.0**-24
+NOISE = 2.0**-24
 """Singular values of a float32 gradient below this share of the largest one are rounding."""
 
 _EXACT = 1e-5
@@ -83,7 +83,7 @@ class Spans(NamedTuple):
         """Return the spans of sums of `count` products, or of as many as stand out of rounding."""
         U1, σ1, V1 = torch.linalg.svd(G1, full_matrices=False)
         U2, σ2, V2 = torch.linalg.svd(G2, full_matrices=False)
-        n = min(count, *(int((σ > _NOISE * σ[0]).sum()) for σ in (σ1, σ2)))
+        n = min(count, *(int((σ > NOISE * σ[0]).sum()) for σ in (σ1, σ2)))
         return cls(V1[:n], U1[:, :n].mT, V2[:n], U2[:, :n].mT)
 
 

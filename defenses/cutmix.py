@@ -31,6 +31,7 @@ class CutMix:
 
     name: ClassVar[str] = "cutmix"
     paper: ClassVar[str] = "CutMix (Yun et al. 2019), Eq. 1 and 2; in split learning, Baek et al. (2022)"
+    mixes: ClassVar[bool] = True  # images of a batch, so one's own release depends on another's
 
     alpha: float = 1.0
 

@@ -18,12 +18,12 @@ from privlab.errors import PrivlabError
 from privlab.evaluate import Panel, Strip
 from privlab.gradients import full_precision, per_sample_gradients, released_parameters
 from privlab.images import open_images
-from privlab.labels_from_gradients import labels_of
+from privlab.labels_by_rank import Told, told_labels
 from privlab.machine import commit, hardware, pick_device, versions
 from privlab.metrics import Learned, score
-from privlab.plan import Specification, applicable, defense_of
+from privlab.plan import Specification, applicable, defense_of, stands_in
 from privlab.records import CONTROLS
-from privlab.released import HEAD, Released, check_fit, check_head, first, head_of, observation, read_released
+from privlab.released import Released, check_fit, check_head, first, head_of, observation, read_released
 from privlab.store import RunDirectory
 from privlab.strips import draw_strip, strip_name, to_png
 from privlab.subjects import collected, learned_metrics, public_images
@@ -97,7 +97,8 @@ def audit_gradients(
         attacks = _attacks(spec, base, seen)
         judge = None if reference is None else _Judge.of(reference, spec, base)
         run = RunDirectory.create(out, overwrite=overwrite)
-        labels = None if head is None else labels_of(head, released.batch_size)
+        told = None if head is None else _told(base, seen)
+        labels = told.labels if told is not None and told.all_certain else None
         rows: list[Row] = [] if judge is None else [judge.control()]
         panels: list[Panel] = []
         for attack in attacks:
@@ -111,7 +112,7 @@ def audit_gradients(
         messages += [f"{name} is n/a: {reason}" for name, reason in judge.missing.items()]
         strip = judge.strip(panels)
         run.write_file(f"strips/{strip_name(0, strip)}", draw_strip(strip).save)
-    found = _flags(released, seen, base, (head, labels), rows)
+    found = _flags(released, seen, base, told, rows)
     facts = _facts(spec, base, released) | {"labels": labels, "flags": found, "warnings": messages}
     run.write_run(facts | {"attacks": [_plain(row) for row in rows]})
     return GradientAudit(rows, found, labels, messages, out, {} if judge is None else judge.missing)
@@ -206,7 +207,7 @@ def _attacks(spec: Specification, base: Victim, seen: Observation) -> list[Attac
     Warns:
         PrivlabWarning: for each other one that cannot run.
     """
-    cells, refused = applicable(spec, base)
+    cells, refused = applicable(spec, base, stand_ins=True)
     able: list[Attack] = []
     for attack in (cast(Attack, attack) for cell in cells for attack in cell.attacks):
         try:
@@ -222,7 +223,8 @@ def _attacks(spec: Specification, base: Victim, seen: Observation) -> list[Attac
         if spec.attacks is not None:
             raise PrivlabError(refusal)
         _warn(f"Left out. {refusal}")
-    return able
+    running = {attack.name for attack in able}
+    return [attack for attack in able if spec.attacks is not None or not stands_in(attack, running)]
 
 
 def _attack(
@@ -248,6 +250,14 @@ def _attack(
     return row, images
 
 
+def _told(base: Victim, seen: Observation) -> Told | None:
+    """Return the labels that the head's gradient tells; its weights tell more, where they are the client's."""
+    held = {name: g[0] for name, g in seen.gradients.items()}
+    if Capability.KNOWS_WEIGHTS not in seen.grants:
+        held.pop("head.weight", None)
+    return told_labels(base.model.vit.head, held, seen.images_per_release)
+
+
 def _write(run: RunDirectory, attack: str, number: int, image: Float[Tensor, "c h w"]) -> str:
     name = f"pictures/{re.sub(r'[^A-Za-z0-9_.-]+', '-', attack)}-{number}.png"
     run.write_file(name, lambda path: path.write_bytes(to_png(image)))
@@ -266,14 +276,13 @@ def _flags(
     released: Released,
     seen: Observation,
     base: Victim,
-    told: tuple[Tensor | None, Sequence[int] | None],
+    told: Told | None,
     rows: Sequence[Row],
 ) -> list[str]:
     """Return the red flags: what weakens a verdict on this file, and what it gives away without any attack.
 
-    `told` are the gradient of the head's bias, where it can be relied on, and the labels that it names.
+    `told` are the labels that the head's gradient gives away, where it can be relied on.
     """
-    head, labels = told
     if released.is_zero:
         return ["zero gradient: nothing was released, so nothing can be said of privacy"]
     found = []
@@ -292,10 +301,11 @@ def _flags(
             f"{released.batch_size} images in one gradient: attacks for one image do not run, "
             "which is no evidence of privacy"
         )
-    if labels is not None:
-        found.append(f"labels given away by the gradient of {HEAD}: {', '.join(map(str, labels))}")
-    elif head is not None and (named := torch.where(head < 0)[0].tolist()):
-        found.append(f"labels given away by the gradient of {HEAD}: among them {first(map(str, named))}")
+    if told is not None and told.certain:
+        among = "" if told.all_certain else "among them "
+        found.append(f"labels given away by the gradient of the head: {among}{first(map(str, told.certain), 16)}")
+    if told is not None and not told.all_certain:
+        found.append(f"labels, guessed where they are not given away: {first(map(str, told.labels), 16)}")
     if base.weights.is_random:
         found.append("random weights: leakage of trained weights differs")
     if not any("block" in row for row in rows):

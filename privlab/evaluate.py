@@ -17,29 +17,20 @@ from torch import Tensor
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.features import observe_features, predictions, send
+from privlab.geometries import Scorer, known_slots
 from privlab.gradients import full_precision, observe
 from privlab.images import Chunk, Picture
-from privlab.metrics import Learned, psnr_region, score
-from privlab.patches import permute, slots_to_pixels
-from privlab.permutation import inverse
-from privlab.placement import (
-    as_sent,
-    at_home,
-    in_best_order,
-    key_recovered,
-    matched,
-    neighbour_accuracy,
-    placement_accuracy,
-)
+from privlab.metrics import Learned
+from privlab.patches import permute
+from privlab.placement import as_sent, assigned, matched
 from privlab.plan import Cell, Specification
-from privlab.records import CONTROLS, GEOMETRIES, Record, Rows
-from privlab.threat import Attack, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
-from privlab.trial import Batch, Trial, batch_key
+from privlab.records import CONTROLS, Record, Rows
+from privlab.threat import Attack, Capability, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
+from privlab.trial import Batch, Trial, labelled
 from privlab.victims import Victim
 
 __all__ = ["Evaluator", "Panel", "Scored", "Strip"]
 
-Scores = dict[str, list[float | None]]
 T = TypeVar("T")
 
 
@@ -105,7 +96,7 @@ class Evaluator:
 
     def __call__(self, chunk: Chunk) -> Scored:
         """Run the pipeline on one chunk."""
-        batch, failed = self._labelled(chunk)
+        batch, failed = labelled(chunk, self.base.model, predicted=self.spec.labels == "predicted")
         records = [row for picture in failed for row in self._failures(picture)]
         self._stolen.clear()
         rows: list[list[tuple[Panel, ...]]] = [[] for _ in batch.pictures]
@@ -141,25 +132,9 @@ class Evaluator:
         """Return what all rows state."""
         return Rows(self.spec, self.base, tuple(self.public))
 
-    def _labelled(self, chunk: Chunk) -> tuple[Batch, list[Picture]]:
-        """Label the pictures that have no label by the victim's own prediction; refuse labels out of range."""
-        classes = self.base.model.vit.num_classes
-        images, pictures = chunk.images.to(self.base.model.mean), list(chunk.pictures)
-        if self.spec.labels == "predicted" or any(picture.label is None for picture in pictures):
-            with torch.no_grad(), full_precision():
-                predicted = self.base.model(images).argmax(1).tolist()
-            pictures = [
-                replace(picture, label=label, label_origin="predicted")
-                if self.spec.labels == "predicted" or picture.label is None
-                else picture
-                for picture, label in zip(pictures, predicted, strict=True)
-            ]
-        rule = f"The victim has {classes} classes, so a label must be below."
-        fine = [i for i, picture in enumerate(pictures) if (picture.label or 0) < classes]
-        wrong = [replace(p, problem=f"label {p.label}: {rule}") for p in pictures if (p.label or 0) >= classes]
-        labels = torch.tensor([picture.label for picture in pictures], dtype=torch.long, device=images.device)
-        key = batch_key(picture.sha256 for picture in (*chunk.pictures, *chunk.failed))
-        return Batch(pictures, images, labels, key).take(fine), [*chunk.failed, *wrong]
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(self.base.model, self.metrics, self.learned)
 
     def _trial(self, setting: str, batch: Batch) -> Trial:
         """Make what the clients feed, and the reference of the setting (MJP, section 5.4)."""
@@ -183,6 +158,7 @@ class Evaluator:
             return self._again(cell, trial, batch, self.kept)
         if trial.sent is None:
             seen, facts, sound = self._gradients(cell, trial, batch)
+            trial = replace(trial, known=known_slots(seen))
         else:
             seen, facts, sound = self._features(trial.sent, trial, batch)
         records = [
@@ -206,12 +182,16 @@ class Evaluator:
 
     def _again(self, cell: Cell, trial: Trial, batch: Batch, kept: Mapping[str, Stolen]) -> list[Record]:
         """Score what attacks brought home in an earlier run."""
-        records, own = [], {} if trial.sent is None else {"batch": batch.key}
+        records, own = [], batch.stated(self.spec.together)
+        names = self.rows.geometries(trial.setting)
+        if "reassembled" in names:
+            trial = replace(trial, known=known_slots(self._gradients(cell, trial, batch)[0]))
         for attack in cell.attacks:
             alone = replace(cell, attacks=(attack,))
             rows = [self.rows.of(picture, trial.setting, alone) for picture in batch.pictures]
             found = [kept[f"{row[0]['cell']}/{row[0]['image_sha256']}"] for row in rows]
-            scores = self._geometries(Stolen.joined(found), trial, cell)
+            placed = getattr(attack, "places", False)
+            scores = self._scorer.geometries(Stolen.joined(found), trial, names, placed=placed)
             records += [
                 row | own | self._measured({name: values[i] for name, values in of_geometry.items()})
                 for i, of_image in enumerate(rows)
@@ -222,11 +202,13 @@ class Evaluator:
     def _gradients(self, cell: Cell, trial: Trial, batch: Batch) -> tuple[Observation, list[Record], list[bool]]:
         """Observe released gradients: what is seen, the facts for each image's rows, and whether they can be used."""
         model, parts = cell.victim.model, self.rows.defenses[trial.setting].parts
-        draws = batch.draws(self.spec.seed, "release", self.spec.draw)
-        seen, seconds = self._timed(lambda: observe(model, trial.feed, batch.labels, cell.parameters, parts, draws))
-        norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0)
+        B = batch.images_per_release(self.spec.together)
+        draws = batch.release_draws(self.spec.seed, self.spec.draw, B)
+        seen, seconds = self._timed(lambda: observe(model, trial.feed, batch.labels, cell.parameters, parts, draws, B))
+        norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0).repeat_interleave(B)
         facts: list[Record] = [
             {"grad_norm": size if math.isfinite(size) else None, "seconds_observe": seconds / len(norm)}
+            | batch.stated(self.spec.together)
             for size in norm.tolist()
         ]
         return seen, facts, (norm.isfinite() & (norm > 0)).tolist()
@@ -239,8 +221,8 @@ class Evaluator:
         right = (logits.argmax(1) == batch.labels).double().tolist()
         facts: list[Record] = [
             {
+                **batch.stated(self.spec.together),
                 "key_bits": sent.key_bits,
-                "batch": batch.key,
                 "correct": None if picture.label_origin == "predicted" else value,
                 "seconds_observe": seconds / len(right),
             }
@@ -272,27 +254,33 @@ class Evaluator:
         """Return for each image what its rows say of an attack, one for each geometry.
 
         An attack may fail in any way: its rows say so, and the run goes on. A batch of gradients that fails is tried
-        again image by image, so that no image is charged with the failure of its neighbours.
+        again image by image, so that no image is charged with the failure of its neighbours. An attack for one image
+        that was forced on the gradient of several is held against each of them.
         """
-        b = len(trial.reference)
+        b, several = len(trial.reference), isinstance(seen, Observation) and seen.images_per_release > 1
+        names, placed = self.rows.geometries(trial.setting), getattr(attack, "places", False)
         try:
             with full_precision():
                 stolen, seconds = self._timed(lambda: _brought(attack, seen))
+            if several and Capability.BATCH_SIZE_ONE in attack.requires:
+                stolen = Stolen.joined([stolen] * b)
             _check_reconstruction(stolen.images, trial.reference)
+            if several:
+                stolen = assigned(stolen, trial.feed.images, self.base.model.patch)
             if trial.sent is not None:
                 stolen = matched(trial.sent, stolen, trial.reference)
         except Exception as error:
-            if b > 1 and isinstance(seen, Observation):
+            if b > 1 and isinstance(seen, Observation) and not several:
                 one_by_one = ([i] for i in range(b))
                 return [
                     self._attack(cell, attack, _taken(seen, i), trial.take(i), batch.take(i), [panels[i[0]]])[0]
                     for i in one_by_one
                 ]
             kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
-            return [[_failed(f"{attack.name}: {kind}{error}".splitlines()[0])] * len(GEOMETRIES)] * b
+            return [[_failed(f"{attack.name}: {kind}{error}".splitlines()[0])] * len(names)] * b
         if self.spec.eight_bit:
             stolen = replace(stolen, images=(stolen.images * 255).round() / 255)
-        scores, seconds_score = self._timed(lambda: self._geometries(stolen, trial, cell))
+        scores, seconds_score = self._timed(lambda: self._scorer.geometries(stolen, trial, names, placed=placed))
         cost = {"seconds_attack": seconds / b, "seconds_score": seconds_score / b}
         outcomes = [
             [self._measured({name: values[i] for name, values in of_geometry.items()}) | cost for of_geometry in scores]
@@ -306,57 +294,9 @@ class Evaluator:
         self._show(panels, key, stolen.images, [_caption(where, attack.name, outcome[0]) for outcome in outcomes])
         return outcomes
 
-    def _geometries(self, stolen: Stolen, trial: Trial, cell: Cell) -> list[Scores]:
-        """Score reconstructions in place, and with every patch put where it belongs.
-
-        In settings a and b the slots of what comes from gradients are those of the reference: both are the same, but
-        for slots whose patches come in an order of the adversary's own.
-        """
-        moved = trial.feed.moved
-        in_place = self._score(stolen.images, trial.reference, moved)
-        patch = cell.victim.model.patch
-        if trial.sent is not None:
-            places = self._places(trial.sent, stolen)
-            home = at_home(trial.sent, stolen, patch)
-        elif stolen.loose is not None:
-            counts = {
-                "tokens_found": _numbers(stolen.tokens, len(moved)),
-                "tokens_sure": _numbers(stolen.tokens_sure, len(moved)),
-            }
-            home = in_best_order(stolen.images, trial.reference, stolen.loose, patch)
-            return [in_place | counts, self._score(home, trial.reference, moved) | counts]
-        elif trial.setting == "c":
-            places, home = {}, stolen.images
-        else:
-            return [in_place, in_place]
-        if trial.setting == "c":
-            home = permute(home, inverse(trial.feed.order), patch)
-        return [in_place | places, self._score(home, trial.reference, moved) | places]
-
-    def _places(self, sent: Sent, stolen: Stolen) -> Scores:
-        """Score what the adversary says of rows and columns."""
-        b, key = len(sent.source), key_recovered(sent, stolen)
-        placed = placement_accuracy(sent, stolen)
-        neighbours = neighbour_accuracy(sent, stolen, self.base.model.grid)
-        return {
-            "placement_accuracy": [None] * b if placed is None else list(placed.tolist()),
-            "neighbour_accuracy": [None] * b if neighbours is None else list(neighbours.tolist()),
-            "key_recovered": [key] * b,
-        }
-
     def _measured(self, scores: Record) -> Record:
         """Return scores with the names of the metrics that were measured, whatever their values."""
         return scores | {"metrics": " ".join(sorted(self.metrics))}
-
-    def _score(self, images: Tensor, reference: Tensor, moved: Tensor | None = None) -> Scores:
-        with full_precision():
-            scores = score(images, reference, self.metrics, self.learned)
-        if moved is not None and "psnr" in self.metrics:
-            region = slots_to_pixels(moved, self.base.model.grid, self.base.model.patch)
-            scores["psnr_masked"] = psnr_region(images, reference, region)
-            masked = moved.any(1)  # without a mask there are no two regions to tell apart
-            scores["psnr_unmasked"] = psnr_region(images, reference, ~region).where(masked, torch.nan)
-        return {name: _nullable(values) for name, values in scores.items()}
 
     def _controls(self, trial: Trial, batch: Batch) -> list[Record]:
         """Score pictures that no attack made: what "nothing leaks" looks like under each metric."""
@@ -377,7 +317,7 @@ class Evaluator:
         records = []
         for name, images in controls.items():
             shown = (images * 255).round() / 255 if self.spec.eight_bit else images
-            scores = self._score(shown, trial.reference)
+            scores = self._scorer.score(shown, trial.reference)
             for i, picture in enumerate(batch.pictures):
                 row = self.rows.control(picture, trial.setting, name)
                 records.append(row | self._measured({metric: values[i] for metric, values in scores.items()}))
@@ -411,14 +351,6 @@ class Evaluator:
 
 def _failed(reason: str) -> Record:
     return {"status": "failed", "reason": reason}
-
-
-def _numbers(counts: Tensor | None, b: int) -> list[float | None]:
-    return [None] * b if counts is None else [float(value) for value in counts.tolist()]
-
-
-def _nullable(values: Tensor) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def _brought(attack: Attack | FeatureAttack, seen: Seen) -> Stolen:

@@ -209,7 +209,7 @@ def _layout(file: _File, given: Mapping[str, Any]) -> Layout:
         "decimals": lambda v: isinstance(v, dict) and all(type(n) is int and 0 <= n <= 12 for n in v.values()),
         "bold": lambda v: isinstance(v, bool),
         "interval": lambda v: isinstance(v, float) and 0 < v < 1,
-        "geometry": lambda v: v in ("in_place", "oracle"),
+        "geometry": lambda v: v in ("in_place", "oracle", "reassembled"),
         "paper_attack": lambda v: isinstance(v, str),
     }
     right = {
@@ -217,7 +217,7 @@ def _layout(file: _File, given: Mapping[str, Any]) -> Layout:
         "decimals": "a table of METRIC = 0 … 12",
         "bold": "true or false",
         "interval": "a number in (0, 1)",
-        "geometry": "in_place or oracle",
+        "geometry": "in_place, oracle or reassembled",
         "paper_attack": "an attack",
     }
     for name, value in given.items():

@@ -1,12 +1,13 @@
-"""What a client releases: the gradient of each image's loss, by parameter name, for a whole batch at once.
+"""What clients release: the gradient of the loss of one image, or of the mean loss of a batch, by parameter name.
 
 One forward and one backward pass run through the activations only; the gradient of a weight then is a product
-of what its layer read and what flowed back into it. No weight gradient is summed over images and none is
-computed that nobody asked for.
+of what its layer read and what flowed back into it, over the tokens of one release. No weight gradient is summed
+over releases and none is computed that nobody asked for.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +16,15 @@ from timm.layers import Mlp
 from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
-from privlab.errors import unknown_name
+from privlab.errors import PrivlabError, unknown_name
 from privlab.model import AprilBlock, VictimModel
 from privlab.patches import patchify
 from privlab.threat import Capability, Defense, FeatureDefense, Feed, GradientDefense, Observation
 
-__all__ = ["full_precision", "granted", "observe", "per_sample_gradients", "released_parameters"]
+__all__ = ["full_precision", "granted", "observe", "per_sample_gradients", "released_gradients", "released_parameters"]
 
 Rule = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""(layer, its input a, the gradient δ of its output) ↦ the gradient of one of its parameters, per image."""
+"""(layer, its input a, the gradient δ of its output) ↦ the gradient of one of its parameters, per release."""
 
 
 @contextmanager
@@ -46,13 +47,12 @@ def released_parameters(model: VictimModel) -> frozenset[str]:
     layers = {
         f"{path}.{name}"
         for path, layer in model.vit.named_modules()
-        for name, parameter in layer.named_parameters(recurse=False)
-        if name in _rules(layer)
+        for name in _rules(layer)
+        if getattr(layer, name) is not None
     }
-    present = {name for name, _ in model.vit.named_parameters()} - model.frozen
-    if model.unk_embed is not None:
-        present.add("unk_embed")
-    return frozenset((layers | set(_EMBEDDING)) & present)
+    homes = {name: model if name == "unk_embed" else model.vit for name in _EMBEDDING}
+    embedding = {name for name, home in homes.items() if attrgetter(name)(home) is not None}
+    return frozenset((layers | embedding) - model.frozen)
 
 
 def per_sample_gradients(
@@ -60,13 +60,36 @@ def per_sample_gradients(
 ) -> dict[str, Float[Tensor, "b ..."]]:
     """Return ∂ℓ_i/∂θ of each fed image i for each named parameter θ, with ℓ the cross-entropy.
 
-    A linear layer that reads a_n and whose output receives δ_n gives ∂ℓ/∂W = Σ_n δ_n a_nᵀ. The embedding is the
-    case a_n = x_n: with g_n = ∂ℓ/∂z_n, ∂ℓ/∂W = Σ_n g_n x_nᵀ, ∂ℓ/∂E_pos[n] = g_n where slot n keeps its PE and 0
-    elsewhere, and ∂ℓ/∂E_unk = Σ g_m over the other slots.
+    Raises:
+        PrivlabError: as in `released_gradients`.
+    """
+    return released_gradients(model, feed, labels, parameters)
+
+
+def released_gradients(
+    model: VictimModel,
+    feed: Feed,
+    labels: Int[Tensor, " n"],
+    parameters: Iterable[str],
+    images_per_release: int = 1,
+    *,
+    create_graph: bool = False,
+) -> dict[str, Float[Tensor, "r ..."]]:
+    """Return ∂ℓ/∂θ of each release for each named parameter θ, with ℓ the mean cross-entropy of its B images.
+
+    The n = r·B fed images are those of the releases in their order. A linear layer that reads a_n and whose output
+    receives δ_n gives ∂ℓ/∂W = Σ_n δ_n a_nᵀ, over the tokens of all B images. The embedding is the case a_n = x_n: with
+    g_n = ∂ℓ/∂z_n, ∂ℓ/∂W = Σ_n g_n x_nᵀ, ∂ℓ/∂E_pos[n] = g_n where slot n keeps its PE and 0 elsewhere, and ∂ℓ/∂E_unk
+    = Σ g_m over the other slots; of B images these add up.
+
+    With `create_graph` the result can be derived by the images; the model's attention must not be fused then.
 
     Raises:
-        PrivlabError: if a parameter is not there, or belongs to a layer with no such rule.
+        PrivlabError: if a parameter is not there, or belongs to a layer with no such rule, or B does not divide n.
     """
+    B = images_per_release
+    if B < 1 or len(labels) % B:
+        raise PrivlabError(f"images_per_release must be a divisor of the {len(labels)} images. Found {B}.")
     names = list(dict.fromkeys(parameters))
     known = released_parameters(model)
     for name in names:
@@ -74,20 +97,22 @@ def per_sample_gradients(
             raise unknown_name("parameter with a per-image gradient", name, known)
     layers = {name: name.rpartition(".")[::2] for name in names if name not in _EMBEDDING}
     paths = sorted({path for path, _ in layers.values()})
-    with torch.no_grad():
+    with torch.set_grad_enabled(create_graph):
         z = model.embed(feed.images, feed.masked_pe, feed.replacement)
     with torch.enable_grad(), _tapped(model.vit, paths) as taps:
-        loss = F.cross_entropy(model.classify(z.requires_grad_()), labels, reduction="sum")
-        g, *δ_layers = torch.autograd.grad(loss, [z, *(taps[path][1] for path in paths)])
+        loss = F.cross_entropy(model.classify(z.requires_grad_()), labels, reduction="sum") / B
+        g, *δ_layers = torch.autograd.grad(loss, [z, *(taps[path][1] for path in paths)], create_graph=create_graph)
     δ = dict(zip(paths, δ_layers, strict=True))
     gradients = {}
     for name in names:
         if name in layers:
             path, kind = layers[name]
             layer = model.vit.get_submodule(path)
-            gradients[name] = _rules(layer)[kind](layer, taps[path][0].detach(), δ[path])
+            a = taps[path][0] if create_graph else taps[path][0].detach()
+            gradients[name] = _rules(layer)[kind](layer, _released(a, B), _released(δ[path], B))
         else:
-            gradients[name] = _EMBEDDING[name](model, feed, g)
+            of_images = _EMBEDDING[name](model, feed, g)
+            gradients[name] = of_images if B == 1 else _released(of_images, B).sum(1)
     return gradients
 
 
@@ -98,8 +123,9 @@ def observe(
     parameters: Iterable[str],
     defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
     draws: Sequence[Generator] = (),
+    images_per_release: int = 1,
 ) -> Observation:
-    """Return what the adversary sees of b clients that take one training step on one image each.
+    """Return what the adversary sees of clients that take one training step each, on one image or on a batch.
 
     Args:
         model: the victim's model; it is left as it is.
@@ -107,17 +133,22 @@ def observe(
         labels: the class indices of the images, known to the client.
         parameters: the names of the gradients that the attacks read.
         defense: the defenses at work, all of them public; those on gradients act here, one after the other.
-        draws: the secret generator of each image, for them.
+        draws: the secret generator of each release, for them.
+        images_per_release: B, the images whose mean loss one gradient is of: the first B are the first release.
+
+    Raises:
+        PrivlabError: as in `released_gradients`.
     """
     if isinstance(feed, Tensor):
         feed = Feed.undefended(feed, model.patch)
     on_gradients = [part for part in defense if isinstance(part, GradientDefense)]
     with full_precision():
         if on_gradients:
-            gradients = _defended(model, feed, labels, list(parameters), on_gradients, draws)
+            gradients = _defended(model, feed, labels, list(parameters), on_gradients, draws, images_per_release)
         else:
-            gradients = per_sample_gradients(model, feed, labels, parameters)
-    return Observation(model, gradients, granted(model, defense), tuple(defense))
+            gradients = released_gradients(model, feed, labels, parameters, images_per_release)
+    grants = granted(model, defense, images_per_release)
+    return Observation(model, gradients, grants, tuple(defense), images_per_release)
 
 
 _AT_ONCE = 2**26
@@ -131,41 +162,47 @@ def _defended(
     names: Sequence[str],
     defense: Sequence[GradientDefense],
     draws: Sequence[Generator],
-) -> dict[str, Float[Tensor, "b ..."]]:
-    """Return the named gradients of a release that is defended as a whole, computed for a few images at a time."""
+    images_per_release: int,
+) -> dict[str, Float[Tensor, "r ..."]]:
+    """Return the named gradients of releases that are defended as a whole, computed for a few of them at a time."""
     released = released_parameters(model) | set(names)
     size = sum(parameter.numel() for parameter in model.vit.parameters())
-    b = max(1, _AT_ONCE // max(1, size))
+    r, B = max(1, _AT_ONCE // max(1, size)), images_per_release
     kept: dict[str, list[Tensor]] = {name: [] for name in names}
-    for start in range(0, len(labels), b):
-        rows = slice(start, start + b)
-        gradients = per_sample_gradients(model, feed.take(rows), labels[rows], sorted(released))
+    for start in range(0, len(labels), max(r * B, 1)):
+        rows = slice(start, start + r * B)
+        gradients = released_gradients(model, feed.take(rows), labels[rows], sorted(released), B)
         for part in defense:
-            gradients = part.release(gradients, draws[rows])
+            gradients = part.release(gradients, draws[start // B : start // B + r])
         for name, chunks in kept.items():
             chunks.append(gradients[name])
     return {name: torch.cat(chunks) for name, chunks in kept.items()}
 
 
 def granted(
-    model: VictimModel, defense: Sequence[Defense | FeatureDefense | GradientDefense] = ()
+    model: VictimModel,
+    defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
+    images_per_release: int = 1,
 ) -> frozenset[Capability]:
-    """Return the capabilities that one released gradient per image of `model` grants, under a defense."""
-    grants = {Capability.KNOWS_WEIGHTS, Capability.BATCH_SIZE_ONE, Capability.KNOWS_DEFENSE}
+    """Return the capabilities that released gradients of `model` grant, of one image or of a batch, under a defense."""
+    grants = {Capability.KNOWS_WEIGHTS, Capability.KNOWS_DEFENSE}
+    if images_per_release == 1:
+        grants.add(Capability.BATCH_SIZE_ONE)
     if any(isinstance(part, GradientDefense) for part in defense):
         grants.add(Capability.GRADIENT_DEFENSE)
-    if "pos_embed" in released_parameters(model):
+    released = released_parameters(model)
+    if "pos_embed" in released:
         grants.add(Capability.LEARNABLE_PE_GRADIENT)
         if not model.vit.no_embed_class:
             grants.add(Capability.PE_OF_EVERY_TOKEN)
     if isinstance(model.vit.blocks[0], AprilBlock):
         grants.add(Capability.APRIL_BLOCK)
-    if _plain(model) and released_parameters(model) >= _MLP:
+    if _plain(model) and released >= _MLP:
         grants.add(Capability.PLAIN_BLOCK)
     return frozenset(grants)
 
 
-_MLP = {f"blocks.0.{name}.weight" for name in ("attn.proj", "mlp.fc1", "mlp.fc2")}
+_MLP = {f"blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
 
 
 def _plain(model: VictimModel) -> bool:
@@ -193,8 +230,13 @@ def _tapped(vit: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, tuple[Te
         yield taps
 
 
+def _released(x: Tensor, B: int) -> Tensor:
+    """View what is given for each image as r × B × …; as it is where each image is a release of its own."""
+    return x if B == 1 else x.unflatten(0, (-1, B))
+
+
 def _rows(x: Tensor) -> Tensor:
-    """View an activation as b × n × d; a pooled one has n = 1."""
+    """View an activation as r × n × d, with the n tokens of a release; a pooled one has a token for each image."""
     return x.flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1)
 
 

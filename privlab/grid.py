@@ -29,8 +29,8 @@ __all__ = ["Grid", "Job", "Share", "lay_out", "missing"]
 class Job:
     """One specification of a case: the key of the cell of each attack and control, and its images.
 
-    `metrics` are those that can be computed here; `batches` names the client's batch of each image, where features are
-    released.
+    `metrics` are those that can be computed here; `batches` names the client's batch of each image, where images are
+    released together.
     """
 
     case: int
@@ -150,9 +150,8 @@ def _check_attacks(jobs: Sequence[Job]) -> None:
 
 
 def _batches(images: Sequence[Reference], spec: Specification) -> tuple[str, ...] | None:
-    if not spec.features_released:
+    if (size := spec.together) is None:
         return None
-    size = spec.client_batch
     keys = [batch_key(image.sha256 for image in images[i : i + size]) for i in range(0, len(images), size)]
     return tuple(keys[place // size] for place in range(len(images)))
 
@@ -208,11 +207,11 @@ def _tasks(
     wanted = _bits(job.metrics, metrics)
     lacking = wanted & ~done  # cells × images
     lacking[:, _others(job, share)] = 0
-    if job.batches is not None:  # a client's batch is drawn for, and attacked, as one
-        for first in range(0, len(job.images), job.spec.client_batch):
-            together = lacking[:, first : first + job.spec.client_batch]
+    if job.batches is not None and (unit := job.spec.together):  # a client's batch is drawn for, and attacked, as one
+        for first in range(0, len(job.images), unit):
+            together = lacking[:, first : first + unit]
             together[:] = np.bitwise_or.reduce(together, 1, keepdims=True)
-        size = max(1, size // job.spec.client_batch) * job.spec.client_batch
+        size = max(1, size // unit) * unit
     names = list(job.cells)
     patterns, which = np.unique(lacking, axis=1, return_inverse=True)
     for i, pattern in enumerate(patterns.T):
@@ -230,7 +229,7 @@ def _tasks(
 
 def _others(job: Job, share: Share) -> np.ndarray:
     """Return which images are the other machines'."""
-    unit = job.spec.client_batch if job.batches is not None else 1
+    unit = 1 if job.batches is None else job.spec.together or 1
     return np.arange(len(job.images)) // unit % share.count != share.number - 1
 
 

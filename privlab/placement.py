@@ -13,12 +13,15 @@ from privlab.threat import Sent, Stolen
 
 __all__ = [
     "PLACEMENT",
+    "adjacent_share",
     "as_sent",
+    "assigned",
     "at_home",
     "in_best_order",
     "key_recovered",
     "matched",
     "neighbour_accuracy",
+    "placed_share",
     "placement_accuracy",
 ]
 
@@ -46,13 +49,25 @@ def neighbour_accuracy(sent: Sent, stolen: Stolen, grid: tuple[int, int]) -> Flo
     found = _found(sent, stolen)
     if found is None:
         return None
-    b, t = sent.source.shape
-    image, place = found // t, found % t - sent.prefix
-    row, column = place.div(grid[1], rounding_mode="floor").view(b, *grid), (place % grid[1]).view(b, *grid)
-    image, patch = image.view(b, *grid), (place >= 0).view(b, *grid)
-    across = _same(image, patch, 2) & (row.diff(dim=2) == 0) & (column.diff(dim=2) == 1)
-    down = _same(image, patch, 1) & (row.diff(dim=1) == 1) & (column.diff(dim=1) == 0)
-    return torch.cat([across.flatten(1), down.flatten(1)], 1).double().mean(1)
+    t = sent.source.shape[1]
+    return _adjacent(found // t, found % t - sent.prefix, grid).double().mean(1)
+
+
+def placed_share(held: Int[Tensor, "b n"], moved: Bool[Tensor, "b n"]) -> Float[Tensor, " b"]:
+    """Share of the `moved` slots s that hold their own patch, `held[s]` = s, in [0, 1]; NaN where none was moved."""
+    own = held == torch.arange(held.shape[1], device=held.device)
+    return (own & moved).sum(1).double() / moved.sum(1)
+
+
+def adjacent_share(held: Int[Tensor, "b n"], moved: Bool[Tensor, "b n"], grid: tuple[int, int]) -> Float[Tensor, " b"]:
+    """Share of the pairs of adjacent slots, one of them `moved` or both, that hold patches adjacent in just that way.
+
+    In [0, 1]; NaN where none was moved.
+    """
+    square = moved.unflatten(1, grid)
+    across, down = square[:, :, 1:] | square[:, :, :-1], square[:, 1:] | square[:, :-1]
+    pairs = torch.cat([across.flatten(1), down.flatten(1)], 1)
+    return (_adjacent(torch.zeros_like(held), held, grid) & pairs).sum(1).double() / pairs.sum(1)
 
 
 def key_recovered(sent: Sent, stolen: Stolen) -> float | None:
@@ -105,6 +120,20 @@ def matched(sent: Sent, stolen: Stolen, reference: Float[Tensor, "b c h w"]) -> 
     return replace(stolen, images=stolen.images[order], rows=None if stolen.rows is None else stolen.rows[order])
 
 
+def assigned(stolen: Stolen, fed: Float[Tensor, "b c h w"], patch: int) -> Stolen:
+    """Return what came of one gradient of b images in the order of the fed images that it is nearest to.
+
+    As in `matched`, reconstructions are assigned to images by least squared error; patches in an order of the
+    adversary's own are first put where they fit that image best.
+    """
+    b = len(fed)
+    found, wanted = stolen.images.repeat(b, 1, 1, 1), fed.repeat_interleave(b, 0)
+    if stolen.loose is not None:
+        found = in_best_order(found, wanted, stolen.loose.repeat(b, 1), patch)
+    errors = (found - wanted).double().square().sum((1, 2, 3)).view(b, b)
+    return Stolen.joined([stolen.take(j) for j in linear_sum_assignment(errors.cpu())[1].tolist()])
+
+
 def as_sent(sent: Sent, images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b c h w"]:
     """Return what was fed with its patches in the order of the sent rows; a class or register token is a grey patch."""
     t, places = sent.source.shape[1], sent.source[:, sent.prefix :]
@@ -123,6 +152,18 @@ def _slots(sent: Sent) -> Int[Tensor, "b n"]:
     """Return the tokens that belong into the patch slots."""
     b, t = sent.source.shape
     return torch.arange(b * t, device=sent.source.device).view(b, t)[:, sent.prefix :]
+
+
+def _adjacent(image: Int[Tensor, "b n"], place: Int[Tensor, "b n"], grid: tuple[int, int]) -> Bool[Tensor, "b _"]:
+    """Return which pairs of slots, across and then down, hold patches of one image adjacent in just that way.
+
+    A slot holds the patch at `place` in an image; below zero it holds none.
+    """
+    image, place = image.unflatten(1, grid), place.unflatten(1, grid)
+    row, column, patch = place.div(grid[1], rounding_mode="floor"), place % grid[1], place >= 0
+    across = _same(image, patch, 2) & (row.diff(dim=2) == 0) & (column.diff(dim=2) == 1)
+    down = _same(image, patch, 1) & (row.diff(dim=1) == 1) & (column.diff(dim=1) == 0)
+    return torch.cat([across.flatten(1), down.flatten(1)], 1)
 
 
 def _same(image: Int[Tensor, "b r c"], patch: Bool[Tensor, "b r c"], dim: int) -> Bool[Tensor, "b _ _"]:

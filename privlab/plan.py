@@ -1,6 +1,7 @@
 """What is to be run: the specification of a run, and which attack runs on which block of a victim."""
 
 import warnings
+from collections.abc import Container
 from dataclasses import dataclass, fields, replace
 
 from privlab.attacks import attacks as installed_attacks
@@ -24,7 +25,20 @@ from privlab.threat import (
 )
 from privlab.victims import Victim
 
-__all__ = ["RELEASES", "SETTINGS", "Cell", "Specification", "applicable", "defense_of", "plan"]
+__all__ = [
+    "RELEASES",
+    "SETTINGS",
+    "WORST_CASE",
+    "Cell",
+    "Specification",
+    "applicable",
+    "defense_of",
+    "plan",
+    "stands_in",
+]
+
+WORST_CASE = "worst-case"
+"""The name of all attacks that can run and need not be named: what runs where none is named."""
 
 SETTINGS: dict[str, str] = {
     "a": "φ(∇M(x), x): the plain image is fed, and scored against",
@@ -66,6 +80,7 @@ class Specification:
     eight_bit: bool = False
     seed: int = 0
     draw: int = 0
+    draws: int = 1
     force: bool = False
     release: str = "auto"
     options: tuple[str, ...] = ()
@@ -73,12 +88,20 @@ class Specification:
     public_limit: int = 200
     client_batch: int = 16
     embedding: str | None = None
+    gradient_batch: int = 1
 
     def __post_init__(self) -> None:
         """Check every name against what is installed."""
+        if self.attacks == (WORST_CASE,):
+            object.__setattr__(self, "attacks", None)
+        if WORST_CASE in (self.attacks or ()):
+            raise PrivlabError(
+                f"'{WORST_CASE}' is every attack that can run and need not be named, and stands alone. "
+                f"Found {','.join(self.attacks or ())}."
+            )
         for kind, names, choices in (
             ("setting", self.settings, SETTINGS),
-            ("attack", self.attacks or (), installed_attacks()),
+            ("attack", self.attacks or (), {WORST_CASE, *installed_attacks()}),
             ("defense", self.parts, {"auto", *defenses()} if len(self.parts) == 1 else defenses()),
             ("release", (self.release,), {"auto", *RELEASES}),
             ("metric", self.metrics, METRICS),
@@ -92,7 +115,7 @@ class Specification:
                 raise PrivlabError(f"At least one of {kind} is needed. Found none.")
         if not 0 <= self.seed < 2**63:
             raise PrivlabError(f"seed must be in [0, 2^63 − 1]. Found {self.seed}.")
-        for name in ("client_batch", "public_limit"):
+        for name in ("client_batch", "gradient_batch", "public_limit", "draws"):
             if getattr(self, name) < 1:
                 raise PrivlabError(f"{name} must be a positive number. Found {getattr(self, name)}.")
         Mjp(gamma=self.gamma, masked_pe=self.masked_pe)
@@ -113,6 +136,13 @@ class Specification:
         return self._defends_features or any(Capability.RELEASED_FEATURES in kind.requires for kind in kinds)
 
     @property
+    def together(self) -> int | None:
+        """Return how many images leave a client as one, to be attacked as one; None where each goes by itself."""
+        if self.features_released:
+            return self.client_batch
+        return self.gradient_batch if self.gradient_batch > 1 else None
+
+    @property
     def _defends_features(self) -> bool:
         return any(hasattr(defenses().get(name), "send") for name in self.parts)
 
@@ -131,6 +161,11 @@ class Specification:
     def _check_release(self) -> None:
         if self.features_released and self.block == "april":
             raise PrivlabError("Features leave the client before any block. Found --block april: leave it out.")
+        if self.features_released and self.gradient_batch > 1:
+            raise PrivlabError(
+                f"gradient_batch is of released gradients. Found {self.gradient_batch}, and features released: "
+                "use client_batch."
+            )
         if not self.features_released and self._defends_features:
             raise PrivlabError(f"Defense '{self.defense}' acts on features. Found --release gradients: use features.")
         for name in self.parts if self.features_released else ():
@@ -149,9 +184,11 @@ class Cell:
     def parameters(self) -> list[str]:
         """Return the names of the gradients that the attacks read, with all that are released for "*"."""
         names = [name for attack in self.attacks if isinstance(attack, Attack) for name in attack.parameters]
+        released = released_parameters(self.victim.model)
         if "*" in names:
-            return sorted(released_parameters(self.victim.model))
-        return list(dict.fromkeys(names))
+            return sorted(released)
+        more = (name for attack in self.attacks for name in getattr(attack, "if_released", ()) if name in released)
+        return list(dict.fromkeys((*names, *more)))
 
 
 def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
@@ -199,8 +236,11 @@ def plan(spec: Specification, base: Victim) -> list[Cell]:
     return cells
 
 
-def applicable(spec: Specification, base: Victim) -> tuple[list[Cell], dict[str, str]]:
+def applicable(spec: Specification, base: Victim, *, stand_ins: bool = False) -> tuple[list[Cell], dict[str, str]]:
     """Return the cells of the attacks that can run on a victim, and for each of the others why it cannot.
+
+    Attacks that are not named come cheapest first, in the order of the registry; the cell of the dearest one is last.
+    Those that stand in for others that run are left out, unless `stand_ins` are asked for too.
 
     Raises:
         PrivlabError: if an option does not fit an attack.
@@ -208,15 +248,23 @@ def applicable(spec: Specification, base: Victim) -> tuple[list[Cell], dict[str,
     cells: dict[str, Cell] = {}
     refused: dict[str, str] = {}
     for name, kind in _candidates(spec).items():
+        running = {attack.name for cell in cells.values() for attack in cell.attacks}
+        if spec.attacks is None and not stand_ins and stands_in(kind, running):
+            continue
         attack = configured(kind, spec.options)
         try:
             home = _home(attack, spec, base, cells)
         except PrivlabError as refusal:
             refused[name] = str(refusal)
             continue
-        cell = cells.get(home.block, Cell(home, ()))
+        cell = cells.pop(home.block, Cell(home, ()))
         cells[home.block] = replace(cell, attacks=(*cell.attacks, attack))
     return list(cells.values()), refused
+
+
+def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[str]) -> bool:
+    """Return whether an attack is for where certain others cannot run, and one of these runs."""
+    return any(name in running for name in getattr(attack, "stands_in_for", ()))
 
 
 def _candidates(spec: Specification) -> dict[str, AttackClass]:
@@ -248,10 +296,19 @@ def _home(attack: Attack | FeatureAttack, spec: Specification, base: Victim, cel
     for block in blocks:
         try:
             variant = cells[block].victim if block in cells else base.with_block(block)
-            check_capabilities(attack, granted(variant.model, defense), force=spec.force and spec.block != "auto")
+            grants = granted(variant.model, defense, spec.gradient_batch)
+            check_capabilities(attack, grants, force=spec.force and spec.block != "auto")
+            _check_released(attack, variant)
         except PrivlabError as error:
             refusal = error
         else:
             return variant
     assert refusal is not None
     raise refusal
+
+
+def _check_released(attack: Attack | FeatureAttack, victim: Victim) -> None:
+    """Refuse an attack that reads the gradient of a parameter that the client freezes."""
+    frozen = [name for name in getattr(attack, "parameters", ()) if name in victim.model.frozen]
+    if frozen:
+        raise PrivlabError(f"Attack '{attack.name}' reads gradients of frozen parameters: {', '.join(frozen)}.")

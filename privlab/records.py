@@ -13,7 +13,8 @@ import pyarrow as pa
 
 import privlab
 from privlab.decode import Picture, one_line
-from privlab.errors import PrivlabError
+from privlab.defenses import Jigsaw, defenses
+from privlab.errors import PrivlabError, unknown_name
 from privlab.plan import Cell, Specification, defense_of
 from privlab.stack import Stack
 from privlab.victims import Victim
@@ -29,14 +30,16 @@ __all__ = [
     "Record",
     "Rows",
     "cell_key",
+    "check_geometry",
     "to_frame",
 ]
 
 SCHEMA = 3
 """Version of the records' columns."""
 
-GEOMETRIES = ("in_place", "oracle")
-"""How a reconstruction is laid out: as it is, or with its patches put where they belong by the evaluator."""
+GEOMETRIES = ("in_place", "oracle", "reassembled")
+"""How a reconstruction is laid out: as it is; with its patches put where they belong by the evaluator; and, in setting
+c of released gradients, with the patches that a defense shuffled put in order by the adversary."""
 
 CONTROL = "control:"
 """How the attack column of a negative control starts."""
@@ -55,10 +58,10 @@ _ORDER = (
     "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
     "tokens_found tokens_sure correct grad_norm "
     "seconds_observe seconds_attack seconds_score status reason schema privlab_version "
-    "defense_params attack_params victim_params conditions metrics cell batch external"
+    "defense_params attack_params victim_params conditions metrics cell batch batch_images external"
 )
 _REAL = "mse psnr ssim fft2d lpips seconds grad f placement neighbour key tokens correct"
-_WHOLE = "label seed draw schema"
+_WHOLE = "label seed draw schema batch_images"
 
 
 def _type(column: str) -> pa.DataType:
@@ -81,6 +84,23 @@ def cell_key(row: Mapping[str, object]) -> str:
     """Return the key of the cell that a row belongs to: the first 128 bits of SHA-256 over `IDENTITY`, in hex."""
     text = json.dumps([row.get(name) for name in IDENTITY], ensure_ascii=False)
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
+
+
+def check_geometry(geometry: str, spec: Specification) -> None:
+    """Refuse a geometry that no row of a run has.
+
+    Raises:
+        PrivlabError: if it is unknown, or there is nothing to re-assemble.
+    """
+    if geometry not in GEOMETRIES:
+        raise unknown_name("geometry", geometry, GEOMETRIES)
+    shuffled = any(name == "auto" or issubclass(defenses()[name], Jigsaw) for name in spec.parts)
+    if geometry == GEOMETRIES[2] and ("c" not in spec.settings or spec.features_released or not shuffled):
+        release = "features" if spec.features_released else "gradients"
+        raise PrivlabError(
+            "Geometry 'reassembled' is for setting c, released gradients and a defense that shuffles patches. "
+            f"Found setting {','.join(spec.settings)}, {release} and defense {spec.defense}."
+        )
 
 
 def to_frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -106,8 +126,18 @@ class Rows:
             | self._image(picture)
             | {"geometry": geometry}
             for attack in cell.attacks
-            for geometry in GEOMETRIES
+            for geometry in self.geometries(setting)
         ]
+
+    def geometries(self, setting: str) -> tuple[str, ...]:
+        """Return the geometries in which reconstructions are scored.
+
+        There is nothing to re-assemble where no patches were shuffled, and nothing to compare with in setting b, whose
+        reference is itself shuffled. Patches of less than 3 × 3 pixels have no borders to go by.
+        """
+        shuffled = any(isinstance(part, Jigsaw) for part in self.defenses[setting].parts)
+        reassembled = setting == "c" and shuffled and not self.spec.features_released and self.base.model.patch >= 3
+        return GEOMETRIES if reassembled else GEOMETRIES[:2]
 
     def control(self, picture: Picture, setting: str, name: str) -> Record:
         """Return the row of one picture under a negative control, without its scores."""
@@ -185,6 +215,8 @@ class Rows:
         }
         if spec.features_released:
             given["client_batch"] = spec.client_batch
+        elif spec.together:
+            given["gradient_batch"] = spec.gradient_batch
         return given | ({"force": True} if spec.force else {})
 
 

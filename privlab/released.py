@@ -190,18 +190,18 @@ def observation(
     defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
     knows_weights: bool = True,
 ) -> Observation:
-    """Return what the adversary sees: the gradient summed over the batch, in the model's precision, with b = 1.
+    """Return what the adversary sees: one gradient of the batch's mean loss, in the model's precision.
 
     What the file does not hold is not granted: `batch_size_one` is for one image alone. `defense` is what the client is
     known to use.
     """
-    gradients = {name: (g.to(model.mean) * _factor(released))[None] for name, g in released.gradients.items()}
+    B = released.batch_size
+    images = B if released.reduction == "sum" else 1  # that the stated loss is to be divided by
+    gradients = {name: (g.to(model.mean) / images)[None] for name, g in released.gradients.items()}
     withheld = set() if knows_weights else {Capability.KNOWS_WEIGHTS}
-    if released.batch_size > 1:
-        withheld.add(Capability.BATCH_SIZE_ONE)
     if "pos_embed" not in gradients:
         withheld |= {Capability.LEARNABLE_PE_GRADIENT, Capability.PE_OF_EVERY_TOKEN}
-    return Observation(model, gradients, granted(model, defense) - withheld, tuple(defense))
+    return Observation(model, gradients, granted(model, defense, B) - withheld, tuple(defense), B)
 
 
 def _factor(released: Released) -> int:

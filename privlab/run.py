@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,8 @@ def attack(
         images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
         metrics: names of `privlab.metrics.METRICS`; by default all but LPIPS of VGG and SqueezeNet.
         device: "auto", "cpu", "cuda" or "cuda:N".
-        batch_size: images at a time; by default 8 on a CPU and 64 on a GPU. Features are sent in `client_batch`es.
+        batch_size: images at a time; by default 8 on a CPU and 64 on a GPU. Features are sent in `client_batch`es, and
+            `gradient_batch` images make one gradient.
         out: the run directory; without one nothing is written.
         overwrite: whether an earlier run in `out` gives way.
         options: the other fields of `privlab.plan.Specification`: weights, block, gamma, limit, seed …
@@ -218,23 +219,26 @@ def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.d
 
 
 def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progress) -> Iterator[tuple[Scored, int]]:
-    """Yield what comes of each chunk, with the number of its first image, one victim after the other."""
+    """Yield what comes of each chunk and draw, with the number of its first image, one victim after the other."""
     count = ready.source.count
     total, done = None if count is None else count * len(ready.victims), 0
     size = batch_size or (64 if ready.device.type == "cuda" else 8)
-    if ready.spec.features_released:
-        size = ready.spec.client_batch  # a client's batch is permuted together: it is no matter of speed
+    size = ready.spec.together or size  # a client's batch is released together: it is no matter of speed
     metrics = [name for name in ready.spec.metrics if name not in ready.missing]
     for base, of_base in zip(ready.victims, ready.cells, strict=True):
         cells = [Cell(cell.victim.to(ready.device), cell.attacks) for cell in of_base]
         public = public_images(ready.spec.public, ready.spec.public_limit, base.preprocessing, ready.device)
-        evaluator = Evaluator(ready.spec, base.to(ready.device), cells, metrics, ready.learned, public, strips)
+        specs = [replace(ready.spec, draw=ready.spec.draw + i) for i in range(ready.spec.draws)]
+        evaluators = [
+            Evaluator(spec, base.to(ready.device), cells, metrics, ready.learned, public, strips and spec is specs[0])
+            for spec in specs
+        ]
         first = 0
         for chunk in batches(ready.source, base.preprocessing, size):
-            scored = evaluator(chunk)
-            yield scored, first
-            first += scored.images
-            done += scored.images
+            scored = [evaluator(chunk) for evaluator in evaluators]
+            yield from ((of_draw, first) for of_draw in scored)
+            first += scored[0].images
+            done += scored[0].images
             progress(done, total)
 
 

@@ -75,13 +75,22 @@ def _public(
 
 
 def source_of(spec: Specification, victims: Sequence[Victim]) -> ImageSource:
-    """Open the images; class folders named by WordNet ids get ImageNet's labels where the victims have them."""
+    """Open the images; class folders named by WordNet ids get ImageNet's labels where the victims have them.
+
+    Raises:
+        PrivlabError: if there are none, or fewer than make one gradient.
+    """
     wnids = None
     if all(base.model.vit.num_classes == 1000 for base in victims):
         wnids = _imagenet()
     images = _one_or_all(spec.images)
     labels = None if spec.labels == "predicted" else spec.labels
-    return open_images(images, limit=spec.limit, split=spec.split, labels=labels, class_to_index=wnids)
+    source = open_images(images, limit=spec.limit, split=spec.split, labels=labels, class_to_index=wnids)
+    if source.count is not None and source.count < spec.gradient_batch:
+        raise PrivlabError(
+            f"gradient_batch must be at most the number of images, {source.count}. Found {spec.gradient_batch}."
+        )
+    return source
 
 
 @cache

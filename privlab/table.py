@@ -73,7 +73,7 @@ def estimate(tasks: Sequence[Task]) -> dict[tuple[object, ...], float]:
     seconds: dict[tuple[object, ...], float] = {}
     for task in tasks:
         if (kind := kind_of(task)) not in seconds:
-            count = task.spec.client_batch if task.spec.features_released else 1
+            count = task.spec.together or 1
             one = replace(task, images=task.images[:count])
             run_task(one)  # loads the victim
             seconds[kind] = run_task(one).seconds / len(one.images)
@@ -83,7 +83,8 @@ def estimate(tasks: Sequence[Task]) -> dict[tuple[object, ...], float]:
 def kind_of(task: Task) -> tuple[object, ...]:
     """Return what decides how long a task takes."""
     spec = task.spec
-    return spec.models, spec.img_size, spec.features_released, spec.block, task.attacks, task.metrics, bool(task.kept)
+    how = (spec.img_size, spec.features_released, spec.gradient_batch, spec.block)
+    return spec.models, *how, task.attacks, task.metrics, bool(task.kept)
 
 
 def fill(

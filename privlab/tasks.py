@@ -120,9 +120,7 @@ def run_task(task: Task) -> Result:
 
 
 def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[list[Picture]]:
-    size = task.batch_size or (64 if device.type == "cuda" else 8)
-    if task.spec.features_released:
-        size = task.spec.client_batch
+    size = task.spec.together or task.batch_size or (64 if device.type == "cuda" else 8)
     places = None if source.names is None else {name: place for place, name in enumerate(source.names)}
     for start in range(0, len(task.images), size):
         wanted = task.images[start : start + size]

@@ -88,16 +88,21 @@ FORCEABLE = frozenset({Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE})
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """Everything that the adversary sees of b independent clients of one image each, and nothing else.
+    """Everything that the adversary sees of r independent releases, and nothing else.
 
-    `gradients` are ∂ℓ/∂θ by timm's parameter name (and `unk_embed`, MJP's E_unk), with a leading dimension b, as
+    `gradients` are ∂ℓ/∂θ by timm's parameter name (and `unk_embed`, MJP's E_unk), with a leading dimension r, as
     they were released; `defense` holds the algorithms at work with their public parameters, in their order.
+
+    Each release is the gradient of the mean loss of `images_per_release` = B images, its defense acting on that mean.
+    An attack returns r·B images, release by release, those of one release in any order: the evaluator assigns them.
+    `batch_size_one` is granted for B = 1 alone.
     """
 
     model: VictimModel
-    gradients: Mapping[str, Float[Tensor, "b ..."]]
+    gradients: Mapping[str, Float[Tensor, "r ..."]]
     grants: frozenset[Capability]
     defense: tuple["Defense | FeatureDefense | GradientDefense", ...] = ()
+    images_per_release: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +232,9 @@ class Attack(Protocol):
     """A frozen dataclass of hyper-parameters; calling it turns an observation into images in [0, 1].
 
     `parameters` names the gradients that it reads ("*": all that are released), `requires` what it must be granted,
-    `paper` its source. One with `named_only` set runs only where it is asked for by name.
+    `paper` its source. One with `named_only` set runs only where it is asked for by name, and one with `stands_in_for`,
+    unless it is, only where none of the attacks named there runs. It may read further gradients, `if_released`. `knows`
+    names the defenses that it takes into account; with `places` set it puts loose patches in order itself.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]

@@ -1,17 +1,23 @@
 """What the clients of one batch feed and send in one setting, and what a reconstruction is compared with."""
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from privlab.decode import Picture
 from privlab.draws import draw_for
-from privlab.threat import Feed, Sent
+from privlab.gradients import full_precision
+from privlab.images import Chunk
+from privlab.model import VictimModel
+from privlab.records import Record
+from privlab.threat import Feed, PrivlabWarning, Sent
 
-__all__ = ["Batch", "Trial", "batch_key"]
+__all__ = ["Batch", "Trial", "batch_key", "labelled"]
 
 
 def batch_key(sha256: Iterable[str]) -> str:
@@ -44,15 +50,64 @@ class Batch:
         """Return a generator for each picture."""
         return [draw_for(seed, picture.sha256, purpose, draw) for picture in self.pictures]
 
+    def images_per_release(self, together: int | None) -> int:
+        """Return how many of the pictures make one gradient: one, or all of those that are released `together`.
+
+        Warns:
+            PrivlabWarning: if they are fewer than that.
+        """
+        if together is None:
+            return 1
+        if (b := len(self.pictures)) < together:
+            told = "fewer were left or could be used, and the fewer, the easier (`batch_images` says which)"
+            warnings.warn(f"A gradient of {b} instead of {together} images: {told}.", PrivlabWarning, stacklevel=2)
+        return b
+
+    def release_draws(self, seed: int, draw: int, images_per_release: int) -> list[Generator]:
+        """Return a generator for each release, of as many pictures as were said."""
+        names, B = [picture.sha256 for picture in self.pictures], images_per_release
+        return [draw_for(seed, "/".join(names[i : i + B]), "release", draw) for i in range(0, len(names), B)]
+
+    def stated(self, together: int | None) -> Record:
+        """Return what the rows state of a batch that is released as one; nothing where each picture is by itself."""
+        return {} if together is None else {"batch": self.key, "batch_images": len(self.pictures)}
+
+
+def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batch, list[Picture]]:
+    """Return the readable pictures of a chunk on the model's device, and those that cannot be used.
+
+    Where there is no label, and wherever it is to be `predicted`, the model's own prediction stands in; pictures whose
+    label is out of range cannot be used.
+    """
+    classes = model.vit.num_classes
+    images, pictures = chunk.images.to(model.mean), list(chunk.pictures)
+    if predicted or any(picture.label is None for picture in pictures):
+        with torch.no_grad(), full_precision():
+            found = model(images).argmax(1).tolist()
+        pictures = [
+            replace(picture, label=label, label_origin="predicted") if predicted or picture.label is None else picture
+            for picture, label in zip(pictures, found, strict=True)
+        ]
+    rule = f"The victim has {classes} classes, so a label must be below."
+    fine = [i for i, picture in enumerate(pictures) if (picture.label or 0) < classes]
+    wrong = [replace(p, problem=f"label {p.label}: {rule}") for p in pictures if (p.label or 0) >= classes]
+    labels = torch.tensor([picture.label for picture in pictures], dtype=torch.long, device=images.device)
+    key = batch_key(picture.sha256 for picture in (*chunk.pictures, *chunk.failed))
+    return Batch(pictures, images, labels, key).take(fine), [*chunk.failed, *wrong]
+
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """One setting of one batch: what is fed and sent, and what a reconstruction is compared with."""
+    """One setting of one batch: what is fed and sent, and what a reconstruction is compared with.
+
+    `known` marks the slots that the adversary knows to hold their own patch; None where nothing says which they are.
+    """
 
     setting: str
     feed: Feed
     reference: Float[Tensor, "b c h w"]
     sent: Sent | None = None  # None: gradients are released
+    known: Bool[Tensor, "b n"] | None = None
 
     def take(self, rows: Sequence[int]) -> "Trial":
         """Return the trial of some of the images, whose gradients are released."""
@@ -61,4 +116,5 @@ class Trial:
         taken = replace(
             feed, images=feed.images[rows], order=feed.order[rows], moved=feed.moved[rows], masked_pe=masked
         )
-        return Trial(self.setting, taken, self.reference[rows])
+        known = None if self.known is None else self.known[rows]
+        return Trial(self.setting, taken, self.reference[rows], known=known)

@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from privlab.images import Preprocessing, open_images
 from privlab.model import VictimModel
+
+settings.register_profile("untimed", deadline=None)  # no test depends on how busy a machine is
+settings.load_profile("untimed")
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 

@@ -6,6 +6,7 @@ import traceback
 import click
 
 from privlab import __version__
+from privlab.cli.admit import admit
 from privlab.cli.attack import attack
 from privlab.cli.common import err
 from privlab.cli.keys import keys
@@ -61,6 +62,6 @@ def cli() -> None:
     """Measure how much of a private image leaks from a Vision Transformer, and what a defense really stops."""
 
 
-for command in (attack, list_, doctor, bench, keys, split, study, table, store, report, figures):
+for command in (attack, admit, list_, doctor, bench, keys, split, study, table, store, report, figures):
     cli.add_command(command)
 keys.add_command(finetune_study)

@@ -1,6 +1,7 @@
 """`privlab attack`: options in, a table out."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -10,11 +11,12 @@ import click
 
 from privlab.cli.audit import audit_features, audit_gradient_file
 from privlab.cli.common import common, err, fits, plain, print_json, print_table, progress_bar
-from privlab.errors import PrivlabError, unknown_name
+from privlab.errors import PrivlabError
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from privlab.report.flags import Flag
     from privlab.run import Outcome
 
 __all__ = ["attack"]
@@ -23,7 +25,7 @@ __all__ = ["attack"]
 @click.command()
 @click.option("--model", required=True, help="Victims: names of `privlab list victims` or timm:NAME, with commas.")
 @click.option("--setting", help="a, b or c (MJP, section 5.4), with commas.  [default: c if defended, else a]")
-@click.option("--attack", help="Attacks, with commas.  [default: all that can run]")
+@click.option("--attack", help="Attacks, with commas.  [default: worst-case, all that can run]")
 @click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
 @click.option("--block", default="auto", show_default=True, help="First block: auto, stock or april.")
 @click.option("--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does.")
@@ -52,6 +54,9 @@ __all__ = ["attack"]
 @click.option(
     "--client-batch", type=click.IntRange(min=1), default=16, show_default=True, help="Features: images sent together."
 )
+@click.option(
+    "--gradient-batch", type=click.IntRange(min=1), default=1, show_default=True, help="Images that make one gradient."
+)
 @click.option("--public", multiple=True, default=("samples",), show_default=True, help="Images that the adversary has.")
 @click.option("--public-limit", type=click.IntRange(min=1), default=200, show_default=True, help="How many of them.")
 @click.option("--embedding", metavar="timm:NAME@FILE", help="Network of the metric f_sim, with its weights.")
@@ -69,7 +74,10 @@ __all__ = ["attack"]
 @click.option("--metrics", help="Names of `privlab list metrics`, with commas.")
 @click.option("--lpips-weights", help="File or folder with LPIPS backbones.")
 @click.option("--eight-bit", is_flag=True, help="Round reconstructions to 8 bits before they are scored.")
-@click.option("--geometry", default="in_place", show_default=True, help="Rows of the table: in_place or oracle.")
+@click.option("--geometry", default="in_place", show_default=True, help="Rows: in_place, oracle or reassembled.")
+@click.option(
+    "--draws", type=click.IntRange(min=1), default=1, show_default=True, help="Of a random defense, each image."
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--batch-size", default="auto", show_default=True, help="Images at a time: auto or a number.")
@@ -109,14 +117,13 @@ def attack(
         return audit_gradient_file(context, gradients, path, context.params)
     if reference is not None:
         raise PrivlabError("--reference is the private image of a --gradients file. Give that file, or use --images.")
-    from privlab.records import GEOMETRIES
-    from privlab.report.summary import KNOWN, flags, shown_metrics, summarise, verdicts, worst_cases
+    from privlab.records import check_geometry
+    from privlab.report.summary import KNOWN, flags, shown_metrics, summarise, verdicts
     from privlab.run import execute, specify
 
-    if geometry not in GEOMETRIES:
-        raise unknown_name("geometry", geometry, GEOMETRIES)
     options |= {"public": public, "options": options_}
     spec = specify(model, setting, attack=attack, images=images, metrics=metrics, **options)
+    check_geometry(geometry, spec)
     path = out or _new_directory(spec.models, spec.settings)
     with progress_bar("attacking") as progress:
         outcome = execute(
@@ -129,13 +136,15 @@ def attack(
             progress=progress,
         )
     table = summarise(outcome.records, spec.metrics, geometry)
+    found = flags(outcome.records, spec.metrics, geometry)
     for message in outcome.warnings:
         err.print(f"Warning: {message}", style="yellow", markup=False)
     if as_json:
         print_json(
             {
                 "run": str(path),
-                "verdict": [*verdicts(outcome), *worst_cases(outcome.records, geometry), *flags(table)],
+                "verdict": verdicts(outcome),
+                "flags": [asdict(flag) for flag in found],
                 "geometry": geometry,
                 "leaks": {name: KNOWN[name].direction for name in shown_metrics(spec.metrics, table)},
                 "rows": [{name: plain(value) for name, value in row.items()} for row in table.to_dict("records")],
@@ -145,7 +154,7 @@ def attack(
             }
         )
     else:
-        _print_attack(outcome, table, geometry)
+        _print_attack(outcome, table, geometry, found)
     for image, reason in outcome.failed.items():
         err.print(f"Failed: {image}: {reason}", style="red", markup=False)
     return 2 if outcome.failed else 0
@@ -166,17 +175,21 @@ def _batch_size(text: str) -> int | None:
     return int(text)
 
 
-def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str) -> None:
-    from privlab.report.summary import flags, shown_metrics, to_rich, verdicts, worst_cases
+def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, found: "Sequence[Flag]") -> None:
+    from privlab.report.flags import flag_lines
+    from privlab.report.summary import shown_metrics, to_rich, verdicts
 
     shown = shown_metrics(outcome.spec.metrics, table)
     wide = to_rich(table, shown)
     print_table(wide if fits(wide) else to_rich(table, shown, stacked=True))
     arrows = "mean ± standard deviation over the images; arrows show the direction that leaks"
     click.echo(f"{arrows}; geometry {geometry}, controls as they are")
+    click.echo(
+        "worst case: of each image the leakiest score over all attacks and draws, by each metric's own direction"
+    )
     for name in shown:
         if name in outcome.missing:
             click.echo(f"{name}: n/a ({outcome.missing[name].partition(':')[0]}; see the warning)")
-    for line in (*verdicts(outcome), *worst_cases(outcome.records, geometry), *flags(table)):
+    for line in (*verdicts(outcome), *flag_lines(found)):
         click.echo(line)
     click.echo(f"run: {outcome.path}")

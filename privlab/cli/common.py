@@ -5,13 +5,17 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from privlab.training import Progress as Step
 
 __all__ = ["common", "err", "fits", "plain", "print_json", "print_rows", "print_table", "progress_bar"]
 
@@ -28,17 +32,25 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a progress bar on standard error."""
+    """Show a progress bar on standard error, with the steps of a search or training inside and the time left for it."""
+    from privlab.training import listening  # it costs the import of torch
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=err)
     task = bar.add_task(what, total=None)
 
     def show(done: int, total: int | None) -> None:
         bar.start()  # not before all is checked: a mistake then is one line
-        bar.update(task, completed=done, total=total)
+        bar.update(task, description=what, completed=done, total=total)
+
+    def step(now: "Step") -> None:
+        bar.start()
+        left = timedelta(seconds=round(now.seconds_left))
+        bar.update(task, description=f"{what}: step {now.step} of {now.steps}, {left} left")
 
     try:
-        yield show
+        with listening(step):
+            yield show
     finally:
         if bar.live.is_started:
             bar.stop()

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,11 +179,13 @@ def _print_results(
     results: "Results", format_: str | None, standalone: bool, all_attacks: bool, other: "Results | None"
 ) -> int:
     from privlab.report.compare import compare as against
+    from privlab.report.flags import flag_lines, flags_of
     from privlab.report.formats import render, to_rich
     from privlab.report.leakage import headline, leakage
     from privlab.report.sheet import Caption
 
     rows, caption = leakage(results), Caption.of(results)
+    caption = replace(caption, remarks=(*caption.remarks, *flag_lines(flags_of(results))))
     shown = rows if all_attacks else headline(rows)
     if format_ is not None:
         click.echo(render(format_, shown, results.layout, caption, standalone=standalone), nl=False)

@@ -99,15 +99,21 @@ def case_names(levels: Levels, *, grouped: bool = False) -> list[str]:
     ]
 
 
+_GEOMETRIES = {
+    "oracle": "Each patch is put where it belongs (oracle geometry).",
+    "reassembled": "Shuffled patches are put in order by the adversary (reassembled geometry).",
+}
+
+
 def notes(levels: Levels, cases: Sequence[int], *said: str) -> list[str]:
     """Return what a reader must know: images, geometry, failures, and what was measured elsewhere."""
     rows = [row for row in levels.rows if row.case in set(cases)]
     images = sorted({row.images for row in rows if row.kind == "worst" and row.images})
     counted = [f"{' to '.join(f'{n}' for n in dict.fromkeys((images[0], images[-1])))} images."] if images else []
-    oracle = "Each patch is put where it belongs (oracle geometry)."
+    geometry = _GEOMETRIES.get(levels.results.layout.geometry)
     failed = sum(row.failed for row in rows if row.kind == "attack")
     external = dict.fromkeys(row.external for row in rows if row.kind == "attack" and row.external)
-    lines = [" ".join((*counted, *said, *([oracle] if levels.results.layout.geometry == "oracle" else [])))]
+    lines = [" ".join((*counted, *said, *([geometry] if geometry else [])))]
     if failed:
         lines.append(f"Failed, and left out: {failed} reconstruction{'s' if failed > 1 else ''}.")
     if refused := sorted({attack for row in rows if row.kind == "worst" for attack in row.refused}):

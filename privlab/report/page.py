@@ -19,10 +19,11 @@ import privlab
 from privlab.decode import one_line
 from privlab.errors import PrivlabError
 from privlab.records import CONTROL
+from privlab.report.flags import lead_metric
 from privlab.report.leakage import leakage
 from privlab.report.page_data import Images, case_names, leaks, page_data, scores_of
 from privlab.report.page_pictures import Album, albums, order_of
-from privlab.report.page_verdict import flags, lead_metric, lead_text, verdict
+from privlab.report.page_verdict import flags, lead_text, verdict
 from privlab.report.results import Results
 
 __all__ = ["write_page"]
@@ -58,7 +59,7 @@ def _part(name: str) -> str:
 def _context(results: Results) -> dict[str, Any]:
     """Return what the template is filled with."""
     css, js = _part("page.css"), _part("page.js")
-    rows, lead = leakage(results), lead_metric(results)
+    rows, lead = leakage(results), lead_metric(results.layout.columns)
     return {
         "title": results.title,
         "source": results.source,

@@ -7,22 +7,15 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from privlab.experiment import KNOWN
+from privlab.report.flags import Flag, flags_of
 from privlab.report.leakage import Row, Score, conditions_that_differ
 from privlab.report.page_data import case_names, decimals, leaks, title
 from privlab.report.results import Results
 
-__all__ = ["Flag", "Verdict", "flags", "lead_metric", "lead_text", "verdict"]
+__all__ = ["Verdict", "flags", "lead_text", "verdict"]
 
 _LEFT, _RIGHT, _EXACT = 8.0, 184.0, 194.0
 """Where a plot of 200 units starts and ends, and where infinite values stand."""
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A way in which the verdict is weakened, and where."""
-
-    head: str
-    items: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -50,12 +43,6 @@ class Verdict:
     about: str
     axis: str
     groups: Sequence[tuple[str | None, Sequence[Line]]]
-
-
-def lead_metric(results: Results) -> str:
-    """Return the metric that is shown first: PSNR where it is a column, or else the first column that leaks."""
-    columns = results.layout.columns
-    return "psnr" if "psnr" in columns else next((name for name in columns if leaks(name)), columns[0])
 
 
 def verdict(results: Results, rows: Sequence[Row], metric: str) -> Verdict:
@@ -224,9 +211,8 @@ def flags(results: Results, rows: Sequence[Row], metric: str) -> list[Flag]:
     status = results.facts.get("status", "finished")
     found = [
         Flag("Not finished", [f"the run's status is {status}"] if status != "finished" else []),
-        Flag("No better than a control", _shown_nothing(results, rows, metric)),
+        *flags_of(results),
         Flag("No score", _unscored(results, rows, metric)),
-        Flag("Failed", _failed(results)),
         Flag("Other conditions than the paper's", _conditions(results)),
         Flag("Refused", _refused(results)),
         Flag("Measured elsewhere", _external(results, rows)),
@@ -235,29 +221,9 @@ def flags(results: Results, rows: Sequence[Row], metric: str) -> list[Flag]:
     return [flag for flag in found if flag.items]
 
 
-def _shown_nothing(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
-    n, cases = decimals(results, metric), [_Case.of(rows, i, metric) for i in range(len(results.cases))]
-    return [
-        f"{name}: {title(metric)} {shown(case.worst.mean, n)}, {case.control_name} {shown(case.control.mean, n)}"
-        for name, case in zip(case_names(results), cases, strict=True)
-        if case.beaten
-    ]
-
-
 def _unscored(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
     names = case_names(results)
     return [names[i] for i in range(len(names)) if math.isnan(_Case.of(rows, i, metric).worst.mean)]
-
-
-def _failed(results: Results) -> list[str]:
-    failed, names = results.records[results.records.status != "ok"], case_names(results)
-    lines = []
-    for case in sorted(failed.case.unique().tolist()):
-        of_case = failed[failed.case == case]
-        reasons = of_case.reason.fillna("no reason is recorded").value_counts()
-        more = f", and {len(reasons) - 1} more reasons" if len(reasons) > 1 else ""
-        lines.append(f"{names[case]}: {_some(of_case.image.nunique(), 'image')}, {reasons.index[0]}{more}")
-    return lines
 
 
 def _conditions(results: Results) -> list[str]:

@@ -1,7 +1,7 @@
 """What a directory of records holds, as tables, figures and pages read it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +11,10 @@ import pandas as pd
 
 from privlab.errors import PrivlabError
 from privlab.experiment import KNOWN, Figure, Layout
-from privlab.records import CONTROL, CONTROLS
+from privlab.records import CONTROLS
 from privlab.store import RunDirectory
 
-__all__ = ["CaseFacts", "Results", "load_results"]
+__all__ = ["CaseFacts", "Results", "by_case", "load_results", "papers_attack"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,29 +111,36 @@ def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) 
     )
 
 
+def by_case(records: pd.DataFrame) -> tuple[pd.DataFrame, tuple[CaseFacts, ...]]:
+    """Return the records of one `privlab attack` with their case: one for each victim, setting and defense."""
+    keys = ["victim", "setting", "defense"]
+    found = records.loc[:, keys].drop_duplicates().itertuples(index=False)
+    cases = (CaseFacts(f"{row.victim}, setting {row.setting}, {row.defense}", options=row._asdict()) for row in found)
+    return records.assign(case=records.groupby(keys, sort=False).ngroup()), tuple(cases)
+
+
+def papers_attack(attacks: Iterable[str]) -> str | None:
+    """Return which of the attacks the papers of the defenses print: MJP's, or Permutation Equivariance's."""
+    there = set(attacks)
+    return next((name for name in ("april", "inversion-mae") if name in there), None)
+
+
 def _of_run(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
-    """Return the records of one `privlab attack`: a case for each victim, setting and defense."""
+    """Return the records of one `privlab attack`."""
     spec = facts.get("specification")
     if spec is None:
         raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
-    keys = ["victim", "setting", "defense"]
-    found = records.loc[:, keys].drop_duplicates().reset_index(drop=True)
-    case = records.groupby(keys, sort=False).ngroup()
-    attacks = [name for name in records.attack.unique() if not name.startswith(CONTROL)]
+    cased, cases = by_case(records)
     columns = tuple(name for name in spec["metrics"] if name in KNOWN and name not in ("fft2d_mjp", "ssim_skimage"))
-    first = "april" if "april" in attacks else None
     return Results(
         name=path.name,
         title=" × ".join(dict.fromkeys([*records.victim.unique(), *records.defense.unique()])),
         source=None,
-        cases=tuple(
-            CaseFacts(f"{row.victim}, setting {row.setting}, {row.defense}", options=row._asdict())
-            for row in found.itertuples(index=False)
-        ),
-        layout=Layout(columns=columns or tuple(spec["metrics"]), paper_attack=first),
+        cases=cases,
+        layout=Layout(columns=columns or tuple(spec["metrics"]), paper_attack=papers_attack(records.attack.unique())),
         figures=(),
         conditions={},
-        records=records.assign(case=case),
+        records=cased,
         facts=facts,
         path=path,
     )

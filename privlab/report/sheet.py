@@ -102,6 +102,7 @@ class Sheet:
             ),
             (self._leakiest, f"bold: the leakiest figure, measured here, of its {within}"),
             (self.layout.geometry == "oracle", "oracle: before scoring, patches were put where they belong"),
+            (self.layout.geometry == "reassembled", "reassembled: before scoring, the adversary put patches in order"),
         ]
         own = [(mark, text) for text, mark in self._marks.items()]
         return own + [("", text) for holds, text in general if holds] + [("", text) for text in self.caption.remarks]

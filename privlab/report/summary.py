@@ -1,7 +1,8 @@
-"""The table of a run: one row per victim, setting, block and attack, the mean and the spread over the images."""
+"""The table of a run: a row for each attack and for the worst case, the mean and the spread over the images."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -13,74 +14,65 @@ from privlab.metrics import METRICS
 from privlab.placement import PLACEMENT
 from privlab.plan import defense_of
 from privlab.records import CONTROL
+from privlab.report.flags import Flag, lead_metric, red_flags
+from privlab.report.leakage import WORST, per_image, worst_case
+from privlab.report.results import by_case, papers_attack
 from privlab.run import Outcome
 
-__all__ = ["KNOWN", "flags", "shown_metrics", "summarise", "to_rich", "verdicts", "worst_cases"]
+__all__ = ["KNOWN", "flags", "shown_metrics", "summarise", "to_rich", "verdicts"]
 
 KNOWN = METRICS | PLACEMENT
 """What a column of the table may be."""
 
-_CELL = ["victim", "setting", "defense", "block", "attack"]
+_KINDS = ("paper", "worst", "attack", "control")
 
 
 def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
-    """Return one row per cell: `n` images scored, `failed` images, and METRIC, METRIC_std for each metric.
+    """Return one row per victim, setting and attack: `n` images scored, `failed` ones, METRIC and METRIC_std of each.
 
-    The spread is the standard deviation over the images (n − 1). Each setting of a victim has its attacks
-    first, then its controls. A metric that was measured on no image is NaN.
+    Each victim and setting has the paper's attack, the worst case, the other attacks in the order in which they ran,
+    and the controls (`kind`). Scores are averaged over the draws of an image; the worst case takes its leakiest one
+    over attacks and draws, by each metric's own direction; `leakiest` says by the lead metric on how many images each
+    attack reached it. The spread is the standard deviation over the images (n − 1); what no image has is NaN.
     """
-    wanted = (records.geometry == geometry) | records.attack.str.startswith(CONTROL)
-    rows = records.loc[wanted]
-    groups = rows.groupby(_CELL, sort=False, dropna=False)
-    table = groups.agg(
-        n=("status", lambda s: int((s == "ok").sum())), failed=("status", lambda s: int((s != "ok").sum()))
-    )
-    for name in [*metrics, *(name for name in PLACEMENT if rows[name].notna().any())]:
+    cased, cases = by_case(records)
+    there = cased.loc[(cased.geometry == geometry) | cased.attack.str.startswith(CONTROL)]
+    names = [*metrics, *(name for name in PLACEMENT if there[name].notna().any())]
+    images = per_image(cased, names, geometry)
+    groups = images.groupby(["case", "attack"], sort=False)
+    table = groups.agg(n=("scored", "sum"), failed=("failed", "sum"))
+    for name in names:
         table[name] = groups[name].mean()
         table[f"{name}_std"] = groups[name].std()
-    table = table.reset_index()
-    place = {cell: i for i, cell in enumerate(dict.fromkeys(zip(table.victim, table.setting, strict=True)))}
-    order = [
-        (place[victim, setting], attack.startswith(CONTROL), i)
-        for i, (victim, setting, attack) in enumerate(zip(table.victim, table.setting, table.attack, strict=True))
+    reached = worst_case(cased, [lead_metric(names)], geometry)
+    behind = [dict(Counter(reached.attack[reached.case == case])) for case in range(len(cases))]
+    blocks = there.dropna(subset=["block"]).groupby(["case", "attack"]).block.first().to_dict()
+    rows = [
+        {
+            **cases[case].options,
+            **{"block": blocks.get((case, attack)), "attack": attack, "kind": kind},
+            "leakiest": behind[case] if kind == "worst" else None,
+            **table.loc[(case, attack)].to_dict(),
+        }
+        for case in range(len(cases))
+        for kind, attack in _ordered(there.attack[there.case == case].unique().tolist())
+        if (case, attack) in table.index
     ]
-    return table.iloc[[i for _, _, i in sorted(order)]].reset_index(drop=True)
+    return pd.DataFrame(rows).astype({"n": int, "failed": int})
 
 
-def flags(table: pd.DataFrame) -> list[str]:
-    """Return a line for each attack whose mean PSNR is no better than that of a control of its setting."""
-    lines: list[str] = []
-    if "psnr" not in table:
-        return lines
-    for _, rows in table.groupby(["victim", "setting"], sort=False):
-        victim, setting = rows.victim.iloc[0], rows.setting.iloc[0]
-        is_control = rows.attack.str.startswith(CONTROL)
-        controls = rows[is_control].set_index("attack").psnr.dropna()
-        lines += [
-            f"{victim}, setting {setting}: {row.attack} ({row.psnr:.2f} dB) does not beat {controls.idxmax()} "
-            f"({controls.max():.2f} dB): it has shown nothing, which is no evidence of privacy"
-            for row in rows[~is_control].itertuples()
-            if len(controls) and row.psnr <= controls.max()
-        ]
-    return lines
+def flags(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Flag]:
+    """Return the red flags of a run."""
+    cased, cases = by_case(records)
+    return red_flags(cased, [case.label for case in cases], lead_metric(metrics), geometry)
 
 
-def worst_cases(records: pd.DataFrame, geometry: str = "in_place") -> list[str]:
-    """Return a line for each victim and setting with several attacks: per image the highest PSNR, and whose it is."""
-    scored = records[(records.geometry == geometry) & ~records.attack.str.startswith(CONTROL) & records.psnr.notna()]
-    lines = []
-    for _, rows in scored.groupby(["victim", "setting"], sort=False):
-        victim, setting = rows.victim.iloc[0], rows.setting.iloc[0]
-        if rows.attack.nunique() > 1:
-            worst = rows.loc[rows.groupby(["image_sha256", "seed", "draw"]).psnr.idxmax()]
-            whose = ", ".join(f"{name} on {n}" for name, n in worst.attack.value_counts().items())
-            means = rows.groupby("attack", sort=False).psnr.mean()
-            others = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
-            lines.append(
-                f"{victim}, setting {setting}: worst case {worst.psnr.mean():.2f} dB PSNR over "
-                f"{len(worst)} images ({whose}); alone {others}"
-            )
-    return lines
+def _ordered(attacks: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the name of each row of a victim and setting, in their order."""
+    paper = papers_attack(attacks)
+    kinds = {attack: "control" if attack.startswith(CONTROL) else "attack" for attack in attacks}
+    kinds |= {WORST: "worst"} | ({paper: "paper"} if paper else {})
+    yield from sorted(((kind, attack) for attack, kind in kinds.items()), key=lambda pair: _KINDS.index(pair[0]))
 
 
 def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
@@ -131,9 +123,22 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
     for row in table.to_dict("records"):
         values = [_value(row, name, "\n± " if stacked else " ± ") for name in metrics]
         images = f"{row['n']}" + (f" ({row['failed']} failed)" if row["failed"] else "")
+        name = row["attack"] + (f"\n({about})" if (about := _about(row)) else "")
         block = row["block"] if isinstance(row["block"], str) else "—"  # controls have none
-        shown.add_row(*(str(row[c]) for c in several), row["attack"], block, *values, images)
+        shown.add_row(*(str(row[c]) for c in several), name, block, *values, images)
     return shown
+
+
+def _about(row: Mapping[Hashable, Any]) -> str:
+    """Return what stands under an attack's name: that it is the paper's; of the worst case the attacks behind it."""
+    if row["kind"] != "worst":
+        return "the paper's" if row["kind"] == "paper" else ""
+    order = sorted(row["leakiest"].items(), key=lambda pair: -pair[1])
+    return (
+        "".join(name for name, _ in order)
+        if len(order) < 2
+        else ",\n".join(f"{name} {n} of {row['n']}" for name, n in order)
+    )
 
 
 def _title(name: str) -> str:

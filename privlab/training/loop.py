@@ -26,7 +26,7 @@ from privlab.training import log
 from privlab.training.checkpoint import Checkpoints
 from privlab.training.plan import Compute, Listener, Plan, Progress, Recipe
 
-__all__ = ["listening", "train"]
+__all__ = ["listening", "tell", "train"]
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
@@ -39,6 +39,12 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _LISTENER.reset(token)
+
+
+def tell(now: Progress) -> None:
+    """Tell whoever is `listening`, as `train` does, of another search that takes steps."""
+    if (listener := _LISTENER.get()) is not None:
+        listener(now)
 
 
 def train(

@@ -10,10 +10,32 @@ import pytest
 from pandas.testing import assert_frame_equal
 from PIL import Image
 
+from privlab.attacks import ATTACKS
+from privlab.errors import PrivlabError
+from privlab.plan import Specification, applicable
 from privlab.records import COLUMNS, EXACT_DB, GEOMETRIES
+from privlab.victims import victim
 
 TIMES = ["seconds_observe", "seconds_attack", "seconds_score"]
 CONTROLS = ["control:mean", "control:other", "control:shuffled"]
+
+
+def test_worst_case_is_what_runs_where_no_attack_is_named() -> None:
+    assert Specification(models=("vit_ti",), attacks=("worst-case",)) == Specification(models=("vit_ti",))
+    with pytest.raises(PrivlabError, match=r"'worst-case' is every attack .* stands alone\. Found april,worst-case\."):
+        Specification(models=("vit_ti",), attacks=("april", "worst-case"))
+    with pytest.raises(PrivlabError, match="Did you mean worst-case"):
+        Specification(models=("vit_ti",), attacks=("worst-cas",))
+
+
+@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+def test_attacks_run_cheapest_first_and_the_block_of_the_dearest_last() -> None:
+    spec = Specification(models=("vit_ti_mjp",), settings=("c",), weights="random", img_size=32)
+    cells, _ = applicable(spec, victim("vit_ti_mjp", weights="random", img_size=32))
+    first, last = ([attack.name for attack in cell.attacks] for cell in cells)
+    assert first == ["april"]
+    assert last == sorted(last, key=list(ATTACKS).index)
+    assert last[-1] == "mjp-full"
 
 
 def test_data_go_to_stdout_and_messages_to_stderr(attack: Callable[..., Any], tmp_path: Path) -> None:
@@ -36,14 +58,19 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     done = attack("--json")
     assert done.status == 0
     told = json.loads(done.out)
-    assert list(told) == ["run", "verdict", "geometry", "leaks", "rows", "warnings", "missing_metrics", "failed"]
+    assert list(told) == [
+        *("run", "verdict", "flags", "geometry", "leaks", "rows"),
+        *("warnings", "missing_metrics", "failed"),
+    ]
+    assert told["flags"] == [{"head": "Random weights", "items": ["vit_ti"]}]
     assert told["geometry"] == "in_place"
     assert told["leaks"]["psnr"] == "higher leaks"
     assert told["rows"][-1]["block"] is None  # a control
     assert told["run"] == str(tmp_path / "run")
     assert told["failed"] == {}
     assert list(told["missing_metrics"]) == ["lpips_alex"]
-    assert [row["attack"] for row in told["rows"]] == ["april", "patch-gradient", "mjp-subspace", "mjp-full", *CONTROLS]
+    attacks = ["april", "worst case", "patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full"]
+    assert [row["attack"] for row in told["rows"]] == [*attacks, *CONTROLS]
     by_attack = {row["attack"]: row for row in told["rows"]}
     assert by_attack["patch-gradient"]["psnr"] > 100
     assert 0 < by_attack["patch-gradient"]["mse"] < 1e-10  # a small number is not nought
@@ -58,7 +85,7 @@ def test_perfect_scores_are_no_missing_ones(attack: Callable[..., Any], records:
     assert (row["mse"], row["psnr"], row["psnr_std"]) == (0, "Infinity", None)
     assert (records().query("attack == 'patch-gradient'").psnr == float("inf")).all()
     shown = attack("--eight-bit", "--attack", "patch-gradient", "--overwrite").out
-    assert " inf " in next(line for line in shown.splitlines() if "patch-gradient" in line)
+    assert " inf " in next(line for line in shown.splitlines() if line.startswith("│ patch-gradient"))
 
 
 def test_records_have_every_column_and_row(
@@ -70,14 +97,15 @@ def test_records_have_every_column_and_row(
     attacked = table[~table.attack.str.startswith("control:")]
     cells = attacked.groupby(["image", "setting", "attack", "geometry"]).size()
     assert (cells == 1).all()
-    assert len(cells) == 3 * 3 * 4 * len(GEOMETRIES)
+    assert len(cells) == 3 * 5 * (2 + 2 + len(GEOMETRIES))  # only in setting c is there something to re-assemble
     assert set(attacked.image) == {path.name for path in photos.iterdir()}
     assert set(table.weights) == {"random"}
     assert set(table.label_origin) == {"predicted"}
     assert set(table.status) == {"ok"}
     assert table.lpips_alex.isna().all()
     assert attacked[["mse", "psnr", "ssim", "fft2d", "grad_norm", *TIMES]].notna().all(axis=None)
-    blocks = {"april": "april", "patch-gradient": "stock", "mjp-subspace": "stock", "mjp-full": "stock"}
+    stock = ("patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full")
+    blocks = {"april": "april"} | dict.fromkeys(stock, "stock")
     assert dict(zip(attacked.attack, attacked.block, strict=True)) == blocks
     assert dict(zip(table.setting, table.defense, strict=True)) == {"a": "none", "b": "jigsaw", "c": "jigsaw"}
     shuffled = attacked[attacked.setting != "a"]

@@ -45,7 +45,7 @@ def test_picture_that_cannot_be_read(
     assert done.status == 2
     assert f"Failed: {path}: {reason}" in done.err
     table = records()
-    assert len(table) == 4 * 2  # four attacks, two geometries
+    assert len(table) == 5 * 2  # five attacks, two geometries
     assert set(table.status) == {"failed"}
     assert table.reason.str.startswith(reason).all()
     assert table[["mse", "psnr", "grad_norm", "label"]].isna().all(axis=None)

@@ -58,7 +58,7 @@ INCAPABLE = [
         "vit_ti: Attack 'april' needs what this observation does not grant: april_block (the first block has neither",
     ),
     (
-        ("--model", "deit_ti_nope"),
+        ("--model", "deit_ti_nope", "--block", "april"),
         "deit_ti_nope: Attack 'patch-gradient' needs what this observation does not grant: learnable_pe_gradient (",
     ),
     (

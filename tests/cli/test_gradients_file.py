@@ -81,7 +81,7 @@ def test_a_step_is_audited_without_its_image(
     assert done.status == 0
     told = json.loads(done.out)
     assert told["labels"] == [7]
-    assert told["flags"] == ["labels given away by the gradient of head.bias: 7"]
+    assert told["flags"] == ["labels given away by the gradient of the head: 7"]
     rows = {row["attack"]: row for row in told["attacks"]}
     assert {"patch-gradient", "mjp-subspace"} <= rows.keys()
     assert rows["patch-gradient"]["explained"] is True
@@ -96,7 +96,7 @@ def test_a_step_is_audited_without_its_image(
     assert facts["released"]["batch_size"] == 1
     shown = audit(step(), "--overwrite", "--attack", "patch-gradient")
     assert "the private image: it gives the released gradient" in shown.out
-    assert "flag: labels given away by the gradient of head.bias: 7" in shown.out
+    assert "flag: labels given away by the gradient of the head: 7" in shown.out
 
 
 def test_a_reference_scores(
@@ -160,7 +160,7 @@ def test_more_tokens_than_equations_and_random_weights_are_flags(cli: Callable[.
     done = cli("attack", "--gradients", tmp_path / "update.safetensors", *options, "--json")
     assert json.loads(done.out)["flags"] == [
         "more tokens than equations: N = 196 ≥ D = 192, so closed forms are not exact",
-        "labels given away by the gradient of head.bias: 5",
+        "labels given away by the gradient of the head: 5",
         "random weights: leakage of trained weights differs",
     ]
 

@@ -137,7 +137,7 @@ worlds = st.builds(
     metrics=st.lists(st.sampled_from(METRICS), min_size=1, unique=True),
     client_batch=st.none() | st.integers(1, 5),
 )
-quick = settings(max_examples=20, deadline=None)
+quick = settings(max_examples=20)
 
 
 @quick

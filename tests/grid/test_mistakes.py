@@ -73,7 +73,11 @@ MISTAKES = {
     # values that there are not
     "column": (SHORT + "[table]\ncolumns = ['psrn']\n", 4, "Unknown metric 'psrn'. Did you mean psnr?"),
     "decimal": (SHORT + "[table]\ndecimals = { sim = 1 }\n", 4, "Unknown metric 'sim'. Did you mean ssim"),
-    "geometry": (SHORT + "[table]\ngeometry = 'orcale'\n", 4, "geometry must be in_place or oracle. Found 'orcale'."),
+    "geometry": (
+        SHORT + "[table]\ngeometry = 'orcale'\n",
+        4,
+        "geometry must be in_place, oracle or reassembled. Found 'orcale'.",
+    ),
     "paper_attack": (SHORT + "[table]\npaper_attack = 'aprl'\n", 4, "Unknown attack 'aprl'. Did you mean april?"),
     "paper_attacks": (SHORT + "[table]\npaper_attack = ['april']\n", 4, "paper_attack must be an attack"),
     "kind": (SHORT + "[[figure]]\nkind = 'curv'\n", 4, "Unknown figure 'curv'. Did you mean curve?"),

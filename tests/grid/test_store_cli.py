@@ -33,7 +33,7 @@ name = "claim"
 kind = "sheet"
 name = "sheet"
 """
-ROWS = 2 * 3 * 5
+ROWS = 3 * (5 + 6)
 
 
 @pytest.fixture(scope="module")

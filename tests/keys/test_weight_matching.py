@@ -126,7 +126,7 @@ def test_refinement_is_what_finds_a_key_under_heavy_noise(trained: State) -> Non
 
 
 @given(n=st.integers(1, 9), seed=st.integers(0, 2**32 - 1), certain=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_assignment_is_the_best_there_is(n: int, seed: int, certain: bool) -> None:
     scores = torch.randn(n, n, generator=draw(seed))
     if certain:
@@ -138,7 +138,7 @@ def test_the_assignment_is_the_best_there_is(n: int, seed: int, certain: bool) -
 
 
 @given(n=st.integers(1, 9), seed=st.integers(0, 2**32 - 1), alpha=st.floats(-0.5, 1))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_posterior_is_a_probability_for_each_row(n: int, seed: int, alpha: float) -> None:
     order = weight_matching._posterior(torch.randn(n, n, generator=draw(seed)), alpha)
     assert (order >= 0).all()
@@ -180,7 +180,6 @@ def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
 
 
 @given(share=st.floats(0, 1), n=st.integers(1, 40), seed=st.integers(0, 99))
-@settings(deadline=None)
 def test_pruning_takes_the_smallest(share: float, n: int, seed: int) -> None:
     W = torch.randn(n, 3, generator=draw(seed))
     found = prune({"a": W}, share)["a"]

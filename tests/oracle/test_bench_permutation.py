@@ -19,7 +19,7 @@ from privlab.placement import placement_accuracy
 from privlab.threat import PrivlabWarning
 from privlab.victims import victim
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 shapes = st.sampled_from([(0, 5, 4), (5, 4), (1, 5, 4), (6, 1, 1), (8, 7, 9), (12, 3, 2), (2, 3, 5, 4), (3, 17, 130)])
 

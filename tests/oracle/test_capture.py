@@ -73,13 +73,16 @@ def test_a_captured_step_is_privlab_s_own_observation(tiny_model: Made, crops: T
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_batch_is_the_sum_of_its_images(tiny_model: Made, crops: Tensor, tmp_path: Path, reduction: str) -> None:
+def test_a_batch_is_the_mean_of_its_images(tiny_model: Made, crops: Tensor, tmp_path: Path, reduction: str) -> None:
     model = tiny_model(unknown=False)
     x, y = crops[:3].double(), torch.tensor([3, 1, 3])
     seen = observation(step(model, x, y, tmp_path / "update.safetensors", reduction), model)
     own = observe(model, x, y, released_parameters(model))
-    assert_same(seen, replace(own, gradients={name: g.sum(0, keepdim=True) for name, g in own.gradients.items()}))
+    assert_same(seen, replace(own, gradients={name: g.mean(0, keepdim=True) for name, g in own.gradients.items()}))
     assert own.grants - seen.grants == {Capability.BATCH_SIZE_ONE}
+    together = observe(model, x, y, released_parameters(model), images_per_release=3)
+    assert_same(seen, together)
+    assert (seen.images_per_release, seen.grants) == (3, together.grants)
 
 
 def test_a_step_under_mjp_shows_its_mask(tiny_model: Made, crops: Tensor, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import privlab
 from privlab.attacks import PatchGradient
-from privlab.records import CONTROLS
-from privlab.report.summary import flags, summarise, to_rich, worst_cases
+from privlab.records import CONTROLS, GEOMETRIES
+from privlab.report.leakage import WORST
+from privlab.report.summary import flags, summarise, to_rich
 from privlab.threat import Capability, Observation
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
@@ -56,29 +57,49 @@ def test_regions_are_scored_under_a_mask_only() -> None:
 
 def test_controls_stand_in_every_table() -> None:
     records = attack(setting="c")
-    for geometry in ("in_place", "oracle"):
+    for geometry in GEOMETRIES:
         table = summarise(records, ["psnr"], geometry)
-        assert set(table.attack) == {"april", "patch-gradient", "mjp-subspace", "mjp-full", *CONTROLS}
+        ours = {"patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full"}
+        assert set(table.attack) == {"april", WORST, *ours, *CONTROLS}
 
 
 def test_the_worst_case_is_taken_image_by_image() -> None:
     records = attack(setting="c")
-    (line,) = worst_cases(records)
+    paper, worst = summarise(records, ["psnr", "ssim"]).to_dict("records")[:2]
     inside = records[(records.geometry == "in_place") & ~records.attack.isin(CONTROLS)]
-    best = inside.groupby("image_sha256").psnr.max()
-    assert f"worst case {best.mean():.2f} dB PSNR over {len(best)} images (" in line
-    for name, mean in inside.groupby("attack").psnr.mean().items():
-        assert f"{name} {mean:.2f}" in line
-    assert worst_cases(records[records.attack == "april"]) == []
+    best = inside.groupby("image_sha256")
+    assert (paper["attack"], paper["kind"], paper["leakiest"]) == ("april", "paper", None)
+    assert (worst["attack"], worst["kind"], worst["n"]) == (WORST, "worst", 3)
+    assert worst["psnr"] == pytest.approx(best.psnr.max().mean())
+    assert worst["ssim"] == pytest.approx(best.ssim.max().mean())
+    whose = inside.loc[best.psnr.idxmax()].attack.value_counts().to_dict()
+    assert worst["leakiest"] == whose
 
 
 def test_an_attack_no_better_than_a_control_is_named() -> None:
     """Under MJP both fail; without it neither is named."""
-    table = summarise(attack(setting="a,c", attack="patch-gradient", gamma=1.0), ["psnr"])
-    (line,) = flags(table)
-    assert line.startswith("vit_ti_mjp, setting c: patch-gradient (")
+    found = flags(attack(setting="a,c", attack="patch-gradient", gamma=1.0), ["psnr"])
+    (line,) = next(flag.items for flag in found if flag.head == "No better than a control")
+    assert line.startswith("vit_ti_mjp, setting c, mjp: patch-gradient ")
     assert "does not beat control:" in line
-    assert flags(summarise(attack(setting="a", metrics="ssim"), ["ssim"])) == []
+    assert [flag.head for flag in flags(attack(setting="a", metrics="ssim"), ["ssim"])] == ["Random weights"]
+
+
+def test_each_image_has_all_draws_of_a_random_defense() -> None:
+    """The table has their mean, the worst case the leakiest."""
+    records = attack(setting="c", attack="patch-gradient", metrics="psnr", draws=3)
+    assert sorted(records.draw.unique()) == [0, 1, 2]
+    inside = records[(records.attack == "patch-gradient") & (records.geometry == "in_place")]
+    assert len(inside) == 3 * 3
+    of_image = inside.groupby("image_sha256").psnr
+    assert (of_image.nunique() > 1).all()
+    table = summarise(records, ["psnr"]).set_index("kind")
+    assert table.psnr["attack"] == pytest.approx(of_image.mean().mean())
+    assert table.psnr["worst"] == pytest.approx(of_image.max().mean())
+    assert (table.n == 3).all()
+    assert "One draw" not in [flag.head for flag in flags(records, ["psnr"])]
+    alone = attack(setting="c", attack="patch-gradient", metrics="psnr", draw=2)
+    assert alone.psnr.tolist() == records[records.draw == 2].psnr.tolist()
 
 
 def test_each_setting_stands_with_its_own_controls() -> None:

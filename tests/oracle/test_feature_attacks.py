@@ -145,7 +145,7 @@ def test_known_tokens_are_what_is_sent_less_the_patches(tiny_model: Model) -> No
 
 
 @given(seed=st.integers(0, 2**31), kind=st.sampled_from(["none", "batch", "image", "mixed"]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_row_gets_one_place(seed: int, kind: str) -> None:
     costs = torch.rand(3, 5, 5, generator=torch.Generator().manual_seed(seed))
     rows = place_rows(costs, kind)  # type: ignore[arg-type]
@@ -263,7 +263,7 @@ def test_averaging_the_batch_takes_noise_off_the_class_token(tiny_model: Model) 
 
 
 @given(seed=st.integers(0, 2**31))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_no_swap_of_two_columns_is_left_that_helps(seed: int) -> None:
     """The result of the descent, whose sums are updated by rank one, is a local optimum of f computed anew."""
     draw = torch.Generator().manual_seed(seed)

@@ -56,7 +56,7 @@ def test_a_square_projection_is_inverted_exactly(tiny_model: Make, photographs: 
     assert accuracy.tolist() == [1, 1, 1]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), noise=st.sampled_from([0.1, 1.0]))
 def test_wiener_is_the_mean_of_a_gaussian_given_its_rows(tiny_model: Make, seed: int, noise: float) -> None:
     """E[x | y] = μ + S Wᵀ (W S Wᵀ + σ² I)⁻¹ (y − β − W μ), by the covariance of the joint (x, y)."""

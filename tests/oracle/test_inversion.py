@@ -148,7 +148,7 @@ def test_decoders_fit_any_patch(tiny_model: Make, crops: Tensor, kind: str, patc
     assert images.shape == (2, 3, 16, 16)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_order_is_nothing_to_set_and_token_and_everything_to_the_others(
     tiny_model: Make, crops: Tensor, seed: int

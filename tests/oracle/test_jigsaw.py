@@ -72,7 +72,7 @@ def test_a_grey_patch_continues_itself_for_nothing_and_a_ramp_its_neighbour_best
 
 
 @given(seed=st.integers(0, 2**31), anchored=st.integers(0, 5), placed=st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_what_is_found_is_an_arrangement_that_no_swap_improves(seed: int, anchored: int, placed: bool) -> None:
     """Every piece once, anchors in their slots, and a local optimum of the total cost."""
     grid, n = (3, 4), 12

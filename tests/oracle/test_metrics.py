@@ -248,7 +248,7 @@ def test_arrows_point_to_the_better_reconstruction() -> None:
 
 
 @given(h=st.integers(11, 24), w=st.integers(11, 24), c=st.sampled_from([1, 3]), seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_values_lie_in_their_stated_ranges(h: int, w: int, c: int, seed: int) -> None:
     x, y = noise(2, c, h, w, seed=seed).round(decimals=1), noise(2, c, h, w, seed=seed + 1)
     for name, values in score(x, y, WITHOUT_WEIGHTS).items():

@@ -48,7 +48,7 @@ def test_the_same_run_has_not_moved() -> None:
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_the_order_of_rows_moves_nothing(random: Any) -> None:
     old, new = run(plain), run(lambda a, i: plain(a, i) + i % 3)
     order = list(range(len(new.records)))

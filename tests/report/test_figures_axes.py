@@ -168,7 +168,7 @@ def test_names_that_find_no_room_stand_in_a_list(table: Results) -> None:
     assert {"ViT-S", "DeiT-S"} == {text.get_text() for text in draw(few, Figure("trade-off", "t")).axes[0].texts}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(points=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=12))
 def test_labels_lie_on_no_other_label_and_on_no_point(points: list[tuple[float, float, float]]) -> None:
     picture = Picture(figsize=(3.3, 3.0))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -328,7 +328,6 @@ def test_latex_of(text: str, tex: str) -> None:
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
-@settings(deadline=None)
 def test_any_text_keeps_the_columns_of_markdown_and_csv(label: str, reason: str) -> None:
     rows = [replace(one, label=label, refused={"x": reason}) for one in ROWS]
     table = [line for line in to_markdown(rows, LAYOUT).split("\n") if line.startswith("|")]

@@ -271,7 +271,7 @@ CASES = (CaseFacts("one"), CaseFacts("two"))
 
 
 @given(RECORDS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_worst_case_is_at_least_as_leaky_on_every_image(records: list[dict[str, Any]]) -> None:
     table = per_image(results(records).records, LAYOUT.columns).to_dict("records")
     worst = {(row["case"], row["image"]): row for row in table if row["attack"] == WORST}
@@ -289,7 +289,7 @@ def test_worst_case_is_at_least_as_leaky_on_every_image(records: list[dict[str, 
 
 
 @given(RECORDS, st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_permutation_of_the_rows_changes_nothing(records: list[dict[str, Any]], random: Any) -> None:
     before = results(records, *CASES)
     order = list(range(len(records)))
@@ -302,7 +302,7 @@ def test_a_permutation_of_the_rows_changes_nothing(records: list[dict[str, Any]]
 
 
 @given(RECORDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_failures_and_means_are_those_of_a_plain_loop(records: list[dict[str, Any]]) -> None:
     rows = leakage(results(records, *CASES))
     attacks = {(r["case"], r["attack"]) for r in records}

@@ -182,6 +182,25 @@ def test_observation_is_what_the_defense_makes_of_all_released_parameters(
     assert torch.equal(plain.gradients["pos_embed"], everything["pos_embed"])
 
 
+@pytest.mark.parametrize("at_once", [1, 2**26])
+@pytest.mark.parametrize("defense", [GradientNoise(), GradientPruning(), GradientQuantisation(), GradientSign()])
+def test_a_batch_is_defended_as_one(
+    defense: GradientDefense, at_once: int, tiny_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defense acts on the gradient of the mean loss, with one draw for each release."""
+    model = tiny_model()
+    images = torch.rand(6, 3, 16, 16, dtype=torch.float64, generator=Generator().manual_seed(0))
+    labels, names = torch.arange(6), released_parameters(model)
+    feed = Mjp(gamma=0.5)(images, model.patch, draws(6))
+    clean = observe(model, feed, labels, names, images_per_release=2).gradients
+    wanted = defense.release(clean, draws(3))
+    monkeypatch.setattr(gradients, "_AT_ONCE", at_once)
+    seen = observe(model, feed, labels, names, (Mjp(), defense), draws(3), images_per_release=2)
+    for name in ("pos_embed", "unk_embed", "patch_embed.proj.weight", "head.weight"):  # no sign of rounding among them
+        assert_close(seen.gradients[name], wanted[name], rtol=1e-9, atol=1e-12)
+    assert Capability.BATCH_SIZE_ONE not in seen.grants
+
+
 def test_a_stack_tells_its_parts_apart() -> None:
     stack = Stack((GradientNoise(), Mjp(), GradientPruning()))
     assert stack.on_images == (Mjp(),)

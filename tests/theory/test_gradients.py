@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.defenses import Jigsaw, Mjp, Undefended
+from privlab.defenses import GradientSign, Jigsaw, Mjp, Undefended
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.gradients import full_precision, granted, observe, per_sample_gradients, released_parameters
@@ -30,6 +30,19 @@ def one_by_one(model: VictimModel, feed: Feed, labels: Tensor, names: list[str])
     for i in range(len(labels)):
         masked = None if feed.masked_pe is None else feed.masked_pe[i : i + 1]
         loss = F.cross_entropy(model(feed.images[i : i + 1], masked, feed.replacement), labels[i : i + 1])
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        rows.append([torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)])
+    return {name: torch.stack([row[i] for row in rows]) for i, name in enumerate(names)}
+
+
+def of_the_mean(model: VictimModel, feed: Feed, labels: Tensor, names: list[str], B: int) -> dict[str, Tensor]:
+    """Call autograd for the mean loss of one batch at a time: the naive twin of releases of B images."""
+    model = copy.deepcopy(model).requires_grad_(True)
+    parameters = [model.unk_embed if name == "unk_embed" else model.vit.get_parameter(name) for name in names]
+    rows = []
+    for start in range(0, len(labels), B):
+        own = feed.take(slice(start, start + B))
+        loss = F.cross_entropy(model(own.images, own.masked_pe, own.replacement), labels[start : start + B])
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         rows.append([torch.zeros_like(p) if g is None else g for g, p in zip(found, parameters, strict=True)])
     return {name: torch.stack([row[i] for row in rows]) for i, name in enumerate(names)}
@@ -79,6 +92,33 @@ def test_variants_of_timms_vit(tiny_model: Model, options: dict[str, object]) ->
     names = sorted(released_parameters(model))
     feed, labels = fed(model, Mjp(gamma=0.5))
     assert_close(per_sample_gradients(model, feed, labels, names), one_by_one(model, feed, labels, names))
+
+
+@pytest.mark.parametrize("defense", DEFENSES, ids=repr)
+@pytest.mark.parametrize("options", [{}, {"global_pool": "avg", "fc_norm": True}, {"qk_norm": True}], ids=str)
+def test_a_batch_releases_the_gradient_of_its_mean_loss(
+    tiny_model: Model, defense: Jigsaw, options: dict[str, object]
+) -> None:
+    model = tiny_model(**options)
+    names = sorted(released_parameters(model))
+    feed, labels = fed(model, defense, b=6)
+    for B in (2, 3, 6):
+        seen = observe(model, feed, labels, names, images_per_release=B)
+        assert_close(dict(seen.gradients), of_the_mean(model, feed, labels, names, B))
+        assert (seen.images_per_release, seen.grants) == (B, granted(model) - {Capability.BATCH_SIZE_ONE})
+    alone = observe(model, feed, labels, names)
+    assert alone.images_per_release == 1
+    for name, g in per_sample_gradients(model, feed, labels, names).items():
+        assert torch.equal(alone.gradients[name], g)
+
+
+@pytest.mark.parametrize("B", [0, -1, 2, 4])
+def test_a_batch_that_does_not_divide_the_images_is_refused(tiny_model: Model, B: int) -> None:
+    model = tiny_model()
+    feed, labels = fed(model, Undefended())
+    for defense in ((), (GradientSign(),)):
+        with pytest.raises(PrivlabError, match=rf"must be a divisor of the \d images\. Found {B}\."):
+            observe(model, feed, labels, ["pos_embed"], defense, images_per_release=B)
 
 
 CASES = [

@@ -8,11 +8,12 @@ FLOORS = [
     {"errors", "registry", "draws", "patches", "permutation", "model", "threat"},
     {"victims", "weights", "images", "sources", "datasets", "labels", "decode"}
     | {"gradients", "stack", "features", "options", "training", "decoders", "inversion"}
-    | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "recording"}
-    | {"capture", "released", "labels_from_gradients"},
+    | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "reassembly"}
+    | {"capture", "recording", "released", "labels_from_gradients", "labels_by_rank"},
     {"attacks", "defenses", "metrics", "lpips_backbones", "f_sim", "placement"},
-    {"plan", "records", "trial", "evaluate", "experiment"},
+    {"plan", "records", "trial", "geometries", "evaluate", "experiment"},
     {"store", "strips", "machine", "subjects", "run", "audit", "audit_gradients", "split", "experiments"}
+    | {"admission", "admission_claims", "admission_measures"}
     | {"tasks", "grid", "engines", "table", "maintenance", "external"},
     {"report", "bench"},
     {"cli"},

@@ -54,7 +54,7 @@ OPTIMISERS = {
 }
 exact = {"rtol": 1e-9, "atol": 1e-9}
 seeds = st.integers(0, 2**32 - 1)
-few = settings(max_examples=4, deadline=None)
+few = settings(max_examples=4)
 Make = Callable[..., VictimModel]
 
 

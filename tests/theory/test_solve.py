@@ -53,6 +53,18 @@ def test_nothing_gives_nothing() -> None:
     assert_close(ridge_inverse(M), M.mT)
 
 
+@pytest.mark.parametrize("shape", [(9, 5), (5, 9)])
+def test_no_ridge_is_plain_least_squares(shape: tuple[int, int]) -> None:
+    """Down to float64's rounding: a singular value of 1e-12 is taken at its word."""
+    rng = Generator().manual_seed(0)
+    U, s, Vh = torch.linalg.svd(torch.randn(*shape, generator=rng, dtype=torch.float64), full_matrices=False)
+    s[-1] = 1e-12
+    M, G = (U * s) @ Vh, torch.randn(shape[0], 2, generator=rng, dtype=torch.float64)
+    found, expected = ridge_inverse(M, 0.0) @ G, torch.linalg.lstsq(M, G, driver="gelsd").solution
+    assert_close(found, expected, rtol=1e-2, atol=0)
+    assert found.norm() > 1e9
+
+
 def test_underdetermined_systems_get_the_solution_of_least_norm() -> None:
     rng = Generator().manual_seed(0)
     M, G = torch.randn(5, 9, generator=rng, dtype=torch.float64), torch.randn(5, 2, generator=rng, dtype=torch.float64)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
@@ -77,7 +77,6 @@ def test_two_hundred_steps_learn_a_linear_map() -> None:
     assert seen[-1].learning_rate < 0.01 * seen[0].learning_rate  # cosine
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 30), size=st.integers(1, 70), seed=st.integers(0, 99))
 def test_examples_come_as_a_stream_of_shuffled_epochs(n: int, size: int, seed: int) -> None:
     """Whatever the batch size, each epoch's n places hold every example once; the order is the seed's."""

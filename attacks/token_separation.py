@@ -1,0 +1,168 @@
+"""`token-separation`: the image without any gradient of position embeddings, from what the first MLP reads."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from scipy.optimize import linear_sum_assignment
+from timm.models.vision_transformer import Block
+from torch import Tensor
+
+from privlab.attacks.placement import known_tokens
+from privlab.attacks.prior import Smoothness, photograph_gradients
+from privlab.attacks.slots import (
+    FC1,
+    FC2,
+    PROJ,
+    QKV,
+    Reads,
+    Slots,
+    Solved,
+    TokenSearch,
+    embeddings_of_tokens,
+    first_block,
+    patches_of_tokens,
+    placed,
+    projection,
+    row_space,
+)
+from privlab.attacks.solve import ridge_inverse
+from privlab.model import VictimModel
+from privlab.threat import Capability, Observation, Stolen
+
+__all__ = ["TokenSeparation"]
+
+_PATCH = "patch_embed.proj.weight"
+
+_ROUNDS, _STEPS, _EPSILON = 5, 40, 0.07
+"""Of the image prior, as in `mjp-subspace`."""
+
+_RIDGE = 1e-4
+"""Added to the variances of embedded patches, relative to their mean: the prior is no law of nature."""
+
+
+@dataclass(frozen=True)
+class TokenSeparation(TokenSearch):
+    """Recover the image where no position embedding has a gradient: there is none, it is fixed, or it is frozen.
+
+    1. Token separation: all inputs u of the first block's MLP, from ∂W_fc1 and ∂W_fc2, as in `mjp-full`.
+    2. Patches from tokens (`patches_of_tokens`), where ∂W = Σ_n g_n x_nᵀ is released: x = Yᵀ c with Y its row space.
+       A token is W x + b + e plus what attention adds, and attention heard W x + b + e: both are linear in c. It takes
+       N + 1 < D, and 2 N + 1 < D without position embeddings, 3 N + 6 < 2 D with known ones.
+    3. Where the patch embedding is frozen too, the same with x = c for D > K (K + 2 N + 6 < 2 D). For D ≤ K the token
+       alone says W x + b + e, but for a constant (`embeddings_of_tokens`; 2 N + 5 < D). K − D + 1 directions of each
+       patch then are in no gradient: the image prior of `mjp-subspace` completes them.
+    4. Fixed position embeddings tell the slots apart. Without them patches come in no order, and are put where their
+       borders fit.
+
+    Patches whose token was not found are the smoothest ones, or, without position embeddings, grey.
+
+    Args:
+        starts: of the search for tokens, in each round.
+        rounds: of the search, at most.
+        steps: of Levenberg and Marquardt's method in each search.
+        tolerance: the relative residual below which a solution may be a token.
+        sure: the one below which it is beyond doubt.
+        sharpen: steps of Gauss and Newton's method, at most.
+        inner: steps of conjugate gradients in each of them.
+        seed: of the starts.
+
+    Source: ours; the sums are the chain rule at the first block.
+    """
+
+    name: ClassVar[str] = "token-separation"
+    paper: ClassVar[str] = "ours: the chain rule at the first block's MLP"
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.BATCH_SIZE_ONE, Capability.KNOWS_WEIGHTS, Capability.PLAIN_BLOCK}
+    )
+    parameters: ClassVar[tuple[str, ...]] = (FC1, FC2, QKV, PROJ)
+    if_released: ClassVar[tuple[str, ...]] = (_PATCH,)
+    stands_in_for: ClassVar[tuple[str, ...]] = ("mjp-full",)
+    places: ClassVar[bool] = True  # as of mjp-full
+
+    def __call__(self, seen: Observation) -> Stolen:
+        """Reconstruct the private images, and say how many tokens were found."""
+        model, block = seen.model, first_block(seen.model)
+        n, b = model.grid[0] * model.grid[1], len(seen.gradients[FC1])
+        tokens = [self.tokens(block, seen, i, model.vit.num_prefix_tokens + n) for i in range(b)]
+        solved = [self._patches(seen, block, i, tokens[i].u) for i in range(b)]
+        X, found = (torch.stack(part) for part in zip(*solved, strict=True))
+        counts = self.counts(tokens)
+        if model.vit.pos_embed is not None:
+            return Stolen(model.to_images(_completed(seen, X, found)), **counts)
+        loose = torch.ones_like(found)
+        order = torch.stack([placed(model, image, loose[0]) for image in model.to_images(X)])
+        X, found = X.gather(1, order[..., None].expand_as(X)), found.gather(1, order)
+        return Stolen(model.to_images(_completed(seen, X, found)), loose=loose, **counts)
+
+    def _patches(self, seen: Observation, block: Block, i: int, u: Float[Tensor, "f d"]) -> Solved:
+        """Return the patches of image i, and which of them have a token."""
+        model, pe = seen.model, known_tokens(seen.model)[1]
+        W, _ = projection(model)
+        grey, none = W.new_zeros(len(pe), W.shape[1]), torch.zeros_like(pe[:, 0], dtype=torch.bool)
+        if not len(u):
+            return Solved(grey, none)
+        reads = Reads.of(seen, i, block, model.vit.num_prefix_tokens + len(pe))
+        if _underdetermined(seen):
+            z = embeddings_of_tokens(model, block, u, reads, self.sharpen, self.inner)
+            ns, x = _inverted(model, z, pe)
+            return Solved(grey.index_put((ns,), x), none.index_fill(0, ns, value=True))
+        Y = torch.eye(W.shape[1]).to(W)
+        if _PATCH in seen.gradients:
+            Y = row_space(seen.gradients[_PATCH][i].flatten(1), len(pe))
+        slots = Slots(grey, Y, pe, none if model.vit.pos_embed is not None else ~none)
+        return patches_of_tokens(model, block, slots, u, reads, grey, self.sharpen, self.inner)
+
+
+def _underdetermined(seen: Observation) -> bool:
+    """Return whether an embedded patch leaves some of the patch open, and no gradient says more of it."""
+    W, _ = projection(seen.model)
+    return _PATCH not in seen.gradients and len(W) <= W.shape[1]
+
+
+def _inverted(
+    model: VictimModel, z: Float[Tensor, "p d"], pe: Float[Tensor, "n d"]
+) -> tuple[Int[Tensor, " p"], Float[Tensor, "p k"]]:
+    """Return the slots of embedded patches, known but for a constant, and the likeliest patches within them.
+
+    The smoothness prior of `Smoothness` is that of patches x ~ N(0, S), so z − b − e_s is N(0, W S Wᵀ) in its own slot.
+    """
+    W, b = projection(model)
+    L = _prior(model)
+    V = (W - W.mean(0)) @ L
+    law = V @ V.mT
+    law = law + _RIDGE * law.diagonal().mean() * torch.eye(len(law)).to(law)
+    whiten = torch.linalg.inv(torch.linalg.cholesky(law)).mT
+    rows = torch.cat([z - b, pe])
+    z, pe = (rows - rows.mean(1, keepdim=True)).split([len(z), len(pe)])
+    ns = linear_sum_assignment(torch.cdist(z @ whiten, pe @ whiten).square().cpu())[1]
+    ns = torch.as_tensor(ns, device=z.device)
+    return ns, (z - pe[ns]) @ (L @ ridge_inverse(V)).mT
+
+
+def _prior(model: VictimModel) -> Float[Tensor, "k k"]:
+    """Return L of S = L Lᵀ = Γ ⊗ (Δ + κ I)⁻¹, with Δ the Laplacian of a patch, and κ for pixels of variance one."""
+    p, Γ = model.patch, photograph_gradients(model)
+    step = torch.eye(p).to(Γ).diff(dim=0)
+    path, eye = step.mT @ step, torch.eye(p).to(Γ)
+    Δ = torch.kron(path, eye) + torch.kron(eye, path)
+    κ = Γ.diagonal().mean() / p**2
+    S = torch.kron(Γ, torch.linalg.inv(Δ + κ * torch.eye(p * p).to(Γ)).contiguous())
+    return torch.linalg.cholesky(S)
+
+
+def _completed(seen: Observation, X: Float[Tensor, "b n k"], found: Bool[Tensor, "b n"]) -> Float[Tensor, "b n k"]:
+    """Return X with what no gradient says of it as smooth as can be: directions of all patches, and patches."""
+    model = seen.model
+    prior = Smoothness(model.image_shape, photograph_gradients(model))
+    if _underdetermined(seen) and bool(found.any()):
+        W, _ = projection(model)
+        Y = torch.linalg.svd(W - W.mean(0)).Vh[len(W) - 1 :].expand(len(X), -1, -1)
+        X = prior.fill(X, Y, free=found, inside=found, steps=3 * _STEPS)
+        for _ in range(_ROUNDS):
+            X = prior.fill(X, Y, free=found, inside=found, steps=_STEPS, epsilon=_EPSILON)
+    if model.vit.pos_embed is not None and bool(found.any()) and not bool(found.all()):
+        eye = torch.eye(X.shape[2]).to(X).expand(len(X), -1, -1)
+        X = prior.fill(X, eye, free=~found, inside=torch.ones_like(found), steps=3 * _STEPS)
+    return X

@@ -1,0 +1,41 @@
+"""`privlab admit`: whether a defense is what it says."""
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from privlab.cli.common import common, err, plain, print_json, print_table
+
+__all__ = ["admit"]
+
+
+@click.command()
+@click.argument("defense")
+@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="An option of the defense; repeat it.")
+@click.option("--gamma", type=float, help="γ of jigsaw and mjp.")
+@click.option("--model", default="vit_ti_mjp", show_default=True, help="The victim on which it is tried.")
+@click.option("--weights", default="random", show_default=True, help="auto, pretrained, random, or a file.")
+@click.option("--img-size", type=click.IntRange(min=16), default=64, show_default=True, help="Side of the input.")
+@click.option("--depth", type=click.IntRange(min=1), default=2, show_default=True, help="Blocks of it that are kept.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@common
+def admit(defense: str, as_json: bool, **options: Any) -> int:  # noqa: ANN401
+    """Check that a defense releases what it says and nothing else; exit status 1 where a check fails."""
+    from privlab.admission import admit_named
+
+    with err.status(f"admitting {defense}"):
+        checks = admit_named(defense, **options)
+    if as_json:
+        print_json([{name: plain(value) for name, value in asdict(check).items()} for check in checks])
+    else:
+        table = Table("check", "", "measured", "limit", "what", header_style="bold")
+        for check in checks:
+            verdict = "pass" if check.passed else "FAIL"
+            table.add_row(
+                check.name, verdict, f"{check.value:.3g}", f"{check.bound} {check.limit:g}", escape(check.text)
+            )
+        print_table(table)
+    return 0 if all(check.passed for check in checks) else 1

@@ -1,0 +1,147 @@
+"""The scores of a reconstruction in every geometry: how its patches are laid out before they are compared."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive, Release
+from privlab.defenses import Jigsaw, Mjp
+from privlab.gradients import full_precision
+from privlab.metrics import Learned, psnr_region, score
+from privlab.model import VictimModel
+from privlab.patches import patchify, permute, slots_to_pixels
+from privlab.permutation import inverse
+from privlab.placement import (
+    adjacent_share,
+    at_home,
+    in_best_order,
+    key_recovered,
+    neighbour_accuracy,
+    placed_share,
+    placement_accuracy,
+)
+from privlab.reassembly import Borders, Reassembly
+from privlab.records import GEOMETRIES
+from privlab.threat import Observation, Sent, Stolen
+from privlab.trial import Trial
+
+__all__ = ["Scorer", "Scores", "known_slots"]
+
+Scores = dict[str, list[float | None]]
+"""The values of each metric, one for each image; None where it was not measured."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """Scores images at the resolution of a victim, by the metrics that can be computed here."""
+
+    model: VictimModel
+    metrics: Sequence[str]
+    learned: Mapping[str, Learned]
+    reassembly: Reassembly = field(default_factory=Borders)
+
+    def geometries(
+        self, stolen: Stolen, trial: Trial, names: Sequence[str] = GEOMETRIES[:2], *, placed: bool = False
+    ) -> list[Scores]:
+        """Score reconstructions in these geometries; `placed` says that the attack has put loose patches in order."""
+        scores = self._in_place_and_oracle(stolen, trial)
+        if "reassembled" in names:
+            scores.append(self._reassembled(stolen, trial, scores[0], placed=placed))
+        return scores
+
+    def _in_place_and_oracle(self, stolen: Stolen, trial: Trial) -> list[Scores]:
+        """Score reconstructions in place, and with every patch put where it belongs.
+
+        In settings a and b the slots of what comes from gradients are those of the reference: both are the same, but
+        for slots whose patches come in an order of the adversary's own.
+        """
+        moved, patch = trial.feed.moved, self.model.patch
+        in_place = self.score(stolen.images, trial.reference, moved)
+        if trial.sent is not None:
+            places = self._places(trial.sent, stolen)
+            home = at_home(trial.sent, stolen, patch)
+        elif stolen.loose is not None:
+            counts = {
+                "tokens_found": _numbers(stolen.tokens, len(moved)),
+                "tokens_sure": _numbers(stolen.tokens_sure, len(moved)),
+            }
+            home = in_best_order(stolen.images, trial.reference, stolen.loose, patch)
+            return [in_place | counts, self.score(home, trial.reference, moved) | counts]
+        elif trial.setting == "c":
+            places, home = {}, stolen.images
+        else:
+            return [in_place, in_place]
+        if trial.setting == "c":
+            home = permute(home, inverse(trial.feed.order), patch)
+        return [in_place | places, self.score(home, trial.reference, moved) | places]
+
+    def _reassembled(self, stolen: Stolen, trial: Trial, in_place: Scores, *, placed: bool) -> Scores:
+        """Score reconstructions with the patches in the adversary's order, and that order itself.
+
+        Which patch stands in a slot is certain only where the attack keeps the order of what was fed.
+        """
+        feed, patch, loose = trial.feed, self.model.patch, stolen.loose
+        if placed and loose is not None:
+            return in_place
+        known = ~loose if loose is not None else torch.zeros_like(feed.moved) if trial.known is None else trial.known
+        patches = patchify(stolen.images, patch).unflatten(2, (-1, patch, patch))
+        order = self.reassembly(patches, self.model.grid, known)
+        scores = in_place | self.score(permute(stolen.images, order, patch), trial.reference, feed.moved)
+        if loose is None:
+            held = feed.order.gather(1, order)
+            scores["placement_accuracy"] = _nullable(placed_share(held, feed.moved))
+            scores["neighbour_accuracy"] = _nullable(adjacent_share(held, feed.moved, self.model.grid))
+        return scores
+
+    def score(
+        self,
+        images: Float[Tensor, "b c h w"],
+        reference: Float[Tensor, "b c h w"],
+        moved: Bool[Tensor, "b n"] | None = None,
+    ) -> Scores:
+        """Score images as they are, and within the slots that were `moved` and the others."""
+        with full_precision():
+            scores = score(images, reference, self.metrics, self.learned)
+        if moved is not None and "psnr" in self.metrics:
+            region = slots_to_pixels(moved, self.model.grid, self.model.patch)
+            scores["psnr_masked"] = psnr_region(images, reference, region)
+            masked = moved.any(1)  # without a mask there are no two regions to tell apart
+            scores["psnr_unmasked"] = psnr_region(images, reference, ~region).where(masked, torch.nan)
+        return {name: _nullable(values) for name, values in scores.items()}
+
+    def _places(self, sent: Sent, stolen: Stolen) -> Scores:
+        """Score what the adversary says of rows and columns."""
+        b, key = len(sent.source), key_recovered(sent, stolen)
+        placed = placement_accuracy(sent, stolen)
+        neighbours = neighbour_accuracy(sent, stolen, self.model.grid)
+        return {
+            "placement_accuracy": [None] * b if placed is None else list(placed.tolist()),
+            "neighbour_accuracy": [None] * b if neighbours is None else list(neighbours.tolist()),
+            "key_recovered": [key] * b,
+        }
+
+
+def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
+    """Return which slots an adversary knows to hold their own patch; None where the release does not say.
+
+    MJP replaces the position embeddings of the slots that it shuffles, so theirs get no gradient (MJP, Eq. 4). Not so
+    under the jigsaw alone, and the gradient of several images sums over their masks.
+    """
+    shuffles = [part for part in seen.defense if isinstance(part, Jigsaw)]
+    hidden = [part for part in shuffles if isinstance(part, Mjp) and part.masked_pe != "slot"]
+    read = set(PatchGradientAdaptive.parameters) <= seen.gradients.keys()
+    if len(shuffles) != 1 or not hidden or not read or seen.images_per_release > 1:
+        return None
+    return ~Release.of(seen).unheard
+
+
+def _numbers(counts: Tensor | None, b: int) -> list[float | None]:
+    return [None] * b if counts is None else [float(value) for value in counts.tolist()]
+
+
+def _nullable(values: Tensor) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]

@@ -1,0 +1,304 @@
+"""Red flags: what weakens a verdict, read from records alone. A rule stands here once, for tables and for the page."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+
+from privlab.attacks import attacks as installed
+from privlab.defenses import defenses
+from privlab.experiment import KNOWN
+from privlab.records import CONTROL, EXACT_DB
+from privlab.report.leakage import WORST, per_image
+from privlab.report.page_data import case_names
+from privlab.report.results import Results
+from privlab.report.sheet import shown
+from privlab.threat import AttackClass, Capability
+
+__all__ = ["DETERMINISTIC", "RULES", "Flag", "flag_lines", "flags_of", "lead_metric", "red_flags"]
+
+DETERMINISTIC = frozenset(
+    {"none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"},
+)
+"""The defenses that draw nothing; any other one, those of other packages too, is taken to draw at random."""
+
+BUDGETS = frozenset({"steps", "rounds", "iterations", "max_iterations", "starts", "restarts", "num_trials", "inner"})
+"""Options of attacks of which more is more work; of a path such as optim.max_iterations the last part counts."""
+
+NOTHING = "what is released is zero or not finite"
+"""The reason of a record that had nothing to attack."""
+
+_SHOWN = 3
+_NAMED = ("case", "attack", "geometry", "image", "image_sha256", "status", "external")
+_SAME = [
+    *("victim", "weights_sha256", "block", "release", "setting", "defense", "defense_params"),
+    *("attack", "geometry", "conditions"),
+]
+"""What two records have in common of which the attacks may differ in their budgets alone."""
+_NEEDED = (*_SAME, "attack_params", "seed", "draw", "weights", "reason")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A way in which a verdict is weakened, and where."""
+
+    head: str
+    items: Sequence[str]
+
+
+def red_flags(
+    records: pd.DataFrame, names: Sequence[str], metric: str = "psnr", geometry: str = "in_place"
+) -> list[Flag]:
+    """Return the flags that the rules raise, in the order of `RULES`; those without an item are left out.
+
+    `names` are those of the cases, `records.case` their numbers. Attacks are compared by one metric, in one geometry.
+    """
+    named = [name for name in _NAMED if name in records]
+    there = records.reindex(columns=list(dict.fromkeys([*named, *_NEEDED, metric])))
+    facts = _Facts(there, names, metric, geometry)
+    return [Flag(head, items) for head, rule in RULES.items() if (items := rule(facts))]
+
+
+def flags_of(results: Results) -> list[Flag]:
+    """Return the red flags of results, by their lead metric."""
+    layout = results.layout
+    return red_flags(results.records, case_names(results), lead_metric(layout.columns), layout.geometry)
+
+
+def flag_lines(flags: Sequence[Flag]) -> list[str]:
+    """Return the flags as lines of text, and what none of them proves."""
+    lines = [f"flag: {flag.head}: {_cut(flag.items)}" for flag in flags]
+    return [*lines, "An attack that fails is no evidence of privacy."] if lines else []
+
+
+def lead_metric(columns: Sequence[str]) -> str:
+    """Return the metric by which attacks are compared: PSNR where it is a column, or else the first one that leaks."""
+    leaky = [name for name in columns if KNOWN[name].direction != "utility"]
+    return "psnr" if "psnr" in columns else (leaky or list(columns))[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Facts:
+    """What the rules look at."""
+
+    records: pd.DataFrame
+    names: Sequence[str]
+    metric: str
+    geometry: str
+
+    @property
+    def sign(self) -> int:
+        """Return 1 where a higher value leaks, −1 where a lower one does, 0 for a utility."""
+        return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[self.metric].direction, 0)
+
+    @cached_property
+    def means(self) -> Mapping[int, Mapping[str, float]]:
+        """Return the mean over the images of each attack and control that was scored, by case."""
+        found = per_image(self.records, [self.metric], self.geometry)
+        found = found[found.scored & (found.attack != WORST)]
+        means = found.groupby(["case", "attack"], sort=False)[self.metric].mean()
+        table: dict[int, dict[str, float]] = {}
+        for (case, attack), mean in means.to_dict().items():
+            table.setdefault(case, {})[attack] = mean
+        return table
+
+    @cached_property
+    def defenses(self) -> Mapping[int, frozenset[str]]:
+        """Return the parts of each case's defense; cases without one are left out."""
+        pairs = self.records[["case", "defense"]].dropna().drop_duplicates()
+        parts: dict[int, frozenset[str]] = {}
+        for case, name in pairs.itertuples(index=False):
+            parts[case] = parts.get(case, frozenset()) | {part for part in name.split("+") if part != "none"}
+        return {case: found for case, found in parts.items() if found}
+
+    def attacks(self, case: int) -> dict[str, float]:
+        """Return the attacks that were scored on a case, with their means."""
+        return {name: mean for name, mean in self.means.get(case, {}).items() if not name.startswith(CONTROL)}
+
+    def rank(self, mean: float) -> float:
+        """Return a mean as a number that is higher where more leaks, to the decimals that a table shows."""
+        mean = min(mean, EXACT_DB) if self.metric == "psnr" else mean
+        return self.sign * round(mean, KNOWN[self.metric].decimals)
+
+    def leakiest(self, means: Mapping[str, float]) -> str | None:
+        """Return which of these leaks most."""
+        known = [name for name, mean in means.items() if mean == mean]  # NaN is not itself
+        return max(known, key=lambda name: self.sign * means[name], default=None) if self.sign else None
+
+    def said(self, name: str, mean: float) -> str:
+        """Return a name with its mean, and what that is in."""
+        unit = "dB" if self.metric == "psnr" else self.metric
+        return f"{name} {shown(mean, KNOWN[self.metric].decimals)} {unit}"
+
+    def where(self, cases: Iterable[int]) -> str:
+        """Return the names of cases."""
+        names = [self.names[case] for case in cases]
+        return "every case" if len(names) == len(self.names) else _cut(names)
+
+    def grouped(self, found: Mapping[int, str]) -> list[str]:
+        """Return what is found of cases, each text once, with its cases if there are several to name."""
+        if len(self.names) == 1:
+            return [*found.values()]
+        return [
+            f"{text} ({self.where(case for case, other in found.items() if other == text)})"
+            for text in dict.fromkeys(found.values())
+        ]
+
+    def known(self, attack: str) -> frozenset[str]:
+        """Return the defenses that are undone in what is scored: by the attack, and by the geometry."""
+        return _known(attack) | ({"jigsaw"} if self.geometry in ("oracle", "reassembled") else frozenset())
+
+
+def _cut(texts: Sequence[str]) -> str:
+    """Join texts; of many say how many more there are."""
+    more = f"; {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return "; ".join(texts[:_SHOWN]) + more
+
+
+def _known(attack: str) -> frozenset[str]:
+    """Return the defenses that an attack declares to be written against; one that is not installed has none."""
+    return frozenset(getattr(installed().get(attack), "knows", ()))
+
+
+def _no_adaptive_attack(facts: _Facts) -> list[str]:
+    found: dict[int, str] = {}
+    for case, parts in facts.defenses.items():
+        if not any(parts <= facts.known(attack) for attack in facts.attacks(case)):
+            able = [name for name, kind in installed().items() if parts <= _known(name) and _fits(kind, parts)]
+            able += ["geometry reassembled"] if parts == {"jigsaw"} else []
+            said = f"{', '.join(able)} not scored" if able else "no attack is written against it"
+            found[case] = f"{'+'.join(sorted(parts))}: {said}"
+    return facts.grouped(found)
+
+
+def _fits(kind: AttackClass, parts: frozenset[str]) -> bool:
+    """Return whether an attack on defended gradients has one of these defenses to work on; others always do."""
+    acts = any(hasattr(defenses().get(part), "release") for part in parts)
+    return acts or Capability.GRADIENT_DEFENSE not in kind.requires
+
+
+def _weaker(facts: _Facts) -> list[str]:
+    lines = []
+    for case, parts in facts.defenses.items():
+        scored = facts.attacks(case)
+        knowing = {name: mean for name, mean in scored.items() if parts <= facts.known(name)}
+        others = {name: mean for name, mean in scored.items() if name not in knowing}
+        adaptive, plain = facts.leakiest(knowing), facts.leakiest(others)
+        if adaptive and plain and facts.rank(scored[adaptive]) < facts.rank(scored[plain]):
+            weak, strong = facts.said(adaptive, scored[adaptive]), facts.said(plain, scored[plain])
+            lines.append(f"{facts.names[case]}: {weak} leaks less than {strong}")
+    return lines
+
+
+def _worse_with_more(facts: _Facts) -> list[str]:
+    """Compare an attack with itself where nothing but its budget differs, on the images that both have."""
+    own = facts.records.loc[(facts.records.geometry == facts.geometry) & facts.records.attack_params.notna()]
+    kinds = own.loc[:, [*_SAME, "attack_params", "case"]].drop_duplicates([*_SAME, "attack_params"])
+    lines = []
+    for _, same in kinds.groupby(_SAME, dropna=False, sort=False):
+        if len(same) < 2 or not facts.sign:
+            continue
+        runs = [(_split(row.attack_params), row) for row in same.itertuples()]
+        for (rest, less), low in runs:
+            for (other, more), high in runs:
+                if rest == other and less.keys() == more.keys() and less != more and _at_least(more, less):
+                    before, after = _paired(facts, own, low, high)
+                    if facts.rank(after) < facts.rank(before):
+                        weak, strong = facts.said(_named(more, less), after), facts.said(_named(less, more), before)
+                        lines.append(
+                            f"{facts.names[high.case]}: {low.attack} with {weak} leaks less than with {strong}"
+                        )
+    return lines
+
+
+def _paired(facts: _Facts, own: pd.DataFrame, *runs: Any) -> tuple[float, float]:  # noqa: ANN401
+    """Return the means of two runs over the images that both have."""
+    found = []
+    for run in runs:
+        rows = own.loc[(own.case == run.case) & (own.attack == run.attack) & (own.attack_params == run.attack_params)]
+        images = per_image(rows, [facts.metric], facts.geometry)
+        found.append(images[images.attack == run.attack].groupby("image")[facts.metric].mean().dropna())
+    common = found[0].index.intersection(found[1].index)
+    return float(found[0][common].mean()), float(found[1][common].mean())
+
+
+def _split(params: str) -> tuple[dict[str, object], dict[str, float]]:
+    """Return the options of an attack that are no budget, and those that are; breaching's are pairs under `config`."""
+    given: dict[str, Any] = json.loads(params)
+    flat = {name: value for name, value in given.items() if name != "config"} | dict(given.get("config") or ())
+    budget = {
+        name: float(value)
+        for name, value in flat.items()
+        if name.rpartition(".")[2] in BUDGETS and isinstance(value, int | float)
+    }
+    return {name: value for name, value in flat.items() if name not in budget}, budget
+
+
+def _at_least(more: Mapping[str, float], less: Mapping[str, float]) -> bool:
+    return all(more[name] >= less[name] for name in less)
+
+
+def _named(budget: Mapping[str, float], other: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in budget.items() if other[name] != value)
+
+
+def _one_draw(facts: _Facts) -> list[str]:
+    own = facts.records.loc[~facts.records.attack.str.startswith(CONTROL).astype(bool), ["case", "seed", "draw"]]
+    draws = own.dropna().drop_duplicates().groupby("case").size()
+    drawn = {case: "+".join(sorted(parts - DETERMINISTIC)) for case, parts in facts.defenses.items()}
+    return facts.grouped({case: parts for case, parts in drawn.items() if parts and draws.get(case) == 1})
+
+
+def _shown_nothing(facts: _Facts) -> list[str]:
+    lines = []
+    for case, means in facts.means.items():
+        controls = {name: mean for name, mean in means.items() if name.startswith(CONTROL)}
+        if best := facts.leakiest(controls):
+            bar = facts.sign * means[best]
+            if found := {name: mean for name, mean in facts.attacks(case).items() if facts.sign * mean <= bar}:
+                said = ", ".join(facts.said(name, mean) for name, mean in found.items())
+                verb = "does" if len(found) == 1 else "do"
+                lines.append(f"{facts.names[case]}: {said} {verb} not beat {facts.said(best, means[best])}")
+    return lines
+
+
+def _nothing_released(facts: _Facts) -> list[str]:
+    rows = facts.records[facts.records.reason == NOTHING]
+    counts = rows.groupby("case").image.nunique().to_dict()
+    return facts.grouped({case: _some(count, "image") for case, count in counts.items()})
+
+
+def _failed(facts: _Facts) -> list[str]:
+    failed = facts.records.loc[(facts.records.status != "ok") & (facts.records.reason != NOTHING)]
+    lines = []
+    for case in sorted(failed.case.unique().tolist()):
+        rows = failed.loc[failed.case == case]
+        reasons = rows.reason.fillna("no reason is recorded").value_counts()
+        more = f", and {len(reasons) - 1} more reasons" if len(reasons) > 1 else ""
+        lines.append(f"{facts.names[case]}: {_some(rows.image.nunique(), 'image')}, {reasons.index[0]}{more}")
+    return lines
+
+
+def _random_weights(facts: _Facts) -> list[str]:
+    rows = facts.records.loc[facts.records.weights == "random", ["case", "victim"]].drop_duplicates("case")
+    return facts.grouped({case: str(victim) for case, victim in rows.itertuples(index=False)})
+
+
+def _some(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+RULES: Mapping[str, Callable[[_Facts], list[str]]] = {
+    "No better than a control": _shown_nothing,
+    "No adaptive attack": _no_adaptive_attack,
+    "Adaptive attack weaker": _weaker,
+    "More budget, less leakage": _worse_with_more,
+    "One draw": _one_draw,
+    "Nothing released": _nothing_released,
+    "Failed": _failed,
+    "Random weights": _random_weights,
+}
+"""The rule that raises each flag; README's "Red flags" says it in words."""

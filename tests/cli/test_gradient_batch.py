@@ -1,0 +1,156 @@
+"""Clients that release one gradient of several images: what runs, what is refused, and what the records say."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+import privlab
+from privlab.attacks import ATTACKS
+from privlab.patches import patchify, unpatchify
+from privlab.placement import assigned
+from privlab.plan import Specification, plan
+from privlab.records import CONTROLS, Rows
+from privlab.threat import Capability, Observation, Stolen
+from privlab.victims import victim
+
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+
+
+@dataclass(frozen=True)
+class Confidant:
+    """An attack that was told the images, and returns those of a release in another order."""
+
+    name: ClassVar[str] = "confidant"
+    paper: ClassVar[str] = "none"
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS})
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed",)
+
+    secret: ClassVar[Sequence[Tensor]] = ()
+    seen: ClassVar[list[tuple[int, int]]] = []
+
+    def __call__(self, seen: Observation) -> Tensor:
+        """Return the next images, backwards."""
+        self.seen.append((len(seen.gradients["pos_embed"]), seen.images_per_release))
+        last = sum(n for _, n in self.seen)
+        return torch.stack([*self.secret[last - self.seen[-1][1] : last]]).flip(0)
+
+
+@pytest.fixture
+def confidant(monkeypatch: pytest.MonkeyPatch, photos: Path) -> type[Confidant]:
+    monkeypatch.setitem(ATTACKS, "confidant", Confidant)
+    monkeypatch.setattr(Confidant, "seen", [])
+    base = victim("vit_ti", weights="random", img_size=32)
+    secret = [base.preprocessing(picture.pixels) for picture in privlab.open_images(photos) if picture.pixels]
+    monkeypatch.setattr(Confidant, "secret", secret)
+    return Confidant
+
+
+def run(photos: Path, **options: Any) -> pd.DataFrame:
+    """Return the records of a tiny run."""
+    return privlab.attack("vit_ti", images=photos, weights="random", img_size=32, metrics="psnr", **options)
+
+
+def test_reconstructions_are_assigned_to_the_images(confidant: type[Confidant], photos: Path) -> None:
+    """In whichever order an attack returns them; the last gradient is of what is left, and its records say so."""
+    frame = run(photos, attack="confidant", setting="a", gradient_batch=2, limit=3)
+    own = frame[frame.attack == "confidant"]
+    assert confidant.seen == [(1, 2), (1, 1)]
+    assert (own.psnr > 100).all()
+    assert own[own.geometry == "in_place"].batch_images.tolist() == [2, 2, 1]
+    assert own[own.geometry == "in_place"].batch.nunique() == 2
+    assert {json.loads(text)["gradient_batch"] for text in frame.conditions} == {2}
+    assert frame[frame.attack.isin(CONTROLS)].batch.isna().all()
+
+
+def test_a_smaller_last_gradient_is_warned_of(confidant: type[Confidant], photos: Path) -> None:
+    with pytest.warns(privlab.threat.PrivlabWarning, match="A gradient of 1 instead of 2 images"):
+        run(photos, attack="confidant", setting="a", gradient_batch=2, limit=3)
+
+
+def test_shuffled_images_are_assigned_by_what_was_fed() -> None:
+    """Patches in an order of the adversary's own do not hide whose they are."""
+    fed = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    loose = torch.ones(3, 16, dtype=torch.bool)
+    mixed = unpatchify(patchify(fed, 4).flip(1), (3, 16, 16))
+    tokens = torch.arange(3)
+    found = assigned(Stolen(mixed[[2, 0, 1]], loose=loose, tokens=tokens[[2, 0, 1]]), fed, 4)
+    assert torch.equal(found.images, mixed)
+    assert found.tokens is not None
+    assert found.tokens.tolist() == [0, 1, 2]
+    plain = assigned(Stolen(fed[[1, 2, 0]]), fed, 4)
+    assert torch.equal(plain.images, fed)
+
+
+def test_attacks_for_one_image_are_refused_by_name(attack: Callable[..., Any]) -> None:
+    error = attack("--attack", "patch-gradient", "--gradient-batch", 2).error
+    assert "Attack 'patch-gradient'" in error
+    assert "batch_size_one (each released gradient belongs to one image)" in error
+
+
+def test_a_forced_one_is_held_against_each_image(attack: Callable[..., Any], records: Callable[..., Any]) -> None:
+    """`patch-gradient` returns one mix of both, which is neither."""
+    done = attack("--attack", "patch-gradient", "--gradient-batch", 2, "--force", "--block", "stock", "--limit", 2)
+    assert done.status == 0
+    frame = records()
+    mixed = frame[(frame.attack == "patch-gradient") & (frame.geometry == "in_place")]
+    assert mixed.batch_images.tolist() == [2, 2]
+    assert (mixed.psnr < 30).all()
+
+
+def test_breachings_searches_take_batches(attack: Callable[..., Any], records: Callable[..., Any]) -> None:
+    budget = ("--set", "optim.max_iterations=2", "--set", "restarts.num_trials=1")
+    done = attack("--attack", "breaching:invertinggradients", *budget, "--gradient-batch", 2, "--limit", 2)
+    assert done.status == 0
+    frame = records()
+    assert (frame[frame.attack == "breaching:invertinggradients"].status == "ok").all()
+    assert "batch_size_one" in attack("--attack", "breaching:rgap", "--gradient-batch", 2).error
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--gradient-batch", 0), "0 is not in the range x>=1"),
+        (
+            ("--gradient-batch", 3, "--limit", 2, "--attack", "breaching:modern"),
+            "must be at most the number of images, 2. Found 3",
+        ),
+        (("--gradient-batch", 2, "--release", "features"), "use client_batch"),
+    ],
+)
+def test_mistakes(attack: Callable[..., Any], options: tuple[object, ...], said: str) -> None:
+    assert said in attack(*options).error
+
+
+GOLDEN = {
+    "gradients": "dee8411ed866ab6a4bf58b7e24a0c902",
+    "forced": "6731aa763d01a763bba938b3217bfa26",
+    "features": "3e806773ed0a871f6f62adb82f95e068",
+}
+"""The keys of cells before gradients could be of several images."""
+
+
+@pytest.mark.parametrize("kind", GOLDEN)
+def test_the_keys_of_one_image_are_what_they_were(kind: str) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "gradients": {},
+        "forced": {"force": True, "block": "stock"},
+        "features": {"release": "features", "client_batch": 4},
+    }
+    name = "pe-assignment" if kind == "features" else "patch-gradient"
+    spec = Specification(models=("vit_ti_mjp",), settings=("c",), attacks=(name,), **options[kind])
+    base = victim("vit_ti_mjp", weights="random", img_size=32)
+    base = replace(base, weights=replace(base.weights, sha256="0" * 64))
+    keys = Rows(spec, base, ("a" * 64,)).cells("c", plan(spec, base))
+    assert keys[name] == GOLDEN[kind]
+    if kind == "gradients":
+        two = replace(spec, gradient_batch=2, attacks=("breaching:modern",))
+        one = replace(two, gradient_batch=1)
+        cells = [Rows(s, base, ("a" * 64,)).cells("c", plan(s, base)) for s in (one, two)]
+        assert cells[0]["breaching:modern"] != cells[1]["breaching:modern"]

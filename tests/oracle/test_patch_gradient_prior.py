@@ -1,0 +1,173 @@
+"""Where patches outnumber equations: what is free, what an image prior and whole grey levels make of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Generator, Tensor
+from torch.testing import assert_close
+
+from privlab.attacks import PatchGradient, PatchGradientPrior
+from privlab.attacks.patch_gradient_prior import Free, _preconditioner, whole
+from privlab.attacks.prior import Smoothness
+from privlab.attacks.solve import RTOL, slot_gradients
+from privlab.defenses import Mjp
+from privlab.draws import draw_for
+from privlab.errors import PrivlabError
+from privlab.gradients import observe
+from privlab.images import open_images
+from privlab.metrics import psnr
+from privlab.model import VictimModel
+from privlab.patches import patchify
+from privlab.threat import Observation, PrivlabWarning
+from privlab.victims import victim
+
+Model = Callable[..., VictimModel]
+Photographs = Callable[[int, int], Tensor]
+
+LIMITS = pytest.mark.filterwarnings("ignore:.*determine at most:privlab.threat.PrivlabWarning")
+
+
+def of(model: VictimModel, images: Tensor) -> Observation:
+    return observe(model, images, torch.arange(len(images)), PatchGradientPrior.parameters)
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_model: Model) -> VictimModel:
+    """Return a model of 49 patches in a width of 48: rank A is 47."""
+    return tiny_model(img_size=28, embed_dim=48)
+
+
+def matrices(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return A of 9 × 6 with singular values from 1 to 1e-3, the last of the six 1e-9; X; and G = Aᵀ X."""
+    draw = Generator().manual_seed(seed)
+    U, V, X = (torch.randn(1, *s, dtype=torch.float64, generator=draw) for s in ((9, 9), (6, 6), (9, 5)))
+    U, V = torch.linalg.qr(U).Q, torch.linalg.qr(V).Q
+    A = (U[..., :6] * torch.tensor([1, 0.5, 0.1, 1e-2, 1e-3, 1e-9], dtype=torch.float64)) @ V
+    return A, X, A.mT @ X
+
+
+def test_what_is_free_is_in_no_equation_and_nothing_else_is() -> None:
+    A, X, G = matrices()
+    free = Free.of(A, G, coarse=1 / 255)
+    assert free.V.shape == (1, 9, 4)
+    assert_close(free.V.mT @ free.V, torch.eye(4, dtype=torch.float64)[None])
+    assert (A.mT @ free.V).abs().max() < 1e-8
+    X0 = torch.linalg.pinv(A.mT, rtol=1e-6) @ G
+    assert_close(X0 + free.V @ (free.V.mT @ X), X)
+
+
+def test_noise_is_that_of_rounding() -> None:
+    """Against a thousand drawn errors of G."""
+    A, _, G = matrices()
+    free = Free.of(A, G, coarse=1 / 255)
+    draw = Generator().manual_seed(1)
+    errors = torch.randn(1, 6, 1000, dtype=torch.float64, generator=draw) * G.square().mean().sqrt() * RTOL
+    spread = (torch.linalg.pinv(A.mT, rtol=1e-6) @ errors).square().mean(2).sqrt()
+    assert_close(free.noise, spread, rtol=0.15, atol=0)
+
+
+def test_rows_of_zeros_leave_nothing_free() -> None:
+    A, X, _ = matrices()
+    A = torch.cat([A, A])
+    A[1, 3] = 0
+    free = Free.of(A, A.mT @ X, coarse=1 / 255)
+    assert free.V[0].any()
+    assert not free.V[1].any()
+
+
+def test_the_preconditioner_is_exact_for_a_patch_among_zeros() -> None:
+    Γ = torch.tensor([[2.0, 0.5, 0.1], [0.5, 1.0, 0.2], [0.1, 0.2, 0.5]], dtype=torch.float64)
+    V, gain = torch.zeros(1, 9, 1, dtype=torch.float64), torch.full((1, 1, 1), 0.7, dtype=torch.float64)
+    V[0, 4] = 1
+    H = Smoothness((3, 12, 12), Γ).curvature(torch.zeros(1, 9, 48, dtype=torch.float64), 1.0)  # weights of one
+    r = torch.randn(1, 1, 48, dtype=torch.float64, generator=Generator().manual_seed(0))
+    C = _preconditioner(4, Γ, gain, torch.float64)(r)
+    assert_close(V.mT @ H(V @ C) + gain * C, r)
+
+
+@pytest.mark.parametrize("unknowns", [1, 3, 5])
+def test_whole_numbers_are_found_and_others_are_not(unknowns: int) -> None:
+    draw = Generator().manual_seed(unknowns)
+    V = torch.linalg.qr(torch.randn(2, 120, unknowns, dtype=torch.float64, generator=draw)).Q
+    truth = torch.randint(0, 256, (2, 120, 30), generator=draw).double()
+    off = 5 * V @ torch.randn(2, unknowns, 30, dtype=torch.float64, generator=draw)
+    still, variance = torch.zeros(2, 120).double(), torch.full((2, unknowns), 25.0).double()
+    found, fits = whole(truth + off, V, still, variance, 16)
+    assert fits.all()
+    assert torch.equal(found, truth)
+    uneven = truth + torch.rand(2, 120, 30, dtype=torch.float64, generator=draw) + off
+    assert not whole(uneven, V, still, variance, 16)[1].any()
+
+
+def test_where_nothing_is_free_it_is_the_plain_closed_form(tiny_model: Model, photographs: Photographs) -> None:
+    seen = of(tiny_model(), photographs(2, 16).double())
+    assert torch.equal(PatchGradientPrior()(seen), PatchGradient()(seen))
+
+
+@LIMITS
+def test_photographs_are_exact_where_patches_outnumber_equations(narrow: VictimModel, photographs: Photographs) -> None:
+    images = photographs(4, 28).double()
+    seen = of(narrow, images)
+    ridge, prior = psnr(PatchGradient()(seen), images), psnr(PatchGradientPrior(levels=0)(seen), images)
+    assert prior.mean() > ridge.mean() + 3
+    assert (psnr(PatchGradientPrior()(seen), images) > 120).all()
+
+
+def test_images_that_are_not_whole_get_the_prior(narrow: VictimModel, photographs: Photographs) -> None:
+    """And all of the answer agrees with the gradient, within float32's rounding of it."""
+    images = photographs(3, 28).double() * 0.61 + 0.2
+    seen = of(narrow, images)
+    found = PatchGradientPrior()(seen)
+    assert torch.equal(found, PatchGradientPrior(levels=0)(seen))
+    assert not torch.equal(found, images)
+    A, G = slot_gradients(seen), seen.gradients["patch_embed.proj.weight"].flatten(2)
+    apart = A.mT @ patchify(narrow.normalise(found), narrow.patch) - G
+    assert (apart.norm(dim=(1, 2)) < 10 * RTOL * G.norm(dim=(1, 2))).all()
+
+
+def test_a_flat_image_is_exact_without_levels(narrow: VictimModel) -> None:
+    images = torch.tensor([0.31, 0.52, 0.73], dtype=torch.float64).view(1, 3, 1, 1).expand(1, 3, 28, 28)
+    assert psnr(PatchGradientPrior(levels=0)(of(narrow, images)), images) > 100
+
+
+def test_an_image_is_attacked_alike_in_any_batch(tiny_model: Model, photographs: Photographs) -> None:
+    images = photographs(3, 28).double()
+    for model in (tiny_model(img_size=28, embed_dim=48), tiny_model(img_size=28, embed_dim=32)):
+        together, alone = (PatchGradientPrior()(of(model, some)) for some in (images, images[:1]))
+        assert_close(together[:1], alone, atol=1e-6, rtol=0)
+
+
+def test_under_mjp_it_is_the_plain_closed_form(narrow: VictimModel, photographs: Photographs) -> None:
+    images = photographs(2, 28).double()
+    feed = Mjp(gamma=0.27)(images, narrow.patch, [draw_for(0, str(i), "defense") for i in range(2)])
+    seen = observe(narrow, feed, torch.arange(2), PatchGradientPrior.parameters)
+    with pytest.warns(PrivlabWarning, match="does not know the defense"):
+        found = PatchGradientPrior()(seen)
+    with pytest.warns(PrivlabWarning, match="patch-gradient"):
+        assert torch.equal(found, PatchGradient()(seen))
+
+
+@pytest.mark.parametrize("options", [{"rounds": 0}, {"steps": 0}, {"epsilon": 0.0}, {"levels": -1}, {"kept": 0}])
+def test_options_out_of_range(options: dict[str, float]) -> None:
+    with pytest.raises(PrivlabError, match="rounds, steps, kept and passes ≥ 1, levels ≥ 0 and epsilon > 0"):
+        PatchGradientPrior(**options)  # pyright: ignore[reportArgumentType]
+
+
+@LIMITS
+def test_trained_weights_at_224_pixels(shared: Callable[[str], Path]) -> None:
+    """196 patches in a width of 192: five combinations of them are in no equation."""
+    trained = victim("vit_ti", weights=shared("weights/vit_tiny_patch16_224.safetensors"))
+    pictures = open_images(shared("data/imagenet_samples"), limit=2)
+    images = torch.stack([trained.preprocessing(each.pixels) for each in pictures if each.pixels])
+    with torch.no_grad():
+        labels = trained.model(images).argmax(1)
+    seen = observe(trained.model, images, labels, PatchGradientPrior.parameters)
+    plain, ridge, prior, exact = (
+        psnr(attack(seen), images)
+        for attack in (PatchGradient(rtol=0.0), PatchGradient(), PatchGradientPrior(levels=0), PatchGradientPrior())
+    )
+    assert (ridge > plain).all()
+    assert (prior > plain + 8).all()
+    assert (exact > 140).all()

@@ -1,0 +1,210 @@
+"""Token separation beyond MJP: no position embeddings, fixed ones, a frozen patch embedding, sums over images."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from timm.layers import build_sincos2d_pos_embed
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.testing import assert_close
+
+from privlab.attacks.slots import QKV, Reads, embeddings_of_tokens, first_block
+from privlab.attacks.token_separation import TokenSeparation
+from privlab.attacks.tokens import Mlp, separate
+from privlab.defenses import Jigsaw
+from privlab.draws import draw_for
+from privlab.errors import PrivlabError
+from privlab.gradients import granted, observe
+from privlab.metrics import psnr
+from privlab.model import VictimModel, april_twin
+from privlab.placement import in_best_order
+from privlab.plan import Specification, applicable
+from privlab.threat import Observation, PrivlabWarning, Stolen, check_capabilities
+from privlab.victims import victim
+
+SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
+PATCH = "patch_embed.proj.weight"
+
+
+@pytest.fixture(scope="module")
+def make(tiny_vit: Callable[..., VisionTransformer]) -> Callable[..., VictimModel]:
+    """Return a maker of small models with frozen parameters; "pos_embed" is sines and cosines then."""
+
+    def made(*frozen: str, **options: object) -> VictimModel:
+        vit = tiny_vit(**options)
+        if "pos_embed" in frozen and vit.pos_embed is not None:
+            waves = build_sincos2d_pos_embed([4, 4], vit.embed_dim, dtype=torch.float64)
+            vit.pos_embed.data[0, 1:] = waves
+        for name in frozen:
+            vit.get_parameter(name).requires_grad_(False)
+        return VictimModel(vit, (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)).double().requires_grad_(False)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def images() -> Tensor:
+    return torch.rand(2, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def textured(crops: Tensor, count: int) -> Tensor:
+    """Return the crops of the most contrast: patches that are alike have one token."""
+    return crops[crops.std((1, 2, 3)).argsort(descending=True)[:count]].double()
+
+
+def seen_of(model: VictimModel, images: Tensor) -> Observation:
+    names = [*TokenSeparation.parameters, *(n for n in TokenSeparation.if_released if n not in model.frozen)]
+    return observe(model, images, torch.arange(len(images)), names)
+
+
+def in_order(stolen: Stolen, images: Tensor, patch: int) -> Tensor:
+    return stolen.images if stolen.loose is None else in_best_order(stolen.images, images, stolen.loose, patch)
+
+
+@pytest.mark.parametrize("frozen", [(), ("pos_embed",), (PATCH,), ("pos_embed", PATCH)])
+@pytest.mark.parametrize("embedded", ["learn", "none"])
+def test_everything_comes_back(
+    frozen: tuple[str, ...], embedded: str, images: Tensor, make: Callable[..., VictimModel]
+) -> None:
+    model = make(*(name for name in frozen if embedded == "learn" or name == PATCH), pos_embed=embedded)
+    before = [parameter.clone() for parameter in model.parameters()]
+    stolen = TokenSeparation(**SEARCH)(seen_of(model, images))
+    assert stolen.tokens is not None
+    assert stolen.tokens_sure is not None
+    assert stolen.tokens.tolist() == stolen.tokens_sure.tolist() == [17, 17]
+    assert (stolen.loose is None) == (embedded == "learn")
+    assert psnr(in_order(stolen, images, 4), images).min() > 100
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_a_shuffle_does_not_help_without_position_embeddings(images: Tensor, make: Callable[..., VictimModel]) -> None:
+    model = make(pos_embed="none")
+    feed = Jigsaw(gamma=0.5)(images, 4, [draw_for(0, str(i), "defense") for i in range(2)])
+    assert not torch.equal(feed.images, images)
+    stolen = TokenSeparation(**SEARCH)(seen_of(model, feed.images))
+    assert psnr(in_order(stolen, images, 4), images).min() > 100
+
+
+def test_a_wide_image_needs_what_attention_heard(images: Tensor, make: Callable[..., VictimModel]) -> None:
+    """With 2 N + 2 ≥ D the token alone leaves coordinates open; fixed position embeddings and ∂W_qkv close them."""
+    stolen = TokenSeparation(**SEARCH)(seen_of(make("pos_embed", embed_dim=32), images))
+    assert psnr(stolen.images, images).min() > 100
+
+
+@pytest.mark.parametrize("embedded", ["learn", "none"])
+def test_embedded_patches_come_from_tokens_alone(
+    embedded: str, images: Tensor, make: Callable[..., VictimModel]
+) -> None:
+    model, attack = make(PATCH, embed_dim=48, pos_embed=embedded), TokenSeparation(**SEARCH)
+    seen, block = seen_of(model, images), first_block(model)
+    z = embeddings_of_tokens(model, block, attack.tokens(block, seen, 0, 17).u, Reads.of(seen, 0, block, 17), 6, 60)
+    wanted = model.embed(images)[0, 1:]
+    z, wanted = (rows - rows.mean(1, keepdim=True) for rows in (z, wanted))
+    nearest = torch.cdist(wanted, z).argmin(1)
+    assert sorted(nearest.tolist()) == list(range(16))
+    assert_close(z[nearest], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_frozen_patch_embedding_leaves_few_directions(crops: Tensor, make: Callable[..., VictimModel]) -> None:
+    """D = K: fixed position embeddings place every patch, of which but one direction is open."""
+    model, x = make("pos_embed", PATCH, embed_dim=48), textured(crops, 2)
+    stolen = TokenSeparation(**SEARCH)(seen_of(model, x))
+    assert stolen.loose is None
+    assert psnr(stolen.images, x).min() > 25
+
+
+def test_patches_without_a_token_are_smooth(crops: Tensor, make: Callable[..., VictimModel]) -> None:
+    x = textured(crops, 3)[2:]
+    stolen = TokenSeparation(**SEARCH | {"rounds": 4})(seen_of(make("pos_embed"), x))
+    assert stolen.tokens is not None
+    assert 0 < stolen.tokens.item() < 17
+    assert psnr(stolen.images, x) > psnr(torch.full_like(x, 0.5), x) + 6
+
+
+def test_too_many_tokens_give_grey(images: Tensor, make: Callable[..., VictimModel]) -> None:
+    seen = seen_of(make("pos_embed", embed_dim=16), images)
+    with pytest.warns(PrivlabWarning, match="17 tokens, but gradients of width 16 tell at most 15 apart"):
+        stolen = TokenSeparation(**SEARCH)(seen)
+    assert stolen.tokens is not None
+    assert stolen.tokens.tolist() == [0, 0]
+    assert_close(stolen.images, torch.tensor((0.4, 0.5, 0.6)).double()[:, None, None].expand_as(images))
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-5), (torch.float32, 1e-3)])
+def test_tokens_of_two_images_from_one_gradient(
+    dtype: torch.dtype, near: float, images: Tensor, make: Callable[..., VictimModel]
+) -> None:
+    """A gradient summed over B images is a sum of B (N + 1) products: separation takes B (N + 1) < D."""
+    model = make(pos_embed="none").to(dtype)
+    seen = seen_of(model, images.to(dtype))
+    G1, G2 = (seen.gradients[f"blocks.0.mlp.{name}.weight"].sum(0) for name in ("fc1", "fc2"))
+    block = first_block(model)
+    found = separate(Mlp.of(block), G1, G2, 34, torch.Generator().manual_seed(0), **SEARCH | {"starts": 24})
+    z = model.embed(images.to(dtype)).double()
+    u = block.norm2(z + block.ls1(block.attn(block.norm1(z)))).flatten(0, 1)
+    cosine = normalize(found.u, dim=1) @ normalize(u, dim=1).mT
+    assert len(found.u) == 34
+    assert sorted(cosine.argmax(1).tolist()) == list(range(34))
+    assert_close(found.u, u[cosine.argmax(1)], atol=near, rtol=near)
+
+
+def names(cells: list, /) -> set[str]:
+    return {attack.name for cell in cells for attack in cell.attacks}
+
+
+def test_it_runs_unnamed_only_where_others_cannot(tiny_vit: Callable[..., VisionTransformer]) -> None:
+    spec = Specification(models=("a model of one's own",))
+    learnt, bare = victim(tiny_vit()), victim(tiny_vit(pos_embed="none"))
+    vit = tiny_vit()
+    vit.patch_embed.proj.weight.requires_grad_(False)
+    frozen = victim(vit)
+    assert "token-separation" not in names(applicable(spec, learnt)[0])
+    assert "token-separation" in names(applicable(spec, learnt, stand_ins=True)[0])
+    for base in (bare, frozen):
+        cells, refused = applicable(spec, base)
+        assert "token-separation" in names(cells)
+        assert {"patch-gradient", "mjp-full"} <= refused.keys()
+        assert (PATCH in [name for cell in cells for name in cell.parameters]) == (base is bare)
+    assert f"reads gradients of frozen parameters: {PATCH}" in applicable(spec, frozen)[1]["patch-gradient"]
+    named = Specification(models=spec.models, attacks=("mjp-full", "token-separation"))
+    assert names(applicable(named, learnt)[0]) == {"mjp-full", "token-separation"}
+
+
+def test_what_it_needs(make: Callable[..., VictimModel]) -> None:
+    model = make(pos_embed="none")
+    check_capabilities(TokenSeparation(), granted(model))
+    with pytest.raises(PrivlabError, match=r"'token-separation' needs .* plain_block"):
+        check_capabilities(TokenSeparation(), granted(april_twin(model)))
+    with pytest.raises(PrivlabError, match=r"'token-separation' needs .* batch_size_one"):
+        check_capabilities(TokenSeparation(), granted(model, (), 2))
+    with pytest.raises(PrivlabError, match=r"'token-separation' needs .* plain_block"):
+        check_capabilities(TokenSeparation(), granted(make(QKV, pos_embed="none")))
+
+
+def test_options_out_of_range() -> None:
+    with pytest.raises(PrivlabError, match="token-separation takes starts, rounds, steps and inner ≥ 1"):
+        TokenSeparation(starts=0)
+
+
+@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+def test_photographs(photographs: Callable[[int, int], Tensor]) -> None:
+    model, x = victim("vit_ti_nope", weights="random", img_size=64).model, photographs(2, 64)[1:]
+    stolen = TokenSeparation()(seen_of(model, x))
+    assert stolen.tokens is not None
+    assert stolen.tokens.tolist() == [17]
+    assert psnr(in_order(stolen, x, 16), x) > 80
+
+
+@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+def test_trained_weights(shared: Callable[[str], Path], photographs: Callable[[int, int], Tensor]) -> None:
+    """On the trained ViT-Ti at 160 pixels nothing is lost when the position embeddings' gradient is withheld."""
+    weights = shared("weights/vit_tiny_patch16_224.safetensors")
+    model, x = victim("vit_ti", weights=str(weights), img_size=160).model, photographs(2, 160)[1:]
+    seen = observe(model, x, model(x).argmax(1), (*TokenSeparation.parameters, PATCH))
+    stolen = TokenSeparation()(seen)
+    assert stolen.tokens is not None
+    assert stolen.tokens.tolist() == [101]
+    assert psnr(stolen.images, x) > 80

@@ -1,0 +1,219 @@
+"""Red flags: each is raised by a case made for it, and none by healthy records."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Generator
+
+from privlab.attacks import ATTACKS
+from privlab.defenses import DEFENSES
+from privlab.report.flags import BUDGETS, DETERMINISTIC, NOTHING, RULES, Flag, flag_lines, lead_metric, red_flags
+from privlab.stack import Stack
+from privlab.threat import Draws
+
+README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+NAMES = ["plain", "defended"]
+LEVELS = {
+    0: {"april": 14.0, "patch-gradient": 60.0, "control:mean": 11.0},
+    1: {"april": 13.0, "patch-gradient": 16.0, "mjp-subspace": 22.0, "control:mean": 11.0},
+}
+
+
+def records(levels: Mapping[int, Mapping[str, float]] = LEVELS, **values: Any) -> pd.DataFrame:
+    """Return two draws of two images for each case and attack: undefended, and under MJP."""
+    return pd.DataFrame(
+        [
+            {
+                **{"case": case, "victim": "vit_ti", "weights": "pretrained:timm", "weights_sha256": "0" * 64},
+                **{"block": "stock", "release": "gradients", "setting": "ac"[case], "conditions": "{}"},
+                **{"defense": ("none", "mjp")[case], "defense_params": "{}", "attack": attack, "attack_params": "{}"},
+                **{"geometry": "in_place", "image": image, "image_sha256": image * 8, "seed": 0, "draw": draw},
+                **{"status": "ok", "reason": None, "external": None, "psnr": level + place, "ssim": level / 100},
+            }
+            | values
+            for case, attacks in levels.items()
+            for attack, level in attacks.items()
+            for draw in (0, 1)
+            for place, image in enumerate("ab")
+        ]
+    )
+
+
+def found(rows: pd.DataFrame, names: Sequence[str] = NAMES, **options: str) -> dict[str, list[str]]:
+    return {flag.head: list(flag.items) for flag in red_flags(rows, names, **options)}
+
+
+def case(attacks: Mapping[str, float], defense: str = "mjp", **values: Any) -> pd.DataFrame:
+    """Return the records of one defended case, whose number is 0."""
+    return records({1: attacks}, **{"case": 0, "defense": defense, **values})
+
+
+def test_healthy_records_raise_none() -> None:
+    assert found(records()) == {}
+    assert flag_lines([]) == []
+    assert found(records().iloc[:0]) == {}
+
+
+def test_records_that_state_less_raise_no_more() -> None:
+    stated = ["case", "attack", "geometry", "image", "image_sha256", "status", "psnr"]
+    assert found(records()[stated]) == {}
+
+
+def test_a_control_that_scores_as_well() -> None:
+    levels = {"april": 11.0, "mjp-subspace": 22.0, "control:mean": 11.0, "control:other": 9.0}
+    line = "defended: april 11.50 dB does not beat control:mean 11.50 dB"
+    assert found(records(LEVELS | {1: levels})) == {"No better than a control": [line]}
+    levels = {"april": 8.0, "mjp-subspace": 10.0, "control:mean": 11.0}
+    line = "defended: april 8.50 dB, mjp-subspace 10.50 dB do not beat control:mean 11.50 dB"
+    assert found(records(LEVELS | {1: levels})) == {"No better than a control": [line]}
+
+
+def test_no_attack_was_scored_that_knows_the_defense() -> None:
+    (line,) = found(case({"april": 14.0}), ["one"])["No adaptive attack"]
+    assert line.startswith("mjp: mjp-subspace, mjp-full, ")
+    assert line.endswith(" not scored")
+    assert "patch-gradient-adaptive" not in line  # it has no defense on gradients to work on
+    failed = case({"mjp-subspace": math.nan}, status="failed", reason="no inverse")
+    assert "No adaptive attack" in found(failed, ["one"])
+
+
+def test_no_attack_is_written_against_the_defense() -> None:
+    rows = pd.concat([case({"april": 14.0}, "blur"), case({"april": 14.0}, "pixel-noise").assign(case=1)])
+    assert found(rows)["No adaptive attack"] == [
+        "blur: inversion-conv, inversion-mae, inversion-set, inversion-token not scored (plain)",
+        "pixel-noise: no attack is written against it (defended)",
+    ]
+
+
+def test_an_attack_must_know_all_of_a_stack() -> None:
+    stack = "mjp+gradient-noise"
+    assert "No adaptive attack" in found(case({"mjp-subspace": 20.0}, stack), ["one"])
+    assert found(case({"patch-gradient-adaptive": 20.0}, stack), ["one"]) == {}
+
+
+def test_reassembly_knows_the_jigsaw() -> None:
+    rows = case({"patch-gradient": 20.0}, "jigsaw")
+    assert found(rows, ["one"])["No adaptive attack"] == ["jigsaw: geometry reassembled not scored"]
+    for geometry in ("oracle", "reassembled"):
+        assert found(rows.assign(geometry=geometry), ["one"], geometry=geometry) == {}
+
+
+def test_the_adaptive_attack_is_weaker() -> None:
+    rows = case({"april": 14.0, "patch-gradient": 21.0, "mjp-subspace": 20.0, "mjp-full": 19.0})
+    line = "one: mjp-subspace 20.50 dB leaks less than patch-gradient 21.50 dB"
+    assert found(rows, ["one"]) == {"Adaptive attack weaker": [line]}
+    assert found(case({"patch-gradient": 140.0, "mjp-full": 130.0}), ["one"]) == {}  # both are exact
+    assert found(case({"patch-gradient": 20.001, "mjp-full": 20.0}), ["one"]) == {}  # nothing that a table shows
+    lower = rows.assign(lpips_alex=1 - rows.psnr / 100)
+    assert "Adaptive attack weaker" in found(lower, ["one"], metric="lpips_alex")
+
+
+@pytest.mark.parametrize(
+    ("few", "many"),
+    [
+        ({"steps": 10, "epsilon": 0.1}, {"steps": 20, "epsilon": 0.1}),
+        ({"config": [["optim.max_iterations", 10]], "seed": 0}, {"config": [["optim.max_iterations", 20]], "seed": 0}),
+    ],
+)
+def test_more_budget_made_it_worse(few: Mapping[str, Any], many: Mapping[str, Any]) -> None:
+    first = case({"mjp-subspace": 22.0}, attack_params=json.dumps(few))
+    more = case({"mjp-subspace": 20.0}, attack_params=json.dumps(many)).assign(case=1)
+    ((head, (line,)),) = found(pd.concat([first, more])).items()
+    assert head == "More budget, less leakage"
+    assert line.startswith("defended: mjp-subspace with ")
+    assert "=20 20.50 dB leaks less than with " in line
+    assert line.endswith("=10 22.50 dB")
+    assert found(pd.concat([first, more.assign(psnr=more.psnr + 4)])) == {}
+    assert found(pd.concat([first, more.assign(setting="b")])) == {}  # another case altogether
+    other = json.dumps({**many, "epsilon": 0.2})
+    assert found(pd.concat([first, more.assign(attack_params=other)])) == {}  # not the budget alone
+
+
+def test_budgets_are_compared_on_the_images_that_both_have() -> None:
+    first = case({"mjp-subspace": 22.0}, attack_params='{"steps": 10}')
+    more = case({"mjp-subspace": 22.0}, attack_params='{"steps": 20}').assign(case=1)
+    assert found(pd.concat([first, more[more.image == "a"]])) == {}  # whose mean alone is half a decibel less
+
+
+def test_one_draw_of_a_random_defense() -> None:
+    rows = records()
+    assert found(rows[rows.draw == 0]) == {"One draw": ["mjp (defended)"]}
+    assert found(rows[rows.draw == 0].assign(defense="none")) == {}
+    assert found(case({"inversion-set": 20.0}, "blur", draw=0), ["one"]) == {}
+    assert found(case({"patch-gradient": 20.0}, "blur+pixel-noise", draw=0), ["one"])["One draw"] == ["pixel-noise"]
+    seeds = rows[rows.draw == 0]
+    assert found(pd.concat([seeds, seeds.assign(seed=1)])) == {}
+
+
+def test_failures() -> None:
+    rows = records()
+    lost = rows.assign(status="failed", reason="april: no inverse", psnr=math.nan)
+    rows = rows.where(~((rows.attack == "april") & (rows.image == "b")), lost)
+    line = "1 image, april: no inverse"
+    assert found(rows) == {"Failed": [f"plain: {line}", f"defended: {line}"]}
+    nothing = rows.where(rows.status == "ok", rows.assign(reason=NOTHING))
+    assert found(nothing) == {"Nothing released": ["1 image (every case)"]}
+
+
+def test_random_weights() -> None:
+    rows = records()
+    assert found(rows.assign(weights="random")) == {"Random weights": ["vit_ti (every case)"]}
+    mixed = rows.assign(weights=rows.weights.where(rows.case == 1, "random"))
+    assert found(mixed) == {"Random weights": ["vit_ti (plain)"]}
+
+
+def test_text_says_what_none_of_them_proves() -> None:
+    lines = flag_lines([Flag("Failed", ["a", "b", "c", "d", "e"])])
+    assert lines == ["flag: Failed: a; b; c; 2 more", "An attack that fails is no evidence of privacy."]
+
+
+def test_the_metric_of_comparison() -> None:
+    assert lead_metric(["mse", "psnr"]) == "psnr"
+    assert lead_metric(["correct", "ssim", "mse"]) == "ssim"
+    assert lead_metric(["correct"]) == "correct"
+    assert found(records(correct=1.0), metric="correct") == {}
+
+
+def test_every_rule_is_documented() -> None:
+    section = README.split("**Red flags**")[1].split("\n## ")[0]
+    assert [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")][1:] == list(RULES)
+
+
+# What the rules go by
+
+
+def test_attacks_know_defenses_that_exist() -> None:
+    known = {name: set(getattr(kind, "knows", ())) for name, kind in ATTACKS.items()}
+    assert set().union(*known.values()) <= set(DEFENSES)
+    assert known["mjp-full"] == {"mjp"}
+    assert not known["april"] | known["patch-gradient"]
+
+
+def test_budgets_are_options_of_attacks() -> None:
+    options = {name for kind in ATTACKS.values() for name in kind.__dataclass_fields__}
+    assert {"steps", "rounds", "starts"} <= BUDGETS & options
+
+
+@pytest.mark.parametrize("name", DEFENSES)
+def test_what_draws_nothing_gives_the_same_under_any_seed(name: str) -> None:
+    images = torch.rand(2, 3, 32, 32, generator=Generator().manual_seed(0))
+    features = torch.rand(2, 5, 8, generator=Generator().manual_seed(0))
+    defense = DEFENSES[name]()
+
+    def under(seed: int) -> torch.Tensor:
+        of_image = [Generator().manual_seed(seed + i) for i in range(2)]
+        if hasattr(defense, "release"):
+            return defense.release({"w": features}, of_image)["w"]
+        if hasattr(defense, "send"):
+            draws = Draws(of_image, Generator().manual_seed(seed), Generator().manual_seed(seed))
+            return Stack((defense,)).send(features, 1, draws).features
+        return Stack((defense,)).feed(images, 8, of_image).images
+
+    same = all(torch.equal(under(0), under(seed)) for seed in (10, 20, 30))
+    assert same == (name in DETERMINISTIC)
