@@ -172,7 +172,7 @@ def test_every_attack_fulfils_the_protocol() -> None:
 
 
 def test_an_observation_has_no_field_for_the_image() -> None:
-    assert set(Observation.__dataclass_fields__) == {"model", "gradients", "grants", "defense"}
+    assert set(Observation.__dataclass_fields__) == {"model", "gradients", "grants", "defense", "images_per_release"}
 
 
 @random_weights
