@@ -155,8 +155,11 @@ def _on_ray(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object])
         ray = importlib.import_module("ray")
     except ImportError:
         raise PrivlabError("--engine ray needs the extra: pip install 'privlab[ray]'.") from None
+    own = {"env_vars": {"RAY_worker_niceness": "0"}}  # Ray's workers give way to everything else, at 15 by default
     options: dict[str, Any] = (
-        {"address": engine.address} if engine.address else {"address": "local", "num_cpus": engine.workers}
+        {"address": engine.address}
+        if engine.address
+        else {"address": "local", "num_cpus": engine.workers, "runtime_env": own}
     )
     started, client = not ray.is_initialized(), (engine.address or "").startswith("ray://")
     try:
