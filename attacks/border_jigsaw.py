@@ -33,6 +33,7 @@ class BorderJigsaw:
             Capability.RELEASED_FEATURES,
             Capability.KNOWS_WEIGHTS,
             Capability.AUXILIARY_IMAGES,
+            Capability.OWN_ROWS,
             Capability.KNOWS_DEFENSE,
         }
     )

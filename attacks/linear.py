@@ -93,7 +93,7 @@ def _prior(model: VictimModel, public: Tensor, prior: str) -> tuple[Float[Tensor
     return eye.new_zeros(k), eye
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def _kept_statistics(
     model: VictimModel, public: Float[Tensor, "m c h w"], _version: int
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "k k"]]:

@@ -49,6 +49,7 @@ class RowAlignment:
             Capability.RELEASED_FEATURES,
             Capability.KNOWS_WEIGHTS,
             Capability.AUXILIARY_IMAGES,
+            Capability.OWN_ROWS,
             Capability.KNOWS_DEFENSE,
         }
     )

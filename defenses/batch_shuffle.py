@@ -28,6 +28,8 @@ class BatchShuffle:
     name: ClassVar[str] = "batch-shuffle"
     paper: ClassVar[str] = "Yao et al. (ICDM 2022); BS in Permutation Equivariance (2024), Table 6"
 
+    crosses_images: ClassVar[bool] = True
+
     share: float = 1.0
 
     def __post_init__(self) -> None:

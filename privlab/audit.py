@@ -101,7 +101,7 @@ def _observation(base: Victim, batch: Recorded, spec: Specification, public: Ten
         )
     stack = defense_of(spec, base, "c")
     features = batch.features.to(model.mean)
-    return FeatureObservation(model, features, stack.parts, public, granted_features(model, len(public)))
+    return FeatureObservation(model, features, stack.parts, public, granted_features(model, len(public), stack.parts))
 
 
 def _attack(attack: FeatureAttack, seen: FeatureObservation, batch: Recorded, run: RunDirectory) -> Row:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float
+from PIL import Image
 from torch import Tensor
 
 from privlab.decode import Picture
@@ -149,7 +150,7 @@ class _Judge:
 
     @classmethod
     def of(cls, reference: Path, spec: Specification, base: Victim) -> "_Judge":
-        """Read the reference as the victim's preprocessing has it.
+        """Read the reference: as it is where it has the victim's input size, else as the victim's preprocessing has it.
 
         Raises:
             PrivlabError: if it is no picture.
@@ -162,7 +163,8 @@ class _Judge:
         public = public_images(spec.public, spec.public_limit, base.preprocessing, device)
         others = torch.stack([image for sha256, image in public.items() if sha256 != picture.sha256])
         metrics = [name for name in spec.metrics if name not in missing]
-        image = base.preprocessing(picture.pixels)[None].to(base.model.mean)
+        fed = replace(base.preprocessing, crop_pct=1.0) if _fits(picture.pixels, base) else base.preprocessing
+        image = fed(picture.pixels)[None].to(base.model.mean)
         return cls(picture, image, others.to(base.model.mean), metrics, learned, missing)
 
     def __call__(self, images: Float[Tensor, "r c h w"]) -> Row:
@@ -248,6 +250,11 @@ def _attack(
         row["residual"] = residual(seen, images, labels[0])
         row["explained"] = row["residual"] < EXPLAINED
     return row, images
+
+
+def _fits(pixels: Image.Image, base: Victim) -> bool:
+    """Return whether a picture has the size of a victim's input: it is what was fed, and nothing is to be cut off."""
+    return (pixels.height, pixels.width) == base.preprocessing.size
 
 
 def _told(base: Victim, seen: Observation) -> Told | None:

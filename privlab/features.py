@@ -1,5 +1,6 @@
 """What a client of split learning sends, and what its server sees of it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ from privlab.gradients import full_precision
 from privlab.model import VictimModel
 from privlab.permutation import restore_features
 from privlab.stack import Stack
-from privlab.threat import Capability, Draws, FeatureObservation, Feed, Sent
+from privlab.threat import Capability, Defense, Draws, FeatureDefense, FeatureObservation, Feed, GradientDefense, Sent
 
 __all__ = ["granted_features", "observe_features", "predictions", "send"]
 
@@ -26,12 +27,17 @@ def observe_features(
     model: VictimModel, sent: Sent, stack: Stack, public: Float[Tensor, "m c h w"]
 ) -> FeatureObservation:
     """Return what the server sees of a batch, given the public base and images of its own."""
-    grants = granted_features(model, len(public))
+    grants = granted_features(model, len(public), stack.parts)
     return FeatureObservation(model, sent.features, stack.parts, public, grants)
 
 
-def granted_features(model: VictimModel, public: int) -> frozenset[Capability]:
-    """Return the capabilities of a server that knows the public base `model` and has `public` images."""
+def granted_features(
+    model: VictimModel, public: int, defense: Sequence[Defense | FeatureDefense | GradientDefense] = ()
+) -> frozenset[Capability]:
+    """Return the capabilities of a server that knows the public base `model` and has `public` images, under a defense.
+
+    A defense that moves rows to other images says so by `crosses_images`.
+    """
     grants = {
         Capability.KNOWS_WEIGHTS,
         Capability.RELEASED_FEATURES,
@@ -40,6 +46,8 @@ def granted_features(model: VictimModel, public: int) -> frozenset[Capability]:
     }
     if public:
         grants.add(Capability.AUXILIARY_IMAGES)
+    if not any(getattr(part, "crosses_images", False) for part in defense):
+        grants.add(Capability.OWN_ROWS)
     if model.vit.pos_embed is not None:
         grants.add(Capability.POSITION_EMBEDDINGS)
     if model.vit.cls_token is not None:

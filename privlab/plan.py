@@ -113,6 +113,8 @@ class Specification:
         for kind in ("models", "settings", "attacks", "metrics", "images", "public"):
             if getattr(self, kind) == ():
                 raise PrivlabError(f"At least one of {kind} is needed. Found none.")
+        if self.force and self.block == "auto":
+            raise PrivlabError("force runs attacks on a block that is named. Found block auto: give stock or april.")
         if not 0 <= self.seed < 2**63:
             raise PrivlabError(f"seed must be in [0, 2^63 − 1]. Found {self.seed}.")
         for name in ("client_batch", "gradient_batch", "public_limit", "draws"):
@@ -288,7 +290,8 @@ def _by_default() -> dict[str, AttackClass]:
 def _home(attack: Attack | FeatureAttack, spec: Specification, base: Victim, cells: dict[str, Cell]) -> Victim:
     """Return the first allowed block variant on which an attack may run, one that is there already if it can be."""
     if spec.features_released:
-        check_capabilities(attack, granted_features(base.model, spec.public_limit))
+        parts = defense_of(spec, base, "c").parts if set(spec.settings) != {"a"} else ()
+        check_capabilities(attack, granted_features(base.model, spec.public_limit, parts))
         return base
     blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
     defense = defense_of(spec, base, "c").parts if spec.defends_gradients else ()

@@ -56,6 +56,7 @@ class Capability(str, Enum):
     POSITION_EMBEDDINGS = "position_embeddings"
     CLASS_TOKEN = "class_token"
     AUXILIARY_IMAGES = "auxiliary_images"
+    OWN_ROWS = "own_rows"
     QUERIES = "queries"
     KNOWS_DEFENSE = "knows_defense"
     GRADIENT_DEFENSE = "gradient_defense"
@@ -77,6 +78,7 @@ _MEANING = {
     Capability.POSITION_EMBEDDINGS: "the features carry position embeddings, which are known",
     Capability.CLASS_TOKEN: "the row of the class token is among the features",
     Capability.AUXILIARY_IMAGES: "public images like the private ones are at hand",
+    Capability.OWN_ROWS: "every row stays with its image (no batch-shuffle)",
     Capability.QUERIES: "the client's embedding can be run on images of the adversary's own",
     Capability.KNOWS_DEFENSE: "the defense's algorithm and its parameters are known, its draws are not",
     Capability.GRADIENT_DEFENSE: "a defense acts on the released gradient (noise, pruning, fewer bits)",

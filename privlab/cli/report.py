@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from privlab.cli.common import common, print_json
+from privlab.cli.common import common, err, print_json
 from privlab.cli.store import warned
 from privlab.errors import PrivlabError
 
@@ -42,6 +42,8 @@ def figures(directory: Path, out: Path | None, formats: str, as_json: bool) -> N
         raise PrivlabError(f"--format must be {', '.join(_FORMATS)}. Found '{unknown[0]}'.")
     with warned():
         paths = write_figures(load_results(directory), out or directory / "figures", wanted)
+    if not paths:
+        err.print("The run asks for no figures: [[figure]] of an experiment does.", markup=False)
     _say(paths, as_json)
 
 

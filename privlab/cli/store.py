@@ -1,14 +1,19 @@
 """`privlab store`: look into a directory of records, export it, merge several, and add what was measured elsewhere."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from privlab.cli.common import common, err, plain, print_json, print_rows
 from privlab.errors import PrivlabError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 __all__ = ["store", "warned"]
 
@@ -97,13 +102,21 @@ def export(directory: Path, file: Path, as_json: bool) -> None:
     writers = {
         ".csv": lambda path: frame.to_csv(path, index=False),
         ".parquet": lambda path: frame.to_parquet(path, index=False),
-        ".json": lambda path: frame.to_json(path, orient="records", lines=True),
+        ".json": lambda path: path.write_text(_json_lines(frame), "utf-8"),
     }
     write_whole(file, writers[file.suffix])
     if as_json:
         print_json({"file": str(file), "records": len(frame)})
     else:
         click.echo(f"{len(frame)} records: {file}")
+
+
+def _json_lines(frame: "DataFrame") -> str:
+    """Return one object a line, every number in full."""
+    rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return "".join(
+        json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) + "\n" for row in rows
+    )
 
 
 @store.command()

@@ -277,8 +277,9 @@ def _failed(facts: _Facts) -> list[str]:
     for case in sorted(failed.case.unique().tolist()):
         rows = failed.loc[failed.case == case]
         reasons = rows.reason.fillna("no reason is recorded").value_counts()
-        more = f", and {len(reasons) - 1} more reasons" if len(reasons) > 1 else ""
-        lines.append(f"{facts.names[case]}: {_some(rows.image.nunique(), 'image')}, {reasons.index[0]}{more}")
+        more = f", and {_some(len(reasons) - 1, 'other reason')}" if len(reasons) > 1 else ""
+        reason = reasons.index[0].rstrip(".")
+        lines.append(f"{facts.names[case]}: {_some(rows.image.nunique(), 'image')}, {reason}{more}")
     return lines
 
 

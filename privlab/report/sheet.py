@@ -89,7 +89,7 @@ class Sheet:
     def notes(self, *, intervals: bool = True) -> list[tuple[str, str]]:
         """Return the lines under the table, with their marks; general ones have none. `intervals`: are they shown."""
         kinds = {row.kind for row in self.rows}
-        shares = "; a share says how often an attack reaches it"
+        shares = "; a share says how often an attack reaches it, over images and columns"
         shared = any("%" in behind(row, self.layout) for row in self.rows)
         interval = any(math.isfinite(row.scores[name].low) for row in self.rows for name in self.layout.columns)
         within = "column and group" if any(row.group is not None for row in self.rows) else "column"

@@ -12,7 +12,7 @@ from rich.table import Table
 from privlab.defenses import Jigsaw
 from privlab.metrics import METRICS
 from privlab.placement import PLACEMENT
-from privlab.plan import defense_of
+from privlab.plan import Specification, defense_of
 from privlab.records import CONTROL
 from privlab.report.flags import Flag, lead_metric, red_flags
 from privlab.report.leakage import WORST, per_image, worst_case
@@ -100,8 +100,15 @@ def verdicts(outcome: Outcome) -> list[str]:
         defense = ", ".join(f"{d!r} in setting {s}" for s, d in zip(spec.settings, at_work, strict=True))
         unknown = f", E_unk {base.weights.unknown}" if base.weights.unknown else ""
         origin = f"weights {base.weights.origin}{unknown} (SHA-256 {base.weights.sha256[:12]})"
-        lines.append(f"{base.name}: {origin}; defense {defense}; {gamma}; seed {spec.seed}")
+        lines.append(f"{base.name}: {origin}; defense {defense}; {gamma}; seed {spec.seed}{_how(spec)}")
     return lines
+
+
+def _how(spec: Specification) -> str:
+    """Return what else of a run its numbers stand on."""
+    draws = f"; {spec.draws} draws of each image" if spec.draws > 1 else ""
+    batch = f"; {spec.gradient_batch} images in one gradient" if spec.gradient_batch > 1 else ""
+    return draws + batch + ("; FORCED: attacks run where their formulas do not hold" if spec.force else "")
 
 
 def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = False) -> Table:

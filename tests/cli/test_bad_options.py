@@ -66,6 +66,7 @@ INCAPABLE = [
         "deit_ti_nope: Attack 'april' needs what this observation does not grant: learnable_pe_gradient (",
     ),
     (("--model", "deit_ti_nope", "--attack", "april", "--block", "stock", "--force"), ": learnable_pe_gradient ("),
+    (("--attack", "april", "--force"), "force runs attacks on a block that is named. Found block auto:"),
     (("--defense", "mjp", "--setting", "c"), "Defense 'mjp' puts E_unk at the masked slots, and vit_ti has none."),
     (("--model", "timm:resnet18"), "timm cannot build resnet18 with {'img_size': 32}: "),
     (

@@ -94,6 +94,18 @@ def test_a_batch_is_the_client_s_whatever_the_speed(
     assert psnr["one"] != psnr["other"]
 
 
+def test_attacks_that_need_rows_of_their_own_image_are_left_out_under_batch_shuffle(
+    attack: Callable[..., Any], records: Callable[..., pd.DataFrame]
+) -> None:
+    done = attack(*LARGE, "--defense", "batch-shuffle", "--metrics", "psnr")
+    assert done.status == 0
+    for name in ("border-jigsaw", "row-alignment"):
+        assert f"Left out. vit_ti: Attack '{name}' needs what this observation does not grant: own_rows (" in done.err
+    assert set(records().status) == {"ok"}
+    refused = attack(*LARGE, "--defense", "batch-shuffle", "--attack", "row-alignment", "--overwrite")
+    assert "own_rows (every row stays with its image (no batch-shuffle))" in refused.error
+
+
 def test_a_recording_is_audited_without_any_image(
     cli: Callable[..., Any], recording: Path, tmp_path: Path, photos: Path
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_forced_one_is_held_against_each_image(attack: Callable[..., Any], rec
     """`patch-gradient` returns one mix of both, which is neither."""
     done = attack("--attack", "patch-gradient", "--gradient-batch", 2, "--force", "--block", "stock", "--limit", 2)
     assert done.status == 0
+    assert "; 2 images in one gradient; FORCED: " in done.out
     frame = records()
     mixed = frame[(frame.attack == "patch-gradient") & (frame.geometry == "in_place")]
     assert mixed.batch_images.tolist() == [2, 2]

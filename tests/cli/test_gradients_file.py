@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
@@ -114,6 +115,20 @@ def test_a_reference_scores(
     assert float(re.findall(r"patch-gradient.*?│ +(\d+\.\d\d) │", other.out)[0]) < 30
     lost = audit(step(), "--reference", tmp_path / "nowhere.png", "--overwrite").error
     assert "nowhere.png" in lost
+
+
+def test_a_reference_of_the_input_s_size_is_what_was_fed(
+    audit: Callable[..., Any], step: Callable[..., Path], photos: Path, state: State, tmp_path: Path
+) -> None:
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    assert isinstance(vit, VisionTransformer)
+    pixels = next(iter(open_images(photos / "a.png"))).pixels
+    assert pixels is not None
+    fed = (victim(vit).preprocessing(pixels) * 255).round().byte().permute(1, 2, 0).numpy()
+    Image.fromarray(fed).save(tmp_path / "fed.png")
+    options = ("--metrics", "psnr", "--attack", "patch-gradient", "--public", photos)
+    done = audit(step(), *options, "--reference", tmp_path / "fed.png", "--json")
+    assert json.loads(done.out)["attacks"][1]["psnr"] > 60
 
 
 def test_a_batch_says_what_it_can(audit: Callable[..., Any], step: Callable[..., Path]) -> None:

@@ -70,3 +70,4 @@ def test_report_of_a_single_attack_run(attack: Callable[..., Any], cli: Callable
     attack()
     assert cli("report", tmp_path / "run", "--out", tmp_path / "page.html").out == f"{tmp_path / 'page.html'}\n"
     assert (tmp_path / "page.html").stat().st_size > 10_000
+    assert "The run asks for no figures" in cli("figures", tmp_path / "run").err

@@ -129,6 +129,7 @@ def test_export(cli: Any, run: Path, tmp_path: Path, suffix: str, read: Callable
     frame, wanted = read(file), Store(run).frame()
     assert list(frame.columns) == list(wanted.columns)
     pd.testing.assert_series_equal(frame.psnr, wanted.psnr)
+    pd.testing.assert_series_equal(frame.mse, wanted.mse, rtol=1e-12, atol=0)  # 1e-14 is no zero
     assert frame.cell.tolist() == wanted.cell.tolist()
     assert json.loads(cli("store", "export", run, file, "--json").out) == {"file": str(file), "records": ROWS}
 

@@ -71,7 +71,7 @@ MARKDOWN = r"""**Table 5**
 
 published: MJP (2023)
 
-worst case: of each image the leakiest score over all attacks, by each metric's own direction; a share says how often an attack reaches it
+worst case: of each image the leakiest score over all attacks, by each metric's own direction; a share says how often an attack reaches it, over images and columns
 
 ±: farther end of the 95 % interval of the mean, by bootstrap over the images
 
@@ -103,7 +103,7 @@ LATEX = r"""\begin{tabular}{@{}lrr@{\,}lr@{\,}l@{}}
 \noindent\textsuperscript{b} not among the attacks: april (no PE)\par
 \noindent\textsuperscript{c} external, measured elsewhere: Fu 2021, Table 2\par
 \noindent published: MJP (2023)\par
-\noindent worst case: of each image the leakiest score over all attacks, by each metric's own direction; a share says how often an attack reaches it\par
+\noindent worst case: of each image the leakiest score over all attacks, by each metric's own direction; a share says how often an attack reaches it, over images and columns\par
 \noindent $\pm$: farther end of the 95 \% interval of the mean, by bootstrap over the images\par
 \noindent bold: the leakiest figure, measured here, of its column and group\par
 \noindent weights: paper: trained / here: random\par
