@@ -18,7 +18,7 @@ from privlab.attacks.patch_gradient import PatchGradient
 from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive, Release
 from privlab.attacks.patch_gradient_prior import PatchGradientPrior
 from privlab.attacks.prior import Smoothness, photograph_gradients
-from privlab.attacks.solve import slot_gradients
+from privlab.attacks.solve import feeds_unknown, hides_places, slot_gradients
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError, unknown_name
 from privlab.gradients import released_gradients, released_parameters
@@ -215,8 +215,6 @@ class Match:
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in G.values()]).norm(dim=0)
         r = len(norm)
         masked = _masked(seen, defended)
-        unknown = seen.model.unk_embed is not None
-        unknown = unknown and not any(getattr(part, "masked_pe", None) == "none" for part in seen.defense)
         return cls(
             model=_twice_derivable(seen.model),
             target={name: g / norm.view(-1, *[1] * (g.ndim - 1)) for name, g in G.items()},
@@ -225,7 +223,7 @@ class Match:
             keys=tuple(hash_of({name: g[i] for name, g in G.items()}) for i in range(r)),
             B=B,
             masked=masked,
-            unknown=unknown,
+            unknown=feeds_unknown(seen),
             span=None if masked is None or defended else _span(seen),
             norm=norm,
             objective=objective,
@@ -323,8 +321,7 @@ def _masked(seen: Observation, defended: bool) -> Bool[Tensor, "r n"] | None:
     if "pos_embed" in seen.gradients and seen.images_per_release == 1:
         masked = (slot_gradients(seen) == 0).all(2)
         if defended:  # zeros may be missing entries
-            replaced = any(getattr(part, "masked_pe", "slot") != "slot" for part in seen.defense)
-            masked = Release.of(seen).unheard & replaced
+            masked = Release.of(seen).unheard & hides_places(seen)
         if masked.any():
             return masked
     elif "unk_embed" in seen.gradients and seen.gradients["unk_embed"].any():

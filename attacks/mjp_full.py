@@ -21,7 +21,7 @@ from privlab.attacks.slots import (
     patches_of_tokens,
     placed,
 )
-from privlab.attacks.solve import RTOL, slot_gradients
+from privlab.attacks.solve import RTOL, feeds_unknown, slot_gradients
 from privlab.attacks.tokens import Separated
 from privlab.model import VictimModel
 from privlab.patches import permute
@@ -111,6 +111,6 @@ class MjpFull(TokenSearch):
 def _replacement(seen: Observation) -> Float[Tensor, "1 d"]:
     """Return what stands in for the position embedding of masked slots: E_unk, or nothing, as the defense says."""
     unknown = seen.model.unk_embed
-    if unknown is None or any(getattr(part, "masked_pe", None) == "none" for part in seen.defense):
+    if unknown is None or not feeds_unknown(seen):
         return seen.model.mean.new_zeros(1, seen.model.vit.embed_dim)
     return unknown.detach()[0]

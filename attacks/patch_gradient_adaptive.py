@@ -9,7 +9,7 @@ from torch import Tensor
 
 from privlab.attacks.mjp_subspace import MjpSubspace, subspace
 from privlab.attacks.prior import Smoothness, conjugate_gradients, photograph_gradients
-from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
+from privlab.attacks.solve import RTOL, hides_places, ridge_inverse, warn_of_limits
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.threat import Capability, GradientDefense, Observation
@@ -147,7 +147,7 @@ class PatchGradientAdaptive:
         """Reconstruct the images that the clients fed."""
         model, release = seen.model, Release.of(seen)
         warn_of_limits(self.name, release.A, most=release.A.shape[2] - 1, knows_mask=True)
-        if any(getattr(part, "masked_pe", "slot") != "slot" for part in seen.defense):
+        if hides_places(seen):
             found = subspace(release.A.masked_fill(release.unheard[..., None], 0), release.G)
             return model.to_images(MjpSubspace().completed(found, model))
         X = ridge_inverse(release.A.mT) @ release.G

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from privlab.threat import Observation, PrivlabWarning
 
-__all__ = ["RTOL", "ridge_inverse", "slot_gradients", "warn_of_limits"]
+__all__ = ["RTOL", "feeds_unknown", "hides_places", "ridge_inverse", "slot_gradients", "warn_of_limits"]
 
 RTOL = 2.0**-23
 """Machine epsilon of float32, in which gradients are released: weaker directions carry no information."""
@@ -18,6 +18,17 @@ def slot_gradients(seen: Observation) -> Float[Tensor, "b n d"]:
     """Return A = ∂ℓ/∂E_pos without the rows of class and register tokens."""
     height, width = seen.model.grid
     return seen.gradients["pos_embed"].squeeze(1)[:, -height * width :]
+
+
+def hides_places(seen: Observation) -> bool:
+    """Return whether a defense takes the position embeddings of the slots that it shuffles away (MJP, Equation 4)."""
+    return any(getattr(part, "masked_pe", "slot") != "slot" for part in seen.defense)
+
+
+def feeds_unknown(seen: Observation) -> bool:
+    """Return whether E_unk stands in for position embeddings that are taken away, and not zero."""
+    none = any(getattr(part, "masked_pe", None) == "none" for part in seen.defense)
+    return seen.model.unk_embed is not None and not none
 
 
 def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tensor, "*b n d"]:

@@ -158,7 +158,8 @@ class Evaluator:
             return self._again(cell, trial, batch, self.kept)
         if trial.sent is None:
             seen, facts, sound = self._gradients(cell, trial, batch)
-            trial = replace(trial, known=known_slots(seen))
+            if "reassembled" in self.rows.geometries(trial.setting):
+                trial = replace(trial, known=known_slots(seen))
         else:
             seen, facts, sound = self._features(trial.sent, trial, batch)
         records = [

@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive, Release
-from privlab.defenses import Jigsaw, Mjp
+from privlab.attacks.solve import hides_places
+from privlab.defenses import Jigsaw
 from privlab.gradients import full_precision
 from privlab.metrics import Learned, psnr_region, score
 from privlab.model import VictimModel
@@ -132,9 +133,8 @@ def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
     under the jigsaw alone, and the gradient of several images sums over their masks.
     """
     shuffles = [part for part in seen.defense if isinstance(part, Jigsaw)]
-    hidden = [part for part in shuffles if isinstance(part, Mjp) and part.masked_pe != "slot"]
     read = set(PatchGradientAdaptive.parameters) <= seen.gradients.keys()
-    if len(shuffles) != 1 or not hidden or not read or seen.images_per_release > 1:
+    if len(shuffles) != 1 or not hides_places(seen) or not read or seen.images_per_release > 1:
         return None
     return ~Release.of(seen).unheard
 

@@ -1,7 +1,7 @@
 """What is to be run: the specification of a run, and which attack runs on which block of a victim."""
 
 import warnings
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields, replace
 
 from privlab.attacks import attacks as installed_attacks
@@ -249,13 +249,14 @@ def applicable(spec: Specification, base: Victim, *, stand_ins: bool = False) ->
     """
     cells: dict[str, Cell] = {}
     refused: dict[str, str] = {}
+    defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
     for name, kind in _candidates(spec).items():
         running = {attack.name for cell in cells.values() for attack in cell.attacks}
         if spec.attacks is None and not stand_ins and stands_in(kind, running):
             continue
         attack = configured(kind, spec.options)
         try:
-            home = _home(attack, spec, base, cells)
+            home = _home(attack, spec, base, defense, cells)
         except PrivlabError as refusal:
             refused[name] = str(refusal)
             continue
@@ -287,14 +288,18 @@ def _by_default() -> dict[str, AttackClass]:
     return {name: kind for name, kind in installed_attacks().items() if not getattr(kind, "named_only", False)}
 
 
-def _home(attack: Attack | FeatureAttack, spec: Specification, base: Victim, cells: dict[str, Cell]) -> Victim:
+def _home(
+    attack: Attack | FeatureAttack,
+    spec: Specification,
+    base: Victim,
+    defense: Sequence[Defense | FeatureDefense | GradientDefense],
+    cells: dict[str, Cell],
+) -> Victim:
     """Return the first allowed block variant on which an attack may run, one that is there already if it can be."""
     if spec.features_released:
-        parts = defense_of(spec, base, "c").parts if set(spec.settings) != {"a"} else ()
-        check_capabilities(attack, granted_features(base.model, spec.public_limit, parts))
+        check_capabilities(attack, granted_features(base.model, spec.public_limit, defense))
         return base
     blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
-    defense = defense_of(spec, base, "c").parts if spec.defends_gradients else ()
     refusal: PrivlabError | None = None
     for block in blocks:
         try:
