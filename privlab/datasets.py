@@ -14,7 +14,7 @@ from privlab.decode import LabelOrigin, Picture, damaged, one_line, picture_from
 from privlab.errors import PrivlabError, unknown_name
 from privlab.sources import ImageSource
 
-__all__ = ["hugging_face", "torchvision"]
+__all__ = ["hugging_face", "parquet", "torchvision"]
 
 
 def torchvision(name: str, split: str | None) -> ImageSource:
@@ -142,6 +142,49 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
 
     number = (known.num_examples if known else 0) or None
     return ImageSource(f"Hugging Face {name}/{chosen}", number, class_names, None, pictures)
+
+
+def parquet(path: Path, split: str | None) -> ImageSource:
+    """Open a Parquet file with the bytes of one picture a row.
+
+    The bytes stand in the column `image` (as Hugging Face writes it: bytes, or a struct with `bytes`), `jpeg`, `png` or
+    `bytes`; the label, if any, in `label`. `split` takes the rows whose column `split` says so.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise PrivlabError(f"'{path}' cannot be read as Parquet: {one_line(error)}.") from error
+    column = next((name for name in ("image", "jpeg", "png", "bytes") if name in table.column_names), None)
+    if column is None:
+        raise PrivlabError(
+            f"'{path}' has no column image, jpeg, png or bytes with pictures. Found {', '.join(table.column_names)}."
+        )
+    if split is not None:
+        table = _rows_of(table, split, path)
+    if pa.types.is_struct(table.schema.field(column).type):
+        table, column = table.flatten(), f"{column}.bytes"
+    data = table[column].combine_chunks()
+    labels = table["label"].to_pylist() if "label" in table.column_names else [None] * len(data)
+    prefix = f"{path.name}/{split}" if split else path.name
+    names = tuple(f"{prefix}/{row}" for row in range(len(data)))
+
+    def at(row: int) -> Picture:
+        label = labels[row]
+        return picture_from_bytes(data[row].as_py(), names[row], label, "none" if label is None else "dataset")
+
+    return ImageSource.of(f"{len(data)} pictures of {prefix}", len(data), None, names, at)
+
+
+def _rows_of(table: Any, split: str, path: Path) -> Any:  # noqa: ANN401
+    import pyarrow.compute as pc
+
+    found = sorted(set(table["split"].to_pylist())) if "split" in table.column_names else []
+    if split not in found:
+        raise PrivlabError(f"'{path}' has no split '{split}'. Found {', '.join(map(str, found)) or 'no column split'}.")
+    return table.filter(pc.field("split") == split)
 
 
 def _columns(features: Mapping[str, Any], datasets: Any, name: str) -> tuple[str, str]:  # noqa: ANN401

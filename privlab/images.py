@@ -34,8 +34,8 @@ def open_images(
 
     Args:
         source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per
-            class), one or several files, "torchvision:NAME", or "hf:NAME". A folder called samples is
-            "./samples".
+            class), one or several files, a Parquet file with the bytes of pictures, "torchvision:NAME", or "hf:NAME". A
+            folder called samples is "./samples".
         limit: use the first `limit` pictures only. Of a folder with one sub-folder per class, these are the first
             picture of each class in the order of their names, then the second of each, and so on.
         split: sub-folder of the folder, or split of the dataset. Without it, torchvision's datasets give the
@@ -73,6 +73,8 @@ def _open(
         return datasets.hugging_face(source.removeprefix("hf:"), split)
     if not several and source != "samples" and Path(source).is_dir():
         return sources.folder(Path(source), split, class_to_index, spread=spread)
+    if not several and Path(source).suffix == ".parquet" and Path(source).is_file():
+        return datasets.parquet(Path(source), split)
     if split is not None:
         raise PrivlabError(f"split is for folders and datasets. Found split '{split}' with {source}.")
     if source == "samples":

@@ -19,6 +19,7 @@ from privlab.images import Preprocessing
 from privlab.model import AprilBlock, VictimModel, april_twin
 from privlab.registry import with_plugins
 from privlab.threat import PrivlabWarning
+from privlab.zoo import BASE, COMPACT, ZOO, shipped
 
 __all__ = ["ARCHITECTURES", "Victim", "Weights", "resolve", "victim", "victim_names"]
 
@@ -29,8 +30,12 @@ ARCHITECTURES: dict[str, str] = {
     "deit_ti": "deit_tiny_patch16_224",
     "deit_s": "deit_small_patch16_224",
     "deit_b": "deit_base_patch16_224",
+    "cifar_vit": "cifar_vit",
 }
-"""Our name -> timm's. Each also comes as NAME_nope (no position embeddings) and NAME_mjp (with E_unk)."""
+"""Our name -> timm's, or that of a compact one of ours (`privlab.zoo`).
+
+Each also comes as NAME_nope (no position embeddings) and NAME_mjp (with E_unk).
+"""
 
 UnknownOrigin = Literal["trained", "mean-pe", "random"]
 
@@ -110,7 +115,7 @@ def _twin(victim: Victim) -> Victim:
 def victim_names() -> list[str]:
     """Return the names of all victims, those of other packages included (`privlab.victims`)."""
     ours = [name + variant for name in ARCHITECTURES for variant in ("", "_nope", "_mjp")]
-    return [*ours, *with_plugins({}, "privlab.victims")]
+    return [*dict.fromkeys([*ours, *ZOO]), *with_plugins({}, "privlab.victims")]
 
 
 def victim(
@@ -163,7 +168,8 @@ def _named(name: str, weights: str, img_size: int | None, seed: int) -> Victim:
     architecture, variant = resolve(name)
     path = _file(name, architecture, weights, seed)
     if path is not None:
-        origin = f"pretrained:{architecture}" if weights in ("auto", "pretrained") else f"file:{path.name}"
+        trained = name if architecture in COMPACT else architecture
+        origin = f"pretrained:{trained}" if weights in ("auto", "pretrained") else f"file:{path.name}"
         return _trained(name, architecture, variant, path, origin, img_size)
     vit = _create(architecture, variant, img_size, seed=seed)
     if variant == "_mjp":
@@ -179,13 +185,26 @@ def _file(name: str, architecture: str, weights: str, seed: int) -> Path | None:
     reason = ", as asked."
     if weights != "random":
         try:
-            return stored.pretrained_file(architecture)
+            return _pretrained(name, architecture)
         except stored.WeightsUnavailable as error:
             if weights == "pretrained":
                 raise PrivlabError(f"--weights pretrained: {error}") from error
             reason = f": {error}"
     _warn(f"{name} has RANDOM weights (seed {seed}){reason} Leakage of trained weights differs.")
     return None
+
+
+def _pretrained(name: str, architecture: str) -> Path:
+    """Return the file of trained weights: of the zoo, or timm's.
+
+    Raises:
+        WeightsUnavailable: if there are none.
+    """
+    if architecture not in COMPACT:
+        return stored.pretrained_file(architecture)
+    if path := shipped(name):
+        return path
+    raise stored.WeightsUnavailable(f"this package holds no trained weights of {name}; `privlab train` makes some.")
 
 
 def _trained(name: str, architecture: str, variant: str, path: Path, origin: str, img_size: int | None) -> Victim:
@@ -224,6 +243,8 @@ def resolve(name: str) -> tuple[str, str]:
         base = name.removesuffix(variant)
         if base in ARCHITECTURES and base + variant == name:
             return ARCHITECTURES[base], variant
+    if name in ZOO:
+        return ZOO[name].architecture, ZOO[name].variant
     raise unknown_name("model", name, [*victim_names(), "timm:NAME"])
 
 
@@ -231,7 +252,9 @@ def _create(
     architecture: str, variant: str, img_size: int | None, *, seed: int = 0, classes: int | None = None
 ) -> VisionTransformer:
     """Build the architecture with random weights, leaving torch's global random state alone."""
-    options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
+    options: dict[str, Any] = dict(COMPACT.get(architecture, {})) | (
+        {} if classes is None else {"num_classes": classes}
+    )
     if img_size is not None:
         options["img_size"] = img_size
     if variant == "_nope":
@@ -239,7 +262,7 @@ def _create(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            made = timm.create_model(architecture, **options)
+            made = timm.create_model(BASE if architecture in COMPACT else architecture, **options)
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise PrivlabError(

@@ -16,6 +16,7 @@ from privlab.cli.split import split
 from privlab.cli.store import store
 from privlab.cli.study import finetune_study, study
 from privlab.cli.table import table
+from privlab.cli.train import train
 from privlab.errors import PrivlabError
 
 __all__ = ["cli", "main"]
@@ -62,6 +63,6 @@ def cli() -> None:
     """Measure how much of a private image leaks from a Vision Transformer, and what a defense really stops."""
 
 
-for command in (attack, admit, list_, doctor, bench, keys, split, study, table, store, report, figures):
+for command in (attack, admit, list_, doctor, bench, keys, split, study, train, table, store, report, figures):
     cli.add_command(command)
 keys.add_command(finetune_study)

@@ -1,17 +1,21 @@
 """The one training loop, its checkpoints and its log."""
 
 from privlab.training.checkpoint import Checkpoints, write_atomically
+from privlab.training.examples import Augmentation, Examples, read_examples
 from privlab.training.loop import listening, tell, train
 from privlab.training.plan import Compute, Listener, Plan, Progress, Recipe
 
 __all__ = [
+    "Augmentation",
     "Checkpoints",
     "Compute",
+    "Examples",
     "Listener",
     "Plan",
     "Progress",
     "Recipe",
     "listening",
+    "read_examples",
     "tell",
     "train",
     "write_atomically",

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from timm.utils import ModelEmaV3
 from torch import Tensor
 
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.training import log
-from privlab.training.checkpoint import Checkpoints
+from privlab.training.checkpoint import Checkpoints, write_atomically
 from privlab.training.plan import Compute, Listener, Plan, Progress, Recipe
 
 __all__ = ["listening", "tell", "train"]
@@ -94,6 +96,8 @@ class _Run:
             self.model, self.optimizer = self.fabric.setup(recipe.model, optimizer)
         identity = {"recipe": recipe.identity} | {name: str(value) for name, value in asdict(plan).items()}
         self.checkpoints = None if out is None else Checkpoints(out / "checkpoints", identity)
+        self.kept = None if out is None else out / "kept"
+        self.average = ModelEmaV3(recipe.model, decay=plan.ema) if plan.ema else None
         self.log = None if out is None else out / "log.csv"
         self.losses: list[Tensor] = []
         self.first = self.saved = self._resume()
@@ -109,6 +113,10 @@ class _Run:
                 self._report(done)
             if save and self.checkpoints is not None:
                 self._save(done, self.checkpoints)
+            if done in self.compute.keep and self.kept is not None:
+                self._keep(done, self.kept)
+        if self.average is not None:
+            self.recipe.model.load_state_dict(self.average.module.state_dict())
         self.model.eval()
 
     def _step(self, step: int) -> Tensor:
@@ -128,6 +136,8 @@ class _Run:
             self.scheduler.step_update(step)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update(self.recipe.model)
         return total
 
     def _seed_globally(self, seed: int) -> None:
@@ -169,8 +179,16 @@ class _Run:
         if not all(bool(w.isfinite().all()) for w in weights.values()):  # the next loss would tell too late
             raise self._stopped(f"the weights are not finite after step {done}")
         state = {"optimizer": self.optimizer.state_dict(), "precision": self.fabric.strategy.precision.state_dict()}
+        if self.average is not None:
+            state["average"] = self.average.module.state_dict()
         checkpoints.save(done, weights, state)
         self.saved = done
+
+    def _keep(self, done: int, folder: Path) -> None:
+        """Write the weights of a step that stay."""
+        model = self.recipe.model if self.average is None else self.average.module
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        write_atomically(folder / f"step-{done:08d}.safetensors", lambda path: save_file(weights, path))
 
     def _resume(self) -> int:
         """Load the last sound checkpoint, if there is one; return the number of steps that are done."""
@@ -180,6 +198,8 @@ class _Run:
             self.recipe.model.load_state_dict(weights)
             self.optimizer.load_state_dict(state["optimizer"])
             self.fabric.strategy.precision.load_state_dict(state["precision"])
+        if found and self.average is not None:
+            self.average.module.load_state_dict(state["average"])
         if self.log is not None:
             log.forget_after(self.log, step)
         return step

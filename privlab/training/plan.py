@@ -54,6 +54,7 @@ class Plan:
         schedule: one of timm's, over the steps: "cosine", "constant" …
         warmup: steps of linear warm-up.
         clip: largest norm of a step's gradient; 0 leaves it as it is.
+        ema: decay of the moving average of the weights, which is then the result; 0 for none.
         precision: one of Fabric's: "32-true", "bf16-mixed", "16-mixed" …
         seed: of the order of the examples, and of every draw.
     """
@@ -67,6 +68,7 @@ class Plan:
     schedule: str = "cosine"
     warmup: int = 0
     clip: float = 1.0
+    ema: float = 0.0
     precision: str = "32-true"
     seed: int = 0
 
@@ -74,11 +76,13 @@ class Plan:
         """Check the numbers.
 
         Raises:
-            PrivlabError: for counts below one, and numbers below zero.
+            PrivlabError: for counts below one, numbers below zero, and an average that never moves.
         """
         for name in ("steps", "batch_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise PrivlabError(f"{name} of a training must be at least 1. Found {getattr(self, name)}.")
+        if not 0 <= self.ema < 1:
+            raise PrivlabError(f"ema of a training must be in [0, 1). Found {self.ema}.")
         for name in ("learning_rate", "weight_decay", "warmup", "clip"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PrivlabError(f"{name} of a training must be at least 0 and finite. Found {getattr(self, name)}.")
@@ -86,11 +90,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Compute:
-    """What changes speed and safety, not the result: the device, and how often losses are read and weights saved."""
+    """What changes speed and safety, not the result: the device, and how often losses are read and weights saved.
+
+    After the steps of `keep`, the weights are written to `kept/` too, and stay there.
+    """
 
     device: str = "cpu"
     log_every: int = 20
     save_every: int = 500
+    keep: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FLOORS = [
     {"errors", "registry", "draws", "patches", "permutation", "model", "threat"},
-    {"victims", "weights", "images", "sources", "datasets", "labels", "decode"}
+    {"victims", "zoo", "weights", "images", "sources", "datasets", "labels", "decode"}
     | {"gradients", "stack", "features", "options", "training", "decoders", "inversion"}
     | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "reassembly"}
+    | {"recipes", "evaluation"}
     | {"capture", "recording", "released", "labels_from_gradients", "labels_by_rank"},
     {"attacks", "defenses", "metrics", "lpips_backbones", "f_sim", "placement"},
     {"plan", "records", "trial", "geometries", "evaluate", "experiment"},
     {"store", "strips", "machine", "subjects", "run", "audit", "audit_gradients", "split", "experiments"}
+    | {"lessons"}
     | {"admission", "admission_claims", "admission_measures"}
     | {"tasks", "grid", "engines", "table", "maintenance", "external"},
     {"report", "bench"},
@@ -24,7 +26,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in room
 def rooms() -> list[tuple[str, Path]]:
     """Return (room, file) of every source file."""
     inside = [(path.stem, path) for path in (ROOT / "privlab").glob("*.py") if path.stem != "__init__"]
-    inner = [f"privlab/{name}" for name in ("bench", "cli", "report", "split", "training")]
+    inner = [f"privlab/{name}" for name in ("bench", "cli", "recipes", "report", "split", "training")]
     for folder in (*inner, "attacks", "defenses", "experiments"):
         inside += [(Path(folder).name, path) for path in (ROOT / folder).glob("*.py")]
     return inside

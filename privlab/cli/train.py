@@ -1,0 +1,64 @@
+"""`privlab train`: victims and position predictors of one's own."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from privlab.cli.common import common, err, print_json, print_table, progress_bar
+
+__all__ = ["train"]
+
+
+@click.command()
+@click.argument("recipe")
+@click.option("--model", required=True, help="A victim's name.")
+@click.option("--data", required=True, help="A folder, a Parquet file, torchvision:NAME or hf:NAME.")
+@click.option("--weights", default="random", show_default=True, help="Where it starts: random, pretrained, or a file.")
+@click.option("--preset", default="published", show_default=True, help="Hyper-parameters: published or small.")
+@click.option("--split", default="train", show_default=True, help="What is learnt.")
+@click.option("--test", default="test", show_default=True, help="Split to judge on; none for no judgement.")
+@click.option("--img-size", type=click.IntRange(min=8), help="Side of the input.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use N pictures of each split.")
+@click.option("--epochs", type=float)
+@click.option("--warmup", type=float, help="Epochs of it.")
+@click.option("--batch-size", type=click.IntRange(min=1))
+@click.option("--accumulate", type=click.IntRange(min=1), help="Parts of a batch, one after the other.")
+@click.option("--optimiser", help="One of timm's.")
+@click.option("--learning-rate", type=float)
+@click.option("--weight-decay", type=float)
+@click.option("--schedule", help="One of timm's: cosine, poly, constant …")
+@click.option("--clip", type=float, help="Largest norm of a gradient; 0 for none.")
+@click.option("--ema", type=float, help="Decay of the moving average of the weights; 0 for none.")
+@click.option("--precision", help="32-true, bf16-mixed, 16-mixed …")
+@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="Option of the objective or augmentation.")
+@click.option("--keep", type=int, multiple=True, metavar="STEP", help="Keep the weights of a step, too.")
+@click.option("--save-every", type=click.IntRange(min=1), default=500, show_default=True, help="Steps.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the training; it goes on there.")
+@common
+@click.pass_context
+def train(context: click.Context, device: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Train a victim by RECIPE: classify or mjp; checkpoints, log, weights and their card go to --out."""
+    from privlab.lessons import Course, teach
+    from privlab.machine import pick_device
+
+    if options["test"] == "none":
+        options["test"] = None
+    course = Course(**options)
+    command = " ".join(("privlab", *(context.obj or ())))
+    with progress_bar(f"training {course.model}"):
+        card = teach(course, out, device=str(pick_device(device)), command=command)
+    for line in card["skipped"]:
+        err.print(f"Skipped {line}", markup=False)
+    if as_json:
+        print_json(card)
+        return
+    table = Table("what", "value", header_style="bold")
+    table.add_row("weights", str(out / "model.safetensors"))
+    table.add_row("steps", str(card["plan"]["steps"]))
+    for name, value in (card["test"] or {}).items():
+        table.add_row(f"test {name.replace('_', ' ')}", f"{value:.4f}" if isinstance(value, float) else str(value))
+    print_table(table)

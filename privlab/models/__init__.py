@@ -1,0 +1,1 @@
+"""Weights that come with privlab, each with its card."""

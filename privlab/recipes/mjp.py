@@ -1,0 +1,98 @@
+"""`mjp`: training with the masked jigsaw puzzle, the unknown position embedding and DAL."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor, nn
+
+from privlab.errors import PrivlabError, unknown_name
+from privlab.model import VictimModel
+from privlab.patches import blockwise_mask, permute, shuffled_within
+from privlab.recipes.classify import Classify
+from privlab.recipes.dal import DALS, Dal
+
+__all__ = ["TrainMjp"]
+
+
+@dataclass(frozen=True)
+class TrainMjp(Classify):
+    """L_CE + λ L_DAL on pictures whose block-wise masked patches are shuffled anew in every iteration.
+
+    Args:
+        gamma: γ, the share of the slots that is masked, in [0, 1].
+        unknown: whether E_unk stands at the masked slots ("UNK" of Table 4); else each slot keeps its own PE.
+        dal: "none", or the regressor: one of `DALS`.
+        weight: λ of L_DAL.
+
+    Source: MJP (CVPR 2023), Algorithm 2, Equations 1 to 5. Variants of Table 4: A is `classify`, B to D only `dal`
+    with γ = 0, E γ with unknown=false and dal=none, F γ with dal=none, H to J all, by the regressor.
+    """
+
+    name: ClassVar[str] = "mjp"
+    paper: ClassVar[str] = "MJP (Ren et al. 2023), Alg. 2, Eq. 1 to 5"
+
+    gamma: float = 0.03
+    unknown: bool = True
+    dal: str = "nonlinear"
+    weight: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if not 0 <= self.gamma <= 1:
+            raise PrivlabError(f"gamma (γ) must be in [0, 1]. Found {self.gamma}.")
+        if self.dal not in ("none", *DALS):
+            raise unknown_name("DAL regressor", self.dal, ("none", *DALS))
+        if self.weight < 0:
+            raise PrivlabError(f"weight (λ) must be at least 0. Found {self.weight}.")
+
+    def module(self, model: VictimModel) -> nn.Module:
+        """Return the victim with the regressor beside it.
+
+        Raises:
+            PrivlabError: if E_unk or DAL is asked for, and the victim has no E_unk or no learnt PE.
+        """
+        if self.unknown and model.unk_embed is None:
+            raise PrivlabError(
+                "MJP trains E_unk, and this model has none. Use a `_mjp` victim, or --set unknown=false."
+            )
+        if self.dal == "none":
+            return _Taught(model, None)
+        if model.vit.pos_embed is None:
+            raise PrivlabError("DAL regresses places from position embeddings; this model has none: --set dal=none.")
+        return _Taught(model, Dal(self.dal, model.vit.embed_dim, model.grid))
+
+    def batch(
+        self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: VictimModel, draw: Generator
+    ) -> tuple[Tensor, ...]:
+        """Return x̃, labels and masks (Alg. 1)."""
+        images, soft = super().batch(images, labels, model, draw)
+        masks = [blockwise_mask(model.grid, self.gamma, draw) for _ in labels]
+        order = torch.stack([shuffled_within(mask, draw) for mask in masks])
+        return permute(images, order, model.patch), soft, torch.stack(masks)
+
+    def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
+        """Return L_CE + λ L_DAL."""
+        images, labels, masked = batch
+        logits, dal = module(images, masked, self.unknown)
+        total = self.cross_entropy(logits, labels)
+        return total if dal is None else total + self.weight * dal
+
+
+class _Taught(nn.Module):
+    """A victim and the regressor that is trained beside it, and left behind."""
+
+    def __init__(self, victim: VictimModel, dal: Dal | None) -> None:
+        super().__init__()
+        self.victim, self.dal = victim, dal
+
+    def forward(
+        self, images: Float[Tensor, "b c h w"], masked: Bool[Tensor, "b n"], unknown: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = self.victim(images, masked if unknown else None)
+        pe = self.victim.vit.pos_embed
+        if self.dal is None or pe is None:
+            return logits, None
+        return logits, self.dal(pe[0, -masked.shape[1] :], ~masked)
