@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,11 +145,15 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
     return ImageSource(f"Hugging Face {name}/{chosen}", number, class_names, None, pictures)
 
 
-def parquet(path: Path, split: str | None) -> ImageSource:
+def parquet(path: Path, split: str | None, *, spread: bool) -> ImageSource:
     """Open a Parquet file with the bytes of one picture a row.
 
     The bytes stand in the column `image` (as Hugging Face writes it: bytes, or a struct with `bytes`), `jpeg`, `png` or
-    `bytes`; the label, if any, in `label`. `split` takes the rows whose column `split` says so.
+    `bytes`; the label, if any, in `label`. `split` takes the rows whose column `split` says so; with `spread`, those of
+    each label come by turns.
+
+    Raises:
+        PrivlabError: if the file cannot be read, or has no such column or split.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -166,16 +171,30 @@ def parquet(path: Path, split: str | None) -> ImageSource:
         table = _rows_of(table, split, path)
     if pa.types.is_struct(table.schema.field(column).type):
         table, column = table.flatten(), f"{column}.bytes"
+    if not pa.types.is_binary(kind := table.schema.field(column).type) and not pa.types.is_large_binary(kind):
+        raise PrivlabError(f"The column {column} of '{path}' holds {kind}, not bytes of pictures.")
     data = table[column].combine_chunks()
     labels = table["label"].to_pylist() if "label" in table.column_names else [None] * len(data)
+    rows = _by_turns(labels) if spread else list(range(len(data)))
     prefix = f"{path.name}/{split}" if split else path.name
-    names = tuple(f"{prefix}/{row}" for row in range(len(data)))
+    names = tuple(f"{prefix}/{row}" for row in rows)
 
-    def at(row: int) -> Picture:
-        label = labels[row]
-        return picture_from_bytes(data[row].as_py(), names[row], label, "none" if label is None else "dataset")
+    def at(place: int) -> Picture:
+        label = labels[rows[place]]
+        origin = "none" if label is None else "dataset"
+        return picture_from_bytes(data[rows[place]].as_py() or b"", names[place], label, origin)
 
     return ImageSource.of(f"{len(data)} pictures of {prefix}", len(data), None, names, at)
+
+
+def _by_turns(labels: Sequence[object]) -> list[int]:
+    """Return the places of all labels: the first of each label, then the second of each, and so on."""
+    met: Counter[object] = Counter()
+    turns = []
+    for label in labels:
+        turns.append(met[label])
+        met[label] += 1
+    return sorted(range(len(turns)), key=turns.__getitem__)
 
 
 def _rows_of(table: Any, split: str, path: Path) -> Any:  # noqa: ANN401

@@ -74,7 +74,7 @@ def _open(
     if not several and source != "samples" and Path(source).is_dir():
         return sources.folder(Path(source), split, class_to_index, spread=spread)
     if not several and Path(source).suffix == ".parquet" and Path(source).is_file():
-        return datasets.parquet(Path(source), split)
+        return datasets.parquet(Path(source), split, spread=spread)
     if split is not None:
         raise PrivlabError(f"split is for folders and datasets. Found split '{split}' with {source}.")
     if source == "samples":

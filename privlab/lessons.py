@@ -34,14 +34,14 @@ class Preset:
 
 
 _DEIT = Preset(
-    epochs=300,
-    warmup=20,
+    epochs=300.0,
+    warmup=20.0,
     plan=Plan(steps=1, batch_size=1024, learning_rate=1e-3, weight_decay=0.05),
     augmentation=Augmentation(shift=0, zoom=0.08, randaugment=9, erasing=0.25),
     options=("mixup=0.8", "cutmix=1.0"),
 )
 _SMALL = Preset(
-    epochs=20, warmup=1, plan=Plan(steps=1, batch_size=128, precision="bf16-mixed"), augmentation=Augmentation()
+    epochs=20.0, warmup=1.0, plan=Plan(steps=1, batch_size=128, precision="bf16-mixed"), augmentation=Augmentation()
 )
 
 PRESETS: dict[str, dict[str, Preset]] = {
@@ -128,9 +128,8 @@ def _set_up(course: Course, examples: int) -> tuple[Any, Augmentation, Plan]:
     """Return objective, augmentation and plan: the preset's, and what the user says."""
     preset = PRESETS[course.recipe][course.preset]
     kind = OBJECTIVES[course.recipe]
-    own = [option for option in course.options if not _of_augmentation(option)]
-    objective = configured(kind, (*preset.options, *own))
-    changed = configured(Augmentation, [o for o in course.options if _of_augmentation(o)], asdict(preset.augmentation))
+    objective = configured(kind, (*preset.options, *course.options))
+    augmentation = configured(Augmentation, course.options, asdict(preset.augmentation))
     said = {
         name: value
         for name in ("batch_size", "accumulate", "optimiser", "learning_rate", "weight_decay", "schedule", "clip")
@@ -140,11 +139,8 @@ def _set_up(course: Course, examples: int) -> tuple[Any, Augmentation, Plan]:
     epochs = preset.epochs if course.epochs is None else course.epochs
     warmup = preset.warmup if course.warmup is None else course.warmup
     steps = max(1, math.ceil(epochs * examples / plan.batch_size))
-    return objective, changed, replace(plan, steps=steps, warmup=min(steps, round(warmup * examples / plan.batch_size)))
-
-
-def _of_augmentation(option: str) -> bool:
-    return option.partition("=")[0].strip() in Augmentation.__dataclass_fields__
+    risen = min(steps, round(warmup * examples / plan.batch_size))
+    return objective, augmentation, replace(plan, steps=steps, warmup=risen)
 
 
 def _examples(course: Course, pupil: Victim, split: str | None) -> Examples:

@@ -99,17 +99,24 @@ def from_any_layout(state: State) -> tuple[State, Tensor | None]:
     """Return a state in timm's layout, and E_unk (1 × 1 × D) if there is one.
 
     Known are timm's names, privlab's own (timm's and `unk_embed`), and the MJP authors', where `pos_embed.weight`
-    has the rows class token, N patches, unknown, and DAL adds the training-only `dlocr.*`.
+    has the rows class token, N patches, unknown, and DAL adds the training-only `dlocr.*`; checkpoints of `privlab
+    train` count as privlab's own.
     """
-    state = {
-        k.removeprefix("module."): v for k, v in state.items() if not k.removeprefix("module.").startswith("dlocr.")
-    }
+    named = {_bare(name): tensor for name, tensor in state.items()}
+    state = {name: tensor for name, tensor in named.items() if not name.startswith(("dlocr.", "dal."))}
     unknown = state.pop("unk_embed", None)
     table = state.get("pos_embed.weight")
     if table is not None and table.ndim == 2:
         del state["pos_embed.weight"]
         state["pos_embed"], unknown = table[None, :-1], table[None, -1:]
     return state, unknown
+
+
+def _bare(name: str) -> str:
+    """Return a tensor's name without what wraps the model: DDP, the victim, and its regressor in a checkpoint."""
+    for wrapper in ("module.", "victim.", "vit."):
+        name = name.removeprefix(wrapper)
+    return name
 
 
 def fit(vit: VisionTransformer, state: State, source: str, *, resize: bool = False) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from privlab.training import Progress as Step
 
-__all__ = ["common", "err", "fits", "plain", "print_json", "print_rows", "print_table", "progress_bar"]
+__all__ = ["common", "err", "fits", "plain", "print_json", "print_rows", "print_table", "progress_bar", "warned"]
 
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -94,3 +94,15 @@ def plain(value: object) -> object:
 def print_json(value: object) -> None:
     """Print plain data to standard output."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def warned() -> Iterator[None]:
+    """Print what weakens a verdict as lines of its own, each once."""
+    from privlab.run import collected
+
+    messages: list[str] = []
+    with collected(messages):
+        yield
+    for message in messages:
+        err.print(f"Warning: {message}", style="yellow", markup=False)

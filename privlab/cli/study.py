@@ -1,14 +1,12 @@
 """`privlab study`: the studies of `experiments/`, run on images that a user names."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.table import Table
 
-from privlab.cli.common import common, err, print_json, print_table
+from privlab.cli.common import common, err, print_json, print_table, warned
 
 __all__ = ["finetune_study", "study"]
 
@@ -52,7 +50,7 @@ def split_privacy(
     given: dict[str, Any] = {name: tuple(text.split(",")) for name, text in named.items() if text is not None}
     options["options"] = tuple(options["options"])
     plan = Study(**options, **given)
-    with _warned():
+    with warned():
         table = run(plan, out, device=str(pick_device(device)), say=lambda line: err.print(line, markup=False))
     if as_json:
         print_json(table.astype(object).where(table.notna(), None).to_dict("records"))
@@ -89,7 +87,7 @@ def finetune_study(
 
     given: dict[str, Any] = {} if manners is None else {"manners": tuple(manners.split(","))}
     plan = FinetuneStudy(**options, **given)
-    with _warned():
+    with warned():
         curves = run(plan, out, device=str(pick_device(device)), say=lambda line: err.print(line, markup=False))
     if as_json:
         print_json(curves.astype(object).where(curves.notna(), None).to_dict("records"))
@@ -102,15 +100,3 @@ def finetune_study(
         row = (str(int(last.step)), f"{last.validation_loss:.3f}", f"{100 * last.accuracy:.1f}")
         table.add_row(str(manner), *row, str(PUBLISHED.get(str(manner), "—")), recovered)
     print_table(table)
-
-
-@contextmanager
-def _warned() -> Iterator[None]:
-    """Print what weakens a verdict as lines of its own, each once."""
-    from privlab.run import collected
-
-    messages: list[str] = []
-    with collected(messages):
-        yield
-    for message in messages:
-        err.print(f"Warning: {message}", style="yellow", markup=False)

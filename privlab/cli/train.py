@@ -6,7 +6,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from privlab.cli.common import common, err, print_json, print_table, progress_bar
+from privlab.cli.common import common, err, print_json, print_table, progress_bar, warned
 
 __all__ = ["train"]
 
@@ -49,7 +49,7 @@ def train(context: click.Context, device: str, out: Path, as_json: bool, **optio
         options["test"] = None
     course = Course(**options)
     command = " ".join(("privlab", *(context.obj or ())))
-    with progress_bar(f"training {course.model}"):
+    with warned(), progress_bar(f"training {course.model}"):
         card = teach(course, out, device=str(pick_device(device)), command=command)
     for line in card["skipped"]:
         err.print(f"Skipped {line}", markup=False)

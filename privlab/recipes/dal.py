@@ -51,7 +51,7 @@ class Dal(nn.Module):
 
     def _components(self, pe: Float[Tensor, "n d"]) -> Float[Tensor, "n 2"]:
         """Return the projections on two principal components, aligned with the places."""
-        centred = (pe - pe.mean(0)).float()
+        centred = pe - pe.mean(0)
         _, _, axes = torch.linalg.svd(centred.detach(), full_matrices=False)
         scores = centred @ axes[:2].mT
         fitted = torch.linalg.lstsq(scores.detach(), self.places - self.places.mean(0)).solution

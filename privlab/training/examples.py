@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -59,6 +59,8 @@ class Augmentation:
         randaugment: magnitude of torchvision's RandAugment, two operations a picture; 0 for none.
         erasing: share of the pictures of which a rectangle is erased.
     """
+
+    name: ClassVar[str] = "augmentation"
 
     flip: bool = True
     shift: int = 4

@@ -20,6 +20,7 @@ from privlab.errors import PrivlabError
 from privlab.model import AprilBlock, VictimModel, april_twin
 from privlab.threat import PrivlabWarning
 from privlab.victims import ARCHITECTURES, victim, victim_names
+from privlab.zoo import ZOO
 
 quiet = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
 Vit = Callable[..., VisionTransformer]
@@ -289,7 +290,8 @@ def test_mean_and_deviation_come_from_timms_configuration(shared: Callable[[str]
 
 @quiet
 def test_every_name_is_a_victim() -> None:
-    assert len(victim_names()) == 3 * len(ARCHITECTURES)
+    variants = {name + variant for name in ARCHITECTURES for variant in ("", "_nope", "_mjp")}
+    assert set(victim_names()) == variants | set(ZOO)
     assert victim("deit_ti_mjp", weights="random", img_size=32).preprocessing.mean == (0.485, 0.456, 0.406)
 
 
