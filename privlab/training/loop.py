@@ -7,6 +7,7 @@ of a run that was never interrupted.
 """
 
 import math
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.training import log
 from privlab.training.checkpoint import Checkpoints, write_atomically
-from privlab.training.plan import Compute, Listener, Plan, Progress, Recipe
+from privlab.training.plan import Compute, Listener, Paced, Plan, Progress, Recipe
 
 __all__ = ["listening", "tell", "train"]
 
@@ -113,7 +114,7 @@ class _Run:
                 self._report(done)
             if save and self.checkpoints is not None:
                 self._save(done, self.checkpoints)
-            if done in self.compute.keep and self.kept is not None:
+            if done in self.compute.keep and self.kept is not None and self.fabric.is_global_zero:
                 self._keep(done, self.kept)
         if self.average is not None:
             self.recipe.model.load_state_dict(self.average.module.state_dict())
@@ -122,12 +123,15 @@ class _Run:
     def _step(self, step: int) -> Tensor:
         """Take one step of the optimiser; return the loss before it."""
         plan, total = self.plan, torch.zeros((), device=self.fabric.device)
-        rows = _rows(plan, step, len(self.recipe))
+        recipe = self.recipe.at(step / plan.steps) if isinstance(self.recipe, Paced) else self.recipe
+        rows = _rows(plan, step, len(recipe))
+        rank, ranks = self.fabric.global_rank, self.fabric.world_size
         for part, some in enumerate(rows.chunk(plan.accumulate)):
-            draw = draw_for(plan.seed, "", "training", step * plan.accumulate + part)
+            draw = draw_for(plan.seed, "", "training", (step * plan.accumulate + part) * ranks + rank)
             self._seed_globally(draw.initial_seed())
-            batch = self.fabric.to_device(self.recipe.batch(some, draw))
-            loss = self.recipe.loss(self.model, batch, draw) * (len(some) / len(rows))
+            mine = some.chunk(ranks)[rank]
+            batch = self.fabric.to_device(recipe.batch(mine, draw))
+            loss = recipe.loss(self.model, batch, draw) * (len(mine) / len(rows) * ranks)  # DDP takes the mean
             self.fabric.backward(loss)
             total += loss.detach()
         if plan.clip:
@@ -148,7 +152,7 @@ class _Run:
 
     def _report(self, done: int) -> None:
         """Check the losses since the last report, all in one transfer from the device, and tell of them."""
-        losses = torch.stack(self.losses).tolist()
+        losses = self.fabric.all_reduce(torch.stack(self.losses), reduce_op="mean").tolist()
         self.losses.clear()
         for step, loss in enumerate(losses, done - len(losses) + 1):
             if not math.isfinite(loss):
@@ -163,9 +167,9 @@ class _Run:
             seconds=seconds,
             seconds_left=seconds / (done - self.first) * (self.plan.steps - done),
         )
-        if self.log is not None:
+        if self.log is not None and self.fabric.is_global_zero:
             log.append(self.log, now)
-        if self.listener is not None:
+        if self.listener is not None and self.fabric.is_global_zero:
             self.listener(now)
 
     def _stopped(self, reason: str) -> PrivlabError:
@@ -181,7 +185,8 @@ class _Run:
         state = {"optimizer": self.optimizer.state_dict(), "precision": self.fabric.strategy.precision.state_dict()}
         if self.average is not None:
             state["average"] = self.average.module.state_dict()
-        checkpoints.save(done, weights, state)
+        if self.fabric.is_global_zero:
+            checkpoints.save(done, weights, state)
         self.saved = done
 
     def _keep(self, done: int, folder: Path) -> None:
@@ -200,7 +205,8 @@ class _Run:
             self.fabric.strategy.precision.load_state_dict(state["precision"])
         if found and self.average is not None:
             self.average.module.load_state_dict(state["average"])
-        if self.log is not None:
+        self.fabric.barrier()  # nobody writes before all have read
+        if self.log is not None and self.fabric.is_global_zero:
             log.forget_after(self.log, step)
         return step
 
@@ -227,15 +233,22 @@ def _optimiser(recipe: Recipe, plan: Plan) -> tuple[torch.optim.Optimizer, Any]:
 
 
 def _fabric(plan: Plan, compute: Compute) -> Any:  # noqa: ANN401
-    """Return Fabric for one process on one device."""
+    """Return Fabric for this process: alone on its device, or one of those that `torchrun` started (DDP)."""
     try:
         from lightning_fabric import Fabric
+        from lightning_fabric.strategies import DDPStrategy
     except ImportError as error:
         raise PrivlabError("Training needs Lightning Fabric: pip install 'privlab[training]'.") from error
-    device = torch.device(compute.device)
-    devices = [device.index or 0] if device.type == "cuda" else 1
+    device, ranks = torch.device(compute.device), int(os.environ.get("WORLD_SIZE", "1"))
+    if plan.batch_size // plan.accumulate < ranks:
+        raise PrivlabError(f"{ranks} processes share a batch of {plan.batch_size}: give at least one example to each.")
+    where: dict[str, Any] = {"devices": [device.index or 0] if device.type == "cuda" else 1}
+    if ranks > 1:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        strategy = DDPStrategy(find_unused_parameters=True)  # E_unk, where nothing is masked
+        where = {"devices": local, "num_nodes": ranks // local, "strategy": strategy}
     with _without_advice():
-        fabric = Fabric(accelerator=device.type, devices=devices, precision=plan.precision)  # pyright: ignore[reportArgumentType]
+        fabric = Fabric(accelerator=device.type, precision=plan.precision, **where)  # pyright: ignore[reportArgumentType]
         fabric.launch()
     return fabric
 

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Generator, Tensor, nn
 
 from privlab.errors import PrivlabError
@@ -317,3 +319,58 @@ def test_missing_fabric_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "lightning_fabric", None)
     with pytest.raises(PrivlabError, match=r"pip install 'privlab\[training\]'"):
         train(Regression(), PLAN)
+
+
+DDP = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+import torch
+sys.path.insert(0, {folder!r})
+import test_loop
+from privlab.training import train
+
+torch.set_num_threads(1)
+recipe = test_loop.Regression()
+train(recipe, test_loop.PLAN, compute=test_loop.OFTEN, out=Path({out!r}))
+"""
+
+
+def test_two_processes_are_two_parts_of_a_batch(tmp_path: Path) -> None:
+    """DDP over gloo, as torchrun starts it: the weights of one process that accumulates; only one of them writes."""
+    script = tmp_path / "ddp.py"
+    script.write_text(DDP.format(folder=str(Path(__file__).parent), out=str(tmp_path / "two")))
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, check=False, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr.decode()[-2000:]
+    one = Regression()
+    train(one, replace(PLAN, accumulate=2), compute=OFTEN, out=tmp_path / "one")
+    two = load_file(tmp_path / "two" / "checkpoints" / "step-00000024" / "model.safetensors")
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=1e-5)
+    logs = [(tmp_path / run / "log.csv").read_text().splitlines() for run in ("one", "two")]
+    assert [row.split(",")[0] for row in logs[1]] == [row.split(",")[0] for row in logs[0]]
+
+
+def test_fewer_examples_than_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    with pytest.raises(PrivlabError, match="32 processes share a batch of 16: give at least one example to each"):
+        train(Regression(), PLAN)
+
+
+def test_the_moving_average_is_the_result_and_goes_on(tmp_path: Path) -> None:
+    """After each step a ← d a + (1 − d) w, from the first weights on; a run that goes on ends with the same."""
+    plan, once, decay = replace(PLAN, steps=3, ema=0.8), Compute(save_every=1), 0.8
+    average = weights(Regression())
+    train(Regression(), replace(plan, ema=0.0), compute=Compute(keep=(1, 2, 3)), out=tmp_path / "plain")
+    for path in sorted((tmp_path / "plain" / "kept").iterdir()):
+        average = {name: decay * average[name] + (1 - decay) * w for name, w in load_file(path).items()}
+    first, again = Regression(), Regression()
+    train(first, plan, compute=once, out=tmp_path / "a")
+    for name, tensor in weights(first).items():
+        torch.testing.assert_close(tensor, average[name])
+    rmtree(tmp_path / "a" / "checkpoints" / "step-00000003")
+    train(again, plan, compute=once, out=tmp_path / "a")
+    assert len(again.taken) == 1
+    assert same(weights(first), weights(again))
