@@ -1,8 +1,8 @@
 """The linear inversion of embedded patches that the white-box attacks on features share."""
 
 import math
-from functools import lru_cache
 from typing import Literal, get_args
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ PRIORS: tuple[str, ...] = get_args(Prior)
 
 ENOUGH = 32
 """Images from which patch statistics are taken at most; a hundred would give 0.1 dB more."""
+
+_KEPT: WeakKeyDictionary[VictimModel, tuple[ref[Tensor], int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+"""For each living victim the public images that it was last attacked with, their version, and their statistics."""
 
 
 def invert_rows(
@@ -87,19 +90,24 @@ def _prior(model: VictimModel, public: Tensor, prior: str) -> tuple[Float[Tensor
     if prior == "wiener":
         if not len(public):
             raise PrivlabError("The wiener prior needs public images. Found none: give some, or use ridge.")
-        return _kept_statistics(model, public, public._version)
+        return _kept_statistics(model, public)
     k = math.prod(model.vit.patch_embed.proj.weight.shape[1:])
     eye = torch.eye(k, dtype=torch.float64, device=model.mean.device)
     return eye.new_zeros(k), eye
 
 
-@lru_cache(maxsize=1)
 def _kept_statistics(
-    model: VictimModel, public: Float[Tensor, "m c h w"], _version: int
+    model: VictimModel, public: Float[Tensor, "m c h w"]
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "k k"]]:
-    """Return μ and L once per victim and public images: batch after batch is attacked with the same ones."""
-    μ, S = patch_statistics(model, public)
-    return μ, torch.linalg.cholesky(S)
+    """Return μ and L once per victim and public images: batch after batch is attacked with the same ones.
+
+    Neither is kept alive: a study comes with one victim after another, and thousands of public images.
+    """
+    kept = _KEPT.get(model)
+    if kept is None or kept[0]() is not public or kept[1] != public._version:
+        μ, S = patch_statistics(model, public)
+        kept = _KEPT[model] = (ref(public), public._version, (μ, torch.linalg.cholesky(S)))
+    return kept[2]
 
 
 def _gain(M: Float[Tensor, "d k"], noise: float) -> Float[Tensor, "k d"]:

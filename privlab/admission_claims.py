@@ -241,7 +241,7 @@ class OnGradients:
         yield Check.at_most(
             "variance", too_small, most[0], "measured over declared, of the worst parameter, less chance"
         )
-        too_large = overstated(true, errors[0], variance, worst=noise)
+        too_large = overstated(true, released, errors[0], variance, worst=noise)
         which = "of the worst parameter" if noise else "the median of the parameters"
         yield Check.at_most("overstated", too_large, most[1], f"declared over measured, {which}, less chance")
 

@@ -129,11 +129,23 @@ def understated(true: Tensors, error: Tensors, variance: Tensors) -> float:
     )
 
 
-def overstated(true: Tensors, error: Tensors, variance: Tensors, *, worst: bool) -> float:
-    """Return by how much it is below: the factor of the worst parameter, or the median of all."""
+def overstated(true: Tensors, released: Tensors, error: Tensors, variance: Tensors, *, worst: bool) -> float:
+    """Return by how much it is below: the factor of the worst parameter, or the median of all.
+
+    Of an entry that was released as zero a variance v declares a bound, √(3v) (see `GradientDefense`), below which the
+    entries of a parameter may be far: what it is held against is the largest of all.
+    """
     least = _rounding(true)
+    zeros = {name: (g == 0) & (variance[name] > 0) for name, g in released.items()}
+    reach = max(
+        (float((e.square() / variance[name])[zeros[name]].max()) / 3 for name, e in error.items() if zeros[name].any()),
+        default=0.0,
+    )
+    squares = {
+        name: e.square().where(~zeros[name], e.square().maximum(reach * variance[name])) for name, e in error.items()
+    }
     factors = [
-        (float(variance[name].mean()) + least) / (float(e.square().mean()) + least) / _slack(e)
+        (float(variance[name].mean()) + least) / (float(squares[name].mean()) + least) / _slack(e)
         for name, e in error.items()
     ]
     return max(factors) if worst else median(factors)

@@ -23,7 +23,7 @@ from privlab.images import Chunk, Picture
 from privlab.metrics import Learned
 from privlab.patches import permute
 from privlab.placement import as_sent, assigned, matched
-from privlab.plan import Cell, Specification
+from privlab.plan import Cell, Specification, reassembly_of
 from privlab.records import CONTROLS, Record, Rows
 from privlab.threat import Attack, Capability, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
 from privlab.trial import Batch, Trial, labelled
@@ -134,7 +134,7 @@ class Evaluator:
 
     @cached_property
     def _scorer(self) -> Scorer:
-        return Scorer(self.base.model, self.metrics, self.learned)
+        return Scorer(self.base.model, self.metrics, self.learned, reassembly_of(self.spec, self.base))
 
     def _trial(self, setting: str, batch: Batch) -> Trial:
         """Make what the clients feed, and the reference of the setting (MJP, section 5.4)."""
@@ -303,13 +303,13 @@ class Evaluator:
         """Score pictures that no attack made: what "nothing leaks" looks like under each metric."""
         draws = batch.draws(self.spec.seed, "control", self.spec.draw)
         order = torch.stack([torch.randperm(trial.feed.order.shape[1], generator=draw) for draw in draws])
-        others = [self._others(picture) for picture in batch.pictures]
+        mean, first = zip(*(self._others(picture) for picture in batch.pictures), strict=True)
         controls = dict(
             zip(
                 CONTROLS,
                 (
-                    torch.stack([pictures.mean(0) for pictures in others]).to(batch.images),
-                    torch.stack([pictures[0] for pictures in others]).to(batch.images),
+                    torch.stack(mean).to(batch.images),
+                    torch.stack(first).to(batch.images),
                     permute(batch.images, order.to(batch.images.device), self.base.model.patch),
                 ),
                 strict=True,
@@ -324,9 +324,16 @@ class Evaluator:
                 records.append(row | self._measured({metric: values[i] for metric, values in scores.items()}))
         return records
 
-    def _others(self, picture: Picture) -> Float[Tensor, "n c h w"]:
-        """Return the public photographs, without the private image if it is one of them."""
-        return torch.stack([image for sha256, image in self.public.items() if sha256 != picture.sha256])
+    def _others(self, picture: Picture) -> tuple[Float[Tensor, "c h w"], Float[Tensor, "c h w"]]:
+        """Return the mean and the first of the public photographs, without the private image if it is one of them."""
+        if picture.sha256 not in self.public:
+            return self._mean_and_first
+        return _mean_and_first([image for sha256, image in self.public.items() if sha256 != picture.sha256])
+
+    @cached_property
+    def _mean_and_first(self) -> tuple[Float[Tensor, "c h w"], Float[Tensor, "c h w"]]:
+        """Return them for all that are not: public images may be thousands, too many to be gathered for each."""
+        return _mean_and_first([*self.public.values()])
 
     def _failures(self, picture: Picture) -> list[Record]:
         """Return the rows of a picture that could not be used."""
@@ -348,6 +355,10 @@ class Evaluator:
     def _wait(self) -> None:
         if self.base.model.mean.is_cuda:
             torch.cuda.synchronize(self.base.model.mean.device)
+
+
+def _mean_and_first(images: Sequence[Tensor]) -> tuple[Float[Tensor, "c h w"], Float[Tensor, "c h w"]]:
+    return torch.stack([*images]).mean(0), images[0]
 
 
 def _failed(reason: str) -> Record:

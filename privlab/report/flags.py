@@ -38,7 +38,7 @@ _SAME = [
     *("attack", "geometry", "conditions"),
 ]
 """What two records have in common of which the attacks may differ in their budgets alone."""
-_NEEDED = (*_SAME, "attack_params", "seed", "draw", "weights", "reason")
+_NEEDED = (*_SAME, "attack_params", "seed", "draw", "weights", "reason", "batch_images")
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,24 @@ def _no_adaptive_attack(facts: _Facts) -> list[str]:
     found: dict[int, str] = {}
     for case, parts in facts.defenses.items():
         if not any(parts <= facts.known(attack) for attack in facts.attacks(case)):
-            able = [name for name, kind in installed().items() if parts <= _known(name) and _fits(kind, parts)]
-            able += ["geometry reassembled"] if parts == {"jigsaw"} else []
+            rows = facts.records.loc[facts.records.case == case]
+            able = [name for name, kind in installed().items() if parts <= _known(name) and _fits(kind, parts, rows)]
+            able += ["geometry reassembled"] if parts == {"jigsaw"} and "features" not in rows.release.unique() else []
             said = f"{', '.join(able)} not scored" if able else "no attack is written against it"
             found[case] = f"{'+'.join(sorted(parts))}: {said}"
     return facts.grouped(found)
 
 
-def _fits(kind: AttackClass, parts: frozenset[str]) -> bool:
-    """Return whether an attack on defended gradients has one of these defenses to work on; others always do."""
+def _fits(kind: AttackClass, parts: frozenset[str], rows: pd.DataFrame) -> bool:
+    """Return whether an attack is of what was released in a case, as far as its rows state it.
+
+    That is features, or gradients: of one image or of several, with one of these defenses on them where it needs one.
+    """
+    on_features = Capability.RELEASED_FEATURES in kind.requires
+    if {"features", "gradients"} & {*rows.release} == {"gradients" if on_features else "features"}:
+        return False
+    if not on_features and (rows.batch_images > 1).any() and Capability.BATCH_SIZE_ONE in kind.requires:
+        return False
     acts = any(hasattr(defenses().get(part), "release") for part in parts)
     return acts or Capability.GRADIENT_DEFENSE not in kind.requires
 

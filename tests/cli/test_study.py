@@ -1,11 +1,17 @@
 """The studies on tiny data: every row is there, what is done is not done again, and what does not fit is one line."""
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
+
+from privlab import run
+from privlab.experiments import split_privacy
+from privlab.run import Outcome
 
 pytest.importorskip("lightning_fabric")
 
@@ -57,6 +63,26 @@ def test_table_6_has_the_paper_beside_it(
     table = cli("study", "split-privacy", *options, *more, "--adaptive", "least-squares,pe-assignment").out
     assert "(16.25)" in table
     assert "| GN+ |" in table
+
+
+def test_no_victim_of_table_6_outlives_it(
+    cli: Callable[..., Any], classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of a finished method stays, or memory grows from row to row."""
+    monkeypatch.setenv("PRIVLAB_CACHE", str(tmp_path / "cache"))
+    victims: list[ref[object]] = []
+
+    def execute(*arguments: Any, **options: Any) -> Outcome:
+        outcome = run.execute(*arguments, **options)
+        victims.extend(ref(base.model) for base in outcome.victims)
+        return outcome
+
+    monkeypatch.setattr(split_privacy, "execute", execute)
+    options = ("--images", classes, "--steps", 1, "--batch", 4, "--methods", "SL,LP", "--out", tmp_path / "study")
+    more = ("--adaptive", "least-squares,pe-assignment", "--set", "inversion-mae.steps=1")
+    assert cli("study", "split-privacy", *TINY, *options, *more).status == 0
+    gc.collect()
+    assert [victim() for victim in victims] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,20 @@
 
 import io
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import privlab
 from privlab.attacks import PatchGradient
@@ -172,6 +177,35 @@ def test_another_attack_changes_no_draw() -> None:
     both = attack(setting="c")
     both = both[both.attack.isin(set(one.attack))]
     assert one.psnr.tolist() == pytest.approx(both.psnr.tolist(), nan_ok=True)
+
+
+class Gathered(TorchDispatchMode):
+    """Counts the tensors of a shape that are made."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.count += isinstance(made, Tensor) and made.shape == self.shape
+        return made
+
+
+def test_public_images_are_not_gathered_for_each_private_one(tmp_path: Path) -> None:
+    """They may be thousands: 5000 of 64 × 64 pixels, for each of 32 private ones, are 8 GB."""
+    for i, image in enumerate(np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)):
+        Image.fromarray(image).save(tmp_path / f"{i}.png")
+    counts = []
+    for private in (2, 6):
+        with Gathered(13, 3, 32, 32) as gathered:
+            attack(
+                "vit_ti", "a", attack="patch-gradient", images=tmp_path, limit=private, public_limit=13, batch_size=6
+            )
+        counts.append(gathered.count)
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.gpu

@@ -1,8 +1,10 @@
 """White-box inversion of the embedding: closed forms against exact answers, Gaussian and photographic."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -125,6 +127,26 @@ def test_patch_statistics_have_full_rank_for_any_images(tiny_model: Make, public
 def test_patch_statistics_of_many_images_are_those_of_the_first(tiny_model: Make, crops: Tensor) -> None:
     model = tiny_model()
     assert_close(patch_statistics(model, crops), patch_statistics(model, crops[:ENOUGH]))
+
+
+def test_what_is_kept_of_public_images_is_of_them_as_they_are(tiny_model: Make, crops: Tensor) -> None:
+    """Batch after batch is attacked with the same ones; others, and the same after a change in place, are others."""
+    model, rows = tiny_model(embed_dim=32), torch.randn(2, 16, 32, generator=Generator().manual_seed(0)).double()
+    one, other = crops[:4].double(), crops[4:8].double()
+    before = invert_rows(model, rows, one)
+    assert torch.equal(invert_rows(model, rows, one), before)
+    assert not torch.equal(invert_rows(model, rows, other), before)
+    one.copy_(other)
+    assert torch.equal(invert_rows(model, rows, one), invert_rows(model, rows, other))
+
+
+def test_neither_victim_nor_public_images_outlive_an_attack(tiny_model: Make, crops: Tensor) -> None:
+    model, public = tiny_model(embed_dim=32), crops[:4].double()
+    invert_rows(model, torch.zeros(2, 16, 32, dtype=torch.float64), public)
+    left = ref(model), ref(public)
+    del model, public
+    gc.collect()
+    assert [one() for one in left] == [None, None]
 
 
 def test_bad_priors_are_refused(tiny_model: Make) -> None:

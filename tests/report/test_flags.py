@@ -85,10 +85,22 @@ def test_no_attack_was_scored_that_knows_the_defense() -> None:
 
 def test_no_attack_is_written_against_the_defense() -> None:
     rows = pd.concat([case({"april": 14.0}, "blur"), case({"april": 14.0}, "pixel-noise").assign(case=1)])
-    assert found(rows)["No adaptive attack"] == [
+    assert found(rows.assign(release="features"))["No adaptive attack"] == [
         "blur: inversion-conv, inversion-mae, inversion-set, inversion-token not scored (plain)",
         "pixel-noise: no attack is written against it (defended)",
     ]
+
+
+def test_only_attacks_on_what_was_released_are_named() -> None:
+    def named(defense: str, **values: Any) -> str:
+        (line,) = found(case({"april": 14.0}, defense, **values), ["one"])["No adaptive attack"]
+        return line
+
+    assert named("blur") == "blur: no attack is written against it"  # of a client that releases gradients
+    assert named("jigsaw", release="features") == "jigsaw: no attack is written against it"
+    assert named("mjp", batch_images=1).startswith("mjp: mjp-subspace, ")
+    assert "mjp-subspace" not in named("mjp", batch_images=4)  # it is for one image per gradient
+    assert "inversion-mae" in named("blur", release=None)  # nothing is known of what was released
 
 
 def test_an_attack_must_know_all_of_a_stack() -> None:
