@@ -9,19 +9,9 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from privlab.attacks.mjp_subspace import MjpSubspace, Subspace, subspace
-from privlab.attacks.slots import (
-    FC1,
-    FC2,
-    PROJ,
-    QKV,
-    Reads,
-    Slots,
-    TokenSearch,
-    first_block,
-    patches_of_tokens,
-    placed,
-)
+from privlab.attacks.slots import PROJ, QKV, Reads, Slots, first_block, patches_of_tokens, placed
 from privlab.attacks.solve import RTOL, feeds_unknown, slot_gradients
+from privlab.attacks.token_search import FC1, FC2, TokenSearch
 from privlab.attacks.tokens import Separated
 from privlab.model import VictimModel
 from privlab.patches import permute

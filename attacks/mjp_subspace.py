@@ -40,9 +40,8 @@ def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float =
     rows = torch.linalg.svd(A, full_matrices=False).Vh
     rows = rows * (torch.arange(rows.shape[1], device=A.device) < (A.shape[1] - count)[:, None])[..., None]
     R = G - rows.mT @ (rows @ G)
-    most = max(1, int(count.max()))
-    Y = torch.linalg.svd(R, full_matrices=False).Vh[:, :most]
-    Y = Y * (torch.arange(most, device=A.device) < count[:, None])[..., None]
+    Y = torch.linalg.svd(R, full_matrices=False).Vh[:, : max(1, int(count.max()))]  # there may be more than K of them
+    Y = Y * (torch.arange(Y.shape[1], device=A.device) < count[:, None])[..., None]
     X = ridge_inverse(A.mT, rtol) @ G  # zero rows of A give zero rows of X
     return Subspace(masked, Y, X - (X @ Y.mT) @ Y)
 

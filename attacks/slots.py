@@ -1,10 +1,8 @@
 """From tokens to the patches behind them: slots told apart, a linear solve, and what attention adds, sharpened."""
 
 import copy
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,32 +12,29 @@ from torch import Tensor, nn
 
 from privlab.attacks.placement import known_tokens
 from privlab.attacks.prior import conjugate_gradients
-from privlab.attacks.tokens import NOISE, Mlp, Separated, normalised, separate
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
+from privlab.attacks.tokens import NOISE, Mlp, normalised
 from privlab.jigsaw import solve_jigsaw
 from privlab.model import VictimModel
 from privlab.patches import patchify
-from privlab.threat import Observation, PrivlabWarning
+from privlab.threat import Observation
 
 __all__ = [
-    "FC1",
-    "FC2",
     "PROJ",
     "QKV",
+    "Linear",
     "Reads",
     "Slots",
     "Solved",
-    "TokenSearch",
     "embeddings_of_tokens",
     "first_block",
     "patches_of_tokens",
     "placed",
     "projection",
     "row_space",
+    "sharpened_patches",
+    "slots_of_tokens",
 ]
 
-FC1, FC2 = "blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight"
 QKV, PROJ = "blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight"
 
 _ALIKE = 0.9
@@ -59,69 +54,6 @@ class Slots(NamedTuple):
     Y: Float[Tensor, "m k"]
     pe: Float[Tensor, "n d"]
     alike: Bool[Tensor, " n"]
-
-
-@dataclass(frozen=True)
-class TokenSearch:
-    """The options of an attack that searches for tokens, and the search.
-
-    Raises:
-        PrivlabError: if a number is out of range.
-    """
-
-    name: ClassVar[str]
-
-    starts: int = 24
-    rounds: int = 60
-    steps: int = 40
-    tolerance: float = 0.02
-    sure: float = 0.001
-    sharpen: int = 6
-    inner: int = 60
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        counts = (self.starts, self.rounds, self.steps, self.inner)
-        if min(counts) < 1 or self.sharpen < 0 or not 0 < self.sure <= self.tolerance < 1:
-            raise PrivlabError(
-                f"{self.name} takes starts, rounds, steps and inner ≥ 1, sharpen ≥ 0 and 0 < sure ≤ tolerance < 1. "
-                f"Found {', '.join(map(str, counts))}, {self.sharpen}, {self.sure:g} and {self.tolerance:g}."
-            )
-
-    def tokens(self, block: Block, seen: Observation, i: int, count: int) -> Separated:
-        """Find the tokens of release i; as many as the model has, if they are fewer than its width.
-
-        Warns:
-            PrivlabWarning: if they are not: then none is found.
-        """
-        G1, G2 = (seen.gradients[name][i] for name in (FC1, FC2))
-        if count >= G1.shape[1]:
-            warnings.warn(
-                f"{self.name}: {count} tokens, but gradients of width {G1.shape[1]} tell at most {G1.shape[1] - 1} "
-                "apart. No token is found: a low score here is no evidence of privacy.",
-                PrivlabWarning,
-                stacklevel=4,
-            )
-            return Separated(G1.new_zeros(0, G1.shape[1]).double(), G1.new_zeros(0).double(), count)
-        return separate(
-            Mlp.of(block),
-            G1,
-            G2,
-            count,
-            draw_for(self.seed, self.name, "starts"),
-            starts=self.starts,
-            rounds=self.rounds,
-            steps=self.steps,
-            tolerance=self.tolerance,
-        )
-
-    def counts(self, tokens: Sequence[Separated]) -> dict[str, Int[Tensor, " b"]]:
-        """Return how many tokens of each release were found, and how many beyond doubt, as `Stolen` holds them."""
-        found = [len(each.u) for each in tokens]
-        sure = [int((each.residual < self.sure).sum()) for each in tokens]
-        device = tokens[0].u.device
-        return {"tokens": torch.tensor(found, device=device), "tokens_sure": torch.tensor(sure, device=device)}
 
 
 class Reads(NamedTuple):
@@ -156,6 +88,23 @@ class Solved(NamedTuple):
     found: Bool[Tensor, " n"]
 
 
+class Linear(NamedTuple):
+    """Tokens and their slots, as the linear solve leaves them: a row for each token that is put into a slot.
+
+    `token` is its row among all tokens, `slot` is counted with the class and register tokens, and `c` its coordinates
+    in Y, zero where the slot holds none of the patches. `mixed` is what attention gave it before W_proj.
+    """
+
+    token: Int[Tensor, " f"]
+    slot: Int[Tensor, " f"]
+    c: Float[Tensor, "f m"]
+    mixed: Float[Tensor, "f d"]
+
+    def take(self, rows: Int[Tensor, " k"]) -> "Linear":
+        """Return some of the rows."""
+        return Linear(*(part[rows] for part in self))
+
+
 @torch.no_grad()
 def patches_of_tokens(
     model: VictimModel,
@@ -169,11 +118,6 @@ def patches_of_tokens(
 ) -> Solved:
     """Return the patches whose tokens are among u, and those of X elsewhere.
 
-    A token t is z + W_proj o + b_proj, up to scale and mean, with z = W x + b + e and x = known + Yᵀ c. And γ₁ ⊙ z
-    lies in what ∂W_qkv heard. Together: base + M (c, o, m) = s t' over 2 D equations, with t' = (t, 0). Beyond the
-    columns of M, t' is parallel to its own slot's base: that tells slots apart, and then c follows linearly. Gauss and
-    Newton's method on c, with the block's own attention, removes what the spans had of rounding.
-
     Args:
         model: the victim.
         block: its first one, in float64.
@@ -184,30 +128,72 @@ def patches_of_tokens(
         sharpen: steps of Gauss and Newton's method, at most.
         inner: of conjugate gradients in each of them.
     """
+    linear = slots_of_tokens(model, block, slots, u, reads)
+    return sharpened_patches(model, block, slots, u, linear, X, sharpen, inner)
+
+
+@torch.no_grad()
+def slots_of_tokens(
+    model: VictimModel, block: Block, slots: Slots, u: Float[Tensor, "f d"], reads: Reads, images: int = 1
+) -> Linear:
+    """Return the slots of tokens u, each taken by a token of every one of the `images`, and what follows linearly.
+
+    A token t is z + W_proj o + b_proj, up to scale and mean, with z = W x + b + e and x = known + Yᵀ c. And γ₁ ⊙ z
+    lies in what ∂W_qkv heard. Together: base + M (c, o, m) = s t' over 2 D equations, with t' = (t, 0). Beyond the
+    columns of M, t' is parallel to its own slot's base: that tells slots apart, and then c and o follow linearly.
+    """
     W, b = projection(model)
     t, prefix = _centred(block, u), known_tokens(model)[0]
     W_p, b_p = _attention_adds(block)
     free = torch.cat([W_p @ reads.mixed.mT, torch.ones_like(W_p[:, :1])], 1)
-    own, at = _assigned(t, prefix + b_p, torch.linalg.qr(free).Q)
+    Q, R = torch.linalg.qr(free)
+    own, at = _assigned(t, (prefix + b_p).repeat(images, 1), Q)
+    at = at % len(prefix) if len(prefix) else at
     left = _without(len(t), own)
+    first = _coordinates(t[own], (prefix + b_p)[at], Q, R)[:, : len(reads.mixed)] @ reads.mixed
     unheard = _unheard(block, reads)
     z = slots.known @ W.mT + b + slots.pe
     base = torch.cat([z + b_p, z @ unheard], 1)
     V = W @ slots.Y.mT
     M = torch.cat([torch.cat([V, free], 1), torch.cat([unheard.mT @ V, torch.zeros_like(free)], 1)])
-    none = torch.zeros_like(X[:, 0], dtype=torch.bool)
+    none = slots.Y.new_zeros(len(own), len(slots.Y))
     if M.shape[1] >= len(M) - len(reads.heard) - 1:  # nothing is left to tell slots apart by
-        return Solved(X, none)
+        return Linear(own, at, none, first)
     Q, R = torch.linalg.qr(M)
     t = torch.cat([t, torch.zeros_like(t)], 1)
-    js, ns = _slots_of(t[left], base, Q, slots.alike)
-    js = left[js]
-    c = _coordinates(t[js], base[ns], Q, R)[:, : len(slots.Y)]
-    places = torch.cat([at, len(prefix) + ns])
-    basis, R = torch.linalg.qr(V)
+    js, ns = _slots_of(t[left], base.repeat(images, 1), Q, slots.alike.repeat(images))
+    js, ns = left[js], ns % len(base)
+    c, o, _ = _coordinates(t[js], base[ns], Q, R).split([len(slots.Y), len(reads.mixed), 1], 1)
+    return Linear(*map(torch.cat, ((own, js), (at, len(prefix) + ns), (none, c), (first, o @ reads.mixed))))
+
+
+@torch.no_grad()
+def sharpened_patches(
+    model: VictimModel,
+    block: Block,
+    slots: Slots,
+    u: Float[Tensor, "f d"],
+    linear: Linear,
+    X: Float[Tensor, "n k"],
+    sharpen: int,
+    inner: int,
+) -> Solved:
+    """Return the patches of one image by Gauss and Newton's method on c, with the block's own attention.
+
+    That removes what the spans had of rounding. The arguments are those of `patches_of_tokens`.
+    """
+    W, b = projection(model)
+    prefix = known_tokens(model)[0]
+    none = torch.zeros_like(X[:, 0], dtype=torch.bool)
+    of_patch = linear.slot >= len(prefix)
+    ns, c = linear.slot[of_patch] - len(prefix), linear.c[of_patch]
+    if not len(ns):
+        return Solved(X, none)
+    basis, R = torch.linalg.qr(W @ slots.Y.mT)
     first = (X - slots.known) @ slots.Y.mT
     guesses = [C @ R.mT for C in (first.index_put((ns,), c), first)]
-    B = _sharpened(prefix, block, z, basis.mT, u[torch.cat([own, js])], places, guesses, sharpen, inner)
+    z, places = slots.known @ W.mT + b + slots.pe, linear.slot
+    B = _sharpened(prefix, block, z, basis.mT, u[linear.token], places, guesses, sharpen, inner)
     C = torch.linalg.solve_triangular(R, B.mT, upper=True).mT
     found = none.index_fill(0, ns, value=True)
     return Solved(torch.where(found[:, None], slots.known + C @ slots.Y, X), found)

@@ -9,25 +9,28 @@ from scipy.optimize import linear_sum_assignment
 from timm.models.vision_transformer import Block
 from torch import Tensor
 
+from privlab.attacks.grouping import by_image
 from privlab.attacks.placement import known_tokens
 from privlab.attacks.prior import Smoothness, photograph_gradients
 from privlab.attacks.slots import (
-    FC1,
-    FC2,
     PROJ,
     QKV,
     Reads,
     Slots,
     Solved,
-    TokenSearch,
     embeddings_of_tokens,
     first_block,
     patches_of_tokens,
     placed,
     projection,
     row_space,
+    sharpened_patches,
+    slots_of_tokens,
 )
 from privlab.attacks.solve import ridge_inverse
+from privlab.attacks.token_search import FC1, FC2, TokenSearch
+from privlab.attacks.tokens import Separated
+from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.threat import Capability, Observation, Stolen
 
@@ -53,7 +56,8 @@ class TokenSeparation(TokenSearch):
     3. Where the patch embedding is frozen too, the same with x = c for D > K (K + 2 N + 6 < 2 D). For D ≤ K the token
        alone says W x + b + e, but for a constant (`embeddings_of_tokens`; 2 N + 5 < D). K − D + 1 directions of each
        patch then are in no gradient: the image prior of `mjp-subspace` completes them.
-    4. Fixed position embeddings tell the slots apart. Without them patches come in no order, and are put where their
+    4. Of B images in one gradient (B N for N above) attention says which patches belong together (`grouping`).
+    5. Fixed position embeddings tell the slots apart. Without them patches come in no order, and are put where their
        borders fit.
 
     Patches whose token was not found are the smoothest ones, or, without position embeddings, grey.
@@ -73,46 +77,77 @@ class TokenSeparation(TokenSearch):
 
     name: ClassVar[str] = "token-separation"
     paper: ClassVar[str] = "ours: the chain rule at the first block's MLP"
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.BATCH_SIZE_ONE, Capability.KNOWS_WEIGHTS, Capability.PLAIN_BLOCK}
-    )
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.PLAIN_BLOCK})
     parameters: ClassVar[tuple[str, ...]] = (FC1, FC2, QKV, PROJ)
     if_released: ClassVar[tuple[str, ...]] = (_PATCH,)
     stands_in_for: ClassVar[tuple[str, ...]] = ("mjp-full",)
     places: ClassVar[bool] = True  # as of mjp-full
 
     def __call__(self, seen: Observation) -> Stolen:
-        """Reconstruct the private images, and say how many tokens were found."""
-        model, block = seen.model, first_block(seen.model)
-        n, b = model.grid[0] * model.grid[1], len(seen.gradients[FC1])
-        tokens = [self.tokens(block, seen, i, model.vit.num_prefix_tokens + n) for i in range(b)]
-        solved = [self._patches(seen, block, i, tokens[i].u) for i in range(b)]
-        X, found = (torch.stack(part) for part in zip(*solved, strict=True))
-        counts = self.counts(tokens)
+        """Reconstruct the private images, and say how many tokens were found.
+
+        Raises:
+            PrivlabError: of several images in one gradient, if the patch embedding is frozen and D ≤ K.
+        """
+        model, block, B = seen.model, first_block(seen.model), seen.images_per_release
+        count = model.vit.num_prefix_tokens + model.grid[0] * model.grid[1]
+        if B > 1 and _underdetermined(seen):
+            raise PrivlabError(
+                f"{self.name}: {B} images in one gradient, and a frozen patch embedding that leaves some of a patch "
+                "open. Only one image in each can be told then."
+            )
+        found: list[Separated] = []
+        solved: list[Solved] = []
+        for i in range(len(seen.gradients[FC1])):
+            own = self.tokens(block, seen, i, B * count)
+            parts = [(own, self._patches(seen, block, i, own.u))] if B == 1 else self._images(seen, block, i, own)
+            found += [tokens for tokens, _ in parts]
+            solved += [patches for _, patches in parts]
+        X, known = (torch.stack(part) for part in zip(*solved, strict=True))
+        counts = self.counts(found)
         if model.vit.pos_embed is not None:
-            return Stolen(model.to_images(_completed(seen, X, found)), **counts)
-        loose = torch.ones_like(found)
+            return Stolen(model.to_images(_completed(seen, X, known)), **counts)
+        loose = torch.ones_like(known)
         order = torch.stack([placed(model, image, loose[0]) for image in model.to_images(X)])
-        X, found = X.gather(1, order[..., None].expand_as(X)), found.gather(1, order)
-        return Stolen(model.to_images(_completed(seen, X, found)), loose=loose, **counts)
+        X, known = X.gather(1, order[..., None].expand_as(X)), known.gather(1, order)
+        return Stolen(model.to_images(_completed(seen, X, known)), loose=loose, **counts)
 
     def _patches(self, seen: Observation, block: Block, i: int, u: Float[Tensor, "f d"]) -> Solved:
         """Return the patches of image i, and which of them have a token."""
-        model, pe = seen.model, known_tokens(seen.model)[1]
-        W, _ = projection(model)
-        grey, none = W.new_zeros(len(pe), W.shape[1]), torch.zeros_like(pe[:, 0], dtype=torch.bool)
+        model, slots = seen.model, _slots(seen, i)
+        grey, none = slots.known, torch.zeros_like(slots.alike)
         if not len(u):
             return Solved(grey, none)
-        reads = Reads.of(seen, i, block, model.vit.num_prefix_tokens + len(pe))
+        reads = Reads.of(seen, i, block, model.vit.num_prefix_tokens + len(grey))
         if _underdetermined(seen):
             z = embeddings_of_tokens(model, block, u, reads, self.sharpen, self.inner)
-            ns, x = _inverted(model, z, pe)
+            ns, x = _inverted(model, z, slots.pe)
             return Solved(grey.index_put((ns,), x), none.index_fill(0, ns, value=True))
-        Y = torch.eye(W.shape[1]).to(W)
-        if _PATCH in seen.gradients:
-            Y = row_space(seen.gradients[_PATCH][i].flatten(1), len(pe))
-        slots = Slots(grey, Y, pe, none if model.vit.pos_embed is not None else ~none)
         return patches_of_tokens(model, block, slots, u, reads, grey, self.sharpen, self.inner)
+
+    def _images(self, seen: Observation, block: Block, i: int, tokens: Separated) -> list[tuple[Separated, Solved]]:
+        """Return for each image of release i its tokens and its patches."""
+        model, slots, B = seen.model, _slots(seen, i), seen.images_per_release
+        reads = Reads.of(seen, i, block, B * (model.vit.num_prefix_tokens + len(slots.pe)))
+        linear = slots_of_tokens(model, block, slots, tokens.u, reads, B)
+        return [
+            (
+                Separated(tokens.u[own.token], tokens.residual[own.token], tokens.wanted // B),
+                sharpened_patches(model, block, slots, tokens.u, own, slots.known, self.sharpen, self.inner),
+            )
+            for own in by_image(model, block, slots, linear, B)
+        ]
+
+
+def _slots(seen: Observation, i: int) -> Slots:
+    """Return what is known of the patches of release i: their span, and their position embeddings if there are any."""
+    pe = known_tokens(seen.model)[1]
+    W, _ = projection(seen.model)
+    Y = torch.eye(W.shape[1]).to(W)
+    if _PATCH in seen.gradients:
+        Y = row_space(seen.gradients[_PATCH][i].flatten(1), seen.images_per_release * len(pe))
+    bare = seen.model.vit.pos_embed is None
+    return Slots(W.new_zeros(len(pe), W.shape[1]), Y, pe, torch.full_like(pe[:, 0], bare, dtype=torch.bool))
 
 
 def _underdetermined(seen: Observation) -> bool:

@@ -67,6 +67,18 @@ def test_a_mixture_with_an_unmasked_patch_is_not_in_the_span(
         assert (mixed - (mixed @ Y.mT) @ Y).norm() > 0.1 * mixed.norm()
 
 
+def test_more_masked_patches_than_values_in_each(tiny_model: Callable[..., VictimModel]) -> None:
+    """They span everything: nothing of the others is known modulo them, and every patch is left to the prior."""
+    model = tiny_model(img_size=32, embed_dim=96)
+    images = torch.rand(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _, seen = seen_under(model, images, 0.9)
+    found = found_in(model, seen)
+    assert (found.masked.sum(1) > 48).all()
+    assert_close(found.Y @ found.Y.mT, torch.eye(48).double().expand(2, -1, -1))
+    assert_close(found.known, torch.zeros_like(found.known), atol=1e-6, rtol=0)
+    assert MjpSubspace()(seen).isfinite().all()
+
+
 def test_without_a_mask_it_is_the_plain_closed_form(images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
     seen = observe(tiny_model(), images, torch.arange(3), MjpSubspace.parameters)
     assert_close(MjpSubspace()(seen), PatchGradient()(seen))
