@@ -1,5 +1,6 @@
 """What a classifier is worth, and how little it minds a shuffle: top-1, Diff. Norm. and Consistency of MJP."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,11 +8,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from privlab.draws import draw_for
+from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.patches import blockwise_mask, permute, shuffled_within
 from privlab.training.examples import Examples
 
-__all__ = ["Worth", "worth"]
+__all__ = ["Batch", "Worth", "worth", "worth_by_gamma"]
+
+Batch = tuple[Int[Tensor, " b"], Float[Tensor, "b c h w"], Int[Tensor, " b"]]
+"""Places of pictures, which key their draws; the pictures, in [0, 1]; their labels."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +38,42 @@ class Worth:
     shuffled_accuracy: float
 
 
-@torch.no_grad()
 def worth(model: VictimModel, data: Examples, *, gamma: float = 0.15, seed: int = 0, batch: int = 250) -> Worth:
-    """Return what a classifier is worth on labelled pictures, x̃ by one draw for each of them.
+    """Return what a classifier is worth on labelled pictures, as `worth_by_gamma` does for one γ: Table 1's."""
+    batches = ((rows, data.pixels(rows), data.labels[rows]) for rows in torch.arange(len(data)).split(batch))
+    return worth_by_gamma(model, batches, (gamma,), seed=seed)[0]
+
+
+@torch.no_grad()
+def worth_by_gamma(
+    model: VictimModel, batches: Iterable[Batch], gammas: Sequence[float], *, seed: int = 0
+) -> list[Worth]:
+    """Return what a classifier is worth on labelled pictures for each γ, x̃ by one draw for each of them.
 
     x̃ holds E_unk at the masked slots where the model has it; elsewhere each slot keeps its own PE.
 
-    Source: MJP (CVPR 2023), Section 5.1, Eq. 6 and 7, γ = 0.15 in Table 1.
+    Source: MJP (CVPR 2023), Section 5.1, Eq. 6 and 7; γ at inference as in Figure 3.
+
+    Raises:
+        PrivlabError: if there is no picture, or a γ is outside [0, 1].
     """
     model.eval()
-    totals = torch.zeros(4, dtype=torch.float64)
-    for rows in torch.arange(len(data)).split(batch):
-        images, labels = data.pixels(rows).to(model.mean), data.labels[rows].to(model.mean.device)
-        shuffled, masked = _shuffled(model, images, rows, gamma, seed)
+    count, totals = 0, torch.zeros(len(gammas), 4, dtype=torch.float64)
+    for rows, pixels, numbers in batches:
+        images, labels = pixels.to(model.mean), numbers.to(model.mean.device)
         plain = _features(model, images, None)
-        moved = _features(model, shuffled, masked if model.unk_embed is not None else None)
-        first, second = (model.vit.head(each).argmax(1) for each in (plain, moved))
-        norm = (plain - moved).double().square().sum(1).sum()
-        hits = [(first == labels).sum(), norm, (first == second).sum(), (second == labels).sum()]
-        totals += torch.stack([each.double().cpu() for each in hits])
-    accuracy, diff_norm, consistency, shuffled_accuracy = (totals / len(data)).tolist()
-    return Worth(len(data), gamma, accuracy, diff_norm, consistency, shuffled_accuracy)
+        first = model.vit.head(plain).argmax(1)
+        for total, gamma in zip(totals, gammas, strict=True):
+            shuffled, masked = _shuffled(model, images, rows, gamma, seed)
+            moved = _features(model, shuffled, masked if model.unk_embed is not None else None)
+            second = model.vit.head(moved).argmax(1)
+            norm = (plain - moved).double().square().sum(1).sum()
+            hits = [(first == labels).sum(), norm, (first == second).sum(), (second == labels).sum()]
+            total += torch.stack([each.double().cpu() for each in hits])
+        count += len(rows)
+    if not count:
+        raise PrivlabError("There is no picture to judge on.")
+    return [Worth(count, gamma, *total) for gamma, total in zip(gammas, (totals / count).tolist(), strict=True)]
 
 
 def _features(

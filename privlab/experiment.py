@@ -98,13 +98,16 @@ class Experiment:
 
 @dataclass(frozen=True)
 class _File:
-    """A TOML file that can say on which line a key stands."""
+    """A TOML file that can say on which line a key stands; those that --set gave, by table and key, stand on none."""
 
     path: Path
     text: str
+    overridden: frozenset[tuple[str, str]] = frozenset()
 
     def refuse(self, message: str, table: str = "", number: int = 0, key: str = "") -> PrivlabError:
         """Return an error that names the line of a key within the `number`-th table of that name."""
+        if (table, key) in self.overridden:
+            return PrivlabError(f"--set {table}.{key}: {message}")
         return PrivlabError(f"{self.path}, line {self.line(table, number, key)}: {message}")
 
     def unknown(self, kind: str, name: str, choices: Sequence[str], table: str, number: int = 0) -> PrivlabError:
@@ -158,8 +161,7 @@ def read_experiment(path: Path, overrides: Sequence[str] = (), **run: Any) -> Ex
             raise file.refuse(
                 f"{name} must be a {'table' if kind is dict else 'text'}. Found {data[name]!r}.", "", 0, name
             )
-    for override in overrides:
-        _override(data, override)
+    file = replace(file, overridden=frozenset(_override(data, override) for override in overrides))
     paper = data.get("paper", {})
     _keys(file, paper, ("file", "conditions"), "paper")
     shared = data.get("run", {}) | {name: value for name, value in run.items() if value is not None}
@@ -181,8 +183,8 @@ def read_experiment(path: Path, overrides: Sequence[str] = (), **run: Any) -> Ex
     )
 
 
-def _override(data: dict[str, Any], override: str) -> None:
-    """Put TABLE.KEY=VALUE into the data."""
+def _override(data: dict[str, Any], override: str) -> tuple[str, str]:
+    """Put TABLE.KEY=VALUE into the data, and return table and key."""
     where, equals, text = override.partition("=")
     table, dot, key = where.strip().partition(".")
     if not (equals and dot and key):
@@ -194,6 +196,7 @@ def _override(data: dict[str, Any], override: str) -> None:
     if table not in ("run", "grid", "table"):
         raise unknown_name("table of --set", table, ("run", "grid", "table"))
     data.setdefault(table, {})[key] = value
+    return table, key
 
 
 def _keys(file: _File, given: Mapping[str, Any], known: Sequence[str], table: str, number: int = 0) -> None:
@@ -379,7 +382,7 @@ def _where(file: _File, number: int, key: str) -> tuple[str, int, str]:
     if not key:
         return ("case" if "[[case" in file.text else "run"), number, key
     for table, n in (("case", number), ("grid", 0)):
-        if file.line(table, n, key) != file.line(table, n, ""):
+        if (table, key) in file.overridden or file.line(table, n, key) != file.line(table, n, ""):
             return table, n, key
     return "run", 0, key
 

@@ -108,10 +108,13 @@ class Scorer:
         with full_precision():
             scores = score(images, reference, self.metrics, self.learned)
         if moved is not None and "psnr" in self.metrics:
-            region = slots_to_pixels(moved, self.model.grid, self.model.patch)
-            scores["psnr_masked"] = psnr_region(images, reference, region)
             masked = moved.any(1)  # without a mask there are no two regions to tell apart
-            scores["psnr_unmasked"] = psnr_region(images, reference, ~region).where(masked, torch.nan)
+            nothing = torch.full_like(scores["psnr"], torch.nan)
+            scores |= {"psnr_masked": nothing, "psnr_unmasked": nothing}
+            if masked.any():
+                region = slots_to_pixels(moved, self.model.grid, self.model.patch)
+                scores["psnr_masked"] = psnr_region(images, reference, region)
+                scores["psnr_unmasked"] = psnr_region(images, reference, ~region).where(masked, torch.nan)
         return {name: _nullable(values) for name, values in scores.items()}
 
     def _places(self, sent: Sent, stolen: Stolen) -> Scores:

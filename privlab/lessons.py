@@ -1,7 +1,13 @@
-"""`privlab train`: from a victim's name, an objective and pictures to trained weights with their card."""
+"""`privlab train`: from a victim's name, an objective and pictures to trained weights with their card.
+
+A training's folder holds `model.safetensors`, the victim's weights, which are a start for any other recipe
+(`--weights`); of a position predictor also `predictor.safetensors`, the ViT with what stands on it, as
+`privlab.positions` reads it; and `card.json`.
+"""
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +19,15 @@ from privlab.evaluation import worth
 from privlab.images import open_images
 from privlab.machine import hardware, versions
 from privlab.options import configured, read_options
+from privlab.position_accuracy import position_accuracy
+from privlab.positions import PositionPredictor, save_predictor
 from privlab.recipes import OBJECTIVES, Lesson
 from privlab.training import Augmentation, Compute, Examples, Listener, Plan, read_examples, train, write_atomically
 from privlab.victims import Victim, victim
 
 __all__ = ["PRESETS", "Course", "Preset", "teach"]
 
-CARD, WEIGHTS = "card.json", "model.safetensors"
+CARD, WEIGHTS, PREDICTOR = "card.json", "model.safetensors", "predictor.safetensors"
 
 
 @dataclass(frozen=True)
@@ -43,12 +51,35 @@ _DEIT = Preset(
 _SMALL = Preset(
     epochs=20.0, warmup=1.0, plan=Plan(steps=1, batch_size=128, precision="bf16-mixed"), augmentation=Augmentation()
 )
+_MP3 = Preset(
+    epochs=100.0,
+    warmup=5.0,
+    plan=Plan(steps=1, batch_size=2048, learning_rate=2e-3, weight_decay=0.05),
+    augmentation=Augmentation(shift=0, zoom=0.08, randaugment=9),
+)
+_DROPPOS = Preset(
+    epochs=200.0,
+    warmup=10.0,
+    plan=Plan(steps=1, batch_size=4096, learning_rate=2.4e-3, weight_decay=0.05, clip=0.0),
+    augmentation=Augmentation(shift=0, zoom=0.2),
+)
+_PLACES = replace(_SMALL, augmentation=Augmentation(shift=0))  # a shift's black rim would give places away
 
 PRESETS: dict[str, dict[str, Preset]] = {
     "classify": {"published": _DEIT, "small": _SMALL},
     "mjp": {"published": _DEIT, "small": _SMALL},
+    "mp3": {"published": _MP3, "small": replace(_PLACES, options=("eta=0.5", "drop_path=0"))},
+    "droppos": {
+        "published": _DROPPOS,
+        "small": replace(
+            _PLACES, options=("sigma=0", "temperature=inf", "decoder_width=128", "decoder_heads=4", "gamma=0.5")
+        ),
+    },
 }
-"""By recipe: "published" is the papers' (MJP, Table 7), "small" a scaled one for 32 × 32 pixels and a few epochs."""
+"""By recipe: "published" is the papers' (MJP, Table 7; MP3, Section 4, on ImageNet-1K, with DeiT's learning rate and
+warm-up; DropPos, Supplement A), "small" a scaled one for 32 × 32 pixels and a few epochs. The small ones of `mp3` and
+`droppos` are for predictors: what the papers add for the sake of fine-tuning costs accuracy (DropPos, Tables 3 and 4).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +93,7 @@ class Course:
         data: what `open_images` opens; `split` of it is learnt, `test` is judged on.
         options: KEY=VALUE of the objective or of the augmentation.
         keep: steps whose weights stay.
+        half: whether the result is rounded to half precision, and judged as such: half the bytes.
     """
 
     recipe: str
@@ -87,6 +119,7 @@ class Course:
     seed: int = 0
     options: tuple[str, ...] = ()
     keep: tuple[int, ...] = ()
+    half: bool = False
     save_every: int = 500
 
     def __post_init__(self) -> None:
@@ -104,10 +137,11 @@ class Course:
 
 def teach(
     course: Course, out: Path, *, device: str = "cpu", command: str = "", progress: Listener | None = None
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Train, judge on the test split, write `model.safetensors` and `card.json` to `out`, and return the card.
 
-    What is there of the same course goes on; a finished one is returned as it is.
+    What is there of the same course goes on; a finished one is returned as it is. Of several processes that torchrun
+    started, the first judges and writes; the others return None.
 
     Raises:
         PrivlabError: as `privlab.training.train`, `read_examples` and `victim` do; if `out` holds another course.
@@ -116,11 +150,14 @@ def teach(
         return done
     pupil = victim(course.model, weights=course.weights, img_size=course.img_size, seed=course.seed).to(device)
     data = _examples(course, pupil, course.split)
-    _check_classes(pupil, data, course)
+    if OBJECTIVES[course.recipe].labelled:
+        _check_classes(pupil, data, course)
     objective, augmentation, plan = _set_up(course, len(data))
     lesson = Lesson(pupil.model, data, objective, augmentation)
     compute = Compute(device=device, save_every=course.save_every, keep=course.keep)
     train(lesson, plan, compute=compute, out=out, progress=progress)
+    if os.environ.get("RANK", "0") != "0":
+        return None
     return _written(course, out, pupil, data, plan, lesson, command)
 
 
@@ -145,7 +182,7 @@ def _set_up(course: Course, examples: int) -> tuple[Any, Augmentation, Plan]:
 
 def _examples(course: Course, pupil: Victim, split: str | None) -> Examples:
     source = open_images(course.data, split=split, limit=course.limit)
-    return read_examples(source, pupil.preprocessing.size)
+    return read_examples(source, pupil.preprocessing.size, labelled=OBJECTIVES[course.recipe].labelled)
 
 
 def _check_classes(pupil: Victim, data: Examples, course: Course) -> None:
@@ -161,6 +198,9 @@ def _written(
     course: Course, out: Path, pupil: Victim, data: Examples, plan: Plan, lesson: Lesson, command: str
 ) -> dict[str, Any]:
     """Write weights and card."""
+    predictor = next((part for part in lesson.model.modules() if isinstance(part, PositionPredictor)), None)
+    if course.half:
+        lesson.model.half().float()
     state = {k: v.detach().cpu().contiguous() for k, v in pupil.model.vit.state_dict().items()}
     if pupil.model.unk_embed is not None:
         state["unk_embed"] = pupil.model.unk_embed.detach().cpu()
@@ -177,12 +217,16 @@ def _written(
         "course": _of_course(course),
         "command": command,
         "sha256": stored.hash_of(state),
-        "test": _judged(course, pupil),
+        "predictor_sha256": None if predictor is None else stored.hash_of(predictor.tensors()),
+        "test": _judged(course, pupil, predictor),
         "versions": versions(),
         "hardware": hardware(pupil.model.mean.device),
         "privlab": __version__,
     }
-    write_atomically(out / WEIGHTS, lambda path: stored.save(state, path))
+    small = {k: v.half() for k, v in state.items()} if course.half else state
+    write_atomically(out / WEIGHTS, lambda path: stored.save(small, path))
+    if predictor is not None:
+        write_atomically(out / PREDICTOR, lambda path: save_predictor(predictor, path, half=course.half))
     text = json.dumps(card, indent=1, ensure_ascii=False)
     write_atomically(out / CARD, lambda path: path.write_text(text, encoding="utf-8"))
     return card
@@ -192,19 +236,23 @@ def _of_data(data: Examples) -> dict[str, Any]:
     return {"pictures": len(data), "sha256": data.identity}
 
 
-def _judged(course: Course, pupil: Victim) -> dict[str, Any] | None:
-    """Return what the model is worth on the test split, at the γ of Table 1; None where there is none."""
+def _judged(course: Course, pupil: Victim, predictor: PositionPredictor | None) -> dict[str, Any] | None:
+    """Return what the model is worth on the test split: its places, or its classes at the γ of MJP's Table 1.
+
+    None where there is no test split.
+    """
     if course.test is None:
         return None
     data = _examples(course, pupil, course.test)
-    return {"split": course.test, "sha256": data.identity, "skipped": len(data.skipped)} | asdict(
-        worth(pupil.model, data, seed=course.seed)
-    )
+    told = {"split": course.test, "sha256": data.identity, "skipped": len(data.skipped)}
+    if predictor is not None:
+        return told | {"images": len(data)} | position_accuracy(predictor, data, seed=course.seed)
+    return told | asdict(worth(pupil.model, data, seed=course.seed))
 
 
 def _of_course(course: Course) -> dict[str, Any]:
-    """Return the course as plain data, without what does not shape its result."""
-    facts = asdict(course)
+    """Return the course as plain data, without what does not shape its result, and without folders of a machine."""
+    facts = asdict(course) | {"data": Path(course.data).name, "weights": Path(course.weights).name}
     del facts["save_every"], facts["keep"]
     return json.loads(json.dumps(facts))
 

@@ -15,7 +15,7 @@ from privlab.metrics import METRICS
 from privlab.records import EXACT_DB
 from privlab.store import KEY, RunDirectory, Store, part_frame
 
-__all__ = ["Checked", "Conflict", "check", "existing", "merge"]
+__all__ = ["Checked", "Conflict", "case_labels", "check", "existing", "merge"]
 
 _CLOSE = 1e-4
 """Relative difference of two scores of one record beyond which they contradict each other: float32 rounds."""
@@ -38,7 +38,10 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a store holds: rows as they lie in its parts, records (each counted once), and what is wrong."""
+    """What a store holds: rows as they lie in its parts, records (each counted once), and what is wrong.
+
+    `external` records were measured elsewhere; those of them that are of no image count as none.
+    """
 
     parts: int
     rows: int
@@ -46,6 +49,7 @@ class Checked:
     failed: int
     cells: int
     images: int
+    external: int
     conflicts: tuple[Conflict, ...]
     unfinished: tuple[str, ...]
 
@@ -68,10 +72,21 @@ def check(path: Path) -> Checked:
         records=len(once),
         failed=int((once.status != "ok").sum()),
         cells=once.cell.nunique(),
-        images=once.image_sha256.nunique(),
+        images=rows.image_id[rows.image_id.fillna("") != ""].nunique(),
+        external=int(once.external.notna().sum()),
         conflicts=tuple(_conflicts(rows)),
         unfinished=tuple(sorted(file.name for file in path.rglob(".tmp-*"))),
     )
+
+
+def case_labels(path: Path) -> dict[str, str]:
+    """Return the labels of the cases that each cell of an experiment belongs to; nothing where there is none."""
+    facts = RunDirectory(path).read_run() if (path / "run.json").exists() else {}
+    labels: dict[str, list[str]] = {}
+    for case in facts.get("cases", ()) if "experiment" in facts else ():
+        for cell in {cell for job in case["jobs"] for cell in job["cells"].values()}:
+            labels.setdefault(cell, []).append(f"{case['group'] or ''} {case['label']}".strip())
+    return {cell: "; ".join(of_cell) for cell, of_cell in labels.items()}
 
 
 def merge(target: Path, sources: Sequence[Path]) -> list[Conflict]:

@@ -79,7 +79,7 @@ class VictimModel(nn.Module):
         height, width = self.grid
         return self.vit.patch_embed.proj.in_channels, height * self.patch, width * self.patch
 
-    def normalise(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    def normalise(self, images: Float[Tensor, "*b c h w"]) -> Float[Tensor, "*b c h w"]:
         """Return (images − mean) / std."""
         return (images - self.mean) / self.std
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from privlab.errors import PrivlabError, unknown_name
 
-__all__ = ["configured", "read_options"]
+__all__ = ["configured", "read_numbers", "read_options"]
 
 T = TypeVar("T")
 
@@ -92,3 +92,15 @@ def _convert(option: str, value: str, wanted: Any) -> Any:  # noqa: ANN401
             continue
     wanted = " or ".join("true or false" if k is bool else f"of type {getattr(k, '__name__', k)}" for k in kinds)
     raise PrivlabError(f"--set {option}: the value must be {wanted}. Found '{value}'.")
+
+
+def read_numbers(option: str, text: str) -> tuple[float, ...]:
+    """Return the numbers of a list with commas.
+
+    Raises:
+        PrivlabError: if one is none.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise PrivlabError(f"{option} takes numbers with commas, such as 0,0.27. Found '{text}'.") from None

@@ -1,7 +1,7 @@
 """What is to be run: the specification of a run, and which attack runs on which block of a victim."""
 
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from privlab.attacks import attacks as installed_attacks
@@ -11,6 +11,7 @@ from privlab.features import granted_features
 from privlab.gradients import granted, released_parameters
 from privlab.metrics import METRICS
 from privlab.options import configured, read_options
+from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
 from privlab.stack import Stack
 from privlab.threat import (
     Attack,
@@ -34,6 +35,7 @@ __all__ = [
     "applicable",
     "defense_of",
     "plan",
+    "reassembly_of",
     "stands_in",
 ]
 
@@ -89,6 +91,7 @@ class Specification:
     client_batch: int = 16
     embedding: str | None = None
     gradient_batch: int = 1
+    reassembly: str = Borders.name
 
     def __post_init__(self) -> None:
         """Check every name against what is installed."""
@@ -104,6 +107,7 @@ class Specification:
             ("attack", self.attacks or (), {WORST_CASE, *installed_attacks()}),
             ("defense", self.parts, {"auto", *defenses()} if len(self.parts) == 1 else defenses()),
             ("release", (self.release,), {"auto", *RELEASES}),
+            ("reassembly", (self.reassembly,), REASSEMBLIES),
             ("metric", self.metrics, METRICS),
             ("block", (self.block,), ("auto", "stock", "april")),
         ):
@@ -158,7 +162,14 @@ class Specification:
         """Check that every option of --set is one of an attack or a defense that this run may use."""
         parts = [defenses()[name] for name in self.parts if name != "auto"] or [Mjp]
         named = {name: installed_attacks()[name] for name in self.attacks or ()}
-        read_options(self.options, [*parts, *(named or _by_default()).values()])
+        read_options(self.reassembly_options, [REASSEMBLIES[self.reassembly]])
+        others = [option for option in self.options if option not in self.reassembly_options]
+        read_options(others, [*parts, *(named or _by_default()).values()])
+
+    @property
+    def reassembly_options(self) -> list[str]:
+        """Return the options of the re-assembly, which are given by its name."""
+        return [option for option in self.options if option.strip().startswith(f"{self.reassembly}.")]
 
     def _check_release(self) -> None:
         if self.features_released and self.block == "april":
@@ -220,6 +231,18 @@ def _defense(name: str, spec: Specification, victim: Victim) -> Defense | Featur
     return defense
 
 
+def reassembly_of(spec: Specification, base: Victim) -> Reassembly:
+    """Return how shuffled patches are put in order.
+
+    Raises:
+        PrivlabError: if it goes by a predictor that is not there, or is for patches other than the victim's.
+    """
+    made = configured(REASSEMBLIES[spec.reassembly], spec.reassembly_options)
+    if isinstance(made, Predicted):
+        made.predictor(base.model.grid, base.model.patch)
+    return made
+
+
 def plan(spec: Specification, base: Victim) -> list[Cell]:
     """Return the cells of one victim: under --block auto every attack on the stock block, else on the april twin.
 
@@ -232,10 +255,22 @@ def plan(spec: Specification, base: Victim) -> list[Cell]:
     cells, refused = applicable(spec, base)
     refusals = [f"{base.name}: {refusal}" for refusal in refused.values()]
     if refusals and (spec.attacks is not None or not cells):
-        raise PrivlabError(refusals[0] if spec.attacks is not None else " ".join(refusals))
+        raise PrivlabError(refusals[0] if spec.attacks is not None else f"{base.name}: {_none_runs(refused)}")
     for refusal in refusals:
         warnings.warn(f"Left out. {refusal}", PrivlabWarning, stacklevel=2)
     return cells
+
+
+def _none_runs(refused: Mapping[str, str]) -> str:
+    """Say in one short line why no attack can run: the commonest reason, with the first of those that it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for name, refusal in refused.items():
+        by_reason.setdefault(refusal.removeprefix(f"Attack '{name}' "), []).append(f"'{name}'")
+    reason, names = max(by_reason.items(), key=lambda item: len(item[1]))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    rest = len(refused) - len(names)
+    others = f" {rest} {'has' if rest == 1 else 'have'} other reasons; --attack NAME says which." if rest else ""
+    return f"No attack can run. {names[0]}{more}: {reason}{others}"
 
 
 def applicable(spec: Specification, base: Victim, *, stand_ins: bool = False) -> tuple[list[Cell], dict[str, str]]:
@@ -300,18 +335,22 @@ def _home(
         check_capabilities(attack, granted_features(base.model, spec.public_limit, defense))
         return base
     blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
+    force = spec.force and spec.block != "auto"
     refusal: PrivlabError | None = None
+    anywhere: frozenset[Capability] = frozenset()
     for block in blocks:
         try:
             variant = cells[block].victim if block in cells else base.with_block(block)
             grants = granted(variant.model, defense, spec.gradient_batch)
-            check_capabilities(attack, grants, force=spec.force and spec.block != "auto")
+            anywhere |= grants
+            check_capabilities(attack, grants, force=force)
             _check_released(attack, variant)
         except PrivlabError as error:
             refusal = error
         else:
             return variant
     assert refusal is not None
+    check_capabilities(attack, anywhere, force=force)  # says what no block grants, and nothing that one would
     raise refusal
 
 

@@ -1,11 +1,17 @@
-"""Re-assembly: where an adversary puts patches that a defense shuffled, from what it holds alone."""
+"""Re-assembly: where an adversary puts patches that a defense shuffled, from what it holds alone.
+
+By their borders, or by a position predictor that was trained on pictures of the same kind, with borders or without.
+Where patches carry position embeddings, attacks place them by these, and nothing is left to re-assemble.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from scipy.optimize import linear_sum_assignment
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
@@ -13,8 +19,10 @@ from torch import Tensor
 from privlab.borders import border_costs
 from privlab.errors import PrivlabError
 from privlab.jigsaw import ROUNDS, assemble
+from privlab.positions import PositionPredictor, load_predictor
+from privlab.zoo import shipped
 
-__all__ = ["REASSEMBLIES", "Borders", "Reassembly", "standing"]
+__all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "standing"]
 
 BY_CHANCE = 3
 """Patches of photographs that fit each other where a shuffle of all of them has put them: in a group, at most."""
@@ -77,11 +85,118 @@ class Borders:
     def _order(
         self, patches: Float[Tensor, "n c p p"], grid: tuple[int, int], known: Bool[Tensor, " n"]
     ) -> Int[Tensor, " n"]:
-        loose = patches[~known]
-        if (loose == loose[:1]).all():
+        if _alike(patches[~known]):
             return torch.arange(len(patches), device=patches.device)
         costs = border_costs(patches.float())
         return assemble(costs, grid, known if known.any() else standing(costs, grid), rounds=self.rounds)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Put patches where a trained position predictor says that they belong.
+
+    Its −log p(slot | patch) stands beside the border costs in `privlab.jigsaw.assemble`; without these, the patches are
+    assigned to the slots so that the product of p is largest. Known slots are as in `Borders`.
+
+    Args:
+        weights: a `predictor.safetensors` of `privlab train`, or a predictor's name in the zoo.
+        borders: whether border costs count too.
+        rounds: as in `privlab.jigsaw.assemble`.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    weights: str
+    borders: bool = True
+    rounds: int = ROUNDS
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        Borders(self.rounds)
+
+    @property
+    def path(self) -> Path:
+        """Return the file of the predictor."""
+        return shipped(self.weights) or Path(self.weights)
+
+    def predictor(self, grid: tuple[int, int], patch: int) -> PositionPredictor:
+        """Return the predictor for patches of this grid and side.
+
+        Raises:
+            PrivlabError: if there is no such file, it holds none or one of another kind, or it is for other patches.
+        """
+        if not self.path.is_file():
+            raise PrivlabError(
+                f"Re-assembly by {self.name} needs a trained predictor: `privlab train {self.name}` makes one, "
+                f"--set {self.name}.weights=FILE names it. Found no file '{self.weights}'."
+            )
+        found = load_predictor(self.path)
+        if found.name != self.name:
+            raise PrivlabError(f"'{self.weights}' is a predictor of {found.name}. Use --reassembly {found.name}.")
+        found.check(grid, patch)
+        return found
+
+    @torch.no_grad()
+    def __call__(
+        self, patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], known: Bool[Tensor, "b n"]
+    ) -> Int[Tensor, "b n"]:
+        """Return the order of least cost that is found for each image.
+
+        Raises:
+            PrivlabError: as `predictor` does.
+        """
+        predictor, pixels = self.predictor(grid, patches.shape[-1]).to(patches.device), patches.float()
+        costs = torch.stack([border_costs(each) for each in pixels])
+        fixed = [row if row.any() else standing(each, grid) for each, row in zip(costs, known, strict=True)]
+        places = -predictor.scores(pixels, torch.stack(fixed)).mT
+        orders = []
+        for i, (row, cost) in enumerate(zip(fixed, costs, strict=True)):
+            if _alike(pixels[i, ~known[i]]):
+                orders.append(torch.arange(len(row), device=row.device))
+            elif self.borders:
+                orders.append(assemble(cost, grid, row, places=places[i], rounds=self.rounds))
+            else:
+                orders.append(_assigned(places[i], row))
+        return torch.stack(orders)
+
+
+@dataclass(frozen=True)
+class ByMp3(Predicted):
+    """Places by MP3: a predictor that was trained to order patches without any position embeddings.
+
+    Source: MP3 (Zhai et al., ICML 2022), Section 4.2.2; as an attack, ours.
+    """
+
+    name: ClassVar[str] = "mp3"
+    paper: ClassVar[str] = "ours; by MP3 (Zhai et al. 2022)"
+
+    weights: str = "cifar_mp3"
+
+
+@dataclass(frozen=True)
+class ByDropPos(Predicted):
+    """Places by DropPos: a predictor that is told where the known patches stand, and reconstructs the other positions.
+
+    Source: DropPos (Wang et al., NeurIPS 2023), Section 3; as an attack, ours.
+    """
+
+    name: ClassVar[str] = "droppos"
+    paper: ClassVar[str] = "ours; by DropPos (Wang et al. 2023)"
+
+    weights: str = "cifar_droppos"
+
+
+def _alike(patches: Float[Tensor, "k c p p"]) -> bool:
+    return bool((patches == patches[:1]).all())
+
+
+def _assigned(places: Float[Tensor, "n n"], fixed: Bool[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Return the order of least cost of the pieces that are not fixed, each by itself."""
+    order, free = torch.arange(len(fixed), device=fixed.device), (~fixed).nonzero()[:, 0]
+    among = places[free][:, free].double().cpu().numpy()
+    order[free] = free[torch.from_numpy(linear_sum_assignment(among)[1]).to(free)]
+    return order
 
 
 def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tensor, " n"]:
@@ -105,5 +220,5 @@ def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tenso
     return marked if size.max() > BY_CHANCE else torch.zeros_like(marked)
 
 
-REASSEMBLIES: dict[str, type[Reassembly]] = {"border": Borders}
+REASSEMBLIES: dict[str, type[Reassembly]] = {kind.name: kind for kind in (Borders, ByMp3, ByDropPos)}
 """The solvers by name."""

@@ -15,7 +15,8 @@ import privlab
 from privlab.decode import Picture, one_line
 from privlab.defenses import Jigsaw, defenses
 from privlab.errors import PrivlabError, unknown_name
-from privlab.plan import Cell, Specification, defense_of
+from privlab.plan import Cell, Specification, defense_of, reassembly_of
+from privlab.reassembly import Borders, Predicted
 from privlab.stack import Stack
 from privlab.victims import Victim
 
@@ -206,7 +207,7 @@ class Rows:
         }
 
     def _conditions(self) -> dict[str, object]:
-        """Return what else a score depends on: labels, rounding, the public images, and the client's batches."""
+        """Return what else a score depends on: labels, rounding, public images, client's batches, re-assembly."""
         spec = self.spec
         given: dict[str, object] = {
             "labels": spec.labels if spec.labels in (None, "predicted") else _digest(Path(spec.labels)),
@@ -217,6 +218,9 @@ class Rows:
             given["client_batch"] = spec.client_batch
         elif spec.together:
             given["gradient_batch"] = spec.gradient_batch
+        if (by := reassembly_of(spec, self.base)) != Borders():
+            own = {"weights": _digest(by.path)} if isinstance(by, Predicted) else {}
+            given["reassembly"] = {by.name: asdict(by) | own}
         return given | ({"force": True} if spec.force else {})
 
 

@@ -20,7 +20,7 @@ from privlab.f_sim import Embedding
 from privlab.images import ImageSource, batches
 from privlab.machine import commit, hardware, pick_device, versions
 from privlab.metrics import Learned, Lpips
-from privlab.plan import Cell, Specification, defense_of, plan
+from privlab.plan import Cell, Specification, defense_of, plan, reassembly_of
 from privlab.records import Record, to_frame
 from privlab.store import RunDirectory
 from privlab.strips import draw_strip, strip_name
@@ -212,6 +212,7 @@ def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.d
     victims = _victims(spec, own)
     cells = [plan(spec, base) for base in victims]
     for base in victims:
+        reassembly_of(spec, base)
         for setting in spec.settings:
             defense_of(spec, base, setting)
     learned, missing = learned_metrics(spec, device, victims)

@@ -16,12 +16,12 @@ from privlab.f_sim import load_embedding
 from privlab.images import ImageSource, Preprocessing, open_images
 from privlab.lpips_backbones import LpipsUnavailable
 from privlab.metrics import Learned, load_lpips, score
-from privlab.plan import Cell, Specification, applicable, defense_of
+from privlab.plan import Cell, Specification, applicable, defense_of, reassembly_of
 from privlab.records import Rows
 from privlab.threat import PrivlabWarning
 from privlab.victims import Victim, victim
 
-__all__ = ["Subject", "collected", "learned_metrics", "public_images", "source_of", "subject_of"]
+__all__ = ["Subject", "collected", "imagenet_classes", "learned_metrics", "public_images", "source_of", "subject_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +51,7 @@ def subject_of(spec: Specification, device: torch.device) -> Subject:
     for message in messages:  # what weakens a victim weakens each run on it
         warnings.warn(message, PrivlabWarning, stacklevel=2)
     defense_of(spec, base, spec.settings[0])
+    reassembly_of(spec, base)
     cells, refused = applicable(spec, base)
     on_device = tuple(Cell(cell.victim.to(device), cell.attacks) for cell in cells)
     return Subject(base, on_device, refused, _public(spec.public, spec.public_limit, base.preprocessing, device))
@@ -82,7 +83,7 @@ def source_of(spec: Specification, victims: Sequence[Victim]) -> ImageSource:
     """
     wnids = None
     if all(base.model.vit.num_classes == 1000 for base in victims):
-        wnids = _imagenet()
+        wnids = imagenet_classes()
     images = _one_or_all(spec.images)
     labels = None if spec.labels == "predicted" else spec.labels
     source = open_images(images, limit=spec.limit, split=spec.split, labels=labels, class_to_index=wnids)
@@ -94,7 +95,7 @@ def source_of(spec: Specification, victims: Sequence[Victim]) -> ImageSource:
 
 
 @cache
-def _imagenet() -> dict[str, int]:
+def imagenet_classes() -> dict[str, int]:
     """Return ImageNet's class numbers by WordNet id; timm reads its files anew for each table."""
     return {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}
 
@@ -129,7 +130,11 @@ def learned_for(
 def learned_metrics(
     spec: Specification, device: torch.device, victims: Sequence[Victim]
 ) -> tuple[dict[str, Learned], dict[str, str]]:
-    """Load the metrics with trained weights that are asked for, and try every metric on the smallest input."""
+    """Load the metrics with trained weights that are asked for, and try every metric on the smallest input.
+
+    Raises:
+        PrivlabError: if a file does not fit, or none of the metrics can be computed.
+    """
     learned: dict[str, Learned] = {}
     missing: dict[str, str] = {}
     weights = None if spec.lpips_weights is None else Path(spec.lpips_weights)
@@ -154,6 +159,9 @@ def learned_metrics(
             if net != name and name not in learned:
                 raise  # a file that does not fit is a mistake, not a state of the machine
             missing[name] = str(error)
+    if len(missing) == len(spec.metrics):
+        reasons = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in missing.items())
+        raise PrivlabError(f"None of the metrics that are asked for can be computed here. {reasons}.")
     return learned, missing
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from privlab.decode import MAX_BYTES, Picture
-from privlab.evaluate import Evaluator
+from privlab.evaluate import Evaluator, Strip
 from privlab.images import ImageSource, chunk_of
 from privlab.machine import pick_device
 from privlab.plan import Cell, Specification
@@ -110,13 +110,21 @@ def run_task(task: Task) -> Result:
             stolen |= scored.stolen
             for strip in scored.strips:
                 if strip.image_sha256 in first:
-                    panels = {panel.name: panel.image for row in strip.rows for panel in row}
-                    folder = f"pictures/{strip.image_sha256[:16]}"
-                    files |= {f"{folder}/{name}.png": to_png(image) for name, image in panels.items()}
+                    files |= {f"pictures/{strip.image_sha256[:16]}/{name}.png": png for name, png in _pngs(strip)}
         if stolen:
             files[f"kept/{_name_of(stolen)}.safetensors"] = _saved(stolen)
     seconds, worker = time.perf_counter() - start, f"{platform.node()}:{os.getpid()}"
     return Result(task, pa.concat_tables([COLUMNS.empty_table(), *rows]), files, tuple(messages), seconds, worker)
+
+
+def _pngs(strip: Strip) -> Iterator[tuple[str, bytes]]:
+    """Yield the pictures of a strip by name; what is fed is often the private image itself, and encoded once."""
+    done: list[tuple[torch.Tensor, bytes]] = []
+    for panel in (panel for row in strip.rows for panel in row):
+        png = next((png for image, png in done if torch.equal(image, panel.image)), None)
+        if png is None:
+            done.append((panel.image, png := to_png(panel.image)))
+        yield panel.name, png
 
 
 def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[list[Picture]]:

@@ -222,7 +222,7 @@ def _trained(name: str, architecture: str, variant: str, path: Path, origin: str
         shapes = f"unk_embed {tuple(unknown.shape)} instead of {(1, 1, vit.embed_dim)}"
         raise PrivlabError(f"The weights of {path.name} do not fit this model. mis-shaped: {shapes}.")
     if unknown is not None:
-        return _assemble(name, architecture, vit, origin, unknown.reshape(1, 1, -1), "trained")
+        return _assemble(name, architecture, vit, origin, unknown.float().reshape(1, 1, -1), "trained")
     if variant != "_mjp":
         return _assemble(name, architecture, vit, origin)
     _warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.")

@@ -7,12 +7,14 @@ from privlab.bench.common import Bench
 from privlab.bench.permutation import bench_permutation
 from privlab.bench.split import bench_split
 from privlab.bench.table import bench_table
+from privlab.bench.train import bench_train
 
-__all__ = ["BENCHES", "Bench", "bench_attack", "bench_permutation", "bench_split", "bench_table"]
+__all__ = ["BENCHES", "Bench", "bench_attack", "bench_permutation", "bench_split", "bench_table", "bench_train"]
 
 BENCHES: dict[str, Callable[..., Bench]] = {
     "attack": bench_attack,
     "permutation": bench_permutation,
     "split": bench_split,
     "table": bench_table,
+    "train": bench_train,
 }

@@ -9,8 +9,10 @@ from privlab import __version__
 from privlab.cli.admit import admit
 from privlab.cli.attack import attack
 from privlab.cli.common import err
+from privlab.cli.evaluate import evaluate
 from privlab.cli.keys import keys
 from privlab.cli.machine import bench, doctor, list_
+from privlab.cli.models import models
 from privlab.cli.report import figures, report
 from privlab.cli.split import split
 from privlab.cli.store import store
@@ -63,6 +65,10 @@ def cli() -> None:
     """Measure how much of a private image leaks from a Vision Transformer, and what a defense really stops."""
 
 
-for command in (attack, admit, list_, doctor, bench, keys, split, study, train, table, store, report, figures):
+COMMANDS = (
+    *(attack, admit, list_, doctor, bench, keys, split, study, train, evaluate, models),
+    *(table, store, report, figures),
+)
+for command in COMMANDS:
     cli.add_command(command)
 keys.add_command(finetune_study)

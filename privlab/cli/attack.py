@@ -75,6 +75,7 @@ __all__ = ["attack"]
 @click.option("--lpips-weights", help="File or folder with LPIPS backbones.")
 @click.option("--eight-bit", is_flag=True, help="Round reconstructions to 8 bits before they are scored.")
 @click.option("--geometry", default="in_place", show_default=True, help="Rows: in_place, oracle or reassembled.")
+@click.option("--reassembly", default="border", show_default=True, help="What re-assembles: border, mp3 or droppos.")
 @click.option(
     "--draws", type=click.IntRange(min=1), default=1, show_default=True, help="Of a random defense, each image."
 )
@@ -153,8 +154,10 @@ def attack(
                 "failed": outcome.failed,
             }
         )
-    else:
+    elif (outcome.records.status == "ok").any():
         _print_attack(outcome, table, geometry, found)
+    else:
+        click.echo(f"Nothing could be scored. run: {path}")
     for image, reason in outcome.failed.items():
         err.print(f"Failed: {image}: {reason}", style="red", markup=False)
     return 2 if outcome.failed else 0

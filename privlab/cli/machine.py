@@ -115,6 +115,18 @@ def bench_table(as_json: bool, **options: Any) -> None:  # noqa: ANN401
     _run("table", as_json, options)
 
 
+@bench.command("train")
+@click.option("--model", default="deit_s", show_default=True, help="The victim that is trained.")
+@click.option("--batch", type=click.IntRange(min=2), default=16, show_default=True, help="Images in a batch.")
+@click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="In each stage.")
+@_repeats(5, _ROUNDS)
+@_DEVICE
+@common
+def bench_train(as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """The recipes against a bare timm loop, MJP's and MP3's cost, and making batches."""
+    _run("train", as_json, options)
+
+
 def _run(name: str, as_json: bool, options: dict[str, Any]) -> None:
     from privlab.bench import BENCHES
 

@@ -58,7 +58,7 @@ def check(directory: Path, as_json: bool) -> int:
     else:
         click.echo(
             f"{found.records} records ({found.failed} failed) in {found.parts} parts of {found.rows} rows; "
-            f"{found.cells} cells, {found.images} images"
+            f"{found.cells} cells, {found.images} images" + (f"; {found.external} external" if found.external else "")
         )
         for conflict in found.conflicts:
             click.echo(str(conflict))
@@ -73,11 +73,15 @@ def check(directory: Path, as_json: bool) -> int:
 @common
 def show(directory: Path, limit: int, as_json: bool) -> None:
     """Show records: what was run on which image, and how it scored."""
-    from privlab.maintenance import existing
+    from privlab.maintenance import case_labels, existing
 
     with warned():
         frame = existing(directory).frame()
     columns = ["victim", "defense", "setting", "attack", "geometry", "image", "psnr", "ssim", "status"]
+    if labels := case_labels(directory):
+        stated = (json.loads(each).get("case") if isinstance(each, str) else None for each in frame.conditions)
+        frame = frame.assign(case=[labels.get(cell, of) for cell, of in zip(frame.cell, stated, strict=True)])
+        columns.insert(0, "case")
     rows = frame[columns].head(limit).to_dict("records")
     if not rows:
         raise PrivlabError(f"'{directory}' holds no records yet.")

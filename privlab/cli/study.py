@@ -6,7 +6,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from privlab.cli.common import common, err, print_json, print_table, warned
+from privlab.cli.common import common, err, print_json, print_rows, print_table, warned
 
 __all__ = ["finetune_study", "study"]
 
@@ -100,3 +100,39 @@ def finetune_study(
         row = (str(int(last.step)), f"{last.validation_loss:.3f}", f"{100 * last.accuracy:.1f}")
         table.add_row(str(manner), *row, str(PUBLISHED.get(str(manner), "—")), recovered)
     print_table(table)
+
+
+@study.command("pe")
+@click.option("--model", "models", required=True, help="Victims with position embeddings, with commas.")
+@click.option("--weights", default="auto", show_default=True, help="For all, or with commas one for each.")
+@click.option("--images", help="For attention maps: samples, a folder, a data set.")
+@click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Use N images.")
+@click.option("--img-size", type=click.IntRange(min=8), help="Side of the input.")
+@click.option("--umap/--no-umap", default=True, show_default=True, help="Project by UMAP; it takes minutes at first.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--figures", type=click.Choice(["svg", "png", "pdf"]), default="svg", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study.")
+@common
+def position_embeddings(
+    models: str,
+    weights: str,
+    figures: str,
+    out: Path,
+    as_json: bool,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """What position embeddings know: Tables 6 and 8, Figures 1, 4, 7 and 8 of MJP."""
+    from privlab.experiments.position_embeddings import PositionStudy, to_rows
+    from privlab.experiments.position_embeddings import study as run
+    from privlab.report.figures_positions import draw_positions
+
+    plan = PositionStudy(models=tuple(models.split(",")), weights=tuple(weights.split(",")), **options)
+    with warned():
+        facts = run(plan, out, say=lambda line: err.print(line, markup=False))
+    paths = draw_positions(out, figures)
+    if as_json:
+        print_json({"models": facts, "figures": [str(path) for path in paths]})
+        return
+    print_rows(to_rows(facts), as_json=False)
+    for path in paths:
+        err.print(f"Figure: {path}", markup=False)

@@ -189,6 +189,8 @@ def _print_results(
     shown = rows if all_attacks else headline(rows)
     if format_ is not None:
         click.echo(render(format_, shown, results.layout, caption, standalone=standalone), nl=False)
+    elif not (results.records.status == "ok").any():
+        click.echo(f"Nothing could be scored. run: {results.path}")
     else:
         wide = to_rich(shown, results.layout, caption, stacked=all_attacks)
         print_table(wide if fits(wide) else to_rich(shown, results.layout, caption, stacked=True))

@@ -34,6 +34,7 @@ __all__ = ["train"]
 @click.option("--precision", help="32-true, bf16-mixed, 16-mixed …")
 @click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="Option of the objective or augmentation.")
 @click.option("--keep", type=int, multiple=True, metavar="STEP", help="Keep the weights of a step, too.")
+@click.option("--half", is_flag=True, help="Round the result to half precision: half the bytes.")
 @click.option("--save-every", type=click.IntRange(min=1), default=500, show_default=True, help="Steps.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
@@ -41,16 +42,19 @@ __all__ = ["train"]
 @common
 @click.pass_context
 def train(context: click.Context, device: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """Train a victim by RECIPE: classify or mjp; checkpoints, log, weights and their card go to --out."""
+    """Train a victim by RECIPE: classify, mjp, mp3 or droppos; checkpoints, log, weights and their card go to --out."""
     from privlab.lessons import Course, teach
     from privlab.machine import pick_device
 
     if options["test"] == "none":
         options["test"] = None
     course = Course(**options)
-    command = " ".join(("privlab", *(context.obj or ())))
+    words = (Path(word).name if Path(word).is_absolute() else word for word in context.obj or ())
+    command = " ".join(("privlab", *words))  # a card says nothing of a machine's folders
     with warned(), progress_bar(f"training {course.model}"):
         card = teach(course, out, device=str(pick_device(device)), command=command)
+    if card is None:
+        return
     for line in card["skipped"]:
         err.print(f"Skipped {line}", markup=False)
     if as_json:

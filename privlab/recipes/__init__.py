@@ -2,10 +2,12 @@
 
 from privlab.recipes.classify import Classify
 from privlab.recipes.dal import DALS, Dal
+from privlab.recipes.droppos import TrainDropPos
 from privlab.recipes.lesson import Lesson, Objective
 from privlab.recipes.mjp import TrainMjp
+from privlab.recipes.mp3 import TrainMp3
 
-__all__ = ["DALS", "OBJECTIVES", "Classify", "Dal", "Lesson", "Objective", "TrainMjp"]
+__all__ = ["DALS", "OBJECTIVES", "Classify", "Dal", "Lesson", "Objective", "TrainDropPos", "TrainMjp", "TrainMp3"]
 
-OBJECTIVES: dict[str, type[Objective]] = {kind.name: kind for kind in (Classify, TrainMjp)}
+OBJECTIVES: dict[str, type[Objective]] = {kind.name: kind for kind in (Classify, TrainMjp, TrainMp3, TrainDropPos)}
 """The objectives by name."""

@@ -31,6 +31,7 @@ class Classify:
 
     name: ClassVar[str] = "classify"
     paper: ClassVar[str] = "DeiT (Touvron et al. 2021)"
+    labelled: ClassVar[bool] = True
 
     smoothing: float = 0.1
     mixup: float = 0.0

@@ -1,5 +1,6 @@
 """A lesson: a network, what it learns from, and the objective; what `privlab.training.train` trains."""
 
+import copy
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -17,11 +18,12 @@ __all__ = ["Lesson", "Objective"]
 
 @runtime_checkable
 class Objective(Protocol):
-    """A frozen dataclass of hyper-parameters: what is learnt."""
+    """A frozen dataclass of hyper-parameters: what is learnt; `labelled` says whether it needs labels."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     name: ClassVar[str]
     paper: ClassVar[str]
+    labelled: ClassVar[bool]
 
     def module(self, model: VictimModel) -> nn.Module:
         """Return what is trained: the model, with what is trained beside it and left behind."""
@@ -35,6 +37,15 @@ class Objective(Protocol):
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
         """Return the mean loss of a batch."""
+        ...
+
+
+@runtime_checkable
+class PacedObjective(Protocol):
+    """An objective whose hyper-parameters change over the training."""
+
+    def at(self, share: float) -> Objective:
+        """Return the objective as it is when a share of the steps, in [0, 1), is done."""
         ...
 
 
@@ -58,13 +69,22 @@ class Lesson:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             module = self.objective.module(self.victim)
-        for block in self.victim.vit.blocks:  # on a CPU, the fused kernel's backward pass takes most of a step
-            setattr(block.attn, "fused_attn", self.victim.mean.is_cuda)  # noqa: B010  # timm's modules are typed loosely
+        for part in module.modules():  # on a CPU, the fused kernel's backward pass takes most of a step
+            if hasattr(part, "fused_attn"):
+                setattr(part, "fused_attn", self.victim.mean.is_cuda)  # noqa: B010  # timm's modules are typed loosely
         object.__setattr__(self, "model", module.requires_grad_(True))
         object.__setattr__(self, "identity", hashlib.sha256("\n".join(parts).encode()).hexdigest())
 
     def __len__(self) -> int:
         return len(self.data)
+
+    def at(self, share: float) -> "Lesson":
+        """Return this lesson, its objective as it is when a share of the steps is done."""
+        if not isinstance(self.objective, PacedObjective):
+            return self
+        now = copy.copy(self)
+        object.__setattr__(now, "objective", self.objective.at(share))
+        return now
 
     def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, ...]:
         """Return the examples of these rows, as the objective takes them."""

@@ -378,7 +378,8 @@ def _rows(
         key = next((key for key in attacks if key[0] == paper), (paper, ""))
         refused = {paper: facts.refused[paper]} if paper in facts.refused and key not in cells else {}
         yield row("paper", paper, cells.get(key, nothing), key[1], refused)
-    elsewhere = "; ".join(dict.fromkeys(external for _, external in attacks if external))
+    taken = (key[1] for key in attacks if key[1] and cells[key][1])  # figures of no image are in no worst case
+    elsewhere = "; ".join(dict.fromkeys(taken))
     worst = cells.get((WORST, ""), nothing)
     yield row("worst", WORST, worst, elsewhere, facts.refused, leakiest.get(case, {}))
     for key in attacks:

@@ -24,7 +24,7 @@
   const kinds = { attack: "", control: "control", worst: "bound" };
   const metricOptions = DATA.metrics.map((metric) => [metric.name, metric.head]);
   const caseOptions = DATA.cases.map((one, i) => [String(i), one.name]);
-  const named = (set) => set.attack + (set.external ? " (external)" : "");
+  const named = (set) => set.attack + (set.external && set.kind !== "worst" ? " (external)" : "");
   for (const set of DATA.sets) set.place = new Map(set.at.map((image, j) => [image, j]));
   const scoreOf = (set, image, metric) => (set && set.place.has(image) ? number(set.values[metric][set.place.get(image)]) : NaN);
 

@@ -95,13 +95,14 @@ class _Case:
         controls = [row for row in own if row.kind == "control" and not math.isnan(row.scores[metric].mean)]
         best = max(controls, key=lambda row: leaks(metric) * row.scores[metric].mean, default=None)
         worst = found["worst"]
+        elsewhere = (one for row in found.values() if row.external for one in row.external.split("; "))
         return cls(
             metric,
             *(scores.get(kind, _NOTHING) for kind in ("published", "paper", "worst")),
             leakiest=worst.leakiest.get(metric, {}),
             refused=len(worst.refused),
             claim_refused="paper" in found and bool(found["paper"].refused),
-            external=worst.external,
+            external="; ".join(dict.fromkeys(elsewhere)) or None,
             control=best.scores[metric] if best else _NOTHING,
             control_name=(best.attack or "").removeprefix("control:") if best else "",
         )

@@ -136,7 +136,8 @@ def _footnotes(row: Row) -> list[str]:
         attacks.setdefault(reason, []).append(attack)
     without = "not among the attacks: " if row.kind == "worst" else "cannot run: "
     refused = [without + "; ".join(f"{', '.join(names)} ({reason})" for reason, names in attacks.items())]
-    return (refused if attacks else []) + ([f"external, measured elsewhere: {row.external}"] if row.external else [])
+    what = "over results measured elsewhere too" if row.kind == "worst" else "external, measured elsewhere"
+    return (refused if attacks else []) + ([f"{what}: {row.external}"] if row.external else [])
 
 
 def _letters(number: int) -> str:

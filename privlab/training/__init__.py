@@ -3,7 +3,7 @@
 from privlab.training.checkpoint import Checkpoints, write_atomically
 from privlab.training.examples import Augmentation, Examples, read_examples
 from privlab.training.loop import listening, tell, train
-from privlab.training.plan import Compute, Listener, Plan, Progress, Recipe
+from privlab.training.plan import Compute, Listener, Paced, Plan, Progress, Recipe
 
 __all__ = [
     "Augmentation",
@@ -11,6 +11,7 @@ __all__ = [
     "Compute",
     "Examples",
     "Listener",
+    "Paced",
     "Plan",
     "Progress",
     "Recipe",

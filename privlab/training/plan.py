@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 from privlab.errors import PrivlabError
 
-__all__ = ["Compute", "Listener", "Plan", "Progress", "Recipe"]
+__all__ = ["Compute", "Listener", "Paced", "Plan", "Progress", "Recipe"]
 
 
 @runtime_checkable
@@ -39,6 +39,15 @@ class Recipe(Protocol):
 
     def loss(self, model: nn.Module, batch: Any, draw: Generator) -> Tensor:  # noqa: ANN401
         """Return the mean loss of a batch; `model` is that above, in the plan's precision."""
+        ...
+
+
+@runtime_checkable
+class Paced(Protocol):
+    """A recipe that changes as the training goes on."""
+
+    def at(self, share: float) -> Recipe:
+        """Return the recipe of the moment when a share of the steps, in [0, 1), is done."""
         ...
 
 

@@ -44,6 +44,7 @@ def test_picture_that_cannot_be_read(
     done = attack("--images", path, "--labels", "predicted")
     assert done.status == 2
     assert f"Failed: {path}: {reason}" in done.err
+    assert done.out == f"Nothing could be scored. run: {tmp_path / 'run'}\n"
     table = records()
     assert len(table) == 5 * 2  # five attacks, two geometries
     assert set(table.status) == {"failed"}

@@ -59,13 +59,19 @@ INCAPABLE = [
     ),
     (
         ("--model", "deit_ti_nope", "--block", "april"),
-        "deit_ti_nope: Attack 'patch-gradient' needs what this observation does not grant: learnable_pe_gradient (",
+        "deit_ti_nope: No attack can run. 'patch-gradient' and 2 more: needs what this observation does not grant: "
+        "learnable_pe_gradient (the gradient of a learnable position embedding is released). 3 have other reasons;",
     ),
     (
         ("--model", "deit_ti_nope", "--attack", "april"),
         "deit_ti_nope: Attack 'april' needs what this observation does not grant: learnable_pe_gradient (",
     ),
     (("--model", "deit_ti_nope", "--attack", "april", "--block", "stock", "--force"), ": learnable_pe_gradient ("),
+    (
+        ("--attack", "mjp-full", "--gradient-batch", "2"),  # and no plain_block, which the stock block would grant
+        "vit_ti: Attack 'mjp-full' needs what this observation does not grant: batch_size_one (each released gradient "
+        "belongs to one image).",
+    ),
     (("--attack", "april", "--force"), "force runs attacks on a block that is named. Found block auto:"),
     (("--defense", "mjp", "--setting", "c"), "Defense 'mjp' puts E_unk at the masked slots, and vit_ti has none."),
     (("--model", "timm:resnet18"), "timm cannot build resnet18 with {'img_size': 32}: "),

@@ -91,6 +91,18 @@ def test_permutation_has_every_figure_as_a_key(cli: Callable[..., Any]) -> None:
     assert result["setup"]["batch"] == 2
 
 
+def test_train_has_every_figure_as_a_key(cli: Callable[..., Any]) -> None:
+    told = cli("bench", "train", "--model", "cifar_vit", "--batch", "2", "--steps", "1", "--repeats", "1", "--json")
+    assert told.status == 0
+    result = json.loads(told.out)
+    assert list(result)[: len(result["targets"])] == list(result["targets"])
+    seconds = result["seconds_per_image"]
+    assert result["mjp_over_classify"] == pytest.approx(seconds["mjp"] / seconds["classify"])
+    assert result["classify_over_mp3"] == pytest.approx(seconds["classify"] / seconds["mp3"])
+    assert result["classify_over_bare"] == pytest.approx(seconds["bare timm loop"] / seconds["classify"])
+    assert_consistent(result)
+
+
 @needs_grpc
 def test_split_trains_the_same_model_on_both_sides(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A real server in a process of its own; 100 and 1000 batches would take longer than this suite has."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +43,12 @@ def test_options_reach_the_attack(attack: Callable[..., Any], records: Callable[
 )
 def test_what_does_not_fit_is_one_line(attack: Callable[..., Any], arguments: list[str], message: str) -> None:
     assert message in attack(*arguments).error
+
+
+def test_metrics_of_which_none_can_be_computed_are_refused_at_once(attack: Callable[..., Any], tmp_path: Path) -> None:
+    error = attack("--metrics", "f_sim").error
+    assert error.startswith("None of the metrics that are asked for can be computed here. f_sim: no embedding is named")
+    assert not (tmp_path / "run").exists()
 
 
 def test_f_sim_without_an_embedding_is_not_available(attack: Callable[..., Any], records: Callable[..., Any]) -> None:

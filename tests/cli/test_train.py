@@ -1,11 +1,13 @@
 """`privlab train`: a model with its card, what goes on and what is refused."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from privlab.evaluation import worth
+from privlab.images import open_images
 from privlab.lessons import PRESETS, Course, _set_up
 from privlab.recipes import OBJECTIVES
+from privlab.training import read_examples
 from privlab.victims import victim
 from privlab.weights import hash_of
 
@@ -94,6 +99,18 @@ def test_weights_of_a_step_stay(cli: CLI, data: Path, tmp_path: Path) -> None:
     assert victim("cifar_vit", weights=tmp_path / "kept" / kept[0]).weights.origin == f"file:{kept[0]}"
 
 
+def test_half_precision_is_judged_as_it_is_stored(cli: CLI, data: Path, tmp_path: Path) -> None:
+    options = ("--data", str(data), "--epochs", "1", "--half", "--json", "--out", str(tmp_path))
+    card = json.loads(cli("train", "mjp", *FEW, *options).out)
+    state = load_file(tmp_path / "model.safetensors")
+    assert {each.dtype for each in state.values()} == {torch.float16}
+    trained = victim("cifar_vit_mjp", weights=tmp_path / "model.safetensors")
+    assert trained.weights.sha256 == card["sha256"]
+    source = open_images(data, split="test")
+    again = worth(trained.model, read_examples(source, (32, 32)))
+    assert {key: card["test"][key] for key in asdict(again)} == pytest.approx(asdict(again), rel=1e-4)
+
+
 KILLED = """
 import os, signal, sys
 from privlab.cli import _status
@@ -115,9 +132,9 @@ def test_a_killed_training_ends_bit_equal(cli: CLI, data: Path, tmp_path: Path, 
     options = ("--data", str(data), "--epochs", "2", "--save-every", "1", "--ema", "0.9", "--test", "none")
     command = ["train", "mjp", *FEW, *options, "--set", "gamma=0.27"]
     code = KILLED.format(at=at)
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *command, "--out", str(tmp_path / "a")], cwd=tmp_path, capture_output=True
-    )
+    command_line = [sys.executable, "-c", code, *command, "--out", str(tmp_path / "a")]
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}  # as in this process: sums differ with the number of threads
+    ended = subprocess.run(command_line, cwd=tmp_path, env=alone, capture_output=True, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
     for out in "ab":
         assert cli(*command, "--out", str(tmp_path / out)).status == 0

@@ -194,15 +194,25 @@ def test_override_of_an_unknown_table(parse: Callable[..., Experiment]) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("run.limt=3", "Unknown key of [run] 'limt'. Did you mean limit"),
-        ("run.limit=x", "limit must be a whole number. Found 'x'."),
-        ("grid.gamma=0.3", "gamma must be a list of the values to try. Found 0.3."),
-        ("grid.gamma=[0.1", "gamma must be a list of the values to try. Found '[0.1'."),
-        ("table.columns=[]", "columns must be a list of metrics. Found []."),
+        ("run.limt=3", "--set run.limt: Unknown key of [run] 'limt'. Did you mean limit"),
+        ("run.limit=x", "--set run.limit: limit must be a whole number. Found 'x'."),
+        ("grid.gamma=0.3", "--set grid.gamma: gamma must be a list of the values to try. Found 0.3."),
+        ("grid.gamma=[0.1", "--set grid.gamma: gamma must be a list of the values to try. Found '[0.1'."),
+        ("grid.gamma=[2.0]", "--set grid.gamma: gamma (γ) must be in [0, 1]. Found 2.0."),
+        ("grid.gama=[0.1]", "--set grid.gama: Unknown key of [grid] 'gama'. Did you mean gamma"),
+        ("table.columns=[]", "--set table.columns: columns must be a list of metrics. Found []."),
+        ("table.colums=['psnr']", "--set table.colums: Unknown key of [table] 'colums'. Did you mean columns"),
     ],
 )
-def test_bad_override(refused: Callable[..., Any], override: str, message: str) -> None:
-    assert refused(SHORT, override)[1].startswith(message)
+def test_bad_override(parse: Callable[..., Experiment], override: str, message: str) -> None:
+    """The option is blamed, which stands on no line of the file."""
+    with pytest.raises(PrivlabError) as caught:
+        parse(SHORT, override)
+    assert str(caught.value).startswith(message)
+
+
+def test_what_the_file_itself_has_wrong_is_on_its_line(refused: Callable[..., Any]) -> None:
+    assert refused(SHORT + "limt = 3\n", "run.seeds=[1]")[0] == SHORT.count("\n") + 1
 
 
 # The experiments that come with privlab

@@ -19,6 +19,7 @@ from privlab.experiment import Experiment
 from privlab.external import _Scorer, _Stated, add_external, case_names
 from privlab.images import Preprocessing, read_picture
 from privlab.lpips_backbones import LpipsUnavailable
+from privlab.maintenance import check
 from privlab.metrics import METRICS, score
 from privlab.report.leakage import leakage
 from privlab.report.results import Results, load_results
@@ -150,6 +151,17 @@ def test_numbers_belong_to_a_case_and_to_no_image(add: Callable[[str], int], run
     assert (row["seed"], row["draw"], len(row["cell"])) == (0, 0, 32)
     for unknown in ("weights", "weights_sha256", "block", "defense", "label", "device", "ssim_skimage", "grad_norm"):
         assert pd.isna(row[unknown]), unknown
+
+
+def test_the_store_counts_no_image_for_them(add: Callable[[str], int], cli: Callable[..., Any], run: Path) -> None:
+    before = check(run)
+    assert add(NUMBERS) == 1
+    after = check(run)
+    assert (after.images, after.external) == (before.images, 1)
+    assert cli("store", "check", run).out.rstrip().endswith(f"{before.images} images; 1 external")
+    shown = json.loads(cli("store", "show", run, "--limit", after.records, "--json").out)
+    assert [row["case"] for row in shown if row["attack"] == "theirs"] == ["plain"]
+    assert {row["case"] for row in shown} == {"plain", "(2) MJP", "(3) MJP"}
 
 
 def test_tables_show_them_as_external(add: Callable[[str], int], run: Path) -> None:

@@ -60,7 +60,8 @@ def test_check(store: Callable[..., Path]) -> None:
     (path / "pictures" / ".tmp-1234-x.png").write_bytes(b"half")
     conflict = Conflict("c", f"{4:064x}", "psnr", 20.0, 21.0)
     assert check(path) == Checked(
-        **{"parts": 9, "rows": 9, "records": 5, "failed": 1, "cells": 2, "images": 5, "conflicts": (conflict,)},
+        **{"parts": 9, "rows": 9, "records": 5, "failed": 1, "cells": 2, "images": 5, "external": 0},
+        conflicts=(conflict,),
         unfinished=(".tmp-1234-part.parquet", ".tmp-1234-x.png"),
     )
     assert str(conflict) == f"conflict: {4:064x}, cell c: psnr is 20 and 21"

@@ -110,7 +110,9 @@ def test_show(cli: Any, made: Any) -> None:
     assert said.err == f"{ROWS - 4} more; --limit shows them, `privlab store export` writes all.\n"
     rows = json.loads(cli("store", "show", made[1], "--json", "--limit", 100).out)
     assert len(rows) == ROWS
-    assert set(rows[0]) == {"victim", "defense", "setting", "attack", "geometry", "image", "psnr", "ssim", "status"}
+    columns = {"case", "victim", "defense", "setting", "attack", "geometry", "image", "psnr", "ssim", "status"}
+    assert set(rows[0]) == columns
+    assert [row["case"] for row in rows] == ["plain"] * 15 + ["shuffled"] * 18
     assert {row["ssim"] for row in rows} == {None}
 
 

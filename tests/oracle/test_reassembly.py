@@ -53,7 +53,7 @@ def fed(defense: Defense, images: Tensor, patch: int) -> Feed:
 
 
 def test_the_solver_is_known_by_its_name() -> None:
-    assert {name: kind.name for name, kind in REASSEMBLIES.items()} == {"border": "border"}
+    assert REASSEMBLIES["border"] is Borders
     assert isinstance(Borders(), Reassembly)
     with pytest.raises(PrivlabError, match=r"at least 0\. Found -1\."):
         Borders(rounds=-1)

@@ -249,6 +249,18 @@ def test_external_results_are_marked(page: Callable[[Results], _Read], page_resu
     assert {s["external"] for s in read.data["sets"] if s["attack"] == "patch-gradient"} == {"Doe et al. 2024"}
 
 
+def test_figures_of_no_image_mark_no_worst_case(page: Callable[[Results], _Read], page_results: Maker) -> None:
+    def told_without_images(records: pd.DataFrame) -> pd.DataFrame:
+        theirs = records[records.attack == "patch-gradient"].iloc[:1]
+        theirs = theirs.assign(attack="theirs", external="Doe et al. 2024", image=None, image_sha256=None)
+        return pd.concat([records, theirs], ignore_index=True)
+
+    read = page(page_results(change=told_without_images))
+    assert "with external: " not in read.text
+    assert {s["external"] for s in read.data["sets"] if s["kind"] == "worst"} == {None}
+    assert {s["external"] for s in read.data["sets"] if s["attack"] == "theirs"} == {"Doe et al. 2024"}
+
+
 def test_empty_records(page: Callable[[Results], _Read], page_results: Maker) -> None:
     read = page(page_results(change=lambda records: records.iloc[:0]))
     assert "Nothing has been scored yet: no attack on any case has left a number." in read.text

@@ -9,12 +9,12 @@ FLOORS = [
     {"victims", "zoo", "weights", "images", "sources", "datasets", "labels", "decode"}
     | {"gradients", "stack", "features", "options", "training", "decoders", "inversion"}
     | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "reassembly"}
-    | {"recipes", "evaluation"}
+    | {"recipes", "evaluation", "robustness", "shelf", "positions", "position_accuracy"}
     | {"capture", "recording", "released", "labels_from_gradients", "labels_by_rank"},
     {"attacks", "defenses", "metrics", "lpips_backbones", "f_sim", "placement"},
     {"plan", "records", "trial", "geometries", "evaluate", "experiment"},
     {"store", "strips", "machine", "subjects", "run", "audit", "audit_gradients", "split", "experiments"}
-    | {"lessons"}
+    | {"lessons", "judgement"}
     | {"admission", "admission_claims", "admission_measures"}
     | {"tasks", "grid", "engines", "table", "maintenance", "external"},
     {"report", "bench"},

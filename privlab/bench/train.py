@@ -1,0 +1,133 @@
+"""`privlab bench train`: the recipes' throughput against a bare timm loop, and against one another."""
+
+import itertools
+import warnings
+from collections.abc import Callable
+
+import torch
+from timm.optim import create_optimizer_v2
+from torch import Generator, nn
+from torch.nn import functional as F
+
+from privlab.bench.common import Bench, median_seconds
+from privlab.draws import draw_for
+from privlab.machine import hardware, pick_device, versions
+from privlab.options import configured
+from privlab.recipes import OBJECTIVES, Lesson
+from privlab.run import Progress
+from privlab.threat import PrivlabWarning
+from privlab.training import Augmentation, Compute, Examples, Plan, train
+from privlab.victims import victim
+
+__all__ = ["bench_train"]
+
+_BARE, _BARE_FUSED = "bare timm loop", "bare timm loop, fused attention"
+_SMALL, _LOADING = "cifar_vit: classify", "cifar_vit: batches alone"
+_STILL = Augmentation(flip=False, shift=0)
+
+_TARGETS = {
+    "classify_over_bare": "≥ 0.95",
+    "classify_over_bare_fused": "—",
+    "mjp_over_classify": "≤ 1.03",
+    "classify_over_mp3": "≥ 1.2",
+    "classify_over_droppos": "—",
+    "loading_over_step": "≤ 0.05",
+}
+
+
+def bench_train(
+    *,
+    model: str,
+    batch: int,
+    steps: int,
+    repeats: int,
+    device: str,
+    progress: Progress = lambda done, total: None,
+) -> Bench:
+    """Time `steps` steps of each recipe on bytes in memory, in `repeats` rounds, with nothing but them in it.
+
+    The bare loop takes the same pictures through the same victim's network, loss, gradient clipping and optimiser, and
+    nothing else; its attention is computed as privlab's training does on this device, and as timm ships it. Throughputs
+    are compared for `classify_over_bare`, times for `mjp_over_classify`; `mp3` is at η = 0.75. Pictures are augmented
+    for `loading_over_step` alone: making batches of the small victim, as its recipe does, over the steps on them.
+
+    Raises:
+        PrivlabError: for a model or a device that is not there.
+    """
+    target = pick_device(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast
+        stages = _stages(model, batch, steps, target) | _small(steps, target)
+        total, done = (repeats + 1) * len(stages), itertools.count(1)
+        seconds = median_seconds(stages, repeats, target, lambda: progress(next(done), total))
+    ratios = {
+        "classify_over_bare": seconds[_BARE] / seconds["classify"],
+        "classify_over_bare_fused": seconds[_BARE_FUSED] / seconds["classify"],
+        "mjp_over_classify": seconds["mjp"] / seconds["classify"],
+        "classify_over_mp3": seconds["classify"] / seconds["mp3"],
+        "classify_over_droppos": seconds["classify"] / seconds["droppos"],
+        "loading_over_step": seconds[_LOADING] / seconds[_SMALL],
+    }
+    of_small = (_SMALL, _LOADING)
+    per_image = {name: each / steps / (128 if name in of_small else batch) for name, each in seconds.items()}
+    setup = {"model": model, "batch": batch, "steps": steps, "repeats": repeats}
+    return Bench(ratios, _TARGETS, per_image, setup | {"hardware": hardware(target), "versions": versions()})
+
+
+def _stages(model: str, batch: int, steps: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Return the bare loops and the recipes, each on a network of its own."""
+    plan = Plan(steps=steps, batch_size=batch)
+    of = {"classify": model, "mjp": f"{model}_mjp", "mp3": f"{model}_nope", "droppos": model}
+    options = {"mp3": ("eta=0.75",)}
+    lessons = {
+        name: _lesson(name, victim_name, batch, options.get(name, ()), device, _STILL)
+        for name, victim_name in of.items()
+    }
+    bare, fused = (_lesson("classify", model, batch, (), device, _STILL) for _ in range(2))
+    for block in fused.victim.vit.blocks:
+        setattr(block.attn, "fused_attn", True)  # noqa: B010  # timm's modules are typed loosely
+    stages: dict[str, Callable[[], object]] = {
+        _BARE: lambda: _bare(bare, plan),
+        _BARE_FUSED: lambda: _bare(fused, plan),
+    }
+    return stages | {name: _training(lesson, plan, device) for name, lesson in lessons.items()}
+
+
+def _small(steps: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    plan = Plan(steps=steps, batch_size=128)
+    lesson = _lesson("classify", "cifar_vit", 128, (), device, Augmentation())
+
+    def load() -> None:
+        for step in range(steps):
+            lesson.batch(torch.arange(128), draw_for(0, "", "bench", step))
+
+    return {_SMALL: _training(lesson, plan, device), _LOADING: load}
+
+
+def _training(lesson: Lesson, plan: Plan, device: torch.device) -> Callable[[], object]:
+    return lambda: train(lesson, plan, compute=Compute(device=str(device)))
+
+
+def _lesson(
+    recipe: str, model: str, batch: int, options: tuple[str, ...], device: torch.device, augmentation: Augmentation
+) -> Lesson:
+    """Return a recipe on random pictures."""
+    pupil = victim(model, weights="random").to(device)
+    draw = Generator().manual_seed(0)
+    images = torch.randint(256, (batch, *pupil.model.image_shape), generator=draw, dtype=torch.uint8)
+    data = Examples(images, torch.arange(batch) % 10, 10, "random")
+    return Lesson(pupil.model, data, configured(OBJECTIVES[recipe], options), augmentation)
+
+
+def _bare(lesson: Lesson, plan: Plan) -> None:
+    """Train as a script of twenty lines would: nothing is logged, checked or seeded."""
+    model, data, device = lesson.victim, lesson.data, lesson.victim.mean.device
+    optimizer = create_optimizer_v2(model, opt=plan.optimiser, lr=plan.learning_rate, weight_decay=plan.weight_decay)
+    model.train()
+    for _ in range(plan.steps):
+        rows = torch.randperm(len(data))[: plan.batch_size]
+        images, labels = data.pixels(rows).to(device), data.labels[rows].to(device)
+        F.cross_entropy(model.vit(model.normalise(images)), labels, label_smoothing=0.1).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        optimizer.step()
+        optimizer.zero_grad()

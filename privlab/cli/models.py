@@ -1,0 +1,89 @@
+"""`privlab models`: the zoo, timm's hub, and weights of one's own."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.table import Table
+
+from privlab.cli.common import common, err, print_json, print_table, warned
+
+__all__ = ["models"]
+
+
+@click.group()
+def models() -> None:
+    """See which trained models are at hand, check them, fetch timm's and import files."""
+
+
+@models.command("list")
+@common
+def list_(as_json: bool) -> None:
+    """The zoo, timm's models of our architectures, and what was imported; no network is asked."""
+    from privlab.shelf import models as found
+
+    rows = found()
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    table = Table("model", "from", "architecture", "MB", "weights", "about", header_style="bold")
+    for row in rows:
+        size = "—" if row.bytes is None else f"{row.bytes / 1e6:.1f}"
+        table.add_row(row.name, row.origin, row.architecture, size, row.file or "not here", row.about)
+    print_table(table)
+
+
+@models.command()
+@click.argument("name")
+@common
+def show(name: str, as_json: bool) -> int:
+    """The card of NAME, or of a file of weights, and whether the weights are those of the card."""
+    from privlab.shelf import show as found
+
+    facts = found(name)
+    if as_json:
+        print_json(facts)
+    else:
+        table = Table("what", "value", header_style="bold")
+        card = facts.pop("card") or {}
+        for key, value in facts.items():
+            table.add_row(key, "—" if value is None else str(value))
+        for key, value in card.items():
+            table.add_row(f"card: {key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        print_table(table)
+    if facts["matches"] is False:
+        err.print(f"Error: the weights of {name} are not those of the card: their SHA-256 differs.", style="red")
+        return 2
+    return 0
+
+
+@models.command()
+@click.argument("name")
+@common
+def fetch(name: str, as_json: bool) -> None:
+    """Fetch the pretrained weights of NAME from timm's hub into its cache."""
+    from privlab.shelf import fetch as found
+
+    path = found(name)
+    if as_json:
+        print_json({"model": name, "file": str(path), "bytes": path.stat().st_size})
+        return
+    click.echo(path)
+
+
+@models.command("import")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--as", "name", required=True, help="The victim whose weights they are, such as deit_s_mjp.")
+@click.option("--img-size", type=click.IntRange(min=8), help="Resize the position embeddings to this input.")
+@common
+def import_(file: Path, name: str, img_size: int | None, as_json: bool) -> None:
+    """Check FILE (timm's, the MJP authors' or privlab's layout), keep it as safetensors, and print where."""
+    from privlab.shelf import import_weights
+
+    with warned():
+        path, card = import_weights(file, name, img_size=img_size)
+    if as_json:
+        print_json({"file": str(path), "card": card})
+        return
+    click.echo(path)

@@ -1,0 +1,64 @@
+"""The victims that come with privlab: their size, their cards, and the accuracy that these state."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from privlab.evaluation import worth
+from privlab.images import open_images
+from privlab.threat import PrivlabWarning
+from privlab.training import read_examples
+from privlab.victims import victim
+from privlab.weights import hash_of, read_state
+from privlab.zoo import ZOO, shipped
+
+SHIPPED = [name for name in ZOO if shipped(name)]
+CIFAR = "data/cifar10_jpeg.parquet"
+
+
+def card_of(name: str) -> dict[str, object]:
+    path = shipped(name)
+    assert path is not None
+    return json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def test_some_are_there() -> None:
+    assert {"cifar_vit", "cifar_vit_early", "cifar_vit_mjp", "cifar_vit_mjp27"} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_small_in_half_precision_and_with_a_card_that_names_no_folder(name: str) -> None:
+    path = shipped(name)
+    assert path is not None
+    assert path.stat().st_size < 3e6
+    state = read_state(path)
+    assert {each.dtype for each in state.values()} == {torch.float16}
+    card = card_of(name)
+    assert card["sha256"] == hash_of({key: each.float() for key, each in state.items()})
+    text = path.with_suffix(".json").read_text(encoding="utf-8")
+    assert not any(word.startswith("/") for word in text.replace('"', " ").split())
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_trained_weights_are_the_default_and_need_no_network(
+    name: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = victim(name)
+    assert found.weights.origin == f"pretrained:{name}"
+    assert found.weights.sha256 == card_of(name)["sha256"]
+    assert found.weights.unknown == ("trained" if name.startswith("cifar_vit_mjp") else None)
+    assert not [each for each in recwarn if issubclass(each.category, PrivlabWarning)]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_accuracy_is_that_of_the_card(name: str, shared: Callable[[str], Path]) -> None:
+    """On 1000 of the 10,000 test pictures, within what so few can tell: four standard deviations."""
+    data = read_examples(open_images(shared(CIFAR), split="test", limit=1000), (32, 32))
+    stated = card_of(name)["test"]
+    assert isinstance(stated, dict)
+    found = worth(victim(name).model, data).accuracy
+    assert abs(found - stated["accuracy"]) < 4 * (stated["accuracy"] * (1 - stated["accuracy"]) / 1000) ** 0.5
