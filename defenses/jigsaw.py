@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.errors import PrivlabError
-from privlab.patches import blockwise_mask, permute, shuffled_within
+from privlab.patches import jigsaw
 from privlab.threat import Feed
 
 __all__ = ["Jigsaw"]
@@ -43,9 +42,5 @@ class Jigsaw:
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return x̃ with the drawn mask and order."""
-        grid = (images.shape[2] // patch, images.shape[3] // patch)
-        masks = [blockwise_mask(grid, self.gamma, draw) for draw in draws]
-        orders = [shuffled_within(mask, draw) for mask, draw in zip(masks, draws, strict=True)]
-        order = torch.stack(orders).to(images.device)
-        moved = torch.stack(masks).to(images.device)
-        return Feed(images=permute(images, order, patch), order=order, moved=moved)
+        shuffled, order, moved = jigsaw(images, patch, self.gamma, draws)
+        return Feed(images=shuffled, order=order, moved=moved)

@@ -10,7 +10,7 @@ from torch import Tensor
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
-from privlab.patches import blockwise_mask, permute, shuffled_within
+from privlab.patches import jigsaw
 from privlab.training.examples import Examples
 
 __all__ = ["Batch", "Worth", "worth", "worth_by_gamma"]
@@ -64,7 +64,8 @@ def worth_by_gamma(
         plain = _features(model, images, None)
         first = model.vit.head(plain).argmax(1)
         for total, gamma in zip(totals, gammas, strict=True):
-            shuffled, masked = _shuffled(model, images, rows, gamma, seed)
+            draws = [draw_for(seed, str(row), "worth") for row in rows.tolist()]
+            shuffled, _, masked = jigsaw(images, model.patch, gamma, draws)
             moved = _features(model, shuffled, masked if model.unk_embed is not None else None)
             second = model.vit.head(moved).argmax(1)
             norm = (plain - moved).double().square().sum(1).sum()
@@ -82,13 +83,3 @@ def _features(
     """Return what the classifier reads: F_cls, normalised."""
     tokens = model.backbone(model.embed(images, masked_pe))
     return model.vit.forward_head(model.vit.norm(tokens), pre_logits=True)
-
-
-def _shuffled(
-    model: VictimModel, images: Float[Tensor, "b c h w"], rows: Int[Tensor, " b"], gamma: float, seed: int
-) -> tuple[Tensor, Tensor]:
-    """Return x̃ and its masks (Alg. 1)."""
-    draws = [draw_for(seed, str(row), "worth") for row in rows.tolist()]
-    masks = [blockwise_mask(model.grid, gamma, draw) for draw in draws]
-    order = torch.stack([shuffled_within(mask, draw) for mask, draw in zip(masks, draws, strict=True)])
-    return permute(images, order.to(images.device), model.patch), torch.stack(masks).to(images.device)

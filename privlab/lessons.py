@@ -169,9 +169,9 @@ def _set_up(course: Course, examples: int) -> tuple[Any, Augmentation, Plan]:
     augmentation = configured(Augmentation, course.options, asdict(preset.augmentation))
     said = {
         name: value
-        for name in ("batch_size", "accumulate", "optimiser", "learning_rate", "weight_decay", "schedule", "clip")
+        for name in Plan.__dataclass_fields__.keys() - {"steps", "warmup", "seed"}
         if (value := getattr(course, name)) is not None
-    } | {name: value for name in ("ema", "precision") if (value := getattr(course, name)) is not None}
+    }
     plan = replace(preset.plan, **said, seed=course.seed)
     epochs = preset.epochs if course.epochs is None else course.epochs
     warmup = preset.warmup if course.warmup is None else course.warmup

@@ -4,6 +4,7 @@ Permutations are index tensors, never matrices: `order[i]` names the patch that 
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -55,6 +56,21 @@ def shuffled_within(mask: Bool[Tensor, " n"], draw: Generator) -> Int[Tensor, " 
     slots = mask.nonzero().squeeze(1)
     order[slots] = slots[torch.randperm(len(slots), generator=draw)]
     return order
+
+
+def jigsaw(
+    images: Float[Tensor, "b c h w"], patch: int, ratio: float, draws: Sequence[Generator]
+) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"], Bool[Tensor, "b n"]]:
+    """Return x̃, the order and the mask of each image, by a draw for each (MJP, Alg. 1).
+
+    Raises:
+        PrivlabError: if `ratio` is outside [0, 1].
+    """
+    grid = (images.shape[2] // patch, images.shape[3] // patch)
+    masks = [blockwise_mask(grid, ratio, draw) for draw in draws]
+    orders = [shuffled_within(mask, draw) for mask, draw in zip(masks, draws, strict=True)]
+    order = torch.stack(orders).to(images.device)
+    return permute(images, order, patch), order, torch.stack(masks).to(images.device)
 
 
 def slots_to_pixels(

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
 from privlab.errors import PrivlabError, unknown_name
 from privlab.model import VictimModel
-from privlab.patches import blockwise_mask, permute, shuffled_within
+from privlab.patches import jigsaw
 from privlab.recipes.classify import Classify
 from privlab.recipes.dal import DALS, Dal
 
@@ -69,9 +68,8 @@ class TrainMjp(Classify):
     ) -> tuple[Tensor, ...]:
         """Return x̃, labels and masks (Alg. 1)."""
         images, soft = super().batch(images, labels, model, draw)
-        masks = [blockwise_mask(model.grid, self.gamma, draw) for _ in labels]
-        order = torch.stack([shuffled_within(mask, draw) for mask in masks])
-        return permute(images, order, model.patch), soft, torch.stack(masks)
+        shuffled, _, masked = jigsaw(images, model.patch, self.gamma, [draw] * len(labels))
+        return shuffled, soft, masked
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
         """Return L_CE + λ L_DAL."""
