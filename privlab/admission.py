@@ -48,10 +48,10 @@ def admit(
 
     `contents`: the release has its form and nothing beside it. `order`, `rows` or `variance`: it is what the defense
     declares; to a variance that is `overstated` attacks would not listen. `gradients`: they are those of the defended
-    model, by finite differences. `same-draw`: one draw, one release. `neighbours`: one's own does not depend on
-    another's image, unless the class says `mixes = True`. `random-state`: it draws from the generators that it is
-    given. `untouched`: nothing that it is given is changed. `control`: without the defense, the image leaks. After a
-    failed `contents` what stands on it is left out.
+    model, by finite differences. `effect`: how much is changed, which never fails. `same-draw`: one draw, one release.
+    `neighbours`: one's own does not depend on another's image, unless the class says `mixes = True`. `random-state`: it
+    draws from the generators that it is given. `untouched`: nothing that it is given is changed. `control`: without the
+    defense, the image leaks. After a failed `contents` what stands on it is left out.
 
     Args:
         defense: on images, features or gradients.
@@ -141,6 +141,7 @@ def _checks(case: Case, own: VictimModel) -> Iterator[Check]:
     same = None
     if not problems:
         yield from _of(case, lambda: list(case.checks(release)))
+        yield _effect(case, release)
         yield (same := _same_draw(case, release))
         yield _neighbours(case, release)
     if same is None or same.passed:  # type checkers draw from it as well: it counts where a release tells of it
@@ -150,6 +151,16 @@ def _checks(case: Case, own: VictimModel) -> Iterator[Check]:
     )
     yield Check.at_most("untouched", float(len(changed)), 0.0, _listed("tensors given to it, and changed", changed))
     yield case.control()
+
+
+def _effect(case: Case, release: Any) -> Check:  # noqa: ANN401
+    """Return how far a release is from an undefended one; it never fails: noise of `std=0` is what it says."""
+    made, plain = case.tensors(release), case.undefended()
+    added = [value for name, value in made.items() if name not in plain]
+    kept = {name: value for name, value in made.items() if name in plain}
+    value = max([apart(kept, plain), *(float(value.any()) for value in added)])
+    nothing = "nothing was changed: with these options the defense does nothing here"
+    return Check.at_least("effect", value, 0.0, "change of the release by the defense" if value else nothing)
 
 
 def _same_draw(case: Case, release: Any) -> Check:  # noqa: ANN401

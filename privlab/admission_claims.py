@@ -123,6 +123,10 @@ class OnImages:
         """Return what the first client feeds."""
         return {name: value[0] for name, value in self.tensors(feed).items()}
 
+    def undefended(self) -> dict[str, Tensor]:
+        """Return what would be fed without it."""
+        return self.tensors(Feed.undefended(self.subject.clients(), self.subject.model.patch))
+
     def problems(self, feed: object) -> Iterator[str]:
         """Yield what in the release is not of its form."""
         if type(feed) is not Feed:
@@ -198,6 +202,10 @@ class OnGradients:
     def own(self, released: Tensors) -> dict[str, Tensor]:
         """Return what the first client releases."""
         return {name: value[0] for name, value in released.items()}
+
+    def undefended(self) -> dict[str, Tensor]:
+        """Return what would be released without it."""
+        return self.inputs()
 
     def problems(self, released: object) -> Iterator[str]:
         """Yield what in the release is not of its form."""
@@ -277,6 +285,10 @@ class OnFeatures:
         """Return the rows that are declared to be the first client's, wherever they are sent."""
         mine = sent.source < sent.source.shape[1]
         return {"features": sent.features[mine], "source": sent.source[mine]}
+
+    def undefended(self) -> dict[str, Tensor]:
+        """Return what would be sent without it."""
+        return self.tensors(Sent.plain(self.inputs()["tokens"], self.subject.model.vit.num_prefix_tokens))
 
     def problems(self, sent: object) -> Iterator[str]:
         """Yield what in the release is not of its form."""

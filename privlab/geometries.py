@@ -1,6 +1,7 @@
 """The scores of a reconstruction in every geometry: how its patches are laid out before they are compared."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,13 +28,19 @@ from privlab.placement import (
 )
 from privlab.reassembly import Borders, Reassembly
 from privlab.records import GEOMETRIES
-from privlab.threat import Observation, Sent, Stolen
+from privlab.threat import Observation, PrivlabWarning, Sent, Stolen
 from privlab.trial import Trial
 
-__all__ = ["Scorer", "Scores", "known_slots"]
+__all__ = ["UNDEFINED", "Scorer", "Scores", "known_slots"]
 
 Scores = dict[str, list[float | None]]
 """The values of each metric, one for each image; None where it was not measured."""
+
+UNDEFINED = {
+    "fft2d": "undefined where a reconstruction or its image has constant channels only",
+    "fft2d_mjp": "undefined where a reconstruction or its image is black",
+}
+"""Why a metric may have no value though it can be computed here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +114,9 @@ class Scorer:
         """Score images as they are, and within the slots that were `moved` and the others."""
         with full_precision():
             scores = score(images, reference, self.metrics, self.learned)
+        for name in UNDEFINED.keys() & scores.keys():
+            if scores[name].isnan().any():
+                warnings.warn(f"{name} is n/a for some pictures: {UNDEFINED[name]}.", PrivlabWarning, stacklevel=2)
         if moved is not None and "psnr" in self.metrics:
             masked = moved.any(1)  # without a mask there are no two regions to tell apart
             nothing = torch.full_like(scores["psnr"], torch.nan)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from privlab.metrics import Learned, Lpips
 from privlab.plan import Cell, Specification, defense_of, plan, reassembly_of
 from privlab.records import Record, to_frame
 from privlab.store import RunDirectory
-from privlab.strips import draw_strip, strip_name
+from privlab.strips import save_strip, strip_name
 from privlab.subjects import collected, learned_metrics, public_images, source_of
 from privlab.threat import PrivlabWarning
 from privlab.victims import Victim, victim
@@ -184,7 +185,7 @@ def execute(
                     continue
                 run.write_records(scored.records)
                 for i, strip in enumerate(scored.strips):
-                    run.write_file(f"strips/{strip_name(first + i, strip)}", draw_strip(strip).save)
+                    run.write_file(f"strips/{strip_name(first + i, strip)}", partial(save_strip, strip))
     except BaseException as error:
         with suppress(PrivlabError):  # the disk may be full, which is not to hide the first error
             note("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")

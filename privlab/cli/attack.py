@@ -180,7 +180,7 @@ def _batch_size(text: str) -> int | None:
 
 def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, found: "Sequence[Flag]") -> None:
     from privlab.report.flags import flag_lines
-    from privlab.report.summary import shown_metrics, to_rich, verdicts
+    from privlab.report.summary import not_measured, shown_metrics, to_rich, verdicts
 
     shown = shown_metrics(outcome.spec.metrics, table)
     wide = to_rich(table, shown)
@@ -190,9 +190,6 @@ def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, found: 
     click.echo(
         "worst case: of each image the leakiest score over all attacks and draws, by each metric's own direction"
     )
-    for name in shown:
-        if name in outcome.missing:
-            click.echo(f"{name}: n/a ({outcome.missing[name].partition(':')[0]}; see the warning)")
-    for line in (*verdicts(outcome), *flag_lines(found)):
+    for line in (*not_measured(outcome, shown), *verdicts(outcome), *flag_lines(found)):
         click.echo(line)
     click.echo(f"run: {outcome.path}")

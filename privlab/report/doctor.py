@@ -1,9 +1,10 @@
 """What this machine has, and what is missing for which feature."""
 
 import os
+import re
 import shutil
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import torch
@@ -18,6 +19,19 @@ __all__ = ["examine"]
 
 Row = Mapping[str, str]
 
+_EXTRAS = {
+    "datasets": "--images hf:NAME",
+    "split": "privlab split",
+    "training": "the attacks inversion-…",
+    "text": "keys of BERT and GPT-2",
+    "ray": "privlab table --engine ray",
+    "robustness": "privlab evaluate --outliers",
+    "study": "the UMAP of privlab study pe",
+    "privacy": "the (ε, δ) of gradient-noise",
+    "test": "the tests",
+}
+"""What the optional extras of privlab are for; `all` is all of them but the last."""
+
 
 def examine(lpips_weights: Path | None = None) -> list[Row]:
     """Return rows of what, whether it is there ("ok" or "missing"), what was found, and what it is for."""
@@ -28,7 +42,7 @@ def examine(lpips_weights: Path | None = None) -> list[Row]:
         _row("disk", True, f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here", "run directories"),
         *(_pretrained(name, timm_name) for name, timm_name in ARCHITECTURES.items()),
         *(_backbone(net, lpips_weights) for net in BACKBONES),
-        _row("datasets", find_spec("datasets") is not None, "the extra privlab[datasets]", "--images hf:NAME"),
+        *(_extra(name, use) for name, use in _EXTRAS.items()),
     ]
 
 
@@ -38,6 +52,29 @@ def _row(what: str, there: bool, found: str, use: str) -> Row:
 
 def _use(package: str) -> str:
     return {"breaching": "privlab bench attack", "lpips": "the metrics lpips_*"}.get(package, "everything")
+
+
+def _extra(name: str, use: str) -> Row:
+    """Return whether all packages of an extra are installed, or the command that installs them."""
+    found = {package: _version(package) for package in _packages(name)}
+    if lacking := [package for package, there in found.items() if there is None]:
+        return _row(f"extra {name}", False, f"no {', '.join(lacking)}: pip install 'privlab[{name}]'", use)
+    return _row(f"extra {name}", True, ", ".join(f"{package} {there}" for package, there in found.items()), use)
+
+
+def _packages(extra: str) -> Iterator[str]:
+    """Yield what privlab's own metadata list for an extra, as 'datasets>=2.19; extra == "datasets"'."""
+    for requirement in requires("privlab") or ():
+        needed, _, condition = requirement.partition(";")
+        if re.search(rf"""extra == ["']{extra}["']""", condition) and (named := re.match(r"[\w.-]+", needed)):
+            yield named[0]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _gpu() -> str:

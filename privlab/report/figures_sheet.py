@@ -1,9 +1,9 @@
 """Contact sheets: reconstructions at the best, the median and the worst score, beside the private image."""
 
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import matplotlib.figure
@@ -19,6 +19,7 @@ from privlab.report.figures_data import case_names, check_leaks, notes, read_lev
 from privlab.report.figures_style import COLUMN, GREY, PAGE, SMALL, metric_title, wrapped
 from privlab.report.formats import shown
 from privlab.report.results import Results
+from privlab.strips import Place, pngs
 
 __all__ = ["draw_sheet"]
 
@@ -36,9 +37,9 @@ _EDGE, _GAP, _BETWEEN, _LINE = 0.04, 0.04, 0.12, 0.088
 
 @dataclass(frozen=True)
 class _Panel:
-    """A picture and the lines under it; without a path there is none."""
+    """A picture and the lines under it; without a place there is none."""
 
-    path: Path | None
+    place: Place | None
     score: str = ""
     attack: str = ""
 
@@ -141,10 +142,10 @@ def _write(ax: Axes, x: float, y: float, text: str, ha: str = "center", va: str 
 
 def _show(ax: Axes, panel: _Panel, x: float, y: float, side: float) -> None:
     """Draw a picture within a square of that side, and what is written under it."""
-    if panel.path is None:
+    if panel.place is None:
         _write(ax, x + side / 2, y + side / 2, "no picture", va="center", color=GREY)
     else:
-        pixels = _read(panel.path, side)
+        pixels = _read(panel.place, side)
         high, wide = (side * n / max(pixels.shape[:2]) for n in pixels.shape[:2])
         x0, y0 = x + (side - wide) / 2, y + (side - high) / 2
         ax.imshow(pixels, extent=(x0, x0 + wide, y0 + high, y0), interpolation="none")
@@ -155,11 +156,12 @@ def _show(ax: Axes, panel: _Panel, x: float, y: float, side: float) -> None:
         _write(ax, x + side, y + side + 1.2 * _LINE, panel.attack, ha="right")
 
 
-def _read(path: Path, side: float) -> NDArray[np.uint8]:
+def _read(place: Place, side: float) -> NDArray[np.uint8]:
     """Return the pixels of a picture, made smaller where it has more than `_DOTS` to an inch."""
     try:
-        with Image.open(path) as image:
+        with Image.open(io.BytesIO(pngs([place])[0])) as image:
             image.thumbnail((round(side * _DOTS), round(side * _DOTS)), Image.Resampling.BOX)
             return np.asarray(image.convert("RGB"))
-    except OSError as error:
-        raise PrivlabError(f"Cannot read the picture '{path}': {error.strerror or 'it is no image'}.") from None
+    except (OSError, SyntaxError, ValueError) as error:  # as Pillow says that a file is torn
+        reason = getattr(error, "strerror", None) or "it is no image"
+        raise PrivlabError(f"Cannot read the picture '{place.file}': {reason}.") from None

@@ -225,8 +225,9 @@
     none.hidden = Boolean(pair[0] || pair[1]);
     none.textContent = "no picture was kept";
     parts[0].onload = () => box.classList.toggle("pixels", parts[0].naturalWidth < 150 && !pair[0].reduced);
-    $("v-note").textContent = !pair[0] || !pair[1] ? `${pair[0] ? "This reconstruction" : pair[1] ? "The private image" : "The pictures of this image"} cannot be shown here; what was kept lies under pictures/${DATA.images[image][1]}/.`
-      : pair[0].reduced || pair[1].reduced ? `Shown from thumbnails; the full size lies under pictures/${DATA.images[image][1]}/.` : "";
+    const folder = DATA.kept === "pictures" ? `pictures/${DATA.images[image][1]}/` : `${DATA.kept}/`;
+    $("v-note").textContent = !pair[0] || !pair[1] ? `${pair[0] ? "This reconstruction" : pair[1] ? "The private image" : "The pictures of this image"} cannot be shown here; what was kept lies under ${folder}.`
+      : pair[0].reduced || pair[1].reduced ? `Shown from thumbnails; the full size lies under ${folder}.` : "";
     moveCut();
     drawScores(image, what);
   }

@@ -89,10 +89,11 @@ def _pictured(results: Results, lead: str) -> dict[str, Any]:
     scores = scores_of(results, images)
     held = albums(results, images, scores, order_of(scores, lead, len(images.names)))
     fed = any(what.endswith("/fed") for album in held.values() for what in album.of)
+    kept = "pictures" if (results.path / "pictures").is_dir() else "strips"
     return {
-        "data": _script(page_data(results, images, scores, lead, fed=fed)),
+        "data": _script(page_data(results, images, scores, lead, fed=fed, kept=kept)),
         "albums": {number: _script(asdict(album)) for number, album in held.items()},
-        "pictures": _held(held, len(images.names)),
+        "pictures": _held(held, len(images.names), kept),
     }
 
 
@@ -107,7 +108,7 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _held(held: Mapping[int, Album], images: int) -> str:
+def _held(held: Mapping[int, Album], images: int, kept: str) -> str:
     """Return how many images are shown, and how."""
     shown = [album for album in held.values() if album.of]
     if not shown:
@@ -123,7 +124,7 @@ def _held(held: Mapping[int, Album], images: int) -> str:
         parts.append(f"{images - len(shown):,} have no picture")
     text = ", ".join(parts) + "."
     if whole < len(shown):
-        text += " The others lie in the directory, under pictures/. Best, median and worst scores come first."
+        text += f" The others lie in the directory, under {kept}/. Best, median and worst scores come first."
     if unread := sum(album.unread for album in held.values()):
         text += f" {unread:,} files could not be read as pictures."
     return text

@@ -111,10 +111,13 @@ def _reached(results: Results, images: Images) -> dict[tuple[int, str, int], str
     return dict(zip(keys, found.attack, strict=True))
 
 
-def page_data(results: Results, images: Images, scores: Sequence[Scores], lead: str, *, fed: bool) -> dict[str, Any]:
+def page_data(
+    results: Results, images: Images, scores: Sequence[Scores], lead: str, *, fed: bool, kept: str
+) -> dict[str, Any]:
     """Return what the script reads. An infinite score is "inf", one that was not measured null.
 
-    `lead` is the metric that is shown first; `fed` says whether there are pictures of what the client fed.
+    `lead` is the metric that is shown first; `fed` says whether there are pictures of what the client fed, `kept` in
+    which folder pictures lie.
     """
     known = results.records.dropna(subset=["setting"]).groupby("case").setting.unique()
     settings = {case: ", ".join(map(str, values)) for case, values in known.items()}
@@ -122,6 +125,7 @@ def page_data(results: Results, images: Images, scores: Sequence[Scores], lead: 
         "lead": lead,
         "geometry": results.layout.geometry,
         "fed": fed,
+        "kept": kept,
         "metrics": [
             {"name": name, "head": title(name), "decimals": decimals(results, name), "leaks": leaks(name)}
             for name in results.layout.columns

@@ -14,6 +14,7 @@ from PIL import Image
 
 from privlab.report.page_data import Images, Scores
 from privlab.report.results import Results
+from privlab.strips import Place, pngs
 
 __all__ = ["FULL_BUDGET", "SMALL_BUDGET", "Album", "albums", "order_of"]
 
@@ -65,7 +66,7 @@ def albums(results: Results, images: Images, scores: Sequence[Scores], order: It
             wanted[one.row.case].append(one.row.attack)
 
     def read(number: int, *, small: bool, full: bool) -> Album:
-        return _album(_paths(results, images.hashes[number], wanted, private=not small), full=full)
+        return _album(_places(results, images.hashes[number], wanted, private=not small), full=full)
 
     found: dict[int, Album] = {}
     left_small, left_full = SMALL_BUDGET, FULL_BUDGET
@@ -88,33 +89,35 @@ def albums(results: Results, images: Images, scores: Sequence[Scores], order: It
     return found
 
 
-def _paths(results: Results, sha: str, wanted: Mapping[int, Sequence[str]], *, private: bool) -> dict[str, Path]:
-    return {
-        f"{case}/{what}": path
-        for case, whats in wanted.items()
-        for what in (whats[:1] if private else whats)
-        if sha and (path := results.picture(case, sha, what))
-    }
+def _places(
+    results: Results, sha: str, wanted: Mapping[int, Sequence[str]], *, private: bool
+) -> dict[Path, dict[str, Place]]:
+    """Return where the pictures of an image lie, by their files: a strip holds several."""
+    found: dict[Path, dict[str, Place]] = {}
+    for case, whats in wanted.items() if sha else ():
+        for what in whats[:1] if private else whats:
+            if place := results.picture(case, sha, what):
+                found.setdefault(place.file, {})[f"{case}/{what}"] = place
+    return found
 
 
-def _album(paths: Mapping[str, Path], *, full: bool) -> Album:
+def _album(places: Mapping[Path, Mapping[str, Place]], *, full: bool) -> Album:
     of: dict[str, int] = {}
     small: list[str] = []
     large: list[str | None] = []
     known: dict[bytes, int] = {}
     unread = 0
-    for what, path in paths.items():
+    for of_file in places.values():
         try:
-            data = path.read_bytes()
-            if data not in known:
-                pair = _encoded(data, full=full)
-                known[data] = len(small)
-                small.append(pair[0])
-                large.append(pair[1])
+            for what, data in zip(of_file, pngs([*of_file.values()]), strict=True):
+                if data not in known:
+                    pair = _encoded(data, full=full)
+                    known[data] = len(small)
+                    small.append(pair[0])
+                    large.append(pair[1])
+                of[what] = known[data]
         except (OSError, ValueError, SyntaxError):  # as Pillow says that a file is torn
             unread += 1
-        else:
-            of[what] = known[data]
     return Album(of, small, large, unread)
 
 

@@ -13,6 +13,7 @@ from privlab.errors import PrivlabError
 from privlab.experiment import KNOWN, Figure, Layout
 from privlab.records import CONTROLS
 from privlab.store import RunDirectory
+from privlab.strips import Place, places_of
 
 __all__ = ["CaseFacts", "Results", "by_case", "load_results", "papers_attack"]
 
@@ -43,15 +44,25 @@ class Results:
     facts: Mapping[str, Any]
     path: Path
 
-    def picture(self, case: int, image_sha256: str, what: str) -> Path | None:
-        """Return the PNG of an image in a case: "private", "fed", or an attack's name; None where there is none."""
+    def picture(self, case: int, image_sha256: str, what: str) -> Place | None:
+        """Return where the picture of an image in a case lies: "private", "fed", or an attack's name; None if nowhere.
+
+        `privlab table` keeps PNGs, `privlab attack` strips.
+        """
         attack = CONTROLS[0] if what in ("private", "fed") else what
         suffix = f"-{what}" if what in ("private", "fed") else ""
         for cell in self._cells.get((case, attack), ()):
             path = self.path / "pictures" / image_sha256[:16] / f"{cell}{suffix}.png"
             if path.exists():
-                return path
+                return Place(path)
+            if place := self._strips.get((f"{cell}{suffix}", image_sha256)):
+                return place
         return None
+
+    @cached_property
+    def _strips(self) -> Mapping[tuple[str, str], Place]:
+        files = (file for file in sorted((self.path / "strips").glob("*.png")) if file.is_file())
+        return {panel: place for file in files for panel, place in places_of(file).items()}
 
     @cached_property
     def _cells(self) -> Mapping[tuple[int, str], list[str]]:

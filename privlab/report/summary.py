@@ -10,6 +10,7 @@ from rich import box
 from rich.table import Table
 
 from privlab.defenses import Jigsaw
+from privlab.geometries import UNDEFINED
 from privlab.metrics import METRICS
 from privlab.placement import PLACEMENT
 from privlab.plan import Specification, defense_of
@@ -19,7 +20,7 @@ from privlab.report.leakage import WORST, per_image, worst_case
 from privlab.report.results import by_case, papers_attack
 from privlab.run import Outcome
 
-__all__ = ["KNOWN", "flags", "shown_metrics", "summarise", "to_rich", "verdicts"]
+__all__ = ["KNOWN", "flags", "not_measured", "shown_metrics", "summarise", "to_rich", "verdicts"]
 
 KNOWN = METRICS | PLACEMENT
 """What a column of the table may be."""
@@ -87,6 +88,19 @@ def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
     )
     shown = [name for name in order if name in metrics and name not in beside] or list(metrics)
     return [*shown, *(name for name in PLACEMENT if name in table)]
+
+
+def not_measured(outcome: Outcome, shown: Sequence[str]) -> list[str]:
+    """Return why figures of the shown metrics are n/a, or over fewer images than there are: one line for each."""
+    scored = outcome.records.loc[outcome.records.status == "ok"]
+    tried = " " + scored.metrics.fillna("") + " "
+    reasons = {name: f"{reason.partition(':')[0]}; see the warning" for name, reason in outcome.missing.items()}
+    reasons |= {
+        name: f"for {count} of {len(scored)} records: {reason}"
+        for name, reason in UNDEFINED.items()
+        if name in shown and (count := int((scored[name].isna() & tried.str.contains(f" {name} ", regex=False)).sum()))
+    }
+    return [f"{name}: n/a ({reasons[name]})" for name in shown if name in reasons]
 
 
 def verdicts(outcome: Outcome) -> list[str]:

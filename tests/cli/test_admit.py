@@ -12,7 +12,7 @@ import pytest
 from privlab import registry
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-COMMON = ["contents", "gradients", "same-draw", "neighbours", "random-state", "untouched", "control"]
+COMMON = ["contents", "gradients", "effect", "same-draw", "neighbours", "random-state", "untouched", "control"]
 
 
 @pytest.fixture

@@ -127,6 +127,19 @@ def test_run_json_states_the_run(attack: Callable[..., Any], tmp_path: Path) -> 
     assert {"versions", "hardware", "commit", "warnings", "missing_metrics", "seconds"} <= set(facts)
 
 
+def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
+    """FFT2D is a correlation, and a picture of one colour has none: that is said where other n/a's are told."""
+    Image.new("RGB", (40, 36), (90, 120, 200)).save(photos / "plain.png")
+    done = attack("--attack", "april,patch-gradient", "--metrics", "psnr,fft2d,lpips_alex")
+    assert done.status == 0
+    why = "undefined where a reconstruction or its image has constant channels only"
+    assert f"fft2d: n/a (for 7 of 28 records: {why})" in done.out
+    assert f"fft2d is n/a for some pictures: {why}." in " ".join(done.err.split())
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert f"fft2d is n/a for some pictures: {why}." in facts["warnings"]
+    assert attack("--metrics", "psnr", "--overwrite").out.count("fft2d") == 0
+
+
 def test_one_strip_for_each_image_and_victim(attack: Callable[..., Any], tmp_path: Path) -> None:
     done = attack("--strips", "--model", "vit_ti,vit_ti_mjp", "--setting", "a,c")
     assert done.status == 0

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_doctor_says_what_is_missing_for_which_feature(cli: Callable[..., Any]) 
     assert all(set(row) == {"what", "state", "found", "needed for"} for row in rows.values())
     assert rows["privlab"] == {"what": "privlab", "state": "ok", "found": __version__, "needed for": "everything"}
     assert rows["torch"]["state"] == "ok"
-    assert {"gpu", "threads", "disk", "datasets"} <= set(rows)
+    assert {"gpu", "threads", "disk"} <= set(rows)
     assert rows["weights deit_s"]["state"] == "missing"  # the tests have empty caches
     assert "not in the cache" in rows["weights deit_s"]["found"]
     assert "--weights pretrained with deit_s, deit_s_mjp" in rows["weights deit_s"]["needed for"]
@@ -72,6 +73,24 @@ def test_doctor_says_what_is_missing_for_which_feature(cli: Callable[..., Any]) 
     shown = cli("doctor")
     assert shown.status == 0
     assert all(f" {what} " in shown.out for what in rows)
+
+
+def test_doctor_has_a_line_for_each_extra(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(package: str) -> str:
+        if package in ("filelock", "cryptography"):
+            raise PackageNotFoundError(package)
+        return "7.0"
+
+    monkeypatch.setattr("privlab.report.doctor.version", lacking)
+    rows = {row["what"]: row for row in json.loads(cli("doctor", "--json").out)}
+    extras = {name.removeprefix("extra ") for name in rows if name.startswith("extra ")}
+    assert extras == set(metadata("privlab").get_all("Provides-Extra") or ()) - {"all"}
+    assert rows["extra datasets"] == {
+        **{"what": "extra datasets", "state": "ok"},
+        **{"found": "datasets 7.0", "needed for": "--images hf:NAME"},
+    }
+    assert rows["extra split"]["state"] == "missing"
+    assert rows["extra split"]["found"] == "no cryptography, filelock: pip install 'privlab[split]'"
 
 
 def test_doctor_finds_backbones_in_a_folder(cli: Callable[..., Any], tmp_path: Any) -> None:

@@ -436,7 +436,7 @@ def test_pictures_are_kept_beside_those_of_the_run(
     found, results = external(run).set_index("image"), load_results(run)
     place = results.picture(0, found.image_sha256["a.png"], "theirs")
     assert place is not None
-    assert place.read_bytes() == files[0].read_bytes()
+    assert place.file.read_bytes() == files[0].read_bytes()
     assert results.picture(0, found.image_sha256["b.png"], "theirs") is None  # the run kept one image's
 
 

@@ -32,7 +32,7 @@ Model = Callable[..., VictimModel]
 Admit = Callable[..., dict[str, Check]]
 Gradients = Mapping[str, Tensor]
 
-ALWAYS = {"contents", "gradients", "same-draw", "neighbours", "random-state", "untouched", "control"}
+ALWAYS = {"contents", "gradients", "effect", "same-draw", "neighbours", "random-state", "untouched", "control"}
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,22 @@ def test_every_defense_is_admitted(name: str, tried: Admit) -> None:
 )
 def test_their_options_are_admitted(defense: Any, tried: Admit) -> None:
     assert failed(tried(defense)) == set()
+
+
+@pytest.mark.parametrize(
+    ("defense", "nothing"),
+    [
+        *((DEFENSES[name](), name == "none") for name in DEFENSES),
+        *((defense, True) for defense in (GaussianNoise(std=0.0), Jigsaw(gamma=0.0), Mjp(gamma=0.0))),
+        *((defense, True) for defense in (GradientPruning(keep=1.0), GradientNoise(clip=1e9, multiplier=0.0))),
+    ],
+    ids=repr,
+)
+def test_a_defense_that_does_nothing_is_told(defense: Any, nothing: bool, tried: Admit) -> None:
+    check = tried(defense)["effect"]
+    assert check.passed  # it may say that it does nothing
+    assert (check.value == 0) == nothing
+    assert ("does nothing here" in check.text) == nothing
 
 
 # Defenses made to fail. Each is a good one but for one thing.

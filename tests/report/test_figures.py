@@ -24,6 +24,7 @@ from privlab.report.figures import draw, write_figures
 from privlab.report.figures_style import Scale
 from privlab.report.leakage import leakage
 from privlab.report.results import CaseFacts, Results
+from privlab.strips import Place
 
 drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("drawing.py"))))
 IMAGES, TABLE_5, bars, curves, grey, groups, line, lines, made, naive, record, said, table, texts, visible = (
@@ -162,9 +163,9 @@ def test_failures_are_counted_and_left_out(table: Results) -> None:
 class Kept(Results):
     """Results whose pictures are PNGs of one colour, named after case, image and content."""
 
-    def picture(self, case: int, image_sha256: str, what: str) -> Path | None:  # noqa: D102
+    def picture(self, case: int, image_sha256: str, what: str) -> Place | None:  # noqa: D102
         path = self.path / f"{case}-{image_sha256}-{what}.png"
-        return path if path.exists() else None
+        return Place(path) if path.exists() else None
 
 
 CONTENT = ("private", "fed", "april", "patch-gradient")

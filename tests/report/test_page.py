@@ -310,10 +310,10 @@ def test_small_pictures_are_held_as_they_are(page: Callable[[Results], _Read], p
     read = page(results)
     assert "2 of 2 images are shown in full size." in read.text
     album = read.albums[1]
-    path = results.picture(2, results.records.image_sha256.unique()[1], "april")
-    assert path is not None
+    place = results.picture(2, results.records.image_sha256.unique()[1], "april")
+    assert place is not None
     held = album["small"][album["of"]["2/april"]]
-    assert held == "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    assert held == "data:image/png;base64," + base64.b64encode(place.file.read_bytes()).decode()
     assert album["of"]["0/private"] == album["of"]["1/private"]  # equal pictures are held once
     assert set(album["full"]) == {""}
 
@@ -356,11 +356,10 @@ def test_budgets_are_kept_and_spent_on_the_extremes_first(
 def test_missing_and_torn_pictures(page: Callable[[Results], _Read], page_results: Maker) -> None:
     assert "No pictures were kept in this directory." in page(page_results()).text
     results = page_results(3, side=32)
-    paths = [results.picture(0, results.records.image_sha256.unique()[i], "april") for i in range(3)]
-    assert all(paths)
-    for path, content in zip(paths, (b"", b"\x89PNG\r\n\x1a\n torn", None), strict=True):
-        assert path is not None
-        path.write_bytes(content or path.read_bytes()[:-40])
+    places = [results.picture(0, results.records.image_sha256.unique()[i], "april") for i in range(3)]
+    for place, content in zip(places, (b"", b"\x89PNG\r\n\x1a\n torn", None), strict=True):
+        assert place is not None
+        place.file.write_bytes(content or place.file.read_bytes()[:-40])
     read = page(results)
     assert "3 files could not be read as pictures." in read.text
     assert all("0/april" not in album["of"] and "0/private" in album["of"] for album in read.albums.values())
