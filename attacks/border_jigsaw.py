@@ -1,12 +1,15 @@
 """`border-jigsaw`: permuted rows without position embeddings, inverted and put together by their borders."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from privlab.attacks.reassembly import by_borders
 from privlab.errors import PrivlabError
 from privlab.jigsaw import ROUNDS
+from privlab.positions import load_predictor
 from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.zoo import shipped
 
 __all__ = ["BorderJigsaw"]
 
@@ -21,6 +24,8 @@ class BorderJigsaw:
 
     Args:
         rounds: as in `privlab.jigsaw.assemble`.
+        predictor: a position predictor, by its name in the zoo or its `predictor.safetensors`: its −log p(slot | patch)
+            counts beside the borders; none if empty.
 
     Source: the training-free baseline of re-assembly; borders and growth as cited in `privlab.jigsaw`.
     """
@@ -39,6 +44,7 @@ class BorderJigsaw:
     )
 
     rounds: int = ROUNDS
+    predictor: str = ""
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -50,5 +56,12 @@ class BorderJigsaw:
             raise PrivlabError(f"rounds of border-jigsaw must be at least 0. Found {self.rounds}.")
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
-        """Invert the rows and put them together."""
-        return by_borders(seen, rounds=self.rounds)
+        """Invert the rows and put them together.
+
+        Raises:
+            PrivlabError: if there is no such predictor, or it is for other patches.
+        """
+        found = load_predictor(shipped(self.predictor) or Path(self.predictor)) if self.predictor else None
+        if found is not None:
+            found.check(seen.model.grid, seen.model.patch)
+        return by_borders(seen, rounds=self.rounds, predictor=found)

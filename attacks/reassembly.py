@@ -13,6 +13,7 @@ from privlab.errors import PrivlabError
 from privlab.jigsaw import ROUNDS, assemble
 from privlab.model import VictimModel
 from privlab.patches import patchify
+from privlab.positions import PositionPredictor
 from privlab.threat import Capability, FeatureObservation, Stolen
 
 __all__ = ["by_borders", "by_embeddings", "inverted", "pixels", "placed", "reassembled", "summed_costs"]
@@ -45,10 +46,17 @@ def by_embeddings(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = 
     return Stolen(model.to_images(patches), rows, columns)
 
 
-def by_borders(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None, *, rounds: int = ROUNDS) -> Stolen:
+def by_borders(
+    seen: FeatureObservation,
+    columns: Int[Tensor, " d"] | None = None,
+    *,
+    rounds: int = ROUNDS,
+    predictor: PositionPredictor | None = None,
+) -> Stolen:
     """Invert rows that carry no position embedding, and place them by their borders.
 
-    Images that share one order are put together as one, their costs added up.
+    With a predictor, its −log p(slot | patch) counts too. Images that share one order are put together as one, their
+    costs added up.
 
     Raises:
         PrivlabError: if rows were mixed among images.
@@ -63,7 +71,7 @@ def by_borders(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = Non
     rows = placed(seen, features, torch.zeros_like(known_tokens(model)[1]))
     patches, floor = inverted(model, features.flatten(0, 1)[rows], seen.public, noise_of(seen))
     if kind != "none":
-        order = _orders(pixels(model, patches), model.grid, floor, shared=kind == "batch", rounds=rounds)
+        order = _orders(pixels(model, patches), model.grid, floor, kind == "batch", rounds, predictor)
         rows, patches = rows.gather(1, order), patches.gather(1, order[..., None].expand_as(patches))
     return Stolen(model.to_images(patches), rows, columns)
 
@@ -85,13 +93,30 @@ def pixels(model: VictimModel, patches: Float[Tensor, "b n k"]) -> Float[Tensor,
 
 
 def _orders(
-    patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], floor: float, *, shared: bool, rounds: int
+    patches: Float[Tensor, "b n c p p"],
+    grid: tuple[int, int],
+    floor: float,
+    shared: bool,
+    rounds: int,
+    predictor: PositionPredictor | None,
 ) -> Int[Tensor, "b n"]:
-    """Return for each image the order that its borders ask for; one for all, if they share it."""
+    """Return for each image the order that its borders, and the predictor, ask for; one for all, if they share it."""
+    b, places = len(patches), None if predictor is None else _places(predictor, patches)
     if shared:
-        return assemble(summed_costs(patches, floor), grid, rounds=rounds).expand(len(patches), -1)
-    each = [assemble(border_costs(of_image, floor=floor), grid, rounds=rounds) for of_image in patches]
+        total = None if places is None else places.sum(0)
+        return assemble(summed_costs(patches, floor), grid, places=total, rounds=rounds).expand(b, -1)
+    each = [
+        assemble(border_costs(of_image, floor=floor), grid, places=None if places is None else places[i], rounds=rounds)
+        for i, of_image in enumerate(patches)
+    ]
     return torch.stack(each)
+
+
+@torch.no_grad()
+def _places(predictor: PositionPredictor, patches: Float[Tensor, "b n c p p"]) -> Float[Tensor, "b n n"]:
+    """Return what each patch costs in each slot: −log p, where no patch is known to stand in its own."""
+    known = torch.zeros(patches.shape[:2], dtype=torch.bool, device=patches.device)
+    return -predictor.to(patches.device).scores(patches.clamp(0, 1), known).mT
 
 
 def summed_costs(patches: Float[Tensor, "b n c p p"], floor: float) -> Float[Tensor, "2 n n"]:

@@ -25,6 +25,7 @@ __all__ = [
     "PUBLISHED_MAE",
     "PUBLISHED_VARIANCE",
     "PositionStudy",
+    "attention_weights",
     "cosines",
     "last_attention",
     "position_errors",
@@ -254,12 +255,15 @@ def last_attention(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Floa
     x = vit.norm_pre(model.embed(images))
     for block in vit.blocks[:-1]:
         x = block(x)
-    last: Any = vit.blocks[-1]
-    attention = last.attn
-    q, k, _ = attention.qkv(last.norm1(x)).unflatten(2, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    weights = (attention.q_norm(q) * attention.scale @ attention.k_norm(k).mT).softmax(-1)
-    seen = weights[..., -rows * columns :]
+    seen = attention_weights(vit.blocks[-1], x)[..., -rows * columns :]
     return seen[:, :, 0] if vit.cls_token is not None else seen.mean(2)
+
+
+def attention_weights(block: Any, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b heads t t"]:  # noqa: ANN401
+    """Return how much each token attends to each in timm's block, given what goes into it; rows sum to 1."""
+    attention = block.attn
+    q, k, _ = attention.qkv(block.norm1(x)).unflatten(2, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    return (attention.q_norm(q) * attention.scale @ attention.k_norm(k).mT).softmax(-1)
 
 
 def _attention(plan: PositionStudy, subject: Victim, images: str, out: Path) -> pd.DataFrame:

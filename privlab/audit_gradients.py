@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from privlab.plan import Specification, applicable, defense_of, stands_in
 from privlab.records import CONTROLS
 from privlab.released import Released, check_fit, check_head, first, head_of, observation, read_released
 from privlab.store import RunDirectory
-from privlab.strips import draw_strip, strip_name, to_png
+from privlab.strips import save_strip, strip_name, to_png
 from privlab.subjects import collected, learned_metrics, public_images
 from privlab.threat import Attack, Capability, Feed, Observation, PrivlabWarning, Stolen, check_capabilities
 from privlab.victims import Victim, victim
@@ -112,7 +113,7 @@ def audit_gradients(
     if judge is not None:
         messages += [f"{name} is n/a: {reason}" for name, reason in judge.missing.items()]
         strip = judge.strip(panels)
-        run.write_file(f"strips/{strip_name(0, strip)}", draw_strip(strip).save)
+        run.write_file(f"strips/{strip_name(0, strip)}", partial(save_strip, strip))
     found = _flags(released, seen, base, told, rows)
     facts = _facts(spec, base, released) | {"labels": labels, "flags": found, "warnings": messages}
     run.write_run(facts | {"attacks": [_plain(row) for row in rows]})

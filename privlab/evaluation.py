@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from privlab.backbones import Classifier
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
-from privlab.model import VictimModel
 from privlab.patches import jigsaw
 from privlab.training.examples import Examples
 
@@ -38,7 +38,7 @@ class Worth:
     shuffled_accuracy: float
 
 
-def worth(model: VictimModel, data: Examples, *, gamma: float = 0.15, seed: int = 0, batch: int = 250) -> Worth:
+def worth(model: Classifier, data: Examples, *, gamma: float = 0.15, seed: int = 0, batch: int = 250) -> Worth:
     """Return what a classifier is worth on labelled pictures, as `worth_by_gamma` does for one γ: Table 1's."""
     batches = ((rows, data.pixels(rows), data.labels[rows]) for rows in torch.arange(len(data)).split(batch))
     return worth_by_gamma(model, batches, (gamma,), seed=seed)[0]
@@ -46,7 +46,7 @@ def worth(model: VictimModel, data: Examples, *, gamma: float = 0.15, seed: int 
 
 @torch.no_grad()
 def worth_by_gamma(
-    model: VictimModel, batches: Iterable[Batch], gammas: Sequence[float], *, seed: int = 0
+    model: Classifier, batches: Iterable[Batch], gammas: Sequence[float], *, seed: int = 0
 ) -> list[Worth]:
     """Return what a classifier is worth on labelled pictures for each γ, x̃ by one draw for each of them.
 
@@ -61,13 +61,13 @@ def worth_by_gamma(
     count, totals = 0, torch.zeros(len(gammas), 4, dtype=torch.float64)
     for rows, pixels, numbers in batches:
         images, labels = pixels.to(model.mean), numbers.to(model.mean.device)
-        plain = _features(model, images, None)
-        first = model.vit.head(plain).argmax(1)
+        plain = model.features(images)
+        first = model.logits(plain).argmax(1)
         for total, gamma in zip(totals, gammas, strict=True):
             draws = [draw_for(seed, str(row), "worth") for row in rows.tolist()]
             shuffled, _, masked = jigsaw(images, model.patch, gamma, draws)
-            moved = _features(model, shuffled, masked if model.unk_embed is not None else None)
-            second = model.vit.head(moved).argmax(1)
+            moved = model.features(shuffled, masked if model.unk_embed is not None else None)
+            second = model.logits(moved).argmax(1)
             norm = (plain - moved).double().square().sum(1).sum()
             hits = [(first == labels).sum(), norm, (first == second).sum(), (second == labels).sum()]
             total += torch.stack([each.double().cpu() for each in hits])
@@ -75,11 +75,3 @@ def worth_by_gamma(
     if not count:
         raise PrivlabError("There is no picture to judge on.")
     return [Worth(count, gamma, *total) for gamma, total in zip(gammas, (totals / count).tolist(), strict=True)]
-
-
-def _features(
-    model: VictimModel, images: Float[Tensor, "b c h w"], masked_pe: Bool[Tensor, "b n"] | None
-) -> Float[Tensor, "b d"]:
-    """Return what the classifier reads: F_cls, normalised."""
-    tokens = model.backbone(model.embed(images, masked_pe))
-    return model.vit.forward_head(model.vit.norm(tokens), pre_logits=True)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from privlab import robustness
+from privlab.backbones import Pupil, classifier
 from privlab.errors import PrivlabError
 from privlab.evaluation import Batch, worth_by_gamma
 from privlab.images import ImageSource, open_images
 from privlab.robustness import ALEXNET, Classes, Outputs, Show
 from privlab.subjects import imagenet_classes
-from privlab.victims import Victim, victim
+from privlab.victims import Victim
 
 __all__ = ["GAMMAS", "Exam", "judge"]
 
@@ -81,13 +82,13 @@ def judge(exam: Exam, *, device: str = "cpu", progress: Show | None = None) -> l
     weights = exam.weights if len(exam.weights) > 1 else exam.weights * len(exam.models)
     found = []
     for name, of in zip(exam.models, weights, strict=True):
-        subject = victim(name, weights=of, img_size=exam.img_size, seed=exam.seed).to(device)
+        subject = classifier(name, weights=of, img_size=exam.img_size, seed=exam.seed).to(device)
         found.append(_judged(exam, subject, baseline, progress or _silent))
     return found
 
 
-def _judged(exam: Exam, subject: Victim, baseline: Mapping[str, float], show: Show) -> dict[str, Any]:
-    classes = imagenet_classes() if subject.model.vit.num_classes == 1000 else None
+def _judged(exam: Exam, subject: Victim | Pupil, baseline: Mapping[str, float], show: Show) -> dict[str, Any]:
+    classes = imagenet_classes() if subject.model.classes == 1000 else None
     row: dict[str, Any] = {
         "model": subject.name,
         "weights": subject.weights.origin,
@@ -107,7 +108,7 @@ def _judged(exam: Exam, subject: Victim, baseline: Mapping[str, float], show: Sh
     return row
 
 
-def _on_data(exam: Exam, subject: Victim, classes: Classes, show: Show) -> dict[str, Any]:
+def _on_data(exam: Exam, subject: Victim | Pupil, classes: Classes, show: Show) -> dict[str, Any]:
     source, skipped = _data(exam, classes), list[str]()
     worths = worth_by_gamma(subject.model, _counted(exam, subject, source, skipped, show), exam.gammas, seed=exam.seed)
     by_gamma = [
@@ -116,7 +117,9 @@ def _on_data(exam: Exam, subject: Victim, classes: Classes, show: Show) -> dict[
     return {"images": worths[0].images, "skipped": skipped, "accuracy": worths[0].accuracy, "by_gamma": by_gamma}
 
 
-def _counted(exam: Exam, subject: Victim, source: ImageSource, skipped: list[str], show: Show) -> Iterator[Batch]:
+def _counted(
+    exam: Exam, subject: Victim | Pupil, source: ImageSource, skipped: list[str], show: Show
+) -> Iterator[Batch]:
     """Yield the batches with the places of their pictures."""
     count = 0
     for images, labels in robustness.read_batches(subject, source, skipped, size=exam.batch):
@@ -126,7 +129,7 @@ def _counted(exam: Exam, subject: Victim, source: ImageSource, skipped: list[str
 
 
 def _on_corruptions(
-    exam: Exam, root: Path, subject: Victim, classes: Classes, baseline: Mapping[str, float], show: Show
+    exam: Exam, root: Path, subject: Victim | Pupil, classes: Classes, baseline: Mapping[str, float], show: Show
 ) -> dict[str, Any]:
     """Return errors by corruption and severity; mCE against AlexNet is for ImageNet's 1,000 classes alone."""
     rows = robustness.corruption_errors(subject, root, classes=classes, limit=exam.limit, size=exam.batch, show=show)
@@ -140,10 +143,10 @@ def _on_corruptions(
     }
 
 
-def _on_outliers(exam: Exam, root: Path, subject: Victim, classes: Classes, show: Show) -> dict[str, Any]:
+def _on_outliers(exam: Exam, root: Path, subject: Victim | Pupil, classes: Classes, show: Show) -> dict[str, Any]:
     source = open_images(root, limit=exam.limit, class_to_index=classes)
     high = robustness.outputs(subject, source, labelled=False, size=exam.batch, show=show)
-    if source.class_names is None or len(source.class_names) != subject.model.vit.num_classes:
+    if source.class_names is None or len(source.class_names) != subject.model.classes:
         high = Outputs(high.logits, torch.full_like(high.labels, -1))  # its folders are not named after our classes
     low = robustness.outputs(subject, _data(exam, classes), size=exam.batch, show=show)
     return {"images": len(high.labels), "aupr": robustness.outlier_aupr(high, low)}

@@ -2,18 +2,25 @@
 
 A training's folder holds `model.safetensors`, the victim's weights, which are a start for any other recipe
 (`--weights`); of a position predictor also `predictor.safetensors`, the ViT with what stands on it, as
-`privlab.positions` reads it; and `card.json`.
+`privlab.positions` reads it; of a probe `probe.safetensors`, its linear layer, and the victim's weights only where that
+can be their head; and `card.json`.
 """
 
 import json
 import math
 import os
+import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from privlab import __version__
 from privlab import weights as stored
+from privlab.backbones import Pupil, classifier
 from privlab.errors import PrivlabError, unknown_name
 from privlab.evaluation import worth
 from privlab.images import open_images
@@ -21,13 +28,16 @@ from privlab.machine import hardware, versions
 from privlab.options import configured, read_options
 from privlab.position_accuracy import position_accuracy
 from privlab.positions import PositionPredictor, save_predictor
-from privlab.recipes import OBJECTIVES, Lesson
+from privlab.recipes import OBJECTIVES, Lesson, Objective, Probe
+from privlab.recipes.probe import Head, probe_accuracy
+from privlab.subjects import collected
+from privlab.threat import PrivlabWarning
 from privlab.training import Augmentation, Compute, Examples, Listener, Plan, read_examples, train, write_atomically
 from privlab.victims import Victim, victim
 
 __all__ = ["PRESETS", "Course", "Preset", "teach"]
 
-CARD, WEIGHTS, PREDICTOR = "card.json", "model.safetensors", "predictor.safetensors"
+CARD, WEIGHTS, PREDICTOR, PROBE = "card.json", "model.safetensors", "predictor.safetensors", "probe.safetensors"
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,19 @@ _DROPPOS = Preset(
     plan=Plan(steps=1, batch_size=4096, learning_rate=2.4e-3, weight_decay=0.05, clip=0.0),
     augmentation=Augmentation(shift=0, zoom=0.2),
 )
+_FINETUNE = Preset(  # DropPos, Supplement A.1; MP3's is classify's with drop_path=0.1: 150 epochs, no layer decay
+    epochs=100.0,
+    warmup=5.0,
+    plan=Plan(steps=1, batch_size=1024, learning_rate=4e-3, weight_decay=0.05, layer_decay=0.8, clip=0.0),
+    augmentation=Augmentation(shift=0, zoom=0.08, randaugment=9),
+    options=("mixup=0.8", "cutmix=1.0", "drop_path=0.1"),
+)
+_PROBE = Preset(  # MAE, Appendix A.1; DropPos does not tell its own
+    epochs=90.0,
+    warmup=10.0,
+    plan=Plan(steps=1, batch_size=16384, optimiser="lars", learning_rate=6.4, weight_decay=0.0, clip=0.0),
+    augmentation=Augmentation(shift=0, zoom=0.08),
+)
 _PLACES = replace(_SMALL, augmentation=Augmentation(shift=0))  # a shift's black rim would give places away
 
 PRESETS: dict[str, dict[str, Preset]] = {
@@ -75,11 +98,28 @@ PRESETS: dict[str, dict[str, Preset]] = {
             _PLACES, options=("sigma=0", "temperature=inf", "decoder_width=128", "decoder_heads=4", "gamma=0.5")
         ),
     },
+    "finetune": {
+        "published": _FINETUNE,
+        "small": replace(_SMALL, epochs=10.0, plan=replace(_SMALL.plan, layer_decay=0.8)),
+    },
+    "probe": {
+        "published": _PROBE,
+        "small": replace(
+            _PLACES,
+            epochs=5.0,
+            plan=Plan(steps=1, batch_size=256, learning_rate=3e-3, weight_decay=0.0, clip=0.0),
+        ),
+    },
 }
 """By recipe: "published" is the papers' (MJP, Table 7; MP3, Section 4, on ImageNet-1K, with DeiT's learning rate and
-warm-up; DropPos, Supplement A), "small" a scaled one for 32 × 32 pixels and a few epochs. The small ones of `mp3` and
-`droppos` are for predictors: what the papers add for the sake of fine-tuning costs accuracy (DropPos, Tables 3 and 4).
+warm-up; DropPos, Supplement A; MAE's linear probe), "small" a scaled one for 32 × 32 pixels and a few epochs. The small
+ones of `mp3` and `droppos` are for predictors: what the papers add for the sake of fine-tuning costs accuracy (DropPos,
+Tables 3 and 4).
 """
+
+
+_ANY_BACKBONE = ("classify", "mjp")
+"""The recipes that do not need a plain ViT."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +152,7 @@ class Course:
     optimiser: str | None = None
     learning_rate: float | None = None
     weight_decay: float | None = None
+    layer_decay: float | None = None
     schedule: str | None = None
     clip: float | None = None
     ema: float | None = None
@@ -148,24 +189,67 @@ def teach(
     """
     if (done := _finished(course, out)) is not None:
         return done
-    pupil = victim(course.model, weights=course.weights, img_size=course.img_size, seed=course.seed).to(device)
+    notes: list[str] = []
+    with collected(notes):
+        pupil = _pupil(course).to(device)
     data = _examples(course, pupil, course.split)
-    if OBJECTIVES[course.recipe].labelled:
+    if _objective(course).labelled:
+        with collected(notes):
+            _take_head(pupil, data.classes, course)
         _check_classes(pupil, data, course)
+    for note in notes:
+        warnings.warn(note, PrivlabWarning, stacklevel=2)
     objective, augmentation, plan = _set_up(course, len(data))
     lesson = Lesson(pupil.model, data, objective, augmentation)
     compute = Compute(device=device, save_every=course.save_every, keep=course.keep)
     train(lesson, plan, compute=compute, out=out, progress=progress)
     if os.environ.get("RANK", "0") != "0":
         return None
-    return _written(course, out, pupil, data, plan, lesson, command)
+    return _written(course, out, pupil, plan, lesson, command, notes)
+
+
+def _pupil(course: Course) -> Victim | Pupil:
+    """Return the victim that is taught.
+
+    Raises:
+        PrivlabError: as `victim` does; for random weights to fine-tune.
+    """
+    tuned = course.recipe == "finetune"
+    if course.recipe in _ANY_BACKBONE or (tuned and course.model.endswith("_relpos")):
+        made = classifier(course.model, weights=course.weights, img_size=course.img_size, seed=course.seed)
+    else:
+        made = victim(course.model, weights=course.weights, img_size=course.img_size, seed=course.seed, start=tuned)
+    if tuned and made.weights.is_random:
+        raise PrivlabError(f"finetune starts from trained weights, and {course.model} has random ones: --weights FILE.")
+    return made
+
+
+def _take_head(pupil: Victim | Pupil, classes: int, course: Course) -> None:
+    """Give the victim a head for as many classes as the data have, where it is to learn a new one.
+
+    Warns:
+        PrivlabWarning: if the head of the weights is of another number, and left behind.
+    """
+    if course.recipe in _ANY_BACKBONE or pupil.model.classes == classes:
+        return
+    vit = pupil.model.vit if isinstance(pupil, Victim) else pupil.model.net
+    message = f"{course.model}: the weights' head is for {pupil.model.classes} classes, the data have {classes}"
+    warnings.warn(f"{message}: a new one begins, UNTRAINED.", PrivlabWarning, stacklevel=2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(course.seed)
+        vit.reset_classifier(classes)
+    vit.to(pupil.model.mean.device)
+
+
+def _objective(course: Course) -> Any:  # noqa: ANN401
+    """Return the objective: the preset's, and what the user says."""
+    preset = PRESETS[course.recipe][course.preset]
+    return configured(OBJECTIVES[course.recipe], (*preset.options, *course.options))
 
 
 def _set_up(course: Course, examples: int) -> tuple[Any, Augmentation, Plan]:
     """Return objective, augmentation and plan: the preset's, and what the user says."""
     preset = PRESETS[course.recipe][course.preset]
-    kind = OBJECTIVES[course.recipe]
-    objective = configured(kind, (*preset.options, *course.options))
     augmentation = configured(Augmentation, course.options, asdict(preset.augmentation))
     said = {
         name: value
@@ -177,16 +261,16 @@ def _set_up(course: Course, examples: int) -> tuple[Any, Augmentation, Plan]:
     warmup = preset.warmup if course.warmup is None else course.warmup
     steps = max(1, math.ceil(epochs * examples / plan.batch_size))
     risen = min(steps, round(warmup * examples / plan.batch_size))
-    return objective, augmentation, replace(plan, steps=steps, warmup=risen)
+    return _objective(course), augmentation, replace(plan, steps=steps, warmup=risen)
 
 
-def _examples(course: Course, pupil: Victim, split: str | None) -> Examples:
+def _examples(course: Course, pupil: Victim | Pupil, split: str | None) -> Examples:
     source = open_images(course.data, split=split, limit=course.limit)
-    return read_examples(source, pupil.preprocessing.size, labelled=OBJECTIVES[course.recipe].labelled)
+    return read_examples(source, pupil.preprocessing.size, labelled=_objective(course).labelled)
 
 
-def _check_classes(pupil: Victim, data: Examples, course: Course) -> None:
-    classes = pupil.model.vit.num_classes
+def _check_classes(pupil: Victim | Pupil, data: Examples, course: Course) -> None:
+    classes = pupil.model.classes
     if int(data.labels.max()) >= classes:
         raise PrivlabError(
             f"{course.data} has the label {int(data.labels.max())}; {course.model} tells {classes} classes apart "
@@ -195,15 +279,18 @@ def _check_classes(pupil: Victim, data: Examples, course: Course) -> None:
 
 
 def _written(
-    course: Course, out: Path, pupil: Victim, data: Examples, plan: Plan, lesson: Lesson, command: str
+    course: Course, out: Path, pupil: Victim | Pupil, plan: Plan, lesson: Lesson, command: str, notes: Sequence[str]
 ) -> dict[str, Any]:
     """Write weights and card."""
     predictor = next((part for part in lesson.model.modules() if isinstance(part, PositionPredictor)), None)
+    head = lesson.model.folded() if isinstance(lesson.model, Head) else None
     if course.half:
-        lesson.model.half().float()
-    state = {k: v.detach().cpu().contiguous() for k, v in pupil.model.vit.state_dict().items()}
-    if pupil.model.unk_embed is not None:
-        state["unk_embed"] = pupil.model.unk_embed.detach().cpu()
+        for part in (lesson.model, pupil.model, *([head] if head else [])):
+            part.half().float()
+    kept = not isinstance(lesson.objective, Probe) or lesson.objective.for_victim
+    if head is not None and kept and isinstance(pupil, Victim):
+        pupil.model.vit.head.load_state_dict(head.state_dict())
+    state = {k: v.detach().cpu().contiguous() for k, v in stored.own_layout(pupil.model).items()}
     card: dict[str, Any] = {
         "model": course.model,
         "architecture": pupil.architecture,
@@ -211,20 +298,25 @@ def _written(
         "objective": asdict(lesson.objective),  # pyright: ignore[reportArgumentType]
         "augmentation": asdict(lesson.augmentation),
         "plan": asdict(plan),
-        "start": {"weights": pupil.weights.origin, "sha256": pupil.weights.sha256},
-        "data": {"source": Path(course.data).name, "split": course.split} | _of_data(data),
-        "skipped": list(data.skipped),
+        "start": {"weights": pupil.weights.origin, "sha256": pupil.weights.sha256, "notes": list(notes)},
+        "data": {"source": Path(course.data).name, "split": course.split} | _of_data(lesson.data),
+        "skipped": list(lesson.data.skipped),
         "course": _of_course(course),
         "command": command,
-        "sha256": stored.hash_of(state),
+        "sha256": stored.hash_of(state) if kept else None,
         "predictor_sha256": None if predictor is None else stored.hash_of(predictor.tensors()),
-        "test": _judged(course, pupil, predictor),
+        "probe_sha256": None if head is None else stored.hash_of(head.state_dict()),
+        "test": _judged(course, pupil, predictor, lesson.objective, head),
         "versions": versions(),
         "hardware": hardware(pupil.model.mean.device),
         "privlab": __version__,
     }
-    small = {k: v.half() for k, v in state.items()} if course.half else state
-    write_atomically(out / WEIGHTS, lambda path: stored.save(small, path))
+    if kept:
+        small = {k: v.half() if course.half and v.is_floating_point() else v for k, v in state.items()}
+        write_atomically(out / WEIGHTS, lambda path: stored.save(small, path))
+    if head is not None:
+        layer = (head.half() if course.half else head).state_dict()
+        write_atomically(out / PROBE, lambda path: stored.save(layer, path))
     if predictor is not None:
         write_atomically(out / PREDICTOR, lambda path: save_predictor(predictor, path, half=course.half))
     text = json.dumps(card, indent=1, ensure_ascii=False)
@@ -236,7 +328,13 @@ def _of_data(data: Examples) -> dict[str, Any]:
     return {"pictures": len(data), "sha256": data.identity}
 
 
-def _judged(course: Course, pupil: Victim, predictor: PositionPredictor | None) -> dict[str, Any] | None:
+def _judged(
+    course: Course,
+    pupil: Victim | Pupil,
+    predictor: PositionPredictor | None,
+    objective: Objective,
+    head: nn.Module | None,
+) -> dict[str, Any] | None:
     """Return what the model is worth on the test split: its places, or its classes at the γ of MJP's Table 1.
 
     None where there is no test split.
@@ -247,6 +345,9 @@ def _judged(course: Course, pupil: Victim, predictor: PositionPredictor | None) 
     told = {"split": course.test, "sha256": data.identity, "skipped": len(data.skipped)}
     if predictor is not None:
         return told | {"images": len(data)} | position_accuracy(predictor, data, seed=course.seed)
+    if head is not None and isinstance(objective, Probe) and isinstance(pupil, Victim):
+        share = probe_accuracy(objective, head, pupil.model, data, seed=course.seed)
+        return told | {"images": len(data), "accuracy": share}
     return told | asdict(worth(pupil.model, data, seed=course.seed))
 
 
@@ -254,6 +355,8 @@ def _of_course(course: Course) -> dict[str, Any]:
     """Return the course as plain data, without what does not shape its result, and without folders of a machine."""
     facts = asdict(course) | {"data": Path(course.data).name, "weights": Path(course.weights).name}
     del facts["save_every"], facts["keep"]
+    if facts["layer_decay"] is None:  # which older cards do not name
+        del facts["layer_decay"]
     return json.loads(json.dumps(facts))
 
 

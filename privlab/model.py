@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -63,6 +63,11 @@ class VictimModel(nn.Module):
         self.register_buffer("mean", like.new_tensor(mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", like.new_tensor(std).view(-1, 1, 1), persistent=False)
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return the patterns by which timm tells the layers: embedding, blocks, and the rest (BEiT, MAE)."""
+        stem = r"^(?:unk_embed|vit\.(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre))"
+        return {"stem": stem, "blocks": [(r"^vit\.blocks\.(\d+)", None)]}
+
     @property
     def patch(self) -> int:
         """Return the side of a patch, in pixels."""
@@ -78,6 +83,21 @@ class VictimModel(nn.Module):
         """Return (c, h, w) of the input."""
         height, width = self.grid
         return self.vit.patch_embed.proj.in_channels, height * self.patch, width * self.patch
+
+    @property
+    def classes(self) -> int:
+        """Return the number of classes."""
+        return self.vit.num_classes
+
+    @property
+    def slot_pe(self) -> Float[Tensor, "n d"] | None:
+        """Return the PEs of the patches, if there are any."""
+        pe = self.vit.pos_embed
+        return None if pe is None else pe[0, -self.vit.patch_embed.num_patches :]
+
+    def slots(self, masked: Bool[Tensor, "b n"]) -> Bool[Tensor, "b n"]:
+        """Return which PEs belong to patches that are masked: a ViT's patch has one."""
+        return masked
 
     def normalise(self, images: Float[Tensor, "*b c h w"]) -> Float[Tensor, "*b c h w"]:
         """Return (images − mean) / std."""
@@ -135,6 +155,16 @@ class VictimModel(nn.Module):
     def head(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b y"]:
         """Return F₂(T(z₀)): the logits that the client computes of what comes back."""
         return self.vit.forward_head(self.vit.norm(tokens))
+
+    def features(
+        self, images: Float[Tensor, "b c h w"], masked_pe: Bool[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b d"]:
+        """Return what the classifier reads: F_cls, normalised."""
+        return self.vit.forward_head(self.vit.norm(self.backbone(self.embed(images, masked_pe))), pre_logits=True)
+
+    def logits(self, features: Float[Tensor, "b d"]) -> Float[Tensor, "b y"]:
+        """Return the logits of `features`."""
+        return self.vit.head(features)
 
     def forward(
         self,

@@ -1,6 +1,7 @@
 """How often a position predictor is right, by what is hidden from it."""
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,7 +13,7 @@ from privlab.recipes.droppos import TrainDropPos
 from privlab.recipes.mp3 import TrainMp3
 from privlab.training.examples import Examples
 
-__all__ = ["position_accuracy"]
+__all__ = ["DROPPED", "HIDDEN", "position_accuracy"]
 
 HIDDEN = (0.0, 0.25, 0.5, 0.75)
 """η, or γ, at which position predictors are judged."""
@@ -23,12 +24,18 @@ DROPPED = (0.25, 0.5, 0.75, 0.95)
 
 @torch.no_grad()
 def position_accuracy(
-    predictor: PositionPredictor, data: Examples, *, seed: int = 0, batch: int = 250
+    predictor: PositionPredictor,
+    data: Examples,
+    *,
+    seed: int = 0,
+    batch: int = 250,
+    hidden: Sequence[float] = HIDDEN,
 ) -> dict[str, float]:
     """Return the shares of patches whose likeliest slot is their own, in [0, 1], by what is hidden.
 
-    Of MP3, over all patches, `accuracy_eta_E` for each η, and `accuracy` at η = 0; of DropPos, over the patches whose
-    PE is dropped, `accuracy_gamma_G_pos_P` for each γ and γ_pos, and their mean as `accuracy`.
+    Of MP3, over all patches, `accuracy_eta_E` for each η of `hidden`, and `accuracy` at η = 0; of DropPos, over the
+    patches whose PE is dropped, `accuracy_gamma_G_pos_P` for each γ of `hidden` and each γ_pos of `DROPPED`, and their
+    mean as `accuracy`.
 
     Source: MP3, Figure 3; DropPos, Section 4.1 and Tables S3 to S5.
     """
@@ -36,7 +43,7 @@ def position_accuracy(
     hits: dict[str, Int[Tensor, " 2"]] = {}
     for rows in torch.arange(len(data)).split(batch):
         images, draw = data.pixels(rows).to(predictor.model.mean), draw_for(seed, str(int(rows[0])), "positions")
-        for name, right in _right(predictor, images, data.labels[rows], draw).items():
+        for name, right in _right(predictor, images, data.labels[rows], hidden, draw).items():
             counts = torch.tensor([int(right.sum()), right.numel()])
             hits[name] = hits.get(name, torch.zeros_like(counts)) + counts
     shares = {name: int(right) / int(of) for name, (right, of) in hits.items()}
@@ -45,17 +52,21 @@ def position_accuracy(
 
 
 def _right(
-    predictor: PositionPredictor, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], draw: Generator
+    predictor: PositionPredictor,
+    images: Float[Tensor, "b c h w"],
+    labels: Int[Tensor, " b"],
+    hidden: Sequence[float],
+    draw: Generator,
 ) -> dict[str, Bool[Tensor, " k"]]:
     """Return, under each name, which patches of a batch are told right."""
     found = {}
     if isinstance(predictor, Mp3Network):
-        for eta in HIDDEN:
+        for eta in hidden:
             patches, context = TrainMp3(eta=eta).batch(images, labels, predictor.model, draw)
             guess = predictor(patches, context.to(patches.device)).argmax(2)
             found[f"accuracy_eta_{eta:g}"] = (guess == torch.arange(guess.shape[1]).to(guess)).flatten()
     if isinstance(predictor, DropPosNetwork):
-        for gamma, dropped in itertools.product(HIDDEN, DROPPED):
+        for gamma, dropped in itertools.product(hidden, DROPPED):
             objective = TrainDropPos(gamma=gamma, gamma_pos=dropped)
             made = objective.batch(images, labels, predictor.model, draw)[:3]
             patches, visible, known = (each.to(images.device) for each in made)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from privlab.backbones import Pupil
 from privlab.errors import PrivlabError
 from privlab.images import ImageSource, batches, open_images
 from privlab.victims import Victim
@@ -135,7 +136,7 @@ def mean_corruption_error(rows: list[Corrupted], baseline: Mapping[str, float]) 
 
 
 def corruption_errors(
-    victim: Victim, root: Path, *, classes: Classes = None, limit: int | None = None, size: int = 64, show: Show
+    victim: Victim | Pupil, root: Path, *, classes: Classes = None, limit: int | None = None, size: int = 64, show: Show
 ) -> list[Corrupted]:
     """Return the error by corruption and severity, of a folder CORRUPTION/SEVERITY/class folders.
 
@@ -182,7 +183,7 @@ def outlier_aupr(outliers: Outputs, inliers: Outputs) -> float:
 
 @torch.no_grad()
 def outputs(
-    victim: Victim, source: ImageSource, *, labelled: bool = True, size: int = 64, show: Show | None = None
+    victim: Victim | Pupil, source: ImageSource, *, labelled: bool = True, size: int = 64, show: Show | None = None
 ) -> Outputs:
     """Return logits and labels of all pictures that can be read.
 
@@ -199,14 +200,14 @@ def outputs(
 
 
 def read_batches(
-    victim: Victim, source: ImageSource, skipped: list[str], *, labelled: bool = True, size: int = 64
+    victim: Victim | Pupil, source: ImageSource, skipped: list[str], *, labelled: bool = True, size: int = 64
 ) -> Iterator[tuple[Float[Tensor, "b 3 h w"], Int[Tensor, " b"]]]:
     """Yield preprocessed pictures and their labels; the names of those that cannot be read go to `skipped`.
 
     Raises:
         PrivlabError: if none can be read, or `labelled` and labels are missing or not the victim's.
     """
-    classes, names = victim.model.vit.num_classes, source.class_names
+    classes, names = victim.model.classes, source.class_names
     if labelled and names is not None and len(names) != classes:
         raise PrivlabError(
             f"{source.description}: {victim.name} tells {classes} classes apart. Give a folder for each of them."

@@ -12,7 +12,7 @@ from privlab import weights as stored
 from privlab.errors import PrivlabError, unknown_name
 from privlab.training import write_atomically
 from privlab.victims import ARCHITECTURES, resolve, victim
-from privlab.zoo import COMPACT, ZOO, shipped
+from privlab.zoo import COMPACT, PLACERS, ZOO, shipped
 
 __all__ = ["Model", "fetch", "import_weights", "models", "show", "store"]
 
@@ -44,7 +44,8 @@ def models() -> list[Model]:
         for name, architecture in ARCHITECTURES.items()
         if architecture not in COMPACT
     ]
-    return [*zoo, *hub, *(_imported(path) for path in sorted(store().glob("*.safetensors")))]
+    placers = [_model(name, "zoo", "cifar_vit", shipped(name), about) for name, about in PLACERS.items()]
+    return [*zoo, *placers, *hub, *(_imported(path) for path in sorted(store().glob("*.safetensors")))]
 
 
 def show(name: str) -> dict[str, Any]:
@@ -67,7 +68,8 @@ def show(name: str) -> dict[str, Any]:
         return asdict(found) | {"sha256": None, "card": None, "matches": None}
     path = Path(found.file)
     digest, card = _digest(path), _card(path)
-    matches = None if card is None else card.get("sha256") == digest
+    stated = () if card is None else (card.get("sha256"), card.get("predictor_sha256"))
+    matches = None if card is None else digest in stated
     return asdict(found) | {"sha256": digest, "card": card, "matches": matches}
 
 
@@ -166,7 +168,7 @@ def _card(path: Path) -> dict[str, Any] | None:
         PrivlabError: if it is damaged.
     """
     for card in (path.with_suffix(".json"), path.with_name("card.json")):
-        if card.is_file() and (card.stem == path.stem or path.name == "model.safetensors"):
+        if card.is_file() and (card.stem == path.stem or path.name in ("model.safetensors", "predictor.safetensors")):
             try:
                 read = json.loads(card.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:

@@ -19,9 +19,9 @@ from privlab.images import Preprocessing
 from privlab.model import AprilBlock, VictimModel, april_twin
 from privlab.registry import with_plugins
 from privlab.threat import PrivlabWarning
-from privlab.zoo import BASE, COMPACT, ZOO, shipped
+from privlab.zoo import BACKBONES, BASE, COMPACT, ZOO, shipped
 
-__all__ = ["ARCHITECTURES", "Victim", "Weights", "resolve", "victim", "victim_names"]
+__all__ = ["ARCHITECTURES", "Victim", "Weights", "resolve", "victim", "victim_names", "weights_file"]
 
 ARCHITECTURES: dict[str, str] = {
     "vit_ti": "vit_tiny_patch16_224",
@@ -125,6 +125,7 @@ def victim(
     block: str = "stock",
     img_size: int | None = None,
     seed: int = 0,
+    start: bool = False,
 ) -> Victim:
     """Make a victim from a name or from a timm model of your own, which is copied and left as it is.
 
@@ -136,6 +137,8 @@ def victim(
         img_size: the side of the input, in pixels, a multiple of the patches'; the position embeddings are resized as
             timm does. A model of your own keeps its size.
         seed: of random weights.
+        start: whether weights are but the start of a training: position embeddings that they lack begin as random
+            ones do, with a warning, and are no error.
 
     Raises:
         PrivlabError: for an unknown name, weights that do not fit, or a model that is no plain ViT.
@@ -145,7 +148,10 @@ def victim(
     """
     if block not in ("stock", "april"):
         raise unknown_name("block", block, ("stock", "april"))
-    made = _own(model, weights) if isinstance(model, VisionTransformer) else _named(model, str(weights), img_size, seed)
+    if isinstance(model, VisionTransformer):
+        made = _own(model, weights)
+    else:
+        made = _named(model, str(weights), img_size, seed, start=start)
     _, height, width = made.model.image_shape
     if img_size is not None and (height, width) != (img_size, img_size):
         raise PrivlabError(
@@ -162,15 +168,15 @@ def _own(vit: VisionTransformer, weights: str | Path) -> Victim:
     return _assemble(name, name, copy.deepcopy(vit), "given")
 
 
-def _named(name: str, weights: str, img_size: int | None, seed: int) -> Victim:
+def _named(name: str, weights: str, img_size: int | None, seed: int, *, start: bool) -> Victim:
     if name in (plugins := with_plugins({}, "privlab.victims")):
         return replace(_own(plugins[name](), weights), name=name)
     architecture, variant = resolve(name)
-    path = _file(name, architecture, weights, seed)
+    path = weights_file(name, architecture, weights, seed)
     if path is not None:
         trained = name if architecture in COMPACT else architecture
         origin = f"pretrained:{trained}" if weights in ("auto", "pretrained") else f"file:{path.name}"
-        return _trained(name, architecture, variant, path, origin, img_size)
+        return _trained(name, architecture, variant, path, origin, img_size, start=seed if start else None)
     vit = _create(architecture, variant, img_size, seed=seed)
     if variant == "_mjp":
         _warn(f"{name}: E_unk is random too, UNTRAINED.")
@@ -178,7 +184,7 @@ def _named(name: str, weights: str, img_size: int | None, seed: int) -> Victim:
     return _assemble(name, architecture, vit, "random")
 
 
-def _file(name: str, architecture: str, weights: str, seed: int) -> Path | None:
+def weights_file(name: str, architecture: str, weights: str, seed: int) -> Path | None:
     """Return the file of the weights that are asked for; None for random ones, with a warning."""
     if weights not in ("auto", "pretrained", "random"):
         return Path(weights)
@@ -207,9 +213,15 @@ def _pretrained(name: str, architecture: str) -> Path:
     raise stored.WeightsUnavailable(f"this package holds no trained weights of {name}; `privlab train` makes some.")
 
 
-def _trained(name: str, architecture: str, variant: str, path: Path, origin: str, img_size: int | None) -> Victim:
+def _trained(
+    name: str, architecture: str, variant: str, path: Path, origin: str, img_size: int | None, *, start: int | None
+) -> Victim:
+    """Return a victim with the weights of a file; with `start`, a seed, it may lack position embeddings."""
     state, unknown = stored.from_any_layout(stored.read_state(path))
-    vit = _create(architecture, variant, img_size, classes=_classes(state))
+    vit = _create(architecture, variant, img_size, seed=start or 0, classes=_classes(state))
+    if start is not None and vit.pos_embed is not None and "pos_embed" not in state:
+        _warn(f"{name}: the weights hold no position embeddings; they begin as timm draws them, UNTRAINED.")
+        state["pos_embed"] = vit.pos_embed.detach()
     if variant == "_nope" and state.pop("pos_embed", None) is not None:
         _warn(f"{name}: the weights were trained with position embeddings, which are left out here.")
     if unknown is not None and variant != "_mjp":
@@ -245,6 +257,11 @@ def resolve(name: str) -> tuple[str, str]:
             return ARCHITECTURES[base], variant
     if name in ZOO:
         return ZOO[name].architecture, ZOO[name].variant
+    if name.removesuffix("_mjp") in BACKBONES:
+        raise PrivlabError(
+            f"This needs a plain ViT, timm's VisionTransformer. Found {name}, which `privlab train classify|mjp`, of "
+            "NAME_relpos also finetune, and `privlab evaluate` take, and nothing else does."
+        )
     raise unknown_name("model", name, [*victim_names(), "timm:NAME"])
 
 

@@ -14,16 +14,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
-from torch import Tensor
+from torch import Tensor, nn
 
 from privlab.errors import PrivlabError
 
 __all__ = [
     "WeightsUnavailable",
+    "fill",
     "fit",
     "from_any_layout",
     "hash_of",
     "offline",
+    "own_layout",
     "pretrained_file",
     "reachable",
     "read_state",
@@ -114,9 +116,14 @@ def from_any_layout(state: State) -> tuple[State, Tensor | None]:
 
 def _bare(name: str) -> str:
     """Return a tensor's name without what wraps the model: DDP, the victim, and its regressor in a checkpoint."""
-    for wrapper in ("module.", "victim.", "vit."):
+    for wrapper in ("module.", "victim.", "vit.", "net."):
         name = name.removeprefix(wrapper)
     return name
+
+
+def own_layout(model: nn.Module) -> State:
+    """Return what is stored of a model, in privlab's own layout: timm's names, and `unk_embed` for E_unk."""
+    return {_bare(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def fit(vit: VisionTransformer, state: State, source: str, *, resize: bool = False) -> None:
@@ -133,23 +140,31 @@ def fit(vit: VisionTransformer, state: State, source: str, *, resize: bool = Fal
         # A grid that cannot be: the shapes below say so.
         with suppress(RuntimeError, ValueError, IndexError, AssertionError):
             state = checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
+    fill(vit, state, source, " (--img-size resizes position embeddings)" if resized and not resize else "")
+
+
+def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
+    """Load a state under the network's own names; `hint` ends the refusal of what does not fit.
+
+    Raises:
+        PrivlabError: with the names of the missing, unexpected and mis-shaped tensors.
+    """
+    want = net.state_dict()
     shapes = [
         f"{k} {tuple(state[k].shape)} instead of {tuple(want[k].shape)}"
         for k in want
         if k in state and state[k].shape != want[k].shape
     ]
     problems = {
-        "missing": [k for k in want if k not in state],
+        "missing": [k for k in want if k not in state and not k.endswith("num_batches_tracked")],
         "unexpected": [k for k in state if k not in want],
         "mis-shaped": shapes,
     }
     found = "; ".join(f"{kind}: {_first(names)}" for kind, names in problems.items() if names)
-    if found and resized and not resize:
-        found += " (--img-size resizes position embeddings)"
     if found:
-        raise PrivlabError(f"The weights of {source} do not fit this model. {found}.")
+        raise PrivlabError(f"The weights of {source} do not fit this model. {found}{hint}.")
     try:
-        vit.load_state_dict(state)
+        net.load_state_dict(state)
     except RuntimeError as error:  # tensors that are sparse or quantised
         raise PrivlabError(f"The weights of {source} cannot be copied into this model: {error}.") from error
 

@@ -1,11 +1,11 @@
-"""The compact ViTs that come with privlab: their shapes, and their trained weights where the package holds them."""
+"""The compact networks that come with privlab: their shapes, and their trained weights where the package holds them."""
 
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BASE", "COMPACT", "ZOO", "Entry", "shipped"]
+__all__ = ["BACKBONES", "BASE", "COMPACT", "PLACERS", "ZOO", "Entry", "shipped"]
 
 _CIFAR: dict[str, Any] = {
     "img_size": 32,
@@ -27,6 +27,39 @@ BASE = "vit_tiny_patch16_224"
 COMPACT: dict[str, dict[str, Any]] = {"cifar_vit": _CIFAR}
 """Our name of an architecture -> what it changes of timm's `BASE`. N = 64 tokens are fewer than D = 128, MJP's too."""
 
+_CIFAR_SWIN: dict[str, Any] = {
+    "img_size": 32,
+    "patch_size": 2,
+    "embed_dim": 48,
+    "depths": (2, 2, 2),
+    "num_heads": (2, 4, 8),
+    "window_size": 4,
+    "num_classes": 10,
+    "pretrained_cfg_overlay": _CIFAR["pretrained_cfg_overlay"],
+}
+_CIFAR_RESNET: dict[str, Any] = {
+    "channels": (32, 64, 128, 256),
+    "num_classes": 10,
+    "pretrained_cfg_overlay": _CIFAR["pretrained_cfg_overlay"],
+}
+
+BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
+    "swin_t": ("swin_tiny_patch4_window7_224", {}),
+    "swin_s": ("swin_small_patch4_window7_224", {}),
+    "swin_b": ("swin_base_patch4_window7_224", {}),
+    "cifar_swin": ("swin_tiny_patch4_window7_224", _CIFAR_SWIN),
+    "resnet50": ("resnet50", {}),
+    "cifar_resnet": ("resnet18", _CIFAR_RESNET),
+    "cifar_vit_relpos": (BASE, _CIFAR | {"pos_embed": "none"}),
+    "vit_ti_relpos": ("vit_tiny_patch16_224", {"pos_embed": "none"}),
+    "vit_s_relpos": ("vit_small_patch16_224", {"pos_embed": "none"}),
+    "vit_b_relpos": ("vit_base_patch16_224", {"pos_embed": "none"}),
+}
+"""Our name of what is trained and judged, but not attacked -> timm's, and what it changes of that.
+
+The Swins also come as NAME_mjp (with absolute position embeddings and E_unk); NAME_relpos has relative ones alone.
+"""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -43,11 +76,16 @@ ZOO: dict[str, Entry] = {
     "cifar_vit_nope": Entry("cifar_vit", "_nope", "without position embeddings"),
     "cifar_vit_mjp": Entry("cifar_vit", "_mjp", "MJP at γ = 0.03, as the paper trains"),
     "cifar_vit_mjp27": Entry("cifar_vit", "_mjp", "MJP at γ = 0.27"),
+    "cifar_vit_mp3": Entry("cifar_vit", "", "MP3-pretrained, fine-tuned"),
+    "cifar_vit_droppos": Entry("cifar_vit", "", "DropPos-pretrained, fine-tuned"),
 }
 """The victims of the zoo by name."""
 
+PLACERS = {"cifar_mp3": "position predictor: MP3", "cifar_droppos": "position predictor: DropPos"}
+"""The position predictors of the zoo by name."""
+
 
 def shipped(name: str) -> Path | None:
-    """Return the weights of a victim of the zoo; None where this package holds none."""
+    """Return the weights of a victim or a position predictor of the zoo; None where this package holds none."""
     path = Path(str(resources.files("privlab.models") / f"{name}.safetensors"))
     return path if path.is_file() else None

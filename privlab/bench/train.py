@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from privlab.bench.common import Bench, median_seconds
 from privlab.draws import draw_for
 from privlab.machine import hardware, pick_device, versions
+from privlab.model import VictimModel
 from privlab.options import configured
 from privlab.recipes import OBJECTIVES, Lesson
 from privlab.run import Progress
@@ -84,6 +85,7 @@ def _stages(model: str, batch: int, steps: int, device: torch.device) -> dict[st
         for name, victim_name in of.items()
     }
     bare, fused = (_lesson("classify", model, batch, (), device, _STILL) for _ in range(2))
+    assert isinstance(fused.victim, VictimModel)
     for block in fused.victim.vit.blocks:
         setattr(block.attn, "fused_attn", True)  # noqa: B010  # timm's modules are typed loosely
     stages: dict[str, Callable[[], object]] = {
@@ -122,6 +124,7 @@ def _lesson(
 def _bare(lesson: Lesson, plan: Plan) -> None:
     """Train as a script of twenty lines would: nothing is logged, checked or seeded."""
     model, data, device = lesson.victim, lesson.data, lesson.victim.mean.device
+    assert isinstance(model, VictimModel)
     optimizer = create_optimizer_v2(model, opt=plan.optimiser, lr=plan.learning_rate, weight_decay=plan.weight_decay)
     model.train()
     for _ in range(plan.steps):

@@ -7,6 +7,7 @@ import click
 from rich.table import Table
 
 from privlab.cli.common import common, err, print_json, print_rows, print_table, warned
+from privlab.errors import PrivlabError
 
 __all__ = ["finetune_study", "study"]
 
@@ -136,3 +137,68 @@ def position_embeddings(
     print_rows(to_rows(facts), as_json=False)
     for path in paths:
         err.print(f"Figure: {path}", markup=False)
+
+
+@study.command("positions")
+@click.option("--predictor", "predictors", multiple=True, required=True, metavar="FILE|NAME", help="May be repeated.")
+@click.option("--images", required=True, help="samples, a folder, a Parquet file, a data set.")
+@click.option("--split", help="Of a folder or a data set: what is looked at.")
+@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Use N images.")
+@click.option("--train-split", help="Where the k-NN probe finds its neighbours; no probe without.")
+@click.option("--train-limit", type=click.IntRange(min=1), default=5000, show_default=True, help="Use N images of it.")
+@click.option("--pictures", type=click.IntRange(min=1), default=4, show_default=True, help="Draw N reconstructions.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--figures", type=click.Choice(["svg", "png", "pdf"]), default="svg", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study.")
+@common
+def position_predictors(
+    predictors: tuple[str, ...],
+    figures: str,
+    out: Path,
+    as_json: bool,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """What position predictors can do, and how: Figures 2, 3, 8, 9 of MP3, Figure 3 and Tables S3 to S5 of DropPos."""
+    from privlab.experiments.position_predictors import PredictorStudy, to_rows
+    from privlab.experiments.position_predictors import study as run
+    from privlab.report.figures_predictors import draw_predictors
+
+    facts = run(PredictorStudy(predictors=predictors, **options), out, say=lambda line: err.print(line, markup=False))
+    paths = draw_predictors(out, figures)
+    if as_json:
+        print_json({"predictors": facts, "figures": [str(path) for path in paths]})
+        return
+    print_rows(to_rows(facts), as_json=False)
+    for path in paths:
+        err.print(f"Figure: {path}", markup=False)
+
+
+@study.command("placement")
+@click.option("--images", required=True, help="samples, a folder, a Parquet file, a data set.")
+@click.option("--split", help="Of a folder or a data set.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use N images.")
+@click.option("--img-size", type=click.IntRange(min=8), default=32, show_default=True, help="Side of the images.")
+@click.option("--patch", type=click.IntRange(min=1), default=4, show_default=True, help="Side of a patch.")
+@click.option("--gamma", "gammas", default="0.03,0.15,0.27,0.5,0.9,1", show_default=True, help="With commas.")
+@click.option("--reassembly", "solvers", default="border,mp3,droppos", show_default=True, help="With commas.")
+@click.option("--set", "options", multiple=True, metavar="[NAME.]KEY=VALUE", help="Option of a re-assembly.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study.")
+@common
+def placement(gammas: str, solvers: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """How many of the patches that MJP or a row permutation shuffled each re-assembly puts back."""
+    from privlab.experiments.placement import PlacementStudy, to_rows
+    from privlab.experiments.placement import study as run
+
+    options["options"] = tuple(options["options"])
+    plan = PlacementStudy(gammas=_numbers(gammas), solvers=tuple(solvers.split(",")), **options)
+    facts = run(plan, out, say=lambda line: err.print(line, markup=False))
+    print_json(facts) if as_json else print_rows(to_rows(facts), as_json=False)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Return the numbers that stand between commas."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise PrivlabError(f"--gamma takes numbers in (0, 1] with commas between them. Found '{text}'.") from error

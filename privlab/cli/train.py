@@ -28,6 +28,7 @@ __all__ = ["train"]
 @click.option("--optimiser", help="One of timm's.")
 @click.option("--learning-rate", type=float)
 @click.option("--weight-decay", type=float)
+@click.option("--layer-decay", type=float, help="Learning rate of a layer over that of the next one.")
 @click.option("--schedule", help="One of timm's: cosine, poly, constant …")
 @click.option("--clip", type=float, help="Largest norm of a gradient; 0 for none.")
 @click.option("--ema", type=float, help="Decay of the moving average of the weights; 0 for none.")
@@ -42,7 +43,7 @@ __all__ = ["train"]
 @common
 @click.pass_context
 def train(context: click.Context, device: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """Train a victim by RECIPE: classify, mjp, mp3 or droppos; checkpoints, log, weights and their card go to --out."""
+    """Train a victim by RECIPE: classify, mjp, mp3, droppos, finetune or probe; all that comes of it goes to --out."""
     from privlab.lessons import Course, teach
     from privlab.machine import pick_device
 
@@ -61,7 +62,9 @@ def train(context: click.Context, device: str, out: Path, as_json: bool, **optio
         print_json(card)
         return
     table = Table("what", "value", header_style="bold")
-    table.add_row("weights", str(out / "model.safetensors"))
+    for what, name, key in (("weights", "model", "sha256"), ("probe", "probe", "probe_sha256")):
+        if card.get(key):
+            table.add_row(what, str(out / f"{name}.safetensors"))
     table.add_row("steps", str(card["plan"]["steps"]))
     for name, value in (card["test"] or {}).items():
         table.add_row(f"test {name.replace('_', ' ')}", f"{value:.4f}" if isinstance(value, float) else str(value))

@@ -1,15 +1,15 @@
 """`classify`: cross-entropy of a ViT on labelled pictures, as DeiT is trained."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
+from privlab.backbones import Classifier
 from privlab.errors import PrivlabError
-from privlab.model import VictimModel
 
 __all__ = ["Classify"]
 
@@ -31,7 +31,6 @@ class Classify:
 
     name: ClassVar[str] = "classify"
     paper: ClassVar[str] = "DeiT (Touvron et al. 2021)"
-    labelled: ClassVar[bool] = True
 
     smoothing: float = 0.1
     mixup: float = 0.0
@@ -45,15 +44,20 @@ class Classify:
             if getattr(self, key) < 0:
                 raise PrivlabError(f"{key} must be at least 0. Found {getattr(self, key)}.")
 
-    def module(self, model: VictimModel) -> nn.Module:
+    @property
+    def labelled(self) -> bool:
+        """Return whether it needs labels."""
+        return True
+
+    def module(self, model: Any) -> nn.Module:  # noqa: ANN401  # a `Classifier`, or what a kind of it takes
         """Return the victim alone."""
         return model
 
     def batch(
-        self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: VictimModel, draw: Generator
+        self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: Classifier, draw: Generator
     ) -> tuple[Tensor, ...]:
         """Return pictures, and labels as rows of probabilities."""
-        return self.mixed(images, F.one_hot(labels, model.vit.num_classes).float(), draw)
+        return self.mixed(images, F.one_hot(labels, model.classes).float(), draw)
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
         """Return L_CE."""

@@ -44,7 +44,6 @@ class TrainDropPos:
 
     name: ClassVar[str] = "droppos"
     paper: ClassVar[str] = "DropPos (Wang et al. 2023), Eq. 4 to 9"
-    labelled: ClassVar[bool] = False
 
     gamma: float = 0.75
     gamma_pos: float = 0.75
@@ -66,6 +65,11 @@ class TrainDropPos:
                 raise PrivlabError(f"{key} (σ) must be at least 0 and finite. Found {getattr(self, key)}.")
         if not self.temperature > 0:
             raise PrivlabError(f"temperature (τ) must be positive. Found {self.temperature}.")
+
+    @property
+    def labelled(self) -> bool:
+        """Return whether it needs labels."""
+        return False
 
     def module(self, model: VictimModel) -> nn.Module:
         """Return the predictor on the victim's ViT, whose own PEs become the fixed ones, to be fine-tuned from there.

@@ -7,30 +7,40 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
+from timm.layers import DropPath
 from torch import Generator, Tensor, nn
 
+from privlab.backbones import Classifier
 from privlab.model import VictimModel
 from privlab.training.examples import Augmentation, Examples
 from privlab.weights import hash_of
 
-__all__ = ["Lesson", "Objective"]
+__all__ = ["Lesson", "Objective", "set_drop_path"]
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """A frozen dataclass of hyper-parameters: what is learnt; `labelled` says whether it needs labels."""
+    """A frozen dataclass of hyper-parameters: what is learnt; `model` is a VictimModel, of some any `Classifier`."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     name: ClassVar[str]
     paper: ClassVar[str]
-    labelled: ClassVar[bool]
 
-    def module(self, model: VictimModel) -> nn.Module:
+    @property
+    def labelled(self) -> bool:
+        """Return whether it needs labels."""
+        ...
+
+    def module(self, model: Any) -> nn.Module:  # noqa: ANN401
         """Return what is trained: the model, with what is trained beside it and left behind."""
         ...
 
     def batch(
-        self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: VictimModel, draw: Generator
+        self,
+        images: Float[Tensor, "b c h w"],
+        labels: Int[Tensor, " b"],
+        model: Any,  # noqa: ANN401
+        draw: Generator,
     ) -> tuple[Tensor, ...]:
         """Return what a step computes on, of augmented pictures."""
         ...
@@ -56,7 +66,7 @@ class Lesson:
     Which run another continues is told by data, objective, augmentation and the weights at the start.
     """
 
-    victim: VictimModel
+    victim: Classifier
     data: Examples
     objective: Objective
     augmentation: Augmentation
@@ -94,3 +104,12 @@ class Lesson:
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...], draw: Generator) -> Tensor:
         """Return the objective's loss."""
         return self.objective.loss(model, batch)
+
+
+def set_drop_path(model: Classifier, most: float) -> None:
+    """Let blocks be skipped in training at a rate that grows linearly from zero in the first to `most` in the last."""
+    blocks = model.vit.blocks if isinstance(model, VictimModel) else model.net.blocks
+    depth = len(blocks)
+    for i, block in enumerate(blocks):
+        rate = most * i / max(depth - 1, 1)
+        block.drop_path1, block.drop_path2 = DropPath(rate), DropPath(rate)  # pyright: ignore[reportAttributeAccessIssue]

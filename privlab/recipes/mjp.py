@@ -6,8 +6,8 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
+from privlab.backbones import Classifier
 from privlab.errors import PrivlabError, unknown_name
-from privlab.model import VictimModel
 from privlab.patches import jigsaw
 from privlab.recipes.classify import Classify
 from privlab.recipes.dal import DALS, Dal
@@ -47,7 +47,7 @@ class TrainMjp(Classify):
         if self.weight < 0:
             raise PrivlabError(f"weight (λ) must be at least 0. Found {self.weight}.")
 
-    def module(self, model: VictimModel) -> nn.Module:
+    def module(self, model: Classifier) -> nn.Module:
         """Return the victim with the regressor beside it.
 
         Raises:
@@ -59,12 +59,12 @@ class TrainMjp(Classify):
             )
         if self.dal == "none":
             return _Taught(model, None)
-        if model.vit.pos_embed is None:
+        if (pe := model.slot_pe) is None:
             raise PrivlabError("DAL regresses places from position embeddings; this model has none: --set dal=none.")
-        return _Taught(model, Dal(self.dal, model.vit.embed_dim, model.grid))
+        return _Taught(model, Dal(self.dal, pe.shape[1], model.grid))
 
     def batch(
-        self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: VictimModel, draw: Generator
+        self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: Classifier, draw: Generator
     ) -> tuple[Tensor, ...]:
         """Return x̃, labels and masks (Alg. 1)."""
         images, soft = super().batch(images, labels, model, draw)
@@ -82,7 +82,7 @@ class TrainMjp(Classify):
 class _Taught(nn.Module):
     """A victim and the regressor that is trained beside it, and left behind."""
 
-    def __init__(self, victim: VictimModel, dal: Dal | None) -> None:
+    def __init__(self, victim: Classifier, dal: Dal | None) -> None:
         super().__init__()
         self.victim, self.dal = victim, dal
 
@@ -90,7 +90,7 @@ class _Taught(nn.Module):
         self, images: Float[Tensor, "b c h w"], masked: Bool[Tensor, "b n"], unknown: bool
     ) -> tuple[Tensor, Tensor | None]:
         logits = self.victim(images, masked if unknown else None)
-        pe = self.victim.vit.pos_embed
+        pe = self.victim.slot_pe
         if self.dal is None or pe is None:
             return logits, None
-        return logits, self.dal(pe[0, -masked.shape[1] :], ~masked)
+        return logits, self.dal(pe, ~self.victim.slots(masked))

@@ -5,13 +5,13 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from timm.layers import DropPath
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.positions import Mp3Network, tiles
+from privlab.recipes.lesson import set_drop_path
 
 __all__ = ["TrainMp3", "some_of"]
 
@@ -32,7 +32,6 @@ class TrainMp3:
 
     name: ClassVar[str] = "mp3"
     paper: ClassVar[str] = "MP3 (Zhai et al. 2022), Alg. 1"
-    labelled: ClassVar[bool] = False
 
     eta: float = 0.75
     drop_path: float = 0.1
@@ -43,12 +42,14 @@ class TrainMp3:
             if not 0 <= getattr(self, key) < 1:
                 raise PrivlabError(f"{key}{sign} must be in [0, 1). Found {getattr(self, key)}.")
 
+    @property
+    def labelled(self) -> bool:
+        """Return whether it needs labels."""
+        return False
+
     def module(self, model: VictimModel) -> nn.Module:
         """Return the predictor on the victim's ViT, whose position embeddings, if it has any, are not used."""
-        depth = len(model.vit.blocks)
-        for i, block in enumerate(model.vit.blocks):
-            rate = self.drop_path * i / max(depth - 1, 1)
-            block.drop_path1, block.drop_path2 = DropPath(rate), DropPath(rate)  # pyright: ignore[reportAttributeAccessIssue]
+        set_drop_path(model, self.drop_path)
         return Mp3Network(model)
 
     def batch(

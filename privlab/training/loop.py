@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,7 @@ class _Run:
         self.fabric = _fabric(plan, compute)
         with _without_advice():
             self.model, self.optimizer = self.fabric.setup(recipe.model, optimizer)
-        identity = {"recipe": recipe.identity} | {name: str(value) for name, value in asdict(plan).items()}
+        identity = {"recipe": recipe.identity} | plan.identity()
         self.checkpoints = None if out is None else Checkpoints(out / "checkpoints", identity)
         self.kept = None if out is None else out / "kept"
         self.average = ModelEmaV3(recipe.model, decay=plan.ema) if plan.ema else None
@@ -163,7 +162,7 @@ class _Run:
             steps=self.plan.steps,
             epoch=done * self.plan.batch_size / len(self.recipe),
             loss=math.fsum(losses) / len(losses),
-            learning_rate=self.optimizer.param_groups[0]["lr"],
+            learning_rate=_rate(self.optimizer),
             seconds=seconds,
             seconds_left=seconds / (done - self.first) * (self.plan.steps - done),
         )
@@ -216,8 +215,15 @@ def _optimiser(recipe: Recipe, plan: Plan) -> tuple[torch.optim.Optimizer, Any]:
     from timm.optim import create_optimizer_v2
     from timm.scheduler import create_scheduler_v2
 
+    layered = plan.layer_decay != 1
+    if layered and not hasattr(recipe.model, "group_matcher"):
+        raise PrivlabError("layer_decay needs a model that knows its layers: leave it out for this recipe.")
     optimizer = create_optimizer_v2(
-        recipe.model, opt=plan.optimiser, lr=plan.learning_rate, weight_decay=plan.weight_decay
+        recipe.model,
+        opt=plan.optimiser,
+        lr=plan.learning_rate,
+        weight_decay=plan.weight_decay,
+        layer_decay=plan.layer_decay if layered else None,
     )
     scheduler, _ = create_scheduler_v2(
         optimizer,
@@ -229,7 +235,16 @@ def _optimiser(recipe: Recipe, plan: Plan) -> tuple[torch.optim.Optimizer, Any]:
         step_on_epochs=False,
         updates_per_epoch=1,
     )
+    if scheduler is None:  # which would scale the rates of the layers
+        for group in optimizer.param_groups:
+            group["lr"] *= group.get("lr_scale", 1.0)
     return optimizer, scheduler
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate of the head."""
+    first = optimizer.param_groups[0]
+    return first["lr"] / first.get("lr_scale", 1.0)
 
 
 def _fabric(plan: Plan, compute: Compute) -> Any:  # noqa: ANN401

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Generator, Tensor, nn
@@ -60,6 +60,7 @@ class Plan:
         batch_size: examples of a step.
         accumulate: the parts into which a step's examples are cut, one forward and backward pass each.
         optimiser: one of timm's.
+        layer_decay: the rate of a layer over that of the next one, in (0, 1], from the head down to the embedding.
         schedule: one of timm's, over the steps: "cosine", "constant" …
         warmup: steps of linear warm-up.
         clip: largest norm of a step's gradient; 0 leaves it as it is.
@@ -74,6 +75,7 @@ class Plan:
     optimiser: str = "adamw"
     learning_rate: float = 1e-3
     weight_decay: float = 0.05
+    layer_decay: float = 1.0
     schedule: str = "cosine"
     warmup: int = 0
     clip: float = 1.0
@@ -85,16 +87,26 @@ class Plan:
         """Check the numbers.
 
         Raises:
-            PrivlabError: for counts below one, numbers below zero, and an average that never moves.
+            PrivlabError: for counts below one, numbers below zero, layers that learn faster the deeper they lie, and an
+                average that never moves.
         """
         for name in ("steps", "batch_size", "accumulate"):
             if getattr(self, name) < 1:
                 raise PrivlabError(f"{name} of a training must be at least 1. Found {getattr(self, name)}.")
         if not 0 <= self.ema < 1:
             raise PrivlabError(f"ema of a training must be in [0, 1). Found {self.ema}.")
+        if not 0 < self.layer_decay <= 1:
+            raise PrivlabError(f"layer_decay of a training must be in (0, 1]. Found {self.layer_decay}.")
         for name in ("learning_rate", "weight_decay", "warmup", "clip"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise PrivlabError(f"{name} of a training must be at least 0 and finite. Found {getattr(self, name)}.")
+
+    def identity(self) -> dict[str, str]:
+        """Return by name what a run and its continuation share; what came later counts where it is used."""
+        named = {name: str(value) for name, value in asdict(self).items()}
+        if self.layer_decay == 1:
+            del named["layer_decay"]
+        return named
 
 
 @dataclass(frozen=True)

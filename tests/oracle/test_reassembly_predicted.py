@@ -12,14 +12,17 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 import privlab
-from privlab.defenses import Jigsaw
+from privlab.attacks.border_jigsaw import BorderJigsaw
+from privlab.defenses import Jigsaw, RowPermutation
 from privlab.errors import PrivlabError
+from privlab.features import granted_features
 from privlab.model import VictimModel
-from privlab.placement import placed_share
+from privlab.placement import placed_share, placement_accuracy
 from privlab.plan import Specification
 from privlab.positions import Mp3Network, PositionPredictor, save_predictor, tiles
 from privlab.reassembly import REASSEMBLIES, Borders, ByDropPos, ByMp3, Predicted, Reassembly
 from privlab.recipes import Lesson, TrainDropPos, TrainMp3
+from privlab.threat import Draws, FeatureObservation, Sent
 from privlab.training import Augmentation, Examples, Plan, train
 
 GRID, PATCH = (4, 4), 4
@@ -170,3 +173,44 @@ def test_predictors_of_ones_own_are_compared_by_value(trained: dict[str, str]) -
     make: Callable[[], ByMp3] = lambda: ByMp3(weights=trained["mp3"])  # noqa: E731
     assert make() == make()
     assert make() != ByMp3()
+
+
+# Of released rows
+
+
+@pytest.mark.parametrize("per", ["image", "batch"])
+def test_rows_of_pictures_that_no_border_continues_are_put_together_by_a_predictor(
+    per: str, trained: dict[str, str]
+) -> None:
+    """A linear map that can be inverted, no position embeddings, rows in a random order."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        vit = VisionTransformer(
+            img_size=16, patch_size=4, embed_dim=64, depth=1, num_heads=2, num_classes=3, pos_embed="none"
+        )
+    client, images = VictimModel(vit.eval(), (0.5,) * 3, (0.25,) * 3), pictures(6, 4)
+    defense = RowPermutation(per=per)
+    generators = [Generator().manual_seed(i) for i in range(8)]
+    plain = Sent.plain(client.embed(images).detach(), client.vit.num_prefix_tokens)
+    sent = defense.send(plain, Draws(generators[2:], generators[0], generators[1]))
+    public = pictures(64, 5)
+    seen = FeatureObservation(client, sent.features, (defense,), public, granted_features(client, len(public)))
+    by_borders = placement_accuracy(sent, BorderJigsaw(rounds=3)(seen))
+    helped = placement_accuracy(sent, BorderJigsaw(rounds=3, predictor=trained["mp3"])(seen))
+    assert by_borders is not None
+    assert helped is not None
+    assert helped.mean() >= by_borders.mean()
+    assert helped.mean() > 0.5
+
+
+def test_a_predictor_for_other_patches_is_refused(trained: dict[str, str]) -> None:
+    vit = VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=208, depth=1, num_heads=2, num_classes=3, pos_embed="none"
+    )
+    client, images = VictimModel(vit.eval(), (0.5,) * 3, (0.25,) * 3), torch.rand(3, 3, 32, 32)
+    sent = Sent.plain(client.embed(images).detach(), client.vit.num_prefix_tokens)
+    seen = FeatureObservation(client, sent.features, (RowPermutation(),), images, granted_features(client, 3))
+    with pytest.raises(PrivlabError, match=r"for 4 × 4 patches of 4 × 4 pixels\. Found 4 × 4 of 8 × 8\."):
+        BorderJigsaw(predictor=trained["mp3"])(seen)
+    with pytest.raises(PrivlabError, match="No position predictor at 'nowhere'"):
+        BorderJigsaw(predictor="nowhere")(seen)

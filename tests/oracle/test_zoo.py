@@ -9,11 +9,14 @@ import torch
 
 from privlab.evaluation import worth
 from privlab.images import open_images
+from privlab.position_accuracy import position_accuracy
+from privlab.positions import load_predictor
+from privlab.shelf import show
 from privlab.threat import PrivlabWarning
 from privlab.training import read_examples
 from privlab.victims import victim
 from privlab.weights import hash_of, read_state
-from privlab.zoo import ZOO, shipped
+from privlab.zoo import PLACERS, ZOO, shipped
 
 SHIPPED = [name for name in ZOO if shipped(name)]
 CIFAR = "data/cifar10_jpeg.parquet"
@@ -26,10 +29,11 @@ def card_of(name: str) -> dict[str, object]:
 
 
 def test_some_are_there() -> None:
-    assert {"cifar_vit", "cifar_vit_early", "cifar_vit_mjp", "cifar_vit_mjp27"} <= set(SHIPPED)
+    assert set(SHIPPED) == set(ZOO)
+    assert all(shipped(name) for name in PLACERS)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", [*SHIPPED, *PLACERS])
 def test_small_in_half_precision_and_with_a_card_that_names_no_folder(name: str) -> None:
     path = shipped(name)
     assert path is not None
@@ -37,7 +41,9 @@ def test_small_in_half_precision_and_with_a_card_that_names_no_folder(name: str)
     state = read_state(path)
     assert {each.dtype for each in state.values()} == {torch.float16}
     card = card_of(name)
-    assert card["sha256"] == hash_of({key: each.float() for key, each in state.items()})
+    stated = card["predictor_sha256" if name in PLACERS else "sha256"]
+    assert stated == hash_of({key: each.float() for key, each in state.items()})
+    assert show(name)["matches"]
     text = path.with_suffix(".json").read_text(encoding="utf-8")
     assert not any(word.startswith("/") for word in text.replace('"', " ").split())
 
@@ -62,3 +68,17 @@ def test_the_accuracy_is_that_of_the_card(name: str, shared: Callable[[str], Pat
     assert isinstance(stated, dict)
     found = worth(victim(name).model, data).accuracy
     assert abs(found - stated["accuracy"]) < 4 * (stated["accuracy"] * (1 - stated["accuracy"]) / 1000) ** 0.5
+
+
+@pytest.mark.parametrize("name", PLACERS)
+def test_the_places_are_as_right_as_the_card_says(name: str, shared: Callable[[str], Path]) -> None:
+    """On 200 of the 10,000 test pictures; the shares of 12,800 patches that hang together within their pictures."""
+    path = shipped(name)
+    assert path is not None
+    data = read_examples(open_images(shared(CIFAR), split="test", limit=200), (32, 32), labelled=False)
+    stated = card_of(name)["test"]
+    assert isinstance(stated, dict)
+    found = position_accuracy(load_predictor(path), data)
+    cells = [key for key in stated if key.startswith("accuracy_")]
+    assert cells
+    assert all(abs(found[key] - stated[key]) < 0.06 for key in cells)
