@@ -462,8 +462,11 @@ def test_places_need_no_labels(data: Path, tmp_path: Path) -> None:
 
 @quiet
 @pytest.mark.parametrize("weights", ["random", "auto"])
-def test_random_weights_are_not_fine_tuned(data: Path, tmp_path: Path, weights: str) -> None:
-    model = "cifar_vit_nope"  # none ships
+def test_random_weights_are_not_fine_tuned(
+    data: Path, tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("privlab.victims.shipped", lambda _: None)  # a package without trained weights
+    model = "cifar_vit_nope"
     with pytest.raises(PrivlabError, match="finetune starts from trained weights, and cifar_vit_nope has random ones"):
         card_of(data, tmp_path / "out", "finetune", model=model, weights=weights)
 
