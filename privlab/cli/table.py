@@ -196,7 +196,7 @@ def _print_results(
         print_table(wide if fits(wide) else to_rich(shown, results.layout, caption, stacked=True))
         click.echo(f"run: {results.path}")
     if other is not None:
-        for moved in against(other, results):
+        for moved in against(other, results) or ["No cell moved by more than its interval."]:
             click.echo(str(moved), err=True)
     failed = results.records.loc[results.records.status != "ok", ["image", "reason"]].drop_duplicates()
     for image, reason in failed.itertuples(index=False):
