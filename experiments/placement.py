@@ -126,8 +126,10 @@ def to_rows(facts: Mapping[str, Any]) -> list[dict[str, str]]:
     for cell in facts["placed"]:
         of_solver = rows.setdefault(cell["solver"], {"re-assembly": cell["solver"]})
         place = "rows (γ = 1)" if cell["gamma"] == 1 else f"γ = {cell['gamma']:g}"
-        interval = "" if cell["low"] is None else f" [{100 * cell['low']:.1f}, {100 * cell['high']:.1f}]"
+        interval = "" if cell["low"] is None else f"\n[{100 * cell['low']:.1f}, {100 * cell['high']:.1f}]"
         of_solver[place] = f"{100 * cell['placed']:.1f} %{interval}"
+        if cell["gamma"] == max(other["gamma"] for other in facts["placed"]):
+            of_solver["ms an image"] = f"{1000 * cell['seconds']:.0f}"
     return list(rows.values())
 
 
@@ -139,9 +141,10 @@ def _solvers(plan: PlacementStudy) -> dict[str, Reassembly]:
         made = configured(REASSEMBLIES[name], options)
         if isinstance(made, Predicted):
             made.predictor(plan.grid, plan.patch)
-            named[f"{name} and borders"] = configured(REASSEMBLIES[name], [*options, f"{name}.borders=true"])
-            made = configured(REASSEMBLIES[name], [*options, f"{name}.borders=false"])
-        named[name] = made
+            named[f"{name} with borders"] = configured(REASSEMBLIES[name], [*options, f"{name}.borders=true"])
+            named[f"{name} alone"] = configured(REASSEMBLIES[name], [*options, f"{name}.borders=false"])
+        else:
+            named[name] = made
     return named
 
 

@@ -75,7 +75,7 @@ def _open(
         return sources.folder(Path(source), split, class_to_index, spread=spread)
     if not several and Path(source).suffix == ".parquet" and Path(source).is_file():
         return datasets.parquet(Path(source), split, spread=spread)
-    if split is not None:
+    if split is not None and (several or source == "samples" or Path(source).exists()):
         raise PrivlabError(f"split is for folders and datasets. Found split '{split}' with {source}.")
     if source == "samples":
         return sources.samples()

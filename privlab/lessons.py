@@ -129,7 +129,8 @@ class Course:
     Args:
         recipe: one of `OBJECTIVES`.
         model: a victim's name.
-        weights: where it starts: "random", "pretrained", or a file.
+        weights: where it starts: "random", "auto", "pretrained", or a file; by default "auto" to fine-tune or probe,
+            else "random".
         data: what `open_images` opens; `split` of it is learnt, `test` is judged on.
         options: KEY=VALUE of the objective or of the augmentation.
         keep: steps whose weights stay.
@@ -139,7 +140,7 @@ class Course:
     recipe: str
     model: str
     data: str
-    weights: str = "random"
+    weights: str = ""
     preset: str = "published"
     split: str | None = "train"
     test: str | None = "test"
@@ -173,6 +174,8 @@ class Course:
             raise unknown_name("recipe", self.recipe, OBJECTIVES)
         if self.preset not in PRESETS[self.recipe]:
             raise unknown_name("preset", self.preset, PRESETS[self.recipe])
+        start = self.weights or ("auto" if self.recipe in ("finetune", "probe") else "random")
+        object.__setattr__(self, "weights", start)
         read_options(self.options, (OBJECTIVES[self.recipe], Augmentation))
 
 

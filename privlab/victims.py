@@ -259,8 +259,8 @@ def resolve(name: str) -> tuple[str, str]:
         return ZOO[name].architecture, ZOO[name].variant
     if name.removesuffix("_mjp") in BACKBONES:
         raise PrivlabError(
-            f"This needs a plain ViT, timm's VisionTransformer. Found {name}, which `privlab train classify|mjp`, of "
-            "NAME_relpos also finetune, and `privlab evaluate` take, and nothing else does."
+            f"This needs a plain ViT, timm's VisionTransformer. Found {name}: `privlab evaluate` and `privlab train "
+            f"classify|mjp{'|finetune' if name.endswith('_relpos') else ''}` take it, nothing else."
         )
     raise unknown_name("model", name, [*victim_names(), "timm:NAME"])
 

@@ -74,8 +74,8 @@ ZOO: dict[str, Entry] = {
     "cifar_vit": Entry("cifar_vit", "", "plain"),
     "cifar_vit_early": Entry("cifar_vit", "", "plain, after one epoch"),
     "cifar_vit_nope": Entry("cifar_vit", "_nope", "without position embeddings"),
-    "cifar_vit_mjp": Entry("cifar_vit", "_mjp", "MJP at γ = 0.03, as the paper trains"),
-    "cifar_vit_mjp27": Entry("cifar_vit", "_mjp", "MJP at γ = 0.27"),
+    "cifar_vit_mjp": Entry("cifar_vit", "_mjp", "fine-tuned with MJP at γ = 0.03"),
+    "cifar_vit_mjp27": Entry("cifar_vit", "_mjp", "fine-tuned with MJP at γ = 0.27"),
     "cifar_vit_mp3": Entry("cifar_vit", "", "MP3-pretrained, fine-tuned"),
     "cifar_vit_droppos": Entry("cifar_vit", "", "DropPos-pretrained, fine-tuned"),
 }

@@ -180,13 +180,15 @@ def _batch_size(text: str) -> int | None:
 
 def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, found: "Sequence[Flag]") -> None:
     from privlab.report.flags import flag_lines
-    from privlab.report.summary import not_measured, shown_metrics, to_rich, verdicts
+    from privlab.report.summary import elsewhere, not_measured, shown_metrics, to_rich, verdicts
 
     shown = shown_metrics(outcome.spec.metrics, table)
     wide = to_rich(table, shown)
     print_table(wide if fits(wide) else to_rich(table, shown, stacked=True))
     arrows = "mean ± standard deviation over the images; arrows show the direction that leaks"
     click.echo(f"{arrows}; geometry {geometry}, controls as they are")
+    for line in elsewhere(outcome.records, outcome.spec.metrics, geometry):
+        click.echo(line)
     click.echo(
         "worst case: of each image the leakiest score over all attacks and draws, by each metric's own direction"
     )

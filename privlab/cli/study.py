@@ -193,7 +193,15 @@ def placement(gammas: str, solvers: str, out: Path, as_json: bool, **options: An
     options["options"] = tuple(options["options"])
     plan = PlacementStudy(gammas=_numbers(gammas), solvers=tuple(solvers.split(",")), **options)
     facts = run(plan, out, say=lambda line: err.print(line, markup=False))
-    print_json(facts) if as_json else print_rows(to_rows(facts), as_json=False)
+    if as_json:
+        print_json(facts)
+        return
+    print_rows(to_rows(facts), as_json=False)
+    few = f"{facts['images']} image{'s' if facts['images'] > 1 else ''}"
+    click.echo(
+        f"share of the shuffled patches that are put back, over {few}; [95 % interval of the mean, by bootstrap]"
+    )
+    err.print(f"records: {out}", markup=False)
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -15,7 +15,11 @@ __all__ = ["train"]
 @click.argument("recipe")
 @click.option("--model", required=True, help="A victim's name.")
 @click.option("--data", required=True, help="A folder, a Parquet file, torchvision:NAME or hf:NAME.")
-@click.option("--weights", default="random", show_default=True, help="Where it starts: random, pretrained, or a file.")
+@click.option(
+    "--weights",
+    default="",
+    help="Where it starts: random, auto, pretrained, or a file.  [default: auto for finetune and probe, else random]",
+)
 @click.option("--preset", default="published", show_default=True, help="Hyper-parameters: published or small.")
 @click.option("--split", default="train", show_default=True, help="What is learnt.")
 @click.option("--test", default="test", show_default=True, help="Split to judge on; none for no judgement.")

@@ -14,7 +14,7 @@ from privlab.geometries import UNDEFINED
 from privlab.metrics import METRICS
 from privlab.placement import PLACEMENT
 from privlab.plan import Specification, defense_of
-from privlab.records import CONTROL
+from privlab.records import CONTROL, GEOMETRIES
 from privlab.report.flags import Flag, lead_metric, red_flags
 from privlab.report.leakage import WORST, per_image, worst_case
 from privlab.report.results import by_case, papers_attack
@@ -60,6 +60,28 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
         if (case, attack) in table.index
     ]
     return pd.DataFrame(rows).astype({"n": int, "failed": int})
+
+
+def elsewhere(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
+    """Return what the paper's attack and the worst case have in the other geometries, in a line for each.
+
+    By the lead metric; a geometry that changes nothing is left out.
+    """
+    lead, lines = lead_metric(metrics), []
+    here = _leading(summarise(records, [lead], geometry), lead)
+    for other in [name for name in GEOMETRIES if name != geometry and (records.geometry == name).any()]:
+        found = _leading(summarise(records, [lead], other), lead)
+        if found != here:
+            told = "; ".join(f"{name} {value}" for name, value in found.items())
+            lines.append(f"geometry {other} (--geometry {other}), {_title(lead)}: {told}")
+    return lines
+
+
+def _leading(table: pd.DataFrame, lead: str) -> dict[str, str]:
+    """Return the lead metric of the paper's attack and of the worst case of each case, by their names, in words."""
+    rows = table.loc[table.kind.isin(["paper", "worst"])].to_dict("records")
+    several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
+    return {" ".join([*(str(row[c]) for c in several), row["attack"]]): _value(row, lead, " ± ") for row in rows}
 
 
 def flags(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Flag]:

@@ -47,9 +47,9 @@ def test_a_ramp_is_put_together_and_ignorance_is_chance(
     assert told.status == 0
     facts = json.loads(told.out)
     placed = {(cell["gamma"], cell["solver"]): cell["placed"] for cell in facts["placed"]}
-    assert placed[0.5, "border"] == placed[0.5, "mp3 and borders"] == 1
-    assert placed[0.5, "mp3"] < 0.6
-    assert placed[1.0, "mp3"] < 0.4
+    assert placed[0.5, "border"] == placed[0.5, "mp3 with borders"] == 1
+    assert placed[0.5, "mp3 alone"] < 0.6
+    assert placed[1.0, "mp3 alone"] < 0.4
     assert facts["images"] == 3
     records = pd.read_parquet(tmp_path / "out" / "placement.parquet")
     assert len(records) == 3 * 2 * 3
@@ -58,7 +58,8 @@ def test_a_ramp_is_put_together_and_ignorance_is_chance(
     assert records.groupby(["gamma", "solver"]).placed.mean().to_dict() == pytest.approx(placed)
     shown = cli(*SMALL, *options, "--images", tmp_path / "ramps", "--out", tmp_path / "out").out
     assert "rows (γ = 1)" in shown
-    assert "100.0 % [100.0, 100.0]" in shown
+    assert "[100.0, 100.0]" in shown
+    assert "over 3 images; [95 % interval" in shown
 
 
 def test_the_draw_is_that_of_the_image_not_of_the_run(cli: Callable[..., Any], tmp_path: Path) -> None:

@@ -50,6 +50,12 @@ def test_fine_tuning_says_what_starts_anew(cli: CLI, data: Path, weights: Path, 
     assert all(note in said for note in card["start"]["notes"])
 
 
+def test_a_probe_reads_the_trained_weights_of_the_zoo(cli: CLI, data: Path, tmp_path: Path) -> None:
+    options = ("--data", str(data), "--set", "target=position", "--out", str(tmp_path))
+    assert cli("train", "probe", "--model", "cifar_vit", *FEW, *options).status == 0
+    assert json.loads((tmp_path / "card.json").read_text("utf-8"))["start"]["weights"] == "pretrained:cifar_vit"
+
+
 def test_a_probe_of_places(cli: CLI, data: Path, weights: Path, tmp_path: Path) -> None:
     options = ("--weights", str(weights), "--data", str(data), "--set", "target=position", "--out", str(tmp_path))
     done = cli("train", "probe", "--model", "cifar_vit_nope", *FEW, *options)
@@ -63,7 +69,6 @@ def test_a_probe_of_places(cli: CLI, data: Path, weights: Path, tmp_path: Path) 
     ("arguments", "message"),
     [
         (("finetune", "--model", "cifar_vit_nope", "--weights", "random"), "finetune starts from trained weights"),
-        (("finetune", "--model", "cifar_vit_nope"), "finetune starts from trained weights"),
         (("finetune", "--model", "cifar_vit", "--weights", "missing.safetensors"), "No weights file at"),
         (("finetune", "--model", "vit_ti", "--weights", "START"), "do not fit this model"),
         ((*TUNED, "--layer-decay", "1.2"), "layer_decay of a training"),

@@ -181,6 +181,9 @@ def test_split_is_a_sub_folder(tmp_path: Path) -> None:
         open_images(str(tmp_path))
     with pytest.raises(PrivlabError, match=r"split is for folders and datasets. Found split 'val'"):
         open_images("samples", split="val")
+    for missing in (str(tmp_path / "none.parquet"), str(tmp_path / "none")):
+        with pytest.raises(PrivlabError, match="No file or folder"):
+            open_images(missing, split="val")
 
 
 def test_limit(tmp_path: Path) -> None:

@@ -392,8 +392,14 @@ def test_mjp_says_what_it_lacks(model: str, options: tuple[str, ...], message: s
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("swin_t_mjp", "needs a plain ViT, timm's VisionTransformer. Found swin_t_mjp, which `privlab train"),
-        ("resnet50", "needs a plain ViT, timm's VisionTransformer. Found resnet50, which `privlab train"),
+        (
+            "swin_t_mjp",
+            "needs a plain ViT, timm's VisionTransformer. Found swin_t_mjp: `privlab evaluate`",
+        ),
+        (
+            "resnet50",
+            "needs a plain ViT, timm's VisionTransformer. Found resnet50: `privlab evaluate`",
+        ),
         ("timm:resnet10t", "timm's VisionTransformer. Found resnet10t, a ResNet"),
     ],
 )
