@@ -6,7 +6,9 @@ A file that cannot be used does not end the run: what was skipped, and why, belo
 import hashlib
 import io
 import stat
+import threading
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -108,20 +110,45 @@ def _file_bytes(path: Path) -> bytes:
         raise PrivlabError(f"Cannot be opened: {error.strerror or one_line(error)}.") from None
 
 
+class _Quiet:
+    """Warnings are ignored while any thread is inside.
+
+    What `warnings.catch_warnings` saves and restores is the process's: of two threads within it, the one that leaves
+    last would restore what the other had set.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._before.close()
+
+
+_QUIET = _Quiet()
+
+
 def _decode(data: bytes) -> Image.Image:
     if not data:
         raise PrivlabError("Empty file: 0 bytes.")
     try:
-        with warnings.catch_warnings():
-            # The header's size is checked below, and a corrupt EXIF block is no reason to lose the pixels.
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                _check_size(image)
-                _check_frames(image)
-                image.load()
-                if image.format == "PNG":
-                    _check_end(data)
-                return _upright(_rgb(image), _orientation(image))
+        # The header's size is checked below, and a corrupt EXIF block is no reason to lose the pixels.
+        with _QUIET, Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_size(image)
+            _check_frames(image)
+            image.load()
+            if image.format == "PNG":
+                _check_end(data)
+            return _upright(_rgb(image), _orientation(image))
     except PrivlabError:
         raise
     except UnidentifiedImageError:  # Pillow's message holds an address, which differs in every run

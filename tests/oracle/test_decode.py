@@ -2,6 +2,8 @@
 
 import hashlib
 import struct
+import threading
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from privlab import decode
 from privlab.decode import Picture, picture_from_image, read_picture
 from privlab.errors import PrivlabError
 
@@ -236,3 +239,29 @@ def test_damage_found_late_is_a_problem(tmp_path: Path) -> None:
     assert (picture.sha256, picture.pixels, picture.label, picture.label_origin) == ("", None, 3, "dataset")
     assert picture.problem is not None
     assert picture.problem.startswith("Truncated or damaged: ")
+
+
+def test_threads_that_overlap_leave_the_filters_of_warnings_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one in is the first one out: what each restores must not be what the other had set."""
+    path, plain, before = saved(tmp_path / "a.png"), decode._rgb, list(warnings.filters)
+    inside, may_leave = ({name: threading.Event() for name in "ab"} for _ in range(2))
+
+    def held(image: Image.Image) -> Image.Image:
+        name = threading.current_thread().name
+        inside[name].set()
+        assert may_leave[name].wait(60)
+        return plain(image)
+
+    monkeypatch.setattr(decode, "_rgb", held)
+    threads = {name: threading.Thread(target=read_picture, args=(path,), name=name) for name in "ab"}
+    for name, thread in threads.items():
+        thread.start()
+        assert inside[name].wait(60)
+    for name, thread in threads.items():
+        may_leave[name].set()
+        thread.join(60)
+    assert warnings.filters == before
+    with pytest.warns(UserWarning, match="still heard"):
+        warnings.warn("still heard", UserWarning, stacklevel=1)
