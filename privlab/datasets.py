@@ -184,7 +184,7 @@ def parquet(path: Path, split: str | None, *, spread: bool) -> ImageSource:
         origin = "none" if label is None else "dataset"
         return picture_from_bytes(data[rows[place]].as_py() or b"", names[place], label, origin)
 
-    return ImageSource.of(f"{len(data)} pictures of {prefix}", len(data), None, names, at)
+    return ImageSource.of(f"{len(data)} pictures of {prefix}", len(data), None, names, at, container=path)
 
 
 def _by_turns(labels: Sequence[object]) -> list[int]:

@@ -135,6 +135,7 @@ class Course:
         options: KEY=VALUE of the objective or of the augmentation.
         keep: steps whose weights stay.
         half: whether the result is rounded to half precision, and judged as such: half the bytes.
+        cache: a folder for the resized pictures, as in `read_examples`.
     """
 
     recipe: str
@@ -163,6 +164,7 @@ class Course:
     keep: tuple[int, ...] = ()
     half: bool = False
     save_every: int = 500
+    cache: Path | None = None
 
     def __post_init__(self) -> None:
         """Check the names.
@@ -269,7 +271,7 @@ def _set_up(course: Course, examples: int) -> tuple[Any, Augmentation, Plan]:
 
 def _examples(course: Course, pupil: Victim | Pupil, split: str | None) -> Examples:
     source = open_images(course.data, split=split, limit=course.limit)
-    return read_examples(source, pupil.preprocessing.size, labelled=_objective(course).labelled)
+    return read_examples(source, pupil.preprocessing.size, labelled=_objective(course).labelled, cache=course.cache)
 
 
 def _check_classes(pupil: Victim | Pupil, data: Examples, course: Course) -> None:
@@ -357,7 +359,7 @@ def _judged(
 def _of_course(course: Course) -> dict[str, Any]:
     """Return the course as plain data, without what does not shape its result, and without folders of a machine."""
     facts = asdict(course) | {"data": Path(course.data).name, "weights": Path(course.weights).name}
-    del facts["save_every"], facts["keep"]
+    del facts["save_every"], facts["keep"], facts["cache"]
     if facts["layer_decay"] is None:  # which older cards do not name
         del facts["layer_decay"]
     return json.loads(json.dumps(facts))

@@ -42,7 +42,8 @@ class ImageSource:
     `count` is the number of pictures, problems included; None for a stream that does not tell, and `len()` is
     then a TypeError. `names` are those of all pictures where known without reading, else None.
     `class_names[i]` is the name of label i. `at` reads one picture by its place, where that can be done without reading
-    the others; `file` names the file of one, where pictures are whole files.
+    the others; `file` names the file of one, where pictures are whole files, and `container` that of all, where one
+    file holds them.
     """
 
     description: str
@@ -52,6 +53,7 @@ class ImageSource:
     pictures: Callable[[], Iterator[Picture]] = field(repr=False)
     at: Callable[[int], Picture] | None = field(default=None, repr=False)
     file: Callable[[int], Path] | None = field(default=None, repr=False)
+    container: Path | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -62,9 +64,10 @@ class ImageSource:
         names: tuple[str, ...] | None,
         at: Callable[[int], Picture],
         file: Callable[[int], Path] | None = None,
+        container: Path | None = None,
     ) -> "ImageSource":
         """Return a source whose pictures are read by their place."""
-        return cls(description, count, class_names, names, lambda: map(at, range(count)), at, file)
+        return cls(description, count, class_names, names, lambda: map(at, range(count)), at, file, container)
 
     def pick(self, places: Sequence[int]) -> list[Picture]:
         """Return the pictures at these places, read one by one; of a stream, all up to the last are read."""

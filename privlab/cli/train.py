@@ -40,6 +40,11 @@ __all__ = ["train"]
 @click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="Option of the objective or augmentation.")
 @click.option("--keep", type=int, multiple=True, metavar="STEP", help="Keep the weights of a step, too.")
 @click.option("--half", is_flag=True, help="Round the result to half precision: half the bytes.")
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep the resized pictures there, mapped into memory: for data that do not fit, and for several processes.",
+)
 @click.option("--save-every", type=click.IntRange(min=1), default=500, show_default=True, help="Steps.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")

@@ -1,36 +1,23 @@
-"""What is learnt from: pictures of one size with their labels, in memory, and batches of them, augmented."""
+"""What is learnt from: pictures of one size with their labels, and batches of them, augmented."""
 
-import hashlib
-import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
-from PIL import Image
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from privlab.decode import Picture
 from privlab.errors import PrivlabError
-from privlab.sources import ImageSource
 
-__all__ = ["Augmentation", "Examples", "read_examples"]
-
-MOST_BYTES = 16 * 2**30
-"""Pictures of a training are held in memory, as bytes: at most so many."""
-
-T = TypeVar("T")
+__all__ = ["Augmentation", "Examples"]
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
     """Pictures as bytes, n × 3 × h × w, and their labels; −1 where there is none.
 
+    The pictures are in memory, or in a file that is mapped into it.
     `identity` is SHA-256 over pixels and labels; `skipped` says of each unreadable picture its name and why.
     """
 
@@ -125,97 +112,3 @@ def _zoomed(images: Float[Tensor, "b c h w"], least: float, draw: Generator) -> 
     down = torch.stack([zero, height, (2 * top - 1) * (1 - height)], 1)
     grid = F.affine_grid(torch.stack([across, down], 1), list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
-
-
-def read_examples(source: ImageSource, size: tuple[int, int], *, labelled: bool = True) -> Examples:
-    """Read all pictures of a source, resized and centre-cropped to `size` where they are of another.
-
-    Args:
-        source: any that `open_images` opens.
-        size: (h, w).
-        labelled: whether a picture without label is an error.
-
-    Raises:
-        PrivlabError: if nothing can be read, pictures have no labels, a class folder is empty, or they do not fit into
-            memory.
-    """
-    if source.count is not None:
-        _check_memory(source.count, size)
-    images: list[Tensor] = []
-    labels: list[int] = []
-    skipped: list[str] = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for picture, pixels in _mapped(pool, source, size):
-            if pixels is None:
-                skipped.append(f"{picture.name}: {picture.problem}")
-                continue
-            images.append(pixels)
-            labels.append(-1 if picture.label is None else picture.label)
-    if not images:
-        reason = f" The first: {skipped[0]}" if skipped else ""
-        raise PrivlabError(f"There is nothing to train on in {source.description}: no picture can be read.{reason}")
-    if labelled and -1 in labels:
-        raise PrivlabError(
-            f"{labels.count(-1)} of the {len(labels)} pictures in {source.description} have no label. "
-            "Give one folder per class, or a dataset with labels."
-        )
-    stacked, numbers = torch.stack(images), torch.tensor(labels)
-    digest = hashlib.sha256(stacked.numpy().data)
-    digest.update(numbers.numpy().data)
-    classes = _classes(source, labels)
-    return Examples(stacked, numbers, classes, digest.hexdigest(), tuple(skipped))
-
-
-def _mapped(
-    pool: ThreadPoolExecutor, source: ImageSource, size: tuple[int, int]
-) -> Iterator[tuple[Picture, UInt8[Tensor, "3 h w"] | None]]:
-    """Read pictures several at a time, a few hundred ahead: in order."""
-
-    def prepared(picture: Picture) -> tuple[Picture, Tensor | None]:
-        return picture, None if picture.pixels is None else _fitted(picture.pixels, size)
-
-    if source.at is None:  # a stream is read in one thread, and resized in several
-        for some in _groups(source, 512):
-            yield from pool.map(prepared, some)
-        return
-    at = source.at
-    for places in _groups(range(len(source)), 512):
-        yield from pool.map(lambda place: prepared(at(place)), places)
-
-
-def _groups(things: Iterable[T], size: int) -> Iterator[list[T]]:
-    stream = iter(things)
-    while some := list(islice(stream, size)):
-        yield some
-
-
-def _fitted(pixels: Image.Image, size: tuple[int, int]) -> UInt8[Tensor, "3 h w"]:
-    """Return a picture's bytes: whole where it has the size, else its shorter side resized and the centre cut out."""
-    height, width = size
-    if pixels.size != (width, height):
-        scale = max(height / pixels.height, width / pixels.width)
-        wide, high = max(width, round(pixels.width * scale)), max(height, round(pixels.height * scale))
-        left, top = (wide - width) // 2, (high - height) // 2
-        pixels = pixels.resize((wide, high), Image.Resampling.BICUBIC).crop((left, top, left + width, top + height))
-    return torch.from_numpy(np.array(pixels)).permute(2, 0, 1).contiguous()
-
-
-def _check_memory(count: int, size: tuple[int, int]) -> None:
-    need = count * 3 * size[0] * size[1]
-    if need > MOST_BYTES:
-        raise PrivlabError(
-            f"{count} pictures of {size[0]}×{size[1]} take {need / 2**30:.0f} GiB of memory; at most "
-            f"{MOST_BYTES // 2**30} are held. Give fewer (--limit) or a smaller --img-size."
-        )
-
-
-def _classes(source: ImageSource, labels: list[int]) -> int:
-    """Return the number of classes: of the source's names, else one more than the largest label."""
-    names = source.class_names
-    if names is None:
-        return max(labels, default=-1) + 1
-    present = set(labels)
-    empty = [name for label, name in enumerate(names) if label not in present]
-    if empty and len(labels) >= len(names):
-        raise PrivlabError(f"The class '{empty[0]}' of {source.description} has no picture that can be read.")
-    return len(names)

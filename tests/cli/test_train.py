@@ -77,6 +77,17 @@ def test_a_model_with_its_card(cli: CLI, data: Path, tmp_path: Path) -> None:
     assert "training" not in again.err
 
 
+def test_pictures_in_a_file_give_the_same_weights(cli: CLI, data: Path, tmp_path: Path) -> None:
+    """With --cache, of which the card says nothing, since it changes nothing."""
+    command = ("train", "classify", *PLAIN, "--data", str(data), "--epochs", "1", "--json")
+    held = cli(*command, "--out", str(tmp_path / "held"))
+    kept = cli(*command, "--out", str(tmp_path / "kept"), "--cache", str(tmp_path / "cache"))
+    assert (held.status, kept.status) == (0, 0)
+    assert json.loads(kept.out)["sha256"] == json.loads(held.out)["sha256"]
+    assert json.loads(kept.out)["course"] == json.loads(held.out)["course"]
+    assert len(list((tmp_path / "cache").glob("*.pixels"))) == 2  # what is learnt, and what is judged on
+
+
 def test_colours_are_learnt(cli: CLI, data: Path, tmp_path: Path) -> None:
     options = ("--epochs", "30", "--learning-rate", "1e-3", "--set", "shift=0")
     done = cli(

@@ -15,7 +15,7 @@ from torch import Generator
 
 from privlab.errors import PrivlabError
 from privlab.images import open_images
-from privlab.training import Augmentation, examples, read_examples
+from privlab.training import Augmentation, read_examples, reading
 from privlab.training.examples import _shifted
 
 
@@ -80,7 +80,7 @@ def test_nothing_to_read_is_refused_with_the_first_reason(tmp_path: Path) -> Non
 
 
 def test_more_than_fits_is_refused_before_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examples, "MOST_BYTES", 1000)
+    monkeypatch.setattr(reading, "MOST_BYTES", 1000)
     with pytest.raises(PrivlabError, match=r"6 pictures of 12×12 take .* at most"):
         read_examples(open_images(folder, split="train"), (12, 12))
 
