@@ -71,12 +71,16 @@ def normalised(mlp: Mlp, u: Float[Tensor, "*s d"]) -> Float[Tensor, "*s d"]:
 
 
 class Spans(NamedTuple):
-    """Orthonormal rows that span what the gradients are sums of: ∂W₁ = Σ_n δ_n u_nᵀ and ∂W₂ = Σ_n ε_n h_nᵀ."""
+    """Orthonormal rows that span what the gradients are sums of: ∂W₁ = Σ_n δ_n u_nᵀ and ∂W₂ = Σ_n ε_n h_nᵀ.
+
+    `σ` are the singular values of ∂W₁, whose directions are the rows of `u`.
+    """
 
     u: Float[Tensor, "n d"]
     δ: Float[Tensor, "n m"]
     h: Float[Tensor, "n m"]
     ε: Float[Tensor, "n d"]
+    σ: Float[Tensor, " n"]
 
     @classmethod
     def of(cls, G1: Float[Tensor, "m d"], G2: Float[Tensor, "d m"], count: int) -> "Spans":
@@ -84,7 +88,7 @@ class Spans(NamedTuple):
         U1, σ1, V1 = torch.linalg.svd(G1, full_matrices=False)
         U2, σ2, V2 = torch.linalg.svd(G2, full_matrices=False)
         n = min(count, *(int((σ > NOISE * σ[0]).sum()) for σ in (σ1, σ2)))
-        return cls(V1[:n], U1[:, :n].mT, V2[:n], U2[:, :n].mT)
+        return cls(V1[:n], U1[:, :n].mT, V2[:n], U2[:, :n].mT, σ1[:n])
 
 
 class Separated(NamedTuple):
@@ -144,7 +148,7 @@ def separate(
             limit, idle = min(10 * limit, tolerance), 0
         if len(found) == count or idle == _PATIENCE:
             break
-        α = start(mlp, rest.u, starts, draw)
+        α = start(mlp, rest, starts, draw)
         α = refine(rough, Spans(*(basis.float() for basis in rest)), α.float(), steps).double()
         new = distinct(mlp, rest, α, tolerance)
         new = distinct(mlp, whole, refine(mlp, whole, new @ whole.u.mT, steps), limit)  # by all that the gradient says
@@ -162,15 +166,20 @@ def separate(
     return Separated(found, residual, count)
 
 
-def start(mlp: Mlp, T: Float[Tensor, "n d"], number: int, draw: Generator) -> Float[Tensor, "s n"]:
-    """Draw coordinates α of points u = α T of LayerNorm's form: t of zero mean and unit variance."""
+def start(mlp: Mlp, spans: Spans, number: int, draw: Generator) -> Float[Tensor, "s n"]:
+    """Draw coordinates α of points u = α T of LayerNorm's form: t of zero mean and unit variance.
+
+    They are random sums of the rows of ∂W₁, which are sums of tokens: so they lie as tokens do. From points that lie
+    alike in all directions next to none reaches a token of a flat photograph.
+    """
+    T = spans.u
     P, c = T / mlp.γ, mlp.β / mlp.γ  # t = α P − c
     mean = P.mean(1)
     if mean.square().sum() <= 1e-10 * P.square().mean():  # where β = 0 and γ = 1, every point has zero mean
         mean = torch.zeros_like(mean)
     back = mean / mean.square().sum().clamp_min(torch.finfo(T.dtype).tiny)
     base = c.mean() * back
-    α = torch.randn(number, len(T), generator=draw, dtype=T.dtype).to(T.device)
+    α = torch.randn(number, len(T), generator=draw, dtype=T.dtype).to(T.device) * spans.σ
     α = α - (α @ mean)[:, None] * back
     v, b = α @ P, base @ P - c
     vv, vb, bb = v.square().sum(1), v @ b, b.square().sum() - T.shape[1]

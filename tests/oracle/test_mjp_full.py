@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from privlab.attacks.mjp_full import MjpFull
 from privlab.attacks.mjp_subspace import MjpSubspace
 from privlab.attacks.patch_gradient import PatchGradient
-from privlab.attacks.tokens import Mlp, Separated, Spans, outside, separate
+from privlab.attacks.tokens import Mlp, Separated, Spans, outside, separate, start
 from privlab.defenses import Jigsaw, Mjp
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
@@ -73,6 +73,22 @@ def test_tokens_have_no_residual_and_mixtures_have(made: tuple[VictimModel, Feed
     assert outside(mlp, spans, u @ spans.u.mT).max() < 1e-5
     mixed = (u + u.roll(1, 0)) / 2
     assert outside(mlp, spans, mixed @ spans.u.mT).min() > 1e-2
+
+
+def test_starts_are_sums_of_the_gradient_s_rows_of_the_form_of_tokens(
+    made: tuple[VictimModel, Feed, Observation],
+) -> None:
+    model, _, seen = made
+    mlp = Mlp.of(block_of(model))
+    G1, G2 = (seen.gradients[f"blocks.0.mlp.{name}.weight"][0] for name in ("fc1", "fc2"))
+    spans = Spans.of(G1, G2, 17)
+    u = start(mlp, spans, 50, torch.Generator().manual_seed(0)) @ spans.u
+    t = (u - mlp.β) / mlp.γ
+    assert_close(t.mean(1), torch.zeros_like(t[:, 0]))
+    assert_close(t.square().mean(1), torch.ones_like(t[:, 0]))
+    one = torch.zeros_like(spans.σ).index_fill(0, torch.tensor(3), value=1.0)  # nothing but one direction is released
+    along = start(mlp, spans._replace(σ=one), 50, torch.Generator().manual_seed(0))
+    assert torch.linalg.matrix_rank(along - along.mean(0), rtol=1e-6) == 1
 
 
 def test_all_tokens_are_found_and_no_other(made: tuple[VictimModel, Feed, Observation]) -> None:
