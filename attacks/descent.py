@@ -14,9 +14,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from privlab.errors import PrivlabError
-from privlab.inversion import store
 from privlab.threat import PrivlabWarning
 from privlab.training import Checkpoints, Progress, tell
+from privlab.weights import cache_folder
 
 __all__ = ["OPTIMISERS", "Adam", "Kept", "Lbfgs", "Optimiser", "State", "descend"]
 
@@ -180,7 +180,7 @@ class Kept:
     def under(cls, identity: Iterable[str]) -> "Kept":
         """Return the place of the search that these words tell from all others."""
         key = hashlib.sha256("\n".join(identity).encode()).hexdigest()
-        return cls(Checkpoints(store().parent / "searches" / key[:32], {"search": key}))
+        return cls(Checkpoints(cache_folder("searches") / key[:32], {"search": key}))
 
     def last(self, device: torch.device) -> tuple[int, State] | None:
         """Return how many steps were taken, and the state after them; None if nothing was kept."""

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +137,11 @@ def _solvers(plan: PlacementStudy) -> dict[str, Reassembly]:
     """Return the re-assemblies by name; those by a predictor twice, the second time without border costs."""
     named: dict[str, Reassembly] = {}
     for name in plan.solvers:
-        options = [option for option in plan.options if option.partition(".")[0].strip() in (name, option.strip())]
-        made = configured(REASSEMBLIES[name], options)
+        made = configured(REASSEMBLIES[name], plan.options)
         if isinstance(made, Predicted):
             made.predictor(plan.grid, plan.patch)
-            named[f"{name} with borders"] = configured(REASSEMBLIES[name], [*options, f"{name}.borders=true"])
-            named[f"{name} alone"] = configured(REASSEMBLIES[name], [*options, f"{name}.borders=false"])
+            named[f"{name} with borders"] = replace(made, borders=True)
+            named[f"{name} alone"] = replace(made, borders=False)
         else:
             named[name] = made
     return named

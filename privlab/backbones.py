@@ -154,6 +154,10 @@ class SwinModel(Backbone):
         """Return the learnt PEs."""
         return None if self.pos_embed is None else self.pos_embed[0]
 
+    def no_weight_decay(self) -> set[str]:
+        """Return the names that timm's optimisers spare weight decay: relative position biases, as in Swin's recipe."""
+        return {f"net.{name}" for name in self.net.no_weight_decay()}
+
     def slots(self, masked: Bool[Tensor, "b n"]) -> Bool[Tensor, "b m"]:
         """Return which PEs belong to pieces that are masked."""
         return slots_to_pixels(masked, super().grid, self.patch // self.net.patch_embed.patch_size[0]).flatten(1)

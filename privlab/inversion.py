@@ -5,7 +5,6 @@ draws of its releases are its own, and new in every batch: whatever the decoder 
 """
 
 import hashlib
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,9 +26,9 @@ from privlab.patches import permute
 from privlab.stack import Stack
 from privlab.threat import Defense, Draws, FeatureDefense, GradientDefense, PrivlabWarning
 from privlab.training import Compute, Listener, Plan, train, write_atomically
-from privlab.weights import hash_of
+from privlab.weights import cache_folder, hash_of
 
-__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "released", "row_order", "store", "train_decoder"]
+__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "released", "row_order", "train_decoder"]
 
 FORMAT = "privlab-decoder/1"
 FEW = 200
@@ -162,7 +161,7 @@ def decoder_for(
     if len(public) < FEW:
         _warn(f"A decoder trained on {len(public)} public images is poor: its low score is no evidence of privacy.")
     key = decoder_key(model, defense, public, spec)
-    path = store() / f"{spec.kind}-{key[:32]}.safetensors"
+    path = cache_folder("decoders") / f"{spec.kind}-{key[:32]}.safetensors"
     if path.exists():
         decoder = DECODERS[spec.kind](Shape.of(model), spec.width, spec.depth)
         if _loaded(decoder, path, key):
@@ -181,13 +180,6 @@ def decoder_key(model: VictimModel, defense: Parts, public: Float[Tensor, "m c h
     victim = hash_of(model.state_dict() | {"mean": model.mean, "std": model.std})
     parts = (FORMAT, victim, repr(Stack(tuple(defense))), repr(spec), hash_of({"public": public}))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def store() -> Path:
-    """Return the folder of trained decoders: below `PRIVLAB_CACHE`, else the user's cache."""
-    if root := os.environ.get("PRIVLAB_CACHE"):
-        return Path(root) / "decoders"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "privlab" / "decoders"
 
 
 def _save(decoder: Decoder, path: Path, key: str) -> None:

@@ -300,7 +300,7 @@ def _written(
         "model": course.model,
         "architecture": pupil.architecture,
         "recipe": course.recipe,
-        "objective": asdict(lesson.objective),  # pyright: ignore[reportArgumentType]
+        "objective": _plain(asdict(lesson.objective)),  # pyright: ignore[reportArgumentType]
         "augmentation": asdict(lesson.augmentation),
         "plan": asdict(plan),
         "start": {"weights": pupil.weights.origin, "sha256": pupil.weights.sha256, "notes": list(notes)},
@@ -327,6 +327,11 @@ def _written(
     text = json.dumps(card, indent=1, ensure_ascii=False)
     write_atomically(out / CARD, lambda path: path.write_text(text, encoding="utf-8"))
     return card
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options as JSON holds them, which has no infinity."""
+    return {name: str(each) if isinstance(each, float) and math.isinf(each) else each for name, each in options.items()}
 
 
 def _of_data(data: Examples) -> dict[str, Any]:

@@ -152,9 +152,10 @@ def execute(
     out: str | Path | None = None,
     overwrite: bool = False,
     strips: bool = True,
+    command: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Outcome:
-    """Check everything, then run; what is finished is on disk at any moment.
+    """Check everything, then run; what is finished is on disk at any moment. `run.json` states the `command`.
 
     Raises:
         PrivlabError: before anything is run, if a part does not exist or does not fit; while it runs, if the run
@@ -167,7 +168,7 @@ def execute(
         ready = _prepare(spec, own, pick_device(device))
     messages += [f"{name} is n/a: {reason}" for name, reason in ready.missing.items()]
     run = None if out is None else RunDirectory.create(Path(out), overwrite=overwrite)
-    facts = _facts(ready)
+    facts = _facts(ready) | ({} if command is None else {"command": command})
     kept: list[Record] = []
     start = time.perf_counter()
 

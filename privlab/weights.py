@@ -20,6 +20,7 @@ from privlab.errors import PrivlabError
 
 __all__ = [
     "WeightsUnavailable",
+    "cache_folder",
     "fill",
     "fit",
     "from_any_layout",
@@ -37,6 +38,13 @@ State = dict[str, Tensor]
 
 class WeightsUnavailable(PrivlabError):
     """Pretrained weights cannot be had here; the message says what was looked for."""
+
+
+def cache_folder(kind: str) -> Path:
+    """Return the folder of what privlab keeps of one kind: below `PRIVLAB_CACHE`, else in the user's cache."""
+    if root := os.environ.get("PRIVLAB_CACHE"):
+        return Path(root) / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "privlab" / kind
 
 
 def offline() -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from privlab.cli.audit import audit_features, audit_gradient_file
-from privlab.cli.common import common, err, fits, plain, print_json, print_table, progress_bar
+from privlab.cli.common import command_line, common, err, fits, plain, print_json, print_table, progress_bar
 from privlab.errors import PrivlabError
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ def attack(
             out=path,
             overwrite=overwrite,
             strips=strips,
+            command=command_line(context),
             progress=progress,
         )
     table = summarise(outcome.records, spec.metrics, geometry)

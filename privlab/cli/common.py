@@ -2,22 +2,37 @@
 
 import json
 import math
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from privlab.training import Progress as Step
 
-__all__ = ["common", "err", "fits", "plain", "print_json", "print_rows", "print_table", "progress_bar", "warned"]
+__all__ = [
+    "command_line",
+    "common",
+    "err",
+    "fits",
+    "plain",
+    "print_json",
+    "print_rows",
+    "print_table",
+    "progress_bar",
+    "warned",
+]
 
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -30,12 +45,25 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
     return as_json(debug(command))
 
 
+class _Count(MofNCompleteColumn):
+    """How many are done of how many; nothing while it is not known of how many."""
+
+    def render(self, task: Task) -> Text:
+        return Text() if task.total is None else super().render(task)
+
+
+def command_line(context: click.Context) -> str:
+    """Return the command as it was typed, but without the folders of absolute paths: they are the machine's."""
+    words = context.find_root().obj or ()
+    return shlex.join(["privlab", *(re.sub(r"(?<![^=@])/.*", lambda path: Path(path[0]).name, word) for word in words)])
+
+
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
     """Show a progress bar on standard error, with the steps of a search or training inside and the time left for it."""
     from privlab.training import listening  # it costs the import of torch
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), _Count(), TimeRemainingColumn())
     bar = Progress(*columns, console=err)
     task = bar.add_task(what, total=None)
 

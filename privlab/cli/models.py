@@ -1,8 +1,10 @@
 """`privlab models`: the zoo, timm's hub, and weights of one's own."""
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.table import Table
@@ -45,17 +47,26 @@ def show(name: str, as_json: bool) -> int:
     if as_json:
         print_json(facts)
     else:
-        table = Table("what", "value", header_style="bold")
-        card = facts.pop("card") or {}
-        for key, value in facts.items():
-            table.add_row(key, "—" if value is None else str(value))
-        for key, value in card.items():
-            table.add_row(f"card: {key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-        print_table(table)
+        card = {"card": facts.pop("card")}
+        click.echo("\n".join(_lines(facts | card)))
     if facts["matches"] is False:
         err.print(f"Error: the weights of {name} are not those of the card: their SHA-256 differs.", style="red")
         return 2
     return 0
+
+
+def _lines(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+    """Yield `key: value` lines; what has names of its own, and texts of a list, stand below their key, indented."""
+    for key, value in facts.items():
+        if value and isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _lines(value, f"{indent}  ")
+        elif isinstance(value, list) and any(isinstance(each, str) for each in value):
+            yield f"{indent}{key}:"
+            yield from (f"{indent}  - {each}" for each in value)
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            yield f"{indent}{key}: {'—' if value in (None, '', [], {}) else text}"
 
 
 @models.command()

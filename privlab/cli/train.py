@@ -6,7 +6,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from privlab.cli.common import common, err, print_json, print_table, progress_bar, warned
+from privlab.cli.common import command_line, common, err, print_json, print_table, progress_bar, warned
 
 __all__ = ["train"]
 
@@ -59,10 +59,8 @@ def train(context: click.Context, device: str, out: Path, as_json: bool, **optio
     if options["test"] == "none":
         options["test"] = None
     course = Course(**options)
-    words = (Path(word).name if Path(word).is_absolute() else word for word in context.obj or ())
-    command = " ".join(("privlab", *words))  # a card says nothing of a machine's folders
     with warned(), progress_bar(f"training {course.model}"):
-        card = teach(course, out, device=str(pick_device(device)), command=command)
+        card = teach(course, out, device=str(pick_device(device)), command=command_line(context))
     if card is None:
         return
     for line in card["skipped"]:

@@ -86,6 +86,11 @@ class _Taught(nn.Module):
         super().__init__()
         self.victim, self.dal = victim, dal
 
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of what the victim spares weight decay, if it does."""
+        spared = getattr(self.victim, "no_weight_decay", set)
+        return {f"victim.{name}" for name in spared()}
+
     def forward(
         self, images: Float[Tensor, "b c h w"], masked: Bool[Tensor, "b n"], unknown: bool
     ) -> tuple[Tensor, Tensor | None]:

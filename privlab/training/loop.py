@@ -6,6 +6,7 @@ to go on takes the weights, the optimiser's averages and a step number, and ends
 of a run that was never interrupted.
 """
 
+import logging
 import math
 import os
 import time
@@ -271,9 +272,15 @@ def _fabric(plan: Plan, compute: Compute) -> Any:  # noqa: ANN401
 @contextmanager
 def _without_advice() -> Iterator[None]:
     """Keep to itself what Lightning thinks of the machine while it is set up."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"lightning")
-        yield
+    logger = logging.getLogger("lightning_fabric")
+    level = logger.level
+    logger.setLevel(max(level, logging.WARNING))  # it tells of the precision that the plan asks for
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"lightning")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _rows(plan: Plan, step: int, n: int) -> Tensor:

@@ -127,6 +127,19 @@ def test_run_json_states_the_run(attack: Callable[..., Any], tmp_path: Path) -> 
     assert {"versions", "hardware", "commit", "warnings", "missing_metrics", "seconds"} <= set(facts)
 
 
+def test_run_json_states_the_command_without_the_machines_folders(
+    attack: Callable[..., Any], cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    assert attack("--attack", "april", "--metrics", "psnr", f"--out={tmp_path / 'my run'}").status == 0
+    command = json.loads((tmp_path / "my run" / "run.json").read_text())["command"]
+    given = "--model vit_ti --weights random --img-size 32 --no-strips --images photos --out run"
+    assert command == f"privlab attack {given} --attack april --metrics psnr '--out=my run'"
+    assert cli("report", tmp_path / "my run").status == 0
+    page = (tmp_path / "my run" / "report.html").read_text("utf-8")
+    assert f"privlab attack {given} --attack april" in page
+    assert "holds no command" not in page
+
+
 def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
     """FFT2D is a correlation, and a picture of one colour has none: that is said where other n/a's are told."""
     Image.new("RGB", (40, 36), (90, 120, 200)).save(photos / "plain.png")

@@ -62,6 +62,19 @@ def test_a_ramp_is_put_together_and_ignorance_is_chance(
     assert "over 3 images; [95 % interval" in shown
 
 
+def test_an_option_without_a_name_is_for_all_that_know_it(
+    cli: Callable[..., Any], predictor: Path, photos: Path, tmp_path: Path
+) -> None:
+    """Whatever stands in its value, such as the dot of a file's name."""
+    options = ("--gamma", "1", "--reassembly", "border,mp3", "--images", photos, "--out", tmp_path / "out", "--json")
+    told = cli(*SMALL, *options, "--set", f"weights={predictor}", "--set", "border.rounds=0", "--set", "mp3.rounds=2")
+    assert told.status == 0
+    solvers = json.loads(told.out)["solvers"]
+    assert solvers["border"] == "Borders(rounds=0)"
+    assert solvers["mp3 alone"] == f"ByMp3(weights='{predictor}', borders=False, rounds=2)"
+    assert solvers["mp3 with borders"] == f"ByMp3(weights='{predictor}', borders=True, rounds=2)"
+
+
 def test_the_draw_is_that_of_the_image_not_of_the_run(cli: Callable[..., Any], tmp_path: Path) -> None:
     noise = torch.randint(256, (4, 16, 16, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).numpy()
     for i, pixels in enumerate(noise):

@@ -1,5 +1,6 @@
 """Encrypted model files: timm loads them, they are useless without the key, and they come back bit by bit."""
 
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -198,9 +199,17 @@ def test_heads_are_asked_for_and_only_of_files(model: Path) -> None:
         shape_of_model("vit_b", 12)
 
 
-@pytest.mark.parametrize("name", ["resnet50", "timm:resnet18", "vit_bb", "timm:vit_bas"])
-def test_unknown_names_are_refused(name: str) -> None:
-    with pytest.raises(PrivlabError, match=r"Unknown (timm )?model|a ResNet|a plain ViT"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet50", "needs a plain ViT, timm's VisionTransformer. Found resnet50"),
+        ("timm:resnet18", "Keys are for timm's VisionTransformer. Found timm:resnet18, a ResNet."),
+        ("vit_bb", "Unknown model 'vit_bb'. Did you mean vit_b"),
+        ("timm:vit_bas", "Unknown timm model 'vit_bas'. Did you mean vit_base"),
+    ],
+)
+def test_what_is_no_vit_by_name_is_refused(name: str, message: str) -> None:
+    with pytest.raises(PrivlabError, match=re.escape(message)):
         shape_of_model(name)
 
 

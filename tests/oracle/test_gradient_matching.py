@@ -368,4 +368,13 @@ def test_a_mask_that_does_not_show_is_warned_of(small: VictimModel) -> None:
 def test_the_progress_bar_shows_steps_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("attacking"):
         tell(Progress(step=30, steps=300, epoch=0.0, loss=0.1, learning_rate=0.1, seconds=20.0, seconds_left=184.0))
-    assert "attacking: step 30 of 300, 0:03:04 left" in " ".join(capsys.readouterr().err.split())
+    told = " ".join(capsys.readouterr().err.split())
+    assert "attacking: step 30 of 300, 0:03:04 left" in told
+    assert "?" not in told  # it is not known of how many images
+
+
+def test_the_progress_bar_counts_what_it_knows_the_number_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("attacking") as progress:
+        progress(0, None)
+        progress(3, 12)
+    assert " 3/12 " in capsys.readouterr().err

@@ -23,7 +23,6 @@ from privlab.inversion import (
     decoder_key,
     released,
     row_order,
-    store,
     train_decoder,
 )
 from privlab.metrics import psnr
@@ -33,6 +32,7 @@ from privlab.placement import placement_accuracy
 from privlab.stack import Stack
 from privlab.threat import Capability, Draws, FeatureObservation, PrivlabWarning, Sent, check_capabilities
 from privlab.training import Plan, Progress, listening
+from privlab.weights import cache_folder
 
 Make = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]
@@ -276,12 +276,13 @@ def test_few_public_images_are_warned_of(tiny_model: Make, crops: Tensor) -> Non
 
 
 def test_the_store_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert cache_folder("models") == tmp_path / "models"
     monkeypatch.delenv("PRIVLAB_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert store() == tmp_path / "privlab" / "decoders"
+    assert cache_folder("decoders") == tmp_path / "privlab" / "decoders"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    assert store() == tmp_path / ".cache" / "privlab" / "decoders"
+    assert cache_folder("decoders") == tmp_path / ".cache" / "privlab" / "decoders"
 
 
 # The attacks

@@ -1,28 +1,21 @@
-"""Swin with absolute PEs and ResNet: naive twins, MJP in them, their weights in every layout, and who refuses them."""
+"""Swin with absolute PEs and ResNet: naive twins, and MJP in them."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
-from PIL import Image
-from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor, nn
 
-from privlab.backbones import Backbone, Pupil, SwinModel, classifier
-from privlab.cli import _status
+from privlab.backbones import Backbone, SwinModel, classifier
 from privlab.errors import PrivlabError
 from privlab.evaluation import worth, worth_by_gamma
-from privlab.judgement import Exam, judge
-from privlab.lessons import Course, teach
 from privlab.patches import patchify
-from privlab.recipes import DALS, Lesson, TrainMjp
-from privlab.threat import PrivlabWarning
+from privlab.recipes import DALS, Classify, Lesson, TrainMjp
 from privlab.training import Augmentation, Compute, Examples, Plan, Progress, train
-from privlab.victims import victim
+from privlab.training.loop import _optimiser
 
 STILL = Augmentation(flip=False, shift=0)
 COLOURS: tuple[Any, Any] = ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
@@ -200,6 +193,19 @@ def test_classes_are_learnt_from_shuffled_pictures(make: Callable[[], Backbone],
     assert found.consistency == 1
 
 
+@pytest.mark.parametrize(
+    ("objective", "outer"), [(Classify(), ""), (TrainMjp(gamma=0.5), "victim."), (SHUFFLE, "victim.")]
+)
+def test_relative_position_biases_of_a_swin_are_spared_weight_decay(objective: Classify, outer: str) -> None:
+    """As in Swin's own recipe; all other weights of two dimensions decay."""
+    lesson = Lesson(swin(), pictures(), objective, STILL)
+    optimizer, _ = _optimiser(lesson, Plan(steps=1, weight_decay=0.1))
+    spared = {id(each) for group in optimizer.param_groups if not group["weight_decay"] for each in group["params"]}
+    tables = [f"{outer}net.layers.{i}.blocks.0.attn.relative_position_bias_table" for i in range(2)]
+    several = {name: each for name, each in lesson.model.named_parameters() if each.ndim > 1}
+    assert [name for name, each in several.items() if id(each) in spared] == tables
+
+
 @pytest.mark.parametrize(("make", "objective"), [(swin, TrainMjp(gamma=0.3)), (resnet, SHUFFLE)])
 def test_a_training_goes_on_to_the_same_bits(make: Callable[[], Backbone], objective: TrainMjp, tmp_path: Path) -> None:
     """What BatchNorm has counted included; stochastic depth is at work."""
@@ -224,194 +230,3 @@ def test_a_training_goes_on_to_the_same_bits(make: Callable[[], Backbone], objec
     for (name, tensor), again in zip(next(ends).items(), next(ends).values(), strict=True):
         assert torch.equal(tensor, again), name
         assert not torch.equal(tensor, begin[name]), name
-
-
-# By name, from the command line's side
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    """Return a folder of ten classes, with a picture for training and one for the test in each."""
-    draw = Generator().manual_seed(0)
-    for split in ("train", "test"):
-        for label in range(10):
-            (folder := tmp_path / "data" / split / f"{label}").mkdir(parents=True)
-            pixels = torch.randint(256, (32, 32, 3), generator=draw, dtype=torch.uint8)
-            Image.fromarray(pixels.numpy()).save(folder / "0.png")
-    return tmp_path / "data"
-
-
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
-@pytest.mark.parametrize(
-    ("model", "options", "unknown"),
-    [("cifar_swin_mjp", (), "trained"), ("cifar_resnet", ("unknown=false", "dal=none"), None)],
-)
-def test_a_taught_one_is_judged_from_its_file(
-    model: str, options: tuple[str, ...], unknown: str | None, data: Path, tmp_path: Path
-) -> None:
-    """The card's hash and scores are those of what is read back, in half precision; BatchNorm's counts stay whole."""
-    course = Course(
-        recipe="mjp",
-        model=model,
-        data=str(data),
-        preset="small",
-        epochs=1.0,
-        batch_size=5,
-        precision="32-true",
-        options=("gamma=0.3", *options),
-        half=True,
-    )
-    card = teach(course, tmp_path / "out")
-    assert card is not None
-    file = tmp_path / "out" / "model.safetensors"
-    read = classifier(model, weights=file)
-    assert (read.weights.sha256, read.weights.unknown) == (card["sha256"], unknown)
-    assert {v.dtype for k, v in load_file(file).items() if not k.endswith("tracked")} == {torch.float16}
-    (row,) = judge(Exam(models=(model,), weights=(str(file),), data=str(data), gammas=(0.15,), batch=250))
-    test = {name: card["test"][name] for name in asdict(worth(read.model, pictures(), gamma=0.15))}
-    found = row["by_gamma"][0] | {"images": row["images"], "accuracy": row["accuracy"]}
-    assert found == pytest.approx(test, rel=1e-5)
-    kept = classifier(model, weights=next((tmp_path / "out" / "checkpoints").rglob("*.safetensors")))
-    assert kept.weights.unknown == unknown
-
-
-def test_random_weights_are_those_of_the_seed() -> None:
-    with pytest.warns(PrivlabWarning, match=r"RANDOM weights \(seed 1\)"):
-        first = classifier("cifar_swin_mjp", weights="random", seed=1)
-    with pytest.warns(PrivlabWarning, match="RANDOM"):
-        again = classifier("cifar_swin_mjp", weights="random", seed=1)
-    with pytest.warns(PrivlabWarning, match="RANDOM"):
-        other = classifier("cifar_swin_mjp", weights="random")
-    assert first.weights == again.weights
-    assert other.weights.sha256 != first.weights.sha256
-    assert first.weights.unknown == "random"
-    assert first.preprocessing.size == (32, 32)
-
-
-def read(state: Mapping[str, Tensor], path: Path, model: str = "cifar_swin_mjp", **options: Any) -> Pupil:
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
-    made = classifier(model, weights=path, **options)
-    assert isinstance(made, Pupil)
-    return made
-
-
-@pytest.fixture
-def cifar_swin() -> SwinModel:
-    with pytest.warns(PrivlabWarning, match="RANDOM"):
-        made = classifier("cifar_swin_mjp", weights="random").model
-    assert isinstance(made, SwinModel)
-    return made
-
-
-@pytest.mark.parametrize("layout", ["swin", "mjp", "wrapped"])
-def test_weights_of_the_authors(cifar_swin: SwinModel, layout: str, tmp_path: Path) -> None:
-    """Swin's authors merge patches at the end of a stage; MJP's put E_unk behind the PEs, in one table."""
-    net, pe, unknown = cifar_swin.net.state_dict(), cifar_swin.pos_embed, cifar_swin.unk_embed
-    assert pe is not None
-    assert unknown is not None
-    for number in (1, 2):
-        moved = [name for name in net if name.startswith(f"layers.{number}.downsample.")]
-        for name in moved:
-            net[name.replace(f"layers.{number}.", f"layers.{number - 1}.")] = net.pop(name)
-    theirs = {name.replace("head.fc.", "head."): tensor for name, tensor in net.items()}
-    images = torch.rand(2, 3, 32, 32, generator=Generator().manual_seed(0))
-    masked = torch.arange(64).expand(2, -1) < 20
-    if layout == "swin":
-        with pytest.warns(PrivlabWarning, match="hold no E_unk; the mean position embedding stands in"):
-            made = read(theirs | {"absolute_pos_embed": pe}, tmp_path / "w.safetensors")
-        assert made.weights.unknown == "mean-pe"
-        torch.testing.assert_close(made.model.unk_embed, pe.mean(1, keepdim=True), check_stride=False)
-        assert torch.equal(made.model(images), cifar_swin(images))
-        return
-    if layout == "mjp":
-        theirs |= {"absolute_pos_embed.weight": torch.cat([pe, unknown], 1)[0], "dlocr.layers.0.weight": pe[0]}
-    else:  # a checkpoint of `privlab train`
-        theirs = {f"victim.{name}": tensor for name, tensor in cifar_swin.state_dict().items()}
-    made = read(theirs, tmp_path / "w.safetensors")
-    assert made.weights.unknown == "trained"
-    assert torch.equal(made.model(images, masked), cifar_swin(images, masked))
-
-
-def test_a_plain_swin_gets_position_embeddings_that_are_untrained(cifar_swin: SwinModel, tmp_path: Path) -> None:
-    with pytest.warns(PrivlabWarning, match="hold no absolute position embeddings; random ones"):
-        made = read(cifar_swin.net.state_dict(), tmp_path / "w.safetensors")
-    assert made.weights.unknown == "random"
-    assert read(cifar_swin.net.state_dict(), tmp_path / "w.safetensors", "cifar_swin").model.unk_embed is None
-
-
-def test_another_size_is_asked_for(cifar_swin: SwinModel, tmp_path: Path) -> None:
-    state = cifar_swin.state_dict()
-    assert read(state, tmp_path / "w.safetensors", img_size=64).model.grid == (32, 32)
-    state["pos_embed"] = state["pos_embed"][:, :64]
-    with pytest.raises(PrivlabError, match=r"pos_embed \(1, 64, 48\) instead of \(1, 256, 48\) \(--img-size resizes"):
-        read(state, tmp_path / "w.safetensors")
-
-
-def test_position_embeddings_are_not_dropped(cifar_swin: SwinModel, tmp_path: Path) -> None:
-    with pytest.raises(PrivlabError, match=r"hold position embeddings, which cifar_swin lacks\. Use cifar_swin_mjp"):
-        read(cifar_swin.state_dict(), tmp_path / "w.safetensors", "cifar_swin")
-
-
-def test_weights_of_something_else(cifar_swin: SwinModel, tmp_path: Path) -> None:
-    with pytest.raises(PrivlabError, match=r"do not fit this model. missing: conv1.weight, .*; unexpected: "):
-        read(cifar_swin.net.state_dict(), tmp_path / "w.safetensors", "cifar_resnet")
-    with pytest.raises(PrivlabError, match="--weights pretrained: timm has no pretrained weights for cifar_swin"):
-        classifier("cifar_swin", weights="pretrained")
-
-
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
-def test_timms_names_are_taken_too() -> None:
-    made = classifier("timm:resnet10t", weights="random", img_size=32)
-    assert isinstance(made, Pupil)
-    assert (made.model.image_shape, made.architecture) == ((3, 32, 32), "resnet10t")
-    plain = classifier("cifar_vit", weights="random")
-    assert plain.weights == victim("cifar_vit", weights="random").weights
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        ("cifar_resnet", (), "MJP trains E_unk, and this model has none. Use a `_mjp` victim, or --set unknown=false"),
-        ("cifar_resnet", ("unknown=false",), "this model has none: --set dal=none"),
-        ("cifar_swin", (), "MJP trains E_unk, and this model has none"),
-        ("resnet50_mjp", (), "resnet50 has no position embeddings, and so no E_unk. Found resnet50_mjp"),
-        ("resnet5", (), "Unknown model 'resnet5'. Did you mean resnet50"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
-def test_mjp_says_what_it_lacks(model: str, options: tuple[str, ...], message: str, data: Path, tmp_path: Path) -> None:
-    course = Course(recipe="mjp", model=model, data=str(data), preset="small", options=options)
-    with pytest.raises(PrivlabError, match=message):
-        teach(course, tmp_path / "out")
-
-
-@pytest.mark.parametrize("command", [("attack",), ("train", "mp3"), ("train", "droppos")])
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (
-            "swin_t_mjp",
-            "needs a plain ViT, timm's VisionTransformer. Found swin_t_mjp: `privlab evaluate`",
-        ),
-        (
-            "resnet50",
-            "needs a plain ViT, timm's VisionTransformer. Found resnet50: `privlab evaluate`",
-        ),
-        ("timm:resnet10t", "timm's VisionTransformer. Found resnet10t, a ResNet"),
-    ],
-)
-def test_what_needs_a_plain_vit_says_so_in_one_line(
-    command: tuple[str, ...], model: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rest = () if command == ("attack",) else ("--data", "samples", "--split", "none")
-    out = ("--out", str(tmp_path / "out"), "--weights", "random")
-    assert _status([*command, "--model", model, *rest, *out]) == 2
-    told = capsys.readouterr()
-    lines = [line for line in told.err.splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1
-    assert message in lines[0]
-    assert "Traceback" not in told.err
-    assert told.out == ""

@@ -1,6 +1,7 @@
 """The training loop: it learns, epochs make one stream, and a run that goes on ends where one in one go ends."""
 
 import csv
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning_fabric import Fabric
 from safetensors.torch import load_file
 from torch import Generator, Tensor, nn
 
@@ -123,6 +125,19 @@ def test_bf16_trains_weights_that_stay_float32() -> None:
     train(recipe, replace(PLAN, steps=100, precision="bf16-mixed"), progress=seen.append)
     assert {tensor.dtype for tensor in weights(recipe).values()} == {torch.float32}
     assert seen[-1].loss < 0.3 * seen[0].loss
+
+
+def test_lightning_keeps_to_itself_that_it_is_set_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would tell of the precision that was asked for; afterwards it speaks as before."""
+    monkeypatch.setattr(logger := logging.getLogger("lightning_fabric"), "handlers", [caplog.handler])
+    logger.setLevel(logging.INFO)
+    train(Regression(), replace(PLAN, steps=1, precision="bf16-mixed"))
+    assert caplog.messages == []
+    assert logger.level == logging.INFO
+    Fabric(accelerator="cpu", precision="bf16-mixed")
+    assert "Automatic Mixed Precision" in caplog.text
 
 
 @pytest.mark.gpu
