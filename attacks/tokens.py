@@ -169,8 +169,8 @@ def separate(
 def start(mlp: Mlp, spans: Spans, number: int, draw: Generator) -> Float[Tensor, "s n"]:
     """Draw coordinates α of points u = α T of LayerNorm's form: t of zero mean and unit variance.
 
-    They are random sums of the rows of ∂W₁, which are sums of tokens: so they lie as tokens do. From points that lie
-    alike in all directions next to none reaches a token of a flat photograph.
+    They lie along the directions of ∂W₁ with variances σ: between those of random sums of its rows, σ², from which weak
+    tokens are missed, and 1, from which next to none of a flat photograph is found.
     """
     T = spans.u
     P, c = T / mlp.γ, mlp.β / mlp.γ  # t = α P − c
@@ -179,7 +179,7 @@ def start(mlp: Mlp, spans: Spans, number: int, draw: Generator) -> Float[Tensor,
         mean = torch.zeros_like(mean)
     back = mean / mean.square().sum().clamp_min(torch.finfo(T.dtype).tiny)
     base = c.mean() * back
-    α = torch.randn(number, len(T), generator=draw, dtype=T.dtype).to(T.device) * spans.σ
+    α = torch.randn(number, len(T), generator=draw, dtype=T.dtype).to(T.device) * spans.σ.sqrt()
     α = α - (α @ mean)[:, None] * back
     v, b = α @ P, base @ P - c
     vv, vb, bb = v.square().sum(1), v @ b, b.square().sum() - T.shape[1]

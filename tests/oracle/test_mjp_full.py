@@ -75,7 +75,7 @@ def test_tokens_have_no_residual_and_mixtures_have(made: tuple[VictimModel, Feed
     assert outside(mlp, spans, mixed @ spans.u.mT).min() > 1e-2
 
 
-def test_starts_are_sums_of_the_gradient_s_rows_of_the_form_of_tokens(
+def test_starts_have_the_form_of_tokens_and_lie_as_the_gradient_does(
     made: tuple[VictimModel, Feed, Observation],
 ) -> None:
     model, _, seen = made
@@ -121,9 +121,9 @@ def test_mjp_is_undone(gamma: float, masked_pe: str, images: Tensor, tiny_model:
 
 def test_few_tokens_leave_what_the_subspace_gave(made: tuple[VictimModel, Feed, Observation]) -> None:
     model, feed, seen = made
-    stolen = MjpFull(**SEARCH | {"rounds": 1})(seen)
+    stolen = MjpFull(**SEARCH | {"rounds": 2})(seen)
     assert stolen.tokens is not None
-    assert 0 < stolen.tokens.min() <= stolen.tokens.max() <= 8
+    assert 0 < stolen.tokens.min() <= stolen.tokens.max() < 17
     region = ~slots_to_pixels(feed.moved, model.grid, model.patch)
     prior = psnr_region(MjpSubspace()(seen), feed.images, region)
     assert (psnr_region(stolen.images, feed.images, region) > prior - 6).all()
