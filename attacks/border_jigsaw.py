@@ -1,15 +1,13 @@
 """`border-jigsaw`: permuted rows without position embeddings, inverted and put together by their borders."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from privlab.attacks.reassembly import by_borders
 from privlab.errors import PrivlabError
 from privlab.jigsaw import ROUNDS
-from privlab.positions import load_predictor
+from privlab.positions import load_predictor, predictor_file
 from privlab.threat import Capability, FeatureObservation, Stolen
-from privlab.zoo import shipped
 
 __all__ = ["BorderJigsaw"]
 
@@ -61,7 +59,7 @@ class BorderJigsaw:
         Raises:
             PrivlabError: if there is no such predictor, or it is for other patches.
         """
-        found = load_predictor(shipped(self.predictor) or Path(self.predictor)) if self.predictor else None
+        found = load_predictor(predictor_file(self.predictor)) if self.predictor else None
         if found is not None:
             found.check(seen.model.grid, seen.model.patch)
         return by_borders(seen, rounds=self.rounds, predictor=found)

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from privlab.experiments.position_embeddings import attention_weights
 from privlab.images import open_images
 from privlab.patches import permute, shuffled_within
 from privlab.position_accuracy import DROPPED, HIDDEN, position_accuracy
-from privlab.positions import DropPosNetwork, Mp3Network, PositionPredictor, load_predictor, tiles
+from privlab.positions import DropPosNetwork, Mp3Network, PositionPredictor, load_predictor, predictor_file, tiles
 from privlab.training import Examples, read_examples, write_atomically
 from privlab.weights import hash_of
 from privlab.zoo import shipped
@@ -88,7 +87,7 @@ def study(plan: PredictorStudy, out: Path, *, say: Say = print) -> list[dict[str
     """
     facts, tables = [], {}
     for number, name in enumerate(plan.predictors):
-        path = shipped(name) or Path(name)
+        path = predictor_file(name)
         predictor = load_predictor(path)
         size = predictor.model.image_shape[1:]
         data = read_examples(open_images(plan.images, split=plan.split, limit=plan.limit), size, labelled=False)
@@ -156,7 +155,7 @@ def _objective(path: Path, digest: str) -> dict[str, Any] | None:
         try:
             found = json.loads(card.read_text(encoding="utf-8"))
             if found["predictor_sha256"] == digest:
-                return {key: "inf" if value == math.inf else value for key, value in found["objective"].items()}
+                return found["objective"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from privlab.errors import PrivlabError, unknown_name
 from privlab.model import VictimModel
 from privlab.patches import patchify
+from privlab.zoo import shipped
 
 __all__ = [
     "PREDICTORS",
@@ -30,6 +31,7 @@ __all__ = [
     "Mp3Network",
     "PositionPredictor",
     "load_predictor",
+    "predictor_file",
     "save_predictor",
     "sincos",
     "tiles",
@@ -263,6 +265,11 @@ def save_predictor(predictor: PositionPredictor, path: Path, *, half: bool = Fal
     facts |= _sizes(model) | {"mean": model.mean.flatten().tolist(), "std": model.std.flatten().tolist()}
     tensors = {name: tensor.half() if half else tensor for name, tensor in predictor.tensors().items()}
     save_file(tensors, path, {"format": "pt", "privlab": json.dumps(facts)})
+
+
+def predictor_file(name: str) -> Path:
+    """Return the file of a predictor, by its name in the zoo or by its path."""
+    return shipped(name) or Path(name)
 
 
 def load_predictor(path: Path) -> PositionPredictor:

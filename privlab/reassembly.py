@@ -19,8 +19,8 @@ from torch import Tensor
 from privlab.borders import border_costs
 from privlab.errors import PrivlabError
 from privlab.jigsaw import ROUNDS, assemble
-from privlab.positions import PositionPredictor, load_predictor
-from privlab.zoo import shipped
+from privlab.positions import PositionPredictor, load_predictor, predictor_file
+from privlab.zoo import placer
 
 __all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "standing"]
 
@@ -99,7 +99,8 @@ class Predicted:
     assigned to the slots so that the product of p is largest. Known slots are as in `Borders`.
 
     Args:
-        weights: a `predictor.safetensors` of `privlab train`, or a predictor's name in the zoo.
+        weights: a `predictor.safetensors` of `privlab train`, or a predictor's name in the zoo; "auto" for that of the
+            zoo which is for these patches.
         borders: whether border costs count too.
         rounds: as in `privlab.jigsaw.assemble`.
     """
@@ -107,7 +108,7 @@ class Predicted:
     name: ClassVar[str]
     paper: ClassVar[str]
 
-    weights: str
+    weights: str = "auto"
     borders: bool = True
     rounds: int = ROUNDS
 
@@ -115,10 +116,21 @@ class Predicted:
         """Check the options."""
         Borders(self.rounds)
 
-    @property
-    def path(self) -> Path:
-        """Return the file of the predictor."""
-        return shipped(self.weights) or Path(self.weights)
+    def file(self, grid: tuple[int, int], patch: int) -> Path:
+        """Return the file of the predictor for patches of this grid and side.
+
+        Raises:
+            PrivlabError: if there is none.
+        """
+        name = placer(self.name, grid, patch) if self.weights == "auto" else self.weights
+        if name is not None and (path := predictor_file(name)).is_file():
+            return path
+        (h, w), p = grid, patch
+        lack = f"Found no file '{name}'." if name else f"Its own are not for {h} × {w} patches of {p} × {p} pixels."
+        raise PrivlabError(
+            f"Re-assembly by {self.name} needs a trained predictor: `privlab train {self.name}` makes one, "
+            f"--set {self.name}.weights=FILE names it. {lack}"
+        )
 
     def predictor(self, grid: tuple[int, int], patch: int) -> PositionPredictor:
         """Return the predictor for patches of this grid and side.
@@ -126,12 +138,7 @@ class Predicted:
         Raises:
             PrivlabError: if there is no such file, it holds none or one of another kind, or it is for other patches.
         """
-        if not self.path.is_file():
-            raise PrivlabError(
-                f"Re-assembly by {self.name} needs a trained predictor: `privlab train {self.name}` makes one, "
-                f"--set {self.name}.weights=FILE names it. Found no file '{self.weights}'."
-            )
-        found = load_predictor(self.path)
+        found = load_predictor(self.file(grid, patch))
         if found.name != self.name:
             raise PrivlabError(f"'{self.weights}' is a predictor of {found.name}. Use --reassembly {found.name}.")
         found.check(grid, patch)
@@ -171,8 +178,6 @@ class ByMp3(Predicted):
     name: ClassVar[str] = "mp3"
     paper: ClassVar[str] = "ours; by MP3 (Zhai et al. 2022)"
 
-    weights: str = "cifar_mp3"
-
 
 @dataclass(frozen=True)
 class ByDropPos(Predicted):
@@ -183,8 +188,6 @@ class ByDropPos(Predicted):
 
     name: ClassVar[str] = "droppos"
     paper: ClassVar[str] = "ours; by DropPos (Wang et al. 2023)"
-
-    weights: str = "cifar_droppos"
 
 
 def _alike(patches: Float[Tensor, "k c p p"]) -> bool:

@@ -219,7 +219,8 @@ class Rows:
         elif spec.together:
             given["gradient_batch"] = spec.gradient_batch
         if (by := reassembly_of(spec, self.base)) != Borders():
-            own = {"weights": _digest(by.path)} if isinstance(by, Predicted) else {}
+            patches = (self.base.model.grid, self.base.model.patch)
+            own = {"weights": _digest(by.file(*patches))} if isinstance(by, Predicted) else {}
             given["reassembly"] = {by.name: asdict(by) | own}
         return given | ({"force": True} if spec.force else {})
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 from privlab import weights as stored
 from privlab.errors import PrivlabError, unknown_name
 from privlab.training import write_atomically
-from privlab.victims import ARCHITECTURES, resolve, victim
+from privlab.victims import ARCHITECTURES, pretrained, resolve, victim
 from privlab.zoo import COMPACT, PLACERS, ZOO, shipped
 
-__all__ = ["Model", "fetch", "import_weights", "models", "show", "store"]
+__all__ = ["Model", "fetch", "import_weights", "models", "show"]
 
 
 @dataclass(frozen=True)
@@ -29,13 +28,6 @@ class Model:
     about: str
 
 
-def store() -> Path:
-    """Return the folder of imported models: below `PRIVLAB_CACHE`, else in the user's cache."""
-    if root := os.environ.get("PRIVLAB_CACHE"):
-        return Path(root) / "models"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "privlab" / "models"
-
-
 def models() -> list[Model]:
     """Return the zoo, timm's models of our architectures, and what was imported; nothing is asked of a network."""
     zoo = [_model(name, "zoo", entry.architecture, shipped(name), entry.about) for name, entry in ZOO.items()]
@@ -44,8 +36,12 @@ def models() -> list[Model]:
         for name, architecture in ARCHITECTURES.items()
         if architecture not in COMPACT
     ]
-    placers = [_model(name, "zoo", "cifar_vit", shipped(name), about) for name, about in PLACERS.items()]
-    return [*zoo, *placers, *hub, *(_imported(path) for path in sorted(store().glob("*.safetensors")))]
+    placers = [
+        _model(name, "zoo", each.architecture, shipped(name), f"position predictor: {each.kind}")
+        for name, each in PLACERS.items()
+    ]
+    imported = sorted(stored.cache_folder("models").glob("*.safetensors"))
+    return [*zoo, *placers, *hub, *(_imported(path) for path in imported)]
 
 
 def show(name: str) -> dict[str, Any]:
@@ -86,14 +82,7 @@ def fetch(name: str) -> Path:
         PrivlabError: for an unknown name.
         WeightsUnavailable: if they are not to be had, with the reason.
     """
-    architecture, _ = resolve(name)
-    if architecture not in COMPACT:
-        return stored.pretrained_file(architecture)
-    if path := shipped(name):
-        return path
-    raise stored.WeightsUnavailable(
-        f"{name} is of privlab's own zoo, and this package holds no trained weights of it: `privlab train` makes some."
-    )
+    return pretrained(name, resolve(name)[0])
 
 
 def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tuple[Path, dict[str, Any]]:
@@ -126,13 +115,13 @@ def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tup
             _plain(key) for key in read if _plain(key) not in state and _plain(key) != "pos_embed.weight"
         ),
     }
-    path = store() / f"{name.replace(':', '-')}-{digest[:8]}.safetensors"
+    path = stored.cache_folder("models") / f"{name.replace(':', '-')}-{digest[:8]}.safetensors"
     text = json.dumps(card, indent=1, ensure_ascii=False)
     try:
         write_atomically(path, lambda part: stored.save(state, part))
         write_atomically(path.with_suffix(".json"), lambda part: part.write_text(text, encoding="utf-8"))
     except OSError as error:
-        raise PrivlabError(f"The model cannot be kept in {store()}: {error.strerror or error}.") from error
+        raise PrivlabError(f"The model cannot be kept in {path.parent}: {error.strerror or error}.") from error
     return path, card
 
 

@@ -21,7 +21,7 @@ from privlab.registry import with_plugins
 from privlab.threat import PrivlabWarning
 from privlab.zoo import BACKBONES, BASE, COMPACT, ZOO, shipped
 
-__all__ = ["ARCHITECTURES", "Victim", "Weights", "resolve", "victim", "victim_names", "weights_file"]
+__all__ = ["ARCHITECTURES", "Victim", "Weights", "pretrained", "resolve", "victim", "victim_names", "weights_file"]
 
 ARCHITECTURES: dict[str, str] = {
     "vit_ti": "vit_tiny_patch16_224",
@@ -31,6 +31,7 @@ ARCHITECTURES: dict[str, str] = {
     "deit_s": "deit_small_patch16_224",
     "deit_b": "deit_base_patch16_224",
     "cifar_vit": "cifar_vit",
+    "tiny_vit": "tiny_vit",
 }
 """Our name -> timm's, or that of a compact one of ours (`privlab.zoo`).
 
@@ -191,7 +192,7 @@ def weights_file(name: str, architecture: str, weights: str, seed: int) -> Path 
     reason = ", as asked."
     if weights != "random":
         try:
-            return _pretrained(name, architecture)
+            return pretrained(name, architecture)
         except stored.WeightsUnavailable as error:
             if weights == "pretrained":
                 raise PrivlabError(f"--weights pretrained: {error}") from error
@@ -200,7 +201,7 @@ def weights_file(name: str, architecture: str, weights: str, seed: int) -> Path 
     return None
 
 
-def _pretrained(name: str, architecture: str) -> Path:
+def pretrained(name: str, architecture: str) -> Path:
     """Return the file of trained weights: of the zoo, or timm's.
 
     Raises:

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BACKBONES", "BASE", "COMPACT", "PLACERS", "ZOO", "Entry", "shipped"]
+__all__ = ["BACKBONES", "BASE", "COMPACT", "PLACERS", "ZOO", "Entry", "Placer", "placer", "shipped"]
 
 _CIFAR: dict[str, Any] = {
     "img_size": 32,
@@ -23,8 +23,15 @@ _CIFAR: dict[str, Any] = {
     },
 }
 
+_TINY: dict[str, Any] = _CIFAR | {
+    "img_size": 64,
+    "patch_size": 8,
+    "num_classes": 200,
+    "pretrained_cfg_overlay": _CIFAR["pretrained_cfg_overlay"] | {"input_size": (3, 64, 64), "num_classes": 200},
+}
+
 BASE = "vit_tiny_patch16_224"
-COMPACT: dict[str, dict[str, Any]] = {"cifar_vit": _CIFAR}
+COMPACT: dict[str, dict[str, Any]] = {"cifar_vit": _CIFAR, "tiny_vit": _TINY}
 """Our name of an architecture -> what it changes of timm's `BASE`. N = 64 tokens are fewer than D = 128, MJP's too."""
 
 _CIFAR_SWIN: dict[str, Any] = {
@@ -81,8 +88,31 @@ ZOO: dict[str, Entry] = {
 }
 """The victims of the zoo by name."""
 
-PLACERS = {"cifar_mp3": "position predictor: MP3", "cifar_droppos": "position predictor: DropPos"}
+
+@dataclass(frozen=True)
+class Placer:
+    """A position predictor of the zoo: its kind ("mp3" or "droppos"), and the compact ViT whose patches it places."""
+
+    kind: str
+    architecture: str
+
+
+PLACERS: dict[str, Placer] = {
+    "cifar_mp3": Placer("mp3", "cifar_vit"),
+    "cifar_droppos": Placer("droppos", "cifar_vit"),
+    "tiny_mp3": Placer("mp3", "tiny_vit"),
+    "tiny_droppos": Placer("droppos", "tiny_vit"),
+}
 """The position predictors of the zoo by name."""
+
+
+def placer(kind: str, grid: tuple[int, int], patch: int) -> str | None:
+    """Return the predictor of the zoo for patches of this grid and side; None where there is none."""
+    for name, each in PLACERS.items():
+        side, own = (COMPACT[each.architecture][key] for key in ("img_size", "patch_size"))
+        if (each.kind, own, (side // own,) * 2) == (kind, patch, grid):
+            return name
+    return None
 
 
 def shipped(name: str) -> Path | None:

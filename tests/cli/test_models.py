@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from privlab import shelf
+from privlab import shelf, victims
 from privlab.victims import victim
 from privlab.weights import hash_of
 from privlab.zoo import ZOO
@@ -93,15 +93,35 @@ def test_a_shipped_model_is_found_by_name(
     state = {"a": torch.ones(3)}
     save_file(state, tmp_path / "cifar_vit.safetensors")
     (tmp_path / "cifar_vit.json").write_text(json.dumps({"sha256": hash_of(state), "recipe": "classify"}))
-    monkeypatch.setattr(
-        shelf, "shipped", lambda name: tmp_path / f"{name}.safetensors" if name == "cifar_vit" else None
-    )
+    for module in (shelf, victims):
+        monkeypatch.setattr(
+            module, "shipped", lambda name: tmp_path / f"{name}.safetensors" if name == "cifar_vit" else None
+        )
     shown = cli("models", "show", "cifar_vit")
     assert shown.status == 0
     assert "classify" in shown.out
     assert cli("models", "fetch", "cifar_vit").out.strip() == str(tmp_path / "cifar_vit.safetensors")
     absent = json.loads(cli("models", "show", "cifar_vit_nope", "--json").out)
     assert (absent["file"], absent["matches"]) == (None, None)
+
+
+def test_a_card_is_shown_line_by_line(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """What a card holds by name is indented below its name, and no line is wider than a terminal."""
+    save_file(state := {"a": torch.ones(3)}, tmp_path / "m.safetensors")
+    card = {"sha256": hash_of(state), "plan": {"steps": 4, "clip": None}, "mean": [0.5, 0.25], "skipped": []}
+    card["data"] = {"split": "train", "notes": ["one, and", "two"]}
+    (tmp_path / "m.json").write_text(json.dumps(card))
+    told = cli("models", "show", tmp_path / "m.safetensors")
+    assert told.status == 0
+    _, below = told.out.split("matches: true\ncard:\n")
+    assert below.splitlines() == [
+        f"  sha256: {hash_of(state)}",
+        *("  plan:", "    steps: 4", "    clip: —", "  mean: [0.5, 0.25]", "  skipped: —"),
+        *("  data:", "    split: train", "    notes:", "      - one, and", "      - two"),
+    ]
+    assert max(len(line) for line in below.splitlines()) <= 80
+    (tmp_path / "m.json").unlink()
+    assert "matches: —\ncard: —\n" in cli("models", "show", tmp_path / "m.safetensors").out
 
 
 @pytest.mark.parametrize(
@@ -125,8 +145,10 @@ def test_mistakes_are_one_line(
 
 
 def test_a_zoo_model_that_is_not_here_is_one_line(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "shipped", lambda name: None)
-    assert "holds no trained weights of it: `privlab train` makes some" in cli("models", "fetch", "cifar_vit").error
+    monkeypatch.setattr(victims, "shipped", lambda name: None)
+    assert (
+        "holds no trained weights of cifar_vit; `privlab train` makes some" in cli("models", "fetch", "cifar_vit").error
+    )
 
 
 def test_a_store_that_cannot_be_written_is_one_line(cli: Callable[..., Any], checkpoint: Path, cache: Path) -> None:

@@ -24,6 +24,7 @@ from privlab.reassembly import REASSEMBLIES, Borders, ByDropPos, ByMp3, Predicte
 from privlab.recipes import Lesson, TrainDropPos, TrainMp3
 from privlab.threat import Draws, FeatureObservation, Sent
 from privlab.training import Augmentation, Examples, Plan, train
+from privlab.zoo import shipped
 
 GRID, PATCH = (4, 4), 4
 
@@ -167,6 +168,16 @@ def test_what_does_not_fit_is_refused(
 def test_an_option_without_its_name_is_no_re_assemblys() -> None:
     with pytest.raises(PrivlabError, match="Unknown option 'borders'"):
         Specification(models=("vit_ti",), reassembly="mp3", options=("borders=false",))
+
+
+@pytest.mark.parametrize(("patch", "kind", "name"), [(4, ByMp3, "cifar_mp3"), (8, ByDropPos, "tiny_droppos")])
+def test_that_of_the_zoo_is_the_one_for_the_patches(patch: int, kind: type[Predicted], name: str) -> None:
+    assert kind().file((8, 8), patch) == shipped(name)
+
+
+def test_patches_that_the_zoo_has_no_predictor_for_are_refused() -> None:
+    with pytest.raises(PrivlabError, match=r"--set mp3.weights=FILE .* Its own are not for 14 × 14 patches of 16 × 16"):
+        ByMp3().predictor((14, 14), 16)
 
 
 def test_predictors_of_ones_own_are_compared_by_value(trained: dict[str, str]) -> None:
