@@ -1,7 +1,6 @@
 """`privlab study positions` on tiny predictors: records, figures, no probe without labels, mistakes as one line."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ def predictors(tmp_path: Path) -> tuple[Path, Path]:
     first.parent.mkdir()
     save_predictor(mp3, first)
     save_predictor(droppos, second)
-    card = {"predictor_sha256": hash_of(mp3.tensors()), "objective": {"eta": 0.75, "temperature": math.inf}}
+    card = {"predictor_sha256": hash_of(mp3.tensors()), "objective": {"eta": 0.75, "temperature": "inf"}}
     (first.parent / "card.json").write_text(json.dumps(card), encoding="utf-8")
     (tmp_path / "other.json").write_text(json.dumps(card), encoding="utf-8")  # of another predictor
     return first, second
