@@ -21,6 +21,9 @@ _EXACT = 1e-5
 _PATIENCE = 2
 """Rounds in a row without a new token, or steps in which no start came nearer, after which a search ends."""
 
+_FEW = 8
+"""A round in which no more than one of so many starts finds a token counts as idle, as long as more can be asked."""
+
 _INVERSE = 4
 """Steps of inverse iteration: each gains the square of what the search left, four are more than enough."""
 
@@ -155,7 +158,8 @@ def separate(
         if len(found):
             new = new[(_unit(new) @ _unit(found).mT).amax(1) < _twin(limit)]
         new = new[: count - len(found)]
-        idle = 0 if len(new) else idle + 1
+        few = starts // _FEW if limit < tolerance else 0
+        idle = 0 if len(new) > few else idle + 1
         if len(new):
             found = torch.cat([found, new])
             ε, δ = (torch.cat(both) for both in zip((ε, δ), backward(mlp, whole, new), strict=True))
