@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -341,6 +341,7 @@ def released(generator: torch.Generator, batch: int, classes: int, spread: float
 @given(logits, st.integers(2, 50), st.floats(0, 6))
 def test_one_label_is_always_told(generator: torch.Generator, classes: int, spread: float) -> None:
     h, labels = released(generator, 1, classes, spread)
+    assume((h < 0).any())  # p = 1 − 1e-9 is rounded to 1, and nothing of the label is released
     assert labels_of(h, 1) == labels == likely_labels(h, 1)
 
 
