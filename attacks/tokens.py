@@ -19,7 +19,7 @@ _EXACT = 1e-5
 """The residual that is asked of the first tokens; where they end, ten times as much is."""
 
 _PATIENCE = 2
-"""Rounds in a row without a new token, or steps in which no start came nearer, after which a search ends."""
+"""Idle rounds in a row, or steps in which no start came nearer, after which more is allowed, or a search ends."""
 
 _FEW = 8
 """A round in which no more than one of so many starts finds a token counts as idle, as long as more can be asked."""
