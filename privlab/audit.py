@@ -43,6 +43,7 @@ def audit(
     out: Path,
     overwrite: bool = False,
     limit: int | None = None,
+    command: str | None = None,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> Audit:
     """Run attacks on recorded features; write a contact sheet for each batch and attack, and `run.json`.
@@ -56,6 +57,7 @@ def audit(
         out: the run directory.
         overwrite: whether an earlier run in `out` gives way.
         limit: of the batches of each session and kind; all without it.
+        command: that `run.json` states.
         progress: is called with the batches done.
 
     Raises:
@@ -76,7 +78,8 @@ def audit(
             seen = _observation(base, batch, spec, public)
             rows += [_attack(attack, seen, batch, run) for attack in attacks]
             progress(number, None)
-    run.write_run(_facts(spec, base, sessions) | {"batches": rows, "warnings": messages})
+    facts = _facts(spec, base, sessions) | ({} if command is None else {"command": command})
+    run.write_run(facts | {"batches": rows, "warnings": messages})
     return Audit(rows, messages, out)
 
 

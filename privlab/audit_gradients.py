@@ -64,6 +64,7 @@ def audit_gradients(
     out: Path,
     overwrite: bool = False,
     reference: Path | None = None,
+    command: str | None = None,
 ) -> GradientAudit:
     """Run every attack that the file grants; write each reconstruction as a PNG, and `run.json`.
 
@@ -78,6 +79,7 @@ def audit_gradients(
         out: the run directory.
         overwrite: whether an earlier run in `out` gives way.
         reference: the private image, to score by; without it a reconstruction is checked by the gradient that it gives.
+        command: that `run.json` states.
 
     Raises:
         PrivlabError: for a file that cannot be read, does not fit the victim or contradicts itself, an attack that was
@@ -115,7 +117,8 @@ def audit_gradients(
         strip = judge.strip(panels)
         run.write_file(f"strips/{strip_name(0, strip)}", partial(save_strip, strip))
     found = _flags(released, seen, base, told, rows)
-    facts = _facts(spec, base, released) | {"labels": labels, "flags": found, "warnings": messages}
+    facts = _facts(spec, base, released) | ({} if command is None else {"command": command})
+    facts |= {"labels": labels, "flags": found, "warnings": messages}
     run.write_run(facts | {"attacks": [_plain(row) for row in rows]})
     return GradientAudit(rows, found, labels, messages, out, {} if judge is None else judge.missing)
 

@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 from rich.table import Table
 
-from privlab.cli.common import err, plain, print_json, print_table, progress_bar
+from privlab.cli.common import command_line, err, plain, print_json, print_table, progress_bar
 from privlab.errors import PrivlabError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def audit_features(context: click.Context, folder: Path, path: Path, options: Ma
             out=path,
             overwrite=options["overwrite"],
             limit=options["limit"],
+            command=command_line(context),
             progress=progress,
         )
     for message in found.warnings:
@@ -76,6 +77,7 @@ def audit_gradient_file(context: click.Context, file: Path, path: Path, options:
         out=path,
         overwrite=options["overwrite"],
         reference=options["reference"],
+        command=command_line(context),
     )
     for message in found.warnings:
         err.print(f"Warning: {message}", style="yellow", markup=False)

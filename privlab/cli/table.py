@@ -1,6 +1,5 @@
 """`privlab table`: an experiment in, its table out."""
 
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from privlab.cli.common import common, err, fits, print_json, print_table
+from privlab.cli.common import command_line, common, err, fits, print_json, print_table
 from privlab.cli.store import warned
 from privlab.errors import PrivlabError
 
@@ -82,7 +81,7 @@ def table(
     if plan:
         _show_plan(grid, tasks, as_json)
         return 0
-    command = shlex.join(["privlab", *click.get_current_context().find_root().obj])
+    command = command_line(click.get_current_context())
     with _progress(how) as progress:
         messages = fill(
             grid, tasks, path, how, command=command, say=lambda line: err.print(line, markup=False), progress=progress

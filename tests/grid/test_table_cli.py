@@ -77,7 +77,7 @@ def test_first_run_and_second(cli: Any, finished: Any, tmp_path: Path) -> None:
         assert word in first.out
     assert "Warning: vit_ti has RANDOM weights" in first.err
     assert "8/8" in first.err  # images of all cases
-    assert facts(path)["command"].startswith("privlab ")
+    assert facts(path)["command"] == f"privlab table {finished[0].name} --out run {' '.join(CPU)}"
     before = files(path)
     second = cli("table", finished[0], "--out", path, *CPU)
     assert (second.status, second.out) == (0, first.out)
