@@ -9,15 +9,21 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from privlab.attacks.mjp_subspace import MjpSubspace, Subspace, subspace
-from privlab.attacks.slots import PROJ, QKV, Reads, Slots, first_block, patches_of_tokens, placed
+from privlab.attacks.prior import Smoothness, photograph_gradients
+from privlab.attacks.slots import PROJ, QKV, Reads, Slots, Solved, first_block, guesses, patches_of_tokens, placed
 from privlab.attacks.solve import RTOL, feeds_unknown, slot_gradients
 from privlab.attacks.token_search import FC1, FC2, TokenSearch
 from privlab.attacks.tokens import Separated
 from privlab.model import VictimModel
-from privlab.patches import permute
 from privlab.threat import Capability, Observation, Stolen
 
 __all__ = ["MjpFull"]
+
+_MOST = 0.5
+"""Share of patches with a token above which these say more of the others than the prior of `mjp-subspace` does."""
+
+_STEPS = 120
+"""Of conjugate gradients, for patches that no token was found for."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,9 @@ class MjpFull(TokenSearch):
     4. Gauss and Newton's method on c, with the block's own attention, removes what the spans had of rounding.
     5. Masked patches are put where their borders fit. Their order in the shuffled image is not in the gradient.
 
-    Slots whose token was not found keep what `mjp-subspace` makes of them. Without a mask this is `patch-gradient`.
+    Masked patches whose token was not found come last, where the others leave room, and take what within Y is smoothest
+    there. So do others without a token if they are few; if they are many, they keep what `mjp-subspace` makes of them.
+    Without a mask this is `patch-gradient`.
 
     Args:
         starts: of the search for tokens, in each round.
@@ -69,13 +77,18 @@ class MjpFull(TokenSearch):
             return Stolen(model.to_images(found.known))
         X = MjpSubspace().completed(found, model).double()
         block = first_block(model)
-        tokens = [self.tokens(block, seen, i, model.vit.num_prefix_tokens + A.shape[1]) for i in range(len(A))]
-        X = torch.stack([self._patches(model, block, seen, found, X[i], i, tokens[i]) for i in range(len(A))])
+        tokens, solved = zip(*(self._image(model, block, seen, found, X[i], i) for i in range(len(A))), strict=True)
+        X, told = (torch.stack(part) for part in zip(*solved, strict=True))
+        lost = ~told & (found.masked | (told.double().mean(1, keepdim=True) > _MOST))
         images = model.to_images(X)
-        order = torch.stack([placed(model, images[i], found.masked[i]) for i in range(len(A))])
-        return Stolen(permute(images, order, model.patch), loose=found.masked, **self.counts(tokens))
+        order = torch.stack([placed(model, *each) for each in zip(images, found.masked, lost, strict=True)])
+        X, lost = X.gather(1, order[..., None].expand_as(X)), lost.gather(1, order)
+        if lost.any():
+            smooth = Smoothness(model.image_shape, photograph_gradients(model))
+            X = smooth.fill(X, found.Y, free=lost, inside=torch.ones_like(lost), steps=_STEPS)
+        return Stolen(model.to_images(X), loose=found.masked, **self.counts(tokens))
 
-    def _patches(
+    def _image(
         self,
         model: VictimModel,
         block: Block,
@@ -83,19 +96,20 @@ class MjpFull(TokenSearch):
         found: Subspace,
         X: Float[Tensor, "n k"],
         i: int,
-        tokens: Separated,
-    ) -> Float[Tensor, "n k"]:
-        """Return the patches of image i, those that no token was found for as they are in X."""
+    ) -> tuple[Separated, Solved]:
+        """Return the tokens of image i, and its patches, those that no token was found for as they are in X."""
         masked, Y = found.masked[i], found.Y[i, : int(found.masked[i].sum())]
         known = found.known[i].masked_fill(masked[:, None], 0)
         assert model.vit.pos_embed is not None  # its gradient was released
         pe = model.vit.pos_embed.detach()[0, -len(X) :].double()
         pe = torch.where(masked[:, None], _replacement(seen).double(), pe)
         slots = Slots(known - (known @ Y.mT) @ Y, Y, pe, masked)
+        count = model.vit.num_prefix_tokens + len(X)
+        reads = Reads.of(seen, i, block, count)
+        tokens = self.tokens(block, seen, i, count, guesses(model, block, slots, reads, X))
         if not len(tokens.u):
-            return X
-        reads = Reads.of(seen, i, block, model.vit.num_prefix_tokens + len(X))
-        return patches_of_tokens(model, block, slots, tokens.u, reads, X, self.sharpen, self.inner).X
+            return tokens, Solved(X, torch.zeros_like(masked))
+        return tokens, patches_of_tokens(model, block, slots, tokens.u, reads, X, self.sharpen, self.inner)
 
 
 def _replacement(seen: Observation) -> Float[Tensor, "1 d"]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from privlab.attacks.placement import known_tokens
 from privlab.attacks.prior import conjugate_gradients
-from privlab.attacks.tokens import NOISE, Mlp, normalised
-from privlab.jigsaw import solve_jigsaw
+from privlab.attacks.tokens import NOISE, Mlp, Near, normalised
+from privlab.borders import border_costs
+from privlab.jigsaw import assemble
 from privlab.model import VictimModel
 from privlab.patches import patchify
 from privlab.threat import Observation
@@ -27,6 +28,7 @@ __all__ = [
     "Solved",
     "embeddings_of_tokens",
     "first_block",
+    "guesses",
     "patches_of_tokens",
     "placed",
     "projection",
@@ -39,6 +41,9 @@ QKV, PROJ = "blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight"
 
 _ALIKE = 0.9
 """Least cosine, beyond what the attention may have added, of a token and the slot that it is put into."""
+
+_SPARE = 1 / 8
+"""Share of D equations that are to be left over, for rounding, where the unknowns of a token are told by these."""
 
 _ROUNDS = 3
 """Evaluations of attention from which the length of embeddings is told: the first is right but for LayerNorm's ε."""
@@ -138,33 +143,67 @@ def slots_of_tokens(
 ) -> Linear:
     """Return the slots of tokens u, each taken by a token of every one of the `images`, and what follows linearly.
 
-    A token t is z + W_proj o + b_proj, up to scale and mean, with z = W x + b + e and x = known + Yᵀ c. And γ₁ ⊙ z
-    lies in what ∂W_qkv heard. Together: base + M (c, o, m) = s t' over 2 D equations, with t' = (t, 0). Beyond the
-    columns of M, t' is parallel to its own slot's base: that tells slots apart, and then c and o follow linearly.
+    Beyond the columns of M, t' is parallel to its own slot's base (`_equations`): that tells slots apart, and then c
+    and o follow linearly.
     """
-    W, b = projection(model)
     t, prefix = _centred(block, u), known_tokens(model)[0]
-    W_p, b_p = _attention_adds(block)
-    free = torch.cat([W_p @ reads.mixed.mT, torch.ones_like(W_p[:, :1])], 1)
-    Q, R = torch.linalg.qr(free)
+    _, b_p = _attention_adds(block)
+    Q, R = torch.linalg.qr(_added_freely(block, reads))
     own, at = _assigned(t, (prefix + b_p).repeat(images, 1), Q)
     at = at % len(prefix) if len(prefix) else at
     left = _without(len(t), own)
     first = _coordinates(t[own], (prefix + b_p)[at], Q, R)[:, : len(reads.mixed)] @ reads.mixed
-    unheard = _unheard(block, reads)
-    z = slots.known @ W.mT + b + slots.pe
-    base = torch.cat([z + b_p, z @ unheard], 1)
-    V = W @ slots.Y.mT
-    M = torch.cat([torch.cat([V, free], 1), torch.cat([unheard.mT @ V, torch.zeros_like(free)], 1)])
     none = slots.Y.new_zeros(len(own), len(slots.Y))
-    if M.shape[1] >= len(M) - len(reads.heard) - 1:  # nothing is left to tell slots apart by
+    equations = _equations(model, block, slots, reads)
+    if equations is None:
         return Linear(own, at, none, first)
+    base, M = equations
     Q, R = torch.linalg.qr(M)
-    t = torch.cat([t, torch.zeros_like(t)], 1)
+    t = nn.functional.pad(t, (0, len(M) - t.shape[1]))
     js, ns = _slots_of(t[left], base.repeat(images, 1), Q, slots.alike.repeat(images))
     js, ns = left[js], ns % len(base)
     c, o, _ = _coordinates(t[js], base[ns], Q, R).split([len(slots.Y), len(reads.mixed), 1], 1)
     return Linear(*map(torch.cat, ((own, js), (at, len(prefix) + ns), (none, c), (first, o @ reads.mixed))))
+
+
+@torch.no_grad()
+def guesses(model: VictimModel, block: Block, slots: Slots, reads: Reads, X: Float[Tensor, "n k"]) -> Near | None:
+    """Return what the tokens of patches X would be, and where they lie, but for slots that are known alike.
+
+    None where D equations do not say where they lie. The arguments are those of `patches_of_tokens`.
+    """
+    equations = _equations(model, block, slots, reads)
+    if equations is None or equations[0].shape[1] > model.vit.embed_dim:
+        return None
+    W, b = projection(model)
+    prefix, (base, M) = known_tokens(model)[0], equations
+    z = torch.cat([prefix, X @ W.mT + b + slots.pe])
+    own = torch.cat([torch.ones_like(slots.alike[:1]).expand(len(prefix)), ~slots.alike])
+    Q = torch.linalg.qr(M).Q
+    base = _off(torch.cat([prefix + _attention_adds(block)[1], base])[own], Q)
+    return Near(block.norm2(z + _added(block, z))[own], nn.functional.normalize(base, dim=1), Q)
+
+
+def _equations(
+    model: VictimModel, block: Block, slots: Slots, reads: Reads
+) -> tuple[Float[Tensor, "n e"], Float[Tensor, "e r"]] | None:
+    """Return base and M of base + M (c, o, m) = s t', which holds for every slot, or None where nothing is left by it.
+
+    A token t is z + W_proj o + b_proj, up to scale and mean, with z = W x + b + e and x = known + Yᵀ c: D equations,
+    t' = t. And γ₁ ⊙ z lies in what ∂W_qkv heard: D more, t' = (t, 0). Rounding hides some of what was heard, so these
+    are asked only where the others leave little over.
+    """
+    W, b = projection(model)
+    _, b_p = _attention_adds(block)
+    free, V = _added_freely(block, reads), W @ slots.Y.mT
+    base, M = slots.known @ W.mT + b + slots.pe, torch.cat([V, free], 1)
+    if M.shape[1] + 1 <= (1 - _SPARE) * len(M):
+        return base + b_p, M
+    unheard = _unheard(block, reads)
+    M = torch.cat([M, torch.cat([unheard.mT @ V, torch.zeros_like(free)], 1)])
+    if M.shape[1] >= len(M) - len(reads.heard) - 1:
+        return None
+    return torch.cat([base + b_p, base @ unheard], 1), M
 
 
 @torch.no_grad()
@@ -265,6 +304,12 @@ def projection(model: VictimModel) -> tuple[Float[Tensor, "d k"], Float[Tensor, 
     return W, torch.zeros_like(W[:, 0]) if proj.bias is None else proj.bias.detach().double()
 
 
+def _added_freely(block: Block, reads: Reads) -> Float[Tensor, "d m"]:
+    """Return the directions of what attention may have added to a token, and the constant one."""
+    W, _ = _attention_adds(block)
+    return torch.cat([W @ reads.mixed.mT, torch.ones_like(W[:, :1])], 1)
+
+
 def _unheard(block: Block, reads: Reads) -> Float[Tensor, "d d"]:
     """Return the matrix that takes z to the part of γ₁ ⊙ z that ∂W_qkv cannot have heard, which is zero."""
     assert isinstance(block.norm1, nn.LayerNorm)
@@ -361,10 +406,18 @@ def _sharpened(
     return B.detach()
 
 
-def placed(model: VictimModel, image: Float[Tensor, "c h w"], masked: Bool[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Return the order that puts the masked patches where their borders fit."""
+def placed(
+    model: VictimModel,
+    image: Float[Tensor, "c h w"],
+    masked: Bool[Tensor, " n"],
+    lost: Bool[Tensor, " n"] | None = None,
+) -> Int[Tensor, " n"]:
+    """Return the order that puts the masked patches where their borders fit; what is lost fits everywhere alike."""
     patches = patchify(image[None], model.patch)[0].unflatten(1, (image.shape[0], model.patch, model.patch))
-    return solve_jigsaw(patches, model.grid, ~masked).to(image.device)
+    costs = border_costs(patches)
+    if lost is not None and bool(lost.any()):
+        costs = torch.where(lost | lost[:, None], costs[:, ~lost][..., ~lost].mean(), costs)
+    return assemble(costs, model.grid, ~masked).to(image.device)
 
 
 def first_block(model: VictimModel) -> Block:

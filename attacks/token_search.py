@@ -10,7 +10,7 @@ from jaxtyping import Int
 from timm.models.vision_transformer import Block
 from torch import Tensor
 
-from privlab.attacks.tokens import Mlp, Separated, separate
+from privlab.attacks.tokens import Mlp, Near, Separated, separate
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.threat import Observation, PrivlabWarning
@@ -48,8 +48,8 @@ class TokenSearch:
                 f"Found {', '.join(map(str, counts))}, {self.sharpen}, {self.sure:g} and {self.tolerance:g}."
             )
 
-    def tokens(self, block: Block, seen: Observation, i: int, count: int) -> Separated:
-        """Find the tokens of release i; as many as the model has, if they are fewer than its width.
+    def tokens(self, block: Block, seen: Observation, i: int, count: int, near: Near | None = None) -> Separated:
+        """Find the tokens of release i, guesses first; as many as the model has, if they are fewer than its width.
 
         Warns:
             PrivlabWarning: if they are not: then none is found.
@@ -73,6 +73,7 @@ class TokenSearch:
             rounds=self.rounds,
             steps=self.steps,
             tolerance=self.tolerance,
+            near=near,
         )
 
     def counts(self, tokens: Sequence[Separated]) -> dict[str, Int[Tensor, " b"]]:

@@ -10,7 +10,7 @@ from timm import layers
 from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
-__all__ = ["NOISE", "Mlp", "Separated", "Spans", "normalised", "separate"]
+__all__ = ["NOISE", "Mlp", "Near", "Separated", "Spans", "normalised", "separate"]
 
 NOISE = 2.0**-24
 """Singular values of a float32 gradient below this share of the largest one are rounding."""
@@ -23,6 +23,12 @@ _PATIENCE = 2
 
 _FEW = 8
 """A round in which no more than one of so many starts finds a token counts as idle, as long as more can be asked."""
+
+_OWN = 0.99
+"""The cosine, beyond Q, of a token and its own slot, from which a guess has led to it: wrong ones would hide others."""
+
+_SAME = 1 - 1e-6
+"""The cosine from which two guesses led to the same token."""
 
 _INVERSE = 4
 """Steps of inverse iteration: each gains the square of what the search left, four are more than enough."""
@@ -93,6 +99,35 @@ class Spans(NamedTuple):
         n = min(count, *(int((σ > NOISE * σ[0]).sum()) for σ in (σ1, σ2)))
         return cls(V1[:n], U1[:, :n].mT, V2[:n], U2[:, :n].mT, σ1[:n])
 
+    def float(self) -> "Spans":
+        """Return the same in single precision."""
+        return Spans(*(part.float() for part in self))
+
+
+class Near(NamedTuple):
+    """Guesses u of tokens, and what is known of each: t lies in span(Q, base_s).
+
+    The rows of `base` have unit length, and are orthogonal to the orthonormal columns of `Q`.
+    """
+
+    u: Float[Tensor, "s d"]
+    base: Float[Tensor, "s d"]
+    Q: Float[Tensor, "d r"]
+
+    def float(self) -> "Near":
+        """Return the same in single precision."""
+        return Near(*(part.float() for part in self))
+
+    def off(self, t: Float[Tensor, "s *n d"]) -> Float[Tensor, "s *n d"]:
+        """Return what of each t lies outside of its span."""
+        base = self.base if t.dim() == 2 else self.base[:, None]
+        t = t - (t @ self.Q) @ self.Q.mT
+        return t - (t * base).sum(-1, keepdim=True) * base
+
+    def cosine(self, t: Float[Tensor, "s d"]) -> Float[Tensor, " s"]:
+        """Return the cosine of each t and its base, beyond Q."""
+        return nn.functional.cosine_similarity(t - (t @ self.Q) @ self.Q.mT, self.base)
+
 
 class Separated(NamedTuple):
     """Tokens u in no order; `residual` is how far each one's h lies outside the span, relative to its length.
@@ -117,13 +152,14 @@ def separate(
     rounds: int,
     steps: int,
     tolerance: float,
+    near: Near | None = None,
 ) -> Separated:
     """Find the up to `count` tokens u_n whose products make up G1 = ∂ℓ/∂W₁ and G2 = ∂ℓ/∂W₂.
 
     A vector u of LayerNorm's form in span{u_n} is a token exactly where act(W₁ u + b₁) lies in span{h_n}; sums of
-    tokens are none. Levenberg and Marquardt's method finds such u from random starts. What is found is taken out:
-    ε_n is the one vector of span{ε} with act′ ⊙ W₂ᵀ ε_n in span{δ}, and the rows of (I − P_ε) ∂W₂ and
-    (I − P_δ) ∂W₁, with P on the ε and the δ of found tokens, span those of the others alone. So no token is found
+    tokens are none. Levenberg and Marquardt's method finds such u, from guesses first, then from random starts. What is
+    found is taken out: ε_n is the one vector of span{ε} with act′ ⊙ W₂ᵀ ε_n in span{δ}, and the rows of (I − P_ε) ∂W₂
+    and (I − P_δ) ∂W₁, with P on the ε and the δ of found tokens, span those of the others alone. So no token is found
     twice, and each round searches a smaller space.
 
     Args:
@@ -137,6 +173,7 @@ def separate(
         steps: of Levenberg and Marquardt's method.
         tolerance: the residual below which a solution is a token. Those of the least residual are taken first, and
             larger ones only when no smaller one is left: what is not exact, taken out, would hide others.
+        near: guesses of some tokens, from which these are found together.
 
     Source: ours; the sums are the chain rule, batch and tokens alike.
     """
@@ -146,15 +183,19 @@ def separate(
     found, residual = G1.new_zeros(0, G1.shape[1]), G1.new_zeros(0)
     ε, δ = found, G1.new_zeros(0, len(G1))
     idle, limit, rough = 0, _EXACT, mlp.to(torch.float32)
-    for _ in range(rounds):
+    for number in range(rounds):
         if idle == _PATIENCE and limit < tolerance:
             limit, idle = min(10 * limit, tolerance), 0
         if len(found) == count or idle == _PATIENCE:
             break
-        α = start(mlp, rest, starts, draw)
-        α = refine(rough, Spans(*(basis.float() for basis in rest)), α.float(), steps).double()
-        new = distinct(mlp, rest, α, tolerance)
-        new = distinct(mlp, whole, refine(mlp, whole, new @ whole.u.mT, steps), limit)  # by all that the gradient says
+        if near is not None and number == 0:
+            new = guessed(mlp, whole, near, starts, steps, tolerance)
+        else:
+            α = start(mlp, rest, starts, draw)
+            α = refine(rough, rest.float(), α.float(), steps).double()
+            new = distinct(mlp, rest, α, tolerance, _twin(limit))
+            α = refine(mlp, whole, new @ whole.u.mT, steps)  # by all that the gradient says
+            new = distinct(mlp, whole, α, limit, _twin(limit))
         if len(found):
             new = new[(_unit(new) @ _unit(found).mT).amax(1) < _twin(limit)]
         new = new[: count - len(found)]
@@ -162,7 +203,8 @@ def separate(
         idle = 0 if len(new) > few else idle + 1
         if len(new):
             found = torch.cat([found, new])
-            ε, δ = (torch.cat(both) for both in zip((ε, δ), backward(mlp, whole, new), strict=True))
+            for some in new.split(starts):
+                ε, δ = (torch.cat(both) for both in zip((ε, δ), backward(mlp, whole, some), strict=True))
             Q_ε, Q_δ = torch.linalg.qr(ε.mT).Q, torch.linalg.qr(δ.mT).Q
             rest = Spans.of(G1 - Q_δ @ (Q_δ.mT @ G1), G2 - Q_ε @ (Q_ε.mT @ G2), count - len(found))
     if len(found):
@@ -190,8 +232,25 @@ def start(mlp: Mlp, spans: Spans, number: int, draw: Generator) -> Float[Tensor,
     return base + ((vb.square() - vv * bb).clamp_min(0).sqrt() - vb)[:, None] / vv[:, None] * α
 
 
-def refine(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], steps: int) -> Float[Tensor, "s n"]:
-    """Minimise |(I − P_h) act(W₁ u + b₁)|² + |mean t|² + (|t|²/d − 1)² over u = α T, each start for itself."""
+def guessed(mlp: Mlp, whole: Spans, near: Near, starts: int, steps: int, tolerance: float) -> Float[Tensor, "k d"]:
+    """Return the tokens that the guesses lead to; alike ones stay apart, for what is known of each tells them apart."""
+    rough, coarse = mlp.to(torch.float32), whole.float()
+    found: list[Tensor] = []
+    for u, base in zip(near.u.split(starts), near.base.split(starts), strict=True):
+        of = Near(u, base, near.Q)
+        α = refine(rough, coarse, (u @ whole.u.mT).float(), steps, of.float()).double()
+        α = refine(mlp, whole, α, steps, of)
+        found.append(α[of.cosine(normalised(mlp, α @ whole.u)) > _OWN])
+    return distinct(mlp, whole, torch.cat(found), tolerance, _SAME)
+
+
+def refine(
+    mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], steps: int, near: Near | None = None
+) -> Float[Tensor, "s n"]:
+    """Minimise |(I − P_h) act(W₁ u + b₁)|² + |mean t|² + (|t|²/d − 1)² over u = α T, each start for itself.
+
+    What is known of where it lies counts as much: the squared share of t outside its own span.
+    """
     T, H, d = spans.u, spans.h, spans.u.shape[1]
     M, P, c = mlp.W1 @ T.mT, T / mlp.γ, mlp.β / mlp.γ
     mean = P.mean(1)
@@ -202,14 +261,18 @@ def refine(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], steps: int) -> Floa
         h, slope = mlp.hidden(α @ T)
         t = α @ P - c
         form = torch.stack([t.mean(1), t.square().mean(1) - 1], 1)
+        if near is not None:
+            form = torch.cat([form, near.off(t) / d**0.5], 1)
         return slope, (h - (h @ H.mT) @ H) / size, form, t
 
     slope, r, form, t = at(α)
     cost = r.square().sum(1) + form.square().sum(1)
+    J_off = None if near is None else near.off(P.expand(len(α), -1, -1)).mT / d**0.5
     λ, eye, idle = torch.full_like(cost, 1e-2), torch.eye(len(T), dtype=T.dtype, device=T.device), 0
     for _ in range(steps):
         J = slope[..., None] * M / size
         J_form = torch.stack([mean.expand_as(α), 2 / d * (t @ P.mT)], 1)
+        J_form = J_form if J_off is None else torch.cat([J_form, J_off], 1)
         N = J.mT @ J - (H @ J).mT @ (H @ J) + J_form.mT @ J_form
         g = (slope * r) @ M / size + (form[:, None] @ J_form)[:, 0]
         damp = (λ * N.diagonal(dim1=1, dim2=2).mean(1))[:, None, None] * eye
@@ -237,12 +300,12 @@ def outside(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"]) -> Float[Tensor, "
     return (off + t.mean(1).abs() + (t.square().mean(1) - 1).abs()).nan_to_num(torch.inf)
 
 
-def distinct(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], limit: float) -> Float[Tensor, "k d"]:
-    """Return the tokens u = α T whose residual is below the limit, in its order, the first of each group of twins."""
+def distinct(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], limit: float, twin: float) -> Float[Tensor, "k d"]:
+    """Return the tokens u = α T whose residual is below the limit, in its order, the first of those of such cosine."""
     residual = outside(mlp, spans, α)
     best = residual.argsort()
     u = (α @ spans.u)[best[residual[best] < limit]]
-    twins = (_unit(u) @ _unit(u).mT >= _twin(limit)).tril(-1)
+    twins = (_unit(u) @ _unit(u).mT >= twin).tril(-1)
     kept = torch.ones(len(u), dtype=torch.bool, device=u.device)
     for i in range(len(u)):
         kept[i] = not bool((twins[i] & kept).any())

@@ -13,14 +13,15 @@ from torch.testing import assert_close
 from privlab.attacks.mjp_full import MjpFull
 from privlab.attacks.mjp_subspace import MjpSubspace
 from privlab.attacks.patch_gradient import PatchGradient
-from privlab.attacks.tokens import Mlp, Separated, Spans, outside, separate, start
+from privlab.attacks.slots import Reads, Slots, first_block, guesses
+from privlab.attacks.tokens import Mlp, Separated, Spans, normalised, outside, separate, start
 from privlab.defenses import Jigsaw, Mjp
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.gradients import granted, observe
 from privlab.metrics import psnr, psnr_region
 from privlab.model import VictimModel, april_twin
-from privlab.patches import slots_to_pixels
+from privlab.patches import patchify, slots_to_pixels
 from privlab.placement import in_best_order
 from privlab.threat import Capability, Feed, Observation, PrivlabWarning, check_capabilities
 from privlab.victims import victim
@@ -99,6 +100,49 @@ def test_all_tokens_are_found_and_no_other(made: tuple[VictimModel, Feed, Observ
     assert sorted(cosine.argmax(1).tolist()) == list(range(17))
     assert_close(found.u, u[cosine.argmax(1)], atol=1e-5, rtol=0)
     assert found.residual.max() < 1e-5
+
+
+def slots_of(model: VictimModel, feed: Feed) -> tuple[Slots, Tensor]:
+    """Return what the gradient says of the first image's patches, from the image itself, and the patches."""
+    x = patchify(model.normalise(feed.images), model.patch)[0]
+    masked = feed.moved[0]
+    _, _, V = torch.linalg.svd(x[masked], full_matrices=False)
+    assert model.vit.pos_embed is not None
+    assert model.unk_embed is not None
+    pe = torch.where(masked[:, None], model.unk_embed[0], model.vit.pos_embed[0, 1:])
+    return Slots((x - (x @ V.mT) @ V).masked_fill(masked[:, None], 0), V, pe, masked), x
+
+
+def test_tokens_lie_where_their_slots_say_and_no_others_do(made: tuple[VictimModel, Feed, Observation]) -> None:
+    model, feed, seen = made
+    block = first_block(model)
+    slots, x = slots_of(model, feed)
+    near = guesses(model, block, slots, Reads.of(seen, 0, block, 17), x)
+    assert near is not None
+    own = torch.cat([torch.tensor([True]), ~feed.moved[0]])
+    assert_close(near.u, tokens_of(model, feed)[0][own])
+    t = normalised(Mlp.of(block), near.u)
+    assert near.off(t).norm(dim=1).max() < 1e-5 < 1e-2 < near.off(t.roll(1, 0)).norm(dim=1).min()
+    each = near.off(t.expand(len(t), -1, -1))  # of every token, outside of every span
+    assert_close(each.diagonal().mT, near.off(t))
+
+
+def test_guesses_from_grey_patches_lead_to_the_tokens_of_their_slots(
+    made: tuple[VictimModel, Feed, Observation],
+) -> None:
+    model, feed, seen = made
+    block = first_block(model)
+    slots, x = slots_of(model, feed)
+    near = guesses(model, block, slots, Reads.of(seen, 0, block, 17), torch.zeros_like(x))
+    assert near is not None
+    G1, G2 = (seen.gradients[f"blocks.0.mlp.{name}.weight"][0] for name in ("fc1", "fc2"))
+    draw = torch.Generator().manual_seed(0)
+    found = separate(Mlp.of(block), G1, G2, 17, draw, **SEARCH | {"rounds": 1}, near=near)
+    own = torch.cat([torch.tensor([True]), ~feed.moved[0]])
+    assert len(found.u) == own.sum()
+    cosine = normalize(found.u, dim=1) @ normalize(tokens_of(model, feed)[0], dim=1).mT
+    assert sorted(cosine.argmax(1).tolist()) == own.nonzero()[:, 0].tolist()
+    assert cosine.amax(1).min() > 1 - 1e-8
 
 
 @pytest.mark.parametrize("gamma", [0.27, 0.6])
