@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from privlab.attacks.mjp_full import MjpFull
 from privlab.attacks.mjp_subspace import MjpSubspace
 from privlab.attacks.patch_gradient import PatchGradient
-from privlab.attacks.slots import Reads, Slots, first_block, guesses
+from privlab.attacks.slots import Reads, Slots, first_block, guesses, placed
 from privlab.attacks.tokens import Mlp, Separated, Spans, normalised, outside, separate, start
 from privlab.defenses import Jigsaw, Mjp
 from privlab.draws import draw_for
@@ -21,7 +21,7 @@ from privlab.errors import PrivlabError
 from privlab.gradients import granted, observe
 from privlab.metrics import psnr, psnr_region
 from privlab.model import VictimModel, april_twin
-from privlab.patches import patchify, slots_to_pixels
+from privlab.patches import patchify, permute, slots_to_pixels
 from privlab.placement import in_best_order
 from privlab.threat import Capability, Feed, Observation, PrivlabWarning, check_capabilities
 from privlab.victims import victim
@@ -171,6 +171,38 @@ def test_few_tokens_leave_what_the_subspace_gave(made: tuple[VictimModel, Feed, 
     region = ~slots_to_pixels(feed.moved, model.grid, model.patch)
     prior = psnr_region(MjpSubspace()(seen), feed.images, region)
     assert (psnr_region(stolen.images, feed.images, region) > prior - 6).all()
+
+
+def ramp(side: int) -> Tensor:
+    """Return a picture in which no two places are alike, and neighbours nearly are."""
+    across, down = torch.meshgrid(*[torch.linspace(0.1, 0.9, side, dtype=torch.float64)] * 2, indexing="ij")
+    return torch.stack([across, down, across * down])
+
+
+def test_lost_patches_take_the_places_that_are_left(tiny_model: Callable[..., VictimModel]) -> None:
+    model = tiny_model(img_size=32)
+    image, masked, lost = ramp(32), torch.zeros(64, dtype=torch.bool), torch.zeros(64, dtype=torch.bool)
+    slots = torch.tensor([9, 12, 27, 30, 44, 46, 58])
+    masked[slots], lost[slots[:2]] = True, True
+    moved = torch.arange(64).index_put((slots,), slots.roll(3))  # slot s holds patch moved[s]
+    shuffled = permute(image[None], moved[None], 4)
+    noise = torch.rand(shuffled.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    seen = torch.where(slots_to_pixels(lost[None], (8, 8), 4)[:, None], noise, shuffled)[0]
+    order = placed(model, seen, masked, lost)
+    known = ~lost[order]
+    assert torch.equal(moved[order][known], torch.arange(64)[known])
+    assert known.sum() == 62
+
+
+def test_masked_patches_without_a_token_are_smooth_where_they_lie(tiny_model: Callable[..., VictimModel]) -> None:
+    model = tiny_model(img_size=32, embed_dim=128)
+    grain = torch.rand(3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    image = (ramp(32) + 0.02 * grain)[None]
+    feed, seen = seen_under(model, image, Mjp(gamma=0.2), torch.arange(1))
+    stolen = MjpFull(**SEARCH | {"rounds": 1})(seen)
+    region = slots_to_pixels(feed.moved, model.grid, model.patch)
+    assert psnr_region(stolen.images, image, ~region).min() > 40
+    assert (psnr_region(stolen.images, image, region) > 10 + psnr_region(MjpSubspace()(seen), image, region)).all()
 
 
 def test_without_a_mask_it_is_patch_gradient(images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
