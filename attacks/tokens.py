@@ -27,6 +27,9 @@ _FEW = 8
 _OWN = 0.99
 """The cosine, beyond Q, of a token and its own slot, from which a guess has led to it: wrong ones would hide others."""
 
+_WORSE = 100
+"""Times the median residual of what the guesses led to, from which one of them is no token, whatever is allowed."""
+
 _SAME = 1 - 1e-6
 """The cosine from which two guesses led to the same token."""
 
@@ -241,7 +244,9 @@ def guessed(mlp: Mlp, whole: Spans, near: Near, starts: int, steps: int, toleran
         α = refine(rough, coarse, (u @ whole.u.mT).float(), steps, of.float()).double()
         α = refine(mlp, whole, α, steps, of)
         found.append(α[of.cosine(normalised(mlp, α @ whole.u)) > _OWN])
-    return distinct(mlp, whole, torch.cat(found), tolerance, _SAME)
+    α = torch.cat(found)
+    usual = float(outside(mlp, whole, α).median()) if len(α) else 0.0
+    return distinct(mlp, whole, α, min(tolerance, max(_EXACT, _WORSE * usual)), _SAME)
 
 
 def refine(
