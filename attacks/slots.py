@@ -415,7 +415,7 @@ def placed(
     """Return the order that puts the masked patches where their borders fit; what is lost fits everywhere alike."""
     patches = patchify(image[None], model.patch)[0].unflatten(1, (image.shape[0], model.patch, model.patch))
     costs = border_costs(patches)
-    if lost is not None and bool(lost.any()):
+    if lost is not None and bool(lost.any()) and not bool(lost.all()):  # a mean over none would be nan
         costs = torch.where(lost | lost[:, None], costs[:, ~lost][..., ~lost].mean(), costs)
     return assemble(costs, model.grid, ~masked).to(image.device)
 

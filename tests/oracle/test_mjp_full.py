@@ -194,6 +194,11 @@ def test_lost_patches_take_the_places_that_are_left(tiny_model: Callable[..., Vi
     assert known.sum() == 62
 
 
+def test_where_all_is_lost_any_order_will_do(tiny_model: Callable[..., VictimModel]) -> None:
+    every = torch.ones(64, dtype=torch.bool)
+    assert placed(tiny_model(img_size=32), ramp(32), every, every).sort().values.tolist() == list(range(64))
+
+
 def test_masked_patches_without_a_token_are_smooth_where_they_lie(tiny_model: Callable[..., VictimModel]) -> None:
     model = tiny_model(img_size=32, embed_dim=128)
     grain = torch.rand(3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
