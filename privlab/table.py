@@ -15,7 +15,7 @@ from privlab.grid import Grid, Share, lay_out, missing
 from privlab.machine import commit, hardware, pick_device, versions
 from privlab.records import CONTROLS
 from privlab.store import RunDirectory, Store
-from privlab.tasks import Result, Task, run_task
+from privlab.tasks import Result, Task, joined, run_task
 
 __all__ = ["Options", "Progress", "costs", "fill", "prepare"]
 
@@ -114,6 +114,7 @@ def fill(
             return tuple(messages)
     facts |= _machine(command, options)
     run.write_run(facts | {"status": "running", "warnings": messages})
+    tasks = joined(tasks)
     total, done = sum(len(task.images) for task in tasks), 0
     progress(done, total, None)
     status = "failed"

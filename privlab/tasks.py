@@ -25,7 +25,7 @@ from privlab.strips import to_png
 from privlab.subjects import collected, learned_for, source_of, subject_of
 from privlab.threat import Stolen
 
-__all__ = ["Reference", "Result", "Task", "references", "run_task"]
+__all__ = ["Reference", "Result", "Task", "joined", "references", "run_task"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,19 @@ class Result:
     messages: tuple[str, ...] = ()
     seconds: float = 0.0
     worker: str = ""
+
+
+def joined(tasks: Sequence[Task]) -> list[Task]:
+    """Join the tasks of settings b and c that are alike otherwise: their release is the same, and is attacked once."""
+    found: dict[Task, Task] = {}
+    for task in tasks:
+        if task.spec.settings not in (("b",), ("c",)) or task.kept:
+            found[task] = task
+            continue
+        both = replace(task, case=-1, spec=replace(task.spec, settings=("b", "c")))
+        other = found.get(both)
+        found[both] = task if other is None or other.spec == task.spec else replace(other, spec=both.spec)
+    return [*found.values()]
 
 
 def references(source: ImageSource) -> list[Reference]:

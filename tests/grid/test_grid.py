@@ -21,7 +21,7 @@ from privlab.grid import Grid, Job, Share, missing
 from privlab.plan import Specification
 from privlab.records import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA
 from privlab.store import Store
-from privlab.tasks import Reference, Task
+from privlab.tasks import Reference, Task, joined
 from privlab.trial import batch_key
 
 ATTACKS = ("april", "patch-gradient", "least-squares")
@@ -342,3 +342,15 @@ def test_kept_file_that_is_torn_is_left_out() -> None:
         with pytest.warns(UserWarning, match=r"x.safetensors"):
             (task,) = missing(grid, store)
         assert task.kept == ()
+
+
+def test_settings_b_and_c_of_the_same_images_are_one_task() -> None:
+    """What they release is the same; a task of other images, of another attack or of what was kept stays alone."""
+    images = (Reference(0, "0.png", "0" * 64),)
+    specs = [Specification(models=("vit_ti",), settings=(setting,)) for setting in "bca"]
+    b, c, a = (Task(i, spec, images, ATTACKS[:1], METRICS, controls=True) for i, spec in enumerate(specs))
+    (both,) = joined([b, c])
+    assert (both.spec.settings, both.case, both.images) == (("b", "c"), b.case, images)
+    for other in (a, replace(c, images=()), replace(c, attacks=ATTACKS[:2]), replace(c, kept=("file",))):
+        assert joined([b, other]) == [b, other]
+    assert joined([a, b, c]) == [a, both]

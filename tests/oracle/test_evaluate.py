@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import privlab
-from privlab.attacks import PatchGradient
+from privlab.attacks import MjpSubspace, PatchGradient
 from privlab.records import CONTROLS, GEOMETRIES
 from privlab.report.leakage import WORST
 from privlab.report.summary import flags, summarise, to_rich
@@ -215,3 +215,15 @@ def test_a_run_on_a_gpu_gives_the_records_of_the_cpu() -> None:
     assert set(gpu.device) == {"cuda:0"}
     low = cpu.psnr < 50  # beyond that, rounding decides
     assert (cpu.psnr[low] - gpu.psnr[low]).abs().max() < 0.5
+
+
+def test_settings_b_and_c_are_attacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their release is the same: together they give what each gives alone, for one call of the attack."""
+    alone = [attack(setting=setting, attack="mjp-subspace") for setting in "bc"]
+    calls = []
+    run = MjpSubspace.__call__
+    monkeypatch.setattr(MjpSubspace, "__call__", lambda self, seen: calls.append(seen) or run(self, seen))
+    both = attack(setting="b,c", attack="mjp-subspace")
+    assert len(calls) == 1
+    scores = ["cell", "image_sha256", "geometry", "psnr", "ssim", "psnr_masked"]
+    pd.testing.assert_frame_equal(both[scores], pd.concat(alone, ignore_index=True)[scores])
