@@ -36,9 +36,9 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
 @pytest.mark.parametrize(
     ("arguments", "own"),
     [
-        (("mjp", "--gamma", "0.5", "--set", "masked_pe=none"), {"order"}),
-        (("row-permutation",), {"rows"}),
-        (("gradient-noise", "--set", "multiplier=1e-4"), {"variance", "overstated"}),
+        (("mjp", "--gamma", "0.5", "--set", "masked_pe=none"), {"acts-as", "order"}),
+        (("row-permutation",), {"acts-as", "rows"}),
+        (("gradient-noise", "--set", "multiplier=1e-4"), {"acts-as", "variance", "overstated"}),
     ],
 )
 def test_every_check_has_a_line(cli: Callable[..., Any], arguments: tuple[str, ...], own: set[str]) -> None:
