@@ -33,7 +33,7 @@ from privlab.model import VictimModel
 from privlab.patches import permute
 from privlab.permutation import restore_features
 from privlab.stack import Stack
-from privlab.threat import Defense, Draws, FeatureDefense, Feed, GradientDefense, Sent, check_capabilities
+from privlab.threat import Defense, Draws, Effects, FeatureDefense, Feed, GradientDefense, Sent, check_capabilities
 
 __all__ = ["Check", "OnFeatures", "OnGradients", "OnImages", "Subject"]
 
@@ -318,7 +318,7 @@ class OnFeatures:
         """Yield what the release is measured by."""
         yield from acts_as(self.defense, self.subject.model)
         declared = getattr(self.defense, "acts_as", None)
-        std = float(getattr(self.defense, "std", 0.0) if declared is None else declared.noise_std)
+        std = float(getattr(self.defense, "std", 0.0) if not isinstance(declared, Effects) else declared.noise_std)
         tokens = self.inputs()["tokens"]
         rows = tokens.flatten(0, 1)[sent.source]
         error = float((sent.features - (rows if sent.columns is None else rows[..., sent.columns])).square().mean())

@@ -69,8 +69,11 @@ def stand_in() -> VictimModel:
 
 def _of_part(model: VictimModel, part: AnyDefense) -> Effects:
     declared = getattr(part, "acts_as", None)
-    if declared is not None:
+    if isinstance(declared, Effects):
         return declared
+    if declared is not None:
+        kind = type(declared).__name__
+        raise PrivlabError(f"acts_as of defense '{part.name}' must be privlab.threat.Effects. Found {kind}.")
     kept = _KEPT.setdefault(model, {})
     try:
         if part not in kept:

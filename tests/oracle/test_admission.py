@@ -26,7 +26,7 @@ from privlab.defenses import (
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.permutation import permute_features
-from privlab.threat import Draws, Feed, Sent
+from privlab.threat import Draws, Effects, Feed, Sent
 
 Model = Callable[..., VictimModel]
 Admit = Callable[..., dict[str, Check]]
