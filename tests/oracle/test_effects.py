@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
@@ -14,6 +15,7 @@ import torch
 
 import privlab
 from privlab import registry
+from privlab.attacks import BorderJigsaw, FeatureOptimisation, LeastSquares, PEAssignment, RowAlignment
 from privlab.defenses import (
     DEFENSES,
     BatchShuffle,
@@ -28,9 +30,11 @@ from privlab.defenses import (
 )
 from privlab.effects import effects_of, kinds_of, measured
 from privlab.errors import PrivlabError
+from privlab.features import observe_features, send
 from privlab.model import VictimModel
 from privlab.report.flags import red_flags
-from privlab.threat import Draws, Effects, Sent
+from privlab.stack import Stack
+from privlab.threat import Draws, Effects, Feed, PrivlabWarning, Sent
 
 Make = Callable[..., VictimModel]
 ROOT = Path(__file__).parents[2] / "defenses"
@@ -260,3 +264,29 @@ def test_what_does_something_else_too_is_not_known() -> None:
     assert kinds_of(RowPermutation()) == {"rows"}
     assert kinds_of(Mjp()) == {"masked"}
     assert kinds_of(Odd("fails")) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("attack", "part", "said"),
+    [
+        (LeastSquares(), RowPermutation(), "rows"),
+        (LeastSquares(), ColumnPermutation(), "columns"),
+        (LeastSquares(), Odd("seldom"), "rows"),
+        (FeatureOptimisation(steps=0), BatchShuffle(), "rows"),
+        (PEAssignment(), ColumnPermutation(), "columns"),
+        (BorderJigsaw(), ColumnPermutation(), "columns"),
+        (RowAlignment(), ColumnPermutation(), "columns"),
+    ],
+)
+@pytest.mark.filterwarnings("default::privlab.threat.PrivlabWarning")
+def test_an_attack_that_takes_all_for_unmoved_says_so(attack: Any, part: Any, said: str, tiny_model: Make) -> None:
+    model, stack = tiny_model(), Stack((part,))
+    public = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    draws = [torch.Generator().manual_seed(i) for i in range(4)]
+    sent = send(model, Feed.undefended(public[:2], model.patch), stack, Draws(draws[:2], draws[2], draws[3]))
+    with pytest.warns(PrivlabWarning, match=f"{attack.name} takes the {said} of what is sent for unmoved"):
+        attack(observe_features(model, sent, stack, public))
+    plain = observe_features(model, Sent.plain(sent.features, sent.prefix), Stack(()), public)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attack(plain)
