@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from privlab.attacks.placement import warn_of_moves
 from privlab.attacks.reassembly import by_borders
 from privlab.errors import PrivlabError
 from privlab.jigsaw import ROUNDS
@@ -59,6 +60,7 @@ class BorderJigsaw:
         Raises:
             PrivlabError: if there is no such predictor, or it is for other patches.
         """
+        warn_of_moves(self.name, seen, rows=True)
         found = load_predictor(predictor_file(self.predictor)) if self.predictor else None
         if found is not None:
             found.check(seen.model.grid, seen.model.patch)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.attacks.placement import known_tokens, mixing, undone
+from privlab.attacks.placement import effects, known_tokens, undone
 from privlab.attacks.reassembly import reassembled
 from privlab.threat import Capability, FeatureObservation, Stolen
 
@@ -53,7 +53,7 @@ def _prefix_rows(
     features: Float[Tensor, "b t d"], prefix: Float[Tensor, "p d"], seen: FeatureObservation
 ) -> Float[Tensor, "p d"]:
     """Return each prefix token's row, averaged over the batch: where it stands, or by its sorted values."""
-    if mixing(seen) == "none":
+    if effects(seen).rows == "kept":
         return features[:, : len(prefix)].mean(0)
     b = len(features)
     rows = features.flatten(0, 1)

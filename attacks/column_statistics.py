@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.attacks.placement import noise_of, undone
+from privlab.attacks.placement import effects, undone
 from privlab.attacks.reassembly import reassembled
 from privlab.errors import PrivlabError
 from privlab.threat import Capability, FeatureObservation, Stolen
@@ -65,7 +65,7 @@ class ColumnStatistics:
         """Recover the columns, then rows and images."""
         rows = undone(seen).double().flatten(0, 1)
         public = seen.model.embed(seen.public.to(seen.model.mean)).detach().double().flatten(0, 1)
-        return reassembled(seen, self.columns(rows, public, noise_of(seen)))
+        return reassembled(seen, self.columns(rows, public, effects(seen).noise_std))
 
     def columns(
         self, rows: Float[Tensor, "r d"], public: Float[Tensor, "m d"], noise: float = 0.0

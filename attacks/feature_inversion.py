@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from privlab.attacks.linear import PRIORS, invert_rows
-from privlab.attacks.placement import known_tokens, noise_of, undone
+from privlab.attacks.placement import effects, known_tokens, undone, warn_of_moves
 from privlab.errors import PrivlabError, unknown_name
 from privlab.threat import Capability, FeatureObservation, Stolen
 
@@ -49,6 +49,7 @@ class LeastSquares:
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Reconstruct the images that the client embedded."""
+        warn_of_moves(self.name, seen)
         return Stolen(seen.model.to_images(_patches(seen, self.prior)), _as_sent(seen))
 
 
@@ -89,6 +90,7 @@ class FeatureOptimisation:
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Reconstruct the images that the client embedded."""
         model, prefix = seen.model, seen.model.vit.num_prefix_tokens
+        warn_of_moves(self.name, seen)
         u = model.to_images(_patches(seen, "ridge")).clamp(0.02, 0.98).logit().requires_grad_()
         weight = self.tv + self.tv_noise * _known_noise(seen) ** 2
         adam = torch.optim.Adam([u], lr=self.learning_rate)
@@ -115,7 +117,7 @@ def _patches(seen: FeatureObservation, prior: str) -> Float[Tensor, "b n k"]:
 
 def _known_noise(seen: FeatureObservation) -> float:
     """Return the standard deviation of the noise on features; 0 where the defense may not be known."""
-    return noise_of(seen) if Capability.KNOWS_DEFENSE in seen.grants else 0.0
+    return effects(seen).noise_std if Capability.KNOWS_DEFENSE in seen.grants else 0.0
 
 
 def _as_sent(seen: FeatureObservation) -> Int[Tensor, "b n"]:

@@ -199,6 +199,7 @@ class Match:
     norm: Float[Tensor, " r"]
     objective: str
     tv: float
+    photographs: tuple[str, ...] | None
 
     @classmethod
     def of(cls, seen: Observation, objective: str, tv: float) -> "Match":
@@ -228,6 +229,7 @@ class Match:
             norm=norm,
             objective=objective,
             tv=tv,
+            photographs=seen.photographs,
         )
 
     def coordinates(self, X: Float[Tensor, "r B n k"]) -> Float[Tensor, "r q"]:
@@ -280,7 +282,7 @@ class Match:
 
     @cached_property
     def _prior(self) -> Smoothness:
-        return Smoothness(self.model.image_shape, photograph_gradients(self.model))
+        return Smoothness(self.model.image_shape, photograph_gradients(self.model, self.photographs))
 
 
 def mismatch(
@@ -301,7 +303,8 @@ def mismatch(
 def _identity(seen: Observation, attack: GradientMatching) -> tuple[str, ...]:
     """Return all that shapes a search."""
     victim = hash_of(seen.model.state_dict() | {"mean": seen.model.mean, "std": seen.model.std})
-    return victim, hash_of(dict(seen.gradients)), repr(seen.defense), str(seen.images_per_release), repr(attack)
+    public = (repr(seen.defense), str(seen.images_per_release), repr(seen.photographs))
+    return victim, hash_of(dict(seen.gradients)), *public, repr(attack)
 
 
 def _labels(head: nn.Module, G: Mapping[str, Float[Tensor, "r ..."]], B: int) -> Int[Tensor, " rB"]:

@@ -5,7 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from privlab.inversion import DecoderSpec, decoder_for, row_order
+from privlab.effects import effects_of
+from privlab.inversion import DecoderSpec, decoder_for
 from privlab.threat import Capability, FeatureObservation, Stolen
 from privlab.training import Plan
 
@@ -52,7 +53,7 @@ class _Inversion:
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Reconstruct the images that the client embedded."""
         decoder = decoder_for(seen.model, seen.defense, seen.public, self.spec)
-        order = row_order(seen.model, seen.defense)
+        order = effects_of(seen.model, seen.defense).rows
         with torch.no_grad():
             images, rows = decoder.reconstruct(seen.features.float(), order)
         return Stolen(images.to(seen.model.mean.dtype), rows)

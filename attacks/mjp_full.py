@@ -75,7 +75,7 @@ class MjpFull(TokenSearch):
         found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
         if not found.masked.any():
             return Stolen(model.to_images(found.known))
-        X = MjpSubspace().completed(found, model).double()
+        X = MjpSubspace().completed(found, seen).double()
         block = first_block(model)
         tokens, solved = zip(*(self._image(model, block, seen, found, X[i], i) for i in range(len(A))), strict=True)
         X, told = (torch.stack(part) for part in zip(*solved, strict=True))
@@ -84,7 +84,7 @@ class MjpFull(TokenSearch):
         order = torch.stack([placed(model, *each) for each in zip(images, found.masked, lost, strict=True)])
         X, lost = X.gather(1, order[..., None].expand_as(X)), lost.gather(1, order)
         if lost.any():
-            smooth = Smoothness(model.image_shape, photograph_gradients(model))
+            smooth = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
             X = smooth.fill(X, found.Y, free=lost, inside=torch.ones_like(lost), steps=_STEPS)
         return Stolen(model.to_images(X), loose=found.masked, **self.counts(tokens))
 

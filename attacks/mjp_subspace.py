@@ -10,7 +10,6 @@ from torch import Tensor
 from privlab.attacks.prior import PRIORS, Smoothness, photograph_gradients, photograph_windows
 from privlab.attacks.solve import RTOL, ridge_inverse, slot_gradients, warn_of_limits
 from privlab.errors import PrivlabError, unknown_name
-from privlab.model import VictimModel
 from privlab.threat import Capability, Observation
 
 __all__ = ["MjpSubspace", "Subspace", "subspace"]
@@ -94,13 +93,15 @@ class MjpSubspace:
         found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
         if not found.masked.any():
             return model.to_images(found.known)
-        return model.to_images(self.completed(found, model))
+        return model.to_images(self.completed(found, seen))
 
-    def completed(self, found: Subspace, model: VictimModel) -> Float[Tensor, "b n k"]:
+    def completed(self, found: Subspace, seen: Observation) -> Float[Tensor, "b n k"]:
         """Return the likeliest patches that agree with what is known, in the precision of the model."""
+        model = seen.model
         dtype, masked = model.mean.dtype, found.masked
         known, Y = found.known.to(dtype), found.Y.to(dtype)
         rounds = self.rounds if self.prior in ("sparse", "cauchy") else 0
-        X = photograph_windows(model, self.prior).fill(known, Y, inside=~masked, rounds=rounds, steps=self.steps)
-        smooth = Smoothness(model.image_shape, photograph_gradients(model))
+        windows = photograph_windows(model, self.prior, seen.photographs)
+        X = windows.fill(known, Y, inside=~masked, rounds=rounds, steps=self.steps)
+        smooth = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
         return smooth.fill(X, Y, free=masked, inside=torch.ones_like(masked), steps=12 * self.steps)

@@ -149,11 +149,11 @@ class PatchGradientAdaptive:
         warn_of_limits(self.name, release.A, most=release.A.shape[2] - 1, knows_mask=True)
         if hides_places(seen):
             found = subspace(release.A.masked_fill(release.unheard[..., None], 0), release.G)
-            return model.to_images(MjpSubspace().completed(found, model))
+            return model.to_images(MjpSubspace().completed(found, seen))
         X = ridge_inverse(release.A.mT) @ release.G
         if any(isinstance(part, GradientDefense) for part in seen.defense):
             X = _in_range(model, X)
-            prior = Smoothness(model.image_shape, photograph_gradients(model).double())
+            prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs).double())
             for _ in range(self.rounds):
                 X = _improved(X, release, prior, self.epsilon, self.steps)
                 release = release.completed(X)

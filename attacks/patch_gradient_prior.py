@@ -115,6 +115,7 @@ class PatchGradientPrior:
         G = seen.gradients["patch_embed.proj.weight"].flatten(2).double()
         warn_of_limits(self.name, A, most=A.shape[1])
         X = ridge_inverse(A.mT) @ G
+        Γ = photograph_gradients(model, seen.photographs)
         free = Free.of(A, G, _LEVEL / float(model.std.max()))
         left = free.V.any(1).any(1)[:, None].repeat(1, X.shape[2])  # columns of pixels that are not settled
         for _ in range(self.passes):
@@ -122,15 +123,20 @@ class PatchGradientPrior:
             if not todo.any():
                 break
             part, open_ = Free(*(each[todo] for each in free)), left[todo]
-            X[todo], fits = self._whole(self._smoothest(X[todo], part, open_, model), part, open_, model)
+            X[todo], fits = self._whole(self._smoothest(X[todo], part, open_, model, Γ), part, open_, model)
             left[todo] = open_ & ~fits & fits.any(1, keepdim=True)  # nothing new: nothing to go on
         return model.to_images(X)
 
     def _smoothest(
-        self, X: Float[Tensor, "b n k"], free: Free, left: Bool[Tensor, "b k"], model: VictimModel
+        self,
+        X: Float[Tensor, "b n k"],
+        free: Free,
+        left: Bool[Tensor, "b k"],
+        model: VictimModel,
+        Γ: Float[Tensor, "c c"],
     ) -> Float[Tensor, "b n k"]:
         """Return the smoothest X + V C that changes no other columns than those `left`, by reweighted least squares."""
-        Γ, dtype = photograph_gradients(model), model.mean.dtype
+        dtype = model.mean.dtype
         prior, precondition = Smoothness(model.image_shape, Γ), _preconditioner(model.patch, Γ, free.gain, dtype)
         V, gain, heard = free.V.to(dtype), free.gain.to(dtype), free.heard.to(dtype)
         inside = left[:, None].to(dtype)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from privlab.attacks.placement import known_tokens, undone
+from privlab.attacks.placement import known_tokens, undone, warn_of_moves
 from privlab.attacks.reassembly import by_embeddings, placed
 from privlab.threat import Capability, FeatureObservation, Stolen
 
@@ -43,6 +43,7 @@ class PEAssignment:
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Place the rows and invert them."""
+        warn_of_moves(self.name, seen, rows=True)
         return by_embeddings(seen)
 
     def rows(self, seen: FeatureObservation) -> Int[Tensor, "b n"]:

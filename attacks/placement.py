@@ -1,30 +1,27 @@
 """What the attacks on released features share: which row belongs in which slot."""
 
-from typing import Literal
+import warnings
 
 import torch
 from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from privlab.effects import effects_of
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.permutation import restore_features
-from privlab.threat import FeatureObservation
+from privlab.threat import Effects, FeatureObservation, PrivlabWarning, Rows
 
 __all__ = [
-    "Mixing",
+    "effects",
     "known_tokens",
-    "mixing",
-    "noise_of",
     "patch_law",
     "place_rows",
     "row_costs",
     "undone",
+    "warn_of_moves",
 ]
-
-Mixing = Literal["none", "batch", "image", "mixed"]
-"""Where rows may have gone: nowhere, by one order for the batch, by one for each image, or to other images too."""
 
 ENOUGH = 16
 """Images from which the law of patches is taken at most; three place rows as well."""
@@ -36,18 +33,26 @@ RIDGE = 1e-3
 """Added to every variance, relative to their mean: public photographs may be fewer than the width."""
 
 
-def mixing(seen: FeatureObservation) -> Mixing:
-    """Return what the defenses at work do to the rows; their algorithms and parameters are public."""
-    names = {defense.name for defense in seen.defense}
-    if "batch-shuffle" in names:
-        return "mixed"
-    kinds = {getattr(defense, "per", "image") for defense in seen.defense if defense.name == "row-permutation"}
-    return "none" if not kinds else "batch" if kinds == {"batch"} else "image"
+def effects(seen: FeatureObservation) -> Effects:
+    """Return what the defenses at work do; their algorithms and parameters are public."""
+    return effects_of(seen.model, seen.defense)
 
 
-def noise_of(seen: FeatureObservation) -> float:
-    """Return the standard deviation of all Gaussian noise that the defenses at work add to a feature."""
-    return sum(getattr(d, "std", 0.0) ** 2 for d in seen.defense if d.name == "gaussian-noise") ** 0.5
+def warn_of_moves(attack: str, seen: FeatureObservation, *, rows: bool = False) -> None:
+    """Warn where a defense moves what an attack takes for unmoved: columns, and rows unless it places these itself.
+
+    Warns:
+        PrivlabWarning: with what is moved.
+    """
+    done = effects(seen)
+    moved = [name for name, moves in (("rows", not rows and done.rows != "kept"), ("columns", done.columns)) if moves]
+    if moved:
+        warnings.warn(
+            f"{attack} takes the {' and '.join(moved)} of what is sent for unmoved, and the defense moves them: "
+            "a low score here is no evidence of privacy.",
+            PrivlabWarning,
+            stacklevel=3,
+        )
 
 
 def undone(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Float[Tensor, "b t d"]:
@@ -118,7 +123,7 @@ def _squares(rows: Float[Tensor, "b t d"], slots: Float[Tensor, "s d"]) -> Float
     return rows.square().sum(2, keepdim=True) - 2 * rows @ slots.mT + slots.square().sum(1)
 
 
-def place_rows(costs: Float[Tensor, "b t s"], kind: Mixing) -> Int[Tensor, "b s"]:
+def place_rows(costs: Float[Tensor, "b t s"], kind: Rows) -> Int[Tensor, "b s"]:
     """Return, for every slot of every image, the row of the batch that an assignment of least cost puts there.
 
     Where rows are mixed among images, each slot takes b rows, and which of them belongs to which image is left open.
@@ -127,10 +132,10 @@ def place_rows(costs: Float[Tensor, "b t s"], kind: Mixing) -> Int[Tensor, "b s"
     if kind == "mixed":
         rows = _assigned(costs.flatten(0, 1).repeat(1, b)[None])[0]
         return rows.view(b, s)
-    if kind == "none":
+    if kind == "kept":
         rows = torch.arange(s).expand(b, s)
     else:
-        rows = _assigned(costs.sum(0, keepdim=True) if kind == "batch" else costs).expand(b, s)
+        rows = _assigned(costs.sum(0, keepdim=True) if kind == "shared" else costs).expand(b, s)
     return (rows + t * torch.arange(b)[:, None]).to(costs.device)
 
 

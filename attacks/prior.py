@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from privlab.images import Preprocessing, open_images
 from privlab.model import VictimModel
 from privlab.patches import patchify, slots_to_pixels, unpatchify
+from privlab.photographs import photographs
 
 __all__ = ["PRIORS", "Smoothness", "Windows", "conjugate_gradients", "photograph_gradients", "photograph_windows"]
 
 Map = Callable[[Tensor], Tensor]
+Names = tuple[str, ...] | None
 
 Prior = Literal["quadratic", "sparse", "covariance", "cauchy"]
 PRIORS: tuple[str, ...] = get_args(Prior)
@@ -32,20 +33,18 @@ _EDGE = 0.07
 """Differences of adjacent pixels, in their standard deviations, below which the sparse prior is quadratic."""
 
 
-def photograph_gradients(model: VictimModel) -> Float[Tensor, "c c"]:
-    """Return the colour covariance of differences between adjacent normalised pixels, over the bundled photographs."""
+def photograph_gradients(model: VictimModel, names: Names = None) -> Float[Tensor, "c c"]:
+    """Return the colour covariance of differences between adjacent normalised pixels, over the bundled photographs.
+
+    `names` are those that may be learned from, `Observation.photographs`; all of them without it.
+    """
     std = model.std.double().flatten()
-    return _gradients(model.image_shape[1:]).to(std) / (std[:, None] * std)
+    return _gradients(model.image_shape[1:], names).to(std) / (std[:, None] * std)
 
 
-def _photographs(size: tuple[int, int]) -> Float[Tensor, "m c h w"]:
-    cut = Preprocessing(size=size, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
-    return torch.stack([cut(picture.pixels) for picture in open_images("samples") if picture.pixels]).double()
-
-
-@lru_cache(maxsize=4)
-def _gradients(size: tuple[int, int]) -> Float[Tensor, "c c"]:
-    images = _photographs(size)
+@lru_cache(maxsize=32)
+def _gradients(size: tuple[int, int], names: Names) -> Float[Tensor, "c c"]:
+    images = photographs(size, names)
     δ = torch.cat([images.diff(dim=dim).transpose(0, 1).flatten(1) for dim in (3, 2)], 1)
     return δ @ δ.mT / δ.shape[1] + _RIDGE * torch.eye(len(δ), dtype=δ.dtype)
 
@@ -202,8 +201,10 @@ def _padded(weights: list[Tensor], shape: tuple[int, int, int]) -> Float[Tensor,
     return torch.stack([F.pad(w, (0, shape[2] - w.shape[3], 0, shape[1] - w.shape[2])) for w in weights])
 
 
-def photograph_windows(model: VictimModel, name: str) -> Windows:
+def photograph_windows(model: VictimModel, name: str, names: Names = None) -> Windows:
     """Return a prior whose covariances are those of the bundled photographs, in normalised pixels.
+
+    `names` are those that may be learned from, as in `photograph_gradients`.
 
     - `quadratic`: φ(q) = q / 2 of the differences of adjacent pixels, q = δᵀ Γ⁻¹ δ, Γ their colour covariance;
     - `sparse`: φ(q) = √(ε² + q) of them: total variation, across and down, of colours together;
@@ -212,7 +213,7 @@ def photograph_windows(model: VictimModel, name: str) -> Windows:
       Σ of greatest likelihood: Cauchy's distribution has one scale for flat areas and edges alike.
     """
     std = model.std.double().flatten()
-    banks = _banks(name, model.image_shape[1:])
+    banks = _banks(name, model.image_shape[1:], names)
     filters = tuple((bank.to(std) * std[:, None, None]).to(model.mean) for bank in banks)
     return Windows(model.image_shape, filters, _TAILS[name])
 
@@ -225,12 +226,12 @@ _TAILS: dict[str, Map] = {
 }
 
 
-@lru_cache(maxsize=8)
-def _banks(name: str, size: tuple[int, int]) -> tuple[Float[Tensor, "_ _ _ _"], ...]:
-    images = _photographs(size)
+@lru_cache(maxsize=32)
+def _banks(name: str, size: tuple[int, int], names: Names) -> tuple[Float[Tensor, "_ _ _ _"], ...]:
+    images = photographs(size, names)
     if name in ("quadratic", "sparse"):
         step = torch.tensor([-1.0, 1.0]).double()
-        return tuple(_whitened(_gradients(size), f[None]) for f in (step[None], step[:, None]))
+        return tuple(_whitened(_gradients(size, names), f[None]) for f in (step[None], step[:, None]))
     if name == "covariance":
         cosines = torch.stack(_cosines(3)[1:])
         return (_whitened(_covariance(_responses(images, cosines)), cosines),)

@@ -7,7 +7,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Generator, Tensor
 
 from privlab.attacks.linear import invert_rows
-from privlab.attacks.placement import known_tokens, mixing, noise_of, patch_law, place_rows, row_costs, undone
+from privlab.attacks.placement import effects, known_tokens, patch_law, place_rows, row_costs, undone
 from privlab.borders import FLOOR, border_cost, border_costs
 from privlab.errors import PrivlabError
 from privlab.jigsaw import ROUNDS, assemble
@@ -39,8 +39,8 @@ def by_embeddings(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = 
     model, features = seen.model, undone(seen, columns)
     pe = known_tokens(model)[1]
     rows = placed(seen, features, pe)
-    patches, floor = inverted(model, features.flatten(0, 1)[rows] - pe, seen.public, noise_of(seen))
-    if mixing(seen) == "mixed":
+    patches, floor = inverted(model, features.flatten(0, 1)[rows] - pe, seen.public, effects(seen).noise_std)
+    if effects(seen).rows == "mixed":
         group = _groups(pixels(model, patches), rows // features.shape[1], model.grid, floor)
         rows, patches = rows.gather(0, group), patches.gather(0, group[..., None].expand_as(patches))
     return Stolen(model.to_images(patches), rows, columns)
@@ -61,7 +61,7 @@ def by_borders(
     Raises:
         PrivlabError: if rows were mixed among images.
     """
-    model, kind = seen.model, mixing(seen)
+    model, kind = seen.model, effects(seen).rows
     if kind == "mixed":
         raise PrivlabError(
             "Rows mixed among images are not put together by their borders alone. Use pe-assignment, on features with "
@@ -69,9 +69,9 @@ def by_borders(
         )
     features = undone(seen, columns)
     rows = placed(seen, features, torch.zeros_like(known_tokens(model)[1]))
-    patches, floor = inverted(model, features.flatten(0, 1)[rows], seen.public, noise_of(seen))
-    if kind != "none":
-        order = _orders(pixels(model, patches), model.grid, floor, kind == "batch", rounds, predictor)
+    patches, floor = inverted(model, features.flatten(0, 1)[rows], seen.public, effects(seen).noise_std)
+    if kind != "kept":
+        order = _orders(pixels(model, patches), model.grid, floor, kind == "shared", rounds, predictor)
         rows, patches = rows.gather(1, order), patches.gather(1, order[..., None].expand_as(patches))
     return Stolen(model.to_images(patches), rows, columns)
 
@@ -81,9 +81,9 @@ def placed(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float
 
     Equal embeddings, such as zeros, leave the order of the patches' rows open.
     """
-    prefix, noise = known_tokens(seen.model)[0], noise_of(seen)
+    prefix, noise = known_tokens(seen.model)[0], effects(seen).noise_std
     costs = row_costs(features, prefix, pe, patch_law(seen.model, seen.public, noise), noise)
-    return place_rows(costs, mixing(seen))[:, len(prefix) :]
+    return place_rows(costs, effects(seen).rows)[:, len(prefix) :]
 
 
 def pixels(model: VictimModel, patches: Float[Tensor, "b n k"]) -> Float[Tensor, "b n c p p"]:

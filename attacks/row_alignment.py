@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.attacks.placement import Mixing, known_tokens, mixing, noise_of, patch_law, place_rows, undone
+from privlab.attacks.placement import effects, known_tokens, patch_law, place_rows, undone, warn_of_moves
 from privlab.attacks.reassembly import inverted, pixels, summed_costs
 from privlab.errors import PrivlabError
 from privlab.jigsaw import ROUNDS, assemble
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Rows, Stolen
 
 __all__ = ["RowAlignment"]
 
@@ -71,7 +71,8 @@ class RowAlignment:
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Line up the rows, put the slots in place and invert."""
-        model, kind, noise = seen.model, mixing(seen), noise_of(seen)
+        model, kind, noise = seen.model, effects(seen).rows, effects(seen).noise_std
+        warn_of_moves(self.name, seen, rows=True)
         features = undone(seen).double()
         _check(features, kind)
         law = patch_law(model, seen.public, noise)
@@ -79,11 +80,11 @@ class RowAlignment:
         public = known if Capability.POSITION_EMBEDDINGS in seen.grants else None
         rows = _patch_rows(features, len(prefix), kind)
         Z = features.flatten(0, 1)[rows] - law[0]
-        if kind == "image":
+        if kind == "own":
             rows = rows.gather(1, self._aligned(Z, law[1], Z[0] if public is None else public))
             Z = features.flatten(0, 1)[rows] - law[0]
         drift = _drift(Z.mean(0), public, law[1] / len(Z))
-        if kind != "none":
+        if kind != "kept":
             order = self._order(seen, Z, law, public, drift)
             rows, Z = rows[:, order], Z[:, order]
         pe = _posterior(Z.mean(0), public, law[1] / len(Z), drift)
@@ -96,7 +97,7 @@ class RowAlignment:
         order = torch.zeros(Z.shape[:2], dtype=torch.long, device=Z.device)
         for _ in range(self.iterations):
             gain = Z @ torch.linalg.solve(covariance, signatures.mT)
-            before, order = order, place_rows(-gain, "image") % Z.shape[1]
+            before, order = order, place_rows(-gain, "own") % Z.shape[1]
             if torch.equal(order, before):
                 break
             signatures = Z.gather(1, order[..., None].expand_as(Z)).mean(0)
@@ -111,7 +112,7 @@ class RowAlignment:
         drift: float,
     ) -> Int[Tensor, " n"]:
         """Return which of the aligned rows stands in which slot, by the borders and the public embeddings."""
-        model, noise, u = seen.model, noise_of(seen), Z.mean(0)
+        model, noise, u = seen.model, effects(seen).noise_std, Z.mean(0)
         patches, floor = inverted(model, Z - u + law[0], seen.public, noise)
         costs = summed_costs(pixels(model, patches), floor)
         places = None
@@ -122,23 +123,23 @@ class RowAlignment:
         return assemble(costs, model.grid, places=places, rounds=self.rounds)
 
 
-def _check(features: Float[Tensor, "b t d"], kind: Mixing) -> None:
+def _check(features: Float[Tensor, "b t d"], kind: Rows) -> None:
     if len(features) < 2:
         raise PrivlabError("row-alignment compares the images of a batch. Found one image: send two or more.")
     if kind == "mixed":
         raise PrivlabError(
-            "row-alignment needs rows that stay with their image. Found batch-shuffle: use pe-assignment."
+            "row-alignment needs rows that stay with their image. Found rows mixed among images: use pe-assignment."
         )
 
 
-def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: Mixing) -> Int[Tensor, "b n"]:
+def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: Rows) -> Int[Tensor, "b n"]:
     """Return the rows of the batch that differ from image to image; class and register tokens do not."""
     b, t, _ = features.shape
-    if kind == "image":
+    if kind == "own":
         apart = torch.cdist(features[:1], features)  # row of the first image × row of each
         same = apart.min(2).values.sum(0).topk(p, largest=False).indices
         fixed = apart[:, same].argmin(2)
-    elif kind == "batch":
+    elif kind == "shared":
         fixed = features.var(0).sum(1).topk(p, largest=False).indices.expand(b, -1)
     else:
         fixed = torch.arange(p, device=features.device).expand(b, -1)

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from privlab.effects import effects_of
 from privlab.threat import Observation, PrivlabWarning
 
 __all__ = ["RTOL", "feeds_unknown", "hides_places", "ridge_inverse", "slot_gradients", "warn_of_limits"]
@@ -22,13 +23,12 @@ def slot_gradients(seen: Observation) -> Float[Tensor, "b n d"]:
 
 def hides_places(seen: Observation) -> bool:
     """Return whether a defense takes the position embeddings of the slots that it shuffles away (MJP, Equation 4)."""
-    return any(getattr(part, "masked_pe", "slot") != "slot" for part in seen.defense)
+    return effects_of(seen.model, seen.defense).pe != "slot"
 
 
 def feeds_unknown(seen: Observation) -> bool:
     """Return whether E_unk stands in for position embeddings that are taken away, and not zero."""
-    none = any(getattr(part, "masked_pe", None) == "none" for part in seen.defense)
-    return seen.model.unk_embed is not None and not none
+    return seen.model.unk_embed is not None and effects_of(seen.model, seen.defense).pe != "zero"
 
 
 def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tensor, "*b n d"]:

@@ -121,7 +121,7 @@ class TokenSeparation(TokenSearch):
         reads = Reads.of(seen, i, block, model.vit.num_prefix_tokens + len(grey))
         if _underdetermined(seen):
             z = embeddings_of_tokens(model, block, u, reads, self.sharpen, self.inner)
-            ns, x = _inverted(model, z, slots.pe)
+            ns, x = _inverted(model, z, slots.pe, photograph_gradients(model, seen.photographs))
             return Solved(grey.index_put((ns,), x), none.index_fill(0, ns, value=True))
         return patches_of_tokens(model, block, slots, u, reads, grey, self.sharpen, self.inner)
 
@@ -157,14 +157,14 @@ def _underdetermined(seen: Observation) -> bool:
 
 
 def _inverted(
-    model: VictimModel, z: Float[Tensor, "p d"], pe: Float[Tensor, "n d"]
+    model: VictimModel, z: Float[Tensor, "p d"], pe: Float[Tensor, "n d"], Γ: Float[Tensor, "c c"]
 ) -> tuple[Int[Tensor, " p"], Float[Tensor, "p k"]]:
     """Return the slots of embedded patches, known but for a constant, and the likeliest patches within them.
 
     The smoothness prior of `Smoothness` is that of patches x ~ N(0, S), so z − b − e_s is N(0, W S Wᵀ) in its own slot.
     """
     W, b = projection(model)
-    L = _prior(model)
+    L = _prior(model, Γ)
     V = (W - W.mean(0)) @ L
     law = V @ V.mT
     law = law + _RIDGE * law.diagonal().mean() * torch.eye(len(law)).to(law)
@@ -176,9 +176,9 @@ def _inverted(
     return ns, (z - pe[ns]) @ (L @ ridge_inverse(V)).mT
 
 
-def _prior(model: VictimModel) -> Float[Tensor, "k k"]:
+def _prior(model: VictimModel, Γ: Float[Tensor, "c c"]) -> Float[Tensor, "k k"]:
     """Return L of S = L Lᵀ = Γ ⊗ (Δ + κ I)⁻¹, with Δ the Laplacian of a patch, and κ for pixels of variance one."""
-    p, Γ = model.patch, photograph_gradients(model)
+    p = model.patch
     step = torch.eye(p).to(Γ).diff(dim=0)
     path, eye = step.mT @ step, torch.eye(p).to(Γ)
     Δ = torch.kron(path, eye) + torch.kron(eye, path)
@@ -190,7 +190,7 @@ def _prior(model: VictimModel) -> Float[Tensor, "k k"]:
 def _completed(seen: Observation, X: Float[Tensor, "b n k"], found: Bool[Tensor, "b n"]) -> Float[Tensor, "b n k"]:
     """Return X with what no gradient says of it as smooth as can be: directions of all patches, and patches."""
     model = seen.model
-    prior = Smoothness(model.image_shape, photograph_gradients(model))
+    prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
     if _underdetermined(seen) and bool(found.any()):
         W, _ = projection(model)
         Y = torch.linalg.svd(W - W.mean(0)).Vh[len(W) - 1 :].expand(len(X), -1, -1)

@@ -7,7 +7,7 @@ import torch
 
 from privlab.errors import PrivlabError
 from privlab.permutation import bits
-from privlab.threat import Draws, Sent
+from privlab.threat import Draws, Effects, Sent
 
 __all__ = ["BatchShuffle"]
 
@@ -28,7 +28,7 @@ class BatchShuffle:
     name: ClassVar[str] = "batch-shuffle"
     paper: ClassVar[str] = "Yao et al. (ICDM 2022); BS in Permutation Equivariance (2024), Table 6"
 
-    crosses_images: ClassVar[bool] = True
+    acts_as: ClassVar[Effects] = Effects(rows="mixed")
 
     share: float = 1.0
 

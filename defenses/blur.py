@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
 from privlab.errors import PrivlabError
-from privlab.threat import Feed
+from privlab.threat import Effects, Feed
 
 __all__ = ["Blur"]
 
@@ -27,6 +27,8 @@ class Blur:
 
     name: ClassVar[str] = "blur"
     paper: ClassVar[str] = "baseline of split learning; cf. Permutation Equivariance (2024), Section 5.3"
+
+    acts_as: ClassVar[Effects] = Effects(other=True)
 
     sigma: float = 3.0
 

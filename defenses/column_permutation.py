@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from privlab.permutation import bits, draw_orders, permute_features
-from privlab.threat import Draws, Sent
+from privlab.threat import Draws, Effects, Sent
 
 __all__ = ["ColumnPermutation"]
 
@@ -21,6 +21,8 @@ class ColumnPermutation:
 
     name: ClassVar[str] = "column-permutation"
     paper: ClassVar[str] = "Permutation Equivariance (Xu et al. 2024), Eq. 5 and 6, Theorems 4.4 and 4.5"
+
+    acts_as: ClassVar[Effects] = Effects(columns=True)
 
     def send(self, sent: Sent, draws: Draws) -> Sent:
         """Return the columns in their secret order."""

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.errors import PrivlabError
-from privlab.threat import Feed
+from privlab.threat import Effects, Feed
 
 __all__ = ["CutMix"]
 
@@ -32,6 +32,8 @@ class CutMix:
     name: ClassVar[str] = "cutmix"
     paper: ClassVar[str] = "CutMix (Yun et al. 2019), Eq. 1 and 2; in split learning, Baek et al. (2022)"
     mixes: ClassVar[bool] = True  # images of a batch, so one's own release depends on another's
+
+    acts_as: ClassVar[Effects] = Effects(other=True)
 
     alpha: float = 1.0
 

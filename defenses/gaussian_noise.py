@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from privlab.errors import PrivlabError
-from privlab.threat import Draws, Sent
+from privlab.threat import Draws, Effects, Sent
 
 __all__ = ["GaussianNoise"]
 
@@ -35,6 +35,11 @@ class GaussianNoise:
         """
         if not 0 <= self.std < math.inf:
             raise PrivlabError(f"std of gaussian-noise must be at least 0 and finite. Found {self.std}.")
+
+    @property
+    def acts_as(self) -> Effects:
+        """Return how large the noise is."""
+        return Effects(noise_std=self.std)
 
     def send(self, sent: Sent, draws: Draws) -> Sent:
         """Return the features with noise."""

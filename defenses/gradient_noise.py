@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.errors import PrivlabError
+from privlab.threat import Effects
 
 __all__ = ["DELTA", "GradientNoise"]
 
@@ -31,6 +32,8 @@ class GradientNoise:
 
     name: ClassVar[str] = "gradient-noise"
     paper: ClassVar[str] = "DP-SGD (Abadi et al. 2016), Alg. 1"
+
+    acts_as: ClassVar[Effects] = Effects(gradients="noisy")
 
     clip: float = 1.0
     multiplier: float = 1.0

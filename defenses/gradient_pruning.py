@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.errors import PrivlabError
+from privlab.threat import Effects
 
 __all__ = ["GradientPruning"]
 
@@ -28,6 +29,8 @@ class GradientPruning:
 
     name: ClassVar[str] = "gradient-pruning"
     paper: ClassVar[str] = "Lin et al. (2018); as a defense, DLG (Zhu et al. 2019), Section 5.2"
+
+    acts_as: ClassVar[Effects] = Effects(gradients="pruned")
 
     keep: float = 0.1
 

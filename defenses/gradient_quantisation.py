@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.errors import unknown_name
+from privlab.threat import Effects
 
 __all__ = ["GradientQuantisation"]
 
@@ -29,6 +30,8 @@ class GradientQuantisation:
 
     name: ClassVar[str] = "gradient-quantisation"
     paper: ClassVar[str] = "after QSGD (Alistarh et al. 2017); DLG (Zhu et al. 2019), Section 5.1"
+
+    acts_as: ClassVar[Effects] = Effects(gradients="rounded")
 
     dtype: str = "int8"
 

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
+from privlab.threat import Effects
+
 __all__ = ["GradientSign"]
 
 
@@ -21,6 +23,8 @@ class GradientSign:
 
     name: ClassVar[str] = "gradient-sign"
     paper: ClassVar[str] = "signSGD (Bernstein et al. 2018), Alg. 1"
+
+    acts_as: ClassVar[Effects] = Effects(gradients="rounded")
 
     def release(
         self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]

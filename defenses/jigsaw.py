@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from privlab.errors import PrivlabError
 from privlab.patches import jigsaw
-from privlab.threat import Feed
+from privlab.threat import Effects, Feed
 
 __all__ = ["Jigsaw"]
 
@@ -39,6 +39,11 @@ class Jigsaw:
         """
         if not 0 <= self.gamma <= 1:
             raise PrivlabError(f"gamma (γ) must be in [0, 1]. Found {self.gamma}.")
+
+    @property
+    def acts_as(self) -> Effects:
+        """Return that patches are moved, and nothing tells where."""
+        return Effects(patches="shuffled")
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return x̃ with the drawn mask and order."""

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.errors import PrivlabError
-from privlab.threat import Feed
+from privlab.threat import Effects, Feed
 
 __all__ = ["LowPass"]
 
@@ -26,6 +26,8 @@ class LowPass:
 
     name: ClassVar[str] = "low-pass"
     paper: ClassVar[str] = "Jeong et al. (2022); LP in Permutation Equivariance (2024), Table 6 and Figure 7"
+
+    acts_as: ClassVar[Effects] = Effects(other=True)
 
     radius: float = 0.05
 

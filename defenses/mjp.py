@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from privlab.defenses.jigsaw import Jigsaw
 from privlab.errors import unknown_name
-from privlab.threat import Feed
+from privlab.threat import Effects, Feed
 
 __all__ = ["Mjp"]
 
@@ -42,6 +42,13 @@ class Mjp(Jigsaw):
         super().__post_init__()
         if self.masked_pe not in ("unknown", "none", "slot"):
             raise unknown_name("masked_pe", self.masked_pe, ("unknown", "none", "slot"))
+
+    @property
+    def acts_as(self) -> Effects:
+        """Return that patches are moved, and what stands for their position embeddings."""
+        if self.masked_pe == "slot":
+            return super().acts_as
+        return Effects(patches="masked", pe="unknown" if self.masked_pe == "unknown" else "zero")
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return x̃ with the drawn mask, which is also where position embeddings are replaced."""

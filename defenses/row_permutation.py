@@ -7,7 +7,7 @@ import torch
 
 from privlab.errors import unknown_name
 from privlab.permutation import bits, draw_orders, permute_features
-from privlab.threat import Draws, Sent
+from privlab.threat import Draws, Effects, Sent
 
 __all__ = ["RowPermutation"]
 
@@ -40,6 +40,11 @@ class RowPermutation:
         """
         if self.per not in ("batch", "image"):
             raise unknown_name("per", self.per, ("batch", "image"))
+
+    @property
+    def acts_as(self) -> Effects:
+        """Return that rows are moved, by one order or by each image's own."""
+        return Effects(rows="shared" if self.per == "batch" else "own")
 
     def send(self, sent: Sent, draws: Draws) -> Sent:
         """Return the rows in their secret order."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.threat import Feed
+from privlab.threat import Effects, Feed
 
 __all__ = ["Undefended"]
 
@@ -18,6 +18,8 @@ class Undefended:
 
     name: ClassVar[str] = "none"
     paper: ClassVar[str] = "the control"
+
+    acts_as: ClassVar[Effects] = Effects()
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the images as they are, every patch in its own slot."""

@@ -46,12 +46,13 @@ def admit(
 ) -> tuple[Check, ...]:
     """Measure whether a defense releases what it says and nothing else.
 
-    `contents`: the release has its form and nothing beside it. `order`, `rows` or `variance`: it is what the defense
-    declares; to a variance that is `overstated` attacks would not listen. `gradients`: they are those of the defended
-    model, by finite differences. `effect`: how much is changed, which never fails. `same-draw`: one draw, one release.
-    `neighbours`: one's own does not depend on another's image, unless the class says `mixes = True`. `random-state`: it
-    draws from the generators that it is given. `untouched`: nothing that it is given is changed. `control`: without the
-    defense, the image leaks. After a failed `contents` what stands on it is left out.
+    `contents`: the release has its form and nothing beside it. `acts-as`, if the class says what it does: it does that.
+    `order`, `rows` or `variance`: it is what the defense declares; to a variance that is `overstated` attacks would not
+    listen. `gradients`: they are those of the defended model, by finite differences. `effect`: how much is changed,
+    which never fails. `same-draw`: one draw, one release. `neighbours`: one's own does not depend on another's image,
+    unless the class says `mixes = True`. `random-state`: it draws from the generators that it is given. `untouched`:
+    nothing that it is given is changed. `control`: without the defense, the image leaks. After a failed `contents` what
+    stands on it is left out.
 
     Args:
         defense: on images, features or gradients.

@@ -25,6 +25,7 @@ from privlab.admission_measures import (
     worse_than_best,
 )
 from privlab.attacks import LeastSquares, PatchGradient
+from privlab.effects import AnyDefense, contradictions
 from privlab.features import observe_features
 from privlab.gradients import granted, observe, per_sample_gradients, released_parameters
 from privlab.metrics import psnr
@@ -32,7 +33,7 @@ from privlab.model import VictimModel
 from privlab.patches import permute
 from privlab.permutation import restore_features
 from privlab.stack import Stack
-from privlab.threat import Defense, Draws, FeatureDefense, Feed, GradientDefense, Sent, check_capabilities
+from privlab.threat import Defense, Draws, Effects, FeatureDefense, Feed, GradientDefense, Sent, check_capabilities
 
 __all__ = ["Check", "OnFeatures", "OnGradients", "OnImages", "Subject"]
 
@@ -151,6 +152,7 @@ class OnImages:
 
     def checks(self, feed: Feed) -> Iterator[Check]:
         """Yield what the release is measured by."""
+        yield from acts_as(self.defense, self.subject.model)
         yield Check.at_most("order", self._misplaced(feed), 0.01, "distance of slots from what order and moved say")
         model, labels, names = self.subject.model, self.subject.labels, self.subject.released
         gradients = per_sample_gradients(model, feed, labels, names)
@@ -219,6 +221,7 @@ class OnGradients:
 
     def checks(self, released: Tensors) -> Iterator[Check]:
         """Yield what the release is measured by."""
+        yield from acts_as(self.defense, self.subject.model)
         true, variance = self.inputs(), self.defense.variance(released)
         wrong = [w for name, g in true.items() for w in unlike(name, variance.get(name), g.shape, g.dtype)]
         some = {name: released[name] for name in PatchGradient.parameters if name in released}
@@ -313,7 +316,10 @@ class OnFeatures:
 
     def checks(self, sent: Sent) -> Iterator[Check]:
         """Yield what the release is measured by."""
-        tokens, std = self.inputs()["tokens"], float(getattr(self.defense, "std", 0.0))
+        yield from acts_as(self.defense, self.subject.model)
+        declared = getattr(self.defense, "acts_as", None)
+        std = float(getattr(self.defense, "std", 0.0) if not isinstance(declared, Effects) else declared.noise_std)
+        tokens = self.inputs()["tokens"]
         rows = tokens.flatten(0, 1)[sent.source]
         error = float((sent.features - (rows if sent.columns is None else rows[..., sent.columns])).square().mean())
         if std > 0:
@@ -355,6 +361,13 @@ class OnFeatures:
         seen = observe_features(model, sent, Stack(()), images[:0])
         value = float(psnr(LeastSquares(prior="ridge")(seen).images, images).min())
         return Check.at_least("control", value, LEAKS, "PSNR of least-squares without it, as far as W carries")
+
+
+def acts_as(defense: AnyDefense, model: VictimModel) -> Iterator[Check]:
+    """Yield, of a defense that declares what it does, in how much of that its releases contradict it."""
+    if getattr(defense, "acts_as", None) is not None:
+        wrong = contradictions(model, defense, NOISE)
+        yield Check.at_most("acts-as", float(len(wrong)), 0.0, "; ".join(wrong) or "effects that are not as declared")
 
 
 def _patch_gradient(subject: Subject) -> Check:

@@ -19,10 +19,11 @@ from privlab.decode import Picture
 from privlab.errors import PrivlabError
 from privlab.evaluate import Panel, Strip
 from privlab.gradients import full_precision, per_sample_gradients, released_parameters
-from privlab.images import open_images
+from privlab.images import Preprocessing, open_images
 from privlab.labels_by_rank import Told, told_labels
 from privlab.machine import commit, hardware, pick_device, versions
 from privlab.metrics import Learned, score
+from privlab.photographs import apart_from, kin
 from privlab.plan import Specification, applicable, defense_of, stands_in
 from privlab.records import CONTROLS
 from privlab.released import Released, check_fit, check_head, first, head_of, observation, read_released
@@ -78,7 +79,8 @@ def audit_gradients(
         device: "auto", "cpu", "cuda" or "cuda:N".
         out: the run directory.
         overwrite: whether an earlier run in `out` gives way.
-        reference: the private image, to score by; without it a reconstruction is checked by the gradient that it gives.
+        reference: the private image, to score by; without it a reconstruction is checked by the gradient that it gives,
+            and image priors learn from all bundled photographs: whether one of them is private cannot be known.
         command: that `run.json` states.
 
     Raises:
@@ -100,6 +102,8 @@ def audit_gradients(
         seen = observation(released, base.model, defense=defense.parts, knows_weights=knows)
         attacks = _attacks(spec, base, seen)
         judge = None if reference is None else _Judge.of(reference, spec, base)
+        if judge is not None:
+            seen = replace(seen, photographs=judge.photographs(base.preprocessing))
         run = RunDirectory.create(out, overwrite=overwrite)
         told = None if head is None else _told(base, seen)
         labels = told.labels if told is not None and told.all_certain else None
@@ -165,7 +169,8 @@ class _Judge:
         device = base.model.mean.device
         learned, missing = learned_metrics(spec, device, [base])
         public = public_images(spec.public, spec.public_limit, base.preprocessing, device)
-        others = torch.stack([image for sha256, image in public.items() if sha256 != picture.sha256])
+        private = kin([picture.sha256])
+        others = torch.stack([image for sha256, image in public.items() if sha256 not in private])
         metrics = [name for name in spec.metrics if name not in missing]
         fed = replace(base.preprocessing, crop_pct=1.0) if _fits(picture.pixels, base) else base.preprocessing
         image = fed(picture.pixels)[None].to(base.model.mean)
@@ -177,6 +182,11 @@ class _Judge:
         with full_precision():
             scores = score(images[nearest : nearest + 1], self.image, self.metrics, self.learned)
         return {name: float(value) for name, value in scores.items()}
+
+    def photographs(self, cut: Preprocessing) -> tuple[str, ...] | None:
+        """Return the bundled photographs that priors may learn from, if the private image is one of them."""
+        assert self.picture.pixels is not None
+        return apart_from([self.picture.sha256], cut(self.picture.pixels)[None], cut)[0]
 
     def control(self) -> Row:
         """Return the row of the mean public photograph: what "nothing leaks" looks like."""

@@ -7,7 +7,7 @@ slot i, as in the paper's attack; `set` sees a bag; `token` decodes each row by 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.patches import patchify, unpatchify
+from privlab.threat import Rows
 
 __all__ = [
     "DECODERS",
@@ -27,7 +28,6 @@ __all__ = [
     "Decoder",
     "MaeDecoder",
     "Release",
-    "RowOrder",
     "SetDecoder",
     "Shape",
     "TokenDecoder",
@@ -38,9 +38,6 @@ HEAD = 32
 
 FINE = 16
 """Channels of a convolution on pixels, and in a group of its norm."""
-
-RowOrder = Literal["kept", "shared", "own"]
-"""Whether a defense leaves rows in place, moves them alike in all images of a batch, or in each by itself."""
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -128,7 +125,7 @@ class Decoder(nn.Module):
         return F.mse_loss(call(seen.features), seen.images)
 
     def reconstruct(
-        self, features: Float[Tensor, "b t d"], order: RowOrder
+        self, features: Float[Tensor, "b t d"], order: Rows
     ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"] | None]:
         """Return images in [0, 1], and the row that each slot got where they come row by row (as in `Stolen`).
 
@@ -248,7 +245,7 @@ class TokenDecoder(Decoder):
         return F.mse_loss(patches[of_patch], wanted[of_patch]) + F.cross_entropy(scores.flatten(0, 1), slot.flatten())
 
     def reconstruct(
-        self, features: Float[Tensor, "b t d"], order: RowOrder
+        self, features: Float[Tensor, "b t d"], order: Rows
     ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"]]:
         """Return images in [0, 1] and the row in each slot: by the best assignment, or as sent where order is kept."""
         b, t, _ = features.shape

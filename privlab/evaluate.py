@@ -22,11 +22,12 @@ from privlab.gradients import full_precision, observe
 from privlab.images import Chunk, Picture
 from privlab.metrics import Learned
 from privlab.patches import permute
+from privlab.photographs import kin
 from privlab.placement import as_sent, assigned, matched
 from privlab.plan import Cell, Specification, reassembly_of
 from privlab.records import CONTROLS, Record, Rows
 from privlab.threat import Attack, Capability, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
-from privlab.trial import Batch, Trial, labelled
+from privlab.trial import Batch, Seen, Trial, attacked_together, labelled, taken
 from privlab.victims import Victim
 
 __all__ = ["Evaluator", "Panel", "Scored", "Strip"]
@@ -67,9 +68,6 @@ class Scored:
     records: list[Record]
     strips: list[Strip]
     stolen: dict[str, Stolen]
-
-
-Seen = Observation | FeatureObservation
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,10 +172,16 @@ class Evaluator:
             return records
         if isinstance(seen, Observation) and len(kept) < len(sound):
             batch, trial, facts = batch.take(kept), trial.take(kept), [facts[i] for i in kept]
-            seen, panels = _taken(seen, kept), [panels[i] for i in kept]
+            seen, panels = taken(seen, kept), [panels[i] for i in kept]
+        groups = attacked_together(seen, batch, self.base.preprocessing)
         for attack in cell.attacks:
             alone = replace(cell, attacks=(attack,))
-            outcomes = self._attack(alone, attack, seen, trial, batch, panels)
+            outcomes: list[list[Record]] = [[]] * len(batch.pictures)
+            for rows, own in groups:
+                part = trial if len(groups) == 1 else trial.take(rows)
+                found = self._attack(alone, attack, own, part, batch.take(rows), [panels[i] for i in rows])
+                for i, outcome in zip(rows, found, strict=True):
+                    outcomes[i] = outcome
             for picture, fact, outcome in zip(batch.pictures, facts, outcomes, strict=True):
                 rows = self.rows.of(picture, trial.setting, alone)
                 records += [row | fact | of_row for row, of_row in zip(rows, outcome, strict=True)]
@@ -237,8 +241,8 @@ class Evaluator:
         return seen, facts, [bool(sent.features.isfinite().all())] * len(right)
 
     def _public_to(self, batch: Batch) -> Float[Tensor, "m c h w"]:
-        """Return the adversary's images: the public ones, without those of the batch if there are any."""
-        private = {picture.sha256 for picture in batch.pictures} & self.public.keys()
+        """Return the adversary's images: the public ones, less those of the batch and other crops of their files."""
+        private = kin(picture.sha256 for picture in batch.pictures) & self.public.keys()
         if not private:
             return self._all_public
         return self._all_public[[i for i, key in enumerate(self.public) if key not in private]]
@@ -280,7 +284,7 @@ class Evaluator:
             if b > 1 and isinstance(seen, Observation) and not several:
                 one_by_one = ([i] for i in range(b))
                 return [
-                    self._attack(cell, attack, _taken(seen, i), trial.take(i), batch.take(i), [panels[i[0]]])[0]
+                    self._attack(cell, attack, taken(seen, i), trial.take(i), batch.take(i), [panels[i[0]]])[0]
                     for i in one_by_one
                 ]
             kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
@@ -332,9 +336,10 @@ class Evaluator:
 
     def _others(self, picture: Picture) -> tuple[Float[Tensor, "c h w"], Float[Tensor, "c h w"]]:
         """Return the mean and the first of the public photographs, without the private image if it is one of them."""
-        if picture.sha256 not in self.public:
+        private = kin([picture.sha256])
+        if not private & self.public.keys():
             return self._mean_and_first
-        return _mean_and_first([image for sha256, image in self.public.items() if sha256 != picture.sha256])
+        return _mean_and_first([image for sha256, image in self.public.items() if sha256 not in private])
 
     @cached_property
     def _mean_and_first(self) -> tuple[Float[Tensor, "c h w"], Float[Tensor, "c h w"]]:
@@ -393,10 +398,6 @@ def _caption(where: str, attack: str, scores: Record) -> str:
         if (value := scores.get(name)) is not None
     ]
     return f"{attack} ({where})\n{'  '.join(shown)}"
-
-
-def _taken(seen: Observation, rows: Sequence[int]) -> Observation:
-    return replace(seen, gradients={name: g[rows] for name, g in seen.gradients.items()})
 
 
 def _check_reconstruction(images: Tensor, reference: Tensor) -> None:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from privlab.effects import effects_of
 from privlab.gradients import full_precision
 from privlab.model import VictimModel
 from privlab.permutation import restore_features
@@ -34,10 +35,7 @@ def observe_features(
 def granted_features(
     model: VictimModel, public: int, defense: Sequence[Defense | FeatureDefense | GradientDefense] = ()
 ) -> frozenset[Capability]:
-    """Return the capabilities of a server that knows the public base `model` and has `public` images, under a defense.
-
-    A defense that moves rows to other images says so by `crosses_images`.
-    """
+    """Return the capabilities of a server that knows the public `model` and has `public` images, under a defense."""
     grants = {
         Capability.KNOWS_WEIGHTS,
         Capability.RELEASED_FEATURES,
@@ -46,7 +44,7 @@ def granted_features(
     }
     if public:
         grants.add(Capability.AUXILIARY_IMAGES)
-    if not any(getattr(part, "crosses_images", False) for part in defense):
+    if effects_of(model, defense).rows != "mixed":
         grants.add(Capability.OWN_ROWS)
     if model.vit.pos_embed is not None:
         grants.add(Capability.POSITION_EMBEDDINGS)

@@ -10,8 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive, Release
-from privlab.attacks.solve import hides_places
-from privlab.defenses import Jigsaw
+from privlab.effects import effects_of
 from privlab.gradients import full_precision
 from privlab.metrics import Learned, psnr_region, score
 from privlab.model import VictimModel
@@ -145,9 +144,9 @@ def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
     MJP replaces the position embeddings of the slots that it shuffles, so theirs get no gradient (MJP, Eq. 4). Not so
     under the jigsaw alone, and the gradient of several images sums over their masks.
     """
-    shuffles = [part for part in seen.defense if isinstance(part, Jigsaw)]
     read = set(PatchGradientAdaptive.parameters) <= seen.gradients.keys()
-    if len(shuffles) != 1 or not hides_places(seen) or not read or seen.images_per_release > 1:
+    hidden = effects_of(seen.model, seen.defense).patches == "masked"
+    if not hidden or not read or seen.images_per_release > 1:
         return None
     return ~Release.of(seen).unheard
 

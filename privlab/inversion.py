@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Generator, Tensor, nn
 
-from privlab.decoders import DECODERS, Decoder, Release, RowOrder, Shape
+from privlab.decoders import DECODERS, Decoder, Release, Shape
 from privlab.draws import draw_for
 from privlab.errors import unknown_name
 from privlab.features import send
@@ -28,7 +28,7 @@ from privlab.threat import Defense, Draws, FeatureDefense, GradientDefense, Priv
 from privlab.training import Compute, Listener, Plan, train, write_atomically
 from privlab.weights import cache_folder, hash_of
 
-__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "released", "row_order", "train_decoder"]
+__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "released", "train_decoder"]
 
 FORMAT = "privlab-decoder/1"
 FEW = 200
@@ -73,20 +73,6 @@ def released(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"
     feed = stack.feed(images, model.patch, draws.images)
     sent = send(model, feed, stack, draws)
     return Release(sent.features.float(), sent.source, images.float(), permute(images, feed.order, model.patch).float())
-
-
-def row_order(model: VictimModel, defense: Parts) -> RowOrder:
-    """Return whether rows stay in place under the defense, all images of a batch share an order, or each has its own.
-
-    Tried on two grey images.
-    """
-    grey = model.mean.new_full((2, *model.image_shape), 0.5)
-    with full_precision():
-        source = released(model, defense, grey, Generator().manual_seed(0)).source
-    place = torch.arange(source.numel(), device=source.device).view_as(source)
-    if torch.equal(source, place):
-        return "kept"
-    return "shared" if torch.equal(source[1] - source[0], place[1] - place[0]) else "own"
 
 
 class Inversion:

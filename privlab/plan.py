@@ -1,11 +1,12 @@
 """What is to be run: the specification of a run, and which attack runs on which block of a victim."""
 
+import shlex
 import warnings
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.defenses import Mjp, Undefended, defenses
+from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
 from privlab.errors import PrivlabError, unknown_name
 from privlab.features import granted_features
 from privlab.gradients import granted, released_parameters
@@ -32,8 +33,10 @@ __all__ = [
     "WORST_CASE",
     "Cell",
     "Specification",
+    "admissions",
     "applicable",
     "defense_of",
+    "part_of",
     "plan",
     "reassembly_of",
     "stands_in",
@@ -219,10 +222,29 @@ def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
     return Stack(tuple(_defense(automatic if name == "auto" else name, spec, victim) for name in spec.parts))
 
 
-def _defense(name: str, spec: Specification, victim: Victim) -> Defense | FeatureDefense | GradientDefense:
+def part_of(name: str, spec: Specification) -> Defense | FeatureDefense | GradientDefense:
+    """Return a defense with its options, by its name."""
     kind = defenses()[name]
     given = {f.name for f in fields(kind)} & {"gamma", "masked_pe"}
-    defense = configured(kind, spec.options, {name: getattr(spec, name) for name in given})
+    return configured(kind, spec.options, {name: getattr(spec, name) for name in given})
+
+
+def admissions(spec: Specification) -> list[str]:
+    """Return the lines that try each defense which is not privlab's own, with its options: `privlab admit NAME …`."""
+    lines = []
+    for name in spec.parts:
+        if name == "auto" or name in DEFENSES:
+            continue
+        given = [
+            (["--gamma", str(value)] if key == "gamma" else ["--set", f"{key}={'none' if value is None else value}"])
+            for key, value in asdict(part_of(name, spec)).items()
+        ]
+        lines.append(shlex.join(["privlab", "admit", name, *(word for words in given for word in words)]))
+    return lines
+
+
+def _defense(name: str, spec: Specification, victim: Victim) -> Defense | FeatureDefense | GradientDefense:
+    defense = part_of(name, spec)
     if isinstance(defense, Mjp) and defense.masked_pe == "unknown" and not victim.has_mjp:
         raise PrivlabError(
             f"Defense 'mjp' puts E_unk at the masked slots, and {victim.name} has none. "

@@ -13,9 +13,9 @@ import pyarrow as pa
 
 import privlab
 from privlab.decode import Picture, one_line
-from privlab.defenses import Jigsaw, defenses
+from privlab.effects import effects_of, kinds_of
 from privlab.errors import PrivlabError, unknown_name
-from privlab.plan import Cell, Specification, defense_of, reassembly_of
+from privlab.plan import Cell, Specification, defense_of, part_of, reassembly_of
 from privlab.reassembly import Borders, Predicted
 from privlab.stack import Stack
 from privlab.victims import Victim
@@ -95,7 +95,7 @@ def check_geometry(geometry: str, spec: Specification) -> None:
     """
     if geometry not in GEOMETRIES:
         raise unknown_name("geometry", geometry, GEOMETRIES)
-    shuffled = any(name == "auto" or issubclass(defenses()[name], Jigsaw) for name in spec.parts)
+    shuffled = any(name == "auto" or kinds_of(part_of(name, spec)) & {"shuffled", "masked"} for name in spec.parts)
     if geometry == GEOMETRIES[2] and ("c" not in spec.settings or spec.features_released or not shuffled):
         release = "features" if spec.features_released else "gradients"
         raise PrivlabError(
@@ -136,7 +136,7 @@ class Rows:
         There is nothing to re-assemble where no patches were shuffled, and nothing to compare with in setting b, whose
         reference is itself shuffled. Patches of less than 3 × 3 pixels have no borders to go by.
         """
-        shuffled = any(isinstance(part, Jigsaw) for part in self.defenses[setting].parts)
+        shuffled = effects_of(self.base.model, self.defenses[setting].parts).patches != "kept"
         reassembled = setting == "c" and shuffled and not self.spec.features_released and self.base.model.patch >= 3
         return GEOMETRIES if reassembled else GEOMETRIES[:2]
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 from privlab.decode import LabelOrigin, Picture, picture_from_image, read_picture
 from privlab.errors import PrivlabError
 
-__all__ = ["ImageSource", "files", "folder", "samples"]
+__all__ = ["ImageSource", "files", "folder", "sample_file", "samples"]
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".jp2"})
 SPLITS = frozenset({"train", "val", "valid", "validation", "test"})
@@ -86,12 +86,21 @@ class ImageSource:
         return self.count
 
 
-def samples() -> ImageSource:
-    """Open the photographs that come with scikit-image."""
+def sample_file(name: str) -> Path:
+    """Return where scikit-image keeps a photograph.
+
+    Raises:
+        PrivlabError: if it is not installed.
+    """
     package = importlib.util.find_spec("skimage")
     if package is None or package.origin is None:
         raise PrivlabError("The samples come with scikit-image, which was not found: pip install scikit-image.")
-    data = Path(package.origin).parent / "data"
+    return Path(package.origin).parent / "data" / name
+
+
+def samples() -> ImageSource:
+    """Open the photographs that come with scikit-image."""
+    data = sample_file("")
 
     def at(place: int) -> Picture:
         name, file, left, top, side = SAMPLES[place]

@@ -26,6 +26,7 @@ __all__ = [
     "Defense",
     "DefenseClass",
     "Draws",
+    "Effects",
     "FeatureAttack",
     "FeatureDefense",
     "FeatureObservation",
@@ -33,6 +34,7 @@ __all__ = [
     "GradientDefense",
     "Observation",
     "PrivlabWarning",
+    "Rows",
     "Sent",
     "Stolen",
     "check_capabilities",
@@ -97,7 +99,8 @@ class Observation:
 
     Each release is the gradient of the mean loss of `images_per_release` = B images, its defense acting on that mean.
     An attack returns r·B images, release by release, those of one release in any order: the evaluator assigns them.
-    `batch_size_one` is granted for B = 1 alone.
+    `batch_size_one` is granted for B = 1 alone. `photographs` names the bundled photographs that an image prior may
+    learn from, where not all may be: of a private image, and other crops of its file, nothing is learned.
     """
 
     model: VictimModel
@@ -105,6 +108,7 @@ class Observation:
     grants: frozenset[Capability]
     defense: tuple["Defense | FeatureDefense | GradientDefense", ...] = ()
     images_per_release: int = 1
+    photographs: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +173,54 @@ class Sent:
         if self.columns is not None:
             outputs = restore_features(outputs, columns=self.columns)
         return permute_features(outputs.flatten(0, 1), inverse(self.source.flatten())).view_as(outputs)
+
+
+Rows = Literal["kept", "shared", "own", "mixed"]
+"""Where rows may have gone: nowhere, by one order for the batch, by one for each image, or to other images too."""
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a defense does, whatever its name is: the adversary can run it on images of its own and see.
+
+    A defense may declare it as `acts_as`, a class attribute, or a property where it depends on options; `privlab admit`
+    holds the release against it. Where nothing is declared it is measured: `privlab.effects`.
+
+    Args:
+        rows: where the rows of what is sent may have gone.
+        columns: whether the entries of the tokens that are sent are in another order.
+        noise_std: the standard deviation of the noise on each of them.
+        patches: of the image that is fed: "kept" in their slots, moved among slots that are "masked", whose position
+            embeddings are replaced, or "shuffled" beyond these.
+        pe: what stands for the position embeddings that are replaced: "unknown" (E_unk) or "zero"; "slot": none is.
+        one_order: whether the images of a batch share one order of their patches, and one mask.
+        gradients: "kept", "noisy", "pruned" (zero or as they were), or "rounded".
+        other: whether anything else changes, pixels or features: blur, a scale, a clip.
+    """
+
+    rows: Rows = "kept"
+    columns: bool = False
+    noise_std: float = 0.0
+    patches: Literal["kept", "masked", "shuffled"] = "kept"
+    pe: Literal["slot", "unknown", "zero"] = "slot"
+    one_order: bool = False
+    gradients: Literal["kept", "noisy", "pruned", "rounded"] = "kept"
+    other: bool = False
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Return what is done, without how far: two defenses of the same kinds are met by the same attacks."""
+        done = {
+            "mixed": self.rows == "mixed",
+            "rows": self.rows in ("shared", "own"),
+            "columns": self.columns,
+            "noise": self.noise_std > 0,
+            "shuffled": self.patches == "shuffled",
+            "masked": self.patches == "masked" or self.pe != "slot",
+            self.gradients: self.gradients != "kept",
+            "other": self.other,
+        }
+        return frozenset(name for name, does in done.items() if does)
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +304,10 @@ class Attack(Protocol):
 
 @runtime_checkable
 class Defense(Protocol):
-    """A frozen dataclass of hyper-parameters; calling it turns private images into what the client feeds."""
+    """A frozen dataclass of hyper-parameters; calling it turns private images into what the client feeds.
+
+    What it does may be declared, `acts_as: Effects`; without it, attacks go by what is measured. So for all defenses.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     name: ClassVar[str]

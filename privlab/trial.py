@@ -12,12 +12,15 @@ from torch import Generator, Tensor
 from privlab.decode import Picture
 from privlab.draws import draw_for
 from privlab.gradients import full_precision
-from privlab.images import Chunk
+from privlab.images import Chunk, Preprocessing
 from privlab.model import VictimModel
+from privlab.photographs import apart_from, common
 from privlab.records import Record
-from privlab.threat import Feed, PrivlabWarning, Sent
+from privlab.threat import FeatureObservation, Feed, Observation, PrivlabWarning, Sent
 
-__all__ = ["Batch", "Trial", "batch_key", "labelled"]
+__all__ = ["Batch", "Seen", "Trial", "attacked_together", "batch_key", "labelled", "taken"]
+
+Seen = Observation | FeatureObservation
 
 
 def batch_key(sha256: Iterable[str]) -> str:
@@ -71,6 +74,33 @@ class Batch:
     def stated(self, together: int | None) -> Record:
         """Return what the rows state of a batch that is released as one; nothing where each picture is by itself."""
         return {} if together is None else {"batch": self.key, "batch_images": len(self.pictures)}
+
+
+def taken(seen: Observation, releases: Sequence[int]) -> Observation:
+    """Return what is observed of some of the releases."""
+    return replace(seen, gradients={name: g[releases] for name, g in seen.gradients.items()})
+
+
+def attacked_together(seen: Seen, batch: Batch, preprocessing: Preprocessing) -> list[tuple[list[int], Seen]]:
+    """Return what is attacked together, with the images that it is of: all, but for bundled photographs.
+
+    Image priors learn from these, so each is attacked apart, by what is learned from the others. Attacks on features
+    get their public images with the batch.
+    """
+    every = list(range(len(batch.pictures)))
+    if not isinstance(seen, Observation):
+        return [(every, seen)]
+    B = seen.images_per_release
+    left = apart_from([picture.sha256 for picture in batch.pictures], batch.images, preprocessing)
+    groups: dict[tuple[str, ...] | None, list[int]] = {}
+    for release in range(len(every) // B):
+        groups.setdefault(common(left[release * B : (release + 1) * B]), []).append(release)
+    if groups.keys() == {None}:
+        return [(every, seen)]
+    return [
+        ([r * B + i for r in own for i in range(B)], replace(taken(seen, own), photographs=names))
+        for names, own in groups.items()
+    ]
 
 
 def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batch, list[Picture]]:

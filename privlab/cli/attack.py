@@ -118,6 +118,7 @@ def attack(
         return audit_gradient_file(context, gradients, path, context.params)
     if reference is not None:
         raise PrivlabError("--reference is the private image of a --gradients file. Give that file, or use --images.")
+    from privlab.plan import admissions
     from privlab.records import check_geometry
     from privlab.report.summary import KNOWN, flags, shown_metrics, summarise, verdicts
     from privlab.run import execute, specify
@@ -151,6 +152,7 @@ def attack(
                 "leaks": {name: KNOWN[name].direction for name in shown_metrics(spec.metrics, table)},
                 "rows": [{name: plain(value) for name, value in row.items()} for row in table.to_dict("records")],
                 "warnings": outcome.warnings,
+                "admit": admissions(spec),
                 "missing_metrics": outcome.missing,
                 "failed": outcome.failed,
             }
@@ -159,6 +161,9 @@ def attack(
         _print_attack(outcome, table, geometry, found)
     else:
         click.echo(f"Nothing could be scored. run: {path}")
+    if not as_json:
+        for line in admissions(spec):
+            click.echo(f"A defense of another package: whether it is what it says tells  {line}")
     for image, reason in outcome.failed.items():
         err.print(f"Failed: {image}: {reason}", style="red", markup=False)
     return 2 if outcome.failed else 0

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import pandas as pd
 
 from privlab.attacks import attacks as installed
-from privlab.defenses import defenses
+from privlab.defenses import DEFENSES, defenses
+from privlab.effects import kinds_of
+from privlab.errors import PrivlabError
 from privlab.experiment import KNOWN
 from privlab.records import CONTROL, EXACT_DB
 from privlab.report.leakage import WORST, per_image
@@ -147,9 +149,22 @@ class _Facts:
             for text in dict.fromkeys(found.values())
         ]
 
-    def known(self, attack: str) -> frozenset[str]:
-        """Return the defenses that are undone in what is scored: by the attack, and by the geometry."""
-        return _known(attack) | ({"jigsaw"} if self.geometry in ("oracle", "reassembled") else frozenset())
+    def knows(self, attack: str, case: int) -> bool:
+        """Return whether all parts of a defense are undone in what is scored: by the attack, or by the geometry."""
+        more = {"jigsaw"} if self.geometry in ("oracle", "reassembled") else set()
+        return _knows(_known(attack) | more, self.defenses[case], self.kinds[case])
+
+    @cached_property
+    def kinds(self) -> Mapping[int, Mapping[str, frozenset[str]]]:
+        """Return what kinds of effects the parts of each case's defense have that are not privlab's own."""
+        rows = self.records.drop_duplicates("case").set_index("case").reindex(columns=["defense_params"])
+        return {
+            case: {
+                part: _kinds(part, rows.defense_params.get(case), alone=len(parts) == 1)
+                for part in parts - DEFENSES.keys()
+            }
+            for case, parts in self.defenses.items()
+        }
 
 
 def _cut(texts: Sequence[str]) -> str:
@@ -163,13 +178,39 @@ def _known(attack: str) -> frozenset[str]:
     return frozenset(getattr(installed().get(attack), "knows", ()))
 
 
+def _knows(known: frozenset[str], parts: frozenset[str], kinds: Mapping[str, frozenset[str]]) -> bool:
+    """Return whether an attack that knows some defenses knows these: by name, or as it knows others of their kinds."""
+    others = frozenset[str]().union(*(kinds_of(DEFENSES[name]()) for name in known & DEFENSES.keys()))
+    return all(part in known or (bool(kinds.get(part)) and kinds[part] <= others) for part in parts)
+
+
+@cache
+def _kinds(part: str, params: str | None, *, alone: bool) -> frozenset[str]:
+    """Return the kinds of effects of an installed defense, with the options that a record states."""
+    kind = defenses().get(part)
+    if kind is None or not isinstance(params, str):
+        return frozenset()
+    given = json.loads(params)
+    options = given if alone else given.get(part, {})
+    try:
+        return kinds_of(kind(**options))
+    except (PrivlabError, TypeError):  # this version of it has other options
+        return frozenset()
+
+
 def _no_adaptive_attack(facts: _Facts) -> list[str]:
     found: dict[int, str] = {}
     for case, parts in facts.defenses.items():
-        if not any(parts <= facts.known(attack) for attack in facts.attacks(case)):
+        if not any(facts.knows(attack, case) for attack in facts.attacks(case)):
             rows = facts.records.loc[facts.records.case == case]
-            able = [name for name, kind in installed().items() if parts <= _known(name) and _fits(kind, parts, rows)]
-            able += ["geometry reassembled"] if parts == {"jigsaw"} and "features" not in rows.release.unique() else []
+            kinds = facts.kinds[case]
+            able = [
+                name
+                for name, kind in installed().items()
+                if _knows(_known(name), parts, kinds) and _fits(kind, parts, rows)
+            ]
+            shuffled = _knows(frozenset({"jigsaw"}), parts, kinds) and "features" not in rows.release.unique()
+            able += ["geometry reassembled"] if shuffled else []
             said = f"{', '.join(able)} not scored" if able else "no attack is written against it"
             found[case] = f"{'+'.join(sorted(parts))}: {said}"
     return facts.grouped(found)
@@ -191,9 +232,9 @@ def _fits(kind: AttackClass, parts: frozenset[str], rows: pd.DataFrame) -> bool:
 
 def _weaker(facts: _Facts) -> list[str]:
     lines = []
-    for case, parts in facts.defenses.items():
+    for case in facts.defenses:
         scored = facts.attacks(case)
-        knowing = {name: mean for name, mean in scored.items() if parts <= facts.known(name)}
+        knowing = {name: mean for name, mean in scored.items() if facts.knows(name, case)}
         others = {name: mean for name, mean in scored.items() if name not in knowing}
         adaptive, plain = facts.leakiest(knowing), facts.leakiest(others)
         if adaptive and plain and facts.rank(scored[adaptive]) < facts.rank(scored[plain]):

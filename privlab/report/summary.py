@@ -9,7 +9,7 @@ import pandas as pd
 from rich import box
 from rich.table import Table
 
-from privlab.defenses import Jigsaw
+from privlab.effects import effects_of
 from privlab.geometries import UNDEFINED
 from privlab.metrics import METRICS
 from privlab.placement import PLACEMENT
@@ -131,8 +131,10 @@ def verdicts(outcome: Outcome) -> list[str]:
     lines = []
     for base in outcome.victims:
         at_work = [defense_of(spec, base, setting) for setting in spec.settings]
-        shuffles = (part for stack in at_work for part in stack.parts if isinstance(part, Jigsaw))
-        gamma = ", ".join(dict.fromkeys(f"γ = {part.gamma:g}" for part in shuffles)) or "no jigsaw"
+        parts = (part for stack in at_work for part in stack.parts)
+        shuffles = [part for part in parts if effects_of(base.model, [part]).patches != "kept"]
+        told = (f"γ = {part.gamma:g}" if hasattr(part, "gamma") else f"shuffled by {part.name}" for part in shuffles)
+        gamma = ", ".join(dict.fromkeys(told)) or "no jigsaw"
         defense = ", ".join(f"{d!r} in setting {s}" for s, d in zip(spec.settings, at_work, strict=True))
         unknown = f", E_unk {base.weights.unknown}" if base.weights.unknown else ""
         origin = f"weights {base.weights.origin}{unknown} (SHA-256 {base.weights.sha256[:12]})"

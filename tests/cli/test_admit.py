@@ -36,9 +36,9 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
 @pytest.mark.parametrize(
     ("arguments", "own"),
     [
-        (("mjp", "--gamma", "0.5", "--set", "masked_pe=none"), {"order"}),
-        (("row-permutation",), {"rows"}),
-        (("gradient-noise", "--set", "multiplier=1e-4"), {"variance", "overstated"}),
+        (("mjp", "--gamma", "0.5", "--set", "masked_pe=none"), {"acts-as", "order"}),
+        (("row-permutation",), {"acts-as", "rows"}),
+        (("gradient-noise", "--set", "multiplier=1e-4"), {"acts-as", "variance", "overstated"}),
     ],
 )
 def test_every_check_has_a_line(cli: Callable[..., Any], arguments: tuple[str, ...], own: set[str]) -> None:
@@ -103,3 +103,22 @@ def test_mistakes(cli: Callable[..., Any], arguments: tuple[str, ...], said: str
 def test_a_defense_that_breaks_is_told_in_one_line(cli: Callable[..., Any], package: Callable[..., None]) -> None:
     package("broken", "self.std * noise", "self.deviation * noise")
     assert cli("admit", "pixel-noise").error.startswith("Defense 'pixel-noise' does not run: AttributeError: ")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_attack_on_a_defense_of_ones_own_ends_with_the_line_that_admits_it(
+    cli: Callable[..., Any], package: Callable[..., None], tmp_path: Path, as_json: bool
+) -> None:
+    package(f"own_{as_json}")
+    tiny = ("--model", "vit_ti", "--weights", "random", "--img-size", "32", "--no-strips", "--limit", "1")
+    run = ("--metrics", "psnr", "--attack", "patch-gradient", "--out", tmp_path / "run", "--overwrite")
+    told = cli("attack", *tiny, *run, "--defense", "pixel-noise", "--set", "std=0.05", *["--json"] * as_json)
+    assert told.status == 0
+    line = "privlab admit pixel-noise --set std=0.05"
+    if as_json:
+        assert json.loads(told.out)["admit"] == [line]
+    else:
+        assert told.out.splitlines()[-1].endswith(line)
+    assert cli(*line.split()[1:], "--depth", "1").status == 0
+    ours = cli("attack", *tiny, *run, "--defense", "jigsaw")
+    assert "privlab admit" not in ours.out

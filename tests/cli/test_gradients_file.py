@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from privlab.attacks import PatchGradient
 from privlab.capture import capture
 from privlab.images import open_images
+from privlab.sources import SAMPLES
 from privlab.victims import victim
 from privlab.weights import save
 
@@ -116,6 +118,25 @@ def test_a_reference_scores(
     assert float(re.findall(r"patch-gradient.*?│ +(\d+\.\d\d) │", other.out)[0]) < 30
     lost = audit(step(), "--reference", tmp_path / "nowhere.png", "--overwrite").error
     assert "nowhere.png" in lost
+
+
+def test_a_reference_teaches_no_prior(
+    audit: Callable[..., Any], step: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(PatchGradient, "__call__", lambda self, each: seen.append(each) or torch.zeros(1, 3, 32, 32))
+    picture = next(iter(open_images("samples", limit=1))).pixels
+    assert picture is not None
+    picture.save(tmp_path / "sample.png")
+    options = ("--attack", "patch-gradient", "--overwrite")
+    assert audit(step(), *options, "--reference", tmp_path / "sample.png").status == 0
+    assert audit(step(), *options).status == 0
+    kept, every = (each.photographs for each in seen)
+    assert every is None
+    assert {name for name, *_ in SAMPLES} - {name.removeprefix("samples/") for name in kept} == {
+        "astronaut-0",
+        "astronaut-1",
+    }
 
 
 def test_a_reference_of_the_input_s_size_is_what_was_fed(

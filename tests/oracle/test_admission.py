@@ -26,7 +26,7 @@ from privlab.defenses import (
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.permutation import permute_features
-from privlab.threat import Draws, Feed, Sent
+from privlab.threat import Draws, Effects, Feed, Sent
 
 Model = Callable[..., VictimModel]
 Admit = Callable[..., dict[str, Check]]
@@ -55,7 +55,7 @@ def test_every_defense_is_admitted(name: str, tried: Admit) -> None:
     checks = tried(DEFENSES[name]())
     assert failed(checks) == set()
     own = {"variance", "overstated"} if hasattr(DEFENSES[name], "release") else {"order", "rows"}
-    assert ALWAYS <= set(checks) <= ALWAYS | own
+    assert ALWAYS | {"acts-as"} <= set(checks) <= ALWAYS | {"acts-as"} | own
     assert checks["contents"].value == checks["same-draw"].value == 0
     assert checks["control"].value >= 60
 
@@ -266,7 +266,7 @@ def test_rows_have_the_declared_noise(factor: float, tried: Admit) -> None:
             return GaussianNoise(std=self.std * factor).send(sent, draws)
 
     checks = tried(Louder(std=0.2))
-    assert failed(checks) == {"rows"}
+    assert failed(checks) == {"acts-as", "rows"}
     assert checks["rows"].value == pytest.approx(max(factor, 1 / factor) ** 2, rel=0.2)
 
 
@@ -424,3 +424,24 @@ def test_mistakes(call: Callable[[], object], said: str) -> None:
     with pytest.raises(PrivlabError) as error:
         call()
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("declared", "wrong"),
+    [
+        (Effects(rows="shared"), None),
+        (Effects(), "rows: kept declared, shared measured"),
+        (Effects(rows="own"), "rows: own declared, shared measured"),
+        (Effects(rows="shared", columns=True), "columns: True declared, False measured"),
+        (Effects(rows="shared", noise_std=0.1), "noise_std: 0.1 declared, 0.0 measured"),
+        ("row-permutation", "str declared instead of Effects"),
+    ],
+)
+def test_a_defense_does_what_it_says_it_does(declared: object, wrong: str | None, tried: Admit) -> None:
+    @dataclass(frozen=True)
+    class Said(RowPermutation):
+        acts_as = declared
+
+    checks = tried(Said())
+    assert checks["acts-as"].passed == (wrong is None)
+    assert wrong is None or checks["acts-as"].text == wrong

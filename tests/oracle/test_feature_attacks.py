@@ -17,7 +17,7 @@ from privlab.attacks.border_jigsaw import BorderJigsaw
 from privlab.attacks.class_token_key import ClassTokenKey
 from privlab.attacks.column_statistics import ColumnStatistics, _by_swaps
 from privlab.attacks.pe_assignment import PEAssignment
-from privlab.attacks.placement import known_tokens, mixing, noise_of, patch_law, place_rows, row_costs
+from privlab.attacks.placement import effects, known_tokens, patch_law, place_rows, row_costs
 from privlab.attacks.row_alignment import RowAlignment
 from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, RowPermutation
 from privlab.errors import PrivlabError
@@ -99,11 +99,11 @@ def test_every_attack_fulfils_the_protocol(attack: type[FeatureAttack]) -> None:
 @pytest.mark.parametrize(
     ("parts", "kind", "noise"),
     [
-        ((), "none", 0),
-        ((ColumnPermutation(), GaussianNoise(std=0.3)), "none", 0.3),
-        ((SHARED,), "batch", 0),
-        ((SHARED, SHARED), "batch", 0),
-        ((SHARED, GaussianNoise(std=3.0), EACH, GaussianNoise(std=4.0)), "image", 5),
+        ((), "kept", 0),
+        ((ColumnPermutation(), GaussianNoise(std=0.3)), "kept", 0.3),
+        ((SHARED,), "shared", 0),
+        ((SHARED, SHARED), "shared", 0),
+        ((SHARED, GaussianNoise(std=3.0), EACH, GaussianNoise(std=4.0)), "own", 5),
         ((EACH, BatchShuffle()), "mixed", 0),
     ],
 )
@@ -112,8 +112,8 @@ def test_what_the_defenses_do_is_read_off_them(
 ) -> None:
     model, pictures = tiny_model(), torch.rand(1, 3, 16, 16, dtype=torch.float64)
     seen = seen_of(model, sent_by(model, pictures, ()), parts, pictures)
-    assert mixing(seen) == kind
-    assert noise_of(seen) == pytest.approx(noise)
+    assert effects(seen).rows == kind
+    assert effects(seen).noise_std == pytest.approx(noise)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.4])
@@ -144,7 +144,7 @@ def test_known_tokens_are_what_is_sent_less_the_patches(tiny_model: Model) -> No
         assert_close(tokens[:, len(prefix) :], patches + pe)
 
 
-@given(seed=st.integers(0, 2**31), kind=st.sampled_from(["none", "batch", "image", "mixed"]))
+@given(seed=st.integers(0, 2**31), kind=st.sampled_from(["kept", "shared", "own", "mixed"]))
 @settings(max_examples=40)
 def test_every_row_gets_one_place(seed: int, kind: str) -> None:
     costs = torch.rand(3, 5, 5, generator=torch.Generator().manual_seed(seed))
@@ -152,7 +152,7 @@ def test_every_row_gets_one_place(seed: int, kind: str) -> None:
     assert_close(rows.flatten().sort().values, torch.arange(15))
     if kind != "mixed":
         assert_close(rows // 5, torch.arange(3)[:, None].expand(3, 5))
-    if kind == "batch":
+    if kind == "shared":
         assert_close(rows % 5, (rows[:1] % 5).expand(3, 5))
 
 
@@ -354,7 +354,7 @@ def test_keys_without_embeddings_go_on_to_the_borders(tiny_model: Model, photogr
         ),
         (PEAssignment(), (EACH,), {"public": torch.zeros(0, 3, 16, 16)}, "Found none"),
         (RowAlignment(), (EACH,), {"features": torch.zeros(1, 17, 64)}, "Found one image"),
-        (RowAlignment(), (BatchShuffle(),), {}, "Found batch-shuffle"),
+        (RowAlignment(), (BatchShuffle(),), {}, "Found rows mixed"),
         (BorderJigsaw(), (BatchShuffle(),), {}, "Rows mixed among images"),
     ],
 )
