@@ -25,10 +25,13 @@ from privlab.errors import PrivlabError
 from privlab.records import COLUMNS, SCHEMA
 from privlab.threat import PrivlabWarning
 
-__all__ = ["KEY", "RunDirectory", "Store", "merged", "part_frame"]
+__all__ = ["KEY", "MANIFESTS", "RunDirectory", "Store", "merged", "part_frame"]
 
 KEY = ["cell", "image_id", "geometry", "batch"]
 """What makes a record one of its kind; `image_id` is the image's hash, or its name where it could not be read."""
+
+MANIFESTS = "manifest*.csv"
+"""The manifests of a run's images."""
 
 _SET_ASIDE = "set-aside"
 
@@ -181,7 +184,7 @@ def _migrated(table: pa.Table, path: Path) -> pa.Table:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A directory that a run writes: `run.json`, `records/*.parquet`, `strips/*.png`, `pictures/…`."""
+    """A directory that a run writes: `run.json`, `manifest.csv`, `records/*.parquet`, `strips/*.png`, `pictures/…`."""
 
     path: Path
 
@@ -237,6 +240,18 @@ class RunDirectory:
         text = json.dumps(facts, indent=2, ensure_ascii=False, sort_keys=False) + "\n"
         write_whole(self.path / "run.json", lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
 
+    def write_manifests(self, manifests: Mapping[str, str]) -> None:
+        """Write manifests by the names of their files, each whole or not at all; those of earlier images go.
+
+        Raises:
+            PrivlabError: if the disk is full or the directory cannot be written.
+        """
+        for name, text in manifests.items():
+            write_whole(self.path / name, lambda temporary, text=text: temporary.write_text(text, "utf-8", newline=""))
+        for file in self.path.glob(MANIFESTS):
+            if file.name not in manifests:
+                file.unlink(missing_ok=True)
+
     def read_run(self) -> dict[str, Any]:
         """Return `run.json`.
 
@@ -270,7 +285,8 @@ class RunDirectory:
     def _clear(self) -> None:
         for folder in (self.store.records, self.strips, self.path / "pictures", self.path / "kept"):
             shutil.rmtree(folder, ignore_errors=True)
-        (self.path / "run.json").unlink()
+        for file in (*self.path.glob(MANIFESTS), self.path / "run.json"):
+            file.unlink()
 
 
 def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = True) -> None:

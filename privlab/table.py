@@ -113,6 +113,7 @@ def fill(
         if not tasks and earlier["status"] == "finished" and earlier | known == earlier:
             return tuple(messages)
     facts |= _machine(command, options)
+    run.write_manifests(grid.manifests())
     run.write_run(facts | {"status": "running", "warnings": messages})
     total, done = sum(len(task.images) for task in tasks), 0
     progress(done, total, None)
