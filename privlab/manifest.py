@@ -130,9 +130,8 @@ def _entry(row: Mapping[str | None, str | None], where: str, line: int) -> Entry
         raise PrivlabError(f"{where}: label_origin must be {', '.join(_ORIGINS)}. Found '{_short(origin)}'.")
     if origin is not None and (origin == "none") != (label is None):
         stated = "no label" if label is None else f"label {label}"
-        raise PrivlabError(
-            f"{where}: label_origin '{origin}' does not go with {stated}. Give label_origin file, or leave one of them out."
-        )
+        right = "Give label_origin file, or leave one of them out."
+        raise PrivlabError(f"{where}: label_origin '{origin}' does not go with {stated}. {right}")
     return Entry(name, sha256, label, origin, None if member == "unknown" else member, line)
 
 
