@@ -60,12 +60,21 @@ class Grid:
         """Return the name of each list of images: cases may have different ones."""
         return {images: str(i) for i, images in enumerate(dict.fromkeys(job.images for job in self.jobs))}
 
-    def manifests(self) -> dict[str, str]:
-        """Return the manifest of each list of images, by the name of its file."""
-        return {
-            "manifest.csv" if name == "0" else f"manifest-{name}.csv": to_csv(image.picture for image in images)
+    def manifests(self, path: Path) -> dict[str, str]:
+        """Return the manifest of each list of images, by the name of its file in the run directory `path`.
+
+        Raises:
+            PrivlabError: if a manifest that chose images lies there and would be replaced by that of others.
+        """
+        names = {
+            images: "manifest.csv" if name == "0" else f"manifest-{name}.csv"
             for images, name in self.image_lists.items()
         }
+        for job in self.jobs:
+            given = None if job.spec.manifest is None else Path(job.spec.manifest).resolve()
+            if given is not None and given.parent == path.resolve() and given.name != names[job.images]:
+                raise PrivlabError(f"'{job.spec.manifest}' would give way to this run's own. Copy it out of '{path}'.")
+        return {name: to_csv(image.picture for image in images) for images, name in names.items()}
 
     def facts(self) -> dict[str, Any]:
         """Return what `run.json` states of the experiment, from which its tables are rebuilt."""

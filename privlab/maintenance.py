@@ -13,7 +13,7 @@ import pandas as pd
 from privlab.errors import PrivlabError
 from privlab.metrics import METRICS
 from privlab.records import EXACT_DB
-from privlab.store import KEY, MANIFESTS, RunDirectory, Store, part_frame
+from privlab.store import KEY, RunDirectory, Store, part_frame
 
 __all__ = ["Checked", "Conflict", "case_labels", "check", "existing", "merge"]
 
@@ -111,7 +111,7 @@ def merge(target: Path, sources: Sequence[Path]) -> list[Conflict]:
         first = next((source for source in sources if (source / "run.json").exists()), None)
         if first is not None:
             run.write_run(RunDirectory(first).read_run())
-            run.write_manifests({file.name: file.read_text("utf-8") for file in first.glob(MANIFESTS)})
+            run.write_manifests({file.name: file.read_text("utf-8") for file in RunDirectory(first).manifests})
     return list(_conflicts(part_frame(run.store.read())))
 
 

@@ -67,7 +67,7 @@ def read_manifest(path: Path) -> tuple[Entry, ...]:
             for a value that none of these is, and for a name or a hash that is there twice; with the line.
     """
     entries: list[Entry] = []
-    first: dict[str, int] = {}
+    first: dict[tuple[str, str], int] = {}
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = csv.DictReader(file, strict=True)
@@ -75,7 +75,7 @@ def read_manifest(path: Path) -> tuple[Entry, ...]:
             for row in rows:
                 entry = _entry(row, f"{path}, line {rows.line_num}", rows.line_num)
                 for kind, value in (("name", entry.name), ("SHA-256", entry.sha256)):
-                    if (at := first.setdefault(value, entry.line)) != entry.line:
+                    if (at := first.setdefault((kind, value), entry.line)) != entry.line:
                         raise PrivlabError(
                             f"{path}, line {entry.line}: the {kind} '{_short(value)}' stands in line {at} already. "
                             "Name each photograph once."
@@ -177,9 +177,8 @@ def _placed(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageS
     place_of = {as_text(name): place for place, name in enumerate(names)}
     for entry in entries:
         if entry.name not in place_of:
-            raise _absent(
-                source, entry, path, f"; its names are such as '{_short(as_text(names[0]))}'" if names else ""
-            )
+            such = f"; its names are such as '{_short(as_text(names[0]))}'" if names else ""
+            raise _absent(source, entry, path, such)
     return source.choose([place_of[entry.name] for entry in entries])
 
 

@@ -7,6 +7,7 @@ several processes may add parts at once, and a record that two of them made coun
 import errno
 import json
 import os
+import re
 import shutil
 import uuid
 import warnings
@@ -25,13 +26,10 @@ from privlab.errors import PrivlabError
 from privlab.records import COLUMNS, SCHEMA
 from privlab.threat import PrivlabWarning
 
-__all__ = ["KEY", "MANIFESTS", "RunDirectory", "Store", "merged", "part_frame"]
+__all__ = ["KEY", "RunDirectory", "Store", "merged", "part_frame"]
 
 KEY = ["cell", "image_id", "geometry", "batch"]
 """What makes a record one of its kind; `image_id` is the image's hash, or its name where it could not be read."""
-
-MANIFESTS = "manifest*.csv"
-"""The manifests of a run's images."""
 
 _SET_ASIDE = "set-aside"
 
@@ -223,6 +221,14 @@ class RunDirectory:
         """Return the folder of the strips."""
         return self.path / "strips"
 
+    @property
+    def manifests(self) -> list[Path]:
+        """Return the manifests of the run's images: manifest.csv, and manifest-1.csv and so on."""
+        found = sorted(self.path.glob("manifest*.csv"))
+        return [
+            file for file in found if re.fullmatch(r"manifest(-[1-9]\d*)?\.csv", file.name)
+        ]  # others are the user's
+
     def write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Add records as one Parquet part, whole or not at all.
 
@@ -248,7 +254,7 @@ class RunDirectory:
         """
         for name, text in manifests.items():
             write_whole(self.path / name, lambda temporary, text=text: temporary.write_text(text, "utf-8", newline=""))
-        for file in self.path.glob(MANIFESTS):
+        for file in self.manifests:
             if file.name not in manifests:
                 file.unlink(missing_ok=True)
 
@@ -285,7 +291,7 @@ class RunDirectory:
     def _clear(self) -> None:
         for folder in (self.store.records, self.strips, self.path / "pictures", self.path / "kept"):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (*self.path.glob(MANIFESTS), self.path / "run.json"):
+        for file in (*self.manifests, self.path / "run.json"):
             file.unlink()
 
 

@@ -52,9 +52,7 @@ def test_options_replace_the_file(write: Callable[..., Path], photos: Path, tmp_
     assert names(read_experiment(file, every=3)) == [["a.png", "d.png"]]
     assert names(read_experiment(file, ["run.every=1"])) == [["a.png", "b.png", "c.png"]]
     assert names(read_experiment(file, manifest=str(path))) == [["c.png"]]
-    with pytest.raises(
-        PrivlabError, match=r"^--set run\.manifest: A manifest names its photographs one by one\. Found l"
-    ):
+    with pytest.raises(PrivlabError, match=r"A manifest names its photographs one by one\. Found limit 3 beside it\."):
         read_experiment(file, [f"run.manifest={path}"])
     with pytest.raises(PrivlabError, match=r"A manifest names its photographs one by one\. Found limit 2 beside it\."):
         read_experiment(file, manifest=str(path), limit=2)
@@ -166,8 +164,15 @@ def test_several_lists_have_a_manifest_each(
     done(read_experiment(write(limit=2)), run)
     assert [file.name for file in sorted(run.glob("*.csv"))] == ["manifest.csv"]
     assert [name for name, *_ in listed(run / "manifest.csv")] == ["a.png", "b.png"]
+    (run / "manifest-mine.csv").write_text("mine")
     merge(tmp_path / "merged", [run])
     assert (tmp_path / "merged" / "manifest.csv").read_text() == (run / "manifest.csv").read_text()
+    assert not (tmp_path / "merged" / "manifest-mine.csv").exists()
+    mine = run / "manifest-mine.csv"
+    mine.write_text((run / "manifest.csv").read_text())
+    with pytest.raises(PrivlabError, match=r"manifest-mine\.csv' would give way to this run's own\. Copy it out of '"):
+        done(read_experiment(write(manifest=str(mine))), run)
+    assert mine.exists()
 
 
 def test_older_store_without_the_column_goes_on(

@@ -51,7 +51,7 @@ MISTAKES = {
     "manifest": (SHORT + "manifest = 3\n", 3, "manifest must be a text. Found 3."),
     "manifest and limit": (
         SHORT + "limit = 3\nmanifest = 'm.csv'\n",
-        4,
+        3,
         "A manifest names its photographs one by one.",
     ),
     "eight_bit": (SHORT + "eight_bit = 1\n", 3, "eight_bit must be true or false. Found 1."),
