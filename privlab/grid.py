@@ -326,8 +326,8 @@ class _Done:
             table = table.drop_columns(name)  # so that no column is held twice
             codes[name], names[name] = column.indices.fill_null(-1).to_numpy()[rows], column.dictionary.to_pylist()
             if name == "geometry":
-                in_place = np.array([text == "in_place" for text in names[name]] + [False])[codes[name]]
-                rows = np.flatnonzero(in_place)
+                rows = np.flatnonzero(np.array([text == "in_place" for text in names[name]] + [False])[codes[name]])
+                label = label[rows]
         code_of = {name: {text: code for code, text in enumerate(names[name])} for name in ("cell", "batch")}
 
         rows = np.argsort(codes["cell"], kind="stable")
@@ -341,7 +341,7 @@ class _Done:
         bits[failed] = 0 if retry_failed else _FAILED
         batch = codes["batch"][rows]
         predicted = np.array([text == "predicted" for text in names["label_origin"]] + [False])
-        label = np.where(predicted[codes["label_origin"]], -1, label[in_place])[rows]
+        label = np.where(predicted[codes["label_origin"]], -1, label)[rows]
 
         joined: dict[tuple[int, str], np.ndarray] = {}
         places: dict[int, np.ndarray] = {}

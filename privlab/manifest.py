@@ -21,7 +21,7 @@ MEMBERS = ("seen", "not seen", "unknown")
 
 _COLUMNS = ("name", "sha256", "label", "label_origin", "member")
 _NEEDED = ("name", "sha256")
-_ORIGINS = tuple(origin for origin in get_args(LabelOrigin) if origin != "predicted")
+_ORIGINS: tuple[LabelOrigin, ...] = tuple(origin for origin in get_args(LabelOrigin) if origin != "predicted")
 _SHOWN = 60
 
 
@@ -125,9 +125,10 @@ def _entry(row: Mapping[str | None, str | None], where: str, line: int) -> Entry
     if (member := cells.get("member") or "unknown") not in MEMBERS:
         raise PrivlabError(f"{where}: member must be seen, not seen or unknown. Found '{_short(member)}'.")
     label = label_of(cells["label"], "label", where) if cells.get("label") else None
-    origin = cells.get("label_origin") or ("file" if label is not None else None)
-    if origin is not None and origin not in _ORIGINS:
-        raise PrivlabError(f"{where}: label_origin must be {', '.join(_ORIGINS)}. Found '{_short(origin)}'.")
+    said = cells.get("label_origin") or ("file" if label is not None else "")
+    origin = next((name for name in _ORIGINS if name == said), None)
+    if said and origin is None:
+        raise PrivlabError(f"{where}: label_origin must be {', '.join(_ORIGINS)}. Found '{_short(said)}'.")
     if origin is not None and (origin == "none") != (label is None):
         stated = "no label" if label is None else f"label {label}"
         right = "Give label_origin file, or leave one of them out."

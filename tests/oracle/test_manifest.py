@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,13 +94,13 @@ def test_numbers_of_the_tables_in_the_docs(tmp_path: Path) -> None:
         ({"offset": 10**9, "every": 3}, r"^offset must be less than the number of images, 9\. Found 1000000000\.$"),
     ],
 )
-def test_positions_that_there_are_not(classes: Path, choice: dict[str, int], message: str) -> None:
+def test_positions_that_there_are_not(classes: Path, choice: dict[str, Any], message: str) -> None:
     with pytest.raises(PrivlabError, match=message):
         open_images(str(classes), **choice)
 
 
 @pytest.mark.parametrize("choice", [{"limit": 3}, {"every": 2}, {"offset": 0}])
-def test_manifest_beside_positions(classes: Path, tmp_path: Path, choice: dict[str, int]) -> None:
+def test_manifest_beside_positions(classes: Path, tmp_path: Path, choice: dict[str, Any]) -> None:
     path = written(tmp_path / "m.csv", f"a/1.png,{sha(classes / 'a/1.png')}")
     (name, value), *_ = choice.items()
     message = f"^A manifest names its photographs one by one. Found {name} {value} beside it.$"
@@ -118,9 +119,9 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ImageSource]:
     """Open a stream of five pictures as if it were a data set of the hub."""
     pictures = [Picture(f"s/{i}", hashlib.sha256(str(i).encode()).hexdigest(), None, i, "dataset") for i in range(5)]
 
-    def opened(count: int | None = None, **choice: object) -> ImageSource:
+    def opened(count: int | None = None, **choice: Any) -> ImageSource:
         monkeypatch.setattr("privlab.images.datasets.hugging_face", lambda name, split: stream(pictures, count))
-        return open_images("hf:x", **choice)  # pyright: ignore[reportArgumentType]
+        return open_images("hf:x", **choice)
 
     return opened
 
