@@ -39,14 +39,15 @@ def torchvision(name: str, split: str | None) -> ImageSource:
             f"{one_line(error)}."
         ) from error
     prefix = "/".join(filter(None, (name, used)))
-    names = getattr(dataset, "classes", None)
-    class_names = tuple(map(str, names)) if isinstance(names, Sequence) else None
+    classes = getattr(dataset, "classes", None)
+    class_names = tuple(map(str, classes)) if isinstance(classes, Sequence) else None
+    names = tuple(f"{prefix}/{index}" for index in range(len(dataset)))
     return ImageSource.of(
         f"torchvision {prefix}: {len(dataset)} images",
         len(dataset),
         class_names,
-        None,
-        lambda index: _torchvision_item(dataset, index, f"{prefix}/{index}"),
+        names,
+        lambda index: _torchvision_item(dataset, index, names[index]),
     )
 
 

@@ -18,7 +18,8 @@ from PIL import Image, UnidentifiedImageError
 
 from privlab.errors import PrivlabError
 
-__all__ = ["LabelOrigin", "Picture", "damaged", "one_line", "picture_from_bytes", "picture_from_image", "read_picture"]
+__all__ = ["LabelOrigin", "Picture", "as_text", "damaged", "one_line"]
+__all__ += ["picture_from_bytes", "picture_from_image", "read_picture"]
 
 LabelOrigin = Literal["folder", "file", "dataset", "predicted", "none"]
 
@@ -36,7 +37,8 @@ class Picture:
 
     `sha256` is that of the file's bytes; for pictures that come from no file, of the size and the RGB pixels;
     empty where nothing could be read. `pixels` has mode RGB with 8 bits; it is None where there is a
-    `problem` and in the pictures of a `Chunk`.
+    `problem` and in the pictures of a `Chunk`. `member` says whether the victim saw it in training, "seen" or
+    "not seen"; None where that is not known.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Picture:
     label: int | None = None
     label_origin: LabelOrigin = "none"
     problem: str | None = None
+    member: str | None = None
 
 
 def read_picture(
@@ -96,6 +99,11 @@ def damaged(error: Exception) -> str:
 def one_line(error: BaseException) -> str:
     """Return the error's message without line breaks and without the full stop, or its type where it has none."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def as_text(name: str) -> str:
+    """Return a picture's name as text that can be written; the name of a file may be none."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _file_bytes(path: Path) -> bytes:

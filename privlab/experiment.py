@@ -20,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]  # of Python 3.10
 
-__all__ = ["FIGURES", "KNOWN", "Case", "Experiment", "Figure", "Layout", "read_experiment"]
+__all__ = ["CHOICE", "FIGURES", "KNOWN", "Case", "Experiment", "Figure", "Layout", "read_experiment"]
 
 KNOWN = METRICS | PLACEMENT
 """What may be a column of a table or an axis of a figure."""
@@ -33,6 +33,9 @@ FIGURES: dict[str, str] = {
     "claim": "the paper's figure beside the worst case, as paired bars",
 }
 """Kinds of figure."""
+
+CHOICE = ("limit", "every", "offset", "manifest")
+"""What of `[run]` chooses images."""
 
 _ALIASES = {"model": "models", "setting": "settings", "attack": "attacks", "set": "options"}
 _SEVERAL = {"attacks", "metrics", "images", "public", "options"}
@@ -140,7 +143,7 @@ def read_experiment(path: Path, overrides: Sequence[str] = (), **run: Any) -> Ex
     Args:
         path: the TOML file.
         overrides: TABLE.KEY=VALUE, with the value in TOML ("run.limit=4", "grid.gamma=[0.1, 0.2]").
-        run: fields of `[run]` that replace those of the file.
+        run: fields of `[run]` that replace those of the file; a manifest replaces all that choose images.
 
     Raises:
         PrivlabError: for unknown keys, wrong types, or impossible cases, with the line and the nearest valid name.
@@ -148,9 +151,8 @@ def read_experiment(path: Path, overrides: Sequence[str] = (), **run: Any) -> Ex
     try:
         file = _File(path, path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise PrivlabError(
-            f"Cannot read the experiment '{path}': {getattr(error, 'strerror', None) or error}."
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise PrivlabError(f"Cannot read the experiment '{path}': {reason}.") from None
     try:
         data = tomllib.loads(file.text)
     except tomllib.TOMLDecodeError as error:
@@ -158,13 +160,14 @@ def read_experiment(path: Path, overrides: Sequence[str] = (), **run: Any) -> Ex
     _keys(file, data, ("title", "source", "run", "grid", "case", "table", "figure", "paper"), "")
     for name, kind in {"title": str, "source": str, "run": dict, "grid": dict, "table": dict, "paper": dict}.items():
         if name in data and not isinstance(data[name], kind):
-            raise file.refuse(
-                f"{name} must be a {'table' if kind is dict else 'text'}. Found {data[name]!r}.", "", 0, name
-            )
+            right = "table" if kind is dict else "text"
+            raise file.refuse(f"{name} must be a {right}. Found {data[name]!r}.", "", 0, name)
     file = replace(file, overridden=frozenset(_override(data, override) for override in overrides))
     paper = data.get("paper", {})
     _keys(file, paper, ("file", "conditions"), "paper")
-    shared = data.get("run", {}) | {name: value for name, value in run.items() if value is not None}
+    given = {name: value for name, value in run.items() if value is not None}
+    own = {name: value for name, value in data.get("run", {}).items() if "manifest" not in given or name not in CHOICE}
+    shared = own | given
     _keys(file, shared, sorted(_RUN), "run")
     layout = _layout(file, data.get("table", {}))
     published = _Published.read(file, paper.get("file"))
@@ -355,10 +358,8 @@ def _runs(file: _File, values: dict[str, Any], number: int, layout: Layout) -> I
             given[target] = tuple(value)
         elif target in ("models", "settings"):
             given[target] = (value,)
-        elif not _fits(value, str(plain[target])):
-            raise file.refuse(
-                f"{name} must be {_said(str(plain[target]))}. Found {value!r}.", *_where(file, number, name)
-            )
+        elif not _fits(value, kind := str(plain[target])):
+            raise file.refuse(f"{name} must be {_said(kind)}. Found {value!r}.", *_where(file, number, name))
         else:
             given[target] = float(value) if target == "gamma" else value
     given["metrics"] = tuple(name for name in given["metrics"] if name not in PLACEMENT)

@@ -20,7 +20,7 @@ from timm.models import get_pretrained_cfg
 from torchvision.transforms.functional import to_tensor
 
 import privlab
-from privlab.decode import Picture
+from privlab.decode import Picture, as_text
 from privlab.errors import PrivlabError, unknown_name
 from privlab.experiment import KNOWN
 from privlab.f_sim import load_embedding
@@ -277,8 +277,7 @@ class _Scorer:
         return self.stated.row({}, **self._of(picture), status="failed", reason=reason)
 
     def _of(self, picture: Picture) -> Record:
-        name = picture.name.encode(errors="backslashreplace").decode()  # a file's name may be no text
-        return {"image": name, "image_sha256": picture.sha256, "victim_params": self.params}
+        return {"image": as_text(picture.name), "image_sha256": picture.sha256, "victim_params": self.params}
 
     @cached_property
     def params(self) -> str:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from privlab.errors import PrivlabError
 from privlab.experiment import Experiment
 from privlab.images import ImageSource
+from privlab.manifest import to_csv
 from privlab.plan import Specification
 from privlab.records import CONTROLS
 from privlab.store import Store
@@ -53,10 +55,31 @@ class Grid:
     missing: Mapping[str, str]
     messages: tuple[str, ...]
 
+    @cached_property
+    def image_lists(self) -> dict[tuple[Reference, ...], str]:
+        """Return the name of each list of images: cases may have different ones."""
+        return {images: str(i) for i, images in enumerate(dict.fromkeys(job.images for job in self.jobs))}
+
+    def manifests(self, path: Path) -> dict[str, str]:
+        """Return the manifest of each list of images, by the name of its file in the run directory `path`.
+
+        Raises:
+            PrivlabError: if a manifest that chose images lies there and would be replaced by that of others.
+        """
+        names = {
+            images: "manifest.csv" if name == "0" else f"manifest-{name}.csv"
+            for images, name in self.image_lists.items()
+        }
+        for job in self.jobs:
+            given = None if job.spec.manifest is None else Path(job.spec.manifest).resolve()
+            if given is not None and given.parent == path.resolve() and given.name != names[job.images]:
+                raise PrivlabError(f"'{job.spec.manifest}' would give way to this run's own. Copy it out of '{path}'.")
+        return {name: to_csv(image.picture for image in images) for images, name in names.items()}
+
     def facts(self) -> dict[str, Any]:
         """Return what `run.json` states of the experiment, from which its tables are rebuilt."""
         experiment, by_case = self.experiment, groupby(self.jobs, key=lambda job: job.case)
-        lists = {job.images: str(i) for i, job in enumerate({job.images: job for job in self.jobs}.values())}
+        lists = self.image_lists
         cases = [
             {
                 "label": case.label,
@@ -82,6 +105,10 @@ class Grid:
             },
             "cases": cases,
             "image_lists": {name: [image.sha256 or image.name for image in images] for images, name in lists.items()},
+            "members": {
+                name: {image.sha256 or image.name: image.member for image in images if image.member is not None}
+                for images, name in lists.items()
+            },
             "images": {
                 "source": "; ".join(self.sources),
                 "count": len({image.sha256 or image.name for images in lists for image in images}),
@@ -117,7 +144,8 @@ def lay_out(experiment: Experiment, device: torch.device) -> Grid:
         for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
             for spec in case.runs:
                 subject = subject_of(spec, device)
-                at = (spec.images, spec.limit, spec.split, spec.labels, subject.base.model.vit.num_classes == 1000)
+                chosen = (spec.images, spec.limit, spec.every, spec.offset, spec.manifest, spec.split, spec.labels)
+                at = (*chosen, subject.base.model.vit.num_classes)
                 if at not in found:
                     source = source_of(spec, [subject.base])
                     found[at] = source, tuple(references(source))
@@ -253,6 +281,22 @@ def _kept(path: Path) -> dict[str, str]:
     return found
 
 
+def _check_labels(job: Job, places: np.ndarray, labels: np.ndarray) -> None:
+    """Refuse images that were measured with other labels than theirs; −1 is none: the victim's prediction stood in.
+
+    The key of a cell does not name them, so that an image that is added later leaves the others as they are.
+    """
+    if job.spec.labels == "predicted":
+        return
+    own = np.array([-1 if image.label is None else image.label for image in job.images])
+    for i in np.flatnonzero(own[places] != labels)[:1]:
+        there, now = ("none" if label < 0 else str(label) for label in (labels[i], own[places[i]]))
+        raise PrivlabError(
+            f"The label of '{job.images[places[i]].name}' is {now}, and {there} in the records of this --out. "
+            "Give another --out, or the label that it had."
+        )
+
+
 _FAILED = 1 << 62
 """The bit of an image that failed."""
 
@@ -271,8 +315,10 @@ class _Done:
         Strings are compared by their codes in the store's dictionaries, of which there are few: a million rows are not
         turned into Python's strings.
         """
-        wanted = ["geometry", "cell", "image_sha256", "image", "batch", "status", "metrics"]
-        table, rows = store.read(wanted), slice(None)
+        wanted = ["geometry", "cell", "image_sha256", "image", "batch", "status", "metrics", "label_origin"]
+        table, rows = store.read([*wanted, "label"]), slice(None)
+        label = table["label"].fill_null(-1).to_numpy()
+        table = table.drop_columns("label")
         codes: dict[str, np.ndarray] = {}
         names: dict[str, list[str]] = {}
         for name in wanted:
@@ -281,6 +327,7 @@ class _Done:
             codes[name], names[name] = column.indices.fill_null(-1).to_numpy()[rows], column.dictionary.to_pylist()
             if name == "geometry":
                 rows = np.flatnonzero(np.array([text == "in_place" for text in names[name]] + [False])[codes[name]])
+                label = label[rows]
         code_of = {name: {text: code for code, text in enumerate(names[name])} for name in ("cell", "batch")}
 
         rows = np.argsort(codes["cell"], kind="stable")
@@ -293,6 +340,8 @@ class _Done:
         failed = np.array([text != "ok" for text in names["status"]] + [True])[codes["status"][rows]]
         bits[failed] = 0 if retry_failed else _FAILED
         batch = codes["batch"][rows]
+        predicted = np.array([text == "predicted" for text in names["label_origin"]] + [False])
+        label = np.where(predicted[codes["label_origin"]], -1, label)[rows]
 
         joined: dict[tuple[int, str], np.ndarray] = {}
         places: dict[int, np.ndarray] = {}
@@ -310,6 +359,7 @@ class _Done:
                 if job.batches is not None:
                     of_image = np.array([code_of["batch"].get(name, -2) for name in job.batches])
                     fine &= (of_image[place] == batch[own]) | (batch[own] == -1) | failed[own]  # controls have none
+                _check_labels(job, place[fine & ~failed[own]], label[own][fine & ~failed[own]])
                 found = np.zeros(len(job.images), np.int64)
                 np.bitwise_or.at(found, place[fine], bits[own][fine])
                 joined[number, cell] = np.where(found == _FAILED, -1, found)  # what was finished later counts

@@ -15,9 +15,11 @@ from privlab import datasets, sources
 from privlab.decode import Picture, read_picture
 from privlab.errors import PrivlabError, unknown_name
 from privlab.labels import relabelled
+from privlab.manifest import chosen
 from privlab.sources import ImageSource
 
-__all__ = ["Chunk", "ImageSource", "Picture", "Preprocessing", "batches", "chunk_of", "open_images", "read_picture"]
+__all__ = ["Chunk", "ImageSource", "Picture", "Preprocessing"]
+__all__ += ["batches", "check_choice", "chunk_of", "open_images", "read_picture"]
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
@@ -26,9 +28,13 @@ def open_images(
     source: str | Path | Sequence[str | Path],
     *,
     limit: int | None = None,
+    every: int | None = None,
+    offset: int | None = None,
+    manifest: str | Path | None = None,
     split: str | None = None,
     labels: str | Path | None = None,
     class_to_index: Mapping[str, int] | None = None,
+    check: bool = True,
 ) -> ImageSource:
     """Open pictures without reading them.
 
@@ -38,6 +44,11 @@ def open_images(
             folder called samples is "./samples".
         limit: use the first `limit` pictures only. Of a folder with one sub-folder per class, these are the first
             picture of each class in the order of their names, then the second of each, and so on.
+        every: use every `every`-th picture only, in the order that `limit` takes them in, before `limit` does.
+        offset: leave out as many pictures before the first: those at the positions offset, offset + every, … counted
+            from 0 are used.
+        manifest: CSV file that names the pictures to use (`privlab.manifest.read_manifest`), in its order, instead of
+            `limit`, `every` and `offset`; its labels replace the source's own.
         split: sub-folder of the folder, or split of the dataset. Without it, torchvision's datasets give the
             test set where `train=` chooses it, else their own default; Hugging Face's give the test, else the
             validation, else the first split.
@@ -45,16 +56,32 @@ def open_images(
             replaces all other labels.
         class_to_index: label of each class folder, used if it knows all of them; otherwise labels are the
             positions in the sorted folder names, as in torchvision's ImageFolder.
+        check: whether the hash of each picture is held against the manifest's; the pictures are read for it.
 
     Raises:
-        PrivlabError: if there is nothing to open, or an option does not fit the source.
+        PrivlabError: if there is nothing to open, or an option does not fit the source or another option.
     """
-    if limit is not None:
-        _check_positive("limit", limit)
-    opened = _open(source, split, class_to_index, spread=limit is not None)
+    check_choice(limit, every, offset, manifest)
+    opened = _open(source, split, class_to_index, spread=(limit, every, offset) != (None, None, None))
+    if manifest is not None:
+        opened = chosen(opened, Path(manifest), check=check)
     if labels is not None:
         opened = relabelled(opened, Path(labels))
-    return opened if limit is None else _limited(opened, limit)
+    return _taken(opened, limit, every, offset)
+
+
+def check_choice(limit: int | None, every: int | None, offset: int | None, manifest: str | Path | None) -> None:
+    """Check what chooses pictures.
+
+    Raises:
+        PrivlabError: if a number is out of range, or a manifest and numbers both choose.
+    """
+    for name, value, least in (("limit", limit, 1), ("every", every, 1), ("offset", offset, 0)):
+        if value is None:
+            continue
+        if manifest is not None:
+            raise PrivlabError(f"A manifest names its photographs one by one. Found {name} {value} beside it.")
+        _check_whole(name, value, least)
 
 
 def _open(
@@ -82,13 +109,35 @@ def _open(
     return sources.files([Path(path) for path in source] if several else [Path(source)])
 
 
-def _limited(source: ImageSource, limit: int) -> ImageSource:
+def _taken(source: ImageSource, limit: int | None, every: int | None, offset: int | None) -> ImageSource:
+    """Return every `every`-th picture from `offset` on, `limit` of them."""
+    if (limit, every, offset) == (None, None, None):
+        return source
+    start, step = offset or 0, every or 1
+    if source.count is not None and start >= max(1, source.count):
+        raise PrivlabError(f"offset must be less than the number of images, {source.count}. Found {start}.")
+    stop = None if limit is None else start + step * limit
+    numbered = source
+    if (every, offset) != (None, None):
+        numbered = replace(source, description=f"{source.description}; one in {step}, from position {start} on")
+    if source.at is not None and source.count is not None:
+        return numbered.choose(range(source.count)[start:stop:step])
     return replace(
-        source,
-        count=None if source.count is None else min(limit, source.count),
-        names=None if source.names is None else source.names[:limit],
-        pictures=lambda: islice(source.pictures(), limit),
+        numbered,
+        count=None if source.count is None else len(range(source.count)[start:stop:step]),
+        names=None if source.names is None else source.names[start:stop:step],
+        pictures=lambda: _from(source, start, stop, step),
     )
+
+
+def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Iterator[Picture]:
+    """Yield pictures of a stream, whose end may come before the first of them."""
+    found = islice(source.pictures(), start, stop, step)
+    if (first := next(found, None)) is not None:
+        yield first
+    elif start:
+        raise PrivlabError(f"offset must be less than the number of images of {source.description}. Found {start}.")
+    yield from found
 
 
 @dataclass(frozen=True)
@@ -109,7 +158,7 @@ class Preprocessing:
 
     def __post_init__(self) -> None:
         for side in self.size:
-            _check_positive("size", side)
+            _check_whole("size", side)
         if not 0 < self.crop_pct <= 1:
             raise PrivlabError(f"crop_pct must be in (0, 1]. Found {self.crop_pct}.")
         if self.interpolation not in INTERPOLATIONS:
@@ -148,7 +197,7 @@ def batches(source: ImageSource, preprocessing: Preprocessing, size: int) -> Ite
     Raises:
         PrivlabError: if `size` is not a positive integer.
     """
-    _check_positive("size", size)
+    _check_whole("size", size)
     return _chunks(source, preprocessing, size)
 
 
@@ -184,6 +233,7 @@ def chunk_of(pictures: Iterable[Picture], preprocessing: Preprocessing) -> Chunk
     return Chunk(tuple(fine), torch.stack(images) if images else empty, tuple(failed))
 
 
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PrivlabError(f"{name} must be a positive integer. Found {value!r}.")
+def _check_whole(name: str, value: object, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        right = "a positive integer" if least else "an integer from 0 on"
+        raise PrivlabError(f"{name} must be {right}. Found {value!r}.")

@@ -10,7 +10,7 @@ from privlab.decode import Picture, one_line
 from privlab.errors import PrivlabError
 from privlab.sources import ImageSource
 
-__all__ = ["relabelled"]
+__all__ = ["label_of", "relabelled"]
 
 
 def relabelled(source: ImageSource, path: Path) -> ImageSource:
@@ -23,13 +23,7 @@ def relabelled(source: ImageSource, path: Path) -> ImageSource:
         label = table.get(picture.name, table.get(PurePosixPath(picture.name).name))
         return replace(picture, label=label, label_origin="none" if label is None else "file")
 
-    at = source.at
-    return replace(
-        source,
-        class_names=None,
-        pictures=lambda: map(labelled, source),
-        at=None if at is None else lambda place: labelled(at(place)),
-    )
+    return replace(source.changed(labelled), class_names=None)
 
 
 def _check_labels(table: Mapping[str, int], names: Sequence[str], path: Path) -> None:
@@ -53,7 +47,7 @@ def _read_labels(path: Path) -> dict[str, int]:
                 name = PurePosixPath(row["file"] or "").as_posix()
                 if name in table:
                     raise PrivlabError(f"{where}: the file '{name}' is listed twice; give it one label.")
-                table[name] = _label(row[column], column, where)
+                table[name] = label_of(row[column], column, where)
             return table
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise PrivlabError(f"Cannot read the labels '{path}': {one_line(error)}.") from None
@@ -67,7 +61,12 @@ def _label_column(header: Sequence[str], path: Path) -> str:
     return column
 
 
-def _label(text: str | None, column: str, where: str) -> int:
+def label_of(text: str | None, column: str, where: str) -> int:
+    """Return the class index that a cell of a CSV file holds.
+
+    Raises:
+        PrivlabError: if it is no integer in [0, 2^63 − 1]; `where` says in which line it stands.
+    """
     try:
         value = int(text or "")
     except ValueError:

@@ -108,9 +108,10 @@ def merge(target: Path, sources: Sequence[Path]) -> list[Conflict]:
             if not (target / name).exists():
                 run.write_file(str(name), lambda temporary, file=file: shutil.copyfile(file, temporary))
     if not run.is_run():
-        facts = next((RunDirectory(s).read_run() for s in sources if (s / "run.json").exists()), None)
-        if facts is not None:
-            run.write_run(facts)
+        first = next((source for source in sources if (source / "run.json").exists()), None)
+        if first is not None:
+            run.write_run(RunDirectory(first).read_run())
+            run.write_manifests({file.name: file.read_text("utf-8") for file in RunDirectory(first).manifests})
     return list(_conflicts(part_frame(run.store.read())))
 
 

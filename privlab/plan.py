@@ -10,6 +10,7 @@ from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
 from privlab.errors import PrivlabError, unknown_name
 from privlab.features import granted_features
 from privlab.gradients import granted, released_parameters
+from privlab.images import check_choice
 from privlab.metrics import METRICS
 from privlab.options import configured, read_options
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
@@ -78,6 +79,9 @@ class Specification:
     masked_pe: str = "unknown"
     images: tuple[str, ...] = ("samples",)
     limit: int | None = None
+    every: int | None = None
+    offset: int | None = None
+    manifest: str | None = None
     split: str | None = None
     labels: str | None = None
     metrics: tuple[str, ...] = ("mse", "fft2d", "fft2d_mjp", "psnr", "ssim", "ssim_skimage", "lpips_alex")
@@ -127,6 +131,7 @@ class Specification:
         for name in ("client_batch", "gradient_batch", "public_limit", "draws"):
             if getattr(self, name) < 1:
                 raise PrivlabError(f"{name} must be a positive number. Found {getattr(self, name)}.")
+        check_choice(self.limit, self.every, self.offset, self.manifest)
         Mjp(gamma=self.gamma, masked_pe=self.masked_pe)
         self._check_options()
         self._check_release()

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 
 import privlab
-from privlab.decode import Picture, one_line
+from privlab.decode import Picture, as_text, one_line
 from privlab.effects import effects_of, kinds_of
 from privlab.errors import PrivlabError, unknown_name
 from privlab.plan import Cell, Specification, defense_of, part_of, reassembly_of
@@ -55,7 +55,7 @@ Record = dict[str, Any]
 
 _ORDER = (
     "victim block weights weights_sha256 release defense setting attack geometry image image_sha256 label label_origin "
-    "seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp lpips_alex lpips_vgg lpips_squeeze f_sim "
+    "member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp lpips_alex lpips_vgg lpips_squeeze f_sim "
     "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
     "tokens_found tokens_sure correct grad_norm "
     "seconds_observe seconds_attack seconds_score status reason schema privlab_version "
@@ -163,10 +163,11 @@ class Rows:
 
     def _image(self, picture: Picture) -> Record:
         return {
-            "image": picture.name.encode(errors="backslashreplace").decode(),  # a file's name may be no text
+            "image": as_text(picture.name),
             "image_sha256": picture.sha256,
             "label": picture.label,
             "label_origin": picture.label_origin,
+            "member": picture.member,
         }
 
     def _stated(self, setting: str, attack: str, block: str | None, params: str | None) -> Record:

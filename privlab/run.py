@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,9 @@ from torch import nn
 from privlab.errors import PrivlabError, unknown_name
 from privlab.evaluate import Evaluator, Scored
 from privlab.f_sim import Embedding
-from privlab.images import ImageSource, batches
+from privlab.images import ImageSource, Picture, batches
 from privlab.machine import commit, hardware, pick_device, versions
+from privlab.manifest import to_csv
 from privlab.metrics import Learned, Lpips
 from privlab.plan import Cell, Specification, defense_of, plan, reassembly_of
 from privlab.records import Record, to_frame
@@ -163,6 +164,8 @@ def execute(
     """
     if batch_size is not None and batch_size < 1:
         raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
+    if overwrite and out and spec.manifest and Path(spec.manifest).resolve().parent == Path(out).resolve():
+        raise PrivlabError(f"'{spec.manifest}' lies in the run that gives way. Copy it, or give another --out.")
     messages: list[str] = []
     with collected(messages):
         ready = _prepare(spec, own, pick_device(device))
@@ -175,6 +178,8 @@ def execute(
     def note(status: str) -> None:
         if run is not None:
             seconds = round(time.perf_counter() - start, 3)
+            if ready.met:
+                run.write_manifests({"manifest.csv": to_csv(ready.met.values())})
             run.write_run(facts | {"status": status, "seconds": seconds, "warnings": messages})
 
     note("running")
@@ -199,7 +204,10 @@ def execute(
 
 @dataclass(frozen=True, eq=False)
 class _Ready:
-    """A run of which everything has been checked. `missing` says why a metric cannot be computed here."""
+    """A run of which everything has been checked. `missing` says why a metric cannot be computed here.
+
+    `met` are the pictures that were read so far, by their hash, without their pixels.
+    """
 
     spec: Specification
     device: torch.device
@@ -208,6 +216,16 @@ class _Ready:
     learned: Mapping[str, Learned]
     missing: Mapping[str, str]
     source: ImageSource
+    met: dict[str, Picture] = field(default_factory=dict)
+
+    def pictures(self) -> ImageSource:
+        """Return the images, which are noted as they are read: a stream could not be read again for a manifest."""
+
+        def noted(picture: Picture) -> Picture:
+            self.met.setdefault(picture.sha256, replace(picture, pixels=None))
+            return picture
+
+        return self.source.changed(noted)
 
 
 def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.device) -> _Ready:
@@ -237,7 +255,7 @@ def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progre
             for spec in specs
         ]
         first = 0
-        for chunk in batches(ready.source, base.preprocessing, size):
+        for chunk in batches(ready.pictures(), base.preprocessing, size):
             scored = [evaluator(chunk) for evaluator in evaluators]
             yield from ((of_draw, first) for of_draw in scored)
             first += scored[0].images

@@ -1,14 +1,15 @@
 """What a source of pictures is, and those on this machine: the samples, a folder, files."""
 
+import hashlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import NoReturn
 
-from privlab.decode import LabelOrigin, Picture, picture_from_image, read_picture
+from privlab.decode import MAX_BYTES, LabelOrigin, Picture, picture_from_image, read_picture
 from privlab.errors import PrivlabError
 
 __all__ = ["ImageSource", "files", "folder", "sample_file", "samples"]
@@ -42,8 +43,8 @@ class ImageSource:
     `count` is the number of pictures, problems included; None for a stream that does not tell, and `len()` is
     then a TypeError. `names` are those of all pictures where known without reading, else None.
     `class_names[i]` is the name of label i. `at` reads one picture by its place, where that can be done without reading
-    the others; `file` names the file of one, where pictures are whole files, and `container` that of all, where one
-    file holds them.
+    the others; `file` names the file of one, where pictures are whole files, `about` says what is known of it without
+    reading it, and `container` names the file of all, where one holds them.
     """
 
     description: str
@@ -54,6 +55,7 @@ class ImageSource:
     at: Callable[[int], Picture] | None = field(default=None, repr=False)
     file: Callable[[int], Path] | None = field(default=None, repr=False)
     container: Path | None = field(default=None, repr=False)
+    about: Callable[[int], Picture] | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -65,9 +67,43 @@ class ImageSource:
         at: Callable[[int], Picture],
         file: Callable[[int], Path] | None = None,
         container: Path | None = None,
+        about: Callable[[int], Picture] | None = None,
     ) -> "ImageSource":
         """Return a source whose pictures are read by their place."""
-        return cls(description, count, class_names, names, lambda: map(at, range(count)), at, file, container)
+        return cls(description, count, class_names, names, lambda: map(at, range(count)), at, file, container, about)
+
+    def choose(self, places: Sequence[int]) -> "ImageSource":
+        """Return the source of the pictures at these places, in this order; of a stream there are none."""
+        at, file, about, names = self.at, self.file, self.about, self.names
+        assert at is not None
+        return ImageSource.of(
+            self.description,
+            len(places),
+            self.class_names,
+            None if names is None else tuple(names[place] for place in places),
+            lambda i: at(places[i]),
+            None if file is None else lambda i: file(places[i]),
+            self.container,
+            None if about is None else lambda i: about(places[i]),
+        )
+
+    def changed(self, change: Callable[[Picture], Picture]) -> "ImageSource":
+        """Return the source with `change` applied to each picture; it changes no name, pixels or hash."""
+        at, about = self.at, self.about
+        return replace(
+            self,
+            pictures=lambda: map(change, self),
+            at=None if at is None else lambda place: change(at(place)),
+            about=None if about is None else lambda place: change(about(place)),
+        )
+
+    def stated(self) -> Iterator[Picture]:
+        """Yield what there is to know of each picture but its pixels; whole files are hashed without being decoded."""
+        if self.file is None or self.about is None or self.count is None:
+            yield from (replace(picture, pixels=None) for picture in self)
+            return
+        for place in range(self.count):
+            yield replace(self.about(place), sha256=_file_hash(self.file(place)))
 
     def pick(self, places: Sequence[int]) -> list[Picture]:
         """Return the pictures at these places, read one by one; of a stream, all up to the last are read."""
@@ -84,6 +120,14 @@ class ImageSource:
         if self.count is None:
             raise TypeError(f"The length of {self.description} is unknown.")
         return self.count
+
+
+def _file_hash(path: Path) -> str:
+    try:
+        fine = path.is_file() and path.stat().st_size <= MAX_BYTES  # a pipe would be read for ever
+        return hashlib.sha256(path.read_bytes()).hexdigest() if fine else ""
+    except OSError:
+        return ""
 
 
 def sample_file(name: str) -> Path:
@@ -127,7 +171,15 @@ def files(paths: Sequence[Path]) -> ImageSource:
             )
     names = tuple(path.as_posix() for path in paths)
     description = f"file {names[0]}" if len(paths) == 1 else f"{len(paths)} files"
-    return ImageSource.of(description, len(paths), None, names, lambda i: read_picture(paths[i]), lambda i: paths[i])
+    return ImageSource.of(
+        description,
+        len(paths),
+        None,
+        names,
+        lambda i: read_picture(paths[i]),
+        lambda i: paths[i],
+        about=lambda i: Picture(names[i], "", None),
+    )
 
 
 def folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | None, *, spread: bool) -> ImageSource:
@@ -152,12 +204,18 @@ def folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | No
 
     origin: LabelOrigin = "folder" if folders else "none"
 
-    def at(place: int) -> Picture:
-        path = paths[place]
-        return read_picture(path, name=names[place], label=indices.get(_top(path, base)), label_origin=origin)
+    def label(place: int) -> int | None:
+        return indices.get(_top(paths[place], base))
 
-    description = f"folder {base}: {len(paths)} images, {rule}"
-    return ImageSource.of(description, len(paths), class_names, names, at, lambda i: paths[i])
+    return ImageSource.of(
+        f"folder {base}: {len(paths)} images, {rule}",
+        len(paths),
+        class_names,
+        names,
+        lambda i: read_picture(paths[i], name=names[i], label=label(i), label_origin=origin),
+        lambda i: paths[i],
+        about=lambda i: Picture(names[i], "", None, label(i), origin),
+    )
 
 
 def _top(path: Path, base: Path) -> str:

@@ -7,6 +7,7 @@ several processes may add parts at once, and a record that two of them made coun
 import errno
 import json
 import os
+import re
 import shutil
 import uuid
 import warnings
@@ -181,7 +182,7 @@ def _migrated(table: pa.Table, path: Path) -> pa.Table:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """A directory that a run writes: `run.json`, `records/*.parquet`, `strips/*.png`, `pictures/…`."""
+    """A directory that a run writes: `run.json`, `manifest.csv`, `records/*.parquet`, `strips/*.png`, `pictures/…`."""
 
     path: Path
 
@@ -220,6 +221,14 @@ class RunDirectory:
         """Return the folder of the strips."""
         return self.path / "strips"
 
+    @property
+    def manifests(self) -> list[Path]:
+        """Return the manifests of the run's images: manifest.csv, and manifest-1.csv and so on."""
+        found = sorted(self.path.glob("manifest*.csv"))
+        return [
+            file for file in found if re.fullmatch(r"manifest(-[1-9]\d*)?\.csv", file.name)
+        ]  # others are the user's
+
     def write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Add records as one Parquet part, whole or not at all.
 
@@ -236,6 +245,18 @@ class RunDirectory:
         """
         text = json.dumps(facts, indent=2, ensure_ascii=False, sort_keys=False) + "\n"
         write_whole(self.path / "run.json", lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
+
+    def write_manifests(self, manifests: Mapping[str, str]) -> None:
+        """Write manifests by the names of their files, each whole or not at all; those of earlier images go.
+
+        Raises:
+            PrivlabError: if the disk is full or the directory cannot be written.
+        """
+        for name, text in manifests.items():
+            write_whole(self.path / name, lambda temporary, text=text: temporary.write_text(text, "utf-8", newline=""))
+        for file in self.manifests:
+            if file.name not in manifests:
+                file.unlink(missing_ok=True)
 
     def read_run(self) -> dict[str, Any]:
         """Return `run.json`.
@@ -270,7 +291,8 @@ class RunDirectory:
     def _clear(self) -> None:
         for folder in (self.store.records, self.strips, self.path / "pictures", self.path / "kept"):
             shutil.rmtree(folder, ignore_errors=True)
-        (self.path / "run.json").unlink()
+        for file in (*self.manifests, self.path / "run.json"):
+            file.unlink()
 
 
 def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = True) -> None:

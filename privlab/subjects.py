@@ -15,6 +15,7 @@ from privlab.errors import PrivlabError
 from privlab.f_sim import load_embedding
 from privlab.images import ImageSource, Preprocessing, open_images
 from privlab.lpips_backbones import LpipsUnavailable
+from privlab.manifest import check_labels
 from privlab.metrics import Learned, load_lpips, score
 from privlab.plan import Cell, Specification, applicable, defense_of, reassembly_of
 from privlab.records import Rows
@@ -75,18 +76,33 @@ def _public(
     return public_images(public, limit, preprocessing, device)
 
 
-def source_of(spec: Specification, victims: Sequence[Victim]) -> ImageSource:
+def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = True) -> ImageSource:
     """Open the images; class folders named by WordNet ids get ImageNet's labels where the victims have them.
 
+    With `check` each image of a manifest is held against its hash.
+
     Raises:
-        PrivlabError: if there are none, or fewer than make one gradient.
+        PrivlabError: if there are none, or fewer than make one gradient; if a manifest does not fit them, or has labels
+            that the victims do not have.
     """
     wnids = None
     if all(base.model.vit.num_classes == 1000 for base in victims):
         wnids = imagenet_classes()
     images = _one_or_all(spec.images)
     labels = None if spec.labels == "predicted" else spec.labels
-    source = open_images(images, limit=spec.limit, split=spec.split, labels=labels, class_to_index=wnids)
+    if spec.manifest is not None and spec.labels is None:
+        check_labels(Path(spec.manifest), min(base.model.vit.num_classes for base in victims))
+    source = open_images(
+        images,
+        limit=spec.limit,
+        every=spec.every,
+        offset=spec.offset,
+        manifest=spec.manifest,
+        split=spec.split,
+        labels=labels,
+        class_to_index=wnids,
+        check=check,
+    )
     if source.count is not None and source.count < spec.gradient_batch:
         raise PrivlabError(
             f"gradient_batch must be at most the number of images, {source.count}. Found {spec.gradient_batch}."

@@ -102,6 +102,7 @@ def fill(
     Raises:
         PrivlabError: if the store cannot be written, or a task not be run; what was finished is kept.
     """
+    manifests = grid.manifests(path)
     run = RunDirectory.create(path, resume=True)
     messages, facts = list(grid.messages), grid.facts()
     earlier = run.read_run() if run.is_run() else {}
@@ -113,6 +114,7 @@ def fill(
         if not tasks and earlier["status"] == "finished" and earlier | known == earlier:
             return tuple(messages)
     facts |= _machine(command, options)
+    run.write_manifests(manifests)
     run.write_run(facts | {"status": "running", "warnings": messages})
     tasks = joined(tasks)
     total, done = sum(len(task.images) for task in tasks), 0

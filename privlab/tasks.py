@@ -9,13 +9,12 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 
 import pyarrow as pa
 import torch
 from safetensors.torch import load_file, save
 
-from privlab.decode import MAX_BYTES, Picture
+from privlab.decode import LabelOrigin, Picture
 from privlab.evaluate import Evaluator, Strip
 from privlab.images import ImageSource, chunk_of
 from privlab.machine import pick_device
@@ -30,11 +29,22 @@ __all__ = ["Reference", "Result", "Task", "joined", "references", "run_task"]
 
 @dataclass(frozen=True)
 class Reference:
-    """One image, by its place in its source; `sha256` is empty where it could not be read."""
+    """One image, by its place in its source; `sha256` is empty where it could not be read.
+
+    `label` is the one that it comes with, None where the victim's prediction has to do; `member` as of a `Picture`.
+    """
 
     place: int
     name: str
     sha256: str
+    label: int | None = None
+    label_origin: LabelOrigin = "none"
+    member: str | None = None
+
+    @property
+    def picture(self) -> Picture:
+        """Return what is known of the image, as a picture that has not been read."""
+        return Picture(self.name, self.sha256, None, self.label, self.label_origin, member=self.member)
 
 
 @dataclass(frozen=True)
@@ -85,20 +95,11 @@ def joined(tasks: Sequence[Task]) -> list[Task]:
 
 def references(source: ImageSource) -> list[Reference]:
     """Return the images of a source, each content once; whole files are hashed without being decoded."""
-    if source.file is None or source.names is None:
-        found = (Reference(place, picture.name, picture.sha256) for place, picture in enumerate(source))
-    else:
-        file = source.file
-        found = (Reference(place, name, _file_hash(file(place))) for place, name in enumerate(source.names))
+    found = (
+        Reference(place, picture.name, picture.sha256, picture.label, picture.label_origin, picture.member)
+        for place, picture in enumerate(source.stated())
+    )
     return list({reference.sha256 or reference.name: reference for reference in reversed([*found])}.values())[::-1]
-
-
-def _file_hash(path: Path) -> str:
-    try:
-        fine = path.is_file() and path.stat().st_size <= MAX_BYTES  # a pipe would be read for ever
-        return hashlib.sha256(path.read_bytes()).hexdigest() if fine else ""
-    except OSError:
-        return ""
 
 
 def run_task(task: Task) -> Result:
@@ -177,7 +178,7 @@ def _evaluator(task: Task, device: torch.device) -> tuple[Evaluator, ImageSource
         controls=task.controls,
         keep=task.keep,
     )
-    return evaluator, source_of(task.spec, [subject.base])
+    return evaluator, source_of(task.spec, [subject.base], check=False)  # each is held against what was planned
 
 
 _PARTS = tuple(field.name for field in fields(Stolen))

@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from privlab.cli.audit import audit_features, audit_gradient_file
-from privlab.cli.common import command_line, common, err, fits, plain, print_json, print_table, progress_bar
+from privlab.cli.common import (
+    EVERY,
+    MANIFEST,
+    OFFSET,
+    command_line,
+    common,
+    err,
+    fits,
+    plain,
+    print_json,
+    print_table,
+    progress_bar,
+)
 from privlab.errors import PrivlabError
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from privlab.report.flags import Flag
     from privlab.run import Outcome
 
 __all__ = ["attack"]
@@ -69,6 +80,9 @@ __all__ = ["attack"]
     help="samples, a folder, files (repeat the option), torchvision:NAME or hf:NAME.",
 )  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=1), help="Use N images: the first, of class folders by turns.")
+@click.option("--every", type=click.IntRange(min=1), help=EVERY)
+@click.option("--offset", type=click.IntRange(min=0), help=OFFSET)
+@click.option("--manifest", metavar="FILE.csv", help=MANIFEST)
 @click.option("--split", help="Split of a data set, or sub-folder of a folder.")
 @click.option("--labels", help="predicted, or a CSV file with columns file and label.  [default: the source's own]")
 @click.option("--metrics", help="Names of `privlab list metrics`, with commas.")
@@ -120,7 +134,9 @@ def attack(
         raise PrivlabError("--reference is the private image of a --gradients file. Give that file, or use --images.")
     from privlab.plan import admissions
     from privlab.records import check_geometry
-    from privlab.report.summary import KNOWN, flags, shown_metrics, summarise, verdicts
+    from privlab.report.flags import flag_lines
+    from privlab.report.members import apart_lines
+    from privlab.report.summary import KNOWN, flags, members, shown_metrics, summarise, verdicts
     from privlab.run import execute, specify
 
     options |= {"public": public, "options": options_}
@@ -140,6 +156,7 @@ def attack(
         )
     table = summarise(outcome.records, spec.metrics, geometry)
     found = flags(outcome.records, spec.metrics, geometry)
+    told = members(outcome.records, spec.metrics, geometry)
     for message in outcome.warnings:
         err.print(f"Warning: {message}", style="yellow", markup=False)
     if as_json:
@@ -148,6 +165,7 @@ def attack(
                 "run": str(path),
                 "verdict": verdicts(outcome),
                 "flags": [asdict(flag) for flag in found],
+                "members": [{name: plain(value) for name, value in asdict(row).items()} for row in told],
                 "geometry": geometry,
                 "leaks": {name: KNOWN[name].direction for name in shown_metrics(spec.metrics, table)},
                 "rows": [{name: plain(value) for name, value in row.items()} for row in table.to_dict("records")],
@@ -158,7 +176,7 @@ def attack(
             }
         )
     elif (outcome.records.status == "ok").any():
-        _print_attack(outcome, table, geometry, found)
+        _print_attack(outcome, table, geometry, [*apart_lines(told), *flag_lines(found)])
     else:
         click.echo(f"Nothing could be scored. run: {path}")
     if not as_json:
@@ -184,8 +202,7 @@ def _batch_size(text: str) -> int | None:
     return int(text)
 
 
-def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, found: "Sequence[Flag]") -> None:
-    from privlab.report.flags import flag_lines
+def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, below: Sequence[str]) -> None:
     from privlab.report.summary import elsewhere, not_measured, shown_metrics, to_rich, verdicts
 
     shown = shown_metrics(outcome.spec.metrics, table)
@@ -198,6 +215,6 @@ def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, found: 
     click.echo(
         "worst case: of each image the leakiest score over all attacks and draws, by each metric's own direction"
     )
-    for line in (*not_measured(outcome, shown), *verdicts(outcome), *flag_lines(found)):
+    for line in (*not_measured(outcome, shown), *verdicts(outcome), *below):
         click.echo(line)
     click.echo(f"run: {outcome.path}")

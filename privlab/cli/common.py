@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from privlab.training import Progress as Step
 
 __all__ = [
+    "EVERY",
+    "MANIFEST",
+    "OFFSET",
     "command_line",
     "common",
     "err",
@@ -34,6 +37,10 @@ __all__ = [
     "warned",
 ]
 
+
+EVERY = "Use every K-th image, before --limit: those at positions J, J + K, … from 0; J is --offset."
+OFFSET = "Leave out the first J images, before --limit; of class folders by turns."
+MANIFEST = "Use the images that it names, checked by SHA-256: columns name, sha256; label, member if known."
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from privlab.cli.common import command_line, common, err, fits, print_json, print_table
+from privlab.cli.common import EVERY, MANIFEST, OFFSET, command_line, common, err, fits, print_json, print_table
 from privlab.cli.store import warned
 from privlab.errors import PrivlabError
 
@@ -33,7 +33,10 @@ FORMATS = ("latex", "csv", "markdown", "json")
 @click.option("--standalone", is_flag=True, help="With --format latex: a whole document.")
 @click.option("--all-attacks", is_flag=True, help="A row for every attack and control too.")
 @click.option("--images", multiple=True, help="Instead of the experiment's: samples, a folder, files, a data set.")
-@click.option("--limit", type=click.IntRange(min=1), help="Use N images.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use N images: the first, of class folders by turns.")
+@click.option("--every", type=click.IntRange(min=1), help=EVERY)
+@click.option("--offset", type=click.IntRange(min=0), help=OFFSET)
+@click.option("--manifest", metavar="FILE.csv", help=MANIFEST)
 @click.option("--weights", help="Instead of the experiment's: auto, pretrained, random, or a file.")
 @click.option("--lpips-weights", help="File or folder with LPIPS backbones.")
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Override the file; repeat it.")
@@ -66,13 +69,13 @@ def table(
     **options: Any,  # noqa: ANN401
 ) -> int:
     """Run what EXPERIMENT (a TOML file, or a name of `privlab list experiments`) still lacks, and print its table."""
-    from privlab.experiment import read_experiment
+    from privlab.experiment import CHOICE, read_experiment
     from privlab.experiments.named import find_experiment
     from privlab.report.results import load_results
     from privlab.table import fill, prepare
 
     file = find_experiment(experiment)
-    named = {name: options.pop(name) for name in ("limit", "weights", "lpips_weights")}
+    named = {name: options.pop(name) for name in (*CHOICE, "weights", "lpips_weights")}
     parsed = read_experiment(file, overrides, images=list(images) or None, **named)
     path, how = out or Path("runs", parsed.name), _options(options)
     with warned():
@@ -181,10 +184,12 @@ def _print_results(
     from privlab.report.flags import flag_lines, flags_of
     from privlab.report.formats import render, to_rich
     from privlab.report.leakage import headline, leakage
+    from privlab.report.members import apart_lines, apart_of
     from privlab.report.sheet import Caption
 
     rows, caption = leakage(results), Caption.of(results)
-    caption = replace(caption, remarks=(*caption.remarks, *flag_lines(flags_of(results))))
+    below = (*apart_lines(apart_of(results)), *flag_lines(flags_of(results)))
+    caption = replace(caption, remarks=(*caption.remarks, *below))
     shown = rows if all_attacks else headline(rows)
     if format_ is not None:
         click.echo(render(format_, shown, results.layout, caption, standalone=standalone), nl=False)

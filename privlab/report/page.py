@@ -21,6 +21,7 @@ from privlab.errors import PrivlabError
 from privlab.records import CONTROL
 from privlab.report.flags import lead_metric
 from privlab.report.leakage import leakage
+from privlab.report.members import apart_lines, apart_of
 from privlab.report.page_data import Images, case_names, leaks, page_data, scores_of
 from privlab.report.page_pictures import Album, albums, order_of
 from privlab.report.page_verdict import flags, lead_text, verdict
@@ -73,6 +74,7 @@ def _context(results: Results) -> dict[str, Any]:
         "interval": f"{results.layout.interval:.0%}",
         "lead": lead_text(results, rows, lead),
         "lead_metric": lead,
+        "members": apart_lines(apart_of(results)),
         "flags": flags(results, rows, lead),
         "verdicts": [verdict(results, rows, name) for name in results.layout.columns if leaks(name)],
         "tables": _tables(results),

@@ -99,7 +99,11 @@ def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) 
     inside = pd.Series(False, index=own.index)
     for name, images in listed.items():
         inside |= (own.images == name) & own.image_id.isin(images)
-    own = own.loc[inside].drop(columns=["image_id", "images"])
+    own = own.loc[inside]
+    if (members := facts.get("members")) is not None:  # what is said now stands, whatever it was when they were made
+        said = [members[name].get(image) for name, image in zip(own.images, own.image_id, strict=True)]
+        own = own.assign(member=pd.Series(said, own.index, dtype=object))
+    own = own.drop(columns=["image_id", "images"])
     labels = {case["label"]: number for number, case in enumerate(facts["cases"])}
     foreign = records[records.external.notna()]
     named = foreign.conditions.map(lambda text: labels.get(json.loads(text).get("case")))

@@ -17,10 +17,11 @@ from privlab.plan import Specification, defense_of
 from privlab.records import CONTROL, GEOMETRIES
 from privlab.report.flags import Flag, lead_metric, red_flags
 from privlab.report.leakage import WORST, per_image, worst_case
+from privlab.report.members import Apart, apart
 from privlab.report.results import by_case, papers_attack
 from privlab.run import Outcome
 
-__all__ = ["KNOWN", "flags", "not_measured", "shown_metrics", "summarise", "to_rich", "verdicts"]
+__all__ = ["KNOWN", "flags", "members", "not_measured", "shown_metrics", "summarise", "to_rich", "verdicts"]
 
 KNOWN = METRICS | PLACEMENT
 """What a column of the table may be."""
@@ -88,6 +89,13 @@ def flags(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_pla
     """Return the red flags of a run."""
     cased, cases = by_case(records)
     return red_flags(cased, [case.label for case in cases], lead_metric(metrics), geometry)
+
+
+def members(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Apart]:
+    """Return what a run has on members of the training data and on others, apart."""
+    cased, cases = by_case(records)
+    paper = papers_attack(records.attack.unique())
+    return apart(cased, [case.label for case in cases], paper, lead_metric(metrics), geometry)
 
 
 def _ordered(attacks: Sequence[str]) -> Iterator[tuple[str, str]]:

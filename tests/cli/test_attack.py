@@ -59,7 +59,7 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     assert done.status == 0
     told = json.loads(done.out)
     assert list(told) == [
-        *("run", "verdict", "flags", "geometry", "leaks", "rows"),
+        *("run", "verdict", "flags", "members", "geometry", "leaks", "rows"),
         *("warnings", "missing_metrics", "failed"),
     ]
     assert told["flags"] == [{"head": "Random weights", "items": ["vit_ti"]}]
