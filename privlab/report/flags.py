@@ -12,13 +12,13 @@ from privlab.attacks import attacks as installed
 from privlab.defenses import defenses
 from privlab.experiment import KNOWN
 from privlab.records import CONTROL, EXACT_DB
-from privlab.report.leakage import WORST, per_image
 from privlab.report.page_data import case_names
+from privlab.report.per_image import SINGLE, WORST, lead_metric, leakiest_geometries, per_image
 from privlab.report.results import Results
 from privlab.report.sheet import shown
 from privlab.threat import AttackClass, Capability
 
-__all__ = ["DETERMINISTIC", "RULES", "Flag", "flag_lines", "flags_of", "lead_metric", "red_flags"]
+__all__ = ["DETERMINISTIC", "RULES", "Flag", "flag_lines", "flags_of", "red_flags"]
 
 DETERMINISTIC = frozenset(
     {"none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"},
@@ -74,12 +74,6 @@ def flag_lines(flags: Sequence[Flag]) -> list[str]:
     return [*lines, "An attack that fails is no evidence of privacy."] if lines else []
 
 
-def lead_metric(columns: Sequence[str]) -> str:
-    """Return the metric by which attacks are compared: PSNR where it is a column, or else the first one that leaks."""
-    leaky = [name for name in columns if KNOWN[name].direction != "utility"]
-    return "psnr" if "psnr" in columns else (leaky or list(columns))[0]
-
-
 @dataclass(frozen=True, eq=False)
 class _Facts:
     """What the rules look at."""
@@ -96,13 +90,18 @@ class _Facts:
 
     @cached_property
     def means(self) -> Mapping[int, Mapping[str, float]]:
-        """Return the mean over the images of each attack and control that was scored, by case."""
+        """Return the mean over the images of each attack and control that was scored, by case.
+
+        An attack counts in the geometry in which it leaks most, of those that an adversary can make.
+        """
         found = per_image(self.records, [self.metric], self.geometry)
-        found = found[found.scored & (found.attack != WORST)]
+        found = found[found.scored & ~found.attack.isin([WORST, SINGLE])]
         means = found.groupby(["case", "attack"], sort=False)[self.metric].mean()
         table: dict[int, dict[str, float]] = {}
+        for row in leakiest_geometries(self.records, [self.metric], self.geometry).itertuples():
+            table.setdefault(row.case, {}).setdefault(row.attack, row.value)  # our own stand before external ones
         for (case, attack), mean in means.to_dict().items():
-            table.setdefault(case, {})[attack] = mean
+            table.setdefault(case, {}).setdefault(attack, mean)
         return table
 
     @cached_property
@@ -148,8 +147,10 @@ class _Facts:
         ]
 
     def known(self, attack: str) -> frozenset[str]:
-        """Return the defenses that are undone in what is scored: by the attack, and by the geometry."""
-        return _known(attack) | ({"jigsaw"} if self.geometry in ("oracle", "reassembled") else frozenset())
+        """Return the defenses that are undone in what is scored: by the attack, and by a geometry."""
+        own = self.records.loc[self.records.attack == attack].geometry
+        undone = self.geometry != "in_place" or (own == "reassembled").any()
+        return _known(attack) | ({"jigsaw"} if undone else frozenset())
 
 
 def _cut(texts: Sequence[str]) -> str:

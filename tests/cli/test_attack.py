@@ -141,15 +141,15 @@ def test_run_json_states_the_command_without_the_machines_folders(
 
 
 def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
-    """FFT2D is a correlation, and a picture of one colour has none: that is said where other n/a's are told."""
-    Image.new("RGB", (40, 36), (90, 120, 200)).save(photos / "plain.png")
-    done = attack("--attack", "april,patch-gradient", "--metrics", "psnr,fft2d,lpips_alex")
+    """FFT2D as MJP has it is a correlation, and a black picture has none: that is said where other n/a's are told."""
+    Image.new("RGB", (40, 36)).save(photos / "black.png")
+    done = attack("--attack", "april,patch-gradient", "--metrics", "psnr,fft2d,fft2d_mjp,lpips_alex")
     assert done.status == 0
-    why = "undefined where a reconstruction or its image has constant channels only"
-    assert f"fft2d: n/a (for 7 of 28 records: {why})" in done.out
-    assert f"fft2d is n/a for some pictures: {why}." in " ".join(done.err.split())
+    why = "undefined where a reconstruction or its image is black"
+    assert f"fft2d_mjp: n/a (for 7 of 28 records: {why})" in done.out
+    assert f"fft2d_mjp is n/a for some pictures: {why}." in " ".join(done.err.split())
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert f"fft2d is n/a for some pictures: {why}." in facts["warnings"]
+    assert f"fft2d_mjp is n/a for some pictures: {why}." in facts["warnings"]
     assert attack("--metrics", "psnr", "--overwrite").out.count("fft2d") == 0
 
 

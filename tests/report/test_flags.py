@@ -13,7 +13,8 @@ from torch import Generator
 
 from privlab.attacks import ATTACKS
 from privlab.defenses import DEFENSES
-from privlab.report.flags import BUDGETS, DETERMINISTIC, NOTHING, RULES, Flag, flag_lines, lead_metric, red_flags
+from privlab.report.flags import BUDGETS, DETERMINISTIC, NOTHING, RULES, Flag, flag_lines, red_flags
+from privlab.report.per_image import lead_metric
 from privlab.stack import Stack
 from privlab.threat import Draws
 
