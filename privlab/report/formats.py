@@ -197,7 +197,8 @@ def _side_by_side(sheet: Sheet, table: Table) -> None:
             table.add_column(f"{above}\n{heads[kind]}", justify="right", no_wrap=True)
     table.add_column("images", justify="right")
     table.add_column("worst case by")
-    table.add_column("best single attack")
+    if "single" in kinds:
+        table.add_column("best single attack")
     for kind, row in sheet.lines():
         rows = cases[row.case]
         if kind == "group":
@@ -214,7 +215,8 @@ def _side_by_side(sheet: Sheet, table: Table) -> None:
             ]
             worst = rows.get("worst", row)
             label = row.label + (f" ({','.join(marks)})" if marks else "")
-            by = [Text(behind(rows[kind], sheet.layout) if kind in rows else "") for kind in ("worst", "single")]
+            of = ("worst", "single") if "single" in kinds else ("worst",)
+            by = [Text(behind(rows[kind], sheet.layout) if kind in rows else "") for kind in of]
             table.add_row(Text(label), *cells, images(worst), *by)
 
 

@@ -59,23 +59,33 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     assert done.status == 0
     told = json.loads(done.out)
     assert list(told) == [
-        *("run", "verdict", "flags", "geometry", "leaks", "rows"),
+        *("run", "verdict", "flags", "geometry", "worst_case", "leaks", "rows"),
         *("warnings", "missing_metrics", "failed"),
     ]
     assert told["flags"] == [{"head": "Random weights", "items": ["vit_ti"]}]
     assert told["geometry"] == "in_place"
+    assert told["worst_case"] == "the best attack of each image, chosen by the evaluator: an upper bound"
     assert told["leaks"]["psnr"] == "higher leaks"
+    assert "fft2d_mjp" in told["leaks"]  # the one that MJP prints
+    assert "fft2d" not in told["leaks"]
     assert told["rows"][-1]["block"] is None  # a control
     assert told["run"] == str(tmp_path / "run")
     assert told["failed"] == {}
     assert list(told["missing_metrics"]) == ["lpips_alex"]
-    attacks = ["april", "worst case", "patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full"]
+    ours = ["patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full"]
+    attacks = ["april", "worst case", "best single attack", *ours]
     assert [row["attack"] for row in told["rows"]] == [*attacks, *CONTROLS]
     by_attack = {row["attack"]: row for row in told["rows"]}
     assert by_attack["patch-gradient"]["psnr"] > 100
     assert 0 < by_attack["patch-gradient"]["mse"] < 1e-10  # a small number is not nought
     assert by_attack["patch-gradient"]["lpips_alex"] is None
     assert by_attack["patch-gradient"]["n"] == 3
+    assert by_attack["patch-gradient"]["exact"] == by_attack["worst case"]["exact"] == 3
+    assert by_attack["control:mean"]["exact"] == 0
+    ((single, count),) = by_attack["best single attack"]["leakiest"].items()
+    assert count == 3
+    assert by_attack["best single attack"]["psnr"] == max(by_attack[name]["psnr"] for name in ours)
+    assert by_attack[single]["psnr"] == by_attack["best single attack"]["psnr"]
 
 
 def test_perfect_scores_are_no_missing_ones(attack: Callable[..., Any], records: Callable[..., pd.DataFrame]) -> None:

@@ -117,6 +117,17 @@ def test_reassembly_knows_the_jigsaw() -> None:
         assert found(rows.assign(geometry=geometry), ["one"], geometry=geometry) == {}
 
 
+def test_an_attack_counts_in_the_leakiest_geometry_that_an_adversary_can_make() -> None:
+    rows = case({"patch-gradient": 10.0, "control:mean": 12.0}, "jigsaw")
+    beaten = "No better than a control"
+    assert beaten in found(rows, ["one"])
+    ours = rows[rows.attack == "patch-gradient"]
+    for geometry, flagged in (("reassembled", False), ("oracle", True)):
+        both = pd.concat([rows, ours.assign(geometry=geometry, psnr=60.0)], ignore_index=True)
+        raised = found(both, ["one"])
+        assert (beaten in raised) == ("No adaptive attack" in raised) == flagged
+
+
 def test_the_adaptive_attack_is_weaker() -> None:
     rows = case({"april": 14.0, "patch-gradient": 21.0, "mjp-subspace": 20.0, "mjp-full": 19.0})
     line = "one: mjp-subspace 20.50 dB leaks less than patch-gradient 21.50 dB"
