@@ -41,7 +41,7 @@ SCHEMA = 3
 """Version of the records' columns."""
 
 GEOMETRIES = ("in_place", "oracle", "reassembled")
-"""How a reconstruction is laid out: as it is; with its patches put where they belong by the evaluator; and, in setting
+"""How a reconstruction is laid out: as it is; with moved patches put where they fit by the evaluator; and, in setting
 c of released gradients, with the patches that a defense shuffled put in order by the adversary."""
 
 CONTROL = "control:"

@@ -98,8 +98,9 @@ class _Facts:
         found = found[found.scored & ~found.attack.isin([WORST, SINGLE])]
         means = found.groupby(["case", "attack"], sort=False)[self.metric].mean()
         table: dict[int, dict[str, float]] = {}
-        for row in leakiest_geometries(self.records, [self.metric], self.geometry).itertuples():
-            table.setdefault(row.case, {}).setdefault(row.attack, row.value)  # our own stand before external ones
+        best = leakiest_geometries(self.records, [self.metric], self.geometry)
+        for case, attack, mean in zip(best.case.tolist(), best.attack, best["value"].tolist(), strict=True):
+            table.setdefault(case, {}).setdefault(attack, mean)  # our own stand before external ones
         for (case, attack), mean in means.to_dict().items():
             table.setdefault(case, {}).setdefault(attack, mean)
         return table

@@ -107,7 +107,8 @@ class Scored:
         reached, of_geometry = _reached(pool, metrics), _by_geometry(pool, metrics)
         means = _averaged(rows.loc[rows.geometry == geometry], [*CELL, "image", "control"], [*metrics, "exact"])
         best = _best(of_geometry, lead_metric(metrics))
-        single = {row.case: Single(named(row.attack, row.geometry), row.external) for row in best.itertuples()}
+        names = map(named, best.attack, best.geometry)
+        single = dict(zip(best.case.tolist(), map(Single, names, best.external), strict=True))
         if not means.empty:
             worst = _worst(pool, reached, metrics).reindex(columns=means.columns)
             chosen = of_geometry.merge(best[[*CELL, "geometry"]], on=[*CELL, "geometry"])
