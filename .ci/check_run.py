@@ -29,7 +29,7 @@ for strip in (run / "strips").glob("*.png"):
         assert picture.width > 4 * 224, picture.size
 for word in (
     "MSE ↓",
-    "FFT2D ↓",
+    "FFT2D (MJP) ↓",
     "PSNR ↑",
     "SSIM ↑",
     "LPIPS ↓",
@@ -37,6 +37,7 @@ for word in (
     "patch-gradient",
     "(the paper's)",
     "worst case",
+    "best single attack",
     "flag: One draw: mjp",
     "flag: Random weights",
     "no evidence of privacy",

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from privlab.controls import Controls
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.features import observe_features, predictions, send
@@ -21,11 +22,10 @@ from privlab.geometries import Scorer, known_slots
 from privlab.gradients import full_precision, observe
 from privlab.images import Chunk, Picture
 from privlab.metrics import Learned
-from privlab.patches import permute
 from privlab.photographs import kin
-from privlab.placement import as_sent, assigned, matched
+from privlab.placement import as_sent, assigned, crosses, matched
 from privlab.plan import Cell, Specification, reassembly_of
-from privlab.records import CONTROLS, Record, Rows
+from privlab.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.threat import Attack, Capability, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
 from privlab.trial import Batch, Seen, Trial, attacked_together, labelled, taken
 from privlab.victims import Victim
@@ -276,10 +276,7 @@ class Evaluator:
             if several and Capability.BATCH_SIZE_ONE in attack.requires:
                 stolen = Stolen.joined([stolen] * b)
             _check_reconstruction(stolen.images, trial.reference)
-            if several:
-                stolen = assigned(stolen, trial.feed.images, self.base.model.patch)
-            if trial.sent is not None:
-                stolen = matched(trial.sent, stolen, trial.reference)
+            stolen = self._assigned(stolen, trial, several=several)
         except Exception as error:
             if b > 1 and isinstance(seen, Observation) and not several:
                 one_by_one = ([i] for i in range(b))
@@ -305,46 +302,44 @@ class Evaluator:
         self._show(panels, key, stolen.images, [_caption(where, attack.name, outcome[0]) for outcome in outcomes])
         return outcomes
 
+    def _assigned(self, stolen: Stolen, trial: Trial, *, several: bool) -> Stolen:
+        """Return pictures in the order of the images that they are nearest to, where an order says nothing.
+
+        That is where `several` images made one gradient, or where rows crossed images.
+        """
+        if several:
+            return assigned(stolen, trial.feed.images, self.base.model.patch)
+        return stolen if trial.sent is None else matched(trial.sent, stolen, trial.reference)
+
     def _measured(self, scores: Record) -> Record:
         """Return scores with the names of the metrics that were measured, whatever their values."""
         return scores | {"metrics": " ".join(sorted(self.metrics))}
 
     def _controls(self, trial: Trial, batch: Batch) -> list[Record]:
-        """Score pictures that no attack made: what "nothing leaks" looks like under each metric."""
+        """Score pictures that no attack made, as reconstructions are scored: assigned, rounded, and under the oracle.
+
+        Of shuffled patches the oracle would make the private image again: there is no such row.
+        """
+        several = trial.sent is None and self.spec.together is not None
+        together = several or (trial.sent is not None and crosses(trial.sent))
         draws = batch.draws(self.spec.seed, "control", self.spec.draw)
-        order = torch.stack([torch.randperm(trial.feed.order.shape[1], generator=draw) for draw in draws])
-        mean, first = zip(*(self._others(picture) for picture in batch.pictures), strict=True)
-        controls = dict(
-            zip(
-                CONTROLS,
-                (
-                    torch.stack(mean).to(batch.images),
-                    torch.stack(first).to(batch.images),
-                    permute(batch.images, order.to(batch.images.device), self.base.model.patch),
-                ),
-                strict=True,
-            )
-        )
-        records = []
-        for name, images in controls.items():
-            shown = (images * 255).round() / 255 if self.spec.eight_bit else images
-            scores = self._scorer.score(shown, trial.reference)
-            for i, picture in enumerate(batch.pictures):
-                row = self.rows.control(picture, trial.setting, name)
-                records.append(row | self._measured({metric: values[i] for metric, values in scores.items()}))
+        records, moved = [], self._scorer.moved(trial).any(1).tolist()
+        for name, made in self._made.of(batch, self.base.model.patch, draws, together=together).items():
+            images = self._assigned(Stolen(made), trial, several=several).images
+            laid = {GEOMETRIES[0]: (images * 255).round() / 255 if self.spec.eight_bit else images}
+            if name != CONTROLS[2] and (home := self._scorer.oracle(laid[GEOMETRIES[0]], trial)) is not None:
+                laid[GEOMETRIES[1]] = home
+            for geometry, shown in laid.items():
+                scores = self._scorer.score(shown, trial.reference)
+                for i, picture in enumerate(batch.pictures):
+                    if geometry == GEOMETRIES[0] or moved[i]:
+                        row = self.rows.control(picture, trial.setting, name) | {"geometry": geometry}
+                        records.append(row | self._measured({metric: values[i] for metric, values in scores.items()}))
         return records
 
-    def _others(self, picture: Picture) -> tuple[Float[Tensor, "c h w"], Float[Tensor, "c h w"]]:
-        """Return the mean and the first of the public photographs, without the private image if it is one of them."""
-        private = kin([picture.sha256])
-        if not private & self.public.keys():
-            return self._mean_and_first
-        return _mean_and_first([image for sha256, image in self.public.items() if sha256 not in private])
-
     @cached_property
-    def _mean_and_first(self) -> tuple[Float[Tensor, "c h w"], Float[Tensor, "c h w"]]:
-        """Return them for all that are not: public images may be thousands, too many to be gathered for each."""
-        return _mean_and_first([*self.public.values()])
+    def _made(self) -> Controls:
+        return Controls(self.public)
 
     def _failures(self, picture: Picture) -> list[Record]:
         """Return the rows of a picture that could not be used."""
@@ -377,10 +372,6 @@ class Evaluator:
     def _wait(self) -> None:
         if self.base.model.mean.is_cuda:
             torch.cuda.synchronize(self.base.model.mean.device)
-
-
-def _mean_and_first(images: Sequence[Tensor]) -> tuple[Float[Tensor, "c h w"], Float[Tensor, "c h w"]]:
-    return torch.stack([*images]).mean(0), images[0]
 
 
 def _failed(reason: str) -> Record:

@@ -41,7 +41,7 @@ __all__ = ["add_external", "case_names"]
 
 _KEYS = ("reference", "case", "attack", "setting", "scores", "reconstructions", "images")
 _NEEDED = ("reference", "case", "attack")
-_RESERVED = ("worst case",)
+_RESERVED = ("worst case", "best single attack")
 _COMPARED = ("cell", "image", "image_sha256", "geometry", "batch", "status", "reason", "metrics", "external")
 _BATCH = 32
 _CLOSE = 1e-4

@@ -15,10 +15,10 @@ from privlab.gradients import full_precision
 from privlab.metrics import Learned, psnr_region, score
 from privlab.model import VictimModel
 from privlab.patches import patchify, permute, slots_to_pixels
-from privlab.permutation import inverse
 from privlab.placement import (
     adjacent_share,
-    at_home,
+    crosses,
+    displaced,
     in_best_order,
     key_recovered,
     neighbour_accuracy,
@@ -35,10 +35,7 @@ __all__ = ["UNDEFINED", "Scorer", "Scores", "known_slots"]
 Scores = dict[str, list[float | None]]
 """The values of each metric, one for each image; None where it was not measured."""
 
-UNDEFINED = {
-    "fft2d": "undefined where a reconstruction or its image has constant channels only",
-    "fft2d_mjp": "undefined where a reconstruction or its image is black",
-}
+UNDEFINED = {"fft2d_mjp": "undefined where a reconstruction or its image is black"}
 """Why a metric may have no value though it can be computed here."""
 
 
@@ -61,30 +58,43 @@ class Scorer:
         return scores
 
     def _in_place_and_oracle(self, stolen: Stolen, trial: Trial) -> list[Scores]:
-        """Score reconstructions in place, and with every patch put where it belongs.
-
-        In settings a and b the slots of what comes from gradients are those of the reference: both are the same, but
-        for slots whose patches come in an order of the adversary's own.
-        """
-        moved, patch = trial.feed.moved, self.model.patch
-        in_place = self.score(stolen.images, trial.reference, moved)
+        """Score reconstructions in place, and under the oracle."""
+        moved = trial.feed.moved
         if trial.sent is not None:
-            places = self._places(trial.sent, stolen)
-            home = at_home(trial.sent, stolen, patch)
+            told = self._places(trial.sent, stolen)
         elif stolen.loose is not None:
-            counts = {
+            told = {
                 "tokens_found": _numbers(stolen.tokens, len(moved)),
                 "tokens_sure": _numbers(stolen.tokens_sure, len(moved)),
             }
-            home = in_best_order(stolen.images, trial.reference, stolen.loose, patch)
-            return [in_place | counts, self.score(home, trial.reference, moved) | counts]
-        elif trial.setting == "c":
-            places, home = {}, stolen.images
         else:
-            return [in_place, in_place]
-        if trial.setting == "c":
-            home = permute(home, inverse(trial.feed.order), patch)
-        return [in_place | places, self.score(home, trial.reference, moved) | places]
+            told = {}
+        in_place = self.score(stolen.images, trial.reference, moved) | told
+        home = self.oracle(stolen.images, trial)
+        return [in_place, in_place if home is None else self.score(home, trial.reference, moved) | told]
+
+    def oracle(self, images: Float[Tensor, "b c h w"], trial: Trial) -> Float[Tensor, "b c h w"] | None:
+        """Return pictures with every patch that was `moved` put where it fits the reference best; None if none was.
+
+        The rule is one for all attacks, whatever they say of places, and for controls.
+        """
+        moved = self.moved(trial)
+        if not moved.any():
+            return None
+        across = trial.sent is not None and crosses(trial.sent)
+        return in_best_order(images, trial.reference, moved, self.model.patch, across=across)
+
+    def moved(self, trial: Trial) -> Bool[Tensor, "b n"]:
+        """Mark the slots whose patches the oracle puts in order.
+
+        They are those that a defense shuffled (in setting b the reference is shuffled too, by a mere draw), those of
+        images whose rows were sent in another order, and, where gradients of a model without position embeddings are
+        released, all: its gradients are the same for any order of the patches.
+        """
+        if trial.sent is not None:
+            return trial.feed.moved | displaced(trial.sent)
+        hears = self.model.vit.pos_embed is not None
+        return trial.feed.moved if hears else torch.ones_like(trial.feed.moved)
 
     def _reassembled(self, stolen: Stolen, trial: Trial, in_place: Scores, *, placed: bool) -> Scores:
         """Score reconstructions with the patches in the adversary's order, and that order itself.

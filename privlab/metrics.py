@@ -117,7 +117,8 @@ def fft2d(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Ten
 
     By Parseval ⟨F, G⟩ = h w ⟨x, y⟩, and no DC is no mean: it is 1 minus the correlation of the pixels, each
     channel less its mean, and says nothing that pixels do not. Range [0, 2], 1 for unrelated images; lower
-    leaks. Where x or y has constant channels only, the distance is undefined: nan.
+    leaks. Where both have constant channels only, nothing is left that could differ: 0. Where one of them has, it
+    has nothing in common with the other: 1.
 
     Raises:
         PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
@@ -332,8 +333,9 @@ def _toeplitz(n: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor,
 
 def _fft2d(pair: _Pair) -> Float[Tensor, " b"]:
     x, y = _centred(pair.x), _centred(pair.y)
-    norms = (_dot(x, x) * _dot(y, y)).sqrt()
-    return (1 - _dot(x, y) / norms).clamp(0, 2)  # rounding oversteps the bounds
+    squares, both = _dot(x, x) + _dot(y, y), (_dot(x, x) * _dot(y, y)).sqrt()
+    cosine = torch.where(both > 0, _dot(x, y) / both, squares == 0)
+    return (1 - cosine).clamp(0, 2)  # rounding oversteps the bounds
 
 
 def _fft2d_mjp(pair: _Pair) -> Float[Tensor, " b"]:

@@ -8,7 +8,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from privlab.metrics import Metric
-from privlab.patches import patchify, permute, unpatchify
+from privlab.patches import patchify, unpatchify
 from privlab.threat import Sent, Stolen
 
 __all__ = [
@@ -16,7 +16,8 @@ __all__ = [
     "adjacent_share",
     "as_sent",
     "assigned",
-    "at_home",
+    "crosses",
+    "displaced",
     "in_best_order",
     "key_recovered",
     "matched",
@@ -78,32 +79,43 @@ def key_recovered(sent: Sent, stolen: Stolen) -> float | None:
 
 
 def in_best_order(
-    images: Float[Tensor, "b c h w"], reference: Float[Tensor, "b c h w"], loose: Bool[Tensor, "b n"], patch: int
+    images: Float[Tensor, "b c h w"],
+    reference: Float[Tensor, "b c h w"],
+    slots: Bool[Tensor, "b n"],
+    patch: int,
+    *,
+    across: bool = False,
 ) -> Float[Tensor, "b c h w"]:
-    """Return the images with their `loose` patches in the order of least squared error: the bound on any placement."""
-    found, wanted = patchify(images, patch), patchify(reference, patch)
-    order = torch.arange(loose.shape[1], device=images.device).repeat(len(images), 1)
-    for i, slots in enumerate(row.nonzero()[:, 0] for row in loose):
-        distance = torch.cdist(wanted[i, slots].double(), found[i, slots].double()).square()
-        order[i, slots] = slots[torch.as_tensor(linear_sum_assignment(distance.cpu())[1], device=slots.device)]
-    return permute(images, order, patch)
+    """Return the images with the patches of these slots in the order of least squared error: a bound on any placement.
 
-
-def at_home(sent: Sent, stolen: Stolen, patch: int) -> Float[Tensor, "b c h w"]:
-    """Return the reconstruction with the content of every slot put where its row belongs: the bound on any placement.
-
-    A slot that no row belongs to keeps its own content.
+    Each image keeps its own patches; `across` the images they may go to any of them.
     """
-    found = _found(sent, stolen)
-    if found is None:
-        return stolen.images
-    t = sent.source.shape[1]
-    patches = patchify(stolen.images, patch)
-    home = patches.clone()
-    image, place = found // t, found % t - sent.prefix
-    of_patch = place >= 0
-    home[image[of_patch], place[of_patch]] = patches[of_patch]
-    return unpatchify(home, (stolen.images.shape[1], stolen.images.shape[2], stolen.images.shape[3]))
+    found, wanted = patchify(images, patch), patchify(reference, patch)
+    b, n, _ = found.shape
+    groups = slots.reshape(1, -1) if across else slots
+    found, wanted = (patches.reshape(len(groups), -1, patches.shape[2]) for patches in (found, wanted))
+    put = found.clone()
+    for i, chosen in enumerate(row.nonzero()[:, 0] for row in groups):
+        distance = torch.cdist(wanted[i, chosen].double(), found[i, chosen].double()).square()
+        order = torch.as_tensor(linear_sum_assignment(distance.cpu())[1], device=chosen.device)
+        put[i, chosen] = found[i, chosen[order]]
+    return unpatchify(put.view(b, n, -1), (images.shape[1], images.shape[2], images.shape[3]))
+
+
+def displaced(sent: Sent) -> Bool[Tensor, "b n"]:
+    """Mark all slots of each image of which a row was sent in the place of another one: which row is one's own is open.
+
+    Class and register tokens that changed their places among themselves displace no patch.
+    """
+    b, t = sent.source.shape
+    moved = sent.source != torch.arange(b * t, device=sent.source.device).view(b, t)
+    return moved[:, sent.prefix :].any(1, keepdim=True).expand(b, t - sent.prefix)
+
+
+def crosses(sent: Sent) -> bool:
+    """Return whether a row was sent among those of another image."""
+    b, t = sent.source.shape
+    return bool((sent.source // t != torch.arange(b, device=sent.source.device)[:, None]).any())
 
 
 def matched(sent: Sent, stolen: Stolen, reference: Float[Tensor, "b c h w"]) -> Stolen:
@@ -112,8 +124,7 @@ def matched(sent: Sent, stolen: Stolen, reference: Float[Tensor, "b c h w"]) -> 
     Which image of a batch is the first is no secret worth hiding, and not to be found: the evaluator assigns
     reconstructions to images by least squared error. Where every row stayed with its image, nothing is moved.
     """
-    b, t = sent.source.shape
-    if bool((sent.source // t == torch.arange(b, device=sent.source.device)[:, None]).all()):
+    if not crosses(sent):
         return stolen
     errors = torch.cdist(reference.flatten(1).double(), stolen.images.flatten(1).double())
     order = torch.from_numpy(linear_sum_assignment(errors.square().cpu().numpy())[1]).to(sent.source.device)

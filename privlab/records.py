@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ __all__ = [
     "Rows",
     "cell_key",
     "check_geometry",
+    "exact_db",
     "to_frame",
 ]
 
@@ -39,7 +41,7 @@ SCHEMA = 3
 """Version of the records' columns."""
 
 GEOMETRIES = ("in_place", "oracle", "reassembled")
-"""How a reconstruction is laid out: as it is; with its patches put where they belong by the evaluator; and, in setting
+"""How a reconstruction is laid out: as it is; with moved patches put where they fit by the evaluator; and, in setting
 c of released gradients, with the patches that a defense shuffled put in order by the adversary."""
 
 CONTROL = "control:"
@@ -49,7 +51,7 @@ CONTROLS = tuple(CONTROL + name for name in ("mean", "other", "shuffled"))
 """The negative controls: the mean of public photographs, one of them, the private image with all patches shuffled."""
 
 EXACT_DB = 100.0
-"""PSNR in dB beyond which a reconstruction is exact: its figure is that of rounding, as the batch's size decides it."""
+"""PSNR in dB beyond which figures are those of rounding, as the batch's size decides them: two of them are the same."""
 
 Record = dict[str, Any]
 
@@ -79,6 +81,15 @@ IDENTITY = (
     *("attack", "attack_params", "seed", "draw", "dtype", "conditions", "external"),
 )
 """The columns that say what a cell measures; device, versions and batch size are not among them."""
+
+
+def exact_db(values: int) -> float:
+    """Return the PSNR in dB above which every grey level of an image of so many values is right: 10 log₁₀(510² values).
+
+    An error of 1/510 in one value, half a grey level, makes a mean squared error of 1/(510² values) by itself. So above
+    that PSNR, rounding to 8 bits gives the private image; below it may, which PSNR alone cannot tell.
+    """
+    return 10 * math.log10(510**2 * values)
 
 
 def cell_key(row: Mapping[str, object]) -> str:

@@ -136,6 +136,7 @@ def attack(
     from privlab.records import check_geometry
     from privlab.report.flags import flag_lines
     from privlab.report.members import apart_lines
+    from privlab.report.per_image import BOUND
     from privlab.report.summary import KNOWN, flags, members, shown_metrics, summarise, verdicts
     from privlab.run import execute, specify
 
@@ -167,6 +168,7 @@ def attack(
                 "flags": [asdict(flag) for flag in found],
                 "members": [{name: plain(value) for name, value in asdict(row).items()} for row in told],
                 "geometry": geometry,
+                "worst_case": BOUND,
                 "leaks": {name: KNOWN[name].direction for name in shown_metrics(spec.metrics, table)},
                 "rows": [{name: plain(value) for name, value in row.items()} for row in table.to_dict("records")],
                 "warnings": outcome.warnings,
@@ -203,18 +205,16 @@ def _batch_size(text: str) -> int | None:
 
 
 def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, below: Sequence[str]) -> None:
-    from privlab.report.summary import elsewhere, not_measured, shown_metrics, to_rich, verdicts
+    from privlab.report.summary import elsewhere, explanations, not_measured, shown_metrics, to_rich, verdicts
 
     shown = shown_metrics(outcome.spec.metrics, table)
     wide = to_rich(table, shown)
     print_table(wide if fits(wide) else to_rich(table, shown, stacked=True))
     arrows = "mean ± standard deviation over the images; arrows show the direction that leaks"
-    click.echo(f"{arrows}; geometry {geometry}, controls as they are")
+    click.echo(f"{arrows}; geometry {geometry}" + ("" if geometry == "oracle" else ", controls as they are"))
     for line in elsewhere(outcome.records, outcome.spec.metrics, geometry):
         click.echo(line)
-    click.echo(
-        "worst case: of each image the leakiest score over all attacks and draws, by each metric's own direction"
-    )
-    for line in (*not_measured(outcome, shown), *verdicts(outcome), *below):
+    about = explanations(table, outcome.spec.metrics, geometry)
+    for line in (*about, *not_measured(outcome, shown), *verdicts(outcome), *below):
         click.echo(line)
     click.echo(f"run: {outcome.path}")

@@ -11,7 +11,8 @@ import pandas as pd
 
 from privlab.experiment import KNOWN
 from privlab.records import EXACT_DB
-from privlab.report.leakage import Measured, Score, measured, per_image
+from privlab.report.leakage import Measured, Score, measured
+from privlab.report.per_image import SINGLE, per_image
 from privlab.report.results import Results
 from privlab.report.sheet import heading, shown
 
@@ -108,7 +109,7 @@ def _names(results: Results) -> list[_Name]:
 def _images(results: Results, metrics: tuple[str, ...], geometry: str, places: Mapping[_Name, int]) -> pd.DataFrame:
     """Return the scores by image, without the controls, exact ones alike; cases are numbered by their names."""
     found = per_image(results.records, metrics, geometry)
-    found = found.loc[~found.control & (found.image != "")]
+    found = found.loc[~found.control & (found.image != "") & (found.attack != SINGLE)]  # one of the others
     numbers = np.array([places[name] for name in _names(results)], dtype="int64")
     if "psnr" in metrics:
         found = found.assign(psnr=found.psnr.clip(upper=EXACT_DB).where(found.psnr < math.inf, found.psnr))

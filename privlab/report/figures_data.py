@@ -100,7 +100,7 @@ def case_names(levels: Levels, *, grouped: bool = False) -> list[str]:
 
 
 _GEOMETRIES = {
-    "oracle": "Each patch is put where it belongs (oracle geometry).",
+    "oracle": "Moved patches are put where they fit best, alike for attacks and controls (oracle geometry).",
     "reassembled": "Shuffled patches are put in order by the adversary (reassembled geometry).",
 }
 

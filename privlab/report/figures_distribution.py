@@ -87,7 +87,7 @@ def _samples(levels: Levels, metric: str) -> Iterator[_Sample]:
     layout = levels.results.layout
     images = leakage.per_image(levels.results.records, [metric], layout.geometry)
     images = images.loc[
-        ~images.control & images[metric].notna() & (images.image != "")
+        ~images.control & images[metric].notna() & (images.image != "") & (images.attack != leakage.SINGLE)
     ]  # "": a mean, of no known image
     roles = {leakage.WORST: WORST} | ({layout.paper_attack: PAPER} if layout.paper_attack else {})
     cells = {key: rows[metric].to_numpy(np.float64) for key, rows in images.groupby(["case", "attack", "external"])}

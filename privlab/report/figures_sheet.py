@@ -18,6 +18,7 @@ from privlab.report import leakage
 from privlab.report.figures_data import case_names, check_leaks, notes, read_levels
 from privlab.report.figures_style import COLUMN, GREY, PAGE, SMALL, metric_title, wrapped
 from privlab.report.formats import shown
+from privlab.report.per_image import named
 from privlab.report.results import Results
 from privlab.strips import Place, pngs
 
@@ -81,24 +82,24 @@ def _ranked(results: Results, case: int, metric: str) -> list[list[_Panel]]:
     order = worst.sort_values([metric, "image"], ascending=[KNOWN[metric].direction == "lower leaks", True])
     scores = list(zip(order.image.tolist(), order[metric].tolist(), strict=True))
     reached = leakage.worst_case(records, [metric], results.layout.geometry).drop_duplicates("image")
-    by = dict(zip(reached.image, reached.attack, strict=True))
+    by = dict(zip(reached.image, zip(reached.attack, reached.geometry, strict=True), strict=True))
     of_paper = images.loc[images.attack == results.layout.paper_attack].groupby("image")[metric].mean().to_dict()
     chosen = [scores[place] for place in (0, (len(scores) - 1) // 2, -1)]
     return [
-        _panels(results, (case, sha), metric, of_paper.get(sha, math.nan), (by[sha], score)) for sha, score in chosen
+        _panels(results, (case, sha), metric, of_paper.get(sha, math.nan), (*by[sha], score)) for sha, score in chosen
     ]
 
 
 def _panels(
-    results: Results, of: tuple[int, str], metric: str, of_paper: float, worst: tuple[str, float]
+    results: Results, of: tuple[int, str], metric: str, of_paper: float, worst: tuple[str, str, float]
 ) -> list[_Panel]:
-    """Return the pictures `of` an image in a case; `worst` is the attack behind its worst case, and its score."""
+    """Return the pictures `of` an image in a case; `worst` is the attack behind the worst case, geometry, score."""
     decimals = results.layout.decimals.get(metric, KNOWN[metric].decimals)
     panels = [_Panel(results.picture(*of, what)) for what in ("private", "fed")]
     if paper := results.layout.paper_attack:
         panels.append(_Panel(results.picture(*of, paper), shown(of_paper, decimals)))
-    attack, score = worst
-    return [*panels, _Panel(results.picture(*of, attack), shown(score, decimals), attack)]
+    attack, geometry, score = worst
+    return [*panels, _Panel(results.picture(*of, attack), shown(score, decimals), named(attack, geometry))]
 
 
 def _draw(

@@ -121,7 +121,7 @@ _TITLES = {
     "ssim": "SSIM",
     "ssim_skimage": "SSIM (scikit-image)",
     "fft2d": "FFT2D",
-    "fft2d_mjp": "FFT2D (as released)",
+    "fft2d_mjp": "FFT2D (MJP)",
     "lpips_alex": "LPIPS",
     "lpips_vgg": "LPIPS (VGG)",
     "lpips_squeeze": "LPIPS (SqueezeNet)",

@@ -14,13 +14,13 @@ from privlab.effects import kinds_of
 from privlab.errors import PrivlabError
 from privlab.experiment import KNOWN
 from privlab.records import CONTROL, EXACT_DB
-from privlab.report.leakage import WORST, per_image
 from privlab.report.page_data import case_names
+from privlab.report.per_image import SINGLE, WORST, lead_metric, leakiest_geometries, per_image
 from privlab.report.results import Results
 from privlab.report.sheet import shown
 from privlab.threat import AttackClass, Capability
 
-__all__ = ["DETERMINISTIC", "RULES", "Flag", "flag_lines", "flags_of", "lead_metric", "red_flags"]
+__all__ = ["DETERMINISTIC", "RULES", "Flag", "flag_lines", "flags_of", "red_flags"]
 
 DETERMINISTIC = frozenset(
     {"none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"},
@@ -76,12 +76,6 @@ def flag_lines(flags: Sequence[Flag]) -> list[str]:
     return [*lines, "An attack that fails is no evidence of privacy."] if lines else []
 
 
-def lead_metric(columns: Sequence[str]) -> str:
-    """Return the metric by which attacks are compared: PSNR where it is a column, or else the first one that leaks."""
-    leaky = [name for name in columns if KNOWN[name].direction != "utility"]
-    return "psnr" if "psnr" in columns else (leaky or list(columns))[0]
-
-
 @dataclass(frozen=True, eq=False)
 class _Facts:
     """What the rules look at."""
@@ -98,13 +92,19 @@ class _Facts:
 
     @cached_property
     def means(self) -> Mapping[int, Mapping[str, float]]:
-        """Return the mean over the images of each attack and control that was scored, by case."""
+        """Return the mean over the images of each attack and control that was scored, by case.
+
+        An attack counts in the geometry in which it leaks most, of those that an adversary can make.
+        """
         found = per_image(self.records, [self.metric], self.geometry)
-        found = found[found.scored & (found.attack != WORST)]
+        found = found[found.scored & ~found.attack.isin([WORST, SINGLE])]
         means = found.groupby(["case", "attack"], sort=False)[self.metric].mean()
         table: dict[int, dict[str, float]] = {}
+        best = leakiest_geometries(self.records, [self.metric], self.geometry)
+        for case, attack, mean in zip(best.case.tolist(), best.attack, best["value"].tolist(), strict=True):
+            table.setdefault(case, {}).setdefault(attack, mean)  # our own stand before external ones
         for (case, attack), mean in means.to_dict().items():
-            table.setdefault(case, {})[attack] = mean
+            table.setdefault(case, {}).setdefault(attack, mean)
         return table
 
     @cached_property
@@ -151,7 +151,9 @@ class _Facts:
 
     def knows(self, attack: str, case: int) -> bool:
         """Return whether all parts of a defense are undone in what is scored: by the attack, or by the geometry."""
-        more = {"jigsaw"} if self.geometry in ("oracle", "reassembled") else set()
+        own = self.records.loc[self.records.attack == attack].geometry
+        undone = self.geometry != "in_place" or bool((own == "reassembled").any())
+        more = {"jigsaw"} if undone else set()
         return _knows(_known(attack) | more, self.defenses[case], self.kinds[case])
 
     @cached_property

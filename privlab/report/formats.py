@@ -15,6 +15,7 @@ from rich.text import Text
 from privlab.errors import unknown_name
 from privlab.experiment import KNOWN, Layout
 from privlab.report.leakage import Row
+from privlab.report.per_image import BOUND
 from privlab.report.sheet import Caption, Cell, Sheet, behind, heading, images, row_name, shown
 from privlab.report.tex import to_tex
 
@@ -120,16 +121,17 @@ def to_markdown(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -
 def to_csv(rows: Sequence[Row], layout: Layout) -> str:
     """Return one line per row, figures in full: METRIC, METRIC_low, METRIC_high, METRIC_images and METRIC_leakiest.
 
-    The last says, for a worst case, on how many images each attack reached it. What was not measured is empty.
+    The last says, for a worst case, on how many images each attack reached it, and which the best single attack is.
+    What was not measured is empty.
     """
     out = io.StringIO()
     write = csv.writer(out, lineterminator="\n").writerow
-    facts = ["group", "case", "row", "attack", "images", "failed", "refused", "external"]
+    facts = ["group", "case", "row", "attack", "images", "exact", "failed", "refused", "external"]
     ends = ("", "_low", "_high", "_images", "_leakiest")
     write([*facts, *(name + end for name in layout.columns for end in ends)])
     for row in rows:
         refused = "; ".join(f"{attack}: {reason}" for attack, reason in row.refused.items())
-        line = [row.group, row.label, row.kind, row.attack, row.images, row.failed, refused, row.external]
+        line = [row.group, row.label, row.kind, row.attack, row.images, row.exact, row.failed, refused, row.external]
         for name in layout.columns:
             score = row.scores[name]
             leakiest = "; ".join(f"{attack}: {count}" for attack, count in row.leakiest.get(name, {}).items())
@@ -142,13 +144,13 @@ def to_csv(rows: Sequence[Row], layout: Layout) -> str:
 def to_json(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
     """Return the rows as data; null is not measured, an infinite figure "Infinity"."""
     metrics = {name: KNOWN[name].direction for name in layout.columns}
-    about = {"metrics": metrics, "interval": layout.interval, "geometry": layout.geometry}
+    about = {"metrics": metrics, "interval": layout.interval, "geometry": layout.geometry, "worst_case": BOUND}
     table = asdict(caption) | about | {"rows": [asdict(row) for row in rows]}
     return json.dumps(_plain(table), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
 
 
 def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, stacked: bool = False) -> Table:
-    """Lay the table out for a terminal: a line for each case, published, paper's attack and worst case side by side.
+    """Lay the table out for a terminal: a line for each case, published, paper's attack, worst case, best attack.
 
     `stacked` gives each row a line of its own, with its interval: for a narrow terminal, or all the rows of a leakage.
     """
@@ -181,12 +183,12 @@ def _stacked(sheet: Sheet, table: Table) -> None:
 
 
 def _side_by_side(sheet: Sheet, table: Table) -> None:
-    """Lay out a line for each case: under every metric what was published, the paper's attack, the worst case."""
+    """Lay out a line for each case: under every metric what was published and the best of what was measured."""
     cases: dict[int, dict[str, Row]] = {}
     for row in sheet.rows:
         cases.setdefault(row.case, {})[row.kind] = row
     attack = next((row.attack for row in sheet.rows if row.kind == "paper"), None)
-    heads = {"published": "paper", "paper": attack or "", "worst": "worst"}
+    heads = {"published": "paper", "paper": attack or "", "worst": "worst", "single": "single"}
     kinds = [kind for kind in heads if any(kind in rows for rows in cases.values())]
     table.add_column("case", min_width=min(32, max((len(row.label) for row in sheet.rows), default=0)))
     for name in sheet.layout.columns:
@@ -195,6 +197,8 @@ def _side_by_side(sheet: Sheet, table: Table) -> None:
             table.add_column(f"{above}\n{heads[kind]}", justify="right", no_wrap=True)
     table.add_column("images", justify="right")
     table.add_column("worst case by")
+    if "single" in kinds:
+        table.add_column("best single attack")
     for kind, row in sheet.lines():
         rows = cases[row.case]
         if kind == "group":
@@ -211,7 +215,9 @@ def _side_by_side(sheet: Sheet, table: Table) -> None:
             ]
             worst = rows.get("worst", row)
             label = row.label + (f" ({','.join(marks)})" if marks else "")
-            table.add_row(Text(label), *cells, images(worst), Text(behind(worst, sheet.layout)))
+            of = ("worst", "single") if "single" in kinds else ("worst",)
+            by = [Text(behind(rows[kind], sheet.layout) if kind in rows else "") for kind in of]
+            table.add_row(Text(label), *cells, images(worst), *by)
 
 
 def _text(cell: Cell) -> Text:

@@ -1,4 +1,4 @@
-"""The rows of a leakage table: what a paper printed, its attack here, and the worst case over all attacks."""
+"""The rows of a leakage table: what a paper printed, its attack here, the best single attack, and the worst case."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,29 +7,35 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from privlab.experiment import KNOWN
 from privlab.records import CONTROL, CONTROLS
+from privlab.report.per_image import (
+    CELL,
+    SINGLE,
+    WORST,
+    Floats,
+    Scored,
+    Segments,
+    Single,
+    Whole,
+    groups,
+    named,
+    per_image,
+    worst_case,
+)
 from privlab.report.results import Results
 
-__all__ = ["WORST", "Measured", "Row", "Score"]
+__all__ = ["SINGLE", "WORST", "Measured", "Row", "Score"]
 __all__ += ["bootstrap", "conditions_that_differ", "headline", "leakage", "measured", "per_image", "worst_case"]
 
-WORST = "worst case"
-"""The name of the adversary who picks, for each image, the attack that leaks most."""
-
-Kind = Literal["published", "paper", "worst", "attack", "control"]
-Floats = NDArray[np.float64]
-Whole = NDArray[np.intp]
-
+Kind = Literal["published", "paper", "worst", "single", "attack", "control"]
 _RESAMPLES = 2000
 _BLOCKS = 2048
 """Above as many images, blocks of images are resampled: the interval's width stays right to about 1/√(2 · 2048)."""
 _SEED = 20230617
 _AT_ONCE = 2**23
 """Numbers of one resampling that are held in memory together."""
-_CELL = ["case", "attack", "external"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,9 @@ class Row:
 
     `images` have a score; `failed` ones have a failed record, be it in one of several draws, or of the worst case under
     any attack. `leakiest` says by metric, for the worst case, on how many images each attack reached it; all that tie
-    count. `refused` says why attacks cannot run here; `external` is the reference of what was measured elsewhere.
+    count; for the best single attack which one it is; "april (reassembled)" is not scored as it is. `exact` images have
+    every grey level right; None where PSNR was not measured. `refused` says why attacks cannot run here; `external` is
+    the reference of what was measured elsewhere.
     """
 
     case: int
@@ -62,56 +70,47 @@ class Row:
     leakiest: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     external: str | None = None
+    exact: int | None = None
 
 
 Measured = tuple[Mapping[str, Score], int, int]
 """What was measured in one cell, an attack on a case: its scores, the images that have one, those that failed."""
+
+_Cell = tuple[Measured, int | None]
+"""What was measured, and how many of the images are exact."""
 
 
 def leakage(results: Results) -> list[Row]:
     """Return the rows of all cases, in their order.
 
     A case has its published figures (if there are any), the paper's attack (if the layout names one), the worst case,
-    every attack that ran or was refused, and the controls. Scores are averaged over the draws of an image, then over
-    the images; the worst case takes each image's leakiest score over attacks and draws, by each metric's own direction.
-    The interval is that of `bootstrap`: the same records, in any order, give the same rows.
+    the best single attack by the lead metric, every attack that ran or was refused, and the controls. Scores are
+    averaged over the draws of an image, then over the images; the worst case takes each image's leakiest score over
+    attacks, draws and the geometries that an adversary can make, by each metric's own direction. The interval is that
+    of `bootstrap`: the same records, in any order, give the same rows.
     """
     layout = results.layout
-    rows = _tidy(results.records, layout.columns, layout.geometry)
-    reached = _reached(rows, layout.columns)
-    images = _per_image(rows, reached, layout.columns)
-    counts = reached.groupby(["case", "metric", "attack"], sort=True).size().reset_index()
+    scored = Scored.of(results.records, layout.columns, layout.geometry)
+    images = scored.images
+    counts = scored.reached.groupby(["case", "metric", "attack", "geometry"], sort=True).size().reset_index()
     leakiest: dict[int, dict[str, dict[str, int]]] = {}
-    for case, metric, attack, count in counts.to_numpy().tolist():
-        leakiest.setdefault(case, {}).setdefault(metric, {})[attack] = count
-    cells: dict[int, dict[tuple[str, str], Measured]] = {}
+    for case, metric, attack, geometry, count in counts.to_numpy().tolist():
+        leakiest.setdefault(case, {}).setdefault(metric, {})[named(attack, geometry)] = count
+    exact = images.loc[images.image != ""].groupby(CELL).exact.sum(min_count=1).dropna().to_dict()
+    cells: dict[int, dict[tuple[str, str], _Cell]] = {}
     for (case, attack, external), cell in measured(images, layout.columns, layout.interval):
-        cells.setdefault(case, {})[attack, external] = cell
-    return [row for case in range(len(results.cases)) for row in _rows(results, case, cells.get(case, {}), leakiest)]
+        count = exact.get((case, attack, external))
+        cells.setdefault(case, {})[attack, external] = (cell, None if count is None else int(count))
+    return [
+        row
+        for case in range(len(results.cases))
+        for row in _rows(results, case, cells.get(case, {}), leakiest.get(case, {}), scored.single.get(case))
+    ]
 
 
 def headline(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that a paper's table shows: published, the paper's attack, the worst case."""
-    return [row for row in rows if row.kind in ("published", "paper", "worst")]
-
-
-def per_image(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
-    """Return one row per case, attack and image, and one for each image's worst case, where `attack` is `WORST`.
-
-    Columns: case, attack, external (its reference, or empty), image (its SHA-256, or else its name), control, scored,
-    failed, and the metrics, averaged over the draws that were scored. A worst case is `failed` where any attack failed.
-    """
-    rows = _tidy(records, metrics, geometry)
-    return _per_image(rows, _reached(rows, metrics), metrics)
-
-
-def worst_case(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
-    """Return the leakiest score of each case, image and metric over all attacks and draws, and the attack behind it.
-
-    Columns: case, image, metric, value, attack; a row for each attack that reached the value. Controls, failed rows and
-    figures of no known image have no part in it, nor have metrics of utility.
-    """
-    return _reached(_tidy(records, metrics, geometry), metrics)
+    """Return the rows that a paper's table shows: published, the paper's attack, the worst case, the best attack."""
+    return [row for row in rows if row.kind in ("published", "paper", "worst", "single")]
 
 
 def conditions_that_differ(results: Results) -> list[str]:
@@ -218,122 +217,11 @@ def _weights(size: int, blocks: int) -> Floats:
     return np.ascontiguousarray(counts.reshape(_RESAMPLES, blocks).T, dtype=np.float64)
 
 
-@dataclass(frozen=True, eq=False)
-class _Segments:
-    """Measured values in ascending order within their groups; `group` names the one that starts at each of `starts`."""
-
-    values: Floats
-    starts: Whole
-    group: Whole
-
-    @classmethod
-    def of(cls, values: Floats, group: Whole, *, ascending: bool = True) -> "_Segments":
-        """Leave out what was not measured; without `ascending` a group keeps its order."""
-        kept = ~np.isnan(values)
-        values, group = values[kept], group[kept]
-        order = np.lexsort((values, group)) if ascending else np.argsort(group, kind="stable")
-        values, group = values[order], group[order]
-        starts = np.flatnonzero(np.diff(group, prepend=-1))
-        return cls(values, starts, group[starts])
-
-    @property
-    def sizes(self) -> Whole:
-        return np.diff(np.append(self.starts, len(self.values)))
-
-    def means(self) -> Floats:
-        """Return the mean of each group, never outside its values by rounding; NaN for infinities of both signs."""
-        if not len(self.starts):
-            return np.empty(0)
-        with np.errstate(invalid="ignore"):
-            sums = np.add.reduceat(self.values, self.starts)
-        least, most = (end.reduceat(self.values, self.starts) for end in (np.minimum, np.maximum))
-        return (sums / self.sizes).clip(least, most)
-
-
-def _tidy(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> pd.DataFrame:
-    """Return the rows of one geometry, and the controls, with no null in what names them and no score of a failure."""
-    attacks, names = pd.factorize(records.attack, sort=True)
-    control = np.array([str(name).startswith(CONTROL) for name in names], dtype=bool)[attacks]
-    wanted = (records.geometry == geometry).to_numpy(bool) | control
-    rows = records.loc[wanted]
-    sha = rows.image_sha256.fillna("")
-    unread = (sha == "").to_numpy(bool) & (rows.status != "ok").to_numpy(bool)  # a file that cannot be read has no hash
-    ok = (rows.status == "ok").to_numpy(bool)
-    external = rows.external.fillna("") if "external" in rows else ""
-    named: dict[str, object] = {
-        "case": rows.case.to_numpy("int64"),
-        "attack": rows.attack,
-        "external": external,
-        "image": sha.mask(unread, "name:" + rows.image.fillna("").astype(str)),
-        "control": control[wanted],
-        "scored": ok,
-        "failed": ~ok,
-    }
-    absent = np.full(len(rows), np.nan)
-    scores = {name: rows[name].to_numpy("float64", na_value=np.nan) if name in rows else absent for name in metrics}
-    return pd.DataFrame(named | {name: np.where(ok, value, np.nan) for name, value in scores.items()}, index=rows.index)
-
-
-def _per_image(rows: pd.DataFrame, reached: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    means = _averaged(rows, [*_CELL, "image", "control"], metrics)
-    attacks = rows.loc[~rows.control & (rows.image != "")]
-    # What is of use to the client has no leakiest value: an image's worst case shows the mean over all attacks.
-    worst = _averaged(attacks, ["case", "image"], [name for name in metrics if not KNOWN[name].arrow])
-    best = reached.drop_duplicates(["case", "image", "metric"])
-    wide = best.pivot(index=["case", "image"], columns="metric", values="value").reset_index()
-    worst = worst.merge(wide, how="left", on=["case", "image"]).assign(attack=WORST, external="", control=False)
-    worst = worst.reindex(columns=means.columns)
-    if not means.empty:
-        means = pd.concat([means, worst.astype(means.dtypes.to_dict())], ignore_index=True)
-    return means.sort_values([*_CELL, "image"], ignore_index=True)
-
-
-def _reached(rows: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    rows = rows.loc[~rows.control & (rows.image != "")]
-    group, _ = _groups(rows, ["case", "image"])
-    found = []
-    for name in metrics:
-        if not KNOWN[name].arrow:
-            continue
-        sign = 1.0 if KNOWN[name].direction == "lower leaks" else -1.0
-        values = sign * rows[name].to_numpy()
-        segments = _Segments.of(values, group)
-        best = np.full(group.max(initial=-1) + 1, np.nan)
-        best[segments.group] = segments.values[segments.starts]
-        hit = values == best[group]
-        at = rows.loc[hit, ["case", "image", "attack"]].assign(metric=name, value=sign * values[hit])
-        found.append(at.drop_duplicates(["case", "image", "attack"]))
-    columns = ["case", "image", "metric", "value", "attack"]
-    if not found:
-        return pd.DataFrame(columns=columns).astype({"case": "int64", "value": "float64"})
-    ordered = pd.concat(found).sort_values(["case", "image", "metric", "attack"], ignore_index=True)
-    return ordered.reindex(columns=columns)
-
-
-def _groups(rows: pd.DataFrame, by: list[str]) -> tuple[Whole, pd.DataFrame]:
-    """Return the number of each row's group, in the order of the keys, and the keys."""
-    group = rows.groupby(by, sort=True).ngroup().to_numpy(np.intp)
-    _, first = np.unique(group, return_index=True)
-    return group, rows.iloc[first][by].reset_index(drop=True)
-
-
-def _averaged(rows: pd.DataFrame, by: list[str], metrics: Sequence[str]) -> pd.DataFrame:
-    """Return one row per group: its mean scores, and whether any row was scored, and failed."""
-    group, keys = _groups(rows, by)
-    for name in ("scored", "failed"):
-        keys[name] = np.bincount(group, rows[name].to_numpy(), minlength=len(keys)) > 0
-    for name in metrics:
-        segments = _Segments.of(rows[name].to_numpy(), group)
-        keys[name] = np.nan
-        keys.loc[segments.group, name] = segments.means()
-    return keys
-
-
 def measured(
     images: pd.DataFrame, metrics: Sequence[str], level: float
 ) -> Iterator[tuple[tuple[int, str, str], Measured]]:
     """Yield (case, attack, external) and what was measured there, from a table like that of `per_image`."""
-    group, keys = _groups(images, _CELL)
+    group, keys = groups(images, CELL)
     known = (images.image != "").to_numpy(bool)
     count, failed = (
         np.bincount(group, images[name].to_numpy(bool) & known, minlength=len(keys)).astype(int).tolist()
@@ -341,7 +229,7 @@ def measured(
     )
     scores: dict[str, dict[int, Score]] = {}
     for name in metrics:
-        of = _Segments.of(images[name].to_numpy(), group, ascending=False)
+        of = Segments.of(images[name].to_numpy(), group, ascending=False)
         columns = (of.group, of.means(), *bootstrap(of.values, of.starts, level), of.sizes)
         cells = zip(*(column.tolist() for column in columns), strict=True)
         scores[name] = {cell: Score(mean, low, high, n) for cell, mean, low, high, n in cells}
@@ -353,35 +241,42 @@ def measured(
 def _rows(
     results: Results,
     case: int,
-    cells: Mapping[tuple[str, str], Measured],
-    leakiest: Mapping[int, Mapping[str, Mapping[str, int]]],
+    cells: Mapping[tuple[str, str], _Cell],
+    leakiest: Mapping[str, Mapping[str, int]],
+    single: Single | None,
 ) -> Iterator[Row]:
     facts, layout = results.cases[case], results.layout
-    nothing: Measured = ({name: Score(float("nan")) for name in layout.columns}, 0, 0)
+    nothing: _Cell = (({name: Score(float("nan")) for name in layout.columns}, 0, 0), None)
 
     def row(
         kind: Kind,
         attack: str | None,
-        cell: Measured,
+        cell: _Cell,
         external: str = "",
         refused: Mapping[str, str] = {},
         leakiest: Mapping[str, Mapping[str, int]] = {},
     ) -> Row:
-        return Row(case, facts.label, facts.group, kind, attack, *cell, leakiest, refused, external or None)
+        (scores, count, failed), exact = cell
+        of = (case, facts.label, facts.group, kind, attack, scores, count, failed)
+        return Row(*of, leakiest, refused, external or None, exact)
 
     if facts.published:
         printed = {name: _published(name, facts.published) for name in (*layout.columns, *facts.published)}
-        yield row("published", None, (printed, 0, 0))
-    attacks = [key for key in cells if key[0] != WORST and not key[0].startswith(CONTROL)]
+        yield row("published", None, ((printed, 0, 0), None))
+    attacks = [key for key in cells if key[0] not in (WORST, SINGLE) and not key[0].startswith(CONTROL)]
     attacks.sort(key=lambda key: (key[0] != layout.paper_attack, key))
     if (paper := layout.paper_attack) is not None:
         key = next((key for key in attacks if key[0] == paper), (paper, ""))
         refused = {paper: facts.refused[paper]} if paper in facts.refused and key not in cells else {}
         yield row("paper", paper, cells.get(key, nothing), key[1], refused)
-    taken = (key[1] for key in attacks if key[1] and cells[key][1])  # figures of no image are in no worst case
+    taken = (key[1] for key in attacks if key[1] and cells[key][0][1])  # figures of no image are in no worst case
     elsewhere = "; ".join(dict.fromkeys(taken))
     worst = cells.get((WORST, ""), nothing)
-    yield row("worst", WORST, worst, elsewhere, facts.refused, leakiest.get(case, {}))
+    yield row("worst", WORST, worst, elsewhere, facts.refused, leakiest)
+    if single is not None:
+        cell = cells[SINGLE, ""]
+        by = {name: {single.name: score.images} for name, score in cell[0][0].items() if score.images}
+        yield row("single", SINGLE, cell, single.external, {}, by)
     for key in attacks:
         yield row("attack", key[0], cells[key], key[1])
     for attack, reason in sorted(facts.refused.items()):

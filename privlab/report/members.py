@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import pandas as pd
 
 from privlab.experiment import KNOWN
-from privlab.report.flags import lead_metric
-from privlab.report.leakage import WORST, per_image
 from privlab.report.page_data import case_names
+from privlab.report.per_image import WORST, lead_metric, per_image
 from privlab.report.results import Results
 from privlab.report.sheet import shown
 

@@ -150,7 +150,7 @@
     return script ? JSON.parse(script.textContent) : null;
   }
   function picture(book, what) {
-    const place = book?.of[`${seen.case}/${what}`];
+    const place = book?.of[`${seen.case}/${what.replace(/ \((oracle|reassembled)\)$/, "")}`]; // pictures lie as they are
     return place === undefined ? null : { small: book.small[place], full: book.full[place] || book.small[place], reduced: book.full[place] === null };
   }
   const watcher = new IntersectionObserver((entries) => {

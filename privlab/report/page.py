@@ -19,12 +19,12 @@ import privlab
 from privlab.decode import one_line
 from privlab.errors import PrivlabError
 from privlab.records import CONTROL
-from privlab.report.flags import lead_metric
 from privlab.report.leakage import leakage
 from privlab.report.members import apart_lines, apart_of
 from privlab.report.page_data import Images, case_names, leaks, page_data, scores_of
 from privlab.report.page_pictures import Album, albums, order_of
 from privlab.report.page_verdict import flags, lead_text, verdict
+from privlab.report.per_image import lead_metric
 from privlab.report.results import Results
 
 __all__ = ["write_page"]

@@ -11,17 +11,18 @@ import pandas as pd
 
 from privlab.experiment import KNOWN
 from privlab.records import CONTROL
-from privlab.report.leakage import Row, leakage, per_image, worst_case
+from privlab.report.leakage import Row, leakage
+from privlab.report.per_image import named, per_image, worst_case
 from privlab.report.results import Results
 
 __all__ = ["Images", "Scores", "case_names", "decimals", "leaks", "page_data", "scores_of", "title"]
 
-_ACRONYMS = {"mse", "psnr", "ssim", "fft2d", "mjp", "lpips"}
+_ACRONYMS = {"mse", "psnr", "ssim", "fft2d", "lpips"}
 
 
 def title(metric: str) -> str:
     """Return a metric's name as a heading, with the arrow of the direction that leaks."""
-    words = metric.replace("f_sim", "F-SIM").split("_")
+    words = metric.replace("f_sim", "F-SIM").replace("mjp", "(MJP)").split("_")
     return " ".join([*(word.upper() if word in _ACRONYMS else word for word in words), KNOWN[metric].arrow]).strip()
 
 
@@ -108,7 +109,7 @@ def _reached(results: Results, images: Images) -> dict[tuple[int, str, int], str
     found = worst_case(results.records, results.layout.columns, results.layout.geometry)
     found = found.drop_duplicates(["case", "image", "metric"])
     keys = zip(found.case, found.metric, found.image.map(images.number), strict=True)
-    return dict(zip(keys, found.attack, strict=True))
+    return dict(zip(keys, map(named, found.attack, found.geometry), strict=True))
 
 
 def page_data(
@@ -169,6 +170,7 @@ def _set(one: Scores, metrics: Sequence[str]) -> dict[str, Any]:
         "external": row.external,
         "refused": None if row.kind == "worst" else row.refused.get(row.attack or ""),
         "n": row.images,
+        "exact": row.exact,
         "failed": sorted(one.failed.items()),
         "means": {name: [_plain(score.mean), _plain(score.low), _plain(score.high)] for name, score in found.items()},
         "at": list(one.values.index),

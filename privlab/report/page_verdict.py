@@ -28,6 +28,8 @@ class Line:
     claim: tuple[str, str]
     worst: tuple[str, str]
     by: str
+    single: str
+    exact: str
     control: str
     control_name: str
     beaten: bool
@@ -81,6 +83,8 @@ class _Case:
     claim: Score
     worst: Score
     leakiest: Mapping[str, int]
+    single: tuple[str, Score] | None
+    exact: int
     refused: int
     claim_refused: bool
     external: str | None
@@ -90,7 +94,7 @@ class _Case:
     @classmethod
     def of(cls, rows: Sequence[Row], case: int, metric: str) -> "_Case":
         own = [row for row in rows if row.case == case]
-        found = {row.kind: row for row in own if row.kind in ("published", "paper", "worst")}
+        found = {row.kind: row for row in own if row.kind in ("published", "paper", "worst", "single")}
         scores = {kind: row.scores.get(metric, _NOTHING) for kind, row in found.items()}
         controls = [row for row in own if row.kind == "control" and not math.isnan(row.scores[metric].mean)]
         best = max(controls, key=lambda row: leaks(metric) * row.scores[metric].mean, default=None)
@@ -100,6 +104,8 @@ class _Case:
             metric,
             *(scores.get(kind, _NOTHING) for kind in ("published", "paper", "worst")),
             leakiest=worst.leakiest.get(metric, {}),
+            single=("".join(found["single"].leakiest.get(metric, ())), scores["single"]) if "single" in found else None,
+            exact=worst.exact or 0,
             refused=len(worst.refused),
             claim_refused="paper" in found and bool(found["paper"].refused),
             external="; ".join(dict.fromkeys(elsewhere)) or None,
@@ -132,6 +138,8 @@ class _Case:
             claim=_with_interval(self.claim, n, refused=self.claim_refused),
             worst=_with_interval(self.worst, n, refused=self.refused > 0),
             by=_most(self.leakiest, self.worst.images),
+            single=f"{self.single[0]} {shown(self.single[1].mean, n)}" if self.single and self.single[0] else "",
+            exact=f"exact {self.exact} of {self.worst.images}" if self.exact else "",
             control=shown(self.control.mean, n),
             control_name=self.control_name,
             beaten=self.beaten,

@@ -15,7 +15,7 @@ from privlab.records import CONTROLS
 from privlab.store import RunDirectory
 from privlab.strips import Place, places_of
 
-__all__ = ["CaseFacts", "Results", "by_case", "load_results", "papers_attack"]
+__all__ = ["CaseFacts", "Results", "beside", "by_case", "load_results", "papers_attack"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,13 +140,20 @@ def papers_attack(attacks: Iterable[str]) -> str | None:
     return next((name for name in ("april", "inversion-mae") if name in there), None)
 
 
+def beside(metrics: Iterable[str]) -> set[str]:
+    """Return the metrics that tables leave to the records, as the one that MJP prints is measured too."""
+    there = set(metrics)
+    return {name for name, printed in {"fft2d": "fft2d_mjp", "ssim_skimage": "ssim"}.items() if printed in there}
+
+
 def _of_run(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
     """Return the records of one `privlab attack`."""
     spec = facts.get("specification")
     if spec is None:
         raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
     cased, cases = by_case(records)
-    columns = tuple(name for name in spec["metrics"] if name in KNOWN and name not in ("fft2d_mjp", "ssim_skimage"))
+    own = [name for name in spec["metrics"] if name in KNOWN]
+    columns = tuple(name for name in own if name not in beside(own))
     return Results(
         name=path.name,
         title=" × ".join(dict.fromkeys([*records.victim.unique(), *records.defense.unique()])),

@@ -7,14 +7,26 @@ from functools import cached_property
 from typing import Literal
 
 from privlab.experiment import KNOWN, Layout
+from privlab.records import CONTROLS
 from privlab.report.leakage import Row, conditions_that_differ
+from privlab.report.per_image import BOUND, SINGLE, WORST, lead_metric
 from privlab.report.results import Results
 
-__all__ = ["Caption", "Cell", "Sheet", "behind", "heading", "images", "row_name", "shown"]
+__all__ = ["OF_ADVERSARIES", "OF_EXACT", "OF_ORACLE", "OF_WORST", "of_single"]
+__all__ += ["Caption", "Cell", "Sheet", "behind", "counted", "heading", "images", "row_name", "shown"]
 
-_WORST = "worst case: of each image the leakiest score over all attacks, by each metric's own direction"
+OF_WORST = f"{WORST}: {BOUND}; its leakiest score over all attacks and draws, by each metric's own direction"
+OF_ADVERSARIES = "both: as it is, or reassembled (the adversary put patches in order), whichever leaks more"
+OF_EXACT = (
+    "exact: the PSNR leaves no grey level wrong (above 54.15 dB + 10 log₁₀ of the number of values); "
+    "a mean PSNR over exact images is one of rounding"
+)
+OF_ORACLE = (
+    "oracle: before scoring, the evaluator put the patches that were moved where they fit the image best, for attacks "
+    f"and controls alike; {CONTROLS[2]} would be the image itself, and is left out"
+)
 _BOOTSTRAP = "by bootstrap over the images"
-_MEASURED = ("paper", "worst", "attack")
+_MEASURED = ("paper", "worst", "single", "attack")
 
 
 @dataclass(frozen=True)
@@ -31,9 +43,16 @@ class Caption:
         return cls(results.title, results.source, tuple(conditions_that_differ(results)))
 
 
+def of_single(metrics: Sequence[str]) -> str:
+    """Return what the best single attack is."""
+    by = heading(lead_metric(metrics)).rstrip(" ↑↓")
+    return f"{SINGLE}: that with the leakiest mean over the images, by {by}, as the evaluator finds it"
+
+
 def heading(metric: str) -> str:
     """Return a metric as the head of a column, with the arrow that leaks: "PSNR ↑"."""
     short = {"placement_accuracy": "placed", "neighbour_accuracy": "neighbours", "f_sim": "F-SIM"}
+    short |= {"fft2d_mjp": "FFT2D (MJP)"}
     first, _, rest = metric.partition("_")
     acronym = f"{first.upper()} {rest}" if rest not in ("", "alex") else first.upper()
     name = short.get(metric) or (acronym if first in ("mse", "psnr", "ssim", "fft2d", "lpips") else metric)
@@ -91,17 +110,23 @@ class Sheet:
         kinds = {row.kind for row in self.rows}
         shares = "; a share says how often an attack reaches it, over images and columns"
         shared = any("%" in behind(row, self.layout) for row in self.rows)
+        reassembled = self.layout.geometry != "oracle" and any(
+            "(reassembled)" in attack for row in self.rows for of in row.leakiest.values() for attack in of
+        )
         interval = any(math.isfinite(row.scores[name].low) for row in self.rows for name in self.layout.columns)
         within = "column and group" if any(row.group is not None for row in self.rows) else "column"
         general = [
             ("published" in kinds and self.caption.source, f"published: {self.caption.source}"),
-            ("worst" in kinds, _WORST + (shares if shared else "")),
+            ("worst" in kinds, OF_WORST + (shares if shared else "")),
+            ("single" in kinds, of_single(self.layout.columns)),
+            (reassembled, OF_ADVERSARIES),
+            (any(row.exact for row in self.rows), OF_EXACT),
             (
                 interval and intervals,
                 f"±: farther end of the {100 * self.layout.interval:g} % interval of the mean, {_BOOTSTRAP}",
             ),
             (self._leakiest, f"bold: the leakiest figure, measured here, of its {within}"),
-            (self.layout.geometry == "oracle", "oracle: before scoring, patches were put where they belong"),
+            (self.layout.geometry == "oracle", OF_ORACLE),
             (self.layout.geometry == "reassembled", "reassembled: before scoring, the adversary put patches in order"),
         ]
         own = [(mark, text) for text, mark in self._marks.items()]
@@ -146,13 +171,13 @@ def _letters(number: int) -> str:
 
 
 def row_name(row: Row, layout: Layout) -> str:
-    """Return what a row is of its case, with the attacks behind a worst case."""
+    """Return what a row is of its case, with the attacks behind a worst case or a best attack."""
     external = " (external)" if row.external and row.kind != "worst" else ""
     if row.kind == "published":
         return "published"
-    if row.kind == "worst":
+    if row.kind in ("worst", "single"):
         attacks = behind(row, layout)
-        return "worst case" + (f": {attacks}" if attacks else "")
+        return (WORST if row.kind == "worst" else SINGLE) + (f": {attacks}" if attacks else "")
     attack = (row.attack or "").replace(":", ": ")
     return (f"paper's attack: {attack}" if row.kind == "paper" else attack) + external
 
@@ -172,7 +197,13 @@ def behind(row: Row, layout: Layout) -> str:
 
 
 def images(row: Row) -> str:
-    """Return the numbers of images scored and failed."""
+    """Return the numbers of images scored, and of those that are exact and that failed."""
     if not row.images and not row.failed:
         return "—"
-    return f"{row.images}" + (f" ({row.failed} failed)" if row.failed else "")
+    return counted(row.images, row.exact, row.failed)
+
+
+def counted(images: int, exact: int | None, failed: int) -> str:
+    """Return numbers of images: "20 (18 exact, 1 failed)"."""
+    more = [f"{count} {what}" for count, what in ((exact, "exact"), (failed, "failed")) if count]
+    return f"{images}" + (f" ({', '.join(more)})" if more else "")

@@ -1,10 +1,11 @@
-"""The table of a run: a row for each attack and for the worst case, the mean and the spread over the images."""
+"""The table of a run: a row for each attack, the best one and the worst case, with mean and spread over the images."""
 
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from rich import box
 from rich.table import Table
@@ -15,74 +16,96 @@ from privlab.metrics import METRICS
 from privlab.placement import PLACEMENT
 from privlab.plan import Specification, defense_of
 from privlab.records import CONTROL, GEOMETRIES
-from privlab.report.flags import Flag, lead_metric, red_flags
-from privlab.report.leakage import WORST, per_image, worst_case
+from privlab.report.flags import Flag, red_flags
 from privlab.report.members import Apart, apart
-from privlab.report.results import by_case, papers_attack
+from privlab.report.per_image import SINGLE, WORST, Scored, lead_metric, named
+from privlab.report.results import beside, by_case, papers_attack
+from privlab.report.sheet import OF_ADVERSARIES, OF_EXACT, OF_ORACLE, OF_WORST, counted, of_single
 from privlab.run import Outcome
 
-__all__ = ["KNOWN", "flags", "members", "not_measured", "shown_metrics", "summarise", "to_rich", "verdicts"]
+__all__ = ["KNOWN", "explanations", "flags", "members", "not_measured", "shown_metrics", "summarise", "to_rich"]
+__all__ += ["verdicts"]
 
 KNOWN = METRICS | PLACEMENT
 """What a column of the table may be."""
 
-_KINDS = ("paper", "worst", "attack", "control")
+_KINDS = ("paper", "worst", "single", "attack", "control")
 
 
 def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
     """Return one row per victim, setting and attack: `n` images scored, `failed` ones, METRIC and METRIC_std of each.
 
-    Each victim and setting has the paper's attack, the worst case, the other attacks in the order in which they ran,
-    and the controls (`kind`). Scores are averaged over the draws of an image; the worst case takes its leakiest one
-    over attacks and draws, by each metric's own direction; `leakiest` says by the lead metric on how many images each
-    attack reached it. The spread is the standard deviation over the images (n − 1); what no image has is NaN.
+    Each victim and setting has the paper's attack, the worst case, the best single attack by the lead metric, the other
+    attacks in the order in which they ran, and the controls (`kind`). Scores are averaged over the draws of an image;
+    the worst case takes its leakiest one over attacks, draws and the geometries that an adversary can make, by each
+    metric's own direction; `leakiest` says by the lead metric on how many images each attack reached it, and which is
+    the best single one. `exact` counts the images of which every grey level is right; None without PSNR. The spread is
+    the standard deviation over the images (n − 1); what no image has is NaN.
     """
     cased, cases = by_case(records)
     there = cased.loc[(cased.geometry == geometry) | cased.attack.str.startswith(CONTROL)]
     names = [*metrics, *(name for name in PLACEMENT if there[name].notna().any())]
-    images = per_image(cased, names, geometry)
+    scored, lead = Scored.of(cased, names, geometry), lead_metric(names)
+    images = scored.images
     groups = images.groupby(["case", "attack"], sort=False)
     table = groups.agg(n=("scored", "sum"), failed=("failed", "sum"))
     for name in names:
         table[name] = groups[name].mean()
         table[f"{name}_std"] = groups[name].std()
-    reached = worst_case(cased, [lead_metric(names)], geometry)
-    behind = [dict(Counter(reached.attack[reached.case == case])) for case in range(len(cases))]
+    exact = groups.exact.sum(min_count=1).dropna().astype(int).to_dict()
+    reached = scored.reached.loc[scored.reached.metric == lead]
+    who = [named(attack, where) for attack, where in zip(reached.attack, reached.geometry, strict=True)]
+    behind = {(case, WORST): dict(Counter(np.array(who)[reached.case == case].tolist())) for case in range(len(cases))}
+    behind |= {(case, SINGLE): {one.name: int(table.n[case, SINGLE])} for case, one in scored.single.items()}
     blocks = there.dropna(subset=["block"]).groupby(["case", "attack"]).block.first().to_dict()
     rows = [
         {
             **cases[case].options,
             **{"block": blocks.get((case, attack)), "attack": attack, "kind": kind},
-            "leakiest": behind[case] if kind == "worst" else None,
+            "leakiest": behind.get((case, attack)),
             **table.loc[(case, attack)].to_dict(),
+            "exact": exact.get((case, attack)),
         }
         for case in range(len(cases))
         for kind, attack in _ordered(there.attack[there.case == case].unique().tolist())
         if (case, attack) in table.index
     ]
-    return pd.DataFrame(rows).astype({"n": int, "failed": int})
+    counts = pd.Series([row.pop("exact") for row in rows], dtype=object)
+    return pd.DataFrame(rows).astype({"n": int, "failed": int}).assign(exact=counts)
 
 
 def elsewhere(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
-    """Return what the paper's attack and the worst case have in the other geometries, in a line for each.
+    """Return what the paper's attack, the worst case and the best attack have in the other geometries, a line for each.
 
-    By the lead metric; a geometry that changes nothing is left out.
+    By the lead metric; what a geometry does not change is left out.
     """
     lead, lines = lead_metric(metrics), []
     here = _leading(summarise(records, [lead], geometry), lead)
     for other in [name for name in GEOMETRIES if name != geometry and (records.geometry == name).any()]:
-        found = _leading(summarise(records, [lead], other), lead)
-        if found != here:
+        there = _leading(summarise(records, [lead], other), lead)
+        if found := {name: value for name, value in there.items() if here.get(name) != value}:
             told = "; ".join(f"{name} {value}" for name, value in found.items())
             lines.append(f"geometry {other} (--geometry {other}), {_title(lead)}: {told}")
     return lines
 
 
 def _leading(table: pd.DataFrame, lead: str) -> dict[str, str]:
-    """Return the lead metric of the paper's attack and of the worst case of each case, by their names, in words."""
-    rows = table.loc[table.kind.isin(["paper", "worst"])].to_dict("records")
+    """Return the lead metric of the first rows of each case, by their names, in words."""
+    rows = table.loc[table.kind.isin(["paper", "worst", "single"])].to_dict("records")
     several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
     return {" ".join([*(str(row[c]) for c in several), row["attack"]]): _value(row, lead, " ± ") for row in rows}
+
+
+def explanations(table: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
+    """Return what the first rows of the table are, and what its scores stand on, a line for each."""
+    reassembled = any("(reassembled)" in name for behind in table.leakiest if behind for name in behind)
+    return [
+        OF_WORST,
+        of_single(metrics),
+        *([OF_ADVERSARIES] if reassembled and geometry != GEOMETRIES[1] else []),
+        *([OF_ORACLE] if geometry == GEOMETRIES[1] else []),
+        *([OF_EXACT] if any(table.exact) else []),
+    ]
 
 
 def flags(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Flag]:
@@ -102,7 +125,7 @@ def _ordered(attacks: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the kind and the name of each row of a victim and setting, in their order."""
     paper = papers_attack(attacks)
     kinds = {attack: "control" if attack.startswith(CONTROL) else "attack" for attack in attacks}
-    kinds |= {WORST: "worst"} | ({paper: "paper"} if paper else {})
+    kinds |= {WORST: "worst", SINGLE: "single"} | ({paper: "paper"} if paper else {})
     yield from sorted(((kind, attack) for attack, kind in kinds.items()), key=lambda pair: _KINDS.index(pair[0]))
 
 
@@ -111,12 +134,11 @@ def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
 
     Where features are released, what was measured of rows, keys and utility follows.
     """
-    beside = ("ssim_skimage", "fft2d_mjp")
     order = (
         *("mse", "fft2d", "fft2d_mjp", "psnr", "ssim", "ssim_skimage"),
         *("lpips_alex", "lpips_vgg", "lpips_squeeze", "f_sim"),
     )
-    shown = [name for name in order if name in metrics and name not in beside] or list(metrics)
+    shown = [name for name in order if name in metrics and name not in beside(metrics)]
     return [*shown, *(name for name in PLACEMENT if name in table)]
 
 
@@ -175,7 +197,7 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
     shown.add_column("images", justify="right")
     for row in table.to_dict("records"):
         values = [_value(row, name, "\n± " if stacked else " ± ") for name in metrics]
-        images = f"{row['n']}" + (f" ({row['failed']} failed)" if row["failed"] else "")
+        images = counted(row["n"], row["exact"], row["failed"])
         name = row["attack"] + (f"\n({about})" if (about := _about(row)) else "")
         block = row["block"] if isinstance(row["block"], str) else "—"  # controls have none
         shown.add_row(*(str(row[c]) for c in several), name, block, *values, images)
@@ -183,21 +205,20 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
 
 
 def _about(row: Mapping[Hashable, Any]) -> str:
-    """Return what stands under an attack's name: that it is the paper's; of the worst case the attacks behind it."""
-    if row["kind"] != "worst":
+    """Return what stands under a name: that an attack is the paper's; which attacks are behind the worst case."""
+    if row["leakiest"] is None:
         return "the paper's" if row["kind"] == "paper" else ""
     order = sorted(row["leakiest"].items(), key=lambda pair: -pair[1])
-    return (
-        "".join(name for name, _ in order)
-        if len(order) < 2
-        else ",\n".join(f"{name} {n} of {row['n']}" for name, n in order)
-    )
+    said = [(name.replace(" (", ",\n").rstrip(")"), n) for name, n in order]  # "april (reassembled)" in two lines
+    return said[0][0] if len(said) == 1 else ",\n".join(f"{name} {n} of {row['n']}" for name, n in said)
 
 
 def _title(name: str) -> str:
     if name in PLACEMENT:
         return {"placement_accuracy": "placed", "neighbour_accuracy": "neighbours"}.get(name, name.replace("_", " "))
     first, _, rest = name.upper().partition("_")
+    if name == "fft2d_mjp":
+        return "FFT2D (MJP)"
     return first if rest in ("", "ALEX") else f"{first} {rest.lower()}"
 
 

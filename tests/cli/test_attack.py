@@ -59,23 +59,33 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     assert done.status == 0
     told = json.loads(done.out)
     assert list(told) == [
-        *("run", "verdict", "flags", "members", "geometry", "leaks", "rows"),
+        *("run", "verdict", "flags", "members", "geometry", "worst_case", "leaks", "rows"),
         *("warnings", "missing_metrics", "failed"),
     ]
     assert told["flags"] == [{"head": "Random weights", "items": ["vit_ti"]}]
     assert told["geometry"] == "in_place"
+    assert told["worst_case"] == "the best attack of each image, chosen by the evaluator: an upper bound"
     assert told["leaks"]["psnr"] == "higher leaks"
+    assert "fft2d_mjp" in told["leaks"]  # the one that MJP prints
+    assert "fft2d" not in told["leaks"]
     assert told["rows"][-1]["block"] is None  # a control
     assert told["run"] == str(tmp_path / "run")
     assert told["failed"] == {}
     assert list(told["missing_metrics"]) == ["lpips_alex"]
-    attacks = ["april", "worst case", "patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full"]
+    ours = ["patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full"]
+    attacks = ["april", "worst case", "best single attack", *ours]
     assert [row["attack"] for row in told["rows"]] == [*attacks, *CONTROLS]
     by_attack = {row["attack"]: row for row in told["rows"]}
     assert by_attack["patch-gradient"]["psnr"] > 100
     assert 0 < by_attack["patch-gradient"]["mse"] < 1e-10  # a small number is not nought
     assert by_attack["patch-gradient"]["lpips_alex"] is None
     assert by_attack["patch-gradient"]["n"] == 3
+    assert by_attack["patch-gradient"]["exact"] == by_attack["worst case"]["exact"] == 3
+    assert by_attack["control:mean"]["exact"] == 0
+    ((single, count),) = by_attack["best single attack"]["leakiest"].items()
+    assert count == 3
+    assert by_attack["best single attack"]["psnr"] == max(by_attack[name]["psnr"] for name in ours)
+    assert by_attack[single]["psnr"] == by_attack["best single attack"]["psnr"]
 
 
 def test_perfect_scores_are_no_missing_ones(attack: Callable[..., Any], records: Callable[..., pd.DataFrame]) -> None:
@@ -141,15 +151,15 @@ def test_run_json_states_the_command_without_the_machines_folders(
 
 
 def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
-    """FFT2D is a correlation, and a picture of one colour has none: that is said where other n/a's are told."""
-    Image.new("RGB", (40, 36), (90, 120, 200)).save(photos / "plain.png")
-    done = attack("--attack", "april,patch-gradient", "--metrics", "psnr,fft2d,lpips_alex")
+    """FFT2D as MJP has it is a correlation, and a black picture has none: that is said where other n/a's are told."""
+    Image.new("RGB", (40, 36)).save(photos / "black.png")
+    done = attack("--attack", "april,patch-gradient", "--metrics", "psnr,fft2d,fft2d_mjp,lpips_alex")
     assert done.status == 0
-    why = "undefined where a reconstruction or its image has constant channels only"
-    assert f"fft2d: n/a (for 7 of 28 records: {why})" in done.out
-    assert f"fft2d is n/a for some pictures: {why}." in " ".join(done.err.split())
+    why = "undefined where a reconstruction or its image is black"
+    assert f"fft2d_mjp: n/a (for 7 of 28 records: {why})" in done.out
+    assert f"fft2d_mjp is n/a for some pictures: {why}." in " ".join(done.err.split())
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert f"fft2d is n/a for some pictures: {why}." in facts["warnings"]
+    assert f"fft2d_mjp is n/a for some pictures: {why}." in facts["warnings"]
     assert attack("--metrics", "psnr", "--overwrite").out.count("fft2d") == 0
 
 

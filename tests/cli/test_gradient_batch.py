@@ -1,23 +1,30 @@
 """Clients that release one gradient of several images: what runs, what is refused, and what the records say."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import privlab
 from privlab.attacks import ATTACKS
+from privlab.controls import Controls
+from privlab.decode import Picture
 from privlab.patches import patchify, unpatchify
 from privlab.placement import assigned
 from privlab.plan import Specification, plan
 from privlab.records import CONTROLS, Rows
-from privlab.threat import Capability, Observation, Stolen
+from privlab.threat import Capability, Observation, PrivlabWarning, Stolen
+from privlab.trial import Batch
 from privlab.victims import victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
@@ -86,6 +93,51 @@ def test_shuffled_images_are_assigned_by_what_was_fed() -> None:
     assert found.tokens.tolist() == [0, 1, 2]
     plain = assigned(Stolen(fed[[1, 2, 0]]), fed, 4)
     assert torch.equal(plain.images, fed)
+
+
+def test_controls_of_a_batch_are_assigned_as_reconstructions_are(
+    confidant: type[Confidant], photos: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each image has another photograph, which none of the batch is, and the pairs are those of least squared error."""
+    rng, tmp_path = np.random.default_rng(1), tmp_path_factory.mktemp("public")
+    for i in range(4):
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(tmp_path / f"{i}.png")
+    frame = run(photos, attack=confidant.name, setting="a", gradient_batch=3, limit=3, public=str(tmp_path))
+    base = victim("vit_ti", weights="random", img_size=32)
+    private, public = (
+        torch.stack([base.preprocessing(p.pixels) for p in privlab.open_images(folder) if p.pixels])
+        for folder in (photos, tmp_path)
+    )
+    errors = (private[:3, None] - public[None, :3]).double().square().mean((2, 3, 4))
+    total, best = min((sum(errors[i, j] for i, j in enumerate(order)), order) for order in permutations(range(3)))
+    wanted = [-10 * math.log10(errors[i, j]) for i, j in enumerate(best)]
+    found = frame[frame.attack == "control:other"].set_index("image").psnr
+    assert sorted(found) == pytest.approx(sorted(wanted))
+    assert total <= errors.diagonal().sum()
+
+
+def test_no_control_is_a_photograph_under_attack() -> None:
+    draw = torch.Generator().manual_seed(0)
+    images = torch.rand(3, 3, 8, 8, generator=draw)
+    batch = Batch([Picture(f"{i}", f"{i}", None) for i in range(3)], images, torch.zeros(3, dtype=torch.long), "b")
+    public = {f"{i}": torch.rand(3, 8, 8, generator=draw) for i in range(2, 7)}  # that of "2" is one of the batch
+    draws = [torch.Generator().manual_seed(i) for i in range(3)]
+
+    def made(names: Sequence[str], *, together: bool = True) -> dict[str, torch.Tensor]:
+        return Controls({name: public[name] for name in names}).of(batch, 4, draws, together=together)
+
+    mean, other, shuffled = CONTROLS
+    full = made("23456")
+    left = torch.stack([public[name] for name in "345"])
+    assert torch.equal(full[other], left)
+    assert torch.allclose(full[mean], torch.stack([public[name] for name in "3456"]).mean(0).expand(3, -1, -1, -1))
+    assert torch.equal(patchify(full[shuffled], 4).sort(1)[0], patchify(images, 4).sort(1)[0])
+    with pytest.warns(PrivlabWarning, match="2 public photographs are not under attack, for 3 images in one release"):
+        assert torch.equal(made("234")[other], torch.stack([public[name] for name in "343"]))
+    with pytest.warns(PrivlabWarning, match="0 public photographs .* are not scored"):
+        assert list(made("2")) == [shuffled]
+    alone = made("23", together=False)
+    assert torch.equal(alone[other], torch.stack([public[name] for name in "223"]))  # of "2" another one than its own
 
 
 def test_attacks_for_one_image_are_refused_by_name(attack: Callable[..., Any]) -> None:

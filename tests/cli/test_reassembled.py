@@ -22,12 +22,22 @@ def test_what_re_assembly_changes_stands_below_every_table(attack: Callable[...,
     def said(name: str, setting: str, *more: object) -> str:
         return attack("--setting", setting, *OPTIONS, "--out", tmp_path / name, *more).out
 
-    (line,) = [line for line in said("one", "c").splitlines() if line.startswith("geometry reassembled")]
     there = json.loads(said("two", "c", "--geometry", "reassembled", "--json"))["rows"]
-    worst = next(row for row in there if row["kind"] == "worst")
-    assert line.startswith(f"geometry reassembled (--geometry reassembled), PSNR: worst case {worst['psnr']:.2f} ± ")
-    assert "geometry in_place (--geometry in_place), PSNR: " in said("three", "c", "--geometry", "reassembled")
+    here = json.loads(said("five", "c", "--json"))["rows"]
+    for kind, name in (("worst", "worst case"), ("single", "best single attack")):
+        ours, theirs = (next(row for row in rows if row["kind"] == kind) for rows in (here, there))
+        assert ours["psnr"] == theirs["psnr"] > 60  # what an adversary can make, whichever rows are shown
+        assert list(ours["leakiest"]) == list(theirs["leakiest"]) == ["patch-gradient (reassembled)"]
+        assert ours["attack"] == name
+    assert next(row for row in here if row["kind"] == "attack")["psnr"] < 40
+    text = said("one", "c")
+    assert "reassembled" in text
+    assert "both: as it is, or reassembled (the adversary put patches in order), whichever leaks more" in text
+    assert "worst case: the best attack of each image, chosen by the evaluator: an upper bound" in text
     assert "(--geometry " not in said("four", "a")  # nothing is moved
+    oracle = said("six", "c", "--geometry", "oracle")
+    assert "control:shuffled would be the image itself, and is left out" in oracle
+    assert "oracle)" in oracle
 
 
 def test_it_is_refused_before_the_run_where_there_is_nothing_to_put_together(attack: Callable[..., Any]) -> None:

@@ -232,6 +232,8 @@ def test_table_5_of_mjp() -> None:
     found = read_experiment(find_experiment("mjp_table5"))
     assert [case.group for case in found.cases] == ["(1)"] * 4 + ["(2)"] * 4 + ["(3)", "(4)"]
     assert found.cases[0].published["psnr"] == 19.27
+    assert found.cases[0].published["fft2d_mjp"] == 0.0039  # by the authors' formula, as printed
+    assert all("fft2d" not in case.published for case in found.cases)
     assert all(set(case.published) == {"correct", *found.layout.columns} for case in found.cases)
 
 

@@ -139,10 +139,12 @@ def test_fft2d_sees_the_image_where_mjps_sees_it_turned() -> None:
 
 
 @pytest.mark.parametrize("level", [0.0, 0.1, 0.3, 1.0])
-def test_fft2d_is_undefined_for_constant_images(level: float) -> None:
+def test_fft2d_of_constant_images_is_that_of_unrelated_or_of_equal_ones(level: float) -> None:
     flat = torch.full((3, 3, 96, 96), level, dtype=torch.float64)
-    assert fft2d(flat, PHOTOGRAPHS.double()).isnan().all()
-    assert fft2d(flat, flat).isnan().all()
+    for one, other in ((flat, PHOTOGRAPHS.double()), (PHOTOGRAPHS.double(), flat)):
+        assert (fft2d(one, other) == 1).all()
+    assert (fft2d(flat, flat) == 0).all()
+    assert (fft2d(flat, 1 - flat) == 0).all()  # levels are no part of it: the DC is left out
 
 
 def test_fft2d_mjp_is_undefined_for_black_images() -> None:

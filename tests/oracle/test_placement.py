@@ -7,7 +7,15 @@ import torch
 
 from privlab.patches import patchify
 from privlab.permutation import draw_orders, inverse
-from privlab.placement import as_sent, at_home, key_recovered, matched, neighbour_accuracy, placement_accuracy
+from privlab.placement import (
+    as_sent,
+    displaced,
+    in_best_order,
+    key_recovered,
+    matched,
+    neighbour_accuracy,
+    placement_accuracy,
+)
 from privlab.threat import Sent, Stolen
 
 B, PREFIX, GRID = 2, 1, (3, 4)
@@ -68,7 +76,7 @@ def test_neighbours_are_those_of_a_naive_loop(seed: int) -> None:
     assert neighbour_accuracy(sent, Stolen(IMAGES, rows), GRID).tolist() == pytest.approx(expected)
 
 
-def test_at_home_undoes_every_misplacement() -> None:
+def test_the_best_order_across_images_undoes_every_misplacement() -> None:
     sent = permuted()
     wrong = truth(sent)[:, torch.randperm(N, generator=torch.Generator().manual_seed(1))].flip(0)
     patches = patchify(IMAGES, 2).flatten(0, 1)
@@ -79,21 +87,32 @@ def test_at_home_undoes_every_misplacement() -> None:
         for s, patch in enumerate(image):
             r, c = divmod(s, GRID[1])
             images[i, :, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2] = patch.view(3, 2, 2)
-    assert torch.equal(at_home(sent, Stolen(images, wrong), 2), IMAGES)
+    everywhere = displaced(sent)
+    assert everywhere.all()
+    assert torch.equal(in_best_order(images, IMAGES, everywhere, 2, across=True), IMAGES)
+    apart = in_best_order(images, IMAGES, everywhere, 2)  # each image has its own patches, as many as stand in it
+    assert torch.equal(patchify(apart, 2).sort(1)[0], patchify(images, 2).sort(1)[0])
+    assert not torch.equal(apart, IMAGES)
+
+
+def test_rows_are_displaced_where_one_stands_for_another() -> None:
+    plain = Sent.plain(torch.zeros(B, T, 5), PREFIX)
+    assert not displaced(plain).any()
+    source = plain.source.clone()
+    source[1, [-1, -2]] = source[1, [-2, -1]]
+    assert displaced(Sent(plain.features, source, PREFIX)).tolist() == [[False] * N, [True] * N]
 
 
 def test_a_class_row_among_the_patches_is_no_placement() -> None:
     sent = Sent.plain(torch.zeros(B, T, 5), PREFIX)
     rows = torch.arange(B * T).view(B, T)[:, :N]  # the class row stands in the first slot, all others one to the left
     assert placement_accuracy(sent, Stolen(IMAGES, rows)).tolist() == [0, 0]
-    assert at_home(sent, Stolen(IMAGES, rows), 2).shape == IMAGES.shape
 
 
 def test_no_claim_is_not_measured() -> None:
     sent = permuted()
     assert placement_accuracy(sent, Stolen(IMAGES)) is None
     assert neighbour_accuracy(sent, Stolen(IMAGES), GRID) is None
-    assert at_home(sent, Stolen(IMAGES), 2) is IMAGES
     assert key_recovered(sent, Stolen(IMAGES, columns=torch.arange(5))) is None
 
 

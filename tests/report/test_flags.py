@@ -13,7 +13,8 @@ from torch import Generator
 
 from privlab.attacks import ATTACKS
 from privlab.defenses import DEFENSES
-from privlab.report.flags import BUDGETS, DETERMINISTIC, NOTHING, RULES, Flag, flag_lines, lead_metric, red_flags
+from privlab.report.flags import BUDGETS, DETERMINISTIC, NOTHING, RULES, Flag, flag_lines, red_flags
+from privlab.report.per_image import lead_metric
 from privlab.stack import Stack
 from privlab.threat import Draws
 
@@ -114,6 +115,17 @@ def test_reassembly_knows_the_jigsaw() -> None:
     assert found(rows, ["one"])["No adaptive attack"] == ["jigsaw: geometry reassembled not scored"]
     for geometry in ("oracle", "reassembled"):
         assert found(rows.assign(geometry=geometry), ["one"], geometry=geometry) == {}
+
+
+def test_an_attack_counts_in_the_leakiest_geometry_that_an_adversary_can_make() -> None:
+    rows = case({"patch-gradient": 10.0, "control:mean": 12.0}, "jigsaw")
+    beaten = "No better than a control"
+    assert beaten in found(rows, ["one"])
+    ours = rows[rows.attack == "patch-gradient"]
+    for geometry, flagged in (("reassembled", False), ("oracle", True)):
+        both = pd.concat([rows, ours.assign(geometry=geometry, psnr=60.0)], ignore_index=True)
+        raised = found(both, ["one"])
+        assert (beaten in raised) == ("No adaptive attack" in raised) == flagged
 
 
 def test_the_adaptive_attack_is_weaker() -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from privlab.errors import PrivlabError
 from privlab.experiment import KNOWN, Layout
 from privlab.report.formats import FORMATS, heading, render, shown, to_csv, to_json, to_latex, to_markdown, to_rich
-from privlab.report.leakage import WORST, Kind, Row, Score
+from privlab.report.leakage import SINGLE, WORST, Kind, Row, Score
 from privlab.report.results import CaseFacts, Results
 from privlab.report.sheet import Caption
 from privlab.report.tex import to_tex
@@ -71,7 +71,7 @@ MARKDOWN = r"""**Table 5**
 
 published: MJP (2023)
 
-worst case: of each image the leakiest score over all attacks, by each metric's own direction; a share says how often an attack reaches it, over images and columns
+worst case: the best attack of each image, chosen by the evaluator: an upper bound; its leakiest score over all attacks and draws, by each metric's own direction; a share says how often an attack reaches it, over images and columns
 
 ±: farther end of the 95 % interval of the mean, by bootstrap over the images
 
@@ -103,7 +103,7 @@ LATEX = r"""\begin{tabular}{@{}lrr@{\,}lr@{\,}l@{}}
 \noindent\textsuperscript{b} not among the attacks: april (no PE)\par
 \noindent\textsuperscript{c} external, measured elsewhere: Fu 2021, Table 2\par
 \noindent published: MJP (2023)\par
-\noindent worst case: of each image the leakiest score over all attacks, by each metric's own direction; a share says how often an attack reaches it, over images and columns\par
+\noindent worst case: the best attack of each image, chosen by the evaluator: an upper bound; its leakiest score over all attacks and draws, by each metric's own direction; a share says how often an attack reaches it, over images and columns\par
 \noindent $\pm$: farther end of the 95 \% interval of the mean, by bootstrap over the images\par
 \noindent bold: the leakiest figure, measured here, of its column and group\par
 \noindent weights: paper: trained / here: random\par
@@ -111,14 +111,14 @@ LATEX = r"""\begin{tabular}{@{}lrr@{\,}lr@{\,}l@{}}
 """  # noqa: E501
 
 CSV = """\
-group,case,row,attack,images,failed,refused,external,mse,mse_low,mse_high,mse_images,mse_leakiest,psnr,psnr_low,psnr_high,psnr_images,psnr_leakiest
-(1) a & b,DeiT-S,published,,0,0,,,0.035,,,0,,18.94,,,0,
-(1) a & b,DeiT-S,paper,april,2,1,,,0.0625,0.0546875,0.078125,2,,17.5,17.25,18.0,2,
-(1) a & b,DeiT-S,worst,worst case,2,0,,,1.23e-09,1.13e-09,1.43e-09,2,april: 1; new: 1,inf,80.0,inf,2,new: 2
-(2),MJP_{γ},paper,april,0,0,april: no PE,,,,,0,,,,,0,
-(2),MJP_{γ},worst,worst case,1,0,april: no PE,,0.2,,,2,x: 1,7.0,,,2,
-(2),MJP_{γ},attack,x,1,0,,"Fu 2021, Table 2",0.2,,,2,,7.0,,,2,
-(2),MJP_{γ},control,control:mean,1,0,,,0.1,,,2,,10.0,,,2,
+group,case,row,attack,images,exact,failed,refused,external,mse,mse_low,mse_high,mse_images,mse_leakiest,psnr,psnr_low,psnr_high,psnr_images,psnr_leakiest
+(1) a & b,DeiT-S,published,,0,,0,,,0.035,,,0,,18.94,,,0,
+(1) a & b,DeiT-S,paper,april,2,,1,,,0.0625,0.0546875,0.078125,2,,17.5,17.25,18.0,2,
+(1) a & b,DeiT-S,worst,worst case,2,,0,,,1.23e-09,1.13e-09,1.43e-09,2,april: 1; new: 1,inf,80.0,inf,2,new: 2
+(2),MJP_{γ},paper,april,0,,0,april: no PE,,,,,0,,,,,0,
+(2),MJP_{γ},worst,worst case,1,,0,april: no PE,,0.2,,,2,x: 1,7.0,,,2,
+(2),MJP_{γ},attack,x,1,,0,,"Fu 2021, Table 2",0.2,,,2,,7.0,,,2,
+(2),MJP_{γ},control,control:mean,1,,0,,,0.1,,,2,,10.0,,,2,
 """
 
 
@@ -232,6 +232,29 @@ def test_attacks_refused_for_one_reason_share_it() -> None:
     assert "not among the attacks: b, a (no PE); c (batch)" in to_markdown(rows, LAYOUT)
 
 
+def test_the_best_single_attack_and_exact_images_stand_beside_the_worst_case() -> None:
+    by = {name: {"new (reassembled)": 2} for name in LAYOUT.columns}
+    rows = [*ROWS[:2], replace(ROWS[2], exact=1), replace(ROWS[2], kind="single", attack=SINGLE, leakiest=by, exact=1)]
+    text = to_markdown(rows, LAYOUT)
+    assert "best single attack: new (reassembled) | 2 (1 exact) |" in text
+    assert "best single attack: that with the leakiest mean over the images, by PSNR, as the evaluator finds it" in text
+    assert "both: as it is, or reassembled (the adversary put patches in order), whichever leaks more" in text
+    assert text.count("a mean PSNR over exact images is one of rounding") == 1
+    assert r"\quad best single attack: new (reassembled) & 2 (1 exact)" in to_latex(rows, LAYOUT)
+    line = to_csv(rows, LAYOUT).splitlines()[-1]
+    assert line.startswith("(1) a & b,DeiT-S,single,best single attack,2,1,0,,,")
+    assert line.endswith("new (reassembled): 2")
+    told = json.loads(to_json(rows, LAYOUT))
+    assert told["worst_case"] == "the best attack of each image, chosen by the evaluator: an upper bound"
+    assert (told["rows"][3]["kind"], told["rows"][3]["exact"]) == ("single", 1)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(to_rich(rows, LAYOUT))
+    lines = [" ".join(line.split()) for line in console.export_text().splitlines()]
+    heads = "paper april worst single"
+    assert f"case {heads} {heads} images worst case by best single attack" in lines
+    assert "exact" not in to_markdown(ROWS, LAYOUT)
+
+
 def test_three_attacks_behind_a_worst_case() -> None:
     by = {"mse": {"a": 2, "b": 1, "c": 1}, "psnr": {"b": 2}}
     assert "worst case: b 75 %, a 50 %, 1 more |" in to_markdown([replace(ROWS[2], leakiest=by)], LAYOUT)
@@ -250,7 +273,7 @@ def test_shown(value: float, decimals: int, text: str) -> None:
 
 def test_headings() -> None:
     assert [heading(name) for name in ("mse", "fft2d", "fft2d_mjp", "lpips_alex", "lpips_vgg", "f_sim")] == [
-        *("MSE ↓", "FFT2D ↓", "FFT2D mjp ↓", "LPIPS ↓", "LPIPS vgg ↓", "F-SIM ↑")
+        *("MSE ↓", "FFT2D ↓", "FFT2D (MJP) ↓", "LPIPS ↓", "LPIPS vgg ↓", "F-SIM ↑")
     ]
     assert heading("placement_accuracy") == "placed ↑"
     assert len({heading(name) for name in KNOWN}) == len(KNOWN)

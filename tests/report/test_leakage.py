@@ -1,3 +1,4 @@
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from privlab.experiment import Layout
+from privlab.records import exact_db
 from privlab.report.leakage import (
+    SINGLE,
     WORST,
     Row,
     Score,
@@ -24,6 +27,7 @@ from privlab.report.leakage import (
     per_image,
     worst_case,
 )
+from privlab.report.per_image import leakiest_geometries
 from privlab.report.results import CaseFacts, Results
 
 LAYOUT = Layout(columns=("mse", "psnr", "correct"), paper_attack="april")
@@ -67,6 +71,7 @@ def test_means_and_worst_case_by_hand() -> None:
     assert [(row.kind, row.attack) for row in rows] == [
         ("paper", "april"),
         ("worst", WORST),
+        ("single", SINGLE),
         ("attack", "april"),
         ("attack", "patch-gradient"),
         ("control", "control:mean"),
@@ -90,6 +95,7 @@ def test_worst_case_names_every_attack_that_reaches_it() -> None:
         "metric": ["psnr"] * 3,
         "value": [12.0, 5.0, 5.0],
         "attack": ["patch-gradient", "april", "patch-gradient"],
+        "geometry": ["in_place"] * 3,
     }
 
 
@@ -113,6 +119,103 @@ def test_geometry_of_the_layout_is_read_and_controls_have_one() -> None:
     assert row_of(rows, "paper").scores["psnr"].mean == 50.0
     assert row_of(rows, "control").scores["psnr"].mean == 30.0
     assert row_of(leakage(results([*TWO, *bound])), "paper").scores["psnr"].mean == 7.5
+
+
+def laid(geometry: str, attack: str, **psnr: float) -> list[dict[str, Any]]:
+    return [record(0, attack, image, psnr=value) | {"geometry": geometry} for image, value in psnr.items()]
+
+
+ADVERSARY = [
+    *(laid("in_place", "april", a=10.0, b=9.0) + laid("in_place", "patch-gradient", a=8.0, b=20.0)),
+    *(laid("reassembled", "april", a=10.0, b=9.0) + laid("reassembled", "patch-gradient", a=30.0, b=4.0)),
+    *(laid("oracle", "april", a=50.0, b=51.0) + laid("oracle", "patch-gradient", a=40.0, b=41.0)),
+]
+
+
+@pytest.mark.parametrize("geometry", ["in_place", "reassembled"])
+def test_the_worst_case_takes_the_leakiest_geometry_of_an_adversary_and_never_the_oracle(geometry: str) -> None:
+    rows = leakage(results(ADVERSARY, layout=replace(LAYOUT, geometry=geometry)))
+    worst, single = row_of(rows, "worst"), row_of(rows, "single")
+    assert worst.scores["psnr"].mean == 25.0  # 30 of the first image reassembled, 20 of the second as it is
+    assert worst.leakiest["psnr"] == {"patch-gradient (reassembled)": 1, "patch-gradient": 1}
+    assert single.scores["psnr"].mean == 17.0  # the mean of 30 and 4, above 14 as it is
+    assert single.leakiest["psnr"] == {"patch-gradient (reassembled)": 2}
+    found = leakiest_geometries(results(ADVERSARY).records, ["psnr"], geometry)
+    assert found[["attack", "geometry", "value"]].to_numpy().tolist() == [
+        ["april", "in_place", 9.5],  # both are alike: as it is
+        ["patch-gradient", "reassembled", 17.0],
+    ]
+
+
+def test_under_the_oracle_all_rows_are_the_oracles() -> None:
+    rows = leakage(results(ADVERSARY, layout=replace(LAYOUT, geometry="oracle")))
+    assert row_of(rows, "worst").scores["psnr"].mean == 50.5
+    assert row_of(rows, "worst").leakiest["psnr"] == {"april (oracle)": 2}
+    assert row_of(rows, "single").leakiest["psnr"] == {"april (oracle)": 2}
+
+
+def test_controls_are_those_of_the_geometry_image_by_image() -> None:
+    """Where no control has an oracle row, as in older stores, it stands as it is; shuffled patches never do."""
+    mean, shuffled = "control:mean", "control:shuffled"
+    plain = laid("in_place", mean, a=10.0, b=12.0) + laid("in_place", shuffled, a=5.0, b=5.0)
+    old = [row | {"geometry": None} for row in plain]
+
+    def controls(records: list[dict[str, Any]], geometry: str) -> dict[str | None, float]:
+        rows = leakage(results([*ADVERSARY, *records], layout=replace(LAYOUT, geometry=geometry)))
+        return {row.attack: row.scores["psnr"].mean for row in rows if row.kind == "control"}
+
+    oracle = laid("oracle", mean, a=20.0)  # nothing was moved in the second image
+    for stored in (plain, old):
+        assert controls([*stored, *oracle], "oracle") == {mean: 16.0}
+        assert controls([*stored, *oracle], "in_place") == {mean: 11.0, shuffled: 5.0}
+        assert controls([*stored, *oracle], "reassembled") == {mean: 11.0, shuffled: 5.0}
+        assert controls(stored, "oracle") == {mean: 11.0}
+
+
+def test_the_best_single_attack_was_scored_on_half_of_the_images_or_more() -> None:
+    few = laid("in_place", "lucky", a=99.0)
+    many = laid("in_place", "april", a=10.0, b=9.0, c=8.0)
+    assert row_of(leakage(results([*few, *many])), "single").leakiest["psnr"] == {"april": 3}
+    assert row_of(leakage(results([*few, *many[:2]])), "single").leakiest["psnr"] == {"lucky": 1}
+    lower = [row | {"mse": 1 / row["psnr"]} for row in [*few, *many]]
+    rows = leakage(results(lower, layout=replace(LAYOUT, columns=("correct", "mse"))))
+    assert row_of(rows, "single").scores["mse"].mean == pytest.approx((1 / 10 + 1 / 9 + 1 / 8) / 3)
+
+
+def test_exact_images_are_counted_by_the_size_of_the_image() -> None:
+    """Every draw of an image must be exact, of the worst case any attack's."""
+    small = {"victim_params": json.dumps({"input": [3, 32, 32]})}
+    level = exact_db(3 * 32 * 32)
+    records = [
+        *(record(0, "april", "a", draw, psnr=value) | small for draw, value in enumerate((level + 1, level - 1))),
+        *(record(0, "april", image, psnr=level + 1) | small for image in "bc"),
+        record(0, "patch-gradient", "a", psnr=level + 0.1) | small,
+        record(0, "control:mean", "a", psnr=12.0) | small,
+    ]
+    frame = pd.DataFrame(records)
+    rows = leakage(replace(results([]), records=frame))
+    assert {(row.kind, row.attack): row.exact for row in rows if row.kind != "paper"} == {
+        ("worst", WORST): 3,
+        ("single", SINGLE): 2,
+        ("attack", "april"): 2,
+        ("attack", "patch-gradient"): 1,
+        ("control", "control:mean"): 0,
+    }
+    unknown = leakage(replace(results([]), records=frame.drop(columns="victim_params")))
+    assert row_of(unknown, "worst").exact == 0  # such a PSNR says nothing of a larger image
+    assert row_of(leakage(results([record(0, "april", "a", mse=0.1)])), "paper").exact is None
+
+
+@given(st.integers(1, 5000), st.floats(0, 5), st.integers(0, 2**32 - 1))
+def test_above_that_psnr_every_grey_level_is_right(values: int, above: float, seed: int) -> None:
+    """However the squared error is spread; half a grey level in one value has just that PSNR."""
+    draw = np.random.default_rng(seed)
+    error = draw.dirichlet(np.full(values, draw.choice([0.001, 1.0]))) if values > 1 else np.ones(1)
+    error = np.sqrt(error * values * 10 ** (-(exact_db(values) + above + 1e-9) / 10))
+    assert error.max() < 1 / 510
+    one = np.zeros(values)
+    one[0] = 1 / 510
+    assert -10 * math.log10((one**2).mean()) == pytest.approx(exact_db(values))
 
 
 def test_infinite_and_missing_scores() -> None:

@@ -13,7 +13,7 @@ FLOORS = [
     | {"recipes", "evaluation", "robustness", "shelf", "positions", "position_accuracy"}
     | {"capture", "recording", "released", "labels_from_gradients", "labels_by_rank"},
     {"attacks", "defenses", "metrics", "lpips_backbones", "f_sim", "placement"},
-    {"plan", "records", "trial", "geometries", "evaluate", "experiment"},
+    {"plan", "records", "trial", "controls", "geometries", "evaluate", "experiment"},
     {"store", "strips", "machine", "subjects", "run", "audit", "audit_gradients", "split", "experiments"}
     | {"lessons", "judgement"}
     | {"admission", "admission_claims", "admission_measures"}
