@@ -46,6 +46,6 @@ class Jigsaw:
             raise unknown_name("per", self.per, ("batch", "image"))
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
-        """Return x̃ with the drawn mask and order; the images are one release."""
-        shuffled, order, moved = jigsaw(images, patch, self.gamma, draws[:1] if self.per == "batch" else draws)
+        """Return x̃ with the drawn mask and order; `per` batch `draws` has one for each release, not for each image."""
+        shuffled, order, moved = jigsaw(images, patch, self.gamma, draws)
         return Feed(images=shuffled, order=order, moved=moved)

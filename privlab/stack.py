@@ -59,14 +59,12 @@ class Stack:
     ) -> Feed:
         """Return what the clients feed their models: one part's images are the next part's.
 
-        A part that draws `per` batch gets the images of one release after the other, each with their draws.
+        A part that draws `per` batch gets one draw for each release: that of its first image.
         """
-        feed, B = Feed.undefended(images, patch), images_per_release
+        feed = Feed.undefended(images, patch)
         for part in self.on_images:
-            at_once = B if getattr(part, "per", "image") == "batch" else max(1, len(images))
-            starts = range(0, len(images), at_once)
-            fed = [part(feed.images[i : i + at_once], patch, draws[i : i + at_once]) for i in starts]
-            feed = _after(feed, _joined(fed) if fed else feed)
+            own = draws[::images_per_release] if getattr(part, "per", "image") == "batch" else draws
+            feed = _after(feed, part(feed.images, patch, own))
         return feed
 
     def send(self, tokens: Float[Tensor, "b t d"], prefix: int, draws: Draws) -> Sent:
@@ -81,15 +79,6 @@ class Stack:
         for part in self.on_features:
             sent = part.send(sent, draws)
         return sent
-
-
-def _joined(fed: Sequence[Feed]) -> Feed:
-    """Return what one part made of several releases as one feed."""
-    if len(fed) == 1:
-        return fed[0]
-    masks = [each.masked_pe for each in fed if each.masked_pe is not None]
-    images, order, moved = (torch.cat([getattr(each, name) for each in fed]) for name in ("images", "order", "moved"))
-    return replace(fed[0], images=images, order=order, moved=moved, masked_pe=torch.cat(masks) if masks else None)
 
 
 def _after(first: Feed, then: Feed) -> Feed:

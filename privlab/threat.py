@@ -259,7 +259,7 @@ class Defense(Protocol):
     paper: ClassVar[str]
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
-        """Transform b images by one draw each."""
+        """Transform b images by one draw each; one with `per` = "batch" is given a draw for each release of b / r."""
         ...
 
 

@@ -380,7 +380,7 @@ def test_labels_that_nothing_tells_are_one_line(small: VictimModel) -> None:
 
 
 def test_a_mask_that_does_not_show_is_warned_of(small: VictimModel) -> None:
-    _, seen = seen_of(small, pictures(2), [Mjp(gamma=0.5)], B=2)
+    _, seen = seen_of(small, pictures(2), [Mjp(gamma=0.5, per="image")], B=2)
     with pytest.warns(PrivlabWarning, match="E_unk is at work, and the gradient does not tell in which slots"):
         GradientMatching(steps=1)(seen)
 

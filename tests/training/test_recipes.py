@@ -1,6 +1,7 @@
 """The objectives: their losses against naive loops, and where gradients go."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ TABLE_4: dict[str, Classify] = {
 
 def naive_loss(objective: Classify, model: Classifier, dal: Dal | None, images: Tensor, labels: Tensor) -> Tensor:
     """Return L_CE + λ L_DAL, slot by slot, after Equations 1 to 5; the draws are those of one draw for the batch."""
-    vit = model.vit if isinstance(model, VictimModel) else model.net
+    vit: Any = model.vit if isinstance(model, VictimModel) else model.net
     draw, order, pixels = Generator().manual_seed(3), torch.arange(16), torch.arange(16)
     masked = torch.zeros(16, dtype=torch.bool)
     if isinstance(objective, TrainMjp):
