@@ -15,10 +15,10 @@ from privlab.attacks.descent import OPTIMISERS, Kept, descend
 from privlab.attacks.mjp_full import MjpFull
 from privlab.attacks.mjp_subspace import MjpSubspace, subspace
 from privlab.attacks.patch_gradient import PatchGradient
-from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive, Release
+from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive, masked_slots
 from privlab.attacks.patch_gradient_prior import PatchGradientPrior
 from privlab.attacks.prior import Smoothness, photograph_gradients
-from privlab.attacks.solve import feeds_unknown, hides_places, slot_gradients
+from privlab.attacks.solve import feeds_unknown, shares_mask, slot_gradients
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError, unknown_name
 from privlab.gradients import released_gradients, released_parameters
@@ -193,7 +193,7 @@ class Match:
     labels: Int[Tensor, " rB"]
     keys: tuple[str, ...]
     B: int
-    masked: Bool[Tensor, "r n"] | None
+    masked: Bool[Tensor, "rB n"] | None
     unknown: bool
     span: tuple[Float[Tensor, "r n k"], Float[Tensor, "r m k"]] | None
     norm: Float[Tensor, " r"]
@@ -215,7 +215,7 @@ class Match:
         compared = {name: g != 0 for name, g in G.items()} if defended else None
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in G.values()]).norm(dim=0)
         r = len(norm)
-        masked = _masked(seen, defended)
+        masked = _masked(seen)
         return cls(
             model=_twice_derivable(seen.model),
             target={name: g / norm.view(-1, *[1] * (g.ndim - 1)) for name, g in G.items()},
@@ -225,7 +225,7 @@ class Match:
             B=B,
             masked=masked,
             unknown=feeds_unknown(seen),
-            span=None if masked is None or defended else _span(seen),
+            span=None if masked is None or defended or B > 1 else _span(seen),  # that of one image
             norm=norm,
             objective=objective,
             tv=tv,
@@ -315,18 +315,17 @@ def _labels(head: nn.Module, G: Mapping[str, Float[Tensor, "r ..."]], B: int) ->
     return torch.tensor([each.labels for each in told if each], device=G[HEAD].device).flatten()
 
 
-def _masked(seen: Observation, defended: bool) -> Bool[Tensor, "r n"] | None:
-    """Return the slots that carry no position embedding of their own; None where there are none.
+def _masked(seen: Observation) -> Bool[Tensor, "rB n"] | None:
+    """Return the slots of all images that carry no position embedding of their own; None where there are none.
 
     Warns:
         PrivlabWarning: if E_unk stands somewhere, but the gradient does not tell where.
     """
-    if "pos_embed" in seen.gradients and seen.images_per_release == 1:
-        masked = (slot_gradients(seen) == 0).all(2)
-        if defended:  # zeros may be missing entries
-            masked = Release.of(seen).unheard & hides_places(seen)
+    B = seen.images_per_release
+    if "pos_embed" in seen.gradients and (B == 1 or shares_mask(seen)):
+        masked = masked_slots(seen)
         if masked.any():
-            return masked
+            return masked.repeat_interleave(B, 0)
     elif "unk_embed" in seen.gradients and seen.gradients["unk_embed"].any():
         warnings.warn(
             "gradient-matching: E_unk is at work, and the gradient does not tell in which slots. The search takes "

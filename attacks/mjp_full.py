@@ -11,7 +11,7 @@ from torch import Tensor
 from privlab.attacks.mjp_subspace import MjpSubspace, Subspace, subspace
 from privlab.attacks.prior import Smoothness, photograph_gradients
 from privlab.attacks.slots import PROJ, QKV, Reads, Slots, Solved, first_block, guesses, patches_of_tokens, placed
-from privlab.attacks.solve import RTOL, feeds_unknown, slot_gradients
+from privlab.attacks.solve import RTOL, replacement, slot_gradients
 from privlab.attacks.token_search import FC1, FC2, TokenSearch
 from privlab.attacks.tokens import Separated
 from privlab.model import VictimModel
@@ -102,7 +102,7 @@ class MjpFull(TokenSearch):
         known = found.known[i].masked_fill(masked[:, None], 0)
         assert model.vit.pos_embed is not None  # its gradient was released
         pe = model.vit.pos_embed.detach()[0, -len(X) :].double()
-        pe = torch.where(masked[:, None], _replacement(seen).double(), pe)
+        pe = torch.where(masked[:, None], replacement(seen).double(), pe)
         slots = Slots(known - (known @ Y.mT) @ Y, Y, pe, masked)
         count = model.vit.num_prefix_tokens + len(X)
         reads = Reads.of(seen, i, block, count)
@@ -110,11 +110,3 @@ class MjpFull(TokenSearch):
         if not len(tokens.u):
             return tokens, Solved(X, torch.zeros_like(masked))
         return tokens, patches_of_tokens(model, block, slots, tokens.u, reads, X, self.sharpen, self.inner)
-
-
-def _replacement(seen: Observation) -> Float[Tensor, "1 d"]:
-    """Return what stands in for the position embedding of masked slots: E_unk, or nothing, as the defense says."""
-    unknown = seen.model.unk_embed
-    if unknown is None or not feeds_unknown(seen):
-        return seen.model.mean.new_zeros(1, seen.model.vit.embed_dim)
-    return unknown.detach()[0]

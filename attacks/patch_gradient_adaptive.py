@@ -9,12 +9,12 @@ from torch import Tensor
 
 from privlab.attacks.mjp_subspace import MjpSubspace, subspace
 from privlab.attacks.prior import Smoothness, conjugate_gradients, photograph_gradients
-from privlab.attacks.solve import RTOL, hides_places, ridge_inverse, warn_of_limits
+from privlab.attacks.solve import RTOL, hides_places, ridge_inverse, slot_gradients, warn_of_limits
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.threat import Capability, GradientDefense, Observation
 
-__all__ = ["PatchGradientAdaptive", "Release", "posterior"]
+__all__ = ["PatchGradientAdaptive", "Release", "masked_slots", "posterior"]
 
 _FLOOR = 1e-4
 """The least error variance of one of the two gradients, relative to that of the other."""
@@ -80,6 +80,17 @@ class Release:
             A=torch.where(missing_A, A.clamp(-self.edge_pe, self.edge_pe), self.A),
             G=torch.where(missing_G, (A.mT @ X).clamp(-self.edge_weight, self.edge_weight), self.G),
         )
+
+
+def masked_slots(seen: Observation) -> Bool[Tensor, "r n"]:
+    """Return the slots of each release whose position embedding has no gradient, or, beneath noise, none that is heard.
+
+    Under MJP these are the masked ones, of one image or of all that share a mask (`shares_mask`).
+    """
+    defended = any(isinstance(part, GradientDefense) for part in seen.defense)
+    if defended and "patch_embed.proj.weight" in seen.gradients:  # zeros may be missing entries
+        return Release.of(seen).unheard & hides_places(seen)
+    return (slot_gradients(seen) == 0).all(2)
 
 
 def posterior(

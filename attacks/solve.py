@@ -9,7 +9,16 @@ from torch import Tensor
 from privlab.effects import effects_of
 from privlab.threat import Observation, PrivlabWarning
 
-__all__ = ["RTOL", "feeds_unknown", "hides_places", "ridge_inverse", "slot_gradients", "warn_of_limits"]
+__all__ = [
+    "RTOL",
+    "feeds_unknown",
+    "hides_places",
+    "replacement",
+    "ridge_inverse",
+    "shares_mask",
+    "slot_gradients",
+    "warn_of_limits",
+]
 
 RTOL = 2.0**-23
 """Machine epsilon of float32, in which gradients are released: weaker directions carry no information."""
@@ -26,9 +35,22 @@ def hides_places(seen: Observation) -> bool:
     return effects_of(seen.model, seen.defense).pe != "slot"
 
 
+def shares_mask(seen: Observation) -> bool:
+    """Return whether such a defense takes them away in the same slots of all images of a release (`per` batch)."""
+    return hides_places(seen) and (seen.images_per_release == 1 or effects_of(seen.model, seen.defense).one_order)
+
+
 def feeds_unknown(seen: Observation) -> bool:
     """Return whether E_unk stands in for position embeddings that are taken away, and not zero."""
     return seen.model.unk_embed is not None and effects_of(seen.model, seen.defense).pe != "zero"
+
+
+def replacement(seen: Observation) -> Float[Tensor, "1 d"]:
+    """Return what stands in for the position embedding of masked slots: E_unk, or nothing, as the defense says."""
+    unknown = seen.model.unk_embed
+    if unknown is None or not feeds_unknown(seen):
+        return seen.model.mean.new_zeros(1, seen.model.vit.embed_dim)
+    return unknown.detach()[0]
 
 
 def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tensor, "*b n d"]:

@@ -1,5 +1,6 @@
 """`token-separation`: the image without any gradient of position embeddings, from what the first MLP reads."""
 
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from privlab.attacks.grouping import by_image
+from privlab.attacks.patch_gradient_adaptive import masked_slots
 from privlab.attacks.placement import known_tokens
 from privlab.attacks.prior import Smoothness, photograph_gradients
 from privlab.attacks.slots import (
@@ -27,12 +29,12 @@ from privlab.attacks.slots import (
     sharpened_patches,
     slots_of_tokens,
 )
-from privlab.attacks.solve import ridge_inverse
+from privlab.attacks.solve import hides_places, replacement, ridge_inverse, shares_mask
 from privlab.attacks.token_search import FC1, FC2, TokenSearch
 from privlab.attacks.tokens import Separated
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
-from privlab.threat import Capability, Observation, Stolen
+from privlab.threat import Capability, Observation, PrivlabWarning, Stolen
 
 __all__ = ["TokenSeparation"]
 
@@ -47,7 +49,7 @@ _RIDGE = 1e-4
 
 @dataclass(frozen=True)
 class TokenSeparation(TokenSearch):
-    """Recover the image where no position embedding has a gradient: there is none, it is fixed, or it is frozen.
+    """Recover images where no position embedding has a gradient, or one that sums over several images.
 
     1. Token separation: all inputs u of the first block's MLP, from ∂W_fc1 and ∂W_fc2, as in `mjp-full`.
     2. Patches from tokens (`patches_of_tokens`), where ∂W = Σ_n g_n x_nᵀ is released: x = Yᵀ c with Y its row space.
@@ -57,8 +59,9 @@ class TokenSeparation(TokenSearch):
        alone says W x + b + e, but for a constant (`embeddings_of_tokens`; 2 N + 5 < D). K − D + 1 directions of each
        patch then are in no gradient: the image prior of `mjp-subspace` completes them.
     4. Of B images in one gradient (B N for N above) attention says which patches belong together (`grouping`).
-    5. Fixed position embeddings tell the slots apart. Without them patches come in no order, and are put where their
-       borders fit.
+    5. Known position embeddings tell the slots apart. Without them patches come in no order, and are put where their
+       borders fit; so are under MJP those of the masked slots, where ∂ℓ/∂E_pos tells them: of one image, or of all that
+       share a mask.
 
     Patches whose token was not found are the smoothest ones, or, without position embeddings, grey.
 
@@ -79,7 +82,7 @@ class TokenSeparation(TokenSearch):
     paper: ClassVar[str] = "ours: the chain rule at the first block's MLP"
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.PLAIN_BLOCK})
     parameters: ClassVar[tuple[str, ...]] = (FC1, FC2, QKV, PROJ)
-    if_released: ClassVar[tuple[str, ...]] = (_PATCH,)
+    if_released: ClassVar[tuple[str, ...]] = (_PATCH, "pos_embed")
     stands_in_for: ClassVar[tuple[str, ...]] = ("mjp-full",)
     places: ClassVar[bool] = True  # as of mjp-full
 
@@ -88,8 +91,12 @@ class TokenSeparation(TokenSearch):
 
         Raises:
             PrivlabError: of several images in one gradient, if the patch embedding is frozen and D ≤ K.
+
+        Warns:
+            PrivlabWarning: if slots are masked, and the gradient does not tell which.
         """
         model, block, B = seen.model, first_block(seen.model), seen.images_per_release
+        hidden = self._hidden(seen)
         count = model.vit.num_prefix_tokens + model.grid[0] * model.grid[1]
         if B > 1 and _underdetermined(seen):
             raise PrivlabError(
@@ -100,21 +107,48 @@ class TokenSeparation(TokenSearch):
         solved: list[Solved] = []
         for i in range(len(seen.gradients[FC1])):
             own = self.tokens(block, seen, i, B * count)
-            parts = [(own, self._patches(seen, block, i, own.u))] if B == 1 else self._images(seen, block, i, own)
+            slots = _slots(seen, i, hidden[i])
+            if B == 1:
+                parts = [(own, self._patches(seen, block, i, own.u, slots))]
+            else:
+                parts = self._images(seen, block, i, own, slots)
             found += [tokens for tokens, _ in parts]
             solved += [patches for _, patches in parts]
         X, known = (torch.stack(part) for part in zip(*solved, strict=True))
         counts = self.counts(found)
-        if model.vit.pos_embed is not None:
+        loose = hidden.repeat_interleave(B, 0)
+        if not loose.any():
             return Stolen(model.to_images(_completed(seen, X, known)), **counts)
-        loose = torch.ones_like(known)
-        order = torch.stack([placed(model, image, loose[0]) for image in model.to_images(X)])
+        lost = [None] * len(X) if model.vit.pos_embed is None else ~known
+        each = zip(model.to_images(X), loose, lost, strict=True)
+        order = torch.stack([placed(model, *image) for image in each])
         X, known = X.gather(1, order[..., None].expand_as(X)), known.gather(1, order)
         return Stolen(model.to_images(_completed(seen, X, known)), loose=loose, **counts)
 
-    def _patches(self, seen: Observation, block: Block, i: int, u: Float[Tensor, "f d"]) -> Solved:
+    def _hidden(self, seen: Observation) -> Bool[Tensor, "r n"]:
+        """Return the slots that nothing tells apart: all without position embeddings, under MJP the masked ones.
+
+        Warns:
+            PrivlabWarning: if some are masked, and the gradient does not tell which.
+        """
+        r, (height, width) = len(seen.gradients[FC1]), seen.model.grid
+        bare = seen.model.vit.pos_embed is None
+        none = torch.full((r, height * width), bare, device=seen.model.mean.device)
+        if bare or not hides_places(seen):
+            return none
+        if "pos_embed" in seen.gradients and shares_mask(seen):
+            return masked_slots(seen)
+        warnings.warn(
+            f"{self.name}: MJP is at work, and the gradient does not tell in which slots. Every slot is taken to keep "
+            "its position embedding: a low score here is no evidence of privacy.",
+            PrivlabWarning,
+            stacklevel=3,
+        )
+        return none
+
+    def _patches(self, seen: Observation, block: Block, i: int, u: Float[Tensor, "f d"], slots: Slots) -> Solved:
         """Return the patches of image i, and which of them have a token."""
-        model, slots = seen.model, _slots(seen, i)
+        model = seen.model
         grey, none = slots.known, torch.zeros_like(slots.alike)
         if not len(u):
             return Solved(grey, none)
@@ -125,9 +159,11 @@ class TokenSeparation(TokenSearch):
             return Solved(grey.index_put((ns,), x), none.index_fill(0, ns, value=True))
         return patches_of_tokens(model, block, slots, u, reads, grey, self.sharpen, self.inner)
 
-    def _images(self, seen: Observation, block: Block, i: int, tokens: Separated) -> list[tuple[Separated, Solved]]:
+    def _images(
+        self, seen: Observation, block: Block, i: int, tokens: Separated, slots: Slots
+    ) -> list[tuple[Separated, Solved]]:
         """Return for each image of release i its tokens and its patches."""
-        model, slots, B = seen.model, _slots(seen, i), seen.images_per_release
+        model, B = seen.model, seen.images_per_release
         reads = Reads.of(seen, i, block, B * (model.vit.num_prefix_tokens + len(slots.pe)))
         linear = slots_of_tokens(model, block, slots, tokens.u, reads, B)
         return [
@@ -139,15 +175,16 @@ class TokenSeparation(TokenSearch):
         ]
 
 
-def _slots(seen: Observation, i: int) -> Slots:
-    """Return what is known of the patches of release i: their span, and their position embeddings if there are any."""
+def _slots(seen: Observation, i: int, hidden: Bool[Tensor, " n"]) -> Slots:
+    """Return what is known of the patches of release i: their span, and what stands for their position embeddings."""
     pe = known_tokens(seen.model)[1]
+    if seen.model.vit.pos_embed is not None:
+        pe = torch.where(hidden[:, None], replacement(seen).to(pe), pe)
     W, _ = projection(seen.model)
     Y = torch.eye(W.shape[1]).to(W)
     if _PATCH in seen.gradients:
         Y = row_space(seen.gradients[_PATCH][i].flatten(1), seen.images_per_release * len(pe))
-    bare = seen.model.vit.pos_embed is None
-    return Slots(W.new_zeros(len(pe), W.shape[1]), Y, pe, torch.full_like(pe[:, 0], bare, dtype=torch.bool))
+    return Slots(W.new_zeros(len(pe), W.shape[1]), Y, pe, hidden)
 
 
 def _underdetermined(seen: Observation) -> bool:

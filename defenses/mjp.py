@@ -21,6 +21,8 @@ class Mjp(Jigsaw):
     Args:
         gamma: the share γ of the slots that is masked, in [0, 1]. The paper trains with 0.03, evaluates settings
             b and c with 0.27 (Table 5), and shows 0.9 (Figures 9 and 10).
+        per: "batch" or "image", as of `Jigsaw`. Under "batch" the zero rows of ∂ℓ/∂E_pos are the mask, however many
+            images a gradient sums.
         masked_pe: what stands at the masked slots. "unknown": E_unk. "none": no position embedding, which is "w/o
             E_unk" to the letter (Table 5, group 3). "slot": that of the slot, a plain jigsaw, whose accuracy comes
             closer to the one which that row prints.
@@ -37,7 +39,7 @@ class Mjp(Jigsaw):
         """Check the options.
 
         Raises:
-            PrivlabError: if γ is outside [0, 1] or `masked_pe` is unknown.
+            PrivlabError: if γ is outside [0, 1], or `per` or `masked_pe` is unknown.
         """
         super().__post_init__()
         if self.masked_pe not in ("unknown", "none", "slot"):
@@ -48,7 +50,8 @@ class Mjp(Jigsaw):
         """Return that patches are moved, and what stands for their position embeddings."""
         if self.masked_pe == "slot":
             return super().acts_as
-        return Effects(patches="masked", pe="unknown" if self.masked_pe == "unknown" else "zero")
+        kind = "unknown" if self.masked_pe == "unknown" else "zero"
+        return Effects(patches="masked", pe=kind, one_order=self.per == "batch")
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return x̃ with the drawn mask, which is also where position embeddings are replaced."""

@@ -1,4 +1,4 @@
-"""Classifiers that are trained and judged, but not attacked: Swin, with PEs and E_unk; ResNet; ViT, relative PEs."""
+"""Classifiers that are trained and judged, but not attacked: Swins, ResNets, ViTs with relative PEs or indices."""
 
 import copy
 import warnings
@@ -10,12 +10,12 @@ from typing import Any
 
 import timm
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from timm.data import resolve_model_data_config
 from timm.layers import resample_abs_pos_embed
 from timm.models import model_entrypoint
 from timm.models.resnet import ResNet
-from timm.models.swin_transformer import SwinTransformer, checkpoint_filter_fn
+from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ from privlab.threat import PrivlabWarning
 from privlab.victims import UnknownOrigin, Victim, Weights, resolve, victim, victim_names, weights_file
 from privlab.zoo import BACKBONES
 
-__all__ = ["Backbone", "Classifier", "Pupil", "RelativeViT", "SwinModel", "classifier"]
+__all__ = ["Backbone", "Classifier", "IndexedViT", "Pupil", "RelativeViT", "SwinModel", "classifier", "told_of"]
 
 _MODULES = {"timm.models.swin_transformer": SwinTransformer, "timm.models.resnet": ResNet}
 
@@ -94,29 +94,23 @@ class Backbone(nn.Module):
         """Return which PEs belong to pieces that are masked."""
         return masked
 
-    def maps(
-        self, images: Float[Tensor, "b c h w"], masked_pe: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b ..."]:
+    def maps(self, images: Float[Tensor, "b c h w"], told: Tensor | None = None) -> Float[Tensor, "b ..."]:
         """Return what is pooled."""
-        if masked_pe is not None:
+        if told is not None:
             raise PrivlabError("MJP masks position embeddings, and this model has none. Use a `_mjp` victim.")
         return self.net.forward_features((images - self.mean) / self.std)
 
-    def features(
-        self, images: Float[Tensor, "b c h w"], masked_pe: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b d"]:
+    def features(self, images: Float[Tensor, "b c h w"], told: Tensor | None = None) -> Float[Tensor, "b d"]:
         """Return what the classifier reads: pooled, where ViTs have F_cls."""
-        return self.net.forward_head(self.maps(images, masked_pe), pre_logits=True)
+        return self.net.forward_head(self.maps(images, told), pre_logits=True)
 
     def logits(self, features: Float[Tensor, "b d"]) -> Float[Tensor, "b y"]:
         """Return the logits of `features`."""
         return self.net.get_classifier()(features)
 
-    def forward(
-        self, images: Float[Tensor, "b c h w"], masked_pe: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b y"]:
-        """Return the logits of images in [0, 1]; E_unk replaces the PEs of the pieces that `masked_pe` marks."""
-        return self.logits(self.features(images, masked_pe))
+    def forward(self, images: Float[Tensor, "b c h w"], told: Tensor | None = None) -> Float[Tensor, "b y"]:
+        """Return the logits of images in [0, 1]; `told` is what the model is told of a shuffle, as `told_of` has it."""
+        return self.logits(self.features(images, told))
 
 
 class SwinModel(Backbone):
@@ -162,33 +156,73 @@ class SwinModel(Backbone):
         """Return which PEs belong to pieces that are masked."""
         return slots_to_pixels(masked, super().grid, self.patch // self.net.patch_embed.patch_size[0]).flatten(1)
 
-    def maps(
-        self, images: Float[Tensor, "b c h w"], masked_pe: Bool[Tensor, "b n"] | None = None
-    ) -> Float[Tensor, "b _ _ _"]:
-        """Return what is pooled."""
+    def maps(self, images: Float[Tensor, "b c h w"], told: Tensor | None = None) -> Float[Tensor, "b _ _ _"]:
+        """Return what is pooled; E_unk replaces the PEs of the pieces that `told` marks."""
         if self.pos_embed is None or self.unk_embed is None:
-            return super().maps(images, masked_pe)
+            return super().maps(images, told)
         pe = self.pos_embed
-        if masked_pe is not None:
-            pe = torch.where(self.slots(masked_pe)[..., None], self.unk_embed, pe)
+        if told is not None:
+            pe = torch.where(self.slots(told)[..., None], self.unk_embed, pe)
         tokens = self.net.patch_embed((images - self.mean) / self.std) + pe.unflatten(1, self.grid)
         return self.net.norm(self.net.layers(tokens))
 
 
-class RelativeViT(Backbone):
-    """timm's ViT without absolute PEs, each block with a 2-D relative position bias (`RelativeBlock`)."""
+class _ViT(Backbone):
+    """timm's ViT, for kinds of position information that victims do not have."""
 
     def __init__(self, net: VisionTransformer, mean: Sequence[float], std: Sequence[float]) -> None:
         embed = net.patch_embed
         (height, width), side = embed.grid_size, embed.patch_size[0]
         super().__init__(net, (embed.proj.in_channels, height * side, width * side), mean, std, side)
-        parts = (RelativeBlock(block, embed.grid_size, net.num_prefix_tokens) for block in net.blocks)
-        net.blocks = nn.Sequential(*parts)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the patterns by which timm tells the layers, as `VictimModel` does."""
-        stem = r"^net\.(?:cls_token|reg_token|patch_embed|norm_pre)"
+        stem = r"^net\.(?:cls_token|reg_token|pos_embed|idx_embed|patch_embed|norm_pre)"
         return {"stem": stem, "blocks": [(r"^net\.blocks\.(\d+)", None)]}
+
+
+class IndexedViT(_ViT):
+    """timm's ViT with an embedding of each patch's own index beside its slot's PE: z_n = x_n E + E_pos^n + E_idx^i.
+
+    i = order[n] is the index, in the picture as it was, of the patch that slot n holds; without an order n itself.
+
+    Source: MJP, Section 5.3: IDX, "embeddings to indicate the global indexes for the input patches" (Table 4, F).
+    """
+
+    def __init__(self, net: VisionTransformer, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__(net, mean, std)
+        net.idx_embed = _drawn(net.patch_embed.num_patches, net.embed_dim)
+
+    @property
+    def slot_pe(self) -> Float[Tensor, "n d"]:
+        """Return the learnt PEs of the slots."""
+        return self.net.pos_embed[0, -self.net.patch_embed.num_patches :]
+
+    def maps(self, images: Float[Tensor, "b c h w"], told: Tensor | None = None) -> Float[Tensor, "b t d"]:
+        """Return what is pooled; `told` is the order of the patches."""
+        net, index = self.net, self.net.idx_embed[0]
+        tokens = net.patch_embed((images - self.mean) / self.std) + (index if told is None else index[told])
+        return net.norm(net.blocks(net.norm_pre(net.patch_drop(net._pos_embed(tokens)))))
+
+    def completed(self, state: stored.State, pe: Tensor | None, name: str) -> stored.State:
+        """Return a state with its PEs, and index embeddings of zero where it has none: the same function as without.
+
+        Warns:
+            PrivlabWarning: if there are none.
+        """
+        if "idx_embed" not in state:
+            _warn(f"{name}: the weights hold no index embeddings; they begin at zero, UNTRAINED.")
+            state = state | {"idx_embed": torch.zeros_like(self.net.idx_embed)}
+        return state if pe is None else state | {"pos_embed": pe}
+
+
+class RelativeViT(_ViT):
+    """timm's ViT without absolute PEs, each block with a 2-D relative position bias (`RelativeBlock`)."""
+
+    def __init__(self, net: VisionTransformer, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__(net, mean, std)
+        parts = (RelativeBlock(block, net.patch_embed.grid_size, net.num_prefix_tokens) for block in net.blocks)
+        net.blocks = nn.Sequential(*parts)
 
     def completed(self, state: stored.State, pe: Tensor | None, name: str) -> stored.State:
         """Return a state with biases of zero where it has none: the same function as without.
@@ -206,6 +240,13 @@ class RelativeViT(Backbone):
 
 Classifier = VictimModel | Backbone
 """What `classify` and `mjp` train, and `privlab evaluate` judges."""
+
+
+def told_of(
+    model: Classifier, masked: Bool[Tensor, "b n"], order: Int[Tensor, "b n"], *, unknown: bool
+) -> Tensor | None:
+    """Return what a model is told of x̃: its order if it has index embeddings, else the mask for E_unk, or nothing."""
+    return order if isinstance(model, IndexedViT) else masked if unknown else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,13 +289,13 @@ def classifier(
     else:
         raise unknown_name("model", name, [*victim_names(), *BACKBONES, "timm:NAME"])
     if unknown and _family(source) is not SwinTransformer:
-        raise PrivlabError(
-            f"{base} has no position embeddings, and so no E_unk. Found {name}: train {base}, with "
-            "--set unknown=false --set dal=none."
-        )
+        what = "E_unk" if base.endswith("_idx") else "position embeddings, and so no E_unk"
+        hint = "--set unknown=false --set dal=none"
+        raise PrivlabError(f"{base} has no {what}. Found {name}: train {base}, with {hint}.")
     path = weights_file(name, architecture, str(weights), seed)
     state = None if path is None else stored.read_state(path)
-    model, preprocessing = _built(source, options, state, unknown=unknown, img_size=img_size, seed=seed)
+    kind = {"idx": IndexedViT, "relpos": RelativeViT}.get(base.rpartition("_")[2])
+    model, preprocessing = _built(source, options, state, kind, unknown=unknown, img_size=img_size, seed=seed)
     origin, whence = "random", "random" if unknown else None
     if path is not None and state is not None:
         origin = f"pretrained:{architecture}" if weights in ("auto", "pretrained") else f"file:{path.name}"
@@ -273,14 +314,15 @@ def _built(
     source: str,
     options: dict[str, Any],
     state: stored.State | None,
+    kind: type[_ViT] | None,
     *,
     unknown: bool,
     img_size: int | None,
     seed: int,
 ) -> tuple[Backbone, Preprocessing]:
     """Build the network with random weights, leaving torch's global random state alone."""
-    swin, relative = _family(source) is SwinTransformer, options.get("pos_embed") == "none"
-    options = options | ({"img_size": img_size} if (swin or relative) and img_size is not None else {})
+    swin = _family(source) is SwinTransformer
+    options = options | ({"img_size": img_size} if (swin or kind) and img_size is not None else {})
     heads = [state[key] for key in ("head.fc.weight", "head.weight", "fc.weight") if state and key in state]
     if heads and heads[0].ndim == 2:
         options = options | {"num_classes": len(heads[0])}
@@ -295,8 +337,8 @@ def _built(
         channels, height, width = config["input_size"]
         if swin:
             model: Backbone = SwinModel(net, config["mean"], config["std"], unknown=unknown)
-        elif relative:
-            model = RelativeViT(net, config["mean"], config["std"])
+        elif kind:
+            model = kind(net, config["mean"], config["std"])
         else:
             shape = (channels, img_size or height, img_size or width)
             model = Backbone(net, shape, config["mean"], config["std"])
@@ -312,8 +354,8 @@ def _filled(model: Backbone, state: stored.State, name: str, source: str, *, res
     if table is not None:  # N patches, and unknown (last)
         pe, unknown = table[None, :-1], table[None, -1:]
     if isinstance(model, SwinModel):
-        state = _as_timm(model.net, state, resize=resize)
-    if isinstance(model, RelativeViT):
+        state = stored.of_swin(model.net, state, resize=resize)
+    if isinstance(model, RelativeViT | IndexedViT):
         state, pe = model.completed(state, pe, name), None
     stored.fill(model.net, state, source)
     if isinstance(model, SwinModel) and model.pos_embed is not None and model.unk_embed is not None:
@@ -346,18 +388,6 @@ def _fill_pe(
             raise PrivlabError(f"The weights of {source} do not fit this model. mis-shaped: {shapes}{hint}.")
         own.data.copy_(found)
     return "trained" if trained else "mean-pe"
-
-
-def _as_timm(net: SwinTransformer, state: stored.State, *, resize: bool) -> stored.State:
-    """Return a state under timm's names; its relative position biases are resized where that is asked for."""
-    want, proj = net.state_dict(), "patch_embed.proj.weight"
-    fixed = [k for k in want if k == proj or (not resize and k.endswith("relative_position_bias_table"))]
-    if any(k in state and state[k].shape != want[k].shape for k in fixed):
-        return state
-    # What cannot be: the names and shapes in the refusal say so.
-    with suppress(AttributeError, RuntimeError, ValueError, IndexError, AssertionError):
-        return checkpoint_filter_fn(state, net)
-    return state
 
 
 def _drawn(n: int, width: int) -> nn.Parameter:

@@ -20,6 +20,7 @@ from privlab.gradients import full_precision
 from privlab.model import VictimModel
 from privlab.patches import permute
 from privlab.permutation import inverse, permute_features, restore_features
+from privlab.stack import Stack
 from privlab.threat import Defense, Draws, Effects, FeatureDefense, GradientDefense, Rows, Sent
 
 __all__ = ["AnyDefense", "contradictions", "effects_of", "kinds_of", "measured", "stand_in"]
@@ -155,7 +156,7 @@ def _on_images(model: VictimModel, part: Defense) -> Effects:
     moved = beyond = masked = other = False
     one_order, kind = True, "unknown"
     for draws in _draws(len(images)):
-        feed = part(images, model.patch, draws.images)
+        feed = Stack((part,)).feed(images, model.patch, draws.images, len(images))
         away = feed.order != torch.arange(feed.order.shape[1], device=feed.order.device)
         hidden = torch.zeros_like(away) if feed.masked_pe is None else feed.masked_pe
         moved, beyond = moved or bool(away.any()), beyond or bool((away & ~hidden).any())

@@ -139,7 +139,8 @@ class Evaluator:
     def _trial(self, setting: str, batch: Batch) -> Trial:
         """Make what the clients feed, and the reference of the setting (MJP, section 5.4)."""
         stack, draws = self.rows.defenses[setting], self._draws(batch)
-        feed = stack.feed(batch.images, self.base.model.patch, draws.images)
+        B = 1 if self.spec.together is None else len(batch.pictures)
+        feed = stack.feed(batch.images, self.base.model.patch, draws.images, B)
         sent = send(self.base.model, feed, stack, draws) if self.spec.features_released else None
         return Trial(setting, feed, feed.images if setting == "b" else batch.images, sent)
 

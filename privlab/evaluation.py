@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.backbones import Classifier
+from privlab.backbones import Classifier, told_of
 from privlab.draws import draw_for
-from privlab.errors import PrivlabError
+from privlab.errors import PrivlabError, unknown_name
 from privlab.patches import jigsaw
 from privlab.training.examples import Examples
 
@@ -46,17 +46,28 @@ def worth(model: Classifier, data: Examples, *, gamma: float = 0.15, seed: int =
 
 @torch.no_grad()
 def worth_by_gamma(
-    model: Classifier, batches: Iterable[Batch], gammas: Sequence[float], *, seed: int = 0
+    model: Classifier, batches: Iterable[Batch], gammas: Sequence[float], *, seed: int = 0, per: str = "image"
 ) -> list[Worth]:
-    """Return what a classifier is worth on labelled pictures for each γ, x̃ by one draw for each of them.
+    """Return what a classifier is worth on labelled pictures for each γ.
 
-    x̃ holds E_unk at the masked slots where the model has it; elsewhere each slot keeps its own PE.
+    x̃ holds E_unk at the masked slots where the model has it; elsewhere each slot keeps its own PE. A model with index
+    embeddings is told the order.
+
+    Args:
+        model: the classifier.
+        batches: the pictures.
+        gammas: shares of the slots, in [0, 1].
+        seed: of the draws.
+        per: "image" draws x̃ for each picture, whatever the batch; "batch" one mask and order for each batch, as the
+            authors' code does, by the draw of its first picture.
 
     Source: MJP (CVPR 2023), Section 5.1, Eq. 6 and 7; γ at inference as in Figure 3.
 
     Raises:
-        PrivlabError: if there is no picture, or a γ is outside [0, 1].
+        PrivlabError: if there is no picture, a γ is outside [0, 1] or `per` is unknown.
     """
+    if per not in ("batch", "image"):
+        raise unknown_name("per", per, ("batch", "image"))
     model.eval()
     count, totals = 0, torch.zeros(len(gammas), 4, dtype=torch.float64)
     for rows, pixels, numbers in batches:
@@ -64,9 +75,10 @@ def worth_by_gamma(
         plain = model.features(images)
         first = model.logits(plain).argmax(1)
         for total, gamma in zip(totals, gammas, strict=True):
-            draws = [draw_for(seed, str(row), "worth") for row in rows.tolist()]
-            shuffled, _, masked = jigsaw(images, model.patch, gamma, draws)
-            moved = model.features(shuffled, masked if model.unk_embed is not None else None)
+            keys = rows[:1] if per == "batch" else rows
+            draws = [draw_for(seed, str(row), "worth") for row in keys.tolist()]
+            shuffled, order, masked = jigsaw(images, model.patch, gamma, draws)
+            moved = model.features(shuffled, told_of(model, masked, order, unknown=model.unk_embed is not None))
             second = model.logits(moved).argmax(1)
             norm = (plain - moved).double().square().sum(1).sum()
             hits = [(first == labels).sum(), norm, (first == second).sum(), (second == labels).sum()]

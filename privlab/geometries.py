@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive, Release
+from privlab.attacks.solve import shares_mask
 from privlab.effects import effects_of
 from privlab.gradients import full_precision
 from privlab.metrics import Learned, psnr_region, score
@@ -151,14 +152,15 @@ class Scorer:
 def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
     """Return which slots an adversary knows to hold their own patch; None where the release does not say.
 
-    MJP replaces the position embeddings of the slots that it shuffles, so theirs get no gradient (MJP, Eq. 4). Not so
-    under the jigsaw alone, and the gradient of several images sums over their masks.
+    MJP replaces the position embeddings of the slots that it shuffles, so theirs get no gradient (MJP, Eq. 4): of one
+    image, and of several that share a mask (`per` batch). Not so under the jigsaw alone, and the gradient of several
+    images with masks of their own sums over these.
     """
     read = set(PatchGradientAdaptive.parameters) <= seen.gradients.keys()
     hidden = effects_of(seen.model, seen.defense).patches == "masked"
-    if not hidden or not read or seen.images_per_release > 1:
+    if not hidden or not read or not shares_mask(seen):
         return None
-    return ~Release.of(seen).unheard
+    return (~Release.of(seen).unheard).repeat_interleave(seen.images_per_release, 0)
 
 
 def _numbers(counts: Tensor | None, b: int) -> list[float | None]:

@@ -70,7 +70,7 @@ def released(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"
     seeds = torch.randint(2**62, (len(images) + 2,), generator=draw).tolist()
     batch, key, *of_images = (Generator().manual_seed(seed) for seed in seeds)
     draws = Draws(images=of_images, batch=batch, model=key)
-    feed = stack.feed(images, model.patch, draws.images)
+    feed = stack.feed(images, model.patch, draws.images, len(images))
     sent = send(model, feed, stack, draws)
     return Release(sent.features.float(), sent.source, images.float(), permute(images, feed.order, model.patch).float())
 

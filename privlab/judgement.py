@@ -10,7 +10,7 @@ import torch
 
 from privlab import robustness
 from privlab.backbones import Pupil, classifier
-from privlab.errors import PrivlabError
+from privlab.errors import PrivlabError, unknown_name
 from privlab.evaluation import Batch, worth_by_gamma
 from privlab.images import ImageSource, open_images
 from privlab.robustness import ALEXNET, Classes, Outputs, Show
@@ -31,6 +31,7 @@ class Exam:
         weights: one for all of them, or one for each.
         data: what `open_images` opens, labelled, or by the CSV file `labels`; `split` of it is judged on.
         gammas: shares of the patches that x̃ has shuffled.
+        per: "image" or "batch": what has a mask and an order of its own in x̃, as `worth_by_gamma` has it.
         corruptions: a folder CORRUPTION/SEVERITY/class folders, as ImageNet-C.
         baseline: "alexnet", or a JSON file {corruption: error, mean over the severities}: what mCE divides by.
         natural: a folder of class folders, as ImageNet-A.
@@ -43,6 +44,7 @@ class Exam:
     split: str | None = "test"
     labels: Path | None = None
     gammas: tuple[float, ...] = GAMMAS
+    per: str = "image"
     corruptions: Path | None = None
     baseline: str = "alexnet"
     natural: Path | None = None
@@ -56,8 +58,11 @@ class Exam:
         """Check what needs no model.
 
         Raises:
-            PrivlabError: for weights that do not go with the models, a γ outside [0, 1], or nothing to judge on.
+            PrivlabError: for weights that do not go with the models, a γ outside [0, 1], an unknown `per`, or if there
+                is nothing to judge on.
         """
+        if self.per not in ("batch", "image"):
+            raise unknown_name("per", self.per, ("batch", "image"))
         if len(self.weights) not in (1, len(self.models)):
             raise PrivlabError(
                 f"--weights takes one for all of the {len(self.models)} models, or one for each. "
@@ -110,7 +115,8 @@ def _judged(exam: Exam, subject: Victim | Pupil, baseline: Mapping[str, float], 
 
 def _on_data(exam: Exam, subject: Victim | Pupil, classes: Classes, show: Show) -> dict[str, Any]:
     source, skipped = _data(exam, classes), list[str]()
-    worths = worth_by_gamma(subject.model, _counted(exam, subject, source, skipped, show), exam.gammas, seed=exam.seed)
+    batches = _counted(exam, subject, source, skipped, show)
+    worths = worth_by_gamma(subject.model, batches, exam.gammas, seed=exam.seed, per=exam.per)
     by_gamma = [
         {name: value for name, value in asdict(worth).items() if name not in ("images", "accuracy")} for worth in worths
     ]

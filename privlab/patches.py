@@ -14,8 +14,10 @@ from privlab.errors import PrivlabError
 
 __all__ = [
     "blockwise_mask",
+    "jigsaw",
     "patchify",
     "permute",
+    "shuffled_pixels",
     "shuffled_within",
     "slots_to_pixels",
     "unpatchify",
@@ -61,16 +63,44 @@ def shuffled_within(mask: Bool[Tensor, " n"], draw: Generator) -> Int[Tensor, " 
 def jigsaw(
     images: Float[Tensor, "b c h w"], patch: int, ratio: float, draws: Sequence[Generator]
 ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"], Bool[Tensor, "b n"]]:
-    """Return x̃, the order and the mask of each image, by a draw for each (MJP, Alg. 1).
+    """Return x̃, the order and the mask of each image, by a draw for each, or for each group of as many (MJP, Alg. 1).
 
     Raises:
         PrivlabError: if `ratio` is outside [0, 1].
     """
-    grid = (images.shape[2] // patch, images.shape[3] // patch)
+    group, grid = _shared(images, draws), (images.shape[2] // patch, images.shape[3] // patch)
     masks = [blockwise_mask(grid, ratio, draw) for draw in draws]
     orders = [shuffled_within(mask, draw) for mask, draw in zip(masks, draws, strict=True)]
-    order = torch.stack(orders).to(images.device)
-    return permute(images, order, patch), order, torch.stack(masks).to(images.device)
+    order, mask = (torch.stack(each).to(images.device).repeat_interleave(group, 0) for each in (orders, masks))
+    return permute(images, order, patch), order, mask
+
+
+def shuffled_pixels(
+    images: Float[Tensor, "b c h w"], mask: Bool[Tensor, "b n"], patch: int, draws: Sequence[Generator]
+) -> Float[Tensor, "b c h w"]:
+    """Shuffle the pixels within each masked patch, colours together, by one order for all patches that share a draw.
+
+    There is a draw for each image, or for each group of as many.
+
+    Source: MLP-Mixer (Tolstikhin et al. 2021), Section 3.5: pixels within each patch, by a shared permutation.
+    """
+    drawn = torch.stack([torch.randperm(patch**2, generator=draw) for draw in draws]).to(images.device)
+    orders = drawn.repeat_interleave(_shared(images, draws), 0)
+    pixels = patchify(images, patch).unflatten(2, (-1, patch**2))
+    moved = pixels.gather(3, orders[:, None, None].expand_as(pixels))
+    chosen = torch.where(mask[..., None, None], moved, pixels)
+    return unpatchify(chosen.flatten(2), images.shape[1:])
+
+
+def _shared(images: Float[Tensor, "b c h w"], draws: Sequence[Generator]) -> int:
+    """Return how many images share a draw.
+
+    Raises:
+        PrivlabError: if they are not as many for each.
+    """
+    if not draws or len(images) % len(draws):
+        raise PrivlabError(f"{len(images)} images take as many draws, or a divisor of that. Found {len(draws)}.")
+    return len(images) // len(draws)
 
 
 def slots_to_pixels(

@@ -173,6 +173,8 @@ class Specification:
         read_options(self.reassembly_options, [REASSEMBLIES[self.reassembly]])
         others = [option for option in self.options if option not in self.reassembly_options]
         read_options(others, [*parts, *(named or _by_default()).values()])
+        for kind in parts:  # setting a makes no use of them, and a mistake is one all the same
+            configured(kind, self.options)
 
     @property
     def reassembly_options(self) -> list[str]:

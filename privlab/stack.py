@@ -54,11 +54,17 @@ class Stack:
         remarks = ((part, getattr(part, "remark", str)()) for part in self.parts)
         return " + ".join(f"{part!r} ({remark})" if remark else repr(part) for part, remark in remarks)
 
-    def feed(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
-        """Return what the client feeds its model: one part's images are the next part's."""
+    def feed(
+        self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator], images_per_release: int = 1
+    ) -> Feed:
+        """Return what the clients feed their models: one part's images are the next part's.
+
+        A part that draws `per` batch gets one draw for each release: that of its first image.
+        """
         feed = Feed.undefended(images, patch)
         for part in self.on_images:
-            feed = _after(feed, part(feed.images, patch, draws))
+            own = draws[::images_per_release] if getattr(part, "per", "image") == "batch" else draws
+            feed = _after(feed, part(feed.images, patch, own))
         return feed
 
     def send(self, tokens: Float[Tensor, "b t d"], prefix: int, draws: Draws) -> Sent:

@@ -193,7 +193,7 @@ class Effects:
         patches: of the image that is fed: "kept" in their slots, moved among slots that are "masked", whose position
             embeddings are replaced, or "shuffled" beyond these.
         pe: what stands for the position embeddings that are replaced: "unknown" (E_unk) or "zero"; "slot": none is.
-        one_order: whether the images of a batch share one order of their patches, and one mask.
+        one_order: whether images that are released together share one order of their patches, and one mask.
         gradients: "kept", "noisy", "pruned" (zero or as they were), or "rounded".
         other: whether anything else changes, pixels or features: blur, a scale, a clip.
     """
@@ -314,7 +314,7 @@ class Defense(Protocol):
     paper: ClassVar[str]
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
-        """Transform b images by one draw each."""
+        """Transform b images by one draw each; one with `per` = "batch" is given a draw for each release of b / r."""
         ...
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from timm.models import swin_transformer
+from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
@@ -25,6 +27,7 @@ __all__ = [
     "fit",
     "from_any_layout",
     "hash_of",
+    "of_swin",
     "offline",
     "own_layout",
     "pretrained_file",
@@ -149,6 +152,18 @@ def fit(vit: VisionTransformer, state: State, source: str, *, resize: bool = Fal
         with suppress(RuntimeError, ValueError, IndexError, AssertionError):
             state = checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
     fill(vit, state, source, " (--img-size resizes position embeddings)" if resized and not resize else "")
+
+
+def of_swin(net: SwinTransformer, state: State, *, resize: bool) -> State:
+    """Return a state under timm's names; its relative position biases are resized where that is asked for."""
+    want, proj = net.state_dict(), "patch_embed.proj.weight"
+    fixed = [k for k in want if k == proj or (not resize and k.endswith("relative_position_bias_table"))]
+    if any(k in state and state[k].shape != want[k].shape for k in fixed):
+        return state
+    # What cannot be: the names and shapes in the refusal say so.
+    with suppress(AttributeError, RuntimeError, ValueError, IndexError, AssertionError):
+        return swin_transformer.checkpoint_filter_fn(state, net)
+    return state
 
 
 def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:

@@ -57,6 +57,10 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "cifar_swin": ("swin_tiny_patch4_window7_224", _CIFAR_SWIN),
     "resnet50": ("resnet50", {}),
     "cifar_resnet": ("resnet18", _CIFAR_RESNET),
+    "cifar_vit_idx": (BASE, _CIFAR),
+    "vit_ti_idx": ("vit_tiny_patch16_224", {}),
+    "deit_ti_idx": ("deit_tiny_patch16_224", {}),
+    "deit_s_idx": ("deit_small_patch16_224", {}),
     "cifar_vit_relpos": (BASE, _CIFAR | {"pos_embed": "none"}),
     "vit_ti_relpos": ("vit_tiny_patch16_224", {"pos_embed": "none"}),
     "vit_s_relpos": ("vit_small_patch16_224", {"pos_embed": "none"}),
@@ -64,7 +68,8 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Our name of what is trained and judged, but not attacked -> timm's, and what it changes of that.
 
-The Swins also come as NAME_mjp (with absolute position embeddings and E_unk); NAME_relpos has relative ones alone.
+The Swins also come as NAME_mjp (with absolute position embeddings and E_unk); NAME_relpos has relative ones alone,
+NAME_idx also embeddings of the patches' own indices (IDX of MJP's Table 4).
 """
 
 

@@ -19,6 +19,7 @@ __all__ = ["evaluate"]
 @click.option("--split", default="test", show_default=True, help="Of the data; none for a folder without splits.")
 @click.option("--labels", type=click.Path(path_type=Path), help="CSV with the columns file and label.")
 @click.option("--gamma", "gammas", default="0,0.03,0.15,0.27,0.5,0.9", show_default=True, help="With commas.")
+@click.option("--per", default="image", show_default=True, help="What x̃ draws a mask and an order for: image or batch.")
 @click.option("--corruptions", type=click.Path(path_type=Path), help="Folder as ImageNet-C: CORRUPTION/SEVERITY/CLASS.")
 @click.option("--baseline", default="alexnet", show_default=True, help="Of mCE: alexnet, or JSON, error by corruption.")
 @click.option("--natural", type=click.Path(path_type=Path), help="Folder as ImageNet-A.")

@@ -17,7 +17,9 @@ Kind = Literal["pca", "linear", "nonlinear"]
 
 
 class Dal(nn.Module):
-    """L_DAL = E ‖(i, j) − g(E_pos^{i,j})‖₁ over the unmasked slots, with (i, j) the place in units of the grid's side.
+    """L_DAL = E ‖(i, j) − g(E_pos^{i,j})‖₁ over the unmasked slots of all images, with (i, j) from 1, row first.
+
+    Places are raw grid coordinates, 1 ≤ i, j ≤ √N, as Eq. 2 has them: λ = 0.01 is meant for these.
 
     PCA has no parameters: the two leading components are aligned with the places by least squares, since signs, order
     and scale of components are arbitrary; no gradient goes through that alignment.
@@ -35,7 +37,7 @@ class Dal(nn.Module):
         if kind not in DALS:
             raise unknown_name("DAL regressor", kind, DALS)
         self.kind = kind
-        rows, columns = (torch.arange(side, dtype=torch.float32) / max(side - 1, 1) for side in grid)
+        rows, columns = (torch.arange(1, side + 1, dtype=torch.float32) for side in grid)
         self.register_buffer("places", torch.cartesian_prod(rows, columns), persistent=False)
         if kind == "linear":
             self.regressor: nn.Module = nn.Linear(width, 2)

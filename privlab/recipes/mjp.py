@@ -6,9 +6,9 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
-from privlab.backbones import Classifier
+from privlab.backbones import Classifier, told_of
 from privlab.errors import PrivlabError, unknown_name
-from privlab.patches import jigsaw
+from privlab.patches import jigsaw, shuffled_pixels
 from privlab.recipes.classify import Classify
 from privlab.recipes.dal import DALS, Dal
 
@@ -19,14 +19,21 @@ __all__ = ["TrainMjp"]
 class TrainMjp(Classify):
     """L_CE + λ L_DAL on pictures whose block-wise masked patches are shuffled anew in every iteration.
 
+    A model with index embeddings (`IndexedViT`, IDX) is told which patch each slot holds.
+
     Args:
         gamma: γ, the share of the slots that is masked, in [0, 1].
-        unknown: whether E_unk stands at the masked slots ("UNK" of Table 4); else each slot keeps its own PE.
+        unknown: whether E_unk stands at the masked slots (UNK); else each slot keeps its own PE.
         dal: "none", or the regressor: one of `DALS`.
         weight: λ of L_DAL.
+        per: "batch" draws one mask and one order for all pictures of a batch, as the authors' code does, in each of its
+            parts and processes; "image" draws for each.
+        spp: whether the pixels within the shuffled patches are shuffled too, all patches by one order (SPP).
 
-    Source: MJP (CVPR 2023), Algorithm 2, Equations 1 to 5. Variants of Table 4: A is `classify`, B to D only `dal`
-    with γ = 0, E γ with unknown=false and dal=none, F γ with dal=none, H to J all, by the regressor.
+    Source: MJP (CVPR 2023), Algorithm 2, Equations 1 to 5. Variants of Table 4, by their letters: A is `classify`, B
+    that of a `_nope` model; C is γ = 1 with spp, unknown=false and dal=none, D γ = 0 with unknown=false, E
+    unknown=false with dal=none, F the same of an `_idx` model; G is dal=none of a `_mjp` model, H to J are dal=pca,
+    linear, nonlinear.
     """
 
     name: ClassVar[str] = "mjp"
@@ -36,6 +43,8 @@ class TrainMjp(Classify):
     unknown: bool = True
     dal: str = "nonlinear"
     weight: float = 0.01
+    per: str = "batch"
+    spp: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -46,6 +55,8 @@ class TrainMjp(Classify):
             raise unknown_name("DAL regressor", self.dal, ("none", *DALS))
         if self.weight < 0:
             raise PrivlabError(f"weight (λ) must be at least 0. Found {self.weight}.")
+        if self.per not in ("batch", "image"):
+            raise unknown_name("per", self.per, ("batch", "image"))
 
     def module(self, model: Classifier) -> nn.Module:
         """Return the victim with the regressor beside it.
@@ -66,15 +77,18 @@ class TrainMjp(Classify):
     def batch(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: Classifier, draw: Generator
     ) -> tuple[Tensor, ...]:
-        """Return x̃, labels and masks (Alg. 1)."""
+        """Return x̃, labels, masks and orders (Alg. 1)."""
         images, soft = super().batch(images, labels, model, draw)
-        shuffled, _, masked = jigsaw(images, model.patch, self.gamma, [draw] * len(labels))
-        return shuffled, soft, masked
+        draws = [draw] if self.per == "batch" else [draw] * len(labels)
+        shuffled, order, masked = jigsaw(images, model.patch, self.gamma, draws)
+        if self.spp:
+            shuffled = shuffled_pixels(shuffled, masked, model.patch, draws)
+        return shuffled, soft, masked, order
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
         """Return L_CE + λ L_DAL."""
-        images, labels, masked = batch
-        logits, dal = module(images, masked, self.unknown)
+        images, labels, masked, order = batch
+        logits, dal = module(images, masked, order, self.unknown)
         total = self.cross_entropy(logits, labels)
         return total if dal is None else total + self.weight * dal
 
@@ -92,9 +106,9 @@ class _Taught(nn.Module):
         return {f"victim.{name}" for name in spared()}
 
     def forward(
-        self, images: Float[Tensor, "b c h w"], masked: Bool[Tensor, "b n"], unknown: bool
+        self, images: Float[Tensor, "b c h w"], masked: Bool[Tensor, "b n"], order: Int[Tensor, "b n"], unknown: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logits = self.victim(images, masked if unknown else None)
+        logits = self.victim(images, told_of(self.victim, masked, order, unknown=unknown))
         pe = self.victim.slot_pe
         if self.dal is None or pe is None:
             return logits, None

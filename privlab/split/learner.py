@@ -100,7 +100,7 @@ class Learner:
     def send(self, images: Float[Tensor, "b c h w"], draws: Draws) -> Sent:
         """Return what is sent of images in [0, 1]: F₁, after the defenses."""
         images = images.to(self.device, self.contract.torch_dtype)
-        feed = self.stack.feed(images, self.model.patch, draws.images)
+        feed = self.stack.feed(images, self.model.patch, draws.images, len(images))
         tokens = self.model.embed(feed.images, feed.masked_pe, feed.replacement)
         return self.stack.send(tokens, self.model.vit.num_prefix_tokens, draws)
 

@@ -23,6 +23,11 @@ UNKNOWN = [
     (("--defense", "mpj"), "Unknown defense 'mpj'. Did you mean mjp"),
     (("--geometry", "inplace"), "Unknown geometry 'inplace'. Did you mean in_place or "),
     (("--masked-pe", "unknwon"), "Unknown masked_pe 'unknwon'. Did you mean unknown or "),
+    (("--set", "per=images"), "Unknown per 'images'. Did you mean image"),
+    (
+        ("--setting", "c", "--defense", "jigsaw", "--set", "jigsaw.per=batches"),
+        "Unknown per 'batches'. Did you mean batch",
+    ),
     (("surplus",), "Got unexpected extra argument (surplus)"),
 ]
 

@@ -56,6 +56,20 @@ def test_two_models_are_judged_against_gamma(cli: Callable[..., Any], data: Path
     assert f"{rows[1]['by_gamma'][1]['diff_norm']:.3f}" in table
 
 
+def test_a_shuffle_for_each_batch_where_asked(cli: Callable[..., Any], data: Path) -> None:
+    """Consistency is that of a shuffle for each picture; of batches of one picture both are the same."""
+    rest = (*CIFAR, "--data", data, "--gamma", "0.5", "--json")
+    own, batch, ones, alone = (
+        json.loads(cli(*rest, *more).out)
+        for more in ((), ("--per", "batch"), ("--batch-size", "1"), ("--per", "batch", "--batch-size", "1"))
+    )
+    assert own[0]["by_gamma"][0]["diff_norm"] != pytest.approx(batch[0]["by_gamma"][0]["diff_norm"], rel=1e-3)
+    assert ones == alone
+    told = cli(*rest, "--per", "images")
+    assert told.status == 2
+    assert told.err.splitlines()[-1] == "Error: Unknown per 'images'. Did you mean image?"
+
+
 def test_corruptions_naturals_and_outliers_are_scored(
     cli: Callable[..., Any], data: Path, corrupted: Path, photos: Path, tmp_path: Path
 ) -> None:

@@ -76,6 +76,47 @@ def test_reconstructions_are_assigned_to_the_images(confidant: type[Confidant], 
     assert frame[frame.attack.isin(CONTROLS)].batch.isna().all()
 
 
+@dataclass(frozen=True)
+class Witness:
+    """An attack that notes the zero rows of each release, and returns grey."""
+
+    name: ClassVar[str] = "witness"
+    paper: ClassVar[str] = "none"
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS})
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
+
+    seen: ClassVar[list[Tensor]] = []
+
+    def __call__(self, seen: Observation) -> Tensor:
+        """Return grey images."""
+        self.seen.append((seen.gradients["pos_embed"][:, 0, 1:] == 0).all(2))
+        return torch.full((len(self.seen[-1]) * seen.images_per_release, *seen.model.image_shape), 0.5)
+
+
+def test_images_of_a_release_share_a_mask_and_releases_do_not(monkeypatch: pytest.MonkeyPatch, photos: Path) -> None:
+    """Clients of one image have masks of their own, be they computed side by side; the records say which way it is."""
+    monkeypatch.setitem(ATTACKS, "witness", Witness)
+    monkeypatch.setattr(Witness, "seen", [])
+    options = {"weights": "random", "img_size": 64, "metrics": "psnr", "setting": "c", "gamma": 0.5, "limit": 2}
+    frames = {
+        (B, per): privlab.attack(
+            "vit_ti_mjp", images=photos, attack="witness", gradient_batch=B, options=(f"per={per}",), **options
+        )
+        for B in (1, 2)
+        for per in ("batch", "image")
+    }
+    alone, same, shared, own = Witness.seen
+    assert torch.equal(alone, same)
+    assert not torch.equal(alone[0], alone[1])
+    assert torch.equal(shared[0], alone[0])  # that of the first image
+    assert torch.equal(own[0], alone[0] & alone[1])  # what both hide
+    for (_, per), frame in frames.items():
+        rows = frame[frame.attack == "witness"]
+        assert {json.loads(text)["per"] for text in rows.defense_params} == {per}
+        assert (rows.status == "ok").all()
+    assert frames[1, "batch"].psnr.tolist() == frames[1, "image"].psnr.tolist()
+
+
 def test_a_smaller_last_gradient_is_warned_of(confidant: type[Confidant], photos: Path) -> None:
     with pytest.warns(privlab.threat.PrivlabWarning, match="A gradient of 1 instead of 2 images"):
         run(photos, attack="confidant", setting="a", gradient_batch=2, limit=3)

@@ -46,7 +46,7 @@ def test_attacks_are_listed_with_paper_equation_and_capabilities(cli: Callable[.
 
 def test_defenses_are_listed_with_their_options(cli: Callable[..., Any]) -> None:
     rows = {row["name"]: row for row in json.loads(cli("list", "defenses", "--json").out)}
-    assert rows["mjp"]["options"] == "gamma=0.27, masked_pe='unknown'"
+    assert rows["mjp"]["options"] == "gamma=0.27, per='batch', masked_pe='unknown'"
     assert "Alg. 1 and 2" in rows["mjp"]["paper"]
 
 

@@ -23,6 +23,7 @@ from privlab.metrics import psnr, psnr_region
 from privlab.model import VictimModel
 from privlab.options import configured, read_options
 from privlab.patches import patchify, slots_to_pixels
+from privlab.stack import Stack
 from privlab.threat import Defense, Feed, GradientDefense, Observation, PrivlabWarning, Stolen
 from privlab.training import Progress, listening, tell
 
@@ -181,6 +182,25 @@ def test_the_fed_image_explains_its_gradient(
     blank, _ = match(match.coordinates(torch.zeros_like(X)), torch.arange(2))
     assert (value < 1e-10).all()
     assert (blank > 1e-3).all()
+
+
+@pytest.mark.parametrize("per", ["batch", "image"])
+def test_a_mask_that_images_share_is_fed(per: str, tiny_model: Callable[..., VictimModel]) -> None:
+    """With it the fed images explain their gradient; of masks of their own the gradient does not tell."""
+    model, defense = tiny_model(), (Mjp(gamma=0.5, per=per),)
+    feed = Stack(defense).feed(pictures(2, 16), 4, [torch.Generator().manual_seed(i) for i in range(2)], 2)
+    seen = observe(model, feed, torch.arange(2), sorted(released_parameters(model)), defense, (), 2)
+    if per == "image":
+        with pytest.warns(PrivlabWarning, match="E_unk is at work, and the gradient does not tell in which slots"):
+            match = Match.of(seen, "cosine", 0.0)
+        assert match.masked is None
+    else:
+        match = Match.of(seen, "cosine", 0.0)
+        assert torch.equal(torch.as_tensor(match.masked), feed.moved)
+        assert match.span is None  # ∂ℓ/∂E_pos is a sum: it spans no image's own rows
+    X = patchify(model.normalise(feed.images), model.patch)[None]
+    explained = [match(match.coordinates(X[:, [i, 1 - i]]), torch.zeros(1).long())[0] for i in range(2)]
+    assert (min(map(float, explained)) < 1e-10) == (per == "batch")
 
 
 def test_what_is_known_under_mjp_stays_exact_and_the_rest_gets_better(
@@ -360,7 +380,7 @@ def test_labels_that_nothing_tells_are_one_line(small: VictimModel) -> None:
 
 
 def test_a_mask_that_does_not_show_is_warned_of(small: VictimModel) -> None:
-    _, seen = seen_of(small, pictures(2), [Mjp(gamma=0.5)], B=2)
+    _, seen = seen_of(small, pictures(2), [Mjp(gamma=0.5, per="image")], B=2)
     with pytest.warns(PrivlabWarning, match="E_unk is at work, and the gradient does not tell in which slots"):
         GradientMatching(steps=1)(seen)
 

@@ -145,11 +145,21 @@ def test_what_the_release_says_of_the_mask(
         assert known_slots(observe(model, feed, torch.tensor([1, 2]), names[1:], defense, seeded(2, 3))) is None
 
 
-def test_one_gradient_of_several_images_does_not_say_which_slots_are_masked(tiny_model: Model, crops: Tensor) -> None:
-    defense = (Mjp(gamma=0.5),)
-    feed = Stack(defense).feed(crops[:2].double(), 4, seeded(0, 1))
-    seen = observe(tiny_model(), feed, torch.tensor([1, 2]), ("pos_embed", "patch_embed.proj.weight"), defense, (), 2)
-    assert known_slots(seen) is None
+@pytest.mark.parametrize("noise", [(), (GradientNoise(multiplier=1e-6),)])
+@pytest.mark.parametrize("per", ["batch", "image"])
+def test_one_gradient_of_several_images_says_which_slots_are_masked_where_they_share_a_mask(
+    tiny_model: Model, crops: Tensor, per: str, noise: tuple[GradientNoise, ...]
+) -> None:
+    defense = (Mjp(gamma=0.5, per=per), *noise)
+    feed = Stack(defense).feed(crops[[3, 100, 200, 300]].double(), 4, seeded(0, 1, 2, 3), 2)
+    names, labels = ("pos_embed", "patch_embed.proj.weight"), torch.tensor([1, 2, 3, 4])
+    known = known_slots(observe(tiny_model(), feed, labels, names, defense, seeded(4, 5), 2))
+    if per == "image":
+        assert known is None
+    else:
+        assert known is not None
+        assert torch.equal(known, ~feed.moved)
+        assert not torch.equal(known[0], known[2])  # another release, another mask
 
 
 # The scores

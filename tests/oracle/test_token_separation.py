@@ -14,14 +14,15 @@ from torch.testing import assert_close
 from privlab.attacks.slots import QKV, Reads, embeddings_of_tokens, first_block
 from privlab.attacks.token_separation import TokenSeparation
 from privlab.attacks.tokens import Mlp, separate
-from privlab.defenses import Jigsaw
+from privlab.defenses import Jigsaw, Mjp
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
-from privlab.gradients import granted, observe
+from privlab.gradients import granted, observe, released_parameters
 from privlab.metrics import psnr
 from privlab.model import VictimModel, april_twin
-from privlab.placement import in_best_order
+from privlab.placement import assigned, in_best_order
 from privlab.plan import Specification, applicable
+from privlab.stack import Stack
 from privlab.threat import Observation, PrivlabWarning, Stolen, check_capabilities
 from privlab.victims import victim
 
@@ -56,7 +57,7 @@ def textured(crops: Tensor, count: int) -> Tensor:
 
 
 def seen_of(model: VictimModel, images: Tensor) -> Observation:
-    names = [*TokenSeparation.parameters, *(n for n in TokenSeparation.if_released if n not in model.frozen)]
+    names = [*TokenSeparation.parameters, *released_parameters(model).intersection(TokenSeparation.if_released)]
     return observe(model, images, torch.arange(len(images)), names)
 
 
@@ -149,6 +150,32 @@ def test_tokens_of_two_images_from_one_gradient(
     assert len(found.u) == 34
     assert sorted(cosine.argmax(1).tolist()) == list(range(34))
     assert_close(found.u, u[cosine.argmax(1)], atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("masked_pe", ["unknown", "none"])
+def test_several_images_under_one_mask_come_back(
+    masked_pe: str, images: Tensor, tiny_model: Callable[..., VictimModel]
+) -> None:
+    """MJP per batch, as its authors run it: the zero rows of ∂ℓ/∂E_pos are the mask, and nothing is lost."""
+    model, defense = tiny_model(embed_dim=96), (Mjp(gamma=0.4, masked_pe=masked_pe),)
+    feed = Stack(defense).feed(images, 4, [draw_for(0, str(i), "defense") for i in range(2)], 2)
+    read = (*TokenSeparation.parameters, *TokenSeparation.if_released)
+    seen = observe(model, feed, torch.arange(2), read, defense, (), 2)
+    stolen = TokenSeparation(**SEARCH | {"starts": 24})(seen)
+    assert stolen.loose is not None
+    assert torch.equal(stolen.loose, feed.moved)
+    found = assigned(stolen, feed.images, 4)
+    assert psnr(in_order(found, images, 4), images).min() > 80
+
+
+def test_masks_of_their_own_are_not_told(images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
+    model, defense = tiny_model(embed_dim=96), (Mjp(gamma=0.4, per="image"),)
+    feed = Stack(defense).feed(images, 4, [draw_for(0, str(i), "defense") for i in range(2)], 2)
+    read = (*TokenSeparation.parameters, *TokenSeparation.if_released)
+    seen = observe(model, feed, torch.arange(2), read, defense, (), 2)
+    with pytest.warns(PrivlabWarning, match="MJP is at work, and the gradient does not tell in which slots"):
+        stolen = TokenSeparation(**SEARCH | {"rounds": 1, "steps": 5})(seen)
+    assert stolen.loose is None
 
 
 def names(cells: list, /) -> set[str]:

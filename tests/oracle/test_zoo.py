@@ -49,6 +49,13 @@ def test_small_in_half_precision_and_with_a_card_that_names_no_folder(name: str)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
+def test_a_card_of_another_convention_says_so(name: str) -> None:
+    """Those of MJP were made before DAL had raw coordinates, and before `per`."""
+    card = card_of(name)
+    assert ("DAL had its places in [0, 1]" in str(card.get("remark"))) == (card["recipe"] == "mjp")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_trained_weights_are_the_default_and_need_no_network(
     name: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:

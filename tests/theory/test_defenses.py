@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab.defenses import DEFENSES, Jigsaw, Mjp, Undefended, defenses
+from privlab.defenses import DEFENSES, Jigsaw, LowPass, Mjp, Undefended, defenses
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.patches import patchify, permute
 from privlab.permutation import inverse
+from privlab.stack import Stack
 from privlab.threat import Defense, FeatureDefense, GradientDefense
 
 Model = Callable[..., VictimModel]
@@ -60,6 +61,37 @@ def test_images_of_a_batch_have_draws_of_their_own() -> None:
     assert not torch.equal(together.order[0], together.order[1])
 
 
+@pytest.mark.parametrize("kind", [Jigsaw, Mjp])
+def test_a_batch_has_the_draw_of_its_first_image(kind: type[Jigsaw]) -> None:
+    """The published way; of one image it is bit for bit the other one."""
+    images, draws = images_and_draws(3, 0)
+    together, first = Stack((kind(gamma=0.6),)).feed(images, 4, draws, 3), Generator().manual_seed(0)
+    alone = kind(gamma=0.6, per="image")(images[:1], 4, [first])
+    assert kind(gamma=0.6) == kind(gamma=0.6, per="batch")
+    assert torch.equal(together.order, alone.order.expand(3, -1))
+    assert torch.equal(together.moved, alone.moved.expand(3, -1))
+    assert torch.equal(together.images, permute(images, alone.order.expand(3, -1), 4))
+    assert torch.equal(draws[0].get_state(), first.get_state())  # and what a next defense draws is the same
+    with pytest.raises(PrivlabError, match=r"3 images take as many draws, or a divisor of that\. Found 2\."):
+        kind(gamma=0.6)(images, 4, draws[:2])
+
+
+@pytest.mark.parametrize(("B", "groups"), [(1, [0, 1, 2, 3]), (2, [0, 0, 2, 2]), (4, [0, 0, 0, 0])])
+def test_each_release_is_a_batch(B: int, groups: list[int]) -> None:
+    """Four clients of one image each share nothing, whatever tensor they stand in together."""
+    images, stack = images_and_draws(4, 0)[0], Stack((Mjp(gamma=0.6), LowPass()))
+    feed = stack.feed(images, 4, images_and_draws(4, 0)[1], B)
+    own = Stack((Mjp(gamma=0.6, per="image"), LowPass())).feed(images, 4, images_and_draws(4, 0)[1], B)
+    assert feed.masked_pe is not None
+    assert torch.equal(feed.masked_pe, feed.moved)
+    assert torch.equal(feed.moved, own.moved[groups])
+    assert torch.equal(feed.order, own.order[groups])
+    if B == 1:
+        assert torch.equal(feed.images, own.images)
+    default = stack.feed(images, 4, images_and_draws(4, 0)[1])
+    assert torch.equal(default.order, own.order)
+
+
 def test_embedding_with_e_unk_is_equations_3_to_5(tiny_model: Model) -> None:
     """z₀ = [cls; x̃ⁿE] + Ẽ_pos, Ẽ_pos = E_unk at masked slots and E_pos elsewhere, slot by slot."""
     model = tiny_model()
@@ -95,7 +127,11 @@ def test_e_unk_is_asked_for_where_there_is_none(tiny_model: Model) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"gamma": 1.5}, r"gamma \(γ\) must be in \[0, 1\]\. Found 1\.5"), ({"masked_pe": "slots"}, "Did you mean slot")],
+    [
+        ({"gamma": 1.5}, r"gamma \(γ\) must be in \[0, 1\]\. Found 1\.5"),
+        ({"masked_pe": "slots"}, "Did you mean slot"),
+        ({"per": "images"}, "Unknown per 'images'. Did you mean image"),
+    ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(PrivlabError, match=message):

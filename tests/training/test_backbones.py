@@ -119,14 +119,14 @@ def test_a_resnet_is_shuffled_and_no_more() -> None:
     """The masked pieces hold their own pixels in another order; the loss is the cross-entropy of that picture."""
     model, data = resnet(), pictures()
     lesson = Lesson(model, data, SHUFFLE, STILL)
-    images, labels, masked = lesson.batch(torch.arange(6), Generator().manual_seed(3))
+    images, labels, masked, order = lesson.batch(torch.arange(6), Generator().manual_seed(3))
     before, after = patchify(data.images.float() / 255, 4), patchify(images, 4)
     assert (masked.sum(1) == 32).all()
     assert torch.equal(after[~masked], before[~masked])
     assert not torch.equal(after, before)
     for i in range(6):
         assert sorted(after[i, masked[i]].sum(1).tolist()) == sorted(before[i, masked[i]].sum(1).tolist())
-    found = lesson.loss(lesson.model, (images.double(), labels.double(), masked), Generator())
+    found = lesson.loss(lesson.model, (images.double(), labels.double(), masked, order), Generator())
     logits = model.net(normalised(model, images.double()))
     torch.testing.assert_close(found, nn.functional.cross_entropy(logits, labels.double(), label_smoothing=0.1))
 
@@ -134,9 +134,9 @@ def test_a_resnet_is_shuffled_and_no_more() -> None:
 def test_a_swin_is_taught_on_masked_pieces() -> None:
     model = swin()
     lesson = Lesson(model, pictures(), TrainMjp(gamma=0.5), STILL)
-    images, _, masked = lesson.batch(torch.arange(6), Generator().manual_seed(3))
+    images, _, masked, order = lesson.batch(torch.arange(6), Generator().manual_seed(3))
     assert masked.shape == (6, 64)
-    logits, dal = lesson.model.double()(images.double(), masked, True)
+    logits, dal = lesson.model.double()(images.double(), masked, order, True)
     assert torch.equal(logits, model(images.double(), masked))
     assert dal > 0
 
@@ -146,7 +146,7 @@ def test_dal_reaches_only_the_unmasked_position_embeddings_of_a_swin(kind: str) 
     lesson = Lesson(model := swin(), pictures(), TrainMjp(gamma=0.5, dal=kind), STILL)
     masked = torch.zeros(2, 64, dtype=torch.bool)
     masked[0, :40], masked[1, :24] = True, True
-    _, loss = lesson.model.double()(seen(model), masked, True)
+    _, loss = lesson.model.double()(seen(model), masked, torch.arange(64).expand(2, -1), True)
     loss.backward()
     assert model.pos_embed is not None
     assert model.pos_embed.grad is not None

@@ -1,14 +1,17 @@
 """The objectives: their losses against naive loops, and where gradients go."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
+from privlab.backbones import Classifier, IndexedViT
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
-from privlab.patches import patchify
+from privlab.patches import blockwise_mask, patchify, shuffled_within
 from privlab.recipes import DALS, Classify, Dal, Lesson, TrainMjp
 from privlab.training import Augmentation, Examples, Plan, train
 
@@ -46,18 +49,25 @@ def test_mixed_labels_are_shares_of_two(tiny_model: Callable[..., VictimModel], 
     assert (labels > 0).sum() > 6
 
 
-def test_mjp_feeds_what_its_algorithm_says(tiny_model: Callable[..., VictimModel]) -> None:
+@pytest.mark.parametrize("per", ["batch", "image"])
+def test_mjp_feeds_what_its_algorithm_says(tiny_model: Callable[..., VictimModel], per: str) -> None:
     """The masked slots hold their own patches in another order, and E_unk; the rest is untouched."""
     model, data = tiny_model(), pictures()
-    lesson = Lesson(model, data, TrainMjp(gamma=0.6), STILL)
-    images, _, masked = lesson.batch(torch.arange(6), Generator().manual_seed(3))
+    lesson = Lesson(model, data, TrainMjp(gamma=0.6, per=per), STILL)
+    images, _, masked, order = lesson.batch(torch.arange(6), Generator().manual_seed(3))
+    assert (len(masked.unique(dim=0)) == 1) == (len(order.unique(dim=0)) == 1) == (per == "batch")
+    alone = [
+        TrainMjp(gamma=0.6, per=kind).batch(images[:1], torch.zeros(1).long(), model, Generator().manual_seed(3))
+        for kind in ("batch", per)
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*alone, strict=True))  # of one picture they agree
     assert (masked.sum(1) == int(0.6 * 16)).all()
     before, after = patchify(data.images.float() / 255, 4), patchify(images, 4)
     assert torch.equal(after[~masked], before[~masked])
     assert not torch.equal(after, before)
     for i in range(6):
         assert sorted(after[i, masked[i]].sum(1).tolist()) == sorted(before[i, masked[i]].sum(1).tolist())
-    logits, _ = lesson.model.double()(images.double(), masked, True)
+    logits, _ = lesson.model.double()(images.double(), masked, order, True)
     assert torch.equal(logits, model(images.double(), masked))
 
 
@@ -77,18 +87,116 @@ def test_dal_reaches_only_unmasked_position_embeddings(kind: str) -> None:
     assert reached.tolist() == (~both).tolist()
 
 
-@pytest.mark.parametrize("kind", ["linear", "nonlinear"])
-def test_dal_is_that_of_a_naive_loop(kind: str) -> None:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        dal, pe = Dal(kind, 8, (2, 3)).double(), torch.randn(6, 8, dtype=torch.float64)
-    unmasked = torch.tensor([[True, True, False, True, False, True], [False, True, True, True, True, True]])
+def naive_dal(dal: Dal, pe: Tensor, unmasked: Tensor, columns: int) -> Tensor:
+    """Equations 1 and 2 by a loop over images and slots, (i, j) counted from 1."""
+    places = torch.tensor([[s // columns + 1.0, s % columns + 1.0] for s in range(len(pe))], dtype=pe.dtype)
+    still = (pe - pe.mean(0)).detach()
+    axes = torch.linalg.eigh(still.mT @ still).eigenvectors[:, -2:]  # the two of greatest variance
+    seen = still @ axes
+    fit = torch.linalg.solve(seen.mT @ seen, seen.mT @ (places - places.mean(0)))
     terms = []
     for mask in unmasked:
-        for slot in mask.nonzero().flatten().tolist():
-            place = torch.tensor([slot // 3 / 1, slot % 3 / 2])
-            terms.append((dal.regressor(pe[slot]) - place).abs().sum())
-    torch.testing.assert_close(dal(pe, unmasked), torch.stack(terms).mean())
+        for slot in range(len(pe)):
+            if mask[slot] and dal.kind == "pca":
+                found = (pe[slot] - pe.mean(0)) @ axes @ fit + places.mean(0)
+                terms.append((found - places[slot]).abs().sum())
+            elif mask[slot]:
+                terms.append((dal.regressor(pe[slot]) - places[slot]).abs().sum())
+    return torch.stack(terms).mean()
+
+
+@pytest.mark.parametrize("kind", DALS)
+def test_dal_and_its_gradient_are_those_of_a_naive_loop(kind: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        dal, pe = Dal(kind, 8, (2, 3)).double(), torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    unmasked = torch.tensor([[True, True, False, True, False, True], [False, True, True, True, True, True]])
+    wanted, found = naive_dal(dal, pe, unmasked, 3), dal(pe, unmasked)
+    torch.testing.assert_close(found, wanted)
+    learnt = [pe, *dal.parameters()]
+    slopes = (torch.autograd.grad(value, learnt) for value in (found, wanted))
+    for got, want in zip(*slopes, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_places_are_raw_grid_coordinates() -> None:
+    """A regressor that says nothing is off by i + j, on average, as in Eq. 2: not by a share of the side."""
+    dal = Dal("linear", 8, (4, 6))
+    assert isinstance(dal.regressor, torch.nn.Linear)
+    torch.nn.init.zeros_(dal.regressor.weight)
+    torch.nn.init.zeros_(dal.regressor.bias)
+    with torch.no_grad():
+        assert float(dal(torch.randn(24, 8), torch.ones(1, 24, dtype=torch.bool))) == 2.5 + 3.5
+
+
+# Table 4 of MJP
+
+TABLE_4: dict[str, Classify] = {
+    "A": Classify(),
+    "B": Classify(),
+    "C": TrainMjp(gamma=1.0, spp=True, unknown=False, dal="none"),
+    "D": TrainMjp(gamma=0.0, unknown=False),
+    "E": TrainMjp(gamma=0.4, unknown=False, dal="none"),
+    "F": TrainMjp(gamma=0.4, unknown=False, dal="none"),
+    "G": TrainMjp(gamma=0.4, dal="none"),
+    "H": TrainMjp(gamma=0.4, dal="pca"),
+    "I": TrainMjp(gamma=0.4, dal="linear"),
+    "J": TrainMjp(gamma=0.4),
+}
+
+
+def naive_loss(objective: Classify, model: Classifier, dal: Dal | None, images: Tensor, labels: Tensor) -> Tensor:
+    """Return L_CE + λ L_DAL, slot by slot, after Equations 1 to 5; the draws are those of one draw for the batch."""
+    vit: Any = model.vit if isinstance(model, VictimModel) else model.net
+    draw, order, pixels = Generator().manual_seed(3), torch.arange(16), torch.arange(16)
+    masked = torch.zeros(16, dtype=torch.bool)
+    if isinstance(objective, TrainMjp):
+        masked = blockwise_mask((4, 4), objective.gamma, draw)
+        order = shuffled_within(masked, draw)
+        pixels = torch.randperm(16, generator=draw) if objective.spp else pixels
+    unknown, total = getattr(objective, "unknown", False), torch.zeros((), dtype=torch.float64)
+    pe = torch.zeros(17, 64, dtype=torch.float64) if vit.pos_embed is None else vit.pos_embed[0]
+    for image, label in zip(images, labels.tolist(), strict=True):
+        x, z = (image - model.mean) / model.std, [vit.cls_token[0, 0] + pe[0]]
+        for n in range(16):
+            row, column = divmod(int(order[n]), 4)
+            patch = x[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4].flatten(1)
+            patch = patch[:, pixels] if masked[n] else patch
+            token = vit.patch_embed.proj.weight.flatten(1) @ patch.flatten() + vit.patch_embed.proj.bias
+            own = model.unk_embed[0, 0] if unknown and masked[n] and model.unk_embed is not None else pe[1 + n]
+            index = vit.idx_embed[0, order[n]] if isinstance(model, IndexedViT) else 0.0
+            z.append(token + own + index)
+        logits = vit.head(vit.norm(vit.blocks(torch.stack(z)[None]))[0, 0])
+        wanted = torch.full((7,), 0.1 / 7).double().index_fill(0, torch.tensor(label), 0.9 + 0.1 / 7)
+        total = total - (wanted * logits.log_softmax(0)).sum() / len(images)
+    if dal is None or not isinstance(objective, TrainMjp):
+        return total
+    return total + objective.weight * naive_dal(dal, pe[1:], ~masked.expand(len(images), -1), 4)
+
+
+@pytest.mark.parametrize("letter", TABLE_4)
+def test_a_step_of_each_variant_is_a_naive_one(
+    letter: str, tiny_model: Callable[..., VictimModel], tiny_vit: Callable[..., VisionTransformer]
+) -> None:
+    """Loss and gradient of all that is trained, by the letters of Table 4."""
+    objective, data = TABLE_4[letter], pictures(3)
+    model: Classifier = tiny_model(unknown=letter in "GHIJ", pos_embed="none" if letter == "B" else "learn")
+    if letter == "F":
+        model = IndexedViT(tiny_vit(), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)).double()
+    lesson = Lesson(model, data, objective, STILL)
+    lesson.model.double()
+    images, labels = data.images.double() / 255, data.labels
+    batch = as_doubles(objective.batch(images, labels, model, Generator().manual_seed(3)))
+    dal = getattr(lesson.model, "dal", None)
+    assert (dal is not None) == (letter in "DHIJ")
+    found, wanted = lesson.loss(lesson.model, batch, Generator()), naive_loss(objective, model, dal, images, labels)
+    torch.testing.assert_close(found, wanted)
+    learnt = dict(lesson.model.named_parameters())
+    slopes = [torch.autograd.grad(value, [*learnt.values()], allow_unused=True) for value in (found, wanted)]
+    for name, got, want in zip(learnt, *slopes, strict=True):
+        assert (got is None) == (want is None), name
+        if got is not None:
+            torch.testing.assert_close(got, want, msg=name)
 
 
 def test_pca_finds_embeddings_that_are_places() -> None:
@@ -133,6 +241,7 @@ def test_a_lesson_is_told_by_all_that_shapes_it(tiny_model: Callable[..., Victim
         ({"gamma": 1.5}, r"γ.* in \[0, 1\]. Found 1.5"),
         ({"dal": "cubic"}, "Unknown DAL regressor 'cubic'"),
         ({"weight": -1.0}, "λ.* at least 0. Found -1"),
+        ({"per": "picture"}, "Unknown per 'picture'"),
         ({"smoothing": 1.0}, r"smoothing must be in \[0, 1\)"),
         ({"mixup": -0.1}, "mixup must be at least 0"),
     ],
