@@ -24,6 +24,7 @@ from privlab.metrics import Learned
 from privlab.patches import permute
 from privlab.placement import as_sent, assigned, matched
 from privlab.plan import Cell, Specification, reassembly_of
+from privlab.reconstruction import beyond_range, brought, check_reconstruction
 from privlab.records import CONTROLS, Record, Rows
 from privlab.threat import Attack, Capability, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
 from privlab.trial import Batch, Trial, labelled
@@ -261,11 +262,12 @@ class Evaluator:
         b, several = len(trial.reference), isinstance(seen, Observation) and seen.images_per_release > 1
         names, placed = self.rows.geometries(trial.setting), getattr(attack, "places", False)
         try:
+            beyond = self._beyond(attack, seen, b)
             with full_precision():
-                stolen, seconds = self._timed(lambda: _brought(attack, seen))
+                stolen, seconds = self._timed(lambda: brought(attack, seen))
             if several and Capability.BATCH_SIZE_ONE in attack.requires:
                 stolen = Stolen.joined([stolen] * b)
-            _check_reconstruction(stolen.images, trial.reference)
+            check_reconstruction(stolen.images, trial.reference.shape)
             if several:
                 stolen = assigned(stolen, trial.feed.images, self.base.model.patch)
             if trial.sent is not None:
@@ -284,7 +286,10 @@ class Evaluator:
         scores, seconds_score = self._timed(lambda: self._scorer.geometries(stolen, trial, names, placed=placed))
         cost = {"seconds_attack": seconds / b, "seconds_score": seconds_score / b}
         outcomes = [
-            [self._measured({name: values[i] for name, values in of_geometry.items()}) | cost for of_geometry in scores]
+            [
+                self._measured({name: values[i] for name, values in of_geometry.items()}) | cost | beyond[i]
+                for of_geometry in scores
+            ]
             for i in range(b)
         ]
         key = self.rows.cells(trial.setting, [cell])[attack.name]
@@ -294,6 +299,13 @@ class Evaluator:
         where = "features" if trial.sent else f"{cell.victim.block} block"
         self._show(panels, key, stolen.images, [_caption(where, attack.name, outcome[0]) for outcome in outcomes])
         return outcomes
+
+    def _beyond(self, attack: Attack | FeatureAttack, seen: Seen, b: int) -> list[Record]:
+        """Return of each image why the attack is outside its stated range; release by release, for that differs."""
+        if not isinstance(seen, Observation):
+            return [{"beyond_range": beyond_range(attack, seen)}] * b
+        B = seen.images_per_release
+        return [{"beyond_range": beyond_range(attack, _taken(seen, [i // B]))} for i in range(b)]
 
     def _measured(self, scores: Record) -> Record:
         """Return scores with the names of the metrics that were measured, whatever their values."""
@@ -365,10 +377,6 @@ def _failed(reason: str) -> Record:
     return {"status": "failed", "reason": reason}
 
 
-def _brought(attack: Attack | FeatureAttack, seen: Seen) -> Stolen:
-    return Stolen.of(attack(seen))  # pyright: ignore[reportArgumentType]  # `plan` gave each its kind of observation
-
-
 def _caption(where: str, attack: str, scores: Record) -> str:
     shown = [
         f"{name.upper()} {value:.{n}f}"
@@ -380,13 +388,3 @@ def _caption(where: str, attack: str, scores: Record) -> str:
 
 def _taken(seen: Observation, rows: Sequence[int]) -> Observation:
     return replace(seen, gradients={name: g[rows] for name, g in seen.gradients.items()})
-
-
-def _check_reconstruction(images: Tensor, reference: Tensor) -> None:
-    if images.shape != reference.shape:
-        raise PrivlabError(f"the attack returned {tuple(images.shape)} instead of {tuple(reference.shape)}")
-    if not images.isfinite().all():
-        raise PrivlabError("the attack returned values that are not finite")
-    if images.min() < 0 or images.max() > 1:
-        low, high = images.aminmax()
-        raise PrivlabError(f"the attack returned values in [{low:.3g}, {high:.3g}] instead of [0, 1]")

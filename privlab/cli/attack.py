@@ -1,7 +1,7 @@
 """`privlab attack`: options in, a table out."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from privlab.report.flags import Flag
+    from privlab.report.power import PowerVerdict
     from privlab.run import Outcome
 
 __all__ = ["attack"]
@@ -119,6 +120,7 @@ def attack(
     if reference is not None:
         raise PrivlabError("--reference is the private image of a --gradients file. Give that file, or use --images.")
     from privlab.records import check_geometry
+    from privlab.report.formats import plain_data
     from privlab.report.summary import KNOWN, flags, shown_metrics, summarise, verdicts
     from privlab.run import execute, specify
 
@@ -139,13 +141,15 @@ def attack(
         )
     table = summarise(outcome.records, spec.metrics, geometry)
     found = flags(outcome.records, spec.metrics, geometry)
+    lead, cells = _judged(path, geometry)
     for message in outcome.warnings:
         err.print(f"Warning: {message}", style="yellow", markup=False)
     if as_json:
         print_json(
             {
                 "run": str(path),
-                "verdict": verdicts(outcome),
+                "verdict": [*lead, *verdicts(outcome)],
+                "verdicts": plain_data([asdict(cell) for cell in cells]),
                 "flags": [asdict(flag) for flag in found],
                 "geometry": geometry,
                 "leaks": {name: KNOWN[name].direction for name in shown_metrics(spec.metrics, table)},
@@ -156,7 +160,7 @@ def attack(
             }
         )
     elif (outcome.records.status == "ok").any():
-        _print_attack(outcome, table, geometry, found)
+        _print_attack(outcome, table, geometry, [*lead, *(f"verdict: {cell.label}: {cell}" for cell in cells)], found)
     else:
         click.echo(f"Nothing could be scored. run: {path}")
     for image, reason in outcome.failed.items():
@@ -179,7 +183,22 @@ def _batch_size(text: str) -> int | None:
     return int(text)
 
 
-def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, found: "Sequence[Flag]") -> None:
+def _judged(path: Path, geometry: str) -> tuple[list[str], "list[PowerVerdict]"]:
+    """Return what the page of a run says of it in sentences, and the verdict on each case."""
+    from privlab.report.flags import lead_metric
+    from privlab.report.leakage import leakage
+    from privlab.report.page_verdict import lead_text
+    from privlab.report.power import power_of
+    from privlab.report.results import load_results
+
+    results = load_results(path)
+    results = replace(results, layout=replace(results.layout, geometry=geometry))
+    return lead_text(results, leakage(results), lead_metric(results.layout.columns)), power_of(results)
+
+
+def _print_attack(
+    outcome: "Outcome", table: "DataFrame", geometry: str, said: Sequence[str], found: "Sequence[Flag]"
+) -> None:
     from privlab.report.flags import flag_lines
     from privlab.report.summary import elsewhere, not_measured, shown_metrics, to_rich, verdicts
 
@@ -193,6 +212,6 @@ def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, found: 
     click.echo(
         "worst case: of each image the leakiest score over all attacks and draws, by each metric's own direction"
     )
-    for line in (*not_measured(outcome, shown), *verdicts(outcome), *flag_lines(found)):
+    for line in (*not_measured(outcome, shown), *said, *verdicts(outcome), *flag_lines(found)):
         click.echo(line)
     click.echo(f"run: {outcome.path}")

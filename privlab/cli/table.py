@@ -178,13 +178,20 @@ def _print_results(
     results: "Results", format_: str | None, standalone: bool, all_attacks: bool, other: "Results | None"
 ) -> int:
     from privlab.report.compare import compare as against
-    from privlab.report.flags import flag_lines, flags_of
+    from privlab.report.flags import flag_lines, flags_of, lead_metric
     from privlab.report.formats import render, to_rich
     from privlab.report.leakage import headline, leakage
+    from privlab.report.page_verdict import lead_text
+    from privlab.report.power import power_of, scope
     from privlab.report.sheet import Caption
 
     rows, caption = leakage(results), Caption.of(results)
-    caption = replace(caption, remarks=(*caption.remarks, *flag_lines(flags_of(results))))
+    lead = lead_text(results, rows, lead_metric(results.layout.columns))
+    caption = replace(
+        caption,
+        verdicts={verdict.case: str(verdict) for verdict in power_of(results)},
+        remarks=(*caption.remarks, *lead, scope(results.records), *flag_lines(flags_of(results))),
+    )
     shown = rows if all_attacks else headline(rows)
     if format_ is not None:
         click.echo(render(format_, shown, results.layout, caption, standalone=standalone), nl=False)

@@ -18,7 +18,8 @@ from privlab.report.results import Results
 from privlab.report.sheet import shown
 from privlab.threat import AttackClass, Capability
 
-__all__ = ["DETERMINISTIC", "RULES", "Flag", "flag_lines", "flags_of", "lead_metric", "red_flags"]
+__all__ = ["DETERMINISTIC", "FEWEST", "RULES", "Flag"]
+__all__ += ["flag_lines", "flags_of", "known_in", "lead_metric", "red_flags"]
 
 DETERMINISTIC = frozenset(
     {"none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"},
@@ -31,6 +32,9 @@ BUDGETS = frozenset({"steps", "rounds", "iterations", "max_iterations", "starts"
 NOTHING = "what is released is zero or not finite"
 """The reason of a record that had nothing to attack."""
 
+FEWEST = 20
+"""Images of a case below which its means say little, and no attack's failure says anything."""
+
 _SHOWN = 3
 _NAMED = ("case", "attack", "geometry", "image", "image_sha256", "status", "external")
 _SAME = [
@@ -39,6 +43,7 @@ _SAME = [
 ]
 """What two records have in common of which the attacks may differ in their budgets alone."""
 _NEEDED = (*_SAME, "attack_params", "seed", "draw", "weights", "reason", "batch_images")
+_NEEDED += ("victim_params", "label_origin", "beyond_range")
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,17 @@ class _Facts:
         return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[self.metric].direction, 0)
 
     @cached_property
+    def own(self) -> "pd.Series[bool]":
+        """Return which rows are of attacks, and not of controls."""
+        return ~self.records.attack.str.startswith(CONTROL).astype(bool)
+
+    @cached_property
+    def scored(self) -> pd.DataFrame:
+        """Return the images of each case and attack that were scored, worst cases and controls aside."""
+        found = per_image(self.records, [self.metric], self.geometry)
+        return found.loc[found.scored & (found.attack != WORST) & ~found.control.astype(bool)]
+
+    @cached_property
     def means(self) -> Mapping[int, Mapping[str, float]]:
         """Return the mean over the images of each attack and control that was scored, by case."""
         found = per_image(self.records, [self.metric], self.geometry)
@@ -149,7 +165,7 @@ class _Facts:
 
     def known(self, attack: str) -> frozenset[str]:
         """Return the defenses that are undone in what is scored: by the attack, and by the geometry."""
-        return _known(attack) | ({"jigsaw"} if self.geometry in ("oracle", "reassembled") else frozenset())
+        return known_in(attack, self.geometry)
 
 
 def _cut(texts: Sequence[str]) -> str:
@@ -161,6 +177,11 @@ def _cut(texts: Sequence[str]) -> str:
 def _known(attack: str) -> frozenset[str]:
     """Return the defenses that an attack declares to be written against; one that is not installed has none."""
     return frozenset(getattr(installed().get(attack), "knows", ()))
+
+
+def known_in(attack: str, geometry: str) -> frozenset[str]:
+    """Return the defenses that are undone in what is scored: by the attack, and by the geometry."""
+    return _known(attack) | ({"jigsaw"} if geometry in ("oracle", "reassembled") else frozenset())
 
 
 def _no_adaptive_attack(facts: _Facts) -> list[str]:
@@ -255,7 +276,7 @@ def _named(budget: Mapping[str, float], other: Mapping[str, float]) -> str:
 
 
 def _one_draw(facts: _Facts) -> list[str]:
-    own = facts.records.loc[~facts.records.attack.str.startswith(CONTROL).astype(bool), ["case", "seed", "draw"]]
+    own = facts.records.loc[facts.own, ["case", "seed", "draw"]]
     draws = own.dropna().drop_duplicates().groupby("case").size()
     drawn = {case: "+".join(sorted(parts - DETERMINISTIC)) for case, parts in facts.defenses.items()}
     return facts.grouped({case: parts for case, parts in drawn.items() if parts and draws.get(case) == 1})
@@ -297,11 +318,56 @@ def _random_weights(facts: _Facts) -> list[str]:
     return facts.grouped({case: str(victim) for case, victim in rows.itertuples(index=False)})
 
 
+def _few_images(facts: _Facts) -> list[str]:
+    """Count the different images that an attack was scored on; where none ran, another flag says so."""
+    own = facts.scored.loc[facts.scored.image != ""]
+    counts = own.groupby("case").image.nunique().to_dict()
+    return facts.grouped({case: _some(n, "image") for case, n in counts.items() if n < FEWEST})
+
+
+def _predicted_labels(facts: _Facts) -> list[str]:
+    rows = facts.records.loc[facts.records.release != "features"]  # what is embedded depends on no label
+    named = rows.image_sha256.where(rows.image_sha256.fillna("") != "", rows.image)
+    told = rows.assign(named=named).loc[rows.label_origin == "predicted"]
+    counts = told.groupby("case").named.nunique().to_dict()
+    return facts.grouped({case: f"of {_some(n, 'image')}" for case, n in counts.items()})
+
+
+def _untrained_unknown(facts: _Facts) -> list[str]:
+    """Name the origins of E_unk where a defense feeds it and no training has shaped it."""
+    stated = facts.records.loc[facts.records.victim_params.notna(), ["case", "victim_params", "defense_params"]]
+    found: dict[int, str] = {}
+    for case, victim, defense in stated.drop_duplicates().itertuples(index=False):
+        origin = json.loads(victim).get("unk_embed")
+        if origin not in (None, "trained") and '"masked_pe": "unknown"' in (defense or ""):
+            found[case] = f"E_unk {origin}"
+    return facts.grouped(found)
+
+
+def _no_attack(facts: _Facts) -> list[str]:
+    tried = {*facts.records.case[facts.own]}
+    without = [case for case in range(len(facts.names)) if case not in tried]
+    return [facts.where(without)] if without and not facts.records.empty else []
+
+
+def _beyond_range(facts: _Facts) -> list[str]:
+    """Return the attacks of each case of which every row is of one beyond its range, with the reason of each."""
+    found: dict[int, str] = {}
+    own = facts.records.loc[facts.own & (facts.records.status == "ok")]
+    for case, rows in own.groupby("case", sort=True):
+        if rows.beyond_range.notna().all():
+            reasons = rows.drop_duplicates("attack")[["attack", "beyond_range"]]
+            found[int(str(case))] = ", ".join(f"{name}: {why}" for name, why in reasons.itertuples(index=False))
+    return facts.grouped(found)
+
+
 def _some(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 RULES: Mapping[str, Callable[[_Facts], list[str]]] = {
+    "No attack ran": _no_attack,
+    "Outside its stated range": _beyond_range,
     "No better than a control": _shown_nothing,
     "No adaptive attack": _no_adaptive_attack,
     "Adaptive attack weaker": _weaker,
@@ -310,5 +376,8 @@ RULES: Mapping[str, Callable[[_Facts], list[str]]] = {
     "Nothing released": _nothing_released,
     "Failed": _failed,
     "Random weights": _random_weights,
+    "Untrained E_unk": _untrained_unknown,
+    "Predicted labels": _predicted_labels,
+    "Few images": _few_images,
 }
 """The rule that raises each flag; README's "Red flags" says it in words."""

@@ -24,6 +24,7 @@ from privlab.report.leakage import leakage
 from privlab.report.page_data import Images, case_names, leaks, page_data, scores_of
 from privlab.report.page_pictures import Album, albums, order_of
 from privlab.report.page_verdict import flags, lead_text, verdict
+from privlab.report.power import power_of, scope
 from privlab.report.results import Results
 
 __all__ = ["write_page"]
@@ -71,7 +72,8 @@ def _context(results: Results) -> dict[str, Any]:
         "counts": _counts(results),
         "paper_attack": results.layout.paper_attack,
         "interval": f"{results.layout.interval:.0%}",
-        "lead": lead_text(results, rows, lead),
+        "lead": [*lead_text(results, rows, lead), scope(results.records)],
+        "power": power_of(results),
         "lead_metric": lead,
         "flags": flags(results, rows, lead),
         "verdicts": [verdict(results, rows, name) for name in results.layout.columns if leaks(name)],

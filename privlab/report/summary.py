@@ -17,6 +17,7 @@ from privlab.plan import Specification, defense_of
 from privlab.records import CONTROL, GEOMETRIES
 from privlab.report.flags import Flag, lead_metric, red_flags
 from privlab.report.leakage import WORST, per_image, worst_case
+from privlab.report.power import scope
 from privlab.report.results import by_case, papers_attack
 from privlab.run import Outcome
 
@@ -126,7 +127,7 @@ def not_measured(outcome: Outcome, shown: Sequence[str]) -> list[str]:
 
 
 def verdicts(outcome: Outcome) -> list[str]:
-    """Return one line per victim that says what the numbers stand on."""
+    """Return one line per victim that says what the numbers stand on, and one for the threat model."""
     spec = outcome.spec
     lines = []
     for base in outcome.victims:
@@ -137,7 +138,7 @@ def verdicts(outcome: Outcome) -> list[str]:
         unknown = f", E_unk {base.weights.unknown}" if base.weights.unknown else ""
         origin = f"weights {base.weights.origin}{unknown} (SHA-256 {base.weights.sha256[:12]})"
         lines.append(f"{base.name}: {origin}; defense {defense}; {gamma}; seed {spec.seed}{_how(spec)}")
-    return lines
+    return [*lines, scope(outcome.records)]
 
 
 def _how(spec: Specification) -> str:

@@ -6,8 +6,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FLOORS = [
     {"errors", "registry", "draws", "patches", "permutation", "model", "threat"},
-    {"victims", "backbones", "relative", "zoo", "weights", "images", "sources", "datasets", "labels", "decode"}
-    | {"gradients", "stack", "features", "options", "training", "decoders", "inversion"}
+    {
+        "reconstruction",
+        "victims",
+        "backbones",
+        "relative",
+        "zoo",
+        "weights",
+        "images",
+        "sources",
+        "datasets",
+        "labels",
+        "decode",
+    }
+    | {"reconstruction", "gradients", "stack", "features", "options", "training", "decoders", "inversion"}
     | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "reassembly"}
     | {"recipes", "evaluation", "robustness", "shelf", "positions", "position_accuracy"}
     | {"capture", "recording", "released", "labels_from_gradients", "labels_by_rank"},
