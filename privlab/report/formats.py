@@ -120,18 +120,20 @@ def to_markdown(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -
 def to_csv(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
     """Return one line per row, figures in full: METRIC, METRIC_low, METRIC_high, METRIC_images and METRIC_leakiest.
 
-    The last says, for a worst case, on how many images each attack reached it; beside a worst case stands the verdict.
-    What was not measured is empty.
+    The last says, for a worst case, on how many images each attack reached it; beside a worst case stands the
+    verdict, if there are any. What was not measured is empty.
     """
     out = io.StringIO()
     write = csv.writer(out, lineterminator="\n").writerow
-    facts = ["group", "case", "row", "attack", "images", "failed", "refused", "external", "verdict"]
+    facts = ["group", "case", "row", "attack", "images", "failed", "refused", "external"]
+    facts += ["verdict"] if caption.verdicts else []
     ends = ("", "_low", "_high", "_images", "_leakiest")
     write([*facts, *(name + end for name in layout.columns for end in ends)])
     for row in rows:
         refused = "; ".join(f"{attack}: {reason}" for attack, reason in row.refused.items())
         line = [row.group, row.label, row.kind, row.attack, row.images, row.failed, refused, row.external]
-        line.append(caption.verdicts.get(row.case) if row.kind == "worst" else None)
+        if caption.verdicts:
+            line.append(caption.verdicts.get(row.case) if row.kind == "worst" else None)
         for name in layout.columns:
             score = row.scores[name]
             leakiest = "; ".join(f"{attack}: {count}" for attack, count in row.leakiest.get(name, {}).items())

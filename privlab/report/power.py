@@ -86,7 +86,7 @@ class PowerVerdict:
 
 def scope(records: pd.DataFrame) -> str:
     """Return the threat model that every verdict on these records is under, and what is outside it, in a sentence."""
-    kinds = {*records.release.dropna()}
+    kinds = {*records.reindex(columns=["release"]).release.dropna()}
     seen = " or ".join(sorted(kinds)) or "what is released"
     images = ", has images of its own" if "features" in kinds else ""
     return (

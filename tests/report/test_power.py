@@ -73,7 +73,7 @@ def test_a_defense_holds_beside_its_positive_control() -> None:
     assert held.positive.control_mean == 12
     text = str(held)
     assert text.startswith("holds against mjp-subspace (")
-    assert "which leaks without the defense (24 of 24 images; 60." in text
+    assert "which leaks without the defense (24 of 24 images; 59.89 [" in text
     assert "secure" not in text
 
 
