@@ -45,6 +45,12 @@ class April:
 
     rtol: float = RTOL
 
+    def beyond(self, seen: Observation) -> str | None:
+        """Return which of N + 1 ≤ D and K ≤ D does not hold."""
+        (n, d), k = seen.gradients["pos_embed"].shape[-2:], seen.model.vit.patch_embed.proj.weight[0].numel()
+        found = (f"N + 1 = {n} > D = {d}" if n > d else "", f"K = {k} > D = {d}" if k > d else "")
+        return " and ".join(filter(None, found)) or None
+
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
         vit, proj = seen.model.vit, seen.model.vit.patch_embed.proj

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from privlab.attacks.april import April
 from privlab.errors import PrivlabError, unknown_name
 from privlab.labels_by_rank import told_labels
 from privlab.model import VictimModel
@@ -274,7 +275,7 @@ def _attack(name: str, paper: str, obstacle: str, requires: frozenset[Capability
         "paper": f"{paper}; {runs}",
         "requires": requires,
         "obstacle": obstacle,
-    }
+    } | ({"beyond": April.beyond} if requires is _APRIL else {})
     return type(f"Breaching_{name}", (Breaching,), own)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from privlab.attacks.mjp_subspace import MjpSubspace, Subspace, subspace
 from privlab.attacks.prior import Smoothness, photograph_gradients
 from privlab.attacks.slots import PROJ, QKV, Reads, Slots, Solved, first_block, guesses, patches_of_tokens, placed
-from privlab.attacks.solve import RTOL, replacement, slot_gradients
+from privlab.attacks.solve import RTOL, replacement, slot_gradients, too_many
 from privlab.attacks.token_search import FC1, FC2, TokenSearch
 from privlab.attacks.tokens import Separated
 from privlab.model import VictimModel
@@ -67,6 +67,14 @@ class MjpFull(TokenSearch):
     places: ClassVar[bool] = True  # its loose patches are put in order: there is nothing left to re-assemble
 
     rtol: float = RTOL
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return what of N + |masked| + 1 < D does not hold, or, without a mask, of N < D."""
+        A = slot_gradients(seen)
+        (_, n, d), masked = A.shape, int((A == 0).all(2).sum(1).max())
+        if masked and n + masked + 1 >= d:
+            return f"N + |masked| + 1 = {n + masked + 1} ≥ D = {d}"
+        return too_many(seen)
 
     def __call__(self, seen: Observation) -> Stolen:
         """Reconstruct the private images, and say how many tokens were found."""

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.prior import PRIORS, Smoothness, photograph_gradients, photograph_windows
-from privlab.attacks.solve import RTOL, ridge_inverse, slot_gradients, warn_of_limits
+from privlab.attacks.solve import RTOL, ridge_inverse, slot_gradients, too_many, warn_of_limits
 from privlab.errors import PrivlabError, unknown_name
 from privlab.threat import Capability, Observation
 
@@ -84,6 +84,10 @@ class MjpSubspace:
             raise unknown_name("prior", self.prior, PRIORS)
         if self.rounds < 0 or self.steps < 1:
             raise PrivlabError(f"mjp-subspace takes rounds ≥ 0 and steps ≥ 1. Found {self.rounds} and {self.steps}.")
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return what of N < D does not hold."""
+        return too_many(seen)
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""

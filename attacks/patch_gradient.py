@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.solve import RTOL, ridge_inverse, slot_gradients, warn_of_limits
+from privlab.attacks.solve import RTOL, ridge_inverse, slot_gradients, too_many, warn_of_limits
 from privlab.threat import Capability, Observation
 
 __all__ = ["PatchGradient"]
@@ -33,6 +33,10 @@ class PatchGradient:
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
 
     rtol: float = RTOL
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return what of N < D does not hold."""
+        return too_many(seen)
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""

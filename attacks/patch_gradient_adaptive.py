@@ -9,7 +9,7 @@ from torch import Tensor
 
 from privlab.attacks.mjp_subspace import MjpSubspace, subspace
 from privlab.attacks.prior import Smoothness, conjugate_gradients, photograph_gradients
-from privlab.attacks.solve import RTOL, hides_places, ridge_inverse, slot_gradients, warn_of_limits
+from privlab.attacks.solve import RTOL, hides_places, ridge_inverse, slot_gradients, too_many, warn_of_limits
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.threat import Capability, GradientDefense, Observation
@@ -153,6 +153,10 @@ class PatchGradientAdaptive:
                 "patch-gradient-adaptive takes rounds ≥ 0, steps ≥ 1 and epsilon > 0. "
                 f"Found {self.rounds}, {self.steps} and {self.epsilon:g}."
             )
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return what of N < D does not hold."""
+        return too_many(seen)
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""

@@ -31,6 +31,9 @@ _WINDOW = 4
 _WHOLE = 0.15
 """Root mean square distance from whole values up to which a column of pixels passes for whole."""
 
+_FEW = 4
+"""Patches beyond D up to which step 2 was measured, and is exact: N = 196, D = 192 (experiments/gradients.md)."""
+
 _CHECKS = 40
 """Fewest equations left over: so many random values are as close to whole ones with a probability of 4e-10."""
 
@@ -108,6 +111,11 @@ class PatchGradientPrior:
                 "patch-gradient-prior takes rounds, steps, kept and passes ≥ 1, levels ≥ 0 and epsilon > 0. Found "
                 f"{self.rounds}, {self.steps}, {self.kept}, {self.passes}, {self.levels} and {self.epsilon:g}."
             )
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return what of N ≤ D + 4 does not hold, the most patches for which step 2 was measured."""
+        _, n, d = slot_gradients(seen).shape
+        return None if n <= d + _FEW else f"N = {n} > D + {_FEW} = {d + _FEW}"
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""

@@ -17,6 +17,7 @@ __all__ = [
     "ridge_inverse",
     "shares_mask",
     "slot_gradients",
+    "too_many",
     "warn_of_limits",
 ]
 
@@ -74,6 +75,12 @@ def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tenso
     L = torch.linalg.cholesky(M.mT @ M + λ.square() * torch.eye(n, dtype=M.dtype, device=M.device))
     P = torch.cholesky_solve(M.mT, L)
     return (P @ M @ P).neg_().add_(P, alpha=2)
+
+
+def too_many(seen: Observation) -> str | None:
+    """Return that N ≥ D where it is so: Aᵀ X = ∂ℓ/∂W then leaves X open, for A·1 = 0 and A has rank D − 1 at most."""
+    _, n, d = slot_gradients(seen).shape
+    return None if n < d else f"N = {n} ≥ D = {d}"
 
 
 def warn_of_limits(attack: str, A: Float[Tensor, "b n d"], most: int, *, knows_mask: bool = False) -> None:

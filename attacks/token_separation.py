@@ -86,6 +86,29 @@ class TokenSeparation(TokenSearch):
     stands_in_for: ClassVar[tuple[str, ...]] = ("mjp-full",)
     places: ClassVar[bool] = True  # as of mjp-full
 
+    def beyond(self, seen: Observation) -> str | None:
+        """Return which of the conditions on B images, N patches, p class and register tokens, K and D does not hold.
+
+        Tokens are told apart for B (N + p) < D. Then a token has the coordinates of its patch for unknowns, m = B N or,
+        where the patch embedding is frozen, K, and B (N + p) of what attention mixed, against D equations of its own
+        and, where position embeddings tell slots apart, D − B (N + p) of what was heard.
+        """
+        model, B = seen.model, seen.images_per_release
+        p, n = model.vit.num_prefix_tokens, model.grid[0] * model.grid[1]
+        d, k = model.vit.embed_dim, model.vit.patch_embed.proj.weight[0].numel()
+        all_, frozen = B * (n + p), _PATCH not in seen.gradients
+        m, named = (k, "K") if frozen else (B * n, "B·N")
+        T = f"B·(N + {p})"
+        if frozen and d <= k:
+            asked, said = (2 * all_ + 3, d), (f"2·{T} + 3", "D")
+        elif model.vit.pos_embed is None:
+            asked, said = (m + all_, d), (f"{named} + {T}", "D")
+        else:
+            asked, said = (m + 2 * all_ + 4, 2 * d), (f"{named} + 2·{T} + 4", "2·D")
+        told = [(asked, said), ((all_, d), (T, "D"))]
+        found = [f"{a} = {x} ≥ {b} = {y}" for (x, y), (a, b) in told if x >= y]
+        return " and ".join(found) or None
+
     def __call__(self, seen: Observation) -> Stolen:
         """Reconstruct the private images, and say how many tokens were found.
 

@@ -15,6 +15,7 @@ from privlab.features import granted_features
 from privlab.gradients import full_precision
 from privlab.machine import hardware, pick_device, versions
 from privlab.plan import Specification, defense_of, plan
+from privlab.reconstruction import brought, check_reconstruction
 from privlab.recording import Recorded, read_recording, recorded_sessions
 from privlab.store import RunDirectory
 from privlab.subjects import collected, public_images
@@ -113,9 +114,11 @@ def _attack(attack: FeatureAttack, seen: FeatureObservation, batch: Recorded, ru
     start = time.perf_counter()
     try:
         with full_precision():
-            stolen = attack(seen)
+            stolen = brought(attack, seen)
+        check_reconstruction(stolen.images, (len(seen.features), *seen.model.image_shape))
     except Exception as error:
-        return row | {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+        kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
+        return row | {"status": "failed", "reason": f"{attack.name}: {kind}{error}".splitlines()[0]}
     seconds = time.perf_counter() - start
     sheet = f"{batch.session[:12]}-{batch.kind}-{batch.number:08d}-{attack.name}.png"
     run.write_file(

@@ -25,12 +25,13 @@ from privlab.machine import commit, hardware, pick_device, versions
 from privlab.metrics import Learned, score
 from privlab.photographs import apart_from, kin
 from privlab.plan import Specification, applicable, defense_of, stands_in
+from privlab.reconstruction import beyond_range, brought, check_reconstruction
 from privlab.records import CONTROLS
 from privlab.released import Released, check_fit, check_head, first, head_of, observation, read_released
 from privlab.store import RunDirectory
 from privlab.strips import save_strip, strip_name, to_png
 from privlab.subjects import collected, learned_metrics, public_images
-from privlab.threat import Attack, Capability, Feed, Observation, PrivlabWarning, Stolen, check_capabilities
+from privlab.threat import Attack, Capability, Feed, Observation, PrivlabWarning, check_capabilities
 from privlab.victims import Victim, victim
 
 __all__ = ["EXPLAINED", "GradientAudit", "audit_gradients", "residual"]
@@ -252,13 +253,16 @@ def _attack(
         return row | {"status": "failed", "reason": "what is released is zero"}, None
     start = time.perf_counter()
     try:
+        if (beyond := beyond_range(attack, seen)) is not None:
+            row["beyond_range"] = beyond
         with full_precision():
-            images = Stolen.of(attack(seen)).images
-        if not bool(((images >= 0) & (images <= 1)).all()):
-            raise PrivlabError("the attack returned values that are not in [0, 1]")
+            stolen = brought(attack, seen)
+        alone = Capability.BATCH_SIZE_ONE in attack.requires  # forced on a batch, it returns one image
+        check_reconstruction(stolen.images, (1 if alone else seen.images_per_release, *seen.model.image_shape))
     except Exception as error:
         kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
         return row | {"status": "failed", "reason": f"{attack.name}: {kind}{error}".splitlines()[0]}, None
+    images = stolen.images
     row |= {"status": "ok", "images": len(images), "seconds": round(time.perf_counter() - start, 4)}
     if released.batch_size == len(images) == 1 and labels is not None and Capability.KNOWS_WEIGHTS in seen.grants:
         row["residual"] = residual(seen, images, labels[0])
@@ -329,6 +333,9 @@ def _flags(
         found.append(f"labels, guessed where they are not given away: {first(map(str, told.labels), 16)}")
     if base.weights.is_random:
         found.append("random weights: leakage of trained weights differs")
+    beyond = [f"{row['attack']} ({row['beyond_range']})" for row in rows if "beyond_range" in row]
+    if beyond:
+        found.append(f"outside their stated range, so that a failure says nothing: {'; '.join(beyond)}")
     if not any("block" in row for row in rows):
         found.append("no attack can run on this file, which is no evidence of privacy")
     return found

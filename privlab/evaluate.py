@@ -25,6 +25,7 @@ from privlab.metrics import Learned
 from privlab.photographs import kin
 from privlab.placement import as_sent, assigned, crosses, matched
 from privlab.plan import Cell, Specification, reassembly_of
+from privlab.reconstruction import beyond_range, brought, check_reconstruction
 from privlab.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.threat import Attack, Capability, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
 from privlab.trial import Batch, Seen, Trial, attacked_together, labelled, taken
@@ -271,12 +272,13 @@ class Evaluator:
         b, several = len(trial.reference), isinstance(seen, Observation) and seen.images_per_release > 1
         names, placed = self.rows.geometries(trial.setting), getattr(attack, "places", False)
         try:
+            beyond = self._beyond(attack, seen, b)
             with full_precision():
                 own = (trial.setting, cell.victim.block, batch.together, attack.name)
-                stolen, seconds = self._once(own, lambda: _brought(attack, seen))
+                stolen, seconds = self._once(own, lambda: brought(attack, seen))
             if several and Capability.BATCH_SIZE_ONE in attack.requires:
                 stolen = Stolen.joined([stolen] * b)
-            _check_reconstruction(stolen.images, trial.reference)
+            check_reconstruction(stolen.images, trial.reference.shape)
             stolen = self._assigned(stolen, trial, several=several)
         except Exception as error:
             if b > 1 and isinstance(seen, Observation) and not several:
@@ -292,7 +294,10 @@ class Evaluator:
         scores, seconds_score = self._timed(lambda: self._scorer.geometries(stolen, trial, names, placed=placed))
         cost = {"seconds_attack": seconds / b, "seconds_score": seconds_score / b}
         outcomes = [
-            [self._measured({name: values[i] for name, values in of_geometry.items()}) | cost for of_geometry in scores]
+            [
+                self._measured({name: values[i] for name, values in of_geometry.items()}) | cost | beyond[i]
+                for of_geometry in scores
+            ]
             for i in range(b)
         ]
         key = self.rows.cells(trial.setting, [cell])[attack.name]
@@ -311,6 +316,13 @@ class Evaluator:
         if several:
             return assigned(stolen, trial.feed.images, self.base.model.patch)
         return stolen if trial.sent is None else matched(trial.sent, stolen, trial.reference)
+
+    def _beyond(self, attack: Attack | FeatureAttack, seen: Seen, b: int) -> list[Record]:
+        """Return of each image why the attack is outside its stated range; release by release, for that differs."""
+        if not isinstance(seen, Observation):
+            return [{"beyond_range": beyond_range(attack, seen)}] * b
+        B = seen.images_per_release
+        return [{"beyond_range": beyond_range(attack, taken(seen, [i // B]))} for i in range(b)]
 
     def _measured(self, scores: Record) -> Record:
         """Return scores with the names of the metrics that were measured, whatever their values."""
@@ -379,10 +391,6 @@ def _failed(reason: str) -> Record:
     return {"status": "failed", "reason": reason}
 
 
-def _brought(attack: Attack | FeatureAttack, seen: Seen) -> Stolen:
-    return Stolen.of(attack(seen))  # pyright: ignore[reportArgumentType]  # `plan` gave each its kind of observation
-
-
 def _caption(where: str, attack: str, scores: Record) -> str:
     shown = [
         f"{name.upper()} {value:.{n}f}"
@@ -390,13 +398,3 @@ def _caption(where: str, attack: str, scores: Record) -> str:
         if (value := scores.get(name)) is not None
     ]
     return f"{attack} ({where})\n{'  '.join(shown)}"
-
-
-def _check_reconstruction(images: Tensor, reference: Tensor) -> None:
-    if images.shape != reference.shape:
-        raise PrivlabError(f"the attack returned {tuple(images.shape)} instead of {tuple(reference.shape)}")
-    if not images.isfinite().all():
-        raise PrivlabError("the attack returned values that are not finite")
-    if images.min() < 0 or images.max() > 1:
-        low, high = images.aminmax()
-        raise PrivlabError(f"the attack returned values in [{low:.3g}, {high:.3g}] instead of [0, 1]")

@@ -37,8 +37,8 @@ __all__ = [
     "to_frame",
 ]
 
-SCHEMA = 3
-"""Version of the records' columns."""
+SCHEMA = 4
+"""Version of the records' columns: rows have a key since 3, and say since 4 whether an attack was beyond its range."""
 
 GEOMETRIES = ("in_place", "oracle", "reassembled")
 """How a reconstruction is laid out: as it is; with moved patches put where they fit by the evaluator; and, in setting
@@ -60,7 +60,7 @@ _ORDER = (
     "member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp lpips_alex lpips_vgg lpips_squeeze f_sim "
     "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
     "tokens_found tokens_sure correct grad_norm "
-    "seconds_observe seconds_attack seconds_score status reason schema privlab_version "
+    "seconds_observe seconds_attack seconds_score status reason beyond_range schema privlab_version "
     "defense_params attack_params victim_params conditions metrics cell batch batch_images external"
 )
 _REAL = "mse psnr ssim fft2d lpips seconds grad f placement neighbour key tokens correct"

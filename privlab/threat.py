@@ -289,6 +289,9 @@ class Attack(Protocol):
     `paper` its source. One with `named_only` set runs only where it is asked for by name, and one with `stands_in_for`,
     unless it is, only where none of the attacks named there runs. It may read further gradients, `if_released`. `knows`
     names the defenses that it takes into account; with `places` set it puts loose patches in order itself.
+
+    A method `beyond(seen)` says of an observation, from what is public, which condition of its exactness does not hold,
+    in a few words, or None. Records keep it. Without the method it has no stated range: nothing is said to be exact.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]

@@ -1,7 +1,7 @@
 """`privlab attack`: options in, a table out."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -28,6 +28,7 @@ from privlab.errors import PrivlabError
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from privlab.report.power import PowerVerdict
     from privlab.run import Outcome
 
 __all__ = ["attack"]
@@ -135,6 +136,7 @@ def attack(
     from privlab.plan import admissions
     from privlab.records import check_geometry
     from privlab.report.flags import flag_lines
+    from privlab.report.formats import plain_data
     from privlab.report.members import apart_lines
     from privlab.report.per_image import BOUND
     from privlab.report.summary import KNOWN, flags, members, shown_metrics, summarise, verdicts
@@ -158,13 +160,15 @@ def attack(
     table = summarise(outcome.records, spec.metrics, geometry)
     found = flags(outcome.records, spec.metrics, geometry)
     told = members(outcome.records, spec.metrics, geometry)
+    lead, cells = _judged(path, geometry)
     for message in outcome.warnings:
         err.print(f"Warning: {message}", style="yellow", markup=False)
     if as_json:
         print_json(
             {
                 "run": str(path),
-                "verdict": verdicts(outcome),
+                "verdict": [*lead, *verdicts(outcome)],
+                "verdicts": plain_data([asdict(cell) for cell in cells]),
                 "flags": [asdict(flag) for flag in found],
                 "members": [{name: plain(value) for name, value in asdict(row).items()} for row in told],
                 "geometry": geometry,
@@ -178,7 +182,8 @@ def attack(
             }
         )
     elif (outcome.records.status == "ok").any():
-        _print_attack(outcome, table, geometry, [*apart_lines(told), *flag_lines(found)])
+        said = [*lead, *(f"verdict: {cell.label}: {cell}" for cell in cells)]
+        _print_attack(outcome, table, geometry, said, [*apart_lines(told), *flag_lines(found)])
     else:
         click.echo(f"Nothing could be scored. run: {path}")
     if not as_json:
@@ -204,7 +209,22 @@ def _batch_size(text: str) -> int | None:
     return int(text)
 
 
-def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, below: Sequence[str]) -> None:
+def _judged(path: Path, geometry: str) -> tuple[list[str], "list[PowerVerdict]"]:
+    """Return what the page of a run says of it in sentences, and the verdict on each case."""
+    from privlab.report.leakage import leakage
+    from privlab.report.page_verdict import lead_text
+    from privlab.report.per_image import lead_metric
+    from privlab.report.power import power_of
+    from privlab.report.results import load_results
+
+    results = load_results(path)
+    results = replace(results, layout=replace(results.layout, geometry=geometry))
+    return lead_text(results, leakage(results), lead_metric(results.layout.columns)), power_of(results)
+
+
+def _print_attack(
+    outcome: "Outcome", table: "DataFrame", geometry: str, said: Sequence[str], below: Sequence[str]
+) -> None:
     from privlab.report.summary import elsewhere, explanations, not_measured, shown_metrics, to_rich, verdicts
 
     shown = shown_metrics(outcome.spec.metrics, table)
@@ -215,6 +235,6 @@ def _print_attack(outcome: "Outcome", table: "DataFrame", geometry: str, below: 
     for line in elsewhere(outcome.records, outcome.spec.metrics, geometry):
         click.echo(line)
     about = explanations(table, outcome.spec.metrics, geometry)
-    for line in (*about, *not_measured(outcome, shown), *verdicts(outcome), *below):
+    for line in (*about, *not_measured(outcome, shown), *said, *verdicts(outcome), *below):
         click.echo(line)
     click.echo(f"run: {outcome.path}")

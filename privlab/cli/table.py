@@ -185,11 +185,19 @@ def _print_results(
     from privlab.report.formats import render, to_rich
     from privlab.report.leakage import headline, leakage
     from privlab.report.members import apart_lines, apart_of
+    from privlab.report.page_verdict import lead_text
+    from privlab.report.per_image import lead_metric
+    from privlab.report.power import power_of, scope
     from privlab.report.sheet import Caption
 
     rows, caption = leakage(results), Caption.of(results)
+    lead = lead_text(results, rows, lead_metric(results.layout.columns))
     below = (*apart_lines(apart_of(results)), *flag_lines(flags_of(results)))
-    caption = replace(caption, remarks=(*caption.remarks, *below))
+    caption = replace(
+        caption,
+        verdicts={verdict.case: str(verdict) for verdict in power_of(results)},
+        remarks=(*caption.remarks, *lead, scope(results.records), *below),
+    )
     shown = rows if all_attacks else headline(rows)
     if format_ is not None:
         click.echo(render(format_, shown, results.layout, caption, standalone=standalone), nl=False)

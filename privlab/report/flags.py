@@ -3,24 +3,23 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
 from privlab.attacks import attacks as installed
-from privlab.defenses import DEFENSES, defenses
-from privlab.effects import kinds_of
-from privlab.errors import PrivlabError
+from privlab.defenses import defenses
 from privlab.experiment import KNOWN
 from privlab.records import CONTROL, EXACT_DB
+from privlab.report.knowledge import declared, kinds_in, knows, undone
 from privlab.report.page_data import case_names
 from privlab.report.per_image import SINGLE, WORST, lead_metric, leakiest_geometries, per_image
 from privlab.report.results import Results
 from privlab.report.sheet import shown
 from privlab.threat import AttackClass, Capability
 
-__all__ = ["DETERMINISTIC", "RULES", "Flag", "flag_lines", "flags_of", "red_flags"]
+__all__ = ["DETERMINISTIC", "FEWEST", "RULES", "Flag", "flag_lines", "flags_of", "red_flags"]
 
 DETERMINISTIC = frozenset(
     {"none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"},
@@ -33,6 +32,9 @@ BUDGETS = frozenset({"steps", "rounds", "iterations", "max_iterations", "starts"
 NOTHING = "what is released is zero or not finite"
 """The reason of a record that had nothing to attack."""
 
+FEWEST = 20
+"""Images of a case below which its means say little, and no attack's failure says anything."""
+
 _SHOWN = 3
 _NAMED = ("case", "attack", "geometry", "image", "image_sha256", "status", "external")
 _SAME = [
@@ -41,6 +43,7 @@ _SAME = [
 ]
 """What two records have in common of which the attacks may differ in their budgets alone."""
 _NEEDED = (*_SAME, "attack_params", "seed", "draw", "weights", "reason", "batch_images")
+_NEEDED += ("victim_params", "label_origin", "beyond_range")
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,17 @@ class _Facts:
     def sign(self) -> int:
         """Return 1 where a higher value leaks, −1 where a lower one does, 0 for a utility."""
         return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[self.metric].direction, 0)
+
+    @cached_property
+    def own(self) -> "pd.Series[bool]":
+        """Return which rows are of attacks, and not of controls."""
+        return ~self.records.attack.str.startswith(CONTROL).astype(bool)
+
+    @cached_property
+    def scored(self) -> pd.DataFrame:
+        """Return the images of each case and attack that were scored, worst cases and controls aside."""
+        found = per_image(self.records, [self.metric], self.geometry)
+        return found.loc[found.scored & (found.attack != WORST) & ~found.control.astype(bool)]
 
     @cached_property
     def means(self) -> Mapping[int, Mapping[str, float]]:
@@ -151,53 +165,23 @@ class _Facts:
 
     def knows(self, attack: str, case: int) -> bool:
         """Return whether all parts of a defense are undone in what is scored: by the attack, or by the geometry."""
-        own = self.records.loc[self.records.attack == attack].geometry
-        undone = self.geometry != "in_place" or bool((own == "reassembled").any())
-        more = {"jigsaw"} if undone else set()
-        return _knows(_known(attack) | more, self.defenses[case], self.kinds[case])
+        return knows(undone(attack, self.cases[case], self.geometry), self.defenses[case], self.kinds[case])
+
+    @cached_property
+    def cases(self) -> Mapping[int, pd.DataFrame]:
+        """Return the records of each case."""
+        return {int(str(case)): rows for case, rows in self.records.groupby("case")}
 
     @cached_property
     def kinds(self) -> Mapping[int, Mapping[str, frozenset[str]]]:
         """Return what kinds of effects the parts of each case's defense have that are not privlab's own."""
-        rows = self.records.drop_duplicates("case").set_index("case").reindex(columns=["defense_params"])
-        return {
-            case: {
-                part: _kinds(part, rows.defense_params.get(case), alone=len(parts) == 1)
-                for part in parts - DEFENSES.keys()
-            }
-            for case, parts in self.defenses.items()
-        }
+        return {case: kinds_in(self.cases[case], parts) for case, parts in self.defenses.items()}
 
 
 def _cut(texts: Sequence[str]) -> str:
     """Join texts; of many say how many more there are."""
     more = f"; {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return "; ".join(texts[:_SHOWN]) + more
-
-
-def _known(attack: str) -> frozenset[str]:
-    """Return the defenses that an attack declares to be written against; one that is not installed has none."""
-    return frozenset(getattr(installed().get(attack), "knows", ()))
-
-
-def _knows(known: frozenset[str], parts: frozenset[str], kinds: Mapping[str, frozenset[str]]) -> bool:
-    """Return whether an attack that knows some defenses knows these: by name, or as it knows others of their kinds."""
-    others = frozenset[str]().union(*(kinds_of(DEFENSES[name]()) for name in known & DEFENSES.keys()))
-    return all(part in known or (bool(kinds.get(part)) and kinds[part] <= others) for part in parts)
-
-
-@cache
-def _kinds(part: str, params: str | None, *, alone: bool) -> frozenset[str]:
-    """Return the kinds of effects of an installed defense, with the options that a record states."""
-    kind = defenses().get(part)
-    if kind is None or not isinstance(params, str):
-        return frozenset()
-    given = json.loads(params)
-    options = given if alone else given.get(part, {})
-    try:
-        return kinds_of(kind(**options))
-    except (PrivlabError, TypeError):  # this version of it has other options
-        return frozenset()
 
 
 def _no_adaptive_attack(facts: _Facts) -> list[str]:
@@ -209,9 +193,9 @@ def _no_adaptive_attack(facts: _Facts) -> list[str]:
             able = [
                 name
                 for name, kind in installed().items()
-                if _knows(_known(name), parts, kinds) and _fits(kind, parts, rows)
+                if knows(declared(name), parts, kinds) and _fits(kind, parts, rows)
             ]
-            shuffled = _knows(frozenset({"jigsaw"}), parts, kinds) and "features" not in rows.release.unique()
+            shuffled = knows(frozenset({"jigsaw"}), parts, kinds) and "features" not in rows.release.unique()
             able += ["geometry reassembled"] if shuffled else []
             said = f"{', '.join(able)} not scored" if able else "no attack is written against it"
             found[case] = f"{'+'.join(sorted(parts))}: {said}"
@@ -298,7 +282,7 @@ def _named(budget: Mapping[str, float], other: Mapping[str, float]) -> str:
 
 
 def _one_draw(facts: _Facts) -> list[str]:
-    own = facts.records.loc[~facts.records.attack.str.startswith(CONTROL).astype(bool), ["case", "seed", "draw"]]
+    own = facts.records.loc[facts.own, ["case", "seed", "draw"]]
     draws = own.dropna().drop_duplicates().groupby("case").size()
     drawn = {case: "+".join(sorted(parts - DETERMINISTIC)) for case, parts in facts.defenses.items()}
     return facts.grouped({case: parts for case, parts in drawn.items() if parts and draws.get(case) == 1})
@@ -340,11 +324,56 @@ def _random_weights(facts: _Facts) -> list[str]:
     return facts.grouped({case: str(victim) for case, victim in rows.itertuples(index=False)})
 
 
+def _few_images(facts: _Facts) -> list[str]:
+    """Count the different images that an attack was scored on; where none ran, another flag says so."""
+    own = facts.scored.loc[facts.scored.image != ""]
+    counts = own.groupby("case").image.nunique().to_dict()
+    return facts.grouped({case: _some(n, "image") for case, n in counts.items() if n < FEWEST})
+
+
+def _predicted_labels(facts: _Facts) -> list[str]:
+    rows = facts.records.loc[facts.records.release != "features"]  # what is embedded depends on no label
+    named = rows.image_sha256.where(rows.image_sha256.fillna("") != "", rows.image)
+    told = rows.assign(named=named).loc[rows.label_origin == "predicted"]
+    counts = told.groupby("case").named.nunique().to_dict()
+    return facts.grouped({case: f"of {_some(n, 'image')}" for case, n in counts.items()})
+
+
+def _untrained_unknown(facts: _Facts) -> list[str]:
+    """Name the origins of E_unk where a defense feeds it and no training has shaped it."""
+    stated = facts.records.loc[facts.records.victim_params.notna(), ["case", "victim_params", "defense_params"]]
+    found: dict[int, str] = {}
+    for case, victim, defense in stated.drop_duplicates().itertuples(index=False):
+        origin = json.loads(victim).get("unk_embed")
+        if origin not in (None, "trained") and '"masked_pe": "unknown"' in (defense or ""):
+            found[case] = f"E_unk {origin}"
+    return facts.grouped(found)
+
+
+def _no_attack(facts: _Facts) -> list[str]:
+    tried = {*facts.records.case[facts.own]}
+    without = [case for case in range(len(facts.names)) if case not in tried]
+    return [facts.where(without)] if without and not facts.records.empty else []
+
+
+def _beyond_range(facts: _Facts) -> list[str]:
+    """Return the attacks of each case of which every row is of one beyond its range, with the reason of each."""
+    found: dict[int, str] = {}
+    own = facts.records.loc[facts.own & (facts.records.status == "ok")]
+    for case, rows in own.groupby("case", sort=True):
+        if rows.beyond_range.notna().all():
+            reasons = rows.drop_duplicates("attack")[["attack", "beyond_range"]]
+            found[int(str(case))] = ", ".join(f"{name}: {why}" for name, why in reasons.itertuples(index=False))
+    return facts.grouped(found)
+
+
 def _some(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 RULES: Mapping[str, Callable[[_Facts], list[str]]] = {
+    "No attack ran": _no_attack,
+    "Outside its stated range": _beyond_range,
     "No better than a control": _shown_nothing,
     "No adaptive attack": _no_adaptive_attack,
     "Adaptive attack weaker": _weaker,
@@ -353,5 +382,8 @@ RULES: Mapping[str, Callable[[_Facts], list[str]]] = {
     "Nothing released": _nothing_released,
     "Failed": _failed,
     "Random weights": _random_weights,
+    "Untrained E_unk": _untrained_unknown,
+    "Predicted labels": _predicted_labels,
+    "Few images": _few_images,
 }
 """The rule that raises each flag; README's "Red flags" says it in words."""

@@ -20,7 +20,7 @@ from privlab.report.sheet import Caption, Cell, Sheet, behind, heading, images, 
 from privlab.report.tex import to_tex
 
 __all__ = ["FORMATS", "Caption", "heading", "render", "shown"]
-__all__ += ["to_csv", "to_json", "to_latex", "to_markdown", "to_rich"]
+__all__ += ["plain_data", "to_csv", "to_json", "to_latex", "to_markdown", "to_rich"]
 
 FORMATS = ("latex", "csv", "markdown", "json")
 
@@ -54,7 +54,7 @@ def render(
     if form == "json":
         return to_json(rows, layout, caption)
     if form == "csv":
-        return to_csv(rows, layout)
+        return to_csv(rows, layout, caption)
     raise unknown_name("format", form, FORMATS)
 
 
@@ -118,20 +118,23 @@ def to_markdown(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -
     return (f"**{_markdown(caption.title)}**\n\n" if caption.title else "") + table + notes
 
 
-def to_csv(rows: Sequence[Row], layout: Layout) -> str:
+def to_csv(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
     """Return one line per row, figures in full: METRIC, METRIC_low, METRIC_high, METRIC_images and METRIC_leakiest.
 
-    The last says, for a worst case, on how many images each attack reached it, and which the best single attack is.
-    What was not measured is empty.
+    The last says, for a worst case, on how many images each attack reached it, and which the best single attack is;
+    beside a worst case stands the verdict, if there are any. What was not measured is empty.
     """
     out = io.StringIO()
     write = csv.writer(out, lineterminator="\n").writerow
     facts = ["group", "case", "row", "attack", "images", "exact", "failed", "refused", "external"]
+    facts += ["verdict"] if caption.verdicts else []
     ends = ("", "_low", "_high", "_images", "_leakiest")
     write([*facts, *(name + end for name in layout.columns for end in ends)])
     for row in rows:
         refused = "; ".join(f"{attack}: {reason}" for attack, reason in row.refused.items())
         line = [row.group, row.label, row.kind, row.attack, row.images, row.exact, row.failed, refused, row.external]
+        if caption.verdicts:
+            line.append(caption.verdicts.get(row.case) if row.kind == "worst" else None)
         for name in layout.columns:
             score = row.scores[name]
             leakiest = "; ".join(f"{attack}: {count}" for attack, count in row.leakiest.get(name, {}).items())
@@ -146,7 +149,7 @@ def to_json(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> st
     metrics = {name: KNOWN[name].direction for name in layout.columns}
     about = {"metrics": metrics, "interval": layout.interval, "geometry": layout.geometry, "worst_case": BOUND}
     table = asdict(caption) | about | {"rows": [asdict(row) for row in rows]}
-    return json.dumps(_plain(table), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+    return json.dumps(plain_data(table), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
 
 
 def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, stacked: bool = False) -> Table:
@@ -225,12 +228,12 @@ def _text(cell: Cell) -> Text:
     return Text.assemble((mean, "bold" if bold else ""), f"\n± {interval}" if interval else "")
 
 
-def _plain(value: object) -> object:
+def plain_data(value: object) -> object:
     """Return data as JSON may hold them."""
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain_data(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain_data(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -25,6 +25,7 @@ from privlab.report.page_data import Images, case_names, leaks, page_data, score
 from privlab.report.page_pictures import Album, albums, order_of
 from privlab.report.page_verdict import flags, lead_text, verdict
 from privlab.report.per_image import lead_metric
+from privlab.report.power import power_of, scope
 from privlab.report.results import Results
 
 __all__ = ["write_page"]
@@ -72,7 +73,8 @@ def _context(results: Results) -> dict[str, Any]:
         "counts": _counts(results),
         "paper_attack": results.layout.paper_attack,
         "interval": f"{results.layout.interval:.0%}",
-        "lead": lead_text(results, rows, lead),
+        "lead": [*lead_text(results, rows, lead), scope(results.records)],
+        "power": power_of(results),
         "lead_metric": lead,
         "members": apart_lines(apart_of(results)),
         "flags": flags(results, rows, lead),

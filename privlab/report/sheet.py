@@ -1,8 +1,8 @@
 """A leakage table as plain text, before any markup: what stands in each cell, under which head, with which notes."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -31,11 +31,15 @@ _MEASURED = ("paper", "worst", "single", "attack")
 
 @dataclass(frozen=True)
 class Caption:
-    """What stands around a table: its title; the paper of the published figures; lines below, as on conditions."""
+    """What stands around a table: its title; the paper of the published figures; lines below, as on conditions.
+
+    `verdicts` has a line for each case, by its number.
+    """
 
     title: str = ""
     source: str | None = None
     remarks: tuple[str, ...] = ()
+    verdicts: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, results: Results) -> "Caption":
@@ -130,7 +134,11 @@ class Sheet:
             (self.layout.geometry == "reassembled", "reassembled: before scoring, the adversary put patches in order"),
         ]
         own = [(mark, text) for text, mark in self._marks.items()]
-        return own + [("", text) for holds, text in general if holds] + [("", text) for text in self.caption.remarks]
+        said = [text for holds, text in general if holds]
+        cases = {row.case: f"{row.group} {row.label}" if row.group else row.label for row in self.rows}
+        told = self.caption.verdicts
+        said += [f"verdict: {label}: {told[case]}" for case, label in cases.items() if case in told]
+        return own + [("", text) for text in (*said, *self.caption.remarks)]
 
     def _decimals(self, name: str) -> int:
         return self.layout.decimals.get(name, KNOWN[name].decimals)

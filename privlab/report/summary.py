@@ -19,6 +19,7 @@ from privlab.records import CONTROL, GEOMETRIES
 from privlab.report.flags import Flag, red_flags
 from privlab.report.members import Apart, apart
 from privlab.report.per_image import SINGLE, WORST, Scored, lead_metric, named
+from privlab.report.power import scope
 from privlab.report.results import beside, by_case, papers_attack
 from privlab.report.sheet import OF_ADVERSARIES, OF_EXACT, OF_ORACLE, OF_WORST, counted, of_single
 from privlab.run import Outcome
@@ -156,7 +157,7 @@ def not_measured(outcome: Outcome, shown: Sequence[str]) -> list[str]:
 
 
 def verdicts(outcome: Outcome) -> list[str]:
-    """Return one line per victim that says what the numbers stand on."""
+    """Return one line per victim that says what the numbers stand on, and one for the threat model."""
     spec = outcome.spec
     lines = []
     for base in outcome.victims:
@@ -169,7 +170,7 @@ def verdicts(outcome: Outcome) -> list[str]:
         unknown = f", E_unk {base.weights.unknown}" if base.weights.unknown else ""
         origin = f"weights {base.weights.origin}{unknown} (SHA-256 {base.weights.sha256[:12]})"
         lines.append(f"{base.name}: {origin}; defense {defense}; {gamma}; seed {spec.seed}{_how(spec)}")
-    return lines
+    return [*lines, scope(outcome.records)]
 
 
 def _how(spec: Specification) -> str:

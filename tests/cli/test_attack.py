@@ -59,10 +59,17 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     assert done.status == 0
     told = json.loads(done.out)
     assert list(told) == [
-        *("run", "verdict", "flags", "members", "geometry", "worst_case", "leaks", "rows"),
+        *("run", "verdict", "verdicts", "flags", "members", "geometry", "worst_case", "leaks", "rows"),
         *("warnings", "missing_metrics", "failed"),
     ]
-    assert told["flags"] == [{"head": "Random weights", "items": ["vit_ti"]}]
+    assert told["flags"] == [
+        {"head": "Random weights", "items": ["vit_ti"]},
+        {"head": "Predicted labels", "items": ["of 3 images"]},
+        {"head": "Few images", "items": ["3 images"]},
+    ]
+    assert told["verdict"][-1].startswith("Threat model: an honest-but-curious server")
+    assert [said["word"] for said in told["verdicts"]] == ["no defense"]
+    assert told["verdicts"][0]["measure"]["exact"] == 3
     assert told["geometry"] == "in_place"
     assert told["worst_case"] == "the best attack of each image, chosen by the evaluator: an upper bound"
     assert told["leaks"]["psnr"] == "higher leaks"

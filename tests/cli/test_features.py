@@ -2,15 +2,18 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import pytest
 import torch
 from PIL import Image
 
+from privlab.attacks import ATTACKS
 from privlab.recording import Recorder
+from privlab.threat import Capability, FeatureObservation, Stolen
 from privlab.victims import victim
 
 LARGE = ("--img-size", "64")
@@ -128,6 +131,51 @@ def test_a_recording_is_audited_without_any_image(
     assert shown.status == 0
     assert "nothing is scored" in shown.out
     assert len(list((tmp_path / "audit" / "strips").iterdir())) == 2
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Return grey pictures, spoilt in the way that `kind` names."""
+
+    name: ClassVar[str] = "odd"
+    paper: ClassVar[str] = "made for this test"
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.RELEASED_FEATURES})
+
+    kind: str = "nan"
+
+    def __call__(self, seen: FeatureObservation) -> Stolen:
+        """Return the pictures."""
+        grey = torch.full((len(seen.features), *seen.model.image_shape), 0.5)
+        spoilt = {"nan": grey.where(grey > 1, torch.nan), "high": grey + 1, "shape": grey[:1]}
+        return Stolen(spoilt[self.kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("nan", "odd: the attack returned values that are not finite"),
+        ("high", "odd: the attack returned values in [1.5, 1.5] instead of [0, 1]"),
+        ("shape", "odd: the attack returned (1, 3, 64, 64) instead of (3, 3, 64, 64)"),
+    ],
+)
+def test_what_is_no_picture_is_no_result_of_an_audit(
+    cli: Callable[..., Any],
+    recording: Path,
+    tmp_path: Path,
+    photos: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    reason: str,
+) -> None:
+    monkeypatch.setitem(ATTACKS, "odd", Odd)
+    base = ("--model", "vit_ti", "--weights", "random", *LARGE, "--defense", "row-permutation", "--limit", 1)
+    options = ("--attack", "odd,pe-assignment", "--set", f"odd.kind={kind}", "--public", photos)
+    done = cli("attack", "--features", recording, *base, *options, "--out", tmp_path / "a", "--json")
+    assert done.status == 2
+    rows = [row for row in json.loads(done.out)["batches"] if row["kind"] == "step"]
+    assert [(row["attack"], row["status"]) for row in rows] == [("odd", "failed"), ("pe-assignment", "ok")]
+    assert rows[0]["reason"] == reason
+    assert not any("-odd." in path.name for path in (tmp_path / "a" / "strips").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import timm
@@ -16,10 +17,11 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from privlab.attacks import PatchGradient
+from privlab.attacks import ATTACKS, PatchGradient
 from privlab.capture import capture
 from privlab.images import open_images
 from privlab.sources import SAMPLES
+from privlab.threat import Capability, Observation
 from privlab.victims import victim
 from privlab.weights import save
 
@@ -165,6 +167,57 @@ def test_a_batch_says_what_it_can(audit: Callable[..., Any], step: Callable[...,
     assert "batch_size_one" in audit(path, "--attack", "patch-gradient", "--overwrite").error
     forced = audit(path, "--attack", "patch-gradient", "--block", "stock", "--force", "--overwrite", "--json")
     assert [row["status"] for row in json.loads(forced.out)["attacks"]] == ["ok"]
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Return grey pictures, spoilt in the way that `kind` names; said to be exact nowhere."""
+
+    name: ClassVar[str] = "odd"
+    paper: ClassVar[str] = "made for this test"
+    requires: ClassVar[frozenset[Capability]] = frozenset()
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed",)
+
+    kind: str = "none"
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return that it is so."""
+        return "made for this test"
+
+    def __call__(self, seen: Observation) -> Tensor:
+        """Return the pictures."""
+        grey = torch.full((1, *seen.model.image_shape), 0.5)
+        return {"none": grey, "shape": grey[..., :-1], "nan": grey.where(grey > 1, torch.nan)}[self.kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("shape", "odd: the attack returned (1, 3, 32, 31) instead of (1, 3, 32, 32)"),
+        ("nan", "odd: the attack returned values that are not finite"),
+    ],
+)
+def test_what_is_no_picture_spares_the_other_attacks(
+    audit: Callable[..., Any], step: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
+) -> None:
+    monkeypatch.setitem(ATTACKS, "odd", Odd)
+    done = audit(step(), "--attack", "odd,patch-gradient", "--set", f"odd.kind={kind}", "--json")
+    assert done.status == 2
+    odd, exact = json.loads(done.out)["attacks"]
+    assert (odd["status"], odd["reason"]) == ("failed", reason)
+    assert (exact["status"], exact["explained"]) == ("ok", True)
+
+
+def test_attacks_outside_their_stated_range_are_named(
+    audit: Callable[..., Any], step: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ATTACKS, "odd", Odd)
+    told = json.loads(audit(step(), "--attack", "odd,patch-gradient", "--json").out)
+    assert "outside their stated range, so that a failure says nothing: odd (made for this test)" in told["flags"]
+    assert [row.get("beyond_range") for row in told["attacks"]] == ["made for this test", None]
+    forced = audit(step((7, 3)), "--attack", "patch-gradient", "--block", "stock", "--force", "--overwrite")
+    said = "outside their stated range, so that a failure says nothing: patch-gradient (forced without batch_size_one)"
+    assert said in " ".join(forced.out.split())
 
 
 def test_red_flags(audit: Callable[..., Any], step: Callable[..., Path], weights: Path) -> None:

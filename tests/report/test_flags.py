@@ -27,7 +27,7 @@ LEVELS = {
 
 
 def records(levels: Mapping[int, Mapping[str, float]] = LEVELS, **values: Any) -> pd.DataFrame:
-    """Return two draws of two images for each case and attack: undefended, and under MJP."""
+    """Return two draws of twenty images for each case and attack: undefended, and under MJP."""
     return pd.DataFrame(
         [
             {
@@ -35,13 +35,14 @@ def records(levels: Mapping[int, Mapping[str, float]] = LEVELS, **values: Any) -
                 **{"block": "stock", "release": "gradients", "setting": "ac"[case], "conditions": "{}"},
                 **{"defense": ("none", "mjp")[case], "defense_params": "{}", "attack": attack, "attack_params": "{}"},
                 **{"geometry": "in_place", "image": image, "image_sha256": image * 8, "seed": 0, "draw": draw},
-                **{"status": "ok", "reason": None, "external": None, "psnr": level + place, "ssim": level / 100},
+                **{"status": "ok", "reason": None, "external": None, "psnr": level + place % 2, "ssim": level / 100},
+                **{"victim_params": '{"unk_embed": "trained"}', "label_origin": "folder", "beyond_range": None},
             }
             | values
             for case, attacks in levels.items()
             for attack, level in attacks.items()
             for draw in (0, 1)
-            for place, image in enumerate("ab")
+            for place, image in enumerate("abcdefghijklmnopqrst")
         ]
     )
 
@@ -162,7 +163,8 @@ def test_more_budget_made_it_worse(few: Mapping[str, Any], many: Mapping[str, An
 def test_budgets_are_compared_on_the_images_that_both_have() -> None:
     first = case({"mjp-subspace": 22.0}, attack_params='{"steps": 10}')
     more = case({"mjp-subspace": 22.0}, attack_params='{"steps": 20}').assign(case=1)
-    assert found(pd.concat([first, more[more.image == "a"]])) == {}  # whose mean alone is half a decibel less
+    one = pd.concat([first, more[more.image == "a"]])  # whose mean alone is half a decibel less
+    assert found(one) == {"Few images": ["1 image (defended)"]}
 
 
 def test_one_draw_of_a_random_defense() -> None:
@@ -190,6 +192,58 @@ def test_random_weights() -> None:
     assert found(rows.assign(weights="random")) == {"Random weights": ["vit_ti (every case)"]}
     mixed = rows.assign(weights=rows.weights.where(rows.case == 1, "random"))
     assert found(mixed) == {"Random weights": ["vit_ti (plain)"]}
+
+
+def test_few_images() -> None:
+    rows = records()
+    assert found(rows[rows.image != "a"]) == {"Few images": ["19 images (every case)"]}
+    assert found(rows[(rows.image != "a") | (rows.case == 0)]) == {"Few images": ["19 images (defended)"]}
+    spoilt = rows.assign(status=rows.status.where(rows.image != "a", "failed"), reason=NOTHING)
+    assert found(spoilt[spoilt.case == 1].assign(case=0), ["one"])["Few images"] == ["19 images"]
+    twice = rows.assign(image_sha256=rows.image_sha256.where(rows.image != "b", "a" * 8))  # one image, two names
+    assert found(twice) == {"Few images": ["19 images (every case)"]}
+
+
+def test_predicted_labels() -> None:
+    rows = records()
+    some = rows.assign(label_origin=rows.label_origin.where((rows.case == 0) | (rows.image > "c"), "predicted"))
+    assert found(some) == {"Predicted labels": ["of 3 images (defended)"]}
+    assert "Predicted labels" not in found(some.assign(release="features"))
+
+
+def test_untrained_unknown_position_embedding() -> None:
+    fed = json.dumps({"gamma": 0.27, "masked_pe": "unknown"})
+    rows = records(victim_params='{"unk_embed": "mean-pe"}', defense_params=fed)
+    rows = rows.assign(defense_params=rows.defense_params.where(rows.case == 1, "{}"))  # nothing is fed undefended
+    assert found(rows) == {"Untrained E_unk": ["E_unk mean-pe (defended)"]}
+    assert found(rows.assign(victim_params='{"unk_embed": "trained"}')) == {}
+    assert found(rows.assign(victim_params='{"unk_embed": null}')) == {}
+    assert found(rows.assign(defense_params=json.dumps({"masked_pe": "slot"}))) == {}
+    stack = json.dumps({"mjp": json.loads(fed), "gradient-noise": {"clip": 1}})
+    rows = case({"patch-gradient-adaptive": 20.0}, "mjp+gradient-noise", defense_params=stack)
+    assert found(rows.assign(victim_params='{"unk_embed": "random"}'), ["one"]) == {"Untrained E_unk": ["E_unk random"]}
+
+
+def test_no_attack_ran() -> None:
+    rows = records()
+    controls = rows[(rows.case == 0) | rows.attack.str.startswith("control:")]
+    assert found(controls)["No attack ran"] == ["defended"]
+    assert found(rows[rows.attack.str.startswith("control:")])["No attack ran"] == ["every case"]
+    assert "No attack ran" not in found(rows.assign(status="failed", reason="no inverse", psnr=math.nan))
+
+
+def test_every_attack_is_outside_its_range() -> None:
+    why = "N = 196 ≥ D = 192"
+    rows = case({"patch-gradient": 16.0, "mjp-subspace": 22.0, "control:mean": 11.0})
+    attacked = ~rows.attack.str.startswith("control:")
+    outside = rows.assign(beyond_range=rows.beyond_range.where(~attacked, why))
+    line = f"mjp-subspace: {why}, patch-gradient: {why}"
+    (said,) = found(outside, ["one"])["Outside its stated range"]
+    assert ", ".join(sorted(said.split(", "))) == line
+    one = rows.assign(beyond_range=rows.beyond_range.where(rows.attack != "patch-gradient", why))
+    assert found(one, ["one"]) == {}
+    partly = outside.assign(beyond_range=outside.beyond_range.where(outside.image != "a", None))
+    assert found(partly, ["one"]) == {}
 
 
 def test_text_says_what_none_of_them_proves() -> None:

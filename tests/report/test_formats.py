@@ -157,6 +157,17 @@ def test_json_says_null_and_infinity() -> None:
     assert refused["refused"] == {"april": "no PE"}
 
 
+def test_verdicts_stand_under_the_table_and_beside_the_worst_case() -> None:
+    cases = {row.case for row in ROWS}
+    told = replace(CAPTION, verdicts=dict.fromkeys(cases, "no evidence: none"))
+    for text in (to_markdown(ROWS, LAYOUT, told), to_latex(ROWS, LAYOUT, told)):
+        assert text.count("verdict: ") == text.count("no evidence: none") == len(cases)
+    lines = list(csv.DictReader(io.StringIO(to_csv(ROWS, LAYOUT, told))))
+    assert {line["verdict"] for line in lines if line["row"] == "worst"} == {"no evidence: none"}
+    assert {line["verdict"] for line in lines if line["row"] != "worst"} == {""}
+    assert json.loads(to_json(ROWS, LAYOUT, told))["verdicts"][str(min(cases))] == "no evidence: none"
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_render_is_each_format(form: str) -> None:
     own = {"latex": LATEX, "csv": CSV, "markdown": MARKDOWN, "json": to_json(ROWS, LAYOUT, CAPTION)}

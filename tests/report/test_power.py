@@ -1,0 +1,251 @@
+"""Verdicts with power: each word by a case made for it, and each condition of "holds" by a case that lacks it alone."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from privlab.report.power import PowerVerdict, power, scope
+
+NAMES = ["plain", "defended"]
+LEVELS = {
+    0: {"patch-gradient": 60.0, "mjp-subspace": 60.0, "control:mean": 12.0, "control:other": 8.0},
+    1: {"patch-gradient": 10.0, "mjp-subspace": 11.9, "control:mean": 12.0, "control:other": 8.0},
+}
+IMAGES = [f"{i:02d}" for i in range(24)]
+NOISE = np.random.default_rng(0).normal(size=len(IMAGES))
+
+
+def records(levels: Mapping[int, Mapping[str, float]] = LEVELS, **values: Any) -> pd.DataFrame:
+    """Return 24 images for each case and attack: undefended, and under MJP; no attack is ahead under it on average."""
+    rows = [
+        {
+            **{"case": case, "victim_params": "{}", "weights_sha256": "0" * 64, "block": "stock"},
+            **{"release": "gradients", "dtype": "float32", "conditions": "{}", "attack_params": "{}"},
+            **{"batch": None, "batch_images": None, "setting": "ac"[case], "defense": ("none", "mjp")[case]},
+            **{"attack": attack, "geometry": "in_place", "image": image, "image_sha256": image * 8},
+            **{"status": "ok", "beyond_range": None, "schema": 4, "external": None},
+            **{"psnr": level + (0 if attack.startswith("control:") else NOISE[i]), "ssim": 0.5},
+        }
+        | values
+        for case, attacks in levels.items()
+        for attack, level in attacks.items()
+        for i, image in enumerate(IMAGES)
+    ]
+    return pd.DataFrame(rows)
+
+
+def cells(rows: pd.DataFrame, *metrics: str, **options: Any) -> list[PowerVerdict]:
+    return power(rows, NAMES, metrics or ("psnr",), **options)
+
+
+def word(rows: pd.DataFrame, *metrics: str, **options: Any) -> tuple[str, str]:
+    """Return the verdict on the defended case, and why."""
+    said = cells(rows, *metrics, **options)[1]
+    return said.word, said.why
+
+
+def of(rows: pd.DataFrame, case: int, attack: str = "mjp-subspace") -> "pd.Series[bool]":
+    return (rows.case == case) & (rows.attack == attack)
+
+
+def change(rows: pd.DataFrame, where: "pd.Series[bool]", **values: object) -> pd.DataFrame:
+    """Return the rows with other values where it is said."""
+    return rows.assign(**{name: rows[name].astype(object).where(~where, value) for name, value in values.items()})
+
+
+def test_a_defense_holds_beside_its_positive_control() -> None:
+    plain, held = cells(records())
+    assert plain.word == "no defense"
+    assert plain.measure is not None
+    assert plain.measure.ahead == 24
+    assert held.word == "holds"
+    assert held.measure is not None
+    assert held.positive is not None
+    assert (held.measure.attack, held.positive.attack) == ("mjp-subspace", "mjp-subspace")
+    assert held.positive.score.images == 24
+    score = held.positive.score
+    assert score.mean == pytest.approx(60 + NOISE.mean())
+    assert score.low < score.mean < score.high
+    assert held.positive.control_mean == 12
+    text = str(held)
+    assert text.startswith("holds against mjp-subspace (")
+    assert "which leaks without the defense (24 of 24 images; 59.89 [" in text
+    assert "secure" not in text
+
+
+def test_a_defense_is_broken_by_the_attack_that_leaks_most() -> None:
+    rows = records(LEVELS | {1: {**LEVELS[1], "mjp-subspace": 20.0, "mjp-full": 25.0}})
+    said = cells(rows)[1]
+    assert said.word == "broken"
+    assert str(said).startswith("broken by mjp-full (24 of 24 images; 2")
+    assert str(said).endswith(" dB against 12.00 of control:mean)")
+    assert word(rows[rows.case == 1].assign(case=1))[0] == "broken"  # it needs no positive control
+
+
+def test_what_leaks_but_not_beyond_the_interval_breaks_nothing() -> None:
+    ahead = 0.1 - NOISE.mean()  # a mean gain of 0.1 dB, where the images differ by a decibel
+    rows = records(LEVELS | {1: {**LEVELS[1], "mjp-subspace": 12 + ahead}})
+    assert word(rows)[0] == "holds"
+    rows = records(LEVELS | {1: {**LEVELS[1], "mjp-subspace": 13 + ahead}})
+    assert word(rows)[0] == "broken"
+
+
+def test_the_best_of_many_attacks_is_ahead_by_chance() -> None:
+    """One interval of 95 % lies above zero here; that of one among six tries does not."""
+    gain = NOISE - NOISE.mean() + 0.45
+    one = records({0: LEVELS[0], 1: {"mjp-subspace": 0.0, "control:mean": 12.0}})
+    alone = change(one, of(one, 1)).assign(psnr=one.psnr.where(~of(one, 1), np.tile(12 + gain, len(one))[: len(one)]))
+    assert word(alone)[0] == "broken"
+    others = {f"other-{i}": 5.0 for i in range(5)}
+    many = records({0: LEVELS[0], 1: {"mjp-subspace": 0.0, "control:mean": 12.0, **others}})
+    many = many.assign(psnr=many.psnr.where(~of(many, 1), np.tile(12 + gain, len(many))[: len(many)]))
+    assert word(many)[0] == "holds"
+
+
+def test_one_image_given_back_exactly_breaks_a_defense() -> None:
+    rows = records()
+    one = rows.assign(psnr=rows.psnr.where(~(of(rows, 1) & (rows.image == "07")), 131.0))
+    said = cells(one)[1]
+    assert said.word == "broken"
+    assert said.measure is not None
+    assert said.measure.exact == 1
+    assert "images, 1 exactly; " in str(said)
+    alone = one[(one.image == "07") & (one.case == 1)]
+    assert word(alone)[0] == "broken"  # a mean of one image has no interval, and needs none
+    assert word(rows[(rows.image == "07")])[0] == "no evidence"
+
+
+def test_a_metric_that_leaks_breaks_where_the_first_does_not() -> None:
+    rows = records()
+    rows = rows.assign(ssim=rows.ssim.where(~of(rows, 1, "patch-gradient"), 0.7 + rows.psnr / 1000))
+    assert word(rows, "psnr")[0] == "holds"
+    said = cells(rows, "psnr", "ssim")[1]
+    assert str(said).startswith("broken by patch-gradient (24 of 24 images; 0.7099 [0.7")
+    assert " ssim against 0.5000 of control:" in str(said)
+    worse = rows.assign(mse=1 - rows.ssim)  # a lower one leaks
+    assert word(worse, "psnr", "mse")[0] == "broken"
+    assert word(rows.assign(fft2d_mjp=1 - rows.ssim), "psnr", "fft2d_mjp")[0] == "holds"  # it compares means
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"weights_sha256": "1" * 64},
+        {"victim_params": '{"input": [3, 64, 64]}'},
+        {"block": "april"},
+        {"release": "features"},
+        {"dtype": "bfloat16"},
+        {"conditions": '{"labels": "predicted"}'},
+        {"attack_params": '{"steps": 20}'},
+        {"batch_images": 4},
+        {"batch": "another"},
+        {"image_sha256": "another"},
+        {"external": "Doe et al. 2025"},
+        {"status": "failed"},
+    ],
+)
+def test_a_control_under_other_conditions_does_not_count(changed: dict[str, object]) -> None:
+    rows = records()
+    said, why = word(change(rows, of(rows, 0), **changed))
+    assert said == "no evidence"
+    assert why.startswith(": no positive control; ")
+    assert "--setting a,c" in why
+
+
+def test_a_control_must_be_of_every_image() -> None:
+    rows = records()
+    assert word(rows[~of(rows, 0) | (rows.image != "05")])[1].startswith(": no positive control; ")
+    more = rows[~of(rows, 1) | (rows.image != "05")]  # of more images than the case: these do not count
+    said = cells(more)[1]
+    assert said.word == "holds"
+    assert said.positive is not None
+    assert said.positive.score.images == 23
+
+
+def test_another_defended_case_is_no_control() -> None:
+    rows = records()
+    assert word(rows.assign(defense="mjp"))[1].startswith(": no positive control; ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"attack": "patch-gradient-prior"}, "no attack that was scored knows the defense"),
+        ({"schema": 3}, "no record says whether an attack was in its range"),
+        (
+            {"beyond_range": "N = 9 ≥ D = 9"},
+            "every attack that knows the defense is outside its stated range (mjp-subs",
+        ),
+    ],
+)
+def test_what_a_defense_may_not_hold_against(changed: dict[str, object], reason: str) -> None:
+    rows = records()
+    said, why = word(change(rows, of(rows, 1), **changed))
+    assert (said, why[2 : 2 + len(reason)]) == ("no evidence", reason)
+
+
+def test_an_attack_that_failed_on_an_image_is_none_to_hold_against() -> None:
+    rows = records()
+    lost = change(rows, of(rows, 1) & (rows.image == "03"), status="failed", psnr=math.nan)
+    assert word(lost) == ("no evidence", ": attacks that know the defense failed")
+
+
+def test_fewer_than_twenty_images_are_no_evidence() -> None:
+    rows = records()
+    assert word(rows[rows.image < "20"])[0] == "holds"
+    assert word(rows[rows.image < "19"]) == ("no evidence", ": fewer than 20 images")
+
+
+def test_a_positive_control_that_does_not_leak_is_none() -> None:
+    rows = records({0: {**LEVELS[0], "mjp-subspace": 11.0}, 1: LEVELS[1]})
+    said, why = word(rows)
+    assert said == "no evidence"
+    assert why.startswith(": the positive control does not leak (")
+
+
+def test_what_leaks_as_little_undefended_leaves_it_open() -> None:
+    """Undefended, the attack is ahead by 0.6 dB, and the interval under the defense leaves 0.6 dB open."""
+    shift = -NOISE.mean()
+    rows = records({0: {**LEVELS[0], "mjp-subspace": 12.6 + shift}, 1: {**LEVELS[1], "mjp-subspace": 12.2 + shift}})
+    said, why = word(rows)
+    assert said == "no evidence"
+    assert why.startswith(": what may leak is no less than what leaks undefended (")
+
+
+def test_cases_without_scores_or_controls() -> None:
+    rows = records()
+    assert word(rows[rows.case == 0]) == ("no evidence", ": no attack was scored")
+    assert word(rows[rows.attack.str.startswith("control:")]) == ("no evidence", ": no attack was scored")
+    assert word(rows[~rows.attack.str.startswith("control:")]) == ("no evidence", ": no negative control was scored")
+    assert word(rows.assign(correct=1.0), "correct") == ("no evidence", ": no attack was scored")
+    plain = cells(records({0: {**LEVELS[0], "mjp-subspace": 9.0, "patch-gradient": 9.0}, 1: LEVELS[1]}))[0]
+    assert str(plain).startswith("no defense: nor is any attack seen to leak; the best is ")
+
+
+def test_a_reassembled_picture_is_held_against_the_plain_one() -> None:
+    """The jigsaw is undone by the geometry; nothing is re-assembled where nothing was shuffled."""
+    rows = records().assign(defense=lambda r: r.defense.replace("mjp", "jigsaw"))
+    assert word(rows)[1] == ": no attack that was scored knows the defense"
+    rows = rows.assign(geometry=rows.geometry.where((rows.case == 0) | rows.attack.str.startswith("c"), "reassembled"))
+    assert word(rows, geometry="reassembled")[0] == "holds"
+
+
+def test_setting_b_says_of_what() -> None:
+    rows = records(LEVELS | {1: {**LEVELS[1], "mjp-subspace": 20.0}})
+    assert str(cells(change(rows, rows.case == 1, setting="b"))[1]).endswith("of control:mean of the shuffled image)")
+
+
+def test_the_order_of_the_records_does_not_matter() -> None:
+    rows = records()
+    assert cells(rows.sample(frac=1, random_state=1)) == cells(rows)
+
+
+def test_the_threat_model_is_named() -> None:
+    said = scope(records())
+    assert "honest-but-curious server that knows the weights, sees the gradients of one release of each image" in said
+    assert "Outside it: a server that changes the weights, several rounds of one image" in said
+    assert "sees the features of one release of each image, has images of its own" in scope(records(release="features"))
