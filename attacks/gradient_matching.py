@@ -72,7 +72,8 @@ class GradientMatching:
     A search that was interrupted goes on where it was when the same observation meets the same options again.
 
     Args:
-        objective: "cosine", 1 − cos(∇ℓ(x), G) over all released gradients, or "l2", ½ ‖∇ℓ(x) − G‖² / ‖G‖².
+        objective: "cosine", 1 − cos(∇ℓ(x), G) over all released gradients, "l2", ½ ‖∇ℓ(x) − G‖² / ‖G‖², or
+            "likelihood", −log p(G | x) by what is known of the defense (`Likelihood`), over the number of pixels.
         optimiser: "lbfgs" or "adam".
         steps: at most.
         lr: root mean square of the (first) step, in normalised pixels; Adam's shrinks to nothing.

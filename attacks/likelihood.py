@@ -46,11 +46,11 @@ class Likelihood:
         least = least.clamp_min(torch.finfo(least.dtype).tiny)
         floors = {name: least.view(-1, *[1] * (g.ndim - 1)) for name, g in released.items()}
         variance = {name: torch.where(edge[name] > 0, 0, v).maximum(floors[name]) for name, v in variance.items()}
-        expected = tuple(part.expected for part in parts if hasattr(part, "expected"))  # pyright: ignore[reportAttributeAccessIssue]
-        return cls(released, variance, edge, expected)
+        expected = (getattr(part, "expected", None) for part in parts)
+        return cls(released, variance, edge, tuple(each for each in expected if each is not None))
 
     def __call__(self, g: Gradients, release: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
-        """Return −log p(released | g) but for a constant: Σ r² / 2v, with r how far an entry is from where it may be."""
+        """Return −log p(released | g) less a constant: Σ r² / 2v, r being how far an entry is from where it may be."""
         for expected in self.expected:
             g = expected(g)
         total = []

@@ -1,9 +1,9 @@
-"""What differential privacy says of reconstruction: the share of successes that no attack may exceed, and how to check.
+"""What differential privacy says of reconstruction: the share of successes that no attack may exceed.
 
-The prior π is uniform over m pictures that the adversary has; one of them, z, is the image of the client. The release is
-N(g_z, (σC)² I) with ‖g_z‖ ≤ C, as `gradient-noise` makes it of one image, T times. Without the image it would be
-N(0, (σC)² I), whatever z is: there every attack guesses, with no more than the success κ of the best fixed guess. So the
-sensitivity is that of an image's presence, C and not 2C, although what is hidden is which image it is.
+The prior π is uniform over m pictures that the adversary has; one of them, z, is the image of the client. The release
+is N(g_z, (σC)² I) with ‖g_z‖ ≤ C, as `gradient-noise` makes it of one image, T times. Without the image it would be
+N(0, (σC)² I), whatever z is: there every attack guesses, with no more than the success κ of the best fixed guess. So
+the sensitivity is that of an image's presence, C and not 2C, although what is hidden is which image it is.
 """
 
 import math
@@ -98,9 +98,7 @@ def gram(gradients: Mapping[str, Float[Tensor, "m ..."]]) -> Float[Tensor, "m m"
     return total
 
 
-def identified(
-    products: Float[Tensor, "m m"], std: float, draws: int, generator: Generator
-) -> Int[Tensor, "m draws"]:
+def identified(products: Float[Tensor, "m m"], std: float, draws: int, generator: Generator) -> Int[Tensor, "m draws"]:
     """Return which of m images the best attack takes for the one whose gradient was released with noise.
 
     The attack has the m gradients g_j as they are released but for the noise, and takes the likeliest: the greatest
