@@ -95,8 +95,9 @@ def study(plan: BoundStudy, out: Path, *, say: Callable[[str], object] = print) 
 def _rows(plan: BoundStudy) -> pd.DataFrame:
     """Return the scores of attacks on `gradient-noise` alone, with its options as columns."""
     rows = RunDirectory(plan.run).store.frame()
-    rows = rows[(rows.defense == DEFENSE) & (rows.status == "ok") & (rows.geometry == "in_place") & rows.psnr.notna()]
-    rows = rows[~rows.attack.str.startswith("control:") & (rows.batch_images.isna() | (rows.batch_images == 1))]
+    sound = (rows.defense == DEFENSE) & (rows.status == "ok") & (rows.geometry == "in_place") & rows.psnr.notna()
+    single = rows.batch_images.isna() | (rows.batch_images == 1)
+    rows = rows.loc[sound & single & ~rows.attack.str.startswith("control:")]
     if rows.empty:
         raise PrivlabError(f"The run '{plan.run}' has no scores (psnr) of attacks on {DEFENSE} alone.")
     options = rows.defense_params.map(json.loads)
