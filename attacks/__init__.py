@@ -6,6 +6,7 @@ from privlab.attacks.breaching_attacks import BREACHING
 from privlab.attacks.class_token_key import ClassTokenKey
 from privlab.attacks.column_statistics import ColumnStatistics
 from privlab.attacks.feature_inversion import FeatureOptimisation, LeastSquares
+from privlab.attacks.gradient_likelihood import GradientLikelihood
 from privlab.attacks.gradient_matching import GradientMatching
 from privlab.attacks.inversion import InversionConv, InversionMae, InversionSet, InversionToken
 from privlab.attacks.mjp_full import MjpFull
@@ -27,6 +28,7 @@ __all__ = [
     "ClassTokenKey",
     "ColumnStatistics",
     "FeatureOptimisation",
+    "GradientLikelihood",
     "GradientMatching",
     "InversionConv",
     "InversionMae",
@@ -53,6 +55,7 @@ ATTACKS: dict[str, AttackClass] = {
     "mjp-subspace": MjpSubspace,
     "mjp-full": MjpFull,
     "token-separation": TokenSeparation,
+    "gradient-likelihood": GradientLikelihood,
     "gradient-matching": GradientMatching,
     "class-token-key": ClassTokenKey,
     "pe-assignment": PEAssignment,

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from privlab.attacks.descent import OPTIMISERS, Kept, descend
+from privlab.attacks.likelihood import Likelihood
 from privlab.attacks.mjp_full import MjpFull
 from privlab.attacks.mjp_subspace import MjpSubspace, subspace
 from privlab.attacks.patch_gradient import PatchGradient
@@ -42,7 +43,7 @@ __all__ = ["GradientMatching", "Match", "mismatch"]
 HEAD = "head.bias"
 """The parameter whose gradient gives labels away."""
 
-OBJECTIVES = ("cosine", "l2")
+OBJECTIVES = ("cosine", "l2", "likelihood")
 
 STARTS: dict[str, type[Attack]] = {
     kind.name: kind for kind in (PatchGradientAdaptive, PatchGradient, PatchGradientPrior, MjpSubspace, MjpFull)
@@ -71,7 +72,8 @@ class GradientMatching:
     A search that was interrupted goes on where it was when the same observation meets the same options again.
 
     Args:
-        objective: "cosine", 1 − cos(∇ℓ(x), G) over all released gradients, or "l2", ½ ‖∇ℓ(x) − G‖² / ‖G‖².
+        objective: "cosine", 1 − cos(∇ℓ(x), G) over all released gradients, "l2", ½ ‖∇ℓ(x) − G‖² / ‖G‖², or
+            "likelihood", −log p(G | x) by what is known of the defense (`Likelihood`), over the number of pixels.
         optimiser: "lbfgs" or "adam".
         steps: at most.
         lr: root mean square of the (first) step, in normalised pixels; Adam's shrinks to nothing.
@@ -200,6 +202,7 @@ class Match:
     objective: str
     tv: float
     photographs: tuple[str, ...] | None
+    likelihood: Likelihood | None = None
 
     @classmethod
     def of(cls, seen: Observation, objective: str, tv: float) -> "Match":
@@ -230,6 +233,7 @@ class Match:
             objective=objective,
             tv=tv,
             photographs=seen.photographs,
+            likelihood=Likelihood.of(seen, G) if objective == "likelihood" else None,
         )
 
     def coordinates(self, X: Float[Tensor, "r B n k"]) -> Float[Tensor, "r q"]:
@@ -270,13 +274,16 @@ class Match:
             feed = replace(feed, masked_pe=masked, replacement="unknown" if self.unknown else "zero")
         labels = self.labels.view(-1, self.B)[release].flatten()
         g = released_gradients(model, feed, labels, self.target, self.B, create_graph=True)
-        if self.compared is not None:
-            g = {name: each * self.compared[name][release] for name, each in g.items()}
-        target = {name: each[release] for name, each in self.target.items()}
-        value = mismatch(g, target, self.norm[release] if self.objective == "l2" else None)
+        pixels = model.image_shape[1] * model.image_shape[2]
+        if self.likelihood is not None:
+            value = self.likelihood(g, release) / (self.B * pixels)
+        else:
+            if self.compared is not None:
+                g = {name: each * self.compared[name][release] for name, each in g.items()}
+            target = {name: each[release] for name, each in self.target.items()}
+            value = mismatch(g, target, self.norm[release] if self.objective == "l2" else None)
         if not self.tv:
             return value
-        pixels = model.image_shape[1] * model.image_shape[2]
         variation = self._prior.sparse_energy(X, _EPSILON).view(-1, self.B).mean(1) / pixels
         return value + self.tv * variation
 

@@ -23,9 +23,13 @@ DELTA = 1e-5
 class GradientNoise:
     """Release g · min(1, C/‖g‖) + ε, ε ~ N(0, (multiplier · C)²), with ‖g‖ over all released parameters of an image.
 
+    The same gradient may be released K times, each time with fresh noise. All that K such releases tell stands in
+    their mean, a sufficient statistic, and that is what is handed on: to the adversary, or to a defense stacked after.
+
     Args:
         clip: C, above 0.
-        multiplier: σ of the noise in units of C, at least 0.
+        multiplier: σ of the noise of one release in units of C, at least 0.
+        releases: K, at least 1.
 
     Source: DP-SGD (Abadi et al., CCS 2016), Algorithm 1, with a lot of one image and no averaging.
     """
@@ -37,6 +41,7 @@ class GradientNoise:
 
     clip: float = 1.0
     multiplier: float = 1.0
+    releases: int = 1
 
     def __post_init__(self) -> None:
         """Check the options.
@@ -48,31 +53,44 @@ class GradientNoise:
             raise PrivlabError(f"clip of gradient-noise must be above 0 and finite. Found {self.clip}.")
         if not 0 <= self.multiplier < math.inf:
             raise PrivlabError(f"multiplier of gradient-noise must be at least 0 and finite. Found {self.multiplier}.")
+        if self.releases < 1:
+            raise PrivlabError(f"releases of gradient-noise must be at least 1. Found {self.releases}.")
 
     def release(
         self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
     ) -> dict[str, Float[Tensor, "b ..."]]:
-        """Return the clipped gradients with noise; an image draws for its parameters in the order of their names."""
-        norm = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
-        scale = (self.clip / norm).clamp(max=1)  # a gradient of zero stays zero
-        std, released = self.multiplier * self.clip, {}
+        """Return the clipped gradients with noise; an image draws for its parameters in the order of their names.
+
+        Of several releases the mean is returned.
+        """
+        std, released, clipped = self.multiplier * self.clip, {}, self.expected(gradients)
         for name in sorted(gradients):
-            g = gradients[name]
-            noise = torch.stack([torch.randn(g.shape[1:], generator=draw) for draw in draws]).to(g)
-            released[name] = g * scale.view(-1, *[1] * (g.ndim - 1)) + std * noise
+            g = clipped[name]
+            noise = [
+                sum((torch.randn(g.shape[1:], generator=draw) for _ in range(self.releases)), torch.zeros(()))
+                for draw in draws
+            ]
+            released[name] = g + std / self.releases * torch.stack(noise).to(g)
         return released
 
+    def expected(self, gradients: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return what is released of these gradients on average: g · min(1, C/‖g‖)."""
+        norm = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
+        scale = (self.clip / norm).clamp(max=1)  # a gradient of zero stays zero
+        return {name: g * scale.view(-1, *[1] * (g.ndim - 1)) for name, g in gradients.items()}
+
     def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
-        """Return the variance of the noise."""
-        return {name: torch.full_like(g, (self.multiplier * self.clip) ** 2) for name, g in released.items()}
+        """Return the variance of the noise, of several releases that of their mean."""
+        variance = (self.multiplier * self.clip) ** 2 / self.releases
+        return {name: torch.full_like(g, variance) for name, g in released.items()}
 
     def epsilon(self, delta: float = DELTA, *, replaced: bool = False) -> float:
-        """Return ε such that one release is (ε, δ)-differentially private, by Opacus's RDP accountant.
+        """Return ε such that all releases together are (ε, δ)-differentially private, by Opacus's RDP accountant.
 
         One image makes the gradient, so nothing is sampled (rate 1), and the noise is multiplier times what the
         image can add (‖·‖ ≤ C): this is ε for an image's presence. Where a client always sends, and which image it has
         is to be hidden, one is `replaced` by another and the gradient moves by up to 2C: half the multiplier counts.
-        Further releases of the same image add up.
+        The K releases are K steps of the accountant, each of which may see the outcome of those before.
 
         Raises:
             PrivlabError: if Opacus is not installed.
@@ -87,16 +105,19 @@ class GradientNoise:
         except ImportError:
             raise PrivlabError("no accountant: pip install 'privlab[privacy]'") from None
         accountant = RDPAccountant()
-        accountant.step(noise_multiplier=σ, sample_rate=1.0)
-        best = 1 + σ * math.sqrt(2 * math.log(1 / delta))  # the order that minimises α / 2σ² + log(1/δ) / (α − 1)
+        for _ in range(self.releases):
+            accountant.step(noise_multiplier=σ, sample_rate=1.0)
+        # the order that minimises K α / 2σ² + log(1/δ) / (α − 1)
+        best = 1 + σ * math.sqrt(2 * math.log(1 / delta) / self.releases)
         orders = [1 + (best - 1) * 2 ** (k / 16) for k in range(-32, 33)]
         return float(accountant.get_epsilon(delta, alphas=orders))
 
     def remark(self) -> str:
-        """Return what one release buys, in one clause; or why that is not known here."""
+        """Return what the noise of all releases buys, in one clause; or why that is not known here."""
         try:
             present, which = self.epsilon(), self.epsilon(replaced=True)
         except PrivlabError as error:
             return f"ε n/a: {error}"
         what = f"ε ≤ {present:.4g} for an image's presence, {which:.4g} for which image it is"
-        return f"one release, δ = {DELTA:g}: {what}"
+        count = "one release" if self.releases == 1 else f"{self.releases} releases of the same gradient"
+        return f"{count}, δ = {DELTA:g}: {what}"

@@ -350,7 +350,10 @@ class FeatureDefense(Protocol):
 
 @runtime_checkable
 class GradientDefense(Protocol):
-    """A frozen dataclass of hyper-parameters; it changes the gradients of all released parameters before they leave."""
+    """A frozen dataclass of hyper-parameters; it changes the gradients of all released parameters before they leave.
+
+    One with a method `expected` says what it releases on average of given gradients, such as what clipping leaves.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     name: ClassVar[str]

@@ -204,6 +204,38 @@ def placement(gammas: str, solvers: str, out: Path, as_json: bool, **options: An
     err.print(f"records: {out}", markup=False)
 
 
+@study.command("noise-bound")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--images", required=True, help="The photographs of the run: samples, a folder, a data set.")
+@click.option("--model", required=True, help="The victim of the run.")
+@click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
+@click.option("--img-size", type=click.IntRange(min=8), help="Side of the input.")
+@click.option("--labels", help="CSV with file and label, or predicted.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use N images.")
+@click.option(
+    "--psnr", type=click.FloatRange(min=0), default=20.0, show_default=True, help="Least of a success, in dB."
+)
+@click.option("--draws", type=click.IntRange(min=1), default=200, show_default=True, help="Games for each photograph.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--figures", type=click.Choice(["svg", "png", "pdf"]), default="svg", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study.")
+@common
+def noise_bound(figures: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """What attacks of RUN on gradient-noise achieved, beside the bound of DP-SGD that no attack may cross."""
+    from privlab.experiments.noise_bound import BoundStudy, to_markdown
+    from privlab.experiments.noise_bound import study as run
+    from privlab.report.figures_bound import draw_bound
+
+    with warned():
+        facts = run(BoundStudy(**options), out, say=lambda line: err.print(line, markup=False))
+    path = draw_bound(out, figures)
+    if as_json:
+        print_json(facts | {"figure": str(path)})
+        return
+    click.echo(to_markdown(facts))
+    err.print(f"Figure: {path}", markup=False)
+
+
 def _numbers(text: str) -> tuple[float, ...]:
     """Return the numbers that stand between commas."""
     try:

@@ -34,7 +34,7 @@ def test_options_stand_in_the_record_and_change_the_cell(
     quiet = ("--defense", "gradient-noise", "--attack", "patch-gradient", *LARGE)
     assert attack(*quiet, "--set", "multiplier=1e-7", "--set", "gradient-noise.clip=2").status == 0
     weak = records().query("attack == 'patch-gradient'")
-    assert json.loads(weak.defense_params.iloc[0]) == {"clip": 2.0, "multiplier": 1e-7}
+    assert json.loads(weak.defense_params.iloc[0]) == {"clip": 2.0, "multiplier": 1e-7, "releases": 1}
     assert attack(*quiet, "--set", "multiplier=0.1", "--overwrite").status == 0
     strong = records().query("attack == 'patch-gradient'")
     assert set(weak.cell).isdisjoint(strong.cell)
@@ -60,6 +60,7 @@ def test_stacked_with_mjp(attack: Callable[..., Any], records: Callable[..., pd.
         (("--defense", "gradient-noise", "--set", "multiplyer=1"), "Did you mean multiplier"),
         (("--defense", "gradient-noise", "--set", "multiplier=loud"), "must be of type float. Found 'loud'"),
         (("--defense", "gradient-noise", "--set", "multiplier=-1"), "must be at least 0 and finite. Found -1.0"),
+        (("--defense", "gradient-noise", "--set", "releases=0"), "must be at least 1. Found 0."),
         (("--defense", "gradient-pruning", "--set", "keep=0"), "must be in (0, 1]. Found 0.0"),
         (("--defense", "gradient-quantisation", "--set", "dtype=int4"), "'int4'. Did you mean int8"),
         (("--defense", "gradient-noise", "--release", "features"), "acts on gradients. Found features released"),

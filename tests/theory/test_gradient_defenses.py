@@ -58,6 +58,37 @@ def test_noise_has_mean_zero_and_the_stated_deviation() -> None:
         assert (value == 0.15**2).all()
 
 
+@pytest.mark.parametrize("K", [2, 5])
+def test_releases_are_fresh_and_their_mean_leaks_as_less_noise(K: int) -> None:
+    """The draws of one generator, one release after the other: their mean has the deviation σ C / √K."""
+    g, many = some(), GradientNoise(clip=0.5, multiplier=0.3, releases=K)
+    noise = flat(many.release(g, draws())) - flat(many.expected(g))
+    wanted = 0.15 / math.sqrt(K)
+    assert noise.std().item() == pytest.approx(wanted, rel=4 / math.sqrt(2 * noise.numel()))
+    for value in many.variance(g).values():
+        assert_close(value, torch.full_like(value, wanted**2))
+    one, alone, again = GradientNoise(clip=0.5, multiplier=0.3), {"w": g["w"]}, draws()
+    singles = [one.release(alone, again)["w"] for _ in range(K)]
+    assert_close(many.release(alone, draws())["w"], torch.stack(singles).mean(0), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(singles[0], singles[1])
+
+
+@pytest.mark.parametrize("K", [1, 3, 100])
+def test_epsilon_of_several_releases_is_that_of_the_accountant(K: int) -> None:
+    """As many steps of Opacus's accountant at its own orders; and, of Gaussians, one release with the noise over √K."""
+    accountants = pytest.importorskip("opacus.accountants", reason="needs privlab[privacy]")
+    for σ in (1.0, 4.0, 20.0):
+        accountant = accountants.RDPAccountant()
+        for _ in range(K):
+            accountant.step(noise_multiplier=σ, sample_rate=1.0)
+        several = GradientNoise(multiplier=σ, releases=K)
+        orders = [1 + x / 50 for x in range(1, 5000)]
+        assert several.epsilon() == pytest.approx(accountant.get_epsilon(1e-5, alphas=orders), rel=0.02)
+        assert several.epsilon() == pytest.approx(GradientNoise(multiplier=σ / math.sqrt(K)).epsilon(), rel=1e-6)
+        assert several.epsilon(replaced=True) > several.epsilon()
+    assert (f"{K} releases of the same gradient, δ" in several.remark()) == (K > 1)
+
+
 def test_noise_goes_with_the_image_and_not_with_the_batch() -> None:
     g, defense = some(), GradientNoise()
     together = defense.release(g, draws())
@@ -228,6 +259,7 @@ def test_some_of_a_feed() -> None:
         (GradientNoise, {"clip": math.nan}, "Found nan"),
         (GradientNoise, {"multiplier": -1.0}, "multiplier of gradient-noise must be at least 0 and finite. Found -1.0"),
         (GradientNoise, {"multiplier": math.inf}, "Found inf"),
+        (GradientNoise, {"releases": 0}, "releases of gradient-noise must be at least 1. Found 0"),
         (GradientPruning, {"keep": 0.0}, r"keep of gradient-pruning must be in \(0, 1\]. Found 0.0"),
         (GradientPruning, {"keep": 1.5}, "Found 1.5"),
         (GradientQuantisation, {"dtype": "fp61"}, "Unknown dtype of gradient-quantisation 'fp61'. Did you mean fp16"),
