@@ -24,6 +24,7 @@ from privlab.labels_by_rank import Told, told_labels
 from privlab.machine import commit, hardware, pick_device, versions
 from privlab.metrics import Learned, score
 from privlab.plan import Specification, applicable, defense_of, stands_in
+from privlab.public import Others
 from privlab.records import CONTROLS
 from privlab.released import Released, check_fit, check_head, first, head_of, observation, read_released
 from privlab.store import RunDirectory
@@ -165,7 +166,8 @@ class _Judge:
         device = base.model.mean.device
         learned, missing = learned_metrics(spec, device, [base])
         public = public_images(spec.public, spec.public_limit, base.preprocessing, device)
-        others = torch.stack([image for sha256, image in public.items() if sha256 != picture.sha256])
+        own = base.preprocessing(picture.pixels).to(device)
+        others = torch.stack([public[key] for key in Others(public).beside(picture.sha256, own)])
         metrics = [name for name in spec.metrics if name not in missing]
         fed = replace(base.preprocessing, crop_pct=1.0) if _fits(picture.pixels, base) else base.preprocessing
         image = fed(picture.pixels)[None].to(base.model.mean)

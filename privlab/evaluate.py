@@ -24,6 +24,7 @@ from privlab.metrics import Learned
 from privlab.patches import permute
 from privlab.placement import as_sent, assigned, matched
 from privlab.plan import Cell, Specification, reassembly_of
+from privlab.public import Others
 from privlab.records import CONTROLS, Record, Rows
 from privlab.threat import Attack, Capability, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
 from privlab.trial import Batch, Trial, labelled
@@ -233,10 +234,14 @@ class Evaluator:
 
     def _public_to(self, batch: Batch) -> Float[Tensor, "m c h w"]:
         """Return the adversary's images: the public ones, without those of the batch if there are any."""
-        private = {picture.sha256 for picture in batch.pictures} & self.public.keys()
-        if not private:
+        left = set(self._others.without([picture.sha256 for picture in batch.pictures], batch.images))
+        if len(left) == len(self.public):
             return self._all_public
-        return self._all_public[[i for i, key in enumerate(self.public) if key not in private]]
+        return self._all_public[[i for i, key in enumerate(self.public) if key in left]]
+
+    @cached_property
+    def _others(self) -> Others:
+        return Others(self.public)
 
     @cached_property
     def _all_public(self) -> Float[Tensor, "m c h w"]:
@@ -303,7 +308,7 @@ class Evaluator:
         """Score pictures that no attack made: what "nothing leaks" looks like under each metric."""
         draws = batch.draws(self.spec.seed, "control", self.spec.draw)
         order = torch.stack([torch.randperm(trial.feed.order.shape[1], generator=draw) for draw in draws])
-        mean, first = zip(*(self._others(picture) for picture in batch.pictures), strict=True)
+        mean, first = zip(*map(self._mean_and_other, batch.pictures, batch.images), strict=True)
         controls = dict(
             zip(
                 CONTROLS,
@@ -324,11 +329,12 @@ class Evaluator:
                 records.append(row | self._measured({metric: values[i] for metric, values in scores.items()}))
         return records
 
-    def _others(self, picture: Picture) -> tuple[Float[Tensor, "c h w"], Float[Tensor, "c h w"]]:
+    def _mean_and_other(self, picture: Picture, image: Tensor) -> tuple[Float[Tensor, "c h w"], Float[Tensor, "c h w"]]:
         """Return the mean and the first of the public photographs, without the private image if it is one of them."""
-        if picture.sha256 not in self.public:
+        left = self._others.beside(picture.sha256, image)
+        if len(left) == len(self.public):
             return self._mean_and_first
-        return _mean_and_first([image for sha256, image in self.public.items() if sha256 != picture.sha256])
+        return _mean_and_first([self.public[key] for key in left])
 
     @cached_property
     def _mean_and_first(self) -> tuple[Float[Tensor, "c h w"], Float[Tensor, "c h w"]]:

@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = [
     {"errors", "registry", "draws", "patches", "permutation", "model", "threat"},
     {"victims", "backbones", "relative", "zoo", "weights", "images", "sources", "datasets", "labels", "decode"}
-    | {"gradients", "stack", "features", "options", "training", "decoders", "inversion"}
+    | {"gradients", "public", "stack", "features", "options", "training", "decoders", "inversion"}
     | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "reassembly"}
     | {"recipes", "evaluation", "robustness", "shelf", "positions", "position_accuracy"}
     | {"capture", "recording", "released", "labels_from_gradients", "labels_by_rank"},
