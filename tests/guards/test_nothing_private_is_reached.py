@@ -25,6 +25,8 @@ def successors(thing: object) -> list[Any]:
     found = gc.get_referents(thing)
     if isinstance(thing, Tensor):
         found += [thing._base, thing.grad, thing.grad_fn]
+    if isinstance(thing, dict):
+        found += [*thing]  # the collector passes over keys that are words
     return [other for other in found if other is not getattr(thing, "__globals__", None)]
 
 
