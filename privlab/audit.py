@@ -50,6 +50,8 @@ def audit(
     """Run attacks on recorded features; write a contact sheet for each batch and attack, and `run.json`.
 
     `spec` names one victim, the public base of the recorded client, and the defense that the client is known to use.
+    The private images are not at hand: whether one of them is among the public ones cannot be known here, and whoever
+    names `--public` must leave them out.
 
     Args:
         folder: what `privlab split serve --record` wrote.

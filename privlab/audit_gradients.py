@@ -23,8 +23,9 @@ from privlab.images import Preprocessing, open_images
 from privlab.labels_by_rank import Told, told_labels
 from privlab.machine import commit, hardware, pick_device, versions
 from privlab.metrics import Learned, score
-from privlab.photographs import apart_from, kin
+from privlab.photographs import apart_from
 from privlab.plan import Specification, applicable, defense_of, stands_in
+from privlab.public import Others
 from privlab.reconstruction import beyond_range, brought, check_reconstruction
 from privlab.records import CONTROLS
 from privlab.released import Released, check_fit, check_head, first, head_of, observation, read_released
@@ -170,8 +171,8 @@ class _Judge:
         device = base.model.mean.device
         learned, missing = learned_metrics(spec, device, [base])
         public = public_images(spec.public, spec.public_limit, base.preprocessing, device)
-        private = kin([picture.sha256])
-        others = torch.stack([image for sha256, image in public.items() if sha256 not in private])
+        own = base.preprocessing(picture.pixels).to(device)
+        others = torch.stack([public[key] for key in Others(public).beside(picture.sha256, own)])
         metrics = [name for name in spec.metrics if name not in missing]
         fed = replace(base.preprocessing, crop_pct=1.0) if _fits(picture.pixels, base) else base.preprocessing
         image = fed(picture.pixels)[None].to(base.model.mean)

@@ -22,9 +22,9 @@ from privlab.geometries import Scorer, known_slots
 from privlab.gradients import full_precision, observe
 from privlab.images import Chunk, Picture
 from privlab.metrics import Learned
-from privlab.photographs import kin
 from privlab.placement import as_sent, assigned, crosses, matched
 from privlab.plan import Cell, Specification, reassembly_of
+from privlab.public import Others
 from privlab.reconstruction import beyond_range, brought, check_reconstruction
 from privlab.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.threat import Attack, Capability, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
@@ -244,10 +244,14 @@ class Evaluator:
 
     def _public_to(self, batch: Batch) -> Float[Tensor, "m c h w"]:
         """Return the adversary's images: the public ones, less those of the batch and other crops of their files."""
-        private = kin(picture.sha256 for picture in batch.pictures) & self.public.keys()
-        if not private:
+        left = set(self._others.without([picture.sha256 for picture in batch.pictures], batch.images))
+        if len(left) == len(self.public):
             return self._all_public
-        return self._all_public[[i for i, key in enumerate(self.public) if key not in private]]
+        return self._all_public[[i for i, key in enumerate(self.public) if key in left]]
+
+    @cached_property
+    def _others(self) -> Others:
+        return Others(self.public)
 
     @cached_property
     def _all_public(self) -> Float[Tensor, "m c h w"]:
@@ -352,7 +356,7 @@ class Evaluator:
 
     @cached_property
     def _made(self) -> Controls:
-        return Controls(self.public)
+        return Controls(self._others)
 
     def _failures(self, picture: Picture) -> list[Record]:
         """Return the rows of a picture that could not be used."""

@@ -15,7 +15,7 @@ from privlab.effects import effects_of
 from privlab.gradients import full_precision
 from privlab.metrics import Learned, psnr_region, score
 from privlab.model import VictimModel
-from privlab.patches import patchify, permute, slots_to_pixels
+from privlab.patches import permute, slots_to_pixels
 from privlab.placement import (
     adjacent_share,
     crosses,
@@ -26,7 +26,7 @@ from privlab.placement import (
     placed_share,
     placement_accuracy,
 )
-from privlab.reassembly import Borders, Reassembly
+from privlab.reassembly import Borders, Reassembly, rearranged
 from privlab.records import GEOMETRIES
 from privlab.threat import Observation, PrivlabWarning, Sent, Stolen
 from privlab.trial import Trial
@@ -105,9 +105,7 @@ class Scorer:
         feed, patch, loose = trial.feed, self.model.patch, stolen.loose
         if placed and loose is not None:
             return in_place
-        known = ~loose if loose is not None else torch.zeros_like(feed.moved) if trial.known is None else trial.known
-        patches = patchify(stolen.images, patch).unflatten(2, (-1, patch, patch))
-        order = self.reassembly(patches, self.model.grid, known)
+        order = rearranged(stolen, trial.known, self.reassembly, self.model.grid, patch)
         scores = in_place | self.score(permute(stolen.images, order, patch), trial.reference, feed.moved)
         if loose is None:
             held = feed.order.gather(1, order)

@@ -19,10 +19,12 @@ from torch import Tensor
 from privlab.borders import border_costs
 from privlab.errors import PrivlabError
 from privlab.jigsaw import ROUNDS, assemble
+from privlab.patches import patchify
 from privlab.positions import PositionPredictor, load_predictor, predictor_file
+from privlab.threat import Stolen
 from privlab.zoo import placer
 
-__all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "standing"]
+__all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearranged", "standing"]
 
 BY_CHANCE = 3
 """Patches of photographs that fit each other where a shuffle of all of them has put them: in a group, at most."""
@@ -188,6 +190,26 @@ class ByDropPos(Predicted):
 
     name: ClassVar[str] = "droppos"
     paper: ClassVar[str] = "ours; by DropPos (Wang et al. 2023)"
+
+
+def rearranged(
+    stolen: Stolen, known: Bool[Tensor, "b n"] | None, by: Reassembly, grid: tuple[int, int], patch: int
+) -> Int[Tensor, "b n"]:
+    """Return the orders in which an adversary puts the patches of its reconstructions, from what it holds alone.
+
+    Args:
+        stolen: what an attack brought home; slots that are not `loose` hold their own patch, where it says which are.
+        known: the slots that the release shows to hold their own patch; None where it shows none.
+        by: how patches are put in order.
+        grid: (h, w), the patches of an image.
+        patch: the side of a patch, in pixels.
+    """
+    patches = patchify(stolen.images, patch).unflatten(2, (-1, patch, patch))
+    if stolen.loose is not None:
+        known = ~stolen.loose
+    elif known is None:
+        known = torch.zeros(patches.shape[:2], dtype=torch.bool, device=patches.device)
+    return by(patches, grid, known)
 
 
 def _alike(patches: Float[Tensor, "k c p p"]) -> bool:

@@ -22,6 +22,7 @@ from privlab.decode import Picture
 from privlab.patches import patchify, unpatchify
 from privlab.placement import assigned
 from privlab.plan import Specification, plan
+from privlab.public import Others
 from privlab.records import CONTROLS, Rows
 from privlab.threat import Capability, Observation, PrivlabWarning, Stolen
 from privlab.trial import Batch
@@ -165,7 +166,7 @@ def test_no_control_is_a_photograph_under_attack() -> None:
     draws = [torch.Generator().manual_seed(i) for i in range(3)]
 
     def made(names: Sequence[str], *, together: bool = True) -> dict[str, torch.Tensor]:
-        return Controls({name: public[name] for name in names}).of(batch, 4, draws, together=together)
+        return Controls(Others({name: public[name] for name in names})).of(batch, 4, draws, together=together)
 
     mean, other, shuffled = CONTROLS
     full = made("23456")

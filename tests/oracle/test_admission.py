@@ -270,6 +270,35 @@ def test_rows_have_the_declared_noise(factor: float, tried: Admit) -> None:
     assert checks["rows"].value == pytest.approx(max(factor, 1 / factor) ** 2, rel=0.2)
 
 
+@pytest.mark.parametrize(("times", "admitted"), [(1.09, True), (1.12, False), (1 / 1.09, True), (1 / 1.12, False)])
+def test_noise_on_rows_may_be_a_tenth_off(times: float, admitted: bool, tried: Admit) -> None:
+    """The factor of the drawn noise is measured first: chance has no say in what is told apart."""
+
+    @dataclass(frozen=True)
+    class Scaled(GaussianNoise):
+        variance: float = 1.0
+
+        def send(self, sent: Sent, draws: Draws) -> Sent:
+            """Send noise of another variance than is declared."""
+            return GaussianNoise(std=self.std * self.variance**0.5).send(sent, draws)
+
+    drawn = tried(Scaled(std=0.2, variance=4.0))["rows"].value / 4
+    check = tried(Scaled(std=0.2, variance=times / drawn))["rows"]
+    assert check.value == pytest.approx(max(times, 1 / times), rel=1e-3)
+    assert check.passed == admitted
+
+
+@pytest.mark.parametrize(("times", "admitted"), [(1.09, True), (1.12, False)])
+@pytest.mark.parametrize("check", ["variance", "overstated"])
+def test_a_declared_variance_may_be_a_tenth_off(check: str, times: float, admitted: bool, tried: Admit) -> None:
+    """Beyond chance: by how much a true variance seems to be off is measured first."""
+    up = check == "overstated"
+    off = tried(OnGradients(noisy, declared=2.0 if up else 0.5))[check].value / 2
+    found = tried(OnGradients(noisy, declared=times / off if up else off / times))[check]
+    assert found.value == pytest.approx(times, rel=1e-3)
+    assert found.passed == admitted
+
+
 @pytest.mark.parametrize(
     ("defense", "which"),
     [

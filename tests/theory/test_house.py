@@ -8,7 +8,7 @@ FLOORS = [
     {"errors", "registry", "draws", "patches", "permutation", "model", "threat"},
     {"victims", "backbones", "relative", "zoo", "weights", "images", "sources", "datasets", "labels", "decode"}
     | {"manifest", "gradients", "stack", "features", "options", "training", "decoders", "inversion"}
-    | {"effects", "photographs", "reconstruction"}
+    | {"effects", "photographs", "public", "reconstruction"}
     | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "reassembly"}
     | {"recipes", "evaluation", "robustness", "shelf", "positions", "position_accuracy"}
     | {"capture", "recording", "released", "labels_from_gradients", "labels_by_rank"},

@@ -1,0 +1,189 @@
+"""A whole pipeline on a small victim, watched from outside: what attacks are called with, and what comes of them."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from privlab import evaluate
+from privlab.attacks import ATTACKS
+from privlab.decode import Picture
+from privlab.evaluate import Evaluator, Scored
+from privlab.geometries import Scorer
+from privlab.images import Chunk, Preprocessing
+from privlab.model import VictimModel
+from privlab.plan import Cell, Specification, applicable
+from privlab.records import Record
+from privlab.threat import FeatureObservation, Observation, Stolen
+from privlab.trial import Batch, Trial
+from privlab.victims import Victim, Weights
+
+CUT = Preprocessing(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
+SHORT = {
+    "patch-gradient-prior": {"rounds": 1, "steps": 1, "passes": 1},
+    "mjp-subspace": {"rounds": 1, "steps": 1},
+    **{name: {"starts": 2, "rounds": 2, "steps": 3} for name in ("mjp-full", "token-separation")},
+    "gradient-matching": {"steps": 2},
+    "feature-optimisation": {"steps": 3},
+    **{f"inversion-{kind}": {"steps": 2} for kind in ("conv", "mae", "set", "token")},
+}
+"""Searches cut short: how far they come is of no interest here, only what they depend on."""
+
+
+@dataclass
+class Watched:
+    """What a run of the pipeline showed.
+
+    `called` are attacks with their observations; `images` what came of them, as scored, by setting, attack and
+    geometry, an entry for each call; `controls` are the images of the negative controls of each setting.
+    """
+
+    called: list[tuple[Any, Observation | FeatureObservation]] = field(default_factory=list)
+    images: dict[tuple[str, str, str], list[Tensor]] = field(default_factory=dict)
+    trials: list[tuple[Trial, Batch]] = field(default_factory=list)
+    controls: list[list[Tensor]] = field(default_factory=list)
+    observed: list[Any] = field(default_factory=list)
+    scored: Scored | None = None
+
+    @property
+    def records(self) -> list[Record]:
+        """Return the records of the run."""
+        assert self.scored is not None
+        return self.scored.records
+
+
+Run = Callable[..., Watched]
+
+
+def digest(image: Tensor) -> str:
+    return hashlib.sha256(image.numpy().tobytes()).hexdigest()
+
+
+def by_digest(images: Tensor) -> dict[str, Tensor]:
+    """Return images as an evaluator is given public ones."""
+    return {digest(image): image for image in images}
+
+
+def chunk_of_images(images: Tensor, *, first_label: int = 0) -> Chunk:
+    """Return images as the pipeline is given them, of every other class from the first."""
+    pictures = [
+        Picture(f"private-name-{digest(image)[:8]}.png", digest(image), None, first_label + 2 * i, "file")
+        for i, image in enumerate(images)
+    ]
+    return Chunk(tuple(pictures), images, ())
+
+
+@pytest.fixture
+def small(tiny_model: Callable[..., VictimModel]) -> Callable[..., Victim]:
+    """Return a maker of small victims: 16 patches of 4 × 4 pixels, 7 classes, with E_unk unless told otherwise."""
+
+    def make(**options: Any) -> Victim:
+        return Victim("tiny", "tiny", tiny_model(**options), CUT, Weights("given", "0" * 64, "random"))
+
+    return make
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Tensor) -> Run:
+    """Return a run of the pipeline on two crops of photographs.
+
+    Args of the run:
+        images: the private ones.
+        public: those of the adversary and of the controls.
+        victim: the model under attack.
+        first_label: of the private images.
+        replay: an earlier run: its observations are seen again, whatever the private side is now.
+        kept: what attacks brought home in an earlier run.
+        given: fields of the specification.
+    """
+
+    def go(
+        *,
+        images: Tensor = crops[:260:130],
+        public: Mapping[str, Tensor] | None = None,
+        victim: Victim | None = None,
+        first_label: int = 0,
+        replay: Watched | None = None,
+        kept: Mapping[str, Stolen] | None = None,
+        **given: Any,
+    ) -> Watched:
+        base = small() if victim is None else victim
+        named = given.get("attacks") or [name for name, kind in ATTACKS.items() if not getattr(kind, "named_only", 0)]
+        short = {f"{name}.{option}={n}" for name in SHORT.keys() & {*named} for option, n in SHORT[name].items()}
+        given["options"] = tuple(sorted(short))
+        specification = Specification(**({"models": ("tiny",), "metrics": ("psnr",), "settings": ("c",)} | given))
+        cells, _ = applicable(specification, base, stand_ins=True)
+        others = by_digest(crops[7:380:29]) if public is None else public
+        watched = Watched()
+        evaluator = Evaluator(
+            specification, base, cells, specification.metrics, {}, others, strips=False, keep=kept is None, kept=kept
+        )
+        with monkeypatch.context() as patch:
+            _watch(patch, watched, None if replay is None else iter(replay.observed))
+            watched.scored = evaluator(chunk_of_images(images, first_label=first_label))
+        return watched
+
+    return go
+
+
+def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | None) -> None:
+    """Note what passes between the parts of the pipeline."""
+    brought, trial_of, again, controls = evaluate._brought, Evaluator._trial, Evaluator._again, Evaluator._controls
+    geometries, score = Scorer.geometries, Scorer.score
+    scored: list[Tensor] = []
+    names_of: list[str] = []
+
+    def observed(observe: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            made = observe(*args, **options) if replay is None else next(replay)
+            watched.observed.append(made)
+            return made
+
+        return call
+
+    def made_trial(self: Evaluator, setting: str, batch: Batch) -> Trial:
+        trial = trial_of(self, setting, batch)
+        watched.trials.append((trial, batch))
+        return trial
+
+    def called(attack: Any, observation: Any) -> Stolen:
+        watched.called.append((attack, observation))
+        names_of[:] = [attack.name]
+        return brought(attack, observation)
+
+    def scored_again(self: Evaluator, cell: Cell, *args: Any) -> list[Record]:
+        names_of[:] = [attack.name for attack in cell.attacks]
+        return again(self, cell, *args)
+
+    def scoring(self: Scorer, images: Tensor, *args: Any) -> Any:
+        scored.append(images.clone())
+        return score(self, images, *args)
+
+    def laid_out(self: Scorer, stolen: Stolen, trial: Trial, names: Sequence[str], *, placed: bool = False) -> Any:
+        scored.clear()
+        found = geometries(self, stolen, trial, names, placed=placed)
+        images = {"in_place": scored[0], "oracle": scored[1] if len(scored) > 1 else scored[0]}
+        if "reassembled" in names:
+            images["reassembled"] = scored[0] if placed and stolen.loose is not None else scored[-1]
+        for geometry, laid in images.items():
+            watched.images.setdefault((trial.setting, names_of[0], geometry), []).append(laid)
+        del names_of[: len(names_of) > 1]
+        return found
+
+    def controlled(self: Evaluator, trial: Trial, batch: Batch) -> Any:
+        scored.clear()
+        found = controls(self, trial, batch)
+        watched.controls.append([*scored])
+        return found
+
+    patch.setattr(evaluate, "observe", observed(evaluate.observe))
+    patch.setattr(evaluate, "observe_features", observed(evaluate.observe_features))
+    patch.setattr(evaluate, "_brought", called)
+    patch.setattr(Evaluator, "_trial", made_trial)
+    patch.setattr(Evaluator, "_again", scored_again)
+    patch.setattr(Evaluator, "_controls", controlled)
+    patch.setattr(Scorer, "geometries", laid_out)
+    patch.setattr(Scorer, "score", scoring)

@@ -1,0 +1,82 @@
+"""What an observation grants, and that no attack runs on less: the threat model is not widened by accident."""
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from privlab.attacks import ATTACKS
+from privlab.defenses import BatchShuffle, GradientNoise, RowPermutation
+from privlab.errors import PrivlabError
+from privlab.features import granted_features
+from privlab.gradients import granted, observe
+from privlab.model import VictimModel, april_twin
+from privlab.threat import FORCEABLE, Capability, FeatureObservation, Feed, Observation, check_capabilities
+
+Model = Callable[..., VictimModel]
+ALL = frozenset(Capability)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_needs_each_capability_that_it_requires(name: str) -> None:
+    attack = ATTACKS[name]()
+    check_capabilities(attack, attack.requires)
+    for capability in attack.requires:
+        lacking = ALL - {capability}
+        with pytest.raises(PrivlabError, match=capability.value):
+            check_capabilities(attack, lacking)
+        if capability in {Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE}:
+            check_capabilities(attack, lacking, force=True)
+        else:
+            with pytest.raises(PrivlabError, match=capability.value):
+                check_capabilities(attack, lacking, force=True)
+    assert {Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE} == FORCEABLE
+
+
+def test_gradients_grant_what_they_show(tiny_model: Model) -> None:
+    model = tiny_model()
+    one, two = granted(model), granted(model, (), 2)
+    assert one - two == {Capability.BATCH_SIZE_ONE}
+    assert granted(model, (GradientNoise(),)) - one == {Capability.GRADIENT_DEFENSE}
+    assert Capability.PLAIN_BLOCK in one
+    assert Capability.APRIL_BLOCK not in one
+    twin = granted(april_twin(model))
+    assert Capability.APRIL_BLOCK in twin
+    assert Capability.PLAIN_BLOCK not in twin
+    for capability in (Capability.RELEASED_FEATURES, Capability.AUXILIARY_IMAGES, Capability.QUERIES):
+        assert capability not in one | twin
+
+
+def test_features_grant_what_they_show(tiny_model: Model) -> None:
+    model = tiny_model()
+    with_images, without = granted_features(model, 3), granted_features(model, 0)
+    assert with_images - without == {Capability.AUXILIARY_IMAGES}
+    assert Capability.OWN_ROWS in granted_features(model, 3, (RowPermutation(),))
+    assert Capability.OWN_ROWS not in granted_features(model, 3, (BatchShuffle(),))
+    bare = granted_features(tiny_model(pos_embed="none", class_token=False, global_pool="avg"), 3)
+    assert with_images - bare == {Capability.POSITION_EMBEDDINGS, Capability.CLASS_TOKEN}
+
+
+def test_observations_have_no_field_for_the_truth() -> None:
+    gradients = {"model", "gradients", "grants", "defense", "images_per_release"}
+    assert {f.name for f in fields(Observation)} == gradients
+    features = {"model", "features", "grants", "defense", "public"}
+    assert {f.name for f in fields(FeatureObservation)} == features
+
+
+def test_gradients_are_released_for_the_labels_and_what_was_fed(tiny_model: Model, crops: Tensor) -> None:
+    """A gradient of other labels, or of other images, is another gradient; no parameter is shown that was not named."""
+    model, names, labels = tiny_model(), ["pos_embed", "head.bias"], torch.tensor([1, 4])
+    images = crops[:2].double()
+    seen = observe(model, images, labels, names)
+    assert set(seen.gradients) == set(names)
+    fed = observe(model, Feed.undefended(images, model.patch), labels, names)
+    for name in names:
+        assert torch.equal(seen.gradients[name], fed.gradients[name])
+        assert not torch.allclose(seen.gradients[name], observe(model, images, labels + 1, names).gradients[name])
+        assert not torch.allclose(seen.gradients[name], observe(model, 1 - images, labels, names).gradients[name])
+    mean = observe(model, images, labels, names, images_per_release=2)
+    torch.testing.assert_close(mean.gradients["pos_embed"][0], seen.gradients["pos_embed"].mean(0))
+    assert (len(seen.gradients["pos_embed"]), len(mean.gradients["pos_embed"])) == (2, 1)
