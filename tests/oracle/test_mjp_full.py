@@ -149,7 +149,7 @@ def test_guesses_from_grey_patches_lead_to_the_tokens_of_their_slots(
 def test_gauss_and_newtons_steps_remove_what_the_linear_solve_had_of_rounding(
     steps: int, inner: int, *, exact: bool, made: tuple[VictimModel, Feed, Observation]
 ) -> None:
-    """From coordinates that are a tenth off, and from the true tokens; one step alone, or of one direction, is short."""
+    """From coordinates that are a tenth off and the true tokens; one step alone, or of one direction, is short."""
     model, feed, seen = made
     block = first_block(model)
     slots, x = slots_of(model, feed)

@@ -124,6 +124,20 @@ def test_masked_patches_are_the_smoothest_of_their_span_beside_all_others(
     assert (slope @ found.Y.mT)[found.masked].norm() < 1e-6 * (slope @ found.Y.mT)[~found.masked].norm()
 
 
+def test_the_defaults_are_the_best_on_photographs(
+    photographs: Callable[[int, int], Tensor], tiny_model: Callable[..., VictimModel]
+) -> None:
+    """By a decibel and more before every other prior, a single round, and rounds of a single step."""
+    model = tiny_model(img_size=40, patch_size=8, embed_dim=48, depth=1)
+    feed, seen = seen_under(model, photographs(4, 40).double(), 0.27)
+    kept = ~slots_to_pixels(feed.moved, model.grid, model.patch)
+    default = MjpSubspace()
+    others = [MjpSubspace(prior=name) for name in PRIORS if name != default.prior]
+    others += [MjpSubspace(rounds=1), MjpSubspace(steps=1)]
+    best, *rest = (float(psnr_region(each(seen), feed.images, kept).mean()) for each in (default, *others))
+    assert best > max(rest) + 1
+
+
 def test_fill_is_the_least_energy_over_the_coefficients() -> None:
     """Against a dense solve of the same least squares, pixel pair by pixel pair."""
     draw = torch.Generator().manual_seed(1)

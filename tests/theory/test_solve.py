@@ -40,7 +40,7 @@ def test_ill_conditioned_systems_come_back(condition: float) -> None:
 
 
 def test_the_ridge_is_the_epsilon_of_float32_and_damps_each_direction_as_stated() -> None:
-    """1 − (λ² / (σ² + λ²))² with λ = 2⁻²³ ‖M‖: what is 30 times above the rounding is left alone to one in a million."""
+    """1 − (λ² / (σ² + λ²))² with λ = 2⁻²³ ‖M‖: what is 30 times above the rounding is left alone to a millionth."""
     σ = torch.tensor([1.0, 4e-6, 1e-6, 2.0**-23, 1e-8], dtype=torch.float64)
     λ = 2.0**-23 * σ.norm()
     expected = 1 - (λ**2 / (σ**2 + λ**2)) ** 2
