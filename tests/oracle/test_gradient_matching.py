@@ -339,6 +339,22 @@ def test_lbfgs_solves_each_problem_by_itself() -> None:
     assert_close(solved([0]), together[:1])
 
 
+@pytest.mark.parametrize("remembered", [1, 4])
+def test_lbfgs_steps_by_the_dense_inverse_that_its_pairs_make(remembered: int) -> None:
+    """H ← (I − ρ s yᵀ) H (I − ρ y sᵀ) + ρ s sᵀ, the oldest pair first, from sᵀy / yᵀy of the newest."""
+    draw = torch.Generator().manual_seed(0)
+    moves, turns = torch.randn(2, remembered, 3, 7, dtype=torch.float64, generator=draw)
+    turns = turns * (moves * turns).sum(2, keepdim=True).sign()  # of positive curvature
+    slope, eye = torch.randn(3, 7, dtype=torch.float64, generator=draw), torch.eye(7, dtype=torch.float64)
+    found = Lbfgs(0.1)._direction(slope, moves, turns)
+    for i in range(3):
+        H = eye * (moves[0, i] @ turns[0, i]) / turns[0, i].square().sum()
+        for move, turn in zip(moves[:, i].flip(0), turns[:, i].flip(0), strict=True):
+            back = eye - move.outer(turn) / (move @ turn)
+            H = back @ H @ back.mT + move.outer(move) / (move @ turn)
+        assert_close(found[i], -H @ slope[i])
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -66,6 +66,16 @@ def test_votes_that_contradict_are_counted() -> None:
     assert torch.equal(group, image) or torch.equal(group, 1 - image)
 
 
+def test_votes_of_a_group_overrule_the_patch_that_stood_for_it() -> None:
+    """The patch that says most is wrong of one slot, and the other image's is silent: all others then say right."""
+    image, slot = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1]), torch.arange(4).repeat_interleave(2)
+    share = torch.where(image[:, None] == image, 0.9, 0.1).double()
+    said = torch.tensor([1, 0, 1, 0.05, 1, 0.05, 1, 0.05], dtype=torch.float64)
+    share[0], share[:, 0] = said, said
+    share[1, 2:4] = share[2:4, 1] = 0.5
+    assert torch.equal(grouped(share, slot, 2), image)
+
+
 def test_slots_that_are_alike_are_shared_out_evenly() -> None:
     image = torch.tensor([0, 0, 1, 1, 1, 0])
     share = (image[:, None] == image).double()

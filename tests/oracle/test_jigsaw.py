@@ -128,6 +128,18 @@ def test_weak_places_settle_the_frame_that_borders_leave_open() -> None:
     assert_close(assemble(costs, grid, places=places), truth)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_places_that_mislead_do_not_keep_the_borders_from_the_least_cost(seed: int) -> None:
+    """Each piece has a slot of its own, a wrong one, where it costs less: not as much less as its borders gain."""
+    grid, n, draw = (4, 5), 20, seeded(seed)
+    truth = torch.randperm(n, generator=draw)
+    costs, held = 0.5 + 0.5 * torch.rand(2, n, n, generator=draw, dtype=torch.float64), truth.view(grid)
+    costs[0, held[:, :-1], held[:, 1:]] = costs[1, held[:-1], held[1:]] = 0
+    places = torch.zeros(n, n, dtype=torch.float64)
+    places[torch.arange(n), torch.randperm(n, generator=draw)] = -0.5
+    assert_close(assemble(costs, grid, places=places, rounds=5), truth)
+
+
 def test_the_same_seed_finds_the_same() -> None:
     costs = torch.rand(2, 20, 20, generator=seeded(0))
     assert_close(assemble(costs, (4, 5), seed=3), assemble(costs, (4, 5), seed=3))

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from privlab.attacks.mjp_full import MjpFull
 from privlab.attacks.mjp_subspace import MjpSubspace
 from privlab.attacks.patch_gradient import PatchGradient
-from privlab.attacks.slots import Reads, Slots, first_block, guesses, placed
+from privlab.attacks.slots import Reads, Slots, first_block, guesses, placed, sharpened_patches, slots_of_tokens
 from privlab.attacks.tokens import Mlp, Separated, Spans, normalised, outside, separate, start
 from privlab.defenses import Jigsaw, Mjp
 from privlab.draws import draw_for
@@ -143,6 +143,30 @@ def test_guesses_from_grey_patches_lead_to_the_tokens_of_their_slots(
     cosine = normalize(found.u, dim=1) @ normalize(tokens_of(model, feed)[0], dim=1).mT
     assert sorted(cosine.argmax(1).tolist()) == own.nonzero()[:, 0].tolist()
     assert cosine.amax(1).min() > 1 - 1e-8
+
+
+@pytest.mark.parametrize(("steps", "inner", "exact"), [(8, 60, True), (1, 60, False), (8, 1, False)])
+def test_gauss_and_newtons_steps_remove_what_the_linear_solve_had_of_rounding(
+    steps: int, inner: int, *, exact: bool, made: tuple[VictimModel, Feed, Observation]
+) -> None:
+    """From coordinates that are a tenth off and the true tokens; one step alone, or of one direction, is short."""
+    model, feed, seen = made
+    block = first_block(model)
+    slots, x = slots_of(model, feed)
+    u, wrong = tokens_of(model, feed)[0], torch.zeros_like(x)
+    linear = slots_of_tokens(model, block, slots, u, Reads.of(seen, 0, block, 17))
+    noise = torch.randn(linear.c.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    start = linear._replace(c=linear.c + 0.1 * linear.c.std() * noise)
+    at = linear.slot[linear.slot > 0] - 1
+
+    def error(steps: int, inner: int) -> float:
+        return float((sharpened_patches(model, block, slots, u, start, wrong, steps, inner).X - right).norm())
+
+    right = sharpened_patches(model, block, slots, u, linear, wrong, 0, 1).X
+    assert_close(right[~slots.alike], x[~slots.alike], atol=1e-5, rtol=0)
+    assert sorted(at.tolist()) == list(range(16))
+    assert error(0, 1) > 0.1
+    assert (error(steps, inner) < 1e-5) == exact
 
 
 @pytest.mark.parametrize("gamma", [0.27, 0.6])

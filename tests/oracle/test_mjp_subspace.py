@@ -9,14 +9,14 @@ from torch.testing import assert_close
 
 from privlab.attacks.mjp_subspace import MjpSubspace, Subspace, subspace
 from privlab.attacks.patch_gradient import PatchGradient
-from privlab.attacks.prior import PRIORS, Smoothness
+from privlab.attacks.prior import PRIORS, Smoothness, photograph_gradients
 from privlab.defenses import Mjp
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.gradients import observe
 from privlab.metrics import psnr_region
 from privlab.model import VictimModel
-from privlab.patches import patchify, slots_to_pixels
+from privlab.patches import patchify, slots_to_pixels, unpatchify
 from privlab.threat import Feed, Observation, PrivlabWarning
 
 
@@ -96,6 +96,46 @@ def test_photographs_come_out_better_than_by_the_plain_closed_form(
     scores = {name: float(psnr_region(each, feed.images, kept).mean()) for name, each in stolen.items()}
     assert scores["plain"] + 3 < scores["quadratic"] < scores["cauchy"] + 1
     assert all(scores[name] > scores["plain"] for name in PRIORS)
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_the_prior_of_the_unmasked_region_does_not_see_the_masked_one(
+    prior: str, images: Tensor, tiny_model: Callable[..., VictimModel]
+) -> None:
+    """Whatever stands in the masked slots, the others come out the same, to the last bit."""
+    model, attack = tiny_model(), MjpSubspace(prior=prior, rounds=2, steps=3)
+    found = found_in(model, seen_under(model, images, 0.4)[1])
+    noise = torch.randn(found.known.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    other = found._replace(known=torch.where(found.masked[..., None], noise, found.known))
+    here, there = (attack.completed(each, model)[~found.masked] for each in (found, other))
+    assert torch.equal(here, there)
+
+
+def test_masked_patches_are_the_smoothest_of_their_span_beside_all_others(
+    images: Tensor, tiny_model: Callable[..., VictimModel]
+) -> None:
+    """At the answer the energy of all differences has no slope along the span in the masked slots."""
+    model = tiny_model()
+    found = found_in(model, seen_under(model, images, 0.4)[1])
+    X = MjpSubspace().completed(found, model).requires_grad_()
+    image, precision = unpatchify(X, model.image_shape), torch.linalg.inv(photograph_gradients(model))
+    energy = sum(torch.einsum("bchw,cd,bdhw->", δ, precision, δ) for δ in (image.diff(dim=2), image.diff(dim=3)))
+    (slope,) = torch.autograd.grad(torch.as_tensor(energy), X)
+    assert (slope @ found.Y.mT)[found.masked].norm() < 1e-6 * (slope @ found.Y.mT)[~found.masked].norm()
+
+
+def test_the_defaults_are_the_best_on_photographs(
+    photographs: Callable[[int, int], Tensor], tiny_model: Callable[..., VictimModel]
+) -> None:
+    """By a decibel and more before every other prior, a single round, and rounds of a single step."""
+    model = tiny_model(img_size=40, patch_size=8, embed_dim=48, depth=1)
+    feed, seen = seen_under(model, photographs(4, 40).double(), 0.27)
+    kept = ~slots_to_pixels(feed.moved, model.grid, model.patch)
+    default = MjpSubspace()
+    others = [MjpSubspace(prior=name) for name in PRIORS if name != default.prior]
+    others += [MjpSubspace(rounds=1), MjpSubspace(steps=1)]
+    best, *rest = (float(psnr_region(each(seen), feed.images, kept).mean()) for each in (default, *others))
+    assert best > max(rest) + 1
 
 
 def test_fill_is_the_least_energy_over_the_coefficients() -> None:

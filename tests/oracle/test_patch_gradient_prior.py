@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from privlab.attacks import PatchGradient, PatchGradientPrior
 from privlab.attacks.patch_gradient_prior import Free, _preconditioner, whole
-from privlab.attacks.prior import Smoothness
+from privlab.attacks.prior import Smoothness, photograph_gradients
 from privlab.attacks.solve import RTOL, slot_gradients
 from privlab.defenses import Mjp
 from privlab.draws import draw_for
@@ -85,6 +85,27 @@ def test_the_preconditioner_is_exact_for_a_patch_among_zeros() -> None:
     r = torch.randn(1, 1, 48, dtype=torch.float64, generator=Generator().manual_seed(0))
     C = _preconditioner(4, Γ, gain, torch.float64)(r)
     assert_close(V.mT @ H(V @ C) + gain * C, r)
+
+
+def test_the_smoothest_image_has_no_slope_along_what_is_free(tiny_model: Model) -> None:
+    """Of the energy and of what is heard faintly, together; columns of pixels that are settled are left alone."""
+    model, draw = tiny_model(img_size=12), Generator().manual_seed(0)
+    X, V, heard = (torch.randn(1, *s, dtype=torch.float64, generator=draw) for s in ((9, 48), (9, 2), (2, 48)))
+    V, gain = torch.linalg.qr(V).Q, torch.tensor([[[0.5], [300.0]]], dtype=torch.float64)
+    free = Free(V, gain, 20 * heard, torch.zeros(1, 9).double())
+    left = torch.rand(1, 48, generator=draw) < 0.7
+    found = PatchGradientPrior(rounds=80, steps=40)._smoothest(X, free, left, model)
+    prior = Smoothness(model.image_shape, photograph_gradients(model))
+
+    def slope(X: Tensor) -> Tensor:
+        X = X.detach().requires_grad_()
+        at = V.mT @ X
+        energy = prior.sparse_energy(X, 0.1).sum() + (gain * at.square()).sum() / 2 - (free.heard * at).sum()
+        return (V.mT @ torch.autograd.grad(energy, X)[0])[0][:, left[0]]
+
+    assert slope(found).norm() < 1e-3 * slope(X).norm()
+    assert torch.equal(found[..., ~left[0]], X[..., ~left[0]])
+    assert not torch.equal(found, X)
 
 
 @pytest.mark.parametrize("unknowns", [1, 3, 5])

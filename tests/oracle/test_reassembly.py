@@ -26,7 +26,7 @@ from privlab.model import VictimModel
 from privlab.patches import patchify
 from privlab.placement import adjacent_share, neighbour_accuracy, placed_share, placement_accuracy
 from privlab.plan import Specification, plan
-from privlab.reassembly import BY_CHANCE, REASSEMBLIES, Borders, Reassembly, standing
+from privlab.reassembly import REASSEMBLIES, Borders, Reassembly, standing
 from privlab.records import GEOMETRIES, Rows, check_geometry
 from privlab.stack import Stack
 from privlab.threat import Defense, Feed, GradientDefense, Sent, Stolen
@@ -88,13 +88,22 @@ def test_a_shuffle_of_everything_leaves_nothing_standing(photographs: Photograph
 
 def test_groups_of_chance_are_not_taken_for_standing() -> None:
     """In a row of patches whose costs make the first ones each other's best neighbours."""
-    for size in (BY_CHANCE, BY_CHANCE + 1):
+    for size in (3, 4):
         costs = 1 + torch.rand(2, 8, 8, generator=seeded(0)[0])
         costs[0] += 5 * torch.eye(8).roll(1, 1)  # no true neighbours but the planted ones
         for i in range(size - 1):
             costs[0, i, i + 1] = 0
         marked = standing(costs, (1, 8))
-        assert marked.tolist() == [size > BY_CHANCE and i < size for i in range(8)]
+        assert marked.tolist() == [size == 4 and i < 4 for i in range(8)]
+
+
+def test_neighbours_that_prefer_each_other_one_way_alone_do_not_stand() -> None:
+    """Each piece's best right neighbour is its own; every one's best left neighbour is the piece at the end."""
+    costs = 1 + torch.rand(2, 8, 8, generator=seeded(0)[0])
+    costs[0, torch.arange(7), torch.arange(1, 8)] = 0.5
+    assert standing(costs, (1, 8)).all()
+    costs[0, 7, :7] = 0.1
+    assert not standing(costs, (1, 8)).any()
 
 
 @pytest.mark.parametrize("known", [0, 5, 16])

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Generator
 from torch.testing import assert_close
 
-from privlab.attacks.solve import RTOL, ridge_inverse
+from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
+from privlab.threat import PrivlabWarning
 
 SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 12))
 
@@ -36,6 +37,27 @@ def test_ill_conditioned_systems_come_back(condition: float) -> None:
     X = torch.randn(40, 5, generator=rng, dtype=torch.float64)
     error = (ridge_inverse(M) @ (M @ X) - X).norm() / X.norm()
     assert error < max(1e3 * condition * 2.2e-16, (RTOL * M.norm() * condition) ** 4)
+
+
+def test_the_ridge_is_the_epsilon_of_float32_and_damps_each_direction_as_stated() -> None:
+    """1 − (λ² / (σ² + λ²))² with λ = 2⁻²³ ‖M‖: what is 30 times above the rounding is left alone to a millionth."""
+    σ = torch.tensor([1.0, 4e-6, 1e-6, 2.0**-23, 1e-8], dtype=torch.float64)
+    λ = 2.0**-23 * σ.norm()
+    expected = 1 - (λ**2 / (σ**2 + λ**2)) ** 2
+    assert_close(ridge_inverse(σ.diag()).diagonal() * σ, expected, rtol=1e-9, atol=0)
+    assert expected[1] > 1 - 1e-6
+    assert_close(ridge_inverse(1e3 * σ.diag()).diagonal() * 1e3 * σ, expected, rtol=1e-9, atol=0)
+
+
+def test_limits_are_told_beyond_the_last_token_that_is_determined() -> None:
+    A = torch.ones(1, 5, 6)
+    warn_of_limits("some", A, most=5)
+    with pytest.warns(PrivlabWarning, match="some: 5 tokens, but gradients of width 6 determine at most 4"):
+        warn_of_limits("some", A, most=4)
+    A[:, 2] = 0
+    warn_of_limits("some", A, most=5, knows_mask=True)
+    with pytest.warns(PrivlabWarning, match="received no gradient"):
+        warn_of_limits("some", A, most=5)
 
 
 def test_zero_columns_give_zero_rows() -> None:
