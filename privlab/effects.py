@@ -7,7 +7,6 @@ patches went and how far two releases of one image are apart.
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cache, reduce
-from typing import get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +35,7 @@ AGREES = 0.05
 ALIKE = 1e-3
 """Relative error of a release, beyond its noise, that is more than rounding."""
 
-ORDER: tuple[Rows, ...] = get_args(Rows)
+ORDER: dict[Rows, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
 
 _KEPT: WeakKeyDictionary[VictimModel, dict[AnyDefense, Effects]] = WeakKeyDictionary()
 """What was measured of each defense, for each living victim."""
@@ -95,7 +94,7 @@ def _both(first: Effects, then: Effects) -> Effects:
         "kept" if not moving else moving[0].patches if len(moving) == 1 and masking in ([], moving) else "shuffled"
     )
     return Effects(
-        rows=max(first.rows, then.rows, key=ORDER.index),
+        rows=max(first.rows, then.rows, key=ORDER.__getitem__),
         columns=first.columns or then.columns,
         noise_std=(first.noise_std**2 + then.noise_std**2) ** 0.5,
         patches=patches,
@@ -174,7 +173,7 @@ def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
     tokens = model.embed(_images(model))
     b = len(tokens)
     sent = [part.send(Sent.plain(tokens.clone(), model.vit.num_prefix_tokens), draws) for draws in _draws(b)]
-    rows = max((_rows(each) for each in sent), key=ORDER.index)
+    rows = max((_rows(each) for each in sent), key=lambda rows: ORDER[rows])
     plain = torch.stack([_restored(each) for each in sent])
     variance = float(plain.diff(dim=0).double().square().mean() / 2)
     off = float((plain - tokens).double().square().mean()) - variance
