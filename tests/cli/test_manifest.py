@@ -73,11 +73,6 @@ def test_what_chose_stands_in_the_run(attack: Callable[..., Any], classes: Path,
         (("--offset", "-1"), "Invalid value for '--offset': -1 is not in the range x>=0."),
         (("--offset", "6"), "offset must be less than the number of images, 6. Found 6."),
         (("--every", "2", "--offset", "99"), "offset must be less than the number of images, 6. Found 99."),
-        (("--features", "x", "--every", "2"), "--every has no meaning with --features: there is no private image."),
-        (
-            ("--gradients", "x", "--manifest", "m"),
-            "--manifest has no meaning with --gradients: the file is one",
-        ),
     ],
 )
 def test_positions_that_there_are_not(
