@@ -86,10 +86,10 @@ def shuffled_pixels(
     """
     drawn = torch.stack([torch.randperm(patch**2, generator=draw) for draw in draws]).to(images.device)
     orders = drawn.repeat_interleave(_shared(images, draws), 0)
-    pixels = patchify(images, patch).unflatten(2, (-1, patch**2))
+    pixels, (_, c, h, w) = patchify(images, patch).unflatten(2, (-1, patch**2)), images.shape
     moved = pixels.gather(3, orders[:, None, None].expand_as(pixels))
     chosen = torch.where(mask[..., None, None], moved, pixels)
-    return unpatchify(chosen.flatten(2), images.shape[1:])
+    return unpatchify(chosen.flatten(2), (c, h, w))
 
 
 def _shared(images: Float[Tensor, "b c h w"], draws: Sequence[Generator]) -> int:

@@ -186,7 +186,7 @@ class Rows:
         if (setting, attack, block, params) not in known:
             row = self._common | {
                 "defense": self.defenses[setting].name,
-                "defense_params": json.dumps(self.defenses[setting].params()),
+                "defense_params": json.dumps(self._params(setting)),
                 "setting": setting,
                 "attack": attack,
                 "block": block,
@@ -194,6 +194,19 @@ class Rows:
             }
             known[setting, attack, block, params] = row | {"cell": cell_key(row)}
         return known[setting, attack, block, params]
+
+    def _params(self, setting: str) -> dict[str, Any]:
+        """Return the options of the defenses; of gradients of one image without the jigsaw's `per`, which says nothing.
+
+        So these cells keep the keys that they had before there was a choice.
+        """
+        stack = self.defenses[setting]
+        params = stack.params()
+        for part in stack.parts if self.spec.together is None else ():
+            if isinstance(part, Jigsaw):
+                own: Any = params if len(stack.parts) == 1 else params[part.name]
+                own.pop("per", None)
+        return params
 
     @cached_property
     def _known(self) -> dict[tuple[str, str, str | None, str | None], Record]:
