@@ -41,8 +41,9 @@ def draw_bound(out: Path, kind: str = "svg") -> Path:
             share = np.array([row["share"] for row in own])
             sides = np.array([[row["share"] - row["low"], row["high"] - row["share"]] for row in own]).T
             at = [row["multiplier"] for row in own]
-            look = {"color": PALETTE[i], "marker": MARKERS[i], "linestyle": "none", "label": name}
-            handles.append(ax.errorbar(at, share, yerr=np.abs(sides), elinewidth=0.6, **look))
+            color = PALETTE[i]
+            ax.errorbar(at, share, yerr=np.abs(sides), fmt="none", ecolor=color, elinewidth=0.6)
+            handles += ax.plot(at, share, color=color, marker=MARKERS[i], linestyle="none", label=name)
         ax.set_xscale("log")
         ax.set_ylim(-0.03, 1.03)
         ax.grid(axis="y")
