@@ -94,7 +94,7 @@ def _both(first: Effects, then: Effects) -> Effects:
         "kept" if not moving else moving[0].patches if len(moving) == 1 and masking in ([], moving) else "shuffled"
     )
     return Effects(
-        rows=max(first.rows, then.rows, key=ORDER.__getitem__),
+        rows=_furthest(first.rows, then.rows),
         columns=first.columns or then.columns,
         noise_std=(first.noise_std**2 + then.noise_std**2) ** 0.5,
         patches=patches,
@@ -173,7 +173,7 @@ def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
     tokens = model.embed(_images(model))
     b = len(tokens)
     sent = [part.send(Sent.plain(tokens.clone(), model.vit.num_prefix_tokens), draws) for draws in _draws(b)]
-    rows = max((_rows(each) for each in sent), key=lambda rows: ORDER[rows])
+    places: list[Rows] = [_rows(each) for each in sent]
     plain = torch.stack([_restored(each) for each in sent])
     variance = float(plain.diff(dim=0).double().square().mean() / 2)
     off = float((plain - tokens).double().square().mean()) - variance
@@ -182,11 +182,16 @@ def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
     if isinstance(said, int | float) and abs(std - said) <= AGREES * said:
         std = said
     return Effects(
-        rows=rows,
+        rows=_furthest(*places),
         columns=any(_permuted(each) for each in sent),
         noise_std=std,
         other=off > ALIKE**2 * size + AGREES * variance,
     )
+
+
+def _furthest(*rows: Rows) -> Rows:
+    """Return where rows have gone furthest."""
+    return max(rows, key=lambda each: ORDER[each])
 
 
 def _rows(sent: Sent) -> Rows:

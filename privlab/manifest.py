@@ -126,7 +126,8 @@ def _entry(row: Mapping[str | None, str | None], where: str, line: int) -> Entry
         raise PrivlabError(f"{where}: member must be seen, not seen or unknown. Found '{_short(member)}'.")
     label = label_of(cells["label"], "label", where) if cells.get("label") else None
     said = cells.get("label_origin") or ("file" if label is not None else "")
-    origin = next((name for name in _ORIGINS if name == said), None)
+    origins: dict[str, LabelOrigin] = {name: name for name in _ORIGINS}
+    origin = origins.get(said)
     if said and origin is None:
         raise PrivlabError(f"{where}: label_origin must be {', '.join(_ORIGINS)}. Found '{_short(said)}'.")
     if origin is not None and (origin == "none") != (label is None):

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 import privlab
 from privlab.decode import Picture, as_text, one_line
+from privlab.defenses import Jigsaw
 from privlab.effects import effects_of, kinds_of
 from privlab.errors import PrivlabError, unknown_name
 from privlab.plan import Cell, Specification, defense_of, part_of, reassembly_of

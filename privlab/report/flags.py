@@ -94,7 +94,7 @@ class _Facts:
         return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[self.metric].direction, 0)
 
     @cached_property
-    def own(self) -> "pd.Series[bool]":
+    def own(self) -> pd.Series:
         """Return which rows are of attacks, and not of controls."""
         return ~self.records.attack.str.startswith(CONTROL).astype(bool)
 

@@ -10,6 +10,7 @@ import pandas as pd
 from rich import box
 from rich.table import Table
 
+from privlab.defenses import Jigsaw
 from privlab.effects import effects_of
 from privlab.geometries import UNDEFINED
 from privlab.metrics import METRICS
@@ -164,7 +165,7 @@ def verdicts(outcome: Outcome) -> list[str]:
         at_work = [defense_of(spec, base, setting) for setting in spec.settings]
         parts = (part for stack in at_work for part in stack.parts)
         shuffles = [part for part in parts if effects_of(base.model, [part]).patches != "kept"]
-        told = (f"γ = {part.gamma:g}" if hasattr(part, "gamma") else f"shuffled by {part.name}" for part in shuffles)
+        told = (f"γ = {part.gamma:g}" if isinstance(part, Jigsaw) else f"shuffled by {part.name}" for part in shuffles)
         gamma = ", ".join(dict.fromkeys(told)) or "no jigsaw"
         defense = ", ".join(f"{d!r} in setting {s}" for s, d in zip(spec.settings, at_work, strict=True))
         unknown = f", E_unk {base.weights.unknown}" if base.weights.unknown else ""
