@@ -208,7 +208,7 @@ def _controls(records: pd.DataFrame, control: NDArray[np.bool_], geometry: str) 
 def _exact(rows: pd.DataFrame) -> Floats:
     """Return 1 where a PSNR leaves no pixel a grey level off, 0 where it may, NaN where there is none."""
     psnr = rows.psnr.to_numpy("float64", na_value=np.nan) if "psnr" in rows else np.full(len(rows), np.nan)
-    stated = rows.victim_params.fillna("{}") if "victim_params" in rows else pd.Series("{}", rows.index)
+    stated = rows.victim_params.astype(object).fillna("{}") if "victim_params" in rows else pd.Series("{}", rows.index)
     codes, victims = pd.factorize(stated)
     levels = [exact_db(math.prod(json.loads(victim).get("input", _LARGEST))) for victim in victims]
     return np.where(np.isnan(psnr), np.nan, psnr > np.array([*levels, math.inf])[codes])

@@ -151,10 +151,10 @@ class _Facts:
         """Return the scores of each attack, control and image; of an attack in the geometry in which it leaks most."""
         best = leakiest_geometries(rows, self.metrics, self.geometry).drop_duplicates("attack")
         where = dict(zip(best.attack, best.geometry, strict=True))
-        found = [per_image(rows, self.metrics, name) for name in dict.fromkeys([self.geometry, *where.values()])]
+        found = {name: per_image(rows, self.metrics, name) for name in (self.geometry, *where.values())}
         own = [
-            each.loc[each.attack.map(where).fillna(self.geometry) == name]
-            for name, each in zip(dict.fromkeys([self.geometry, *where.values()]), found, strict=True)
+            each.loc[[where.get(attack, self.geometry) == name for attack in each.attack]]
+            for name, each in found.items()
         ]
         images = pd.concat(own, ignore_index=True)
         return images.loc[~images.attack.isin([WORST, SINGLE]) & (images.image != "")]
