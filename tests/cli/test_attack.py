@@ -41,7 +41,7 @@ def test_attacks_run_cheapest_first_and_the_block_of_the_dearest_last() -> None:
 def test_data_go_to_stdout_and_messages_to_stderr(attack: Callable[..., Any], tmp_path: Path) -> None:
     done = attack()
     assert done.status == 0
-    for word in ("april", "patch-gradient", *CONTROLS, "MSE ↓", "FFT2D ↓", "PSNR ↑", "SSIM ↑", "LPIPS ↓"):
+    for word in ("april", "patch-gradient", *CONTROLS, "MSE ↓", "FFT2D (MJP) ↓", "PSNR ↑", "SSIM ↑", "LPIPS ↓"):
         assert word in done.out
     assert "stock" in done.out
     assert "vit_ti: weights random (SHA-256" in done.out
@@ -60,7 +60,7 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     told = json.loads(done.out)
     assert list(told) == [
         *("run", "verdict", "verdicts", "flags", "members", "geometry", "worst_case", "leaks", "rows"),
-        *("warnings", "missing_metrics", "failed"),
+        *("warnings", "admit", "missing_metrics", "failed"),
     ]
     assert told["flags"] == [
         {"head": "Random weights", "items": ["vit_ti"]},

@@ -18,7 +18,7 @@ from privlab.victims import Victim
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
 
 OF_FEATURES = [name for name, kind in ATTACKS.items() if Capability.RELEASED_FEATURES in kind.requires]
-DEARER = {"gradient-matching", *(name for name in OF_FEATURES if name.startswith("inversion-"))}
+DEARER = {"gradient-matching", "gradient-likelihood", *(name for name in OF_FEATURES if name.startswith("inversion-"))}
 BREACHING = {name for name in ATTACKS if name.startswith("breaching:")}  # each of them: hours; see the test below
 MADE = ("in_place", "reassembled")
 """The geometries that an adversary can make."""
@@ -88,6 +88,7 @@ def test_of_features(run: Any, crops: Tensor, case: str) -> None:
 @pytest.mark.parametrize("name", sorted(DEARER))
 def test_of_attacks_that_are_asked_for(run: Any, crops: Tensor, name: str) -> None:
     given = {"release": "features"} if name in OF_FEATURES else {"gamma": 0.5}
+    given |= {"defense": "mjp+gradient-noise"} if name == "gradient-likelihood" else {}
     assert same(run, crops, attacks=(name,), **given) == {name}
 
 

@@ -172,7 +172,8 @@ def test_every_attack_fulfils_the_protocol() -> None:
 
 
 def test_an_observation_has_no_field_for_the_image() -> None:
-    assert set(Observation.__dataclass_fields__) == {"model", "gradients", "grants", "defense", "images_per_release"}
+    public = {"model", "gradients", "grants", "defense", "images_per_release", "photographs"}
+    assert set(Observation.__dataclass_fields__) == public
 
 
 @random_weights

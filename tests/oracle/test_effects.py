@@ -103,10 +103,10 @@ def test_what_is_declared_is_what_is_measured(defense: Any, tiny_model: Make) ->
         ((RowPermutation(), RowPermutation("image")), Effects(rows="own")),
         ((BatchShuffle(), RowPermutation()), Effects(rows="mixed")),
         ((GaussianNoise(3.0), ColumnPermutation(), GaussianNoise(4.0)), Effects(columns=True, noise_std=5.0)),
-        ((Mjp(), GradientPruning()), Effects(patches="masked", pe="unknown", gradients="pruned")),
-        ((Mjp(masked_pe="none"), Mjp()), Effects(patches="shuffled", pe="unknown")),
-        ((Jigsaw(), Mjp(masked_pe="none")), Effects(patches="shuffled", pe="zero")),
-        ((Mjp(), Jigsaw()), Effects(patches="shuffled", pe="unknown")),
+        ((Mjp(), GradientPruning()), Effects(patches="masked", pe="unknown", one_order=True, gradients="pruned")),
+        ((Mjp(masked_pe="none"), Mjp()), Effects(patches="shuffled", pe="unknown", one_order=True)),
+        ((Jigsaw(), Mjp(masked_pe="none")), Effects(patches="shuffled", pe="zero", one_order=True)),
+        ((Mjp(per="image"), Jigsaw()), Effects(patches="shuffled", pe="unknown")),
     ],
 )
 def test_defenses_act_together(parts: tuple[Any, ...], together: Effects, tiny_model: Make) -> None:

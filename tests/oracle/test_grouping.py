@@ -14,7 +14,7 @@ from privlab.attacks.placement import known_tokens
 from privlab.attacks.slots import first_block
 from privlab.attacks.token_separation import TokenSeparation
 from privlab.errors import PrivlabError
-from privlab.gradients import granted, observe
+from privlab.gradients import granted, observe, released_parameters
 from privlab.metrics import psnr
 from privlab.model import VictimModel
 from privlab.placement import assigned, in_best_order
@@ -34,7 +34,8 @@ def draw(*shape: int) -> Tensor:
 
 
 def together(model: VictimModel, images: Tensor, names: tuple[str, ...] = NAMES) -> Observation:
-    return observe(model, images, torch.arange(len(images)), names, images_per_release=len(images))
+    there = [name for name in names if name in released_parameters(model)]
+    return observe(model, images, torch.arange(len(images)), there, images_per_release=len(images))
 
 
 @pytest.mark.parametrize("class_token", [True, False])

@@ -94,8 +94,9 @@ def test_the_smoothest_image_has_no_slope_along_what_is_free(tiny_model: Model) 
     V, gain = torch.linalg.qr(V).Q, torch.tensor([[[0.5], [300.0]]], dtype=torch.float64)
     free = Free(V, gain, 20 * heard, torch.zeros(1, 9).double())
     left = torch.rand(1, 48, generator=draw) < 0.7
-    found = PatchGradientPrior(rounds=80, steps=40)._smoothest(X, free, left, model)
-    prior = Smoothness(model.image_shape, photograph_gradients(model))
+    Γ = photograph_gradients(model)
+    found = PatchGradientPrior(rounds=80, steps=40)._smoothest(X, free, left, model, Γ)
+    prior = Smoothness(model.image_shape, Γ)
 
     def slope(X: Tensor) -> Tensor:
         X = X.detach().requires_grad_()

@@ -448,7 +448,7 @@ def test_many_records_take_seconds() -> None:
     start = time.perf_counter()
     rows = leakage(replace(results([], *(CaseFacts(str(i)) for i in range(cases))), records=frame))
     assert time.perf_counter() - start < 10  # about 0.4 s for these 100,000; time grows with the records
-    assert len(rows) == cases * (2 + attacks)
+    assert len(rows) == cases * (3 + attacks)
 
 
 def conditions(paper: Mapping[str, str], layout: Layout = LAYOUT, **columns: Any) -> list[str]:

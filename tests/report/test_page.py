@@ -271,8 +271,9 @@ def test_empty_records(page: Callable[[Results], _Read], page_results: Maker) ->
 
 def test_results_without_a_flag(page: Callable[[Results], _Read], page_results: Maker) -> None:
     facts = {"command": ["privlab", "table", "a b.toml"]}
-    results = page_results(change=lambda r: r[r.case == 0].assign(weights="given"), facts=facts, conditions={})
-    read = page(replace(results, cases=results.cases[:1]))
+    given = page_results(20, change=lambda r: r[r.case == 0].assign(weights="given"), facts=facts, conditions={})
+    results = replace(given, cases=given.cases[:1])
+    read = page(results)
     assert "No red flag" in read.text
     assert "on the only case, beyond the intervals." in read.text
     assert "privlab table 'a b.toml'" in read.text
