@@ -23,8 +23,9 @@ from privlab.tasks import Result
 
 KILLS = 50
 IMAGES = 40
-ROWS = IMAGES * 5
-"""Of each image: two geometries of the attack, and three controls."""
+EACH = 7
+"""Rows of an image: two geometries of the attack and of two controls, and the third control as it is."""
+ROWS = IMAGES * EACH
 TABLE = ("--device", "cpu", "--chunk", 1)
 
 
@@ -105,8 +106,8 @@ def test_interrupt(
     assert "Traceback" not in said
     assert facts(path)["status"] == "interrupted"
     kept = rows(path)
-    assert 2 * 5 <= kept < ROWS
-    assert done(read_experiment(file), path) == (ROWS - kept) // 5
+    assert 2 * EACH <= kept < ROWS
+    assert done(read_experiment(file), path) == (ROWS - kept) // EACH
     assert rows(path) == ROWS
     same(path, reference)
     assert facts(path)["status"] == "finished"
@@ -131,13 +132,13 @@ def test_clock_that_jumps(whole: Any, tmp_path: Path, cli: Any, rows: Any) -> No
     times = []
     for limit in (2, 4, 6):
         assert cli("table", whole[0], "--out", tmp_path, *TABLE, "--limit", limit).status == 0
-        assert rows(tmp_path) == 5 * limit
+        assert rows(tmp_path) == EACH * limit
         times.append(facts(tmp_path)["written"])
     assert times == sorted(times, reverse=True)
     assert cli("table", whole[0], "--out", tmp_path, *TABLE, "--limit", 6).status == 0
     assert facts(tmp_path)["written"] == times[-1]  # nothing was missing
     found = check(tmp_path)
-    assert (found.rows, found.records, found.failed, found.conflicts) == (30, 30, 0, ())
+    assert (found.rows, found.records, found.failed, found.conflicts) == (6 * EACH, 6 * EACH, 0, ())
 
 
 # Images
@@ -296,7 +297,7 @@ def test_task_that_fails_leaves_what_others_did(
         with pytest.raises(PrivlabError, match=r"^That is enough\.$"):
             done(read_experiment(file), tmp_path)
     assert facts(tmp_path)["status"] == "failed"
-    assert rows(tmp_path) == 7 * 5
+    assert rows(tmp_path) == 7 * EACH
     done(read_experiment(file), tmp_path, chunk=8)
     assert rows(tmp_path) == ROWS
     same(tmp_path, reference)

@@ -33,7 +33,7 @@ name = "claim"
 kind = "sheet"
 name = "sheet"
 """
-ROWS = 3 * (5 + 6)
+ROWS = 3 * (5 + 8)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_show(cli: Any, made: Any) -> None:
     assert len(rows) == ROWS
     columns = {"case", "victim", "defense", "setting", "attack", "geometry", "image", "psnr", "ssim", "status"}
     assert set(rows[0]) == columns
-    assert [row["case"] for row in rows] == ["plain"] * 15 + ["shuffled"] * 18
+    assert [row["case"] for row in rows] == ["plain"] * 15 + ["shuffled"] * 24
     assert {row["ssim"] for row in rows} == {None}
 
 
