@@ -15,6 +15,9 @@ __all__ = ["certain_counts", "labels_of", "likely_labels"]
 _ROUNDING = 1e-3
 """How far −h_c may lie above a whole number, for each image."""
 
+_BFLOAT16 = 2.0**-8
+"""How far it may lie above it relative to itself: what rounding to bfloat16 adds at most."""
+
 
 def certain_counts(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> Int[Tensor, " y"]:
     """Return how many images of each class there are at least: n_c = Σᵢ pᵢc − h_c ≥ ⌈−h_c⌉.
@@ -26,7 +29,8 @@ def certain_counts(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> 
         raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
     if not head_bias_gradient.isfinite().all():
         raise PrivlabError("The gradient of the head's bias must be finite. Found NaN or infinity.")
-    return (-head_bias_gradient.double() - _ROUNDING * batch_size).ceil().clamp(min=0).long()
+    least = -head_bias_gradient.double() * (1 - _BFLOAT16) - _ROUNDING * batch_size
+    return least.ceil().clamp(min=0).long()
 
 
 def labels_of(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[int] | None:

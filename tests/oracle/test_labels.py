@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -40,6 +40,7 @@ def counts(labels: tuple[int, ...] | list[int], classes: int) -> Tensor:
 
 @settings(max_examples=25)
 @given(seeds, st.integers(1, 6), st.floats(0, 20), st.integers(2, 40), st.sampled_from([torch.float32, torch.bfloat16]))
+@example(175, 3, 5.0, 15, torch.bfloat16)  # 2 / 3 is rounded up
 def test_what_is_certain_is_right(seed: int, B: int, scale: float, classes: int, dtype: torch.dtype) -> None:
     """Whatever the precision, and where there are too few classes for anything but bounds."""
     head = head_of(seed, classes, 24, scale)
