@@ -26,7 +26,8 @@ SHORT = {
     "patch-gradient-prior": {"rounds": 1, "steps": 1, "passes": 1},
     "mjp-subspace": {"rounds": 1, "steps": 1},
     **{name: {"starts": 2, "rounds": 2, "steps": 3} for name in ("mjp-full", "token-separation")},
-    **{name: {"steps": 2} for name in ("gradient-matching", "gradient-likelihood")},
+    "gradient-matching": {"steps": 2},
+    "gradient-likelihood": {"steps": 2, "start": "patch-gradient"},
     "feature-optimisation": {"steps": 3},
     **{f"inversion-{kind}": {"steps": 2} for kind in ("conv", "mae", "set", "token")},
 }
