@@ -99,10 +99,15 @@ class _Facts:
         return ~self.records.attack.str.startswith(CONTROL).astype(bool)
 
     @cached_property
-    def scored(self) -> pd.DataFrame:
-        """Return the images of each case and attack that were scored, worst cases and controls aside."""
+    def images(self) -> pd.DataFrame:
+        """Return the images of each case, attack and control that were scored, without what is chosen among attacks."""
         found = per_image(self.records, [self.metric], self.geometry)
-        return found.loc[found.scored & (found.attack != WORST) & ~found.control.astype(bool)]
+        return found.loc[found.scored & ~found.attack.isin([WORST, SINGLE])]
+
+    @cached_property
+    def scored(self) -> pd.DataFrame:
+        """Return those of the attacks."""
+        return self.images.loc[~self.images.control.astype(bool)]
 
     @cached_property
     def means(self) -> Mapping[int, Mapping[str, float]]:
@@ -110,9 +115,7 @@ class _Facts:
 
         An attack counts in the geometry in which it leaks most, of those that an adversary can make.
         """
-        found = per_image(self.records, [self.metric], self.geometry)
-        found = found[found.scored & ~found.attack.isin([WORST, SINGLE])]
-        means = found.groupby(["case", "attack"], sort=False)[self.metric].mean()
+        means = self.images.groupby(["case", "attack"], sort=False).agg(mean=(self.metric, "mean"))["mean"]
         table: dict[int, dict[str, float]] = {}
         best = leakiest_geometries(self.records, [self.metric], self.geometry)
         for case, attack, mean in zip(best.case.tolist(), best.attack, best["value"].tolist(), strict=True):
