@@ -99,9 +99,11 @@ def test_a_wide_image_needs_what_attention_heard(images: Tensor, make: Callable[
 def test_embedded_patches_come_from_tokens_alone(
     embedded: str, images: Tensor, make: Callable[..., VictimModel]
 ) -> None:
-    model, attack = make(PATCH, embed_dim=48, pos_embed=embedded), TokenSeparation(**SEARCH)
+    model, attack = make(PATCH, embed_dim=48, pos_embed=embedded), TokenSeparation(**SEARCH | {"starts": 32})
     seen, block = seen_of(model, images), first_block(model)
-    z = embeddings_of_tokens(model, block, attack.tokens(block, seen, 0, 17).u, Reads.of(seen, 0, block, 17), 6, 60)
+    tokens = attack.tokens(block, seen, 0, 17)
+    assert len(tokens.u) == 17  # 8 starts miss one on some machines: rounding leads a random search elsewhere
+    z = embeddings_of_tokens(model, block, tokens.u, Reads.of(seen, 0, block, 17), 6, 60)
     wanted = model.embed(images)[0, 1:]
     z, wanted = (rows - rows.mean(1, keepdim=True) for rows in (z, wanted))
     nearest = torch.cdist(wanted, z).argmin(1)
