@@ -11,7 +11,7 @@ from typing import Any
 
 from privlab.attacks import attacks as installed_attacks
 from privlab.errors import PrivlabError, unknown_name
-from privlab.metrics import METRICS
+from privlab.metrics import METRICS, STRUCTURE
 from privlab.placement import PLACEMENT
 from privlab.plan import Specification
 
@@ -347,7 +347,8 @@ def _runs(file: _File, values: dict[str, Any], number: int, layout: Layout) -> I
     for name, right in (("model", "the name of one victim"), ("setting", "a, b or c")):
         if not isinstance(value := values.get(name, None if name == "model" else ""), str):
             raise file.refuse(f"{name} must be {right}. Found {value!r}.", *_where(file, number, name))
-    values.setdefault("metrics", list(layout.columns))
+    leaky = any(METRICS[name].arrow for name in layout.columns if name in METRICS)
+    values.setdefault("metrics", [*layout.columns, *(n for n in STRUCTURE if leaky and n not in layout.columns)])
     plain = {f.name: f.type for f in fields(Specification)}
     given: dict[str, Any] = {}
     for name, value in values.items():

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from privlab.errors import PrivlabError
-from privlab.metrics import METRICS
+from privlab.metrics import DECIBELS, METRICS
 from privlab.records import EXACT_DB
 from privlab.store import KEY, RunDirectory, Store, part_frame
 
@@ -137,7 +137,8 @@ def _conflicts(rows: pd.DataFrame) -> Iterator[Conflict]:
     metrics = [name for name in METRICS if name in rows]
     if again.empty:
         return
-    groups = again.assign(psnr=again.psnr.clip(upper=EXACT_DB)).groupby(KEY, sort=False, dropna=False)[metrics]
+    close = {name: again[name].clip(upper=EXACT_DB) for name in DECIBELS if name in again}
+    groups = again.assign(**close).groupby(KEY, sort=False, dropna=False)[metrics]
     least, most = groups.min(), groups.max()
     with np.errstate(invalid="ignore"):
         apart = (most - least) > _CLOSE * most.abs().clip(lower=1e-3)

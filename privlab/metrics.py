@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -19,28 +18,29 @@ from torch import Tensor, nn
 
 from privlab.errors import PrivlabError, unknown_name
 from privlab.lpips_backbones import BACKBONES, LpipsUnavailable, find_backbone, load_features, read_features
+from privlab.pair import FORMULAS, Pair, by, check_shapes
 
 __all__ = [
+    "DECIBELS",
     "METRICS",
+    "STRUCTURE",
     "Learned",
     "Lpips",
     "LpipsUnavailable",
     "Metric",
+    "correlation",
     "fft2d",
     "fft2d_mjp",
+    "gms_affine",
     "load_lpips",
     "mse",
     "psnr",
+    "psnr_affine",
     "psnr_region",
     "score",
     "ssim",
     "ssim_skimage",
 ]
-
-_RADIUS, _SIGMA = 5, 1.5  # of the Gaussian window of SSIM, 11 × 11
-_STRIP = 24  # rows of a strip of the banded matrix: short ones multiply fewer zeros, long ones run at full speed
-_C1, _C2 = 0.01**2, 0.03**2
-_CHW = (1, 2, 3)
 
 
 def mse(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
@@ -51,7 +51,7 @@ def mse(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tenso
     Raises:
         PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
     """
-    return _mse(_pair(x, y))
+    return FORMULAS["mse"](Pair.of(x, y))
 
 
 def psnr(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
@@ -62,7 +62,7 @@ def psnr(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tens
     Raises:
         PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
     """
-    return _psnr(_pair(x, y))
+    return FORMULAS["psnr"](Pair.of(x, y))
 
 
 def psnr_region(
@@ -75,9 +75,9 @@ def psnr_region(
     Raises:
         PrivlabError: if the shapes do not fit or a pixel lies outside [0, 1].
     """
-    pair = _pair(x, y)
+    pair = Pair.of(x, y)
     if region.shape != x[:, 0].shape:
-        raise PrivlabError(f"region must be {_by(x[:, 0])}, as the images are. Found {_by(region)}.")
+        raise PrivlabError(f"region must be {by(x[:, 0])}, as the images are. Found {by(region)}.")
     error = (pair.x - pair.y).square().mean(dim=1) * region
     return -10 * (error.sum(dim=(1, 2)) / region.sum(dim=(1, 2))).log10()
 
@@ -95,7 +95,7 @@ def ssim(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tens
 
     Source: Wang et al. 2004; the padding is that of pytorch-ssim, which MJP's tables use.
     """
-    return _ssim(_pair(x, y))
+    return FORMULAS["ssim"](Pair.of(x, y))
 
 
 def ssim_skimage(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
@@ -109,7 +109,7 @@ def ssim_skimage(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Fl
 
     Source: Wang et al. 2004, in its authors' setting.
     """
-    return _ssim_skimage(_pair(x, y))
+    return FORMULAS["ssim_skimage"](Pair.of(x, y))
 
 
 def fft2d(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
@@ -125,7 +125,7 @@ def fft2d(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Ten
 
     Source: what the script of MJP (Ren et al. 2023) means to compute; see `fft2d_mjp` for what it computes.
     """
-    return _fft2d(_pair(x, y))
+    return FORMULAS["fft2d"](Pair.of(x, y))
 
 
 def fft2d_mjp(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
@@ -141,7 +141,50 @@ def fft2d_mjp(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float
 
     Source: the evaluation script of MJP (Ren et al. 2023), with the complex cosine distance of SciPy 1.0.
     """
-    return _fft2d_mjp(_pair(x, y))
+    return FORMULAS["fft2d_mjp"](Pair.of(x, y))
+
+
+def psnr_affine(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """PSNR per image after the best gain and offset of each colour, in dB: −10 log₁₀ min_{g, o} mean((g x + o − y)²).
+
+    The least squares of a colour leave var(y) (1 − ρ²), with ρ the correlation of its pixels. Range [0, ∞], never below
+    `psnr`; higher leaks. It sees structure whose scale is lost, and a negative; a flat picture has −10 log₁₀ var(y).
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+
+    Source: ours; the fit is least squares.
+    """
+    return FORMULAS["psnr_affine"](Pair.of(x, y))
+
+
+def correlation(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Correlation of the pixels per image, without its sign, averaged over colours: mean_c |cov(x, y)| / (σ_x σ_y).
+
+    Range [0, 1]; higher leaks. Gains and offsets of colours leave it as it is, negative gains too. A constant colour
+    has nothing in common with one that varies, 0, and everything with another constant one, 1.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+
+    Source: Pearson's coefficient.
+    """
+    return FORMULAS["correlation"](Pair.of(x, y))
+
+
+def gms_affine(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Similarity of gradient magnitudes per image, after the best gain and offset: mean (2 m n + C) / (m² + n² + C).
+
+    m and n are the magnitudes of Prewitt's gradients of each colour of g x + o, as in `psnr_affine`, and of y, both
+    averaged over 2 × 2 pixels first; C = 170 / 255². Only pixels whose neighbours are all in the image count. Range
+    (0, 1]; higher leaks.
+
+    Raises:
+        PrivlabError: if an image is smaller than 6 × 6, the shapes differ, or a pixel lies outside [0, 1].
+
+    Source: Xue et al. 2014, Eq. 4, "Gradient magnitude similarity deviation", its mean; the fit is ours.
+    """
+    return FORMULAS["gms_affine"](Pair.of(x, y))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +207,7 @@ class Lpips:
 
         Source: Zhang et al. 2018; the `lpips` package, version 0.1 of the linear layers.
         """
-        return _lpips(_pair(x, y), self)
+        return _lpips(Pair.of(x, y), self)
 
 
 def load_lpips(net: str, weights: Path | None = None, device: torch.device | str = "cpu") -> Lpips:
@@ -210,12 +253,24 @@ METRICS: dict[str, Metric] = {
     "ssim_skimage": Metric("ssim_skimage", ssim_skimage, "higher leaks", (-1.0, 1.0), 4, "Wang et al. 2004"),
     "fft2d": Metric("fft2d", fft2d, "lower leaks", (0.0, 2.0), 4, f"{_MJP}, conjugate and DC mended"),
     "fft2d_mjp": Metric("fft2d_mjp", fft2d_mjp, "lower leaks", (0.0, math.inf), 4, f"{_MJP}, as released"),
+    "psnr_affine": Metric(
+        "psnr_affine", psnr_affine, "higher leaks", (0.0, math.inf), 2, "PSNR after the best gain and offset, in dB"
+    ),
+    "correlation": Metric("correlation", correlation, "higher leaks", (0.0, 1.0), 4, "Pearson's, without its sign"),
+    "gms_affine": Metric(
+        "gms_affine", gms_affine, "higher leaks", (0.0, 1.0), 4, "Xue et al. 2014, after the best gain and offset"
+    ),
     "lpips_alex": Metric("lpips_alex", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
     "lpips_vgg": Metric("lpips_vgg", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
     "lpips_squeeze": Metric("lpips_squeeze", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
     "f_sim": Metric("f_sim", None, "higher leaks", (-1.0, 1.0), 4, "F-SIM: Xu et al. 2024, Table 6"),
 }
 
+DECIBELS = ("psnr", "psnr_affine")
+"""The metrics in dB: exact reconstructions have as much as rounding leaves, or infinity."""
+
+STRUCTURE = ("psnr_affine", "correlation", "gms_affine")
+"""The metrics that no gain or offset of a colour changes: they see what is there where its scale is lost."""
 
 Learned = Callable[[Tensor, Tensor], Tensor]
 """A metric with trained weights: (x, y) ↦ one value per image."""
@@ -240,126 +295,14 @@ def score(
     """
     for name in metrics:
         _check_metric(name, learned)
-    _check_shapes(x, y)
+    check_shapes(x, y)
     at_once = max(len(x), 1) if x.is_cuda else _AT_ONCE
-    pairs = (_pair(*images) for images in zip(x.split(at_once), y.split(at_once), strict=True))
+    pairs = (Pair.of(*images) for images in zip(x.split(at_once), y.split(at_once), strict=True))
     parts = [{name: _value(name, pair, learned) for name in metrics} for pair in pairs]
     return {name: torch.cat([part[name] for part in parts]) for name in metrics}
 
 
-@dataclass(frozen=True, eq=False)
-class _Pair:
-    """Checked images in float64, with what several metrics are made of: their MSE, and the map of both SSIMs."""
-
-    x: Float[Tensor, "b c h w"]
-    y: Float[Tensor, "b c h w"]
-
-    @cached_property
-    def mse(self) -> Float[Tensor, " b"]:
-        return (self.x - self.y).square().mean(dim=_CHW)
-
-    @cached_property
-    def ssim_map(self) -> Float[Tensor, "b c h w"]:
-        x, y = self.x, self.y
-        μx, μy, squares, products = _gaussian(torch.stack([x, y, x * x + y * y, x * y]))
-        μμ, μxμy = μx * μx + μy * μy, μx * μy
-        luminance = (2 * μxμy + _C1) / (μμ + _C1)
-        return luminance * (2 * (products - μxμy) + _C2) / (squares - μμ + _C2)
-
-
-def _pair(x: Tensor, y: Tensor) -> _Pair:
-    _check_shapes(x, y)
-    for name, image in {"x": x, "y": y}.items():
-        if not ((image >= 0) & (image <= 1)).all():  # so written, NaN fails too
-            low, high = (bound.item() for bound in image.aminmax())
-            raise PrivlabError(f"{name} must be RGB in [0, 1]. Found values from {low:.4g} to {high:.4g}.")
-    return _Pair(x.double(), y.double())
-
-
-def _check_shapes(x: Tensor, y: Tensor) -> None:
-    if x.shape != y.shape:
-        raise PrivlabError(f"x and y must be of one shape. Found {_by(x)} and {_by(y)}.")
-
-
-def _by(image: Tensor) -> str:
-    return "×".join(map(str, image.shape))
-
-
-def _mse(pair: _Pair) -> Float[Tensor, " b"]:
-    return pair.mse
-
-
-def _psnr(pair: _Pair) -> Float[Tensor, " b"]:
-    return -10 * pair.mse.log10()
-
-
-def _ssim(pair: _Pair) -> Float[Tensor, " b"]:
-    return pair.ssim_map.mean(dim=_CHW)
-
-
-def _ssim_skimage(pair: _Pair) -> Float[Tensor, " b"]:
-    h, w = pair.x.shape[-2:]
-    if min(h, w) <= 2 * _RADIUS:
-        raise PrivlabError(f"ssim_skimage needs images of at least 11×11 pixels. Found {h}×{w}.")
-    inner = slice(_RADIUS, -_RADIUS)
-    return pair.ssim_map[..., inner, inner].mean(dim=_CHW)
-
-
-def _gaussian(images: Float[Tensor, "*n h w"]) -> Float[Tensor, "*n h w"]:
-    """Filter by the window with zeros outside, by its banded matrices: that is faster than convolution here.
-
-    A strip of a banded matrix meets few pixels; what lies beyond is multiplied by zero, and left out.
-    """
-    h, w = images.shape[-2:]
-    planes = images.flatten(0, -3)
-    down, across = (_toeplitz(n, images.dtype, images.device) for n in (h, w))
-    strips = [down[own, near].expand(len(planes), -1, -1) @ planes[:, near] for own, near in _strips(h)]
-    rows = torch.cat(strips, dim=1).flatten(0, 1)
-    return torch.cat([rows[:, near] @ across[near, own] for own, near in _strips(w)], dim=1).view(images.shape)
-
-
-def _strips(n: int) -> list[tuple[slice, slice]]:
-    """Return strips of n rows, and the rows within the window's reach of each."""
-    return [(slice(i, i + _STRIP), slice(max(0, i - _RADIUS), i + _STRIP + _RADIUS)) for i in range(0, n, _STRIP)]
-
-
-@lru_cache(maxsize=8)
-def _toeplitz(n: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "{n} {n}"]:
-    i = torch.arange(n, dtype=dtype, device=device)
-    window = sum(math.exp(-(k**2) / (2 * _SIGMA**2)) for k in range(-_RADIUS, _RADIUS + 1))
-    offset = i[:, None] - i
-    return torch.exp(-(offset**2) / (2 * _SIGMA**2)) * (offset.abs() <= _RADIUS) / window
-
-
-def _fft2d(pair: _Pair) -> Float[Tensor, " b"]:
-    x, y = _centred(pair.x), _centred(pair.y)
-    squares, both = _dot(x, x) + _dot(y, y), (_dot(x, x) * _dot(y, y)).sqrt()
-    cosine = torch.where(both > 0, _dot(x, y) / both, squares == 0)
-    return (1 - cosine).clamp(0, 2)  # rounding oversteps the bounds
-
-
-def _fft2d_mjp(pair: _Pair) -> Float[Tensor, " b"]:
-    x, y = pair.x, pair.y
-    x_turned, y_turned = _turned(x), _turned(y)
-    norms = (_dot(x, x_turned) * _dot(y, y_turned)).sqrt()
-    return (1 - _dot(x, y_turned) / norms).abs()
-
-
-def _centred(image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-    shifted = image - image[..., :1, :1]  # makes a constant channel 0, where its rounded mean might not
-    return shifted - shifted.mean(dim=(2, 3), keepdim=True)
-
-
-def _turned(image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-    """Return g(−n mod (h, w)) for g(n)."""
-    return image.flip((2, 3)).roll((1, 1), (2, 3))
-
-
-def _dot(f: Float[Tensor, "b c h w"], g: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-    return (f * g).sum(dim=_CHW)
-
-
-def _lpips(pair: _Pair, lpips: Lpips) -> Float[Tensor, " b"]:
+def _lpips(pair: Pair, lpips: Lpips) -> Float[Tensor, " b"]:
     _, c, h, w = pair.x.shape
     side = BACKBONES[lpips.net].min_side
     if c != 3 or min(h, w) < side:
@@ -378,24 +321,14 @@ def _random_lpips(net: str) -> nn.Module:
         return lpips.LPIPS(net=net, pnet_rand=True, verbose=False)
 
 
-_FORMULAS: dict[str, Callable[[_Pair], Tensor]] = {
-    "mse": _mse,
-    "psnr": _psnr,
-    "ssim": _ssim,
-    "ssim_skimage": _ssim_skimage,
-    "fft2d": _fft2d,
-    "fft2d_mjp": _fft2d_mjp,
-}
-
-
 def _check_metric(name: str, learned: Mapping[str, Learned]) -> None:
     if name not in METRICS:
         raise unknown_name("metric", name, METRICS)
-    if name not in _FORMULAS and name not in learned:
+    if name not in FORMULAS and name not in learned:
         loader = "load_embedding('timm:NAME@FILE')" if name == "f_sim" else f"load_lpips('{name[6:]}')"
         found = ", ".join(learned) or "none"
         raise PrivlabError(f"{name} needs learned={{'{name}': {loader}}}. Found: {found}.")
 
 
-def _value(name: str, pair: _Pair, learned: Mapping[str, Learned]) -> Float[Tensor, " b"]:
-    return _FORMULAS[name](pair) if name in _FORMULAS else learned[name](pair.x, pair.y).to(pair.x)
+def _value(name: str, pair: Pair, learned: Mapping[str, Learned]) -> Float[Tensor, " b"]:
+    return FORMULAS[name](pair) if name in FORMULAS else learned[name](pair.x, pair.y).to(pair.x)

@@ -84,7 +84,10 @@ class Specification:
     manifest: str | None = None
     split: str | None = None
     labels: str | None = None
-    metrics: tuple[str, ...] = ("mse", "fft2d", "fft2d_mjp", "psnr", "ssim", "ssim_skimage", "lpips_alex")
+    metrics: tuple[str, ...] = (
+        *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "correlation", "gms_affine", "ssim", "ssim_skimage"),
+        "lpips_alex",
+    )
     lpips_weights: str | None = None
     eight_bit: bool = False
     seed: int = 0

@@ -38,8 +38,9 @@ __all__ = [
     "to_frame",
 ]
 
-SCHEMA = 4
-"""Version of the records' columns: rows have a key since 3, and say since 4 whether an attack was beyond its range."""
+SCHEMA = 5
+"""Version of the records' columns: rows have a key since 3, say since 4 whether an attack was beyond its range,
+and have since 5 scores that no gain or offset changes."""
 
 GEOMETRIES = ("in_place", "oracle", "reassembled")
 """How a reconstruction is laid out: as it is; with moved patches put where they fit by the evaluator; and, in setting
@@ -58,13 +59,14 @@ Record = dict[str, Any]
 
 _ORDER = (
     "victim block weights weights_sha256 release defense setting attack geometry image image_sha256 label label_origin "
-    "member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp lpips_alex lpips_vgg lpips_squeeze f_sim "
+    "member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp psnr_affine correlation gms_affine "
+    "lpips_alex lpips_vgg lpips_squeeze f_sim "
     "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
     "tokens_found tokens_sure correct grad_norm "
     "seconds_observe seconds_attack seconds_score status reason beyond_range schema privlab_version "
     "defense_params attack_params victim_params conditions metrics cell batch batch_images external"
 )
-_REAL = "mse psnr ssim fft2d lpips seconds grad f placement neighbour key tokens correct"
+_REAL = "mse psnr correlation gms ssim fft2d lpips seconds grad f placement neighbour key tokens correct"
 _WHOLE = "label seed draw schema batch_images"
 
 

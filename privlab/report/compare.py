@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from privlab.experiment import KNOWN
+from privlab.metrics import DECIBELS
 from privlab.records import EXACT_DB
 from privlab.report.leakage import Measured, Score, measured
 from privlab.report.per_image import SINGLE, per_image
@@ -111,8 +112,8 @@ def _images(results: Results, metrics: tuple[str, ...], geometry: str, places: M
     found = per_image(results.records, metrics, geometry)
     found = found.loc[~found.control & (found.image != "") & (found.attack != SINGLE)]  # one of the others
     numbers = np.array([places[name] for name in _names(results)], dtype="int64")
-    if "psnr" in metrics:
-        found = found.assign(psnr=found.psnr.clip(upper=EXACT_DB).where(found.psnr < math.inf, found.psnr))
+    for name in (name for name in DECIBELS if name in metrics):
+        found[name] = found[name].clip(upper=EXACT_DB).where(found[name] < math.inf, found[name])
     return found.assign(case=numbers[found.case.to_numpy()]).sort_values(_KEY)
 
 

@@ -118,6 +118,9 @@ changes."""
 _TITLES = {
     "mse": "MSE",
     "psnr": "PSNR (dB)",
+    "psnr_affine": "PSNR after gain and offset (dB)",
+    "correlation": "correlation of pixels",
+    "gms_affine": "similarity of gradient magnitudes",
     "ssim": "SSIM",
     "ssim_skimage": "SSIM (scikit-image)",
     "fft2d": "FFT2D",

@@ -1,25 +1,22 @@
 """Red flags: what weakens a verdict, read from records alone. A rule stands here once, for tables and for the page."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import pandas as pd
 
 from privlab.attacks import attacks as installed
 from privlab.defenses import defenses
-from privlab.experiment import KNOWN
-from privlab.records import CONTROL, EXACT_DB
-from privlab.report.knowledge import declared, kinds_in, knows, undone
+from privlab.report.facts import SAME, Facts, cut
+from privlab.report.knowledge import declared, knows
 from privlab.report.page_data import case_names
-from privlab.report.per_image import SINGLE, WORST, lead_metric, leakiest_geometries, per_image
+from privlab.report.per_image import lead_metric, per_image
 from privlab.report.results import Results
-from privlab.report.sheet import shown
 from privlab.threat import AttackClass, Capability
 
-__all__ = ["DETERMINISTIC", "FEWEST", "RULES", "Flag", "flag_lines", "flags_of", "red_flags"]
+__all__ = ["DETERMINISTIC", "FEWEST", "RULES", "Flag", "flag_lines", "flags_of", "red_flags", "structure_cases"]
 
 DETERMINISTIC = frozenset(
     {"none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"},
@@ -34,16 +31,6 @@ NOTHING = "what is released is zero or not finite"
 
 FEWEST = 20
 """Images of a case below which its means say little, and no attack's failure says anything."""
-
-_SHOWN = 3
-_NAMED = ("case", "attack", "geometry", "image", "image_sha256", "status", "external")
-_SAME = [
-    *("victim", "weights_sha256", "block", "release", "setting", "defense", "defense_params"),
-    *("attack", "geometry", "conditions"),
-]
-"""What two records have in common of which the attacks may differ in their budgets alone."""
-_NEEDED = (*_SAME, "attack_params", "seed", "draw", "weights", "reason", "batch_images")
-_NEEDED += ("victim_params", "label_origin", "beyond_range")
 
 
 @dataclass(frozen=True)
@@ -61,9 +48,7 @@ def red_flags(
 
     `names` are those of the cases, `records.case` their numbers. Attacks are compared by one metric, in one geometry.
     """
-    named = [name for name in _NAMED if name in records]
-    there = records.reindex(columns=list(dict.fromkeys([*named, *_NEEDED, metric])))
-    facts = _Facts(there, names, metric, geometry)
+    facts = Facts.of(records, names, metric, geometry)
     return [Flag(head, items) for head, rule in RULES.items() if (items := rule(facts))]
 
 
@@ -73,121 +58,20 @@ def flags_of(results: Results) -> list[Flag]:
     return red_flags(results.records, case_names(results), lead_metric(layout.columns), layout.geometry)
 
 
+def structure_cases(results: Results) -> set[int]:
+    """Return the cases of which an attack leaks structure, whatever its scale."""
+    layout = results.layout
+    facts = Facts.of(results.records, case_names(results), lead_metric(layout.columns), layout.geometry)
+    return {case for case, found in facts.structure.items() if found}
+
+
 def flag_lines(flags: Sequence[Flag]) -> list[str]:
     """Return the flags as lines of text, and what none of them proves."""
-    lines = [f"flag: {flag.head}: {_cut(flag.items)}" for flag in flags]
+    lines = [f"flag: {flag.head}: {cut(flag.items)}" for flag in flags]
     return [*lines, "An attack that fails is no evidence of privacy."] if lines else []
 
 
-@dataclass(frozen=True, eq=False)
-class _Facts:
-    """What the rules look at."""
-
-    records: pd.DataFrame
-    names: Sequence[str]
-    metric: str
-    geometry: str
-
-    @property
-    def sign(self) -> int:
-        """Return 1 where a higher value leaks, −1 where a lower one does, 0 for a utility."""
-        return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[self.metric].direction, 0)
-
-    @cached_property
-    def own(self) -> pd.Series:
-        """Return which rows are of attacks, and not of controls."""
-        return ~self.records.attack.str.startswith(CONTROL).astype(bool)
-
-    @cached_property
-    def images(self) -> pd.DataFrame:
-        """Return the images of each case, attack and control that were scored, without what is chosen among attacks."""
-        found = per_image(self.records, [self.metric], self.geometry)
-        return found.loc[found.scored & ~found.attack.isin([WORST, SINGLE])]
-
-    @cached_property
-    def scored(self) -> pd.DataFrame:
-        """Return those of the attacks."""
-        return self.images.loc[~self.images.control.astype(bool)]
-
-    @cached_property
-    def means(self) -> Mapping[int, Mapping[str, float]]:
-        """Return the mean over the images of each attack and control that was scored, by case.
-
-        An attack counts in the geometry in which it leaks most, of those that an adversary can make.
-        """
-        means = self.images.groupby(["case", "attack"], sort=False).agg(mean=(self.metric, "mean"))["mean"]
-        table: dict[int, dict[str, float]] = {}
-        best = leakiest_geometries(self.records, [self.metric], self.geometry)
-        for case, attack, mean in zip(best.case.tolist(), best.attack, best["value"].tolist(), strict=True):
-            table.setdefault(case, {}).setdefault(attack, mean)  # our own stand before external ones
-        for (case, attack), mean in means.to_dict().items():
-            table.setdefault(case, {}).setdefault(attack, mean)
-        return table
-
-    @cached_property
-    def defenses(self) -> Mapping[int, frozenset[str]]:
-        """Return the parts of each case's defense; cases without one are left out."""
-        pairs = self.records[["case", "defense"]].dropna().drop_duplicates()
-        parts: dict[int, frozenset[str]] = {}
-        for case, name in pairs.itertuples(index=False):
-            parts[case] = parts.get(case, frozenset()) | {part for part in name.split("+") if part != "none"}
-        return {case: found for case, found in parts.items() if found}
-
-    def attacks(self, case: int) -> dict[str, float]:
-        """Return the attacks that were scored on a case, with their means."""
-        return {name: mean for name, mean in self.means.get(case, {}).items() if not name.startswith(CONTROL)}
-
-    def rank(self, mean: float) -> float:
-        """Return a mean as a number that is higher where more leaks, to the decimals that a table shows."""
-        mean = min(mean, EXACT_DB) if self.metric == "psnr" else mean
-        return self.sign * round(mean, KNOWN[self.metric].decimals)
-
-    def leakiest(self, means: Mapping[str, float]) -> str | None:
-        """Return which of these leaks most."""
-        known = [name for name, mean in means.items() if mean == mean]  # NaN is not itself
-        return max(known, key=lambda name: self.sign * means[name], default=None) if self.sign else None
-
-    def said(self, name: str, mean: float) -> str:
-        """Return a name with its mean, and what that is in."""
-        unit = "dB" if self.metric == "psnr" else self.metric
-        return f"{name} {shown(mean, KNOWN[self.metric].decimals)} {unit}"
-
-    def where(self, cases: Iterable[int]) -> str:
-        """Return the names of cases."""
-        names = [self.names[case] for case in cases]
-        return "every case" if len(names) == len(self.names) else _cut(names)
-
-    def grouped(self, found: Mapping[int, str]) -> list[str]:
-        """Return what is found of cases, each text once, with its cases if there are several to name."""
-        if len(self.names) == 1:
-            return [*found.values()]
-        return [
-            f"{text} ({self.where(case for case, other in found.items() if other == text)})"
-            for text in dict.fromkeys(found.values())
-        ]
-
-    def knows(self, attack: str, case: int) -> bool:
-        """Return whether all parts of a defense are undone in what is scored: by the attack, or by the geometry."""
-        return knows(undone(attack, self.cases[case], self.geometry), self.defenses[case], self.kinds[case])
-
-    @cached_property
-    def cases(self) -> Mapping[int, pd.DataFrame]:
-        """Return the records of each case."""
-        return {int(str(case)): rows for case, rows in self.records.groupby("case")}
-
-    @cached_property
-    def kinds(self) -> Mapping[int, Mapping[str, frozenset[str]]]:
-        """Return what kinds of effects the parts of each case's defense have that are not privlab's own."""
-        return {case: kinds_in(self.cases[case], parts) for case, parts in self.defenses.items()}
-
-
-def _cut(texts: Sequence[str]) -> str:
-    """Join texts; of many say how many more there are."""
-    more = f"; {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return "; ".join(texts[:_SHOWN]) + more
-
-
-def _no_adaptive_attack(facts: _Facts) -> list[str]:
+def _no_adaptive_attack(facts: Facts) -> list[str]:
     found: dict[int, str] = {}
     for case, parts in facts.defenses.items():
         if not any(facts.knows(attack, case) for attack in facts.attacks(case)):
@@ -219,7 +103,7 @@ def _fits(kind: AttackClass, parts: frozenset[str], rows: pd.DataFrame) -> bool:
     return acts or Capability.GRADIENT_DEFENSE not in kind.requires
 
 
-def _weaker(facts: _Facts) -> list[str]:
+def _weaker(facts: Facts) -> list[str]:
     lines = []
     for case in facts.defenses:
         scored = facts.attacks(case)
@@ -232,12 +116,12 @@ def _weaker(facts: _Facts) -> list[str]:
     return lines
 
 
-def _worse_with_more(facts: _Facts) -> list[str]:
+def _worse_with_more(facts: Facts) -> list[str]:
     """Compare an attack with itself where nothing but its budget differs, on the images that both have."""
     own = facts.records.loc[(facts.records.geometry == facts.geometry) & facts.records.attack_params.notna()]
-    kinds = own.loc[:, [*_SAME, "attack_params", "case"]].drop_duplicates([*_SAME, "attack_params"])
+    kinds = own.loc[:, [*SAME, "attack_params", "case"]].drop_duplicates([*SAME, "attack_params"])
     lines = []
-    for _, same in kinds.groupby(_SAME, dropna=False, sort=False):
+    for _, same in kinds.groupby(SAME, dropna=False, sort=False):
         if len(same) < 2 or not facts.sign:
             continue
         runs = [(_split(row.attack_params), row) for row in same.itertuples()]
@@ -253,7 +137,7 @@ def _worse_with_more(facts: _Facts) -> list[str]:
     return lines
 
 
-def _paired(facts: _Facts, own: pd.DataFrame, *runs: Any) -> tuple[float, float]:  # noqa: ANN401
+def _paired(facts: Facts, own: pd.DataFrame, *runs: Any) -> tuple[float, float]:  # noqa: ANN401
     """Return the means of two runs over the images that both have."""
     found = []
     for run in runs:
@@ -284,33 +168,46 @@ def _named(budget: Mapping[str, float], other: Mapping[str, float]) -> str:
     return ", ".join(f"{name}={value:g}" for name, value in budget.items() if other[name] != value)
 
 
-def _one_draw(facts: _Facts) -> list[str]:
+def _one_draw(facts: Facts) -> list[str]:
     own = facts.records.loc[facts.own, ["case", "seed", "draw"]]
     draws = own.dropna().drop_duplicates().groupby("case").size()
     drawn = {case: "+".join(sorted(parts - DETERMINISTIC)) for case, parts in facts.defenses.items()}
     return facts.grouped({case: parts for case, parts in drawn.items() if parts and draws.get(case) == 1})
 
 
-def _shown_nothing(facts: _Facts) -> list[str]:
+def _shown_nothing(facts: Facts) -> list[str]:
     lines = []
-    for case, means in facts.means.items():
-        controls = {name: mean for name, mean in means.items() if name.startswith(CONTROL)}
-        if best := facts.leakiest(controls):
-            bar = facts.sign * means[best]
-            if found := {name: mean for name, mean in facts.attacks(case).items() if facts.sign * mean <= bar}:
-                said = ", ".join(facts.said(name, mean) for name, mean in found.items())
-                verb = "does" if len(found) == 1 else "do"
-                lines.append(f"{facts.names[case]}: {said} {verb} not beat {facts.said(best, means[best])}")
+    for case in facts.means:
+        best, beaten = facts.beaten(case)
+        if found := {name: mean for name, mean in beaten.items() if name not in facts.structure[case]}:
+            said = ", ".join(facts.said(name, mean) for name, mean in found.items())
+            verb = "does" if len(found) == 1 else "do"
+            lines.append(f"{facts.names[case]}: {said} {verb} not beat {facts.said(best, facts.means[case][best])}")
     return lines
 
 
-def _nothing_released(facts: _Facts) -> list[str]:
+def _structure_alone(facts: Facts) -> list[str]:
+    """Name what leaks structure, whose scale is lost, so that the lead metric shows nothing."""
+    lines = []
+    for case in facts.means:
+        best, beaten = facts.beaten(case)
+        seen = {name: one for name, one in facts.structure[case].items() if name in beaten}
+        for name, one in seen.items():
+            bar = facts.said(best, facts.means[case][best])
+            lines.append(
+                f"{facts.names[case]}: {facts.said(name, beaten[name])} does not beat {bar}, but it shows structure "
+                f"without its scale ({one})"
+            )
+    return lines
+
+
+def _nothing_released(facts: Facts) -> list[str]:
     rows = facts.records[facts.records.reason == NOTHING]
     counts = rows.groupby("case").image.nunique().to_dict()
     return facts.grouped({case: _some(count, "image") for case, count in counts.items()})
 
 
-def _failed(facts: _Facts) -> list[str]:
+def _failed(facts: Facts) -> list[str]:
     failed = facts.records.loc[(facts.records.status != "ok") & (facts.records.reason != NOTHING)]
     lines = []
     for case in sorted(failed.case.unique().tolist()):
@@ -322,19 +219,19 @@ def _failed(facts: _Facts) -> list[str]:
     return lines
 
 
-def _random_weights(facts: _Facts) -> list[str]:
+def _random_weights(facts: Facts) -> list[str]:
     rows = facts.records.loc[facts.records.weights == "random", ["case", "victim"]].drop_duplicates("case")
     return facts.grouped({case: str(victim) for case, victim in rows.itertuples(index=False)})
 
 
-def _few_images(facts: _Facts) -> list[str]:
+def _few_images(facts: Facts) -> list[str]:
     """Count the different images that an attack was scored on; where none ran, another flag says so."""
     own = facts.scored.loc[facts.scored.image != ""]
     counts = own.groupby("case").image.nunique().to_dict()
     return facts.grouped({case: _some(n, "image") for case, n in counts.items() if n < FEWEST})
 
 
-def _predicted_labels(facts: _Facts) -> list[str]:
+def _predicted_labels(facts: Facts) -> list[str]:
     rows = facts.records.loc[facts.records.release != "features"]  # what is embedded depends on no label
     named = rows.image_sha256.where(rows.image_sha256.fillna("") != "", rows.image)
     told = rows.assign(named=named).loc[rows.label_origin == "predicted"]
@@ -342,7 +239,7 @@ def _predicted_labels(facts: _Facts) -> list[str]:
     return facts.grouped({case: f"of {_some(n, 'image')}" for case, n in counts.items()})
 
 
-def _untrained_unknown(facts: _Facts) -> list[str]:
+def _untrained_unknown(facts: Facts) -> list[str]:
     """Name the origins of E_unk where a defense feeds it and no training has shaped it."""
     stated = facts.records.loc[facts.records.victim_params.notna(), ["case", "victim_params", "defense_params"]]
     found: dict[int, str] = {}
@@ -353,13 +250,13 @@ def _untrained_unknown(facts: _Facts) -> list[str]:
     return facts.grouped(found)
 
 
-def _no_attack(facts: _Facts) -> list[str]:
+def _no_attack(facts: Facts) -> list[str]:
     tried = {*facts.records.case[facts.own]}
     without = [case for case in range(len(facts.names)) if case not in tried]
     return [facts.where(without)] if without and not facts.records.empty else []
 
 
-def _beyond_range(facts: _Facts) -> list[str]:
+def _beyond_range(facts: Facts) -> list[str]:
     """Return the attacks of each case of which every row is of one beyond its range, with the reason of each."""
     found: dict[int, str] = {}
     own = facts.records.loc[facts.own & (facts.records.status == "ok")]
@@ -374,10 +271,11 @@ def _some(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-RULES: Mapping[str, Callable[[_Facts], list[str]]] = {
+RULES: Mapping[str, Callable[[Facts], list[str]]] = {
     "No attack ran": _no_attack,
     "Outside its stated range": _beyond_range,
     "No better than a control": _shown_nothing,
+    "Structure without its scale": _structure_alone,
     "No adaptive attack": _no_adaptive_attack,
     "Adaptive attack weaker": _weaker,
     "More budget, less leakage": _worse_with_more,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from privlab.experiment import KNOWN
-from privlab.report.flags import Flag, flags_of
+from privlab.report.flags import Flag, flags_of, structure_cases
 from privlab.report.leakage import Row, Score, conditions_that_differ
 from privlab.report.page_data import case_names, decimals, leaks, title
 from privlab.report.results import Results
@@ -78,6 +78,7 @@ def shown(value: float, n: int) -> str:
 class _Case:
     """What was printed and measured of one case by one metric."""
 
+    number: int
     metric: str
     published: Score
     claim: Score
@@ -101,6 +102,7 @@ class _Case:
         worst = found["worst"]
         elsewhere = (one for row in found.values() if row.external for one in row.external.split("; "))
         return cls(
+            case,
             metric,
             *(scores.get(kind, _NOTHING) for kind in ("published", "paper", "worst")),
             leakiest=worst.leakiest.get(metric, {}),
@@ -199,8 +201,14 @@ def lead_text(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
             if more
             else f"By {name}, no attack leaks more than the paper's own, {attack}."
         )
-    shown_nothing = sum(case.beaten for case in scored)
-    if shown_nothing:
+    structured = structure_cases(results)
+    beaten = [case.number for case in scored if case.beaten]
+    if found := [number for number in beaten if number in structured]:
+        lines.append(
+            f"{len(found)} of {_some(len(scored), 'case')} {'is' if len(found) == 1 else 'are'} by {name} no better "
+            "than a picture that no attack made, but structure leaks there, without its scale."
+        )
+    if shown_nothing := len(beaten) - len(found):
         verb = "is" if shown_nothing == 1 else "are"
         lines.append(
             f"{shown_nothing} of {_some(len(scored), 'case')} {verb} no better than a picture that no attack made: "

@@ -11,18 +11,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-import numpy as np
 import pandas as pd
 
 from privlab.experiment import KNOWN
-from privlab.records import CONTROL
+from privlab.metrics import STRUCTURE
 from privlab.report.flags import FEWEST
 from privlab.report.knowledge import kinds_in, knows, undone
-from privlab.report.leakage import Score, bootstrap
+from privlab.report.measure import Measure, measure
 from privlab.report.page_data import case_names
 from privlab.report.per_image import SINGLE, WORST, lead_metric, leakiest_geometries, per_image
 from privlab.report.results import Results
-from privlab.report.sheet import shown
 
 __all__ = ["Measure", "PowerVerdict", "power", "power_of", "scope"]
 
@@ -34,40 +32,6 @@ _SAME = ("victim_params", "weights_sha256", "block", "release", "dtype", "condit
 _NEEDED = (*_SAME, "batch", "defense", "setting", "beyond_range", "schema", "image", "external")
 _RANGED = 4
 """The first schema of the records that says whether an attack was beyond its range."""
-
-
-@dataclass(frozen=True)
-class Measure:
-    """What an attack leaks by one metric, beside the leakiest control of the same images.
-
-    `ahead` counts the images on which it leaks more, `exact` those that it gives back but for rounding; `gain` is the
-    mean of what it leaks more, positive where it does, with the interval that the verdict goes by.
-    """
-
-    attack: str
-    metric: str
-    score: Score
-    control: str
-    control_mean: float
-    ahead: int
-    exact: int
-    gain: Score
-
-    @property
-    def leaks(self) -> bool:
-        """Return whether more leaks than from the control, beyond the interval, or an image altogether."""
-        return self.gain.low > 0 or self.exact > 0
-
-    def __str__(self) -> str:
-        """Return the figures in words."""
-        unit = "dB" if self.metric == "psnr" else self.metric
-        n, score = KNOWN[self.metric].decimals, self.score
-        interval = f" [{shown(score.low, n)}, {shown(score.high, n)}]" if score.low == score.low else ""
-        exactly = f", {self.exact} exactly" if self.exact else ""
-        return (
-            f"{self.ahead} of {score.images} images{exactly}; {shown(score.mean, n)}{interval} {unit} "
-            f"against {shown(self.control_mean, n)} of {self.control}"
-        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +73,8 @@ def power(
 ) -> list[PowerVerdict]:
     """Return the verdict on each case, from records alone.
 
-    The lead metric comes first; a case is broken by any metric that leaks. Of m attacks and metrics tried, the interval
+    The lead metric comes first; a case is broken by any metric that leaks, of these and of `STRUCTURE`, which see what
+    PSNR does not, and without which nothing is said to hold. Of m attacks and metrics tried, the interval
     of each difference has the level 1 − (1 − level) / m, for the best of many is ahead by chance (Bonferroni). MJP's
     own FFT2D is left out: it compares means above all.
 
@@ -122,6 +87,7 @@ def power(
     """
     leaky = [name for name in metrics if KNOWN[name].direction != "utility" and name != "fft2d_mjp"]
     leaky.sort(key=lambda name: name != lead_metric(metrics))
+    leaky += [name for name in STRUCTURE if leaky and name not in leaky and name in records]
     there = records.reindex(columns=list(dict.fromkeys([*records.columns, *_NEEDED])))
     facts = _Facts(there, names, leaky, geometry, level)
     return [facts.verdict(case) for case in range(len(names))]
@@ -171,7 +137,7 @@ class _Facts:
             return said
         level = 1 - (1 - self.level) / (len(attacks) * len(self.metrics))
         by_metric = {
-            name: [found for attack in attacks if (found := _measure(images, attack, name, level, self.level))]
+            name: [found for attack in attacks if (found := measure(images, attack, name, level, self.level))]
             for name in self.metrics
         }
         if not any(by_metric.values()):
@@ -211,6 +177,10 @@ class _Facts:
                 f"every attack that knows the defense is outside its stated range ({beyond})",
                 lambda m: bool(own[m.attack].beyond_range.isna().all()),
             ),
+            (
+                f"none of {', '.join(STRUCTURE)} was measured, which see structure without its scale: run it again",
+                lambda m: bool(own[m.attack].reindex(columns=list(STRUCTURE)).notna().any(axis=None)),
+            ),
             ("attacks that know the defense failed", lambda m: bool((own[m.attack].status == "ok").all())),
             (f"fewer than {FEWEST} images", lambda m: m.gain.images >= FEWEST),
             (
@@ -242,7 +212,7 @@ class _Facts:
             if parts or not wanted <= _keys(same):
                 continue
             images = self.images(rows.loc[rows.image_sha256.isin(own.image_sha256)])
-            if found := _measure(images, attack, self.metrics[0], self.level, self.level):
+            if found := measure(images, attack, self.metrics[0], self.level, self.level):
                 return found
         return None
 
@@ -251,42 +221,6 @@ def _keys(rows: pd.DataFrame) -> set[tuple[object, ...]]:
     """Return what each row is a measurement of, but for defense, setting and draws."""
     columns = [*_SAME, "image_sha256", "batch"]
     return set(rows[columns].astype(object).where(rows[columns].notna(), None).itertuples(index=False, name=None))
-
-
-def _measure(images: pd.DataFrame, attack: str, metric: str, level: float, shown_level: float) -> Measure | None:
-    """Return what an attack leaks beside the leakiest control of its images; None without a control, or a score."""
-    sign = 1 if KNOWN[metric].direction == "higher leaks" else -1
-    known = images.loc[images[metric].notna()]
-    wide = known.pivot_table(index="image", columns="attack", values=metric, aggfunc=_leakiest_of(sign), sort=True)
-    controls = [name for name in wide if str(name).startswith(CONTROL)]
-    if attack not in wide or not controls:
-        return None
-    wide = wide.loc[wide[attack].notna(), [attack, *controls]].dropna(axis=1, how="all")
-    controls = [name for name in controls if name in wide and wide[name].notna().all()]
-    if not controls:
-        return None
-    control = max(controls, key=lambda name: sign * wide[name].mean())
-    values = wide[attack].to_numpy(np.float64)
-    gain = sign * (values - wide[control].to_numpy(np.float64))
-    return Measure(
-        attack,
-        metric,
-        _score(values, shown_level),
-        str(control),
-        float(wide[control].mean()),
-        ahead=int((gain > 0).sum()),
-        exact=int(known.exact[known.attack == attack].sum()) if metric == "psnr" else 0,
-        gain=_score(gain, level),
-    )
-
-
-def _leakiest_of(sign: int) -> str:
-    return "max" if sign > 0 else "min"
-
-
-def _score(values: "np.ndarray[tuple[int], np.dtype[np.float64]]", level: float) -> Score:
-    low, high = bootstrap(values, np.zeros(1, dtype=np.intp), level)
-    return Score(float(values.mean()), float(low[0]), float(high[0]), len(values))
 
 
 def _most(measure: Measure) -> float:

@@ -13,7 +13,7 @@ from privlab.report.per_image import BOUND, SINGLE, WORST, lead_metric
 from privlab.report.results import Results
 
 __all__ = ["OF_ADVERSARIES", "OF_EXACT", "OF_ORACLE", "OF_WORST", "of_single"]
-__all__ += ["Caption", "Cell", "Sheet", "behind", "counted", "heading", "images", "row_name", "shown"]
+__all__ += ["Caption", "Cell", "Sheet", "behind", "counted", "heading", "images", "row_name", "shown", "unit_of"]
 
 OF_WORST = f"{WORST}: {BOUND}; its leakiest score over all attacks and draws, by each metric's own direction"
 OF_ADVERSARIES = "both: as it is, or reassembled (the adversary put patches in order), whichever leaks more"
@@ -61,6 +61,11 @@ def heading(metric: str) -> str:
     acronym = f"{first.upper()} {rest}" if rest not in ("", "alex") else first.upper()
     name = short.get(metric) or (acronym if first in ("mse", "psnr", "ssim", "fft2d", "lpips") else metric)
     return f"{name.replace('_', ' ')} {KNOWN[metric].arrow}".rstrip()
+
+
+def unit_of(metric: str) -> str:
+    """Return what stands behind a figure of a metric: "dB", or the metric's name where it has no unit."""
+    return "dB" if metric == "psnr" else "dB of psnr_affine" if metric == "psnr_affine" else metric
 
 
 def shown(value: float, decimals: int) -> str:

@@ -137,7 +137,7 @@ def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
     Where features are released, what was measured of rows, keys and utility follows.
     """
     order = (
-        *("mse", "fft2d", "fft2d_mjp", "psnr", "ssim", "ssim_skimage"),
+        *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "ssim", "ssim_skimage"),
         *("lpips_alex", "lpips_vgg", "lpips_squeeze", "f_sim"),
     )
     shown = [name for name in order if name in metrics and name not in beside(metrics)]

@@ -182,7 +182,7 @@ def in_order(frame: pd.DataFrame) -> pd.DataFrame:
 
     A PSNR beyond 100 dB says that a reconstruction is exact; the rest is rounding, which differs with the batch's size.
     """
-    exact = {name: frame[name].clip(upper=100) for name in ("psnr", "psnr_masked", "psnr_unmasked")}
+    exact = {name: frame[name].clip(upper=100) for name in ("psnr", "psnr_affine", "psnr_masked", "psnr_unmasked")}
     return frame.assign(**exact).drop(columns=TIMES).sort_values([*KEY, "image"]).reset_index(drop=True)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from privlab.errors import PrivlabError
 from privlab.experiment import KNOWN, Experiment, Layout, read_experiment
 from privlab.experiments.named import experiment_names, find_experiment
-from privlab.metrics import METRICS
+from privlab.metrics import METRICS, STRUCTURE
 
 SHORT = '[run]\nmodel = "vit_ti"\n'
 
@@ -28,7 +28,7 @@ def test_shortest_file(parse: Callable[..., Experiment]) -> None:
     (case,) = found.cases
     assert (case.label, case.group, case.options, case.published) == ("vit_ti", None, {}, {})
     (spec,) = case.runs
-    assert (spec.models, spec.settings, spec.metrics) == (("vit_ti",), ("a",), Layout().columns)
+    assert (spec.models, spec.settings, spec.metrics) == (("vit_ti",), ("a",), (*Layout().columns, *STRUCTURE))
     with pytest.raises(FrozenInstanceError):
         found.title = "other"  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -94,7 +94,7 @@ def test_options_of_attacks_and_defenses(parse: Callable[..., Experiment]) -> No
 
 def test_columns_are_measured_unless_metrics_are_named(parse: Callable[..., Experiment]) -> None:
     table = '[table]\ncolumns = ["psnr", "correct", "ssim"]\n'
-    assert parse(SHORT + table).cases[0].runs[0].metrics == ("psnr", "ssim")  # the other comes of itself
+    assert parse(SHORT + table).cases[0].runs[0].metrics == ("psnr", "ssim", *STRUCTURE)  # the other comes of itself
     assert parse(SHORT + 'metrics = ["mse"]\n' + table).cases[0].runs[0].metrics == ("mse",)
     assert parse(SHORT + table).layout.columns == ("psnr", "correct", "ssim")
 
@@ -225,7 +225,8 @@ def test_ours(name: str) -> None:
     for case in found.cases:
         assert set(case.published) <= set(KNOWN)
         for run in case.runs:
-            assert run.metrics == tuple(column for column in found.layout.columns if column in METRICS)
+            asked = [column for column in found.layout.columns if column in METRICS]
+            assert run.metrics == tuple(dict.fromkeys([*asked, *STRUCTURE]))
 
 
 def test_table_5_of_mjp() -> None:

@@ -81,7 +81,7 @@ MISTAKES = {
     "condition": (SHORT + "[paper.conditions]\nimages = 3\n", 3, "conditions must be a table of texts. Found {"),
     "figure's name": (SHORT + "[[figure]]\nkind = 'sheet'\nname = 3\n", 5, "name must be a text. Found 3."),
     # values that there are not
-    "column": (SHORT + "[table]\ncolumns = ['psrn']\n", 4, "Unknown metric 'psrn'. Did you mean psnr?"),
+    "column": (SHORT + "[table]\ncolumns = ['psrn']\n", 4, "Unknown metric 'psrn'. Did you mean psnr"),
     "decimal": (SHORT + "[table]\ndecimals = { sim = 1 }\n", 4, "Unknown metric 'sim'. Did you mean ssim"),
     "geometry": (
         SHORT + "[table]\ngeometry = 'orcale'\n",

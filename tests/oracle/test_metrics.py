@@ -16,9 +16,22 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab import metrics
+from privlab import metrics, window
 from privlab.errors import PrivlabError
-from privlab.metrics import METRICS, fft2d, fft2d_mjp, mse, psnr, psnr_region, score, ssim, ssim_skimage
+from privlab.metrics import (
+    METRICS,
+    correlation,
+    fft2d,
+    fft2d_mjp,
+    gms_affine,
+    mse,
+    psnr,
+    psnr_affine,
+    psnr_region,
+    score,
+    ssim,
+    ssim_skimage,
+)
 
 WITHOUT_WEIGHTS = [name for name, metric in METRICS.items() if metric.function]
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -109,8 +122,8 @@ def test_ssim_agrees_with_the_zero_padded_loop(x: Tensor, y: Tensor) -> None:
 def test_strips_of_the_window_are_the_whole_of_it(shape: tuple[int, int]) -> None:
     """The window is applied strip by strip; as one matrix, with all its zeros, it gives the same."""
     images = noise(2, 3, *shape)
-    down, across = (metrics._toeplitz(n, images.dtype, images.device) for n in shape)
-    assert_close(metrics._gaussian(images), down @ images @ across, rtol=1e-14, atol=1e-15)
+    down, across = (window._toeplitz(n, images.dtype, images.device) for n in shape)
+    assert_close(window.gaussian(images), down @ images @ across, rtol=1e-14, atol=1e-15)
 
 
 def test_ssim_takes_images_smaller_than_its_window() -> None:
@@ -126,6 +139,70 @@ def test_fft2d_mjp_agrees_with_the_complex_script(x: Tensor, y: Tensor) -> None:
 @pairs
 def test_fft2d_agrees_with_the_complex_distance(x: Tensor, y: Tensor) -> None:
     assert_close(fft2d(x, y), per_image(naive_fft2d, x, y), rtol=1e-10, atol=1e-10)
+
+
+def naive_fit(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Least squares of each colour against (x, 1), by LAPACK."""
+    fitted = np.empty_like(x)
+    for c in range(len(x)):
+        A = np.stack([x[c].ravel(), np.ones(x[c].size)], 1)
+        fitted[c] = (A @ np.linalg.lstsq(A, y[c].ravel(), rcond=None)[0]).reshape(x[c].shape)
+    return fitted
+
+
+def naive_gms(x: np.ndarray, y: np.ndarray) -> float:
+    """Xue et al. 2014, equations 2 to 4, of each colour; borders are left out, and so is an odd last row or column."""
+    down = np.array([[1, 1, 1], [0, 0, 0], [-1, -1, -1]]) / 3
+    maps = []
+    for a, b in zip(naive_fit(x, y), y, strict=True):
+        sizes = []
+        for image in (a, b):
+            h, w = (n // 2 for n in image.shape)
+            small = image[: 2 * h, : 2 * w].reshape(h, 2, w, 2).mean((1, 3))
+            sizes.append(np.sqrt(correlate(small, down) ** 2 + correlate(small, down.T) ** 2)[1:-1, 1:-1])
+        m, n = sizes
+        maps.append((2 * m * n + 170 / 255**2) / (m**2 + n**2 + 170 / 255**2))
+    return float(np.mean(maps))
+
+
+@pairs
+def test_what_gain_and_offset_leave_agrees_with_lapack_and_numpy(x: Tensor, y: Tensor) -> None:
+    left = per_image(lambda a, b: float(-10 * np.log10(((naive_fit(a, b) - b) ** 2).mean())), x, y)
+    assert_close(psnr_affine(x, y), left, rtol=0, atol=1e-9)
+    each = per_image(
+        lambda a, b: np.mean([abs(np.corrcoef(i.ravel(), j.ravel())[0, 1]) for i, j in zip(a, b, strict=True)]), x, y
+    )
+    assert_close(correlation(x, y), each, rtol=0, atol=1e-10)
+    assert_close(gms_affine(x, y), per_image(naive_gms, x, y), rtol=0, atol=1e-10)
+
+
+@given(st.lists(st.floats(-1, 1).filter(lambda g: abs(g) > 0.05), min_size=3, max_size=3), st.integers(0, 2**16))
+@settings(max_examples=20)
+def test_gain_and_offset_of_a_colour_are_no_privacy(gains: list[float], seed: int) -> None:
+    """A picture of other gains and offsets, negative ones too, is as good as the picture itself; psnr may be worse."""
+    y, g = noise(1, 3, 12, 12, seed=seed), torch.tensor(gains, dtype=torch.float64)[:, None, None]
+    x = noise(1, 3, 12, 12, seed=seed + 1) * 0.5 + 0.5 * y
+    other = (g * x - torch.minimum(g, torch.zeros_like(g))).clamp(0, 1)  # within [0, 1], but for rounding
+    for function in (psnr_affine, correlation, gms_affine):
+        assert_close(function(other, y), function(x, y), rtol=1e-7, atol=1e-9)
+    assert (psnr_affine(x, y) >= psnr(x, y)).all()
+
+
+@pytest.mark.parametrize("level", [0.0, 0.3, 1.0])
+def test_a_flat_picture_has_what_the_variance_leaves(level: float) -> None:
+    flat, y = torch.full((3, 3, 96, 96), level, dtype=torch.float64), PHOTOGRAPHS.double()
+    for x, other in ((flat, y), (y, flat)):
+        assert (correlation(x, other) == 0).all()
+    assert_close(psnr_affine(flat, y), -10 * y.var((2, 3), correction=0).mean(1).log10())
+    assert (correlation(flat, 1 - flat) == 1).all()
+    assert psnr_affine(y, flat).isinf().all()  # gain zero, and the offset is the level
+
+
+def test_gms_affine_refuses_images_without_a_neighbourhood() -> None:
+    small = noise(1, 3, 5, 32)
+    with pytest.raises(PrivlabError, match=r"gms_affine needs images of at least 6×6 pixels\. Found 5×32\."):
+        gms_affine(small, small)
+    assert gms_affine(noise(1, 3, 6, 6), noise(1, 3, 6, 6)).shape == (1,)
 
 
 def test_fft2d_sees_the_image_where_mjps_sees_it_turned() -> None:
@@ -153,7 +230,8 @@ def test_fft2d_mjp_is_undefined_for_black_images() -> None:
 
 
 def test_equal_images_have_the_best_value_of_every_metric() -> None:
-    best = {"mse": 0.0, "psnr": math.inf, "ssim": 1.0, "ssim_skimage": 1.0, "fft2d": 0.0, "fft2d_mjp": 0.0}
+    best = dict.fromkeys(WITHOUT_WEIGHTS, 1.0) | {"mse": 0.0, "fft2d": 0.0, "fft2d_mjp": 0.0}
+    best |= dict.fromkeys(("psnr", "psnr_affine"), math.inf)
     for name, values in score(PHOTOGRAPHS, PHOTOGRAPHS, WITHOUT_WEIGHTS).items():
         assert_close(values, torch.full((3,), best[name], dtype=torch.float64), rtol=0, atol=1e-12)
 

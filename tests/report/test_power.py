@@ -27,8 +27,8 @@ def records(levels: Mapping[int, Mapping[str, float]] = LEVELS, **values: Any) -
             **{"release": "gradients", "dtype": "float32", "conditions": "{}", "attack_params": "{}"},
             **{"batch": None, "batch_images": None, "setting": "ac"[case], "defense": ("none", "mjp")[case]},
             **{"attack": attack, "geometry": "in_place", "image": image, "image_sha256": image * 8},
-            **{"status": "ok", "beyond_range": None, "schema": 4, "external": None},
-            **{"psnr": level + (0 if attack.startswith("control:") else NOISE[i]), "ssim": 0.5},
+            **{"status": "ok", "beyond_range": None, "schema": 5, "external": None},
+            **{"psnr": level + (0 if attack.startswith("control:") else NOISE[i]), "ssim": 0.5, "psnr_affine": 14.0},
         }
         | values
         for case, attacks in levels.items()
@@ -129,6 +129,27 @@ def test_a_metric_that_leaks_breaks_where_the_first_does_not() -> None:
     worse = rows.assign(mse=1 - rows.ssim)  # a lower one leaks
     assert word(worse, "psnr", "mse")[0] == "broken"
     assert word(rows.assign(fft2d_mjp=1 - rows.ssim), "psnr", "fft2d_mjp")[0] == "holds"  # it compares means
+
+
+def test_structure_whose_scale_is_lost_breaks_a_defense() -> None:
+    """PSNR is a control's; after gain and offset the attack is ahead, and the verdict says by what."""
+    rows = records()
+    seen = change(rows, of(rows, 1), psnr_affine=15.0)
+    assert word(rows)[0] == "holds"
+    said, why = word(seen)
+    assert said == "broken"
+    assert "mjp-subspace (24 of 24 images; " in why
+    assert "dB of psnr_affine against 14.00 of control:" in why
+
+
+@pytest.mark.parametrize("lost", [{"psnr_affine": math.nan}, {"psnr_affine": None}])
+def test_nothing_holds_where_structure_was_not_measured(lost: dict[str, object]) -> None:
+    rows = records()
+    said, why = word(change(rows, of(rows, 1), **lost))
+    assert said == "no evidence"
+    named = "psnr_affine, correlation, gms_affine"
+    assert why == f": none of {named} was measured, which see structure without its scale: run it again"
+    assert word(rows.drop(columns="psnr_affine")) == (said, why)
 
 
 @pytest.mark.parametrize(

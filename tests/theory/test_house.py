@@ -12,7 +12,17 @@ FLOORS = [
     | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "reassembly"}
     | {"recipes", "evaluation", "robustness", "shelf", "positions", "position_accuracy"}
     | {"capture", "recording", "released", "labels_from_gradients", "labels_by_rank"},
-    {"attacks", "defenses", "metrics", "lpips_backbones", "f_sim", "placement", "reconstruction_bound"},
+    {
+        "attacks",
+        "defenses",
+        "metrics",
+        "pair",
+        "window",
+        "lpips_backbones",
+        "f_sim",
+        "placement",
+        "reconstruction_bound",
+    },
     {"plan", "records", "trial", "controls", "geometries", "evaluate", "experiment"},
     {"store", "strips", "machine", "subjects", "run", "audit", "audit_gradients", "split", "experiments"}
     | {"lessons", "judgement"}
