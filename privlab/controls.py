@@ -22,15 +22,17 @@ __all__ = ["Controls"]
 class Controls:
     """Makes the negative controls of `CONTROLS` from `public` photographs; never from one under attack.
 
-    The mean of the photographs, one of them, and the private image with its patches shuffled.
+    The mean of the photographs, one of them, the private image with its patches shuffled, and one `colour` everywhere:
+    an attack that finds nothing leaves grey, and that must not count as a leak.
     """
 
     public: Others
+    colour: Float[Tensor, "c 1 1"]
 
     def of(
         self, batch: Batch, patch: int, draws: Sequence[Generator], *, together: bool
     ) -> dict[str, Float[Tensor, "b c h w"]]:
-        """Return the pictures of a batch by the name of their control; without a photograph that is left, one alone.
+        """Return the pictures of a batch by the name of their control; without a photograph that is left, two alone.
 
         Where images are attacked `together`, none of them is among the photographs, and each has a photograph of its
         own beside it, as long as there are so many.
@@ -40,7 +42,8 @@ class Controls:
         """
         count = (batch.images.shape[2] // patch) * (batch.images.shape[3] // patch)
         order = torch.stack([torch.randperm(count, generator=draw) for draw in draws]).to(batch.images.device)
-        shuffled = {CONTROLS[2]: permute(batch.images, order, patch)}
+        flat = self.colour.to(batch.images).clamp(0, 1).expand_as(batch.images)
+        always = {CONTROLS[2]: permute(batch.images, order, patch), CONTROLS[3]: flat}
         names, photographs = [picture.sha256 for picture in batch.pictures], self.public.images
         if together:
             left = self.public.without(names, batch.images)
@@ -55,9 +58,9 @@ class Controls:
             what = "repeat them" if found else "are not scored"
             warnings.warn(f"{told}: the controls made of them {what}.", PrivlabWarning, stacklevel=2)
         if len(pairs) < len(names):
-            return shuffled
+            return always
         mean, other = (torch.stack(images).to(batch.images) for images in zip(*pairs, strict=True))
-        return {CONTROLS[0]: mean, CONTROLS[1]: other} | shuffled
+        return {CONTROLS[0]: mean, CONTROLS[1]: other} | always
 
     def _mean(self, left: Sequence[str]) -> Float[Tensor, "c h w"]:
         """Return the mean of these photographs; that of all is kept, for they may be thousands."""

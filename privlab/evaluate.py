@@ -135,7 +135,8 @@ class Evaluator:
 
     @cached_property
     def _scorer(self) -> Scorer:
-        return Scorer(self.base.model, self.metrics, self.learned, reassembly_of(self.spec, self.base))
+        several = self.spec.together is not None
+        return Scorer(self.base.model, self.metrics, self.learned, reassembly_of(self.spec, self.base), several)
 
     def _trial(self, setting: str, batch: Batch) -> Trial:
         """Make what the clients feed, and the reference of the setting (MJP, section 5.4)."""
@@ -356,7 +357,7 @@ class Evaluator:
 
     @cached_property
     def _made(self) -> Controls:
-        return Controls(self._others)
+        return Controls(self._others, self.base.model.mean)
 
     def _failures(self, picture: Picture) -> list[Record]:
         """Return the rows of a picture that could not be used."""

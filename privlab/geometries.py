@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,7 +13,7 @@ from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive, Relea
 from privlab.attacks.solve import shares_mask
 from privlab.effects import effects_of
 from privlab.gradients import full_precision
-from privlab.metrics import Learned, psnr_region, score
+from privlab.metrics import MIRRORED, Learned, psnr_region, score
 from privlab.model import VictimModel
 from privlab.patches import permute, slots_to_pixels
 from privlab.placement import (
@@ -42,12 +42,16 @@ UNDEFINED = {"fft2d_mjp": "undefined where a reconstruction or its image is blac
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
-    """Scores images at the resolution of a victim, by the metrics that can be computed here."""
+    """Scores images at the resolution of a victim, by the metrics that can be computed here.
+
+    `several` says that pictures are put in the order of the images that they are nearest to.
+    """
 
     model: VictimModel
     metrics: Sequence[str]
     learned: Mapping[str, Learned]
     reassembly: Reassembly = field(default_factory=Borders)
+    several: bool = False
 
     def geometries(
         self, stolen: Stolen, trial: Trial, names: Sequence[str] = GEOMETRIES[:2], *, placed: bool = False
@@ -70,9 +74,11 @@ class Scorer:
             }
         else:
             told = {}
-        in_place = self.score(stolen.images, trial.reference, moved) | told
+        in_place = self.score(stolen.images, trial.reference, moved) | self._mirrored(stolen.images, trial) | told
         home = self.oracle(stolen.images, trial)
-        return [in_place, in_place if home is None else self.score(home, trial.reference, moved) | told]
+        if home is None:
+            return [in_place, in_place]
+        return [in_place, self.score(home, trial.reference, moved) | self._mirrored(stolen.images, trial, True) | told]
 
     def oracle(self, images: Float[Tensor, "b c h w"], trial: Trial) -> Float[Tensor, "b c h w"] | None:
         """Return pictures with every patch that was `moved` put where it fits the reference best; None if none was.
@@ -106,7 +112,8 @@ class Scorer:
         if placed and loose is not None:
             return in_place
         order = rearranged(stolen, trial.known, self.reassembly, self.model.grid, patch)
-        scores = in_place | self.score(permute(stolen.images, order, patch), trial.reference, feed.moved)
+        images = permute(stolen.images, order, patch)
+        scores = in_place | self.score(images, trial.reference, feed.moved) | self._mirrored(images, trial)
         if loose is None:
             held = feed.order.gather(1, order)
             scores["placement_accuracy"] = _nullable(placed_share(held, feed.moved))
@@ -134,6 +141,19 @@ class Scorer:
                 scores["psnr_masked"] = psnr_region(images, reference, region)
                 scores["psnr_unmasked"] = psnr_region(images, reference, ~region).where(masked, torch.nan)
         return {name: _nullable(values) for name, values in scores.items()}
+
+    def _mirrored(self, images: Float[Tensor, "b c h w"], trial: Trial, oracle: bool = False) -> Scores:
+        """Score images against mirrored references, put in order by these where the `oracle` does it.
+
+        Pictures whose places among the images come from the references themselves have no such score.
+        """
+        if self.several or (trial.sent is not None and crosses(trial.sent)):
+            return {}
+        names = [name for name in MIRRORED if name in self.metrics]
+        away = replace(trial, reference=trial.reference.flip(-1))
+        home = self.oracle(images, away) if oracle else None
+        scores = score(images if home is None else home, away.reference, names)
+        return {MIRRORED[name]: _nullable(values) for name, values in scores.items()}
 
     def _places(self, sent: Sent, stolen: Stolen) -> Scores:
         """Score what the adversary says of rows and columns."""

@@ -23,6 +23,7 @@ from privlab.pair import FORMULAS, Pair, by, check_shapes
 __all__ = [
     "DECIBELS",
     "METRICS",
+    "MIRRORED",
     "STRUCTURE",
     "Learned",
     "Lpips",
@@ -271,6 +272,10 @@ DECIBELS = ("psnr", "psnr_affine")
 
 STRUCTURE = ("psnr_affine", "correlation", "gms_affine")
 """The metrics that no gain or offset of a colour changes: they see what is there where its scale is lost."""
+
+MIRRORED = {name: f"{name}_mirrored" for name in STRUCTURE}
+"""The columns of the same against the mirrored reference. Photographs are as likely as their mirrored selves, so that a
+picture that knows nothing of the image scores the same on both: what is more is a leak."""
 
 Learned = Callable[[Tensor, Tensor], Tensor]
 """A metric with trained weights: (x, y) ↦ one value per image."""

@@ -49,8 +49,9 @@ c of released gradients, with the patches that a defense shuffled put in order b
 CONTROL = "control:"
 """How the attack column of a negative control starts."""
 
-CONTROLS = tuple(CONTROL + name for name in ("mean", "other", "shuffled"))
-"""The negative controls: the mean of public photographs, one of them, the private image with all patches shuffled."""
+CONTROLS = tuple(CONTROL + name for name in ("mean", "other", "shuffled", "flat"))
+"""The negative controls: the mean of public photographs, one of them, the private image with all patches shuffled, and
+one colour, the mean by which the victim normalises."""
 
 EXACT_DB = 100.0
 """PSNR in dB beyond which figures are those of rounding, as the batch's size decides them: two of them are the same."""
@@ -60,6 +61,7 @@ Record = dict[str, Any]
 _ORDER = (
     "victim block weights weights_sha256 release defense setting attack geometry image image_sha256 label label_origin "
     "member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp psnr_affine correlation gms_affine "
+    "psnr_affine_mirrored correlation_mirrored gms_affine_mirrored "
     "lpips_alex lpips_vgg lpips_squeeze f_sim "
     "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
     "tokens_found tokens_sure correct grad_norm "

@@ -7,7 +7,7 @@ from functools import cached_property
 import pandas as pd
 
 from privlab.experiment import KNOWN
-from privlab.metrics import DECIBELS, STRUCTURE
+from privlab.metrics import DECIBELS, MIRRORED, STRUCTURE
 from privlab.records import CONTROL, EXACT_DB
 from privlab.report.knowledge import kinds_in, knows, undone
 from privlab.report.measure import Measure, structure
@@ -40,7 +40,7 @@ class Facts:
     def of(cls, records: pd.DataFrame, names: Sequence[str], metric: str, geometry: str) -> "Facts":
         """Return the facts of records; columns that they lack are null."""
         named = [name for name in _NAMED if name in records]
-        there = records.reindex(columns=list(dict.fromkeys([*named, *_NEEDED, metric, *STRUCTURE])))
+        there = records.reindex(columns=list(dict.fromkeys([*named, *_NEEDED, metric, *STRUCTURE, *MIRRORED.values()])))
         return cls(there, names, metric, geometry)
 
     @property

@@ -7,12 +7,15 @@ import numpy as np
 import pandas as pd
 
 from privlab.experiment import KNOWN
-from privlab.metrics import STRUCTURE
+from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.records import CONTROL
 from privlab.report.leakage import Score, bootstrap
 from privlab.report.sheet import shown, unit_of
 
 __all__ = ["Measure", "measure", "structure"]
+
+_MIRRORED = "the mirrored image"
+"""The control that an attack is for itself: its picture beside the image as a mirror shows it."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,26 @@ class Measure:
 
 
 def measure(images: pd.DataFrame, attack: str, metric: str, level: float, shown_level: float) -> Measure | None:
-    """Return what an attack leaks beside the leakiest control of its images; None without a control, or a score."""
+    """Return what an attack leaks beside the leakiest control of its images; None without a control, or a score.
+
+    A metric of `STRUCTURE` has the mirrored image as one more control, and says nothing without it: of two pictures
+    that have nothing in common the smoother one has more of these.
+    """
     sign = 1 if KNOWN[metric].direction == "higher leaks" else -1
     known = images.loc[images[metric].notna()]
-    wide = known.pivot_table(index="image", columns="attack", values=metric, aggfunc=_leakiest_of(sign), sort=True)
-    controls = [name for name in wide if str(name).startswith(CONTROL)]
-    if attack not in wide or not controls:
+    pivoted = {"index": "image", "columns": "attack", "aggfunc": _leakiest_of(sign), "sort": True}
+    wide = known.pivot_table(values=metric, **pivoted)
+    if attack not in wide:
         return None
+    if metric in MIRRORED:
+        own = known.loc[known.attack == attack]
+        if MIRRORED[metric] not in own or own[MIRRORED[metric]].isna().any():
+            return None
+        wide[_MIRRORED] = own.groupby("image")[MIRRORED[metric]].agg(_leakiest_of(sign))
+    controls = [name for name in wide if str(name).startswith(CONTROL) or name == _MIRRORED]
     wide = wide.loc[wide[attack].notna(), [attack, *controls]].dropna(axis=1, how="all")
     controls = [name for name in controls if name in wide and wide[name].notna().all()]
-    if not controls:
+    if not controls or controls == [_MIRRORED]:
         return None
     control = max(controls, key=lambda name: sign * wide[name].mean())
     values = wide[attack].to_numpy(np.float64)

@@ -10,6 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from privlab.experiment import KNOWN
+from privlab.metrics import MIRRORED
 from privlab.records import CONTROL, CONTROLS, GEOMETRIES, exact_db
 
 __all__ = ["BOUND", "CELL", "SINGLE", "WORST", "Floats", "Scored", "Segments", "Single", "Whole"]
@@ -54,7 +55,8 @@ def per_image(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
 
     Columns: case, attack, external (its reference, or empty), image (its SHA-256, or else its name), control, scored,
     failed, the metrics, averaged over the draws that were scored, and exact: 1 where every draw is exact (of a worst
-    case: any attack), 0 where not, NaN where PSNR was not measured. A worst case is `failed` where any attack failed.
+    case: any attack), 0 where not, NaN where PSNR was not measured. Beside metrics of `STRUCTURE` stand those against
+    the mirrored image (`MIRRORED`) where records have them. A worst case is `failed` where any attack failed.
     Attacks are scored in one geometry; of `worst_case` and `leakiest_geometries`, the others say in which ones.
     """
     return Scored.of(records, metrics, geometry).images
@@ -105,7 +107,8 @@ class Scored:
         rows = _tidy(records, metrics, geometry)
         pool = _pool(rows)
         reached, of_geometry = _reached(pool, metrics), _by_geometry(pool, metrics)
-        means = _averaged(rows.loc[rows.geometry == geometry], [*CELL, "image", "control"], [*metrics, "exact"])
+        measured = [*metrics, *(name for name in MIRRORED.values() if name in rows), "exact"]
+        means = _averaged(rows.loc[rows.geometry == geometry], [*CELL, "image", "control"], measured)
         best = _best(of_geometry, lead_metric(metrics))
         names = map(named, best.attack, best.geometry)
         single = dict(zip(best.case.tolist(), map(Single, names, best.external), strict=True))
@@ -183,6 +186,8 @@ def _tidy(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> pd.Da
     }
     absent = np.full(len(rows), np.nan)
     scores = {name: rows[name].to_numpy("float64", na_value=np.nan) if name in rows else absent for name in metrics}
+    beside = [MIRRORED[name] for name in metrics if name in MIRRORED and MIRRORED[name] in rows]
+    scores |= {name: rows[name].to_numpy("float64", na_value=np.nan) for name in beside}
     scores["exact"] = _exact(rows)
     return pd.DataFrame(laid | {name: np.where(ok, value, np.nan) for name, value in scores.items()}, index=rows.index)
 

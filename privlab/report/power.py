@@ -14,7 +14,7 @@ from typing import Literal
 import pandas as pd
 
 from privlab.experiment import KNOWN
-from privlab.metrics import STRUCTURE
+from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.report.flags import FEWEST
 from privlab.report.knowledge import kinds_in, knows, undone
 from privlab.report.measure import Measure, measure
@@ -178,8 +178,8 @@ class _Facts:
                 lambda m: bool(own[m.attack].beyond_range.isna().all()),
             ),
             (
-                f"none of {', '.join(STRUCTURE)} was measured, which see structure without its scale: run it again",
-                lambda m: bool(own[m.attack].reindex(columns=list(STRUCTURE)).notna().any(axis=None)),
+                f"structure without its scale ({', '.join(STRUCTURE)}) was not measured beside the mirrored image",
+                lambda m: bool(own[m.attack].reindex(columns=list(MIRRORED.values())).notna().any(axis=None)),
             ),
             ("attacks that know the defense failed", lambda m: bool((own[m.attack].status == "ok").all())),
             (f"fewer than {FEWEST} images", lambda m: m.gain.images >= FEWEST),

@@ -17,7 +17,7 @@ from privlab.records import COLUMNS, EXACT_DB, GEOMETRIES
 from privlab.victims import victim
 
 TIMES = ["seconds_observe", "seconds_attack", "seconds_score"]
-CONTROLS = ["control:mean", "control:other", "control:shuffled"]
+CONTROLS = ["control:mean", "control:other", "control:shuffled", "control:flat"]
 
 
 def test_worst_case_is_what_runs_where_no_attack_is_named() -> None:
@@ -163,7 +163,7 @@ def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: P
     done = attack("--attack", "april,patch-gradient", "--metrics", "psnr,fft2d,fft2d_mjp,lpips_alex")
     assert done.status == 0
     why = "undefined where a reconstruction or its image is black"
-    assert f"fft2d_mjp: n/a (for 7 of 28 records: {why})" in done.out
+    assert f"fft2d_mjp: n/a (for 8 of 32 records: {why})" in done.out
     assert f"fft2d_mjp is n/a for some pictures: {why}." in " ".join(done.err.split())
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert f"fft2d_mjp is n/a for some pictures: {why}." in facts["warnings"]

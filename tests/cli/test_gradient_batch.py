@@ -166,18 +166,21 @@ def test_no_control_is_a_photograph_under_attack() -> None:
     draws = [torch.Generator().manual_seed(i) for i in range(3)]
 
     def made(names: Sequence[str], *, together: bool = True) -> dict[str, torch.Tensor]:
-        return Controls(Others({name: public[name] for name in names})).of(batch, 4, draws, together=together)
+        colour = torch.tensor((0.5, 0.25, 1.5))[:, None, None]
+        controls = Controls(Others({name: public[name] for name in names}), colour)
+        return controls.of(batch, 4, draws, together=together)
 
-    mean, other, shuffled = CONTROLS
+    mean, other, shuffled, flat = CONTROLS
     full = made("23456")
     left = torch.stack([public[name] for name in "345"])
     assert torch.equal(full[other], left)
     assert torch.allclose(full[mean], torch.stack([public[name] for name in "3456"]).mean(0).expand(3, -1, -1, -1))
     assert torch.equal(patchify(full[shuffled], 4).sort(1)[0], patchify(images, 4).sort(1)[0])
+    assert torch.equal(full[flat], torch.tensor((0.5, 0.25, 1.0))[:, None, None].expand_as(images))
     with pytest.warns(PrivlabWarning, match="2 public photographs are not under attack, for 3 images in one release"):
         assert torch.equal(made("234")[other], torch.stack([public[name] for name in "343"]))
     with pytest.warns(PrivlabWarning, match="0 public photographs .* are not scored"):
-        assert list(made("2")) == [shuffled]
+        assert list(made("2")) == [shuffled, flat]
     alone = made("23", together=False)
     assert torch.equal(alone[other], torch.stack([public[name] for name in "223"]))  # of "2" another one than its own
 

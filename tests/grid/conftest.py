@@ -196,7 +196,11 @@ def same() -> Callable[..., None]:
     def check(one: Path, other: Path, rtol: float = 1e-6) -> None:
         mine, theirs = in_order(Store(one).frame()), in_order(Store(other).frame())
         assert len(mine) == len(mine.drop_duplicates([*KEY, "image"])) > 0
-        pd.testing.assert_frame_equal(mine, theirs, rtol=rtol, atol=1e-12)
+        near_zero = ["correlation", "gms_affine"]  # of pictures that have nothing in common
+        pd.testing.assert_frame_equal(
+            mine.drop(columns=near_zero), theirs.drop(columns=near_zero), rtol=rtol, atol=1e-12
+        )
+        pd.testing.assert_frame_equal(mine[near_zero], theirs[near_zero], rtol=rtol, atol=1e-4)
 
     return check
 

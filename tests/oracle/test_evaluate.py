@@ -22,6 +22,7 @@ import privlab
 from privlab.attacks import MjpSubspace, PatchGradient
 from privlab.defenses import Jigsaw
 from privlab.geometries import Scorer
+from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.records import CONTROLS, GEOMETRIES
 from privlab.report.per_image import SINGLE, WORST, named
 from privlab.report.summary import flags, summarise, to_rich
@@ -70,7 +71,8 @@ def test_controls_stand_in_every_table() -> None:
     for geometry in GEOMETRIES:
         table = summarise(records, ["psnr"], geometry)
         ours = {"patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full"}
-        controls = CONTROLS[:2] if geometry == "oracle" else CONTROLS  # shuffled patches would be the image itself
+        left = {CONTROLS[2]} if geometry == "oracle" else set()  # shuffled patches would be the image itself
+        controls = {*CONTROLS} - left
         assert set(table.attack) == {"april", WORST, SINGLE, *ours, *controls}
 
 
@@ -98,7 +100,7 @@ def test_one_rule_orders_patches_for_every_attack_and_control_under_the_oracle()
     made = records[records.attack != CONTROLS[2]]
     psnr = made.pivot_table(index=["setting", "attack", "image"], columns="geometry", values="psnr")
     assert (psnr.oracle >= psnr.in_place - 1e-9)[["b", "c"]].all()  # an order of least error is never worse
-    unmoved = psnr.loc["a"].drop(index=list(CONTROLS[:2]))
+    unmoved = psnr.loc["a"].drop(index=[name for name in CONTROLS if name != CONTROLS[2]])
     assert unmoved.oracle.tolist() == unmoved.in_place.tolist()
     assert (psnr.loc[("c", CONTROLS[0])].oracle > psnr.loc[("c", CONTROLS[0])].in_place).any()
     controls = records[records.attack.isin(CONTROLS)]
@@ -124,6 +126,31 @@ def test_the_oracle_gives_loose_and_other_results_the_same_order() -> None:
     assert scorer.oracle(noisy, unmoved) is None
     nope = Scorer(victim("deit_s_nope", weights="random", img_size=32).model, ["psnr"], {})
     assert nope.moved(unmoved).all()
+
+
+def test_what_knows_nothing_scores_the_same_on_the_mirrored_image() -> None:
+    """Exchanging image and mirrored image exchanges the scores; a copy of the image has less against its mirror.
+
+    In every geometry, and not where places among images come from the references themselves.
+    """
+    base = victim("vit_ti", weights="random", img_size=32)
+    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    feed = Jigsaw(gamma=0.75)(images, 16, [torch.Generator().manual_seed(i) for i in (1, 2)])
+    scorer = Scorer(base.model, [*STRUCTURE], {})
+    picture = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    plain, away = (
+        scorer.geometries(Stolen(picture), Trial("c", feed, reference), GEOMETRIES)
+        for reference in (images, images.flip(-1))
+    )
+    for one, other in zip(plain, away, strict=True):
+        for name, mirrored in MIRRORED.items():
+            assert one[name] == other[mirrored]
+            assert one[mirrored] == other[name]
+            assert one[name] != one[mirrored]
+    (own, _) = scorer.geometries(Stolen(images), Trial("c", feed, images))
+    assert min(own["correlation"]) > 0.99 > 0.3 > max(own["correlation_mirrored"])
+    matched = replace(scorer, several=True).geometries(Stolen(picture), Trial("c", feed, images))[0]
+    assert not matched.keys() & {*MIRRORED.values()}
 
 
 def test_an_attack_no_better_than_a_control_is_named() -> None:

@@ -81,15 +81,19 @@ def test_structure_without_its_scale_is_no_failure() -> None:
     rows = records({1: {"april": 8.0, "mjp-subspace": 10.0, "control:mean": 11.0}}, case=0)
     rows["correlation"] = 0.1 + 0.001 * (rows.psnr % 2)
     rows.loc[rows.attack == "mjp-subspace", "correlation"] = 0.5
+    rows["correlation_mirrored"] = 0.15
     named = found(rows, ["one"])
     assert named["No better than a control"] == ["one: april 8.50 dB does not beat control:mean 11.50 dB"]
     (line,) = named["Structure without its scale"]
     assert line.startswith(
         "one: mjp-subspace 10.50 dB does not beat control:mean 11.50 dB, but it shows structure without its scale ("
     )
-    assert "20 of 20 images; 0.5000 [0.5000, 0.5000] correlation against 0.1" in line
+    assert "20 of 20 images; 0.5000 [0.5000, 0.5000] correlation against 0.1500 of the mirrored image)" in line
     chance = rows.assign(correlation=0.5 - 0.4 * (rows.image.map(ord) % 2 == (rows.attack == "mjp-subspace")))
-    assert "Structure without its scale" not in found(chance, ["one"])
+    smooth = rows.assign(correlation_mirrored=0.5)
+    unknown = rows.drop(columns="correlation_mirrored")
+    for silent in (chance, smooth, unknown):
+        assert "Structure without its scale" not in found(silent, ["one"])
 
 
 def test_no_attack_was_scored_that_knows_the_defense() -> None:
