@@ -128,6 +128,7 @@ class PatchGradientAdaptive:
     knows: ClassVar[frozenset[str]] = frozenset(
         {"mjp", "gradient-noise", "gradient-pruning", "gradient-quantisation", "gradient-sign"}
     )
+    undefended: ClassVar[str] = "patch-gradient"
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.LEARNABLE_PE_GRADIENT,

@@ -288,7 +288,8 @@ class Attack(Protocol):
     `parameters` names the gradients that it reads ("*": all that are released), `requires` what it must be granted,
     `paper` its source. One with `named_only` set runs only where it is asked for by name, and one with `stands_in_for`,
     unless it is, only where none of the attacks named there runs. It may read further gradients, `if_released`. `knows`
-    names the defenses that it takes into account; with `places` set it puts loose patches in order itself.
+    names the defenses that it takes into account; with `places` set it puts loose patches in order itself. One that
+    needs a defense may name the attack that it is without one, `undefended`: that is its positive control.
 
     A method `beyond(seen)` says of an observation, from what is public, which condition of its exactness does not hold,
     in a few words, or None. Records keep it. Without the method it has no stated range: nothing is said to be exact.

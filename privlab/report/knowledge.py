@@ -11,7 +11,7 @@ from privlab.defenses import DEFENSES, defenses
 from privlab.effects import kinds_of
 from privlab.errors import PrivlabError
 
-__all__ = ["declared", "kinds_in", "knows", "undone"]
+__all__ = ["declared", "kinds_in", "knows", "undefended", "undone"]
 
 Kinds = Mapping[str, frozenset[str]]
 """Kinds of effects by the name of a defense; of those alone that are not privlab's own."""
@@ -20,6 +20,11 @@ Kinds = Mapping[str, frozenset[str]]
 def declared(attack: str) -> frozenset[str]:
     """Return the defenses that an attack declares to be written against; one that is not installed has none."""
     return frozenset(getattr(installed().get(attack), "knows", ()))
+
+
+def undefended(attack: str) -> str:
+    """Return what an attack declares to be where nothing is defended: another attack, or itself."""
+    return str(getattr(installed().get(attack), "undefended", attack))
 
 
 def undone(attack: str, rows: pd.DataFrame, geometry: str) -> frozenset[str]:

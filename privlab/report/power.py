@@ -16,7 +16,7 @@ import pandas as pd
 from privlab.experiment import KNOWN
 from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.report.flags import FEWEST
-from privlab.report.knowledge import kinds_in, knows, undone
+from privlab.report.knowledge import kinds_in, knows, undefended, undone
 from privlab.report.measure import Measure, measure
 from privlab.report.page_data import case_names
 from privlab.report.per_image import SINGLE, WORST, lead_metric, leakiest_geometries, per_image
@@ -26,10 +26,10 @@ __all__ = ["Measure", "PowerVerdict", "power", "power_of", "scope"]
 
 Word = Literal["broken", "holds", "no evidence", "no defense"]
 
-_SAME = ("victim_params", "weights_sha256", "block", "release", "dtype", "conditions", "attack_params", "batch_images")
+_SAME = ("victim_params", "weights_sha256", "block", "release", "dtype", "conditions", "batch_images")
 """What a record has in common with one of its positive control, beside the image and the batch."""
 
-_NEEDED = (*_SAME, "batch", "defense", "setting", "beyond_range", "schema", "image", "external")
+_NEEDED = (*_SAME, "attack_params", "batch", "defense", "setting", "beyond_range", "schema", "image", "external")
 _RANGED = 4
 """The first schema of the records that says whether an attack was beyond its range."""
 
@@ -200,26 +200,32 @@ class _Facts:
                 return replace(said, why=f": {reason}")
         first = max(found, key=lambda m: _gain_low(positive[m.attack]))
         control = positive[first.attack]
-        why = f" against {first.attack} ({first}), which leaks without the defense ({control})"
+        as_named = f", as {control.attack}," if control and control.attack != first.attack else ""
+        why = f" against {first.attack} ({first}), which leaks{as_named} without the defense ({control})"
         return replace(said, word="holds", why=why, measure=first, positive=control)
 
     def _positive(self, attack: str, own: pd.DataFrame) -> Measure | None:
-        """Return what an attack leaks of the same images from the undefended release, all else being the same."""
-        wanted = _keys(own)
+        """Return what an attack leaks of the same images from the undefended release, all else being the same.
+
+        One that is another attack where nothing is defended is compared with that one, whatever options both have.
+        """
+        plain = undefended(attack)
+        options = ["attack_params"] if plain == attack else []
+        wanted = _keys(own, options)
         for case, parts in self.defenses.items():
             rows = self.cases[case]
-            same = rows.loc[(rows.attack == attack) & (rows.status == "ok") & rows.external.isna()]
-            if parts or not wanted <= _keys(same):
+            same = rows.loc[(rows.attack == plain) & (rows.status == "ok") & rows.external.isna()]
+            if parts or not wanted <= _keys(same, options):
                 continue
             images = self.images(rows.loc[rows.image_sha256.isin(own.image_sha256)])
-            if found := measure(images, attack, self.metrics[0], self.level, self.level):
+            if found := measure(images, plain, self.metrics[0], self.level, self.level):
                 return found
         return None
 
 
-def _keys(rows: pd.DataFrame) -> set[tuple[object, ...]]:
+def _keys(rows: pd.DataFrame, options: Sequence[str]) -> set[tuple[object, ...]]:
     """Return what each row is a measurement of, but for defense, setting and draws."""
-    columns = [*_SAME, "image_sha256", "batch"]
+    columns = [*_SAME, *options, "image_sha256", "batch"]
     return set(rows[columns].astype(object).where(rows[columns].notna(), None).itertuples(index=False, name=None))
 
 

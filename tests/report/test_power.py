@@ -136,6 +136,19 @@ def test_a_metric_that_leaks_breaks_where_the_first_does_not() -> None:
     assert word(rows.assign(fft2d_mjp=1 - rows.ssim), "psnr", "fft2d_mjp")[0] == "holds"  # it compares means
 
 
+def test_an_attack_on_noise_is_another_one_where_there_is_none() -> None:
+    """It declares which, and that one's options are its own; an attack that declares none has no such control."""
+    rows = records(attack_params='{"rtol": 0}').assign(defense=lambda r: r.defense.replace("mjp", "gradient-noise"))
+    rows = rows.loc[(rows.attack != "mjp-subspace") & ~of(rows, 1, "patch-gradient")]
+    adaptive = rows.loc[of(rows, 0, "patch-gradient")].assign(case=1, defense="gradient-noise", setting="c")
+    adaptive = adaptive.assign(attack="patch-gradient-adaptive", attack_params='{"rounds": 6}', psnr=11.9)
+    said, why = word(pd.concat([rows, adaptive], ignore_index=True))
+    assert said == "holds"
+    assert "which leaks, as patch-gradient, without the defense (24 of 24 images; " in why
+    other = adaptive.assign(attack="gradient-likelihood")
+    assert "no positive control" in word(pd.concat([rows, other], ignore_index=True))[1]
+
+
 def test_structure_whose_scale_is_lost_breaks_a_defense() -> None:
     """PSNR is a control's; after gain and offset the attack is ahead, and the verdict says by what."""
     rows = records()
