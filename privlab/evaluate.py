@@ -107,7 +107,8 @@ class Evaluator:
             panels: list[list[Panel]] = [[] for _ in batch.pictures]
             own = self.rows.cells(setting, [])[CONTROLS[0]]
             self._show(panels, f"{own}-private", batch.images, ["private image"] * len(panels))
-            fed = [f"fed to the model, setting {setting}"] * len(panels)
+            told = f"fed to the model, setting {setting}" + (": x̃, the reference" if setting == "b" else "")
+            fed = [told] * len(panels)
             self._show(panels, f"{own}-fed", trial.feed.images, fed)
             if trial.sent is not None:
                 rows_sent = as_sent(trial.sent, trial.feed.images, self.base.model.patch)

@@ -31,6 +31,13 @@ __all__ += ["verdicts"]
 KNOWN = METRICS | PLACEMENT
 """What a column of the table may be."""
 
+_SETTINGS = {
+    "a": "a, nothing is defended, and the private image x is the reference",
+    "b": "b, the defense is at work, and x̃, what the client fed, is the reference: an order that is lost costs nothing",
+    "c": "c, the defense is at work, and the private image x is the reference",
+}
+"""What is fed and what reconstructions are compared with (MJP, section 5.4)."""
+
 _KINDS = ("paper", "worst", "single", "attack", "control")
 
 
@@ -101,7 +108,9 @@ def _leading(table: pd.DataFrame, lead: str) -> dict[str, str]:
 def explanations(table: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
     """Return what the first rows of the table are, and what its scores stand on, a line for each."""
     reassembled = any("(reassembled)" in name for behind in table.leakiest if behind for name in behind)
+    settings = [said for setting, said in _SETTINGS.items() if (table.setting == setting).any()]
     return [
+        f"Settings: {'; '.join(settings)}.",
         OF_WORST,
         of_single(metrics),
         *([OF_ADVERSARIES] if reassembled and geometry != GEOMETRIES[1] else []),
