@@ -107,7 +107,7 @@ class Evaluator:
             panels: list[list[Panel]] = [[] for _ in batch.pictures]
             own = self.rows.cells(setting, [])[CONTROLS[0]]
             self._show(panels, f"{own}-private", batch.images, ["private image"] * len(panels))
-            told = f"fed to the model, setting {setting}" + (": x̃, the reference" if setting == "b" else "")
+            told = f"fed to the model, setting {setting}" + ("\nthe reference of its scores" if setting == "b" else "")
             fed = [told] * len(panels)
             self._show(panels, f"{own}-fed", trial.feed.images, fed)
             if trial.sent is not None:
