@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from privlab.errors import PrivlabError, unknown_name
 
-__all__ = ["configured", "read_numbers", "read_options"]
+__all__ = ["configured", "read_numbers", "read_options", "stated"]
 
 T = TypeVar("T")
 
@@ -53,6 +53,26 @@ def configured(kind: type[T], options: Sequence[str], given: Mapping[str, Any] =
             into = values if key in _own_types(kind) else config
             into[key] = _convert(option, value, types[key])
     return kind(**values, **({"config": tuple(config.items())} if config else {}))
+
+
+def stated(part: Any) -> list[str]:  # noqa: ANN401
+    """Return the options that make this instance of an attack or defense: NAME.KEY=VALUE for each of its fields.
+
+    Raises:
+        PrivlabError: if a value is none that an option can give.
+    """
+    kinds, found = _types(type(part)), []
+    values = {f.name: getattr(part, f.name) for f in fields(part)}
+    values |= dict(values.pop("config") or ()) if hasattr(type(part), "config_types") else {}
+    for key, value in values.items():
+        text = "none" if value is None else str(value)
+        option = f"{part.name}.{key}={text}"
+        if key not in kinds or _convert(option, text, kinds[key]) != value:
+            raise PrivlabError(
+                f"{part.name}: {key}={value!r} can be given in no record. Give a number, a text or none."
+            )
+        found.append(option)
+    return found
 
 
 def _split(option: str, names: Iterable[str]) -> tuple[str, str, str]:

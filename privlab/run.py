@@ -15,6 +15,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from privlab.attacks import attacks
+from privlab.defenses import defenses
 from privlab.errors import PrivlabError, unknown_name
 from privlab.evaluate import Evaluator, Scored
 from privlab.f_sim import Embedding
@@ -22,6 +24,7 @@ from privlab.images import ImageSource, Picture, batches
 from privlab.machine import commit, hardware, pick_device, versions
 from privlab.manifest import to_csv
 from privlab.metrics import Learned, Lpips
+from privlab.options import stated
 from privlab.plan import Cell, Specification, defense_of, plan, reassembly_of
 from privlab.records import Record, to_frame
 from privlab.store import RunDirectory
@@ -31,6 +34,9 @@ from privlab.threat import PrivlabWarning
 from privlab.victims import Victim, victim
 
 __all__ = ["Outcome", "attack", "execute", "specify"]
+
+Part = Any
+"""An attack or a defense: its name, or an instance of its class."""
 
 Progress = Callable[[int, int | None], None]
 """(images done, images in all or None) of a run, over all its victims."""
@@ -61,7 +67,7 @@ def attack(
     model: str | Sequence[str] | VisionTransformer,
     setting: str | Sequence[str] | None = None,
     *,
-    attack: str | Sequence[str] | None = None,
+    attack: Part | Sequence[Part] | None = None,
     images: str | Path | Sequence[str | Path] = "samples",
     metrics: str | Sequence[str] | None = None,
     device: str = "auto",
@@ -75,7 +81,7 @@ def attack(
     Args:
         model: a victim's name or names, or a timm VisionTransformer of your own, which is left as it is.
         setting: "a", "b" or "c", or several; by default c where a defense is at work, else a.
-        attack: the attacks; by default all that can run.
+        attack: the attacks, by name or made with their options, `PatchGradient(rtol=0)`; by default all that can run.
         images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
         metrics: names of `privlab.metrics.METRICS`; by default all but LPIPS of VGG and SqueezeNet.
         device: "auto", "cpu", "cuda" or "cuda:N".
@@ -83,7 +89,8 @@ def attack(
             `gradient_batch` images make one gradient.
         out: the run directory; without one nothing is written.
         overwrite: whether an earlier run in `out` gives way.
-        options: the other fields of `privlab.plan.Specification`: weights, block, gamma, limit, seed …
+        options: the other fields of `privlab.plan.Specification`: weights, block, gamma, limit, seed …; `defense` by
+            name, or made with its options, `GradientNoise(multiplier=1e-3)`, or several of these, which are stacked.
 
     Raises:
         PrivlabError: if something asked for does not exist, or an attack lacks a capability.
@@ -112,21 +119,31 @@ def specify(
     model: str | Sequence[str],
     setting: str | Sequence[str] | None = None,
     *,
-    attack: str | Sequence[str] | None = None,
+    attack: Part | Sequence[Part] | None = None,
     images: str | Path | Sequence[str | Path] = "samples",
     metrics: str | Sequence[str] | None = None,
     **options: Any,  # noqa: ANN401
 ) -> Specification:
     """Return a specification from names, each one name, several with commas, or a sequence of names.
 
+    Attacks and defenses may be made already: their fields become options of the run.
+
     Raises:
-        PrivlabError: for an unknown name or option.
+        PrivlabError: for an unknown name or option, or a made part that is not installed under its name.
     """
+    more: list[str] = []
+    if attack is not None:
+        attack = _parts(attack, attacks(), more)
+    if "defense" in options:
+        options["defense"] = "+".join(_parts(options["defense"], defenses(), more))
+    if more:
+        given = options.get("options", ())
+        options["options"] = [*([given] if isinstance(given, str) else given), *more]
     models, defense = _names(model), options.get("defense", "auto")
     defended = defense not in ("auto", "none") or any(name.endswith("_mjp") for name in models)
     given: dict[str, Any] = {"models": models, "settings": _names(setting or ("c" if defended else "a"))}
     if attack is not None:
-        given["attacks"] = _names(attack)
+        given["attacks"] = attack
     if metrics is not None:
         given["metrics"] = _names(metrics)
     sources = [images] if isinstance(images, str | Path) else images
@@ -267,6 +284,29 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
     """Split names at commas, each kept once, in their order."""
     given = names.split(",") if isinstance(names, str) else names
     return tuple(dict.fromkeys(name.strip() for name in given if name.strip()))
+
+
+def _parts(given: Part | Sequence[Part], kinds: Mapping[str, type[Any]], options: list[str]) -> tuple[str, ...]:
+    """Return the names of attacks or defenses; of those that are made already, their `options` are added."""
+    if isinstance(given, str):
+        return _names(given)
+    names: list[str] = []
+    for part in given if isinstance(given, list | tuple) else (given,):
+        if isinstance(part, str):
+            names += _names(part)
+            continue
+        name = getattr(type(part), "name", None)
+        if not isinstance(name, str) or kinds.get(name) is not type(part):
+            made = f"the class {part.__name__}: make it, {part.__name__}()" if isinstance(part, type) else repr(part)
+            raise PrivlabError(
+                "An attack or defense is given by its name, or made from a class that is installed as an entry point "
+                f"(`privlab list` shows them). Found {made}."
+            )
+        if name in names:
+            raise PrivlabError(f"'{name}' was given twice: one run has one set of options for it.")
+        names.append(name)
+        options += stated(part)
+    return tuple(dict.fromkeys(names))
 
 
 def _victims(spec: Specification, own: VisionTransformer | None) -> list[Victim]:

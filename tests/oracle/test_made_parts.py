@@ -1,0 +1,83 @@
+"""Attacks and defenses that are made in Python are the same runs as their names and options."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pandas as pd
+import pytest
+
+import privlab
+from privlab.attacks import PatchGradient, attacks
+from privlab.defenses import GradientNoise, Jigsaw, Mjp, defenses
+from privlab.errors import PrivlabError
+from privlab.options import configured, stated
+from privlab.run import specify
+
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+SMALL = {"weights": "random", "img_size": 32, "limit": 2, "metrics": "psnr"}
+
+
+def run(**options: Any) -> pd.DataFrame:
+    records = privlab.attack("vit_ti_mjp", **(SMALL | options))
+    return records.drop(columns=[name for name in records if name.startswith("seconds")])
+
+
+def test_a_made_attack_is_its_name_with_its_options() -> None:
+    made = run(setting="a", attack=[PatchGradient(rtol=0.25), "april"])
+    named = run(setting="a", attack="patch-gradient,april", options=["patch-gradient.rtol=0.25"])
+    pd.testing.assert_frame_equal(made, named)
+    assert {*made.attack_params.dropna()} >= {'{"rtol": 0.25}'}
+    pd.testing.assert_frame_equal(run(setting="a", attack=PatchGradient()), run(setting="a", attack="patch-gradient"))
+
+
+def test_a_made_defense_is_its_name_with_its_options_and_several_are_stacked() -> None:
+    made = run(attack="patch-gradient", defense=[Mjp(gamma=0.5), GradientNoise(multiplier=1e-5)])
+    options = ["gradient-noise.multiplier=1e-5"]
+    named = run(attack="patch-gradient", defense="mjp+gradient-noise", gamma=0.5, options=options)
+    pd.testing.assert_frame_equal(made, named)
+    assert {*made.setting} == {"c"}  # a defense is at work
+    assert run(attack="patch-gradient", defense=Jigsaw(gamma=0.75)).defense.unique().tolist() == ["jigsaw"]
+
+
+@pytest.mark.parametrize("kinds", [attacks, defenses], ids=["attacks", "defenses"])
+def test_what_is_stated_makes_the_same_instance(kinds: Callable[[], dict[str, type[Any]]]) -> None:
+    for name, kind in kinds().items():
+        if not name.startswith("breaching:"):
+            assert configured(kind, stated(kind())) == kind()
+    assert stated(Jigsaw(gamma=0.5, per="image")) == ["jigsaw.gamma=0.5", "jigsaw.per=image"]
+
+
+@dataclass(frozen=True)
+class Mine:  # noqa: D101
+    name: ClassVar[str] = "mine"
+
+
+@dataclass(frozen=True)
+class Odd:  # noqa: D101
+    name: ClassVar[str] = "odd"
+    levels: tuple[float, ...] = (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attack": PatchGradient}, r"Found the class PatchGradient: make it, PatchGradient\(\)\.$"),
+        ({"attack": Mine()}, r"installed as an entry point \(`privlab list` shows them\)\. Found Mine\(\)\.$"),
+        ({"defense": Mine()}, r"Found Mine\(\)\.$"),
+        ({"attack": 3}, r"Found 3\.$"),
+        (
+            {"attack": [PatchGradient(), PatchGradient(rtol=0.5)]},
+            r"^'patch-gradient' was given twice: one run has one set",
+        ),
+        ({"defense": PatchGradient()}, r"Found PatchGradient\("),
+    ],
+)
+def test_what_is_neither_a_name_nor_installed_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PrivlabError, match=message):
+        specify("vit_ti", **options)
+
+
+def test_values_that_no_option_can_give_are_refused() -> None:
+    with pytest.raises(PrivlabError, match=r"^odd: levels=\(1\.0, 2\.0\) can be given in no record\. Give a number"):
+        stated(Odd())
