@@ -67,9 +67,13 @@ def stated(part: Any) -> list[str]:  # noqa: ANN401
     for key, value in values.items():
         text = "none" if value is None else str(value)
         option = f"{part.name}.{key}={text}"
-        if key not in kinds or _convert(option, text, kinds[key]) != value:
+        try:
+            same = _convert(option, text, kinds[key]) == value
+        except PrivlabError:
+            same = False
+        if not same:
             raise PrivlabError(
-                f"{part.name}: {key}={value!r} can be given in no record. Give a number, a text or none."
+                f"{part.name}: {key}={value!r} is no option that a record can state: a number or a text."
             )
         found.append(option)
     return found

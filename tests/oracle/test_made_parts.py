@@ -79,5 +79,5 @@ def test_what_is_neither_a_name_nor_installed_is_refused(options: dict[str, Any]
 
 
 def test_values_that_no_option_can_give_are_refused() -> None:
-    with pytest.raises(PrivlabError, match=r"^odd: levels=\(1\.0, 2\.0\) can be given in no record\. Give a number"):
+    with pytest.raises(PrivlabError, match=r"^odd: levels=\(1\.0, 2\.0\) is no option that a record can state"):
         stated(Odd())
