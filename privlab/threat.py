@@ -387,7 +387,15 @@ def check_capabilities(attack: Attack | FeatureAttack, grants: Iterable[Capabili
     Raises:
         PrivlabError: with the name and the meaning of each missing capability.
     """
-    missing = attack.requires - frozenset(grants) - (FORCEABLE if force else frozenset())
+    grants = frozenset(grants)
+    reads, released = (Capability.RELEASED_FEATURES in what for what in (attack.requires, grants))
+    if reads != released:
+        kinds = ("gradients", "features")
+        raise PrivlabError(
+            f"Attack '{attack.name}' reads {kinds[reads]}, and this run releases {kinds[released]} "
+            f"(--release {kinds[reads]}, without a defense that acts on {kinds[released]}, or another attack)."
+        )
+    missing = attack.requires - grants - (FORCEABLE if force else frozenset())
     if missing:
         names = "; ".join(f"{c.value} ({c.meaning})" for c in sorted(missing))
         raise PrivlabError(f"Attack '{attack.name}' needs what this observation does not grant: {names}.")

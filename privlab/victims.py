@@ -155,10 +155,13 @@ def victim(
         made = _named(model, str(weights), img_size, seed, start=start)
     _, height, width = made.model.image_shape
     if img_size is not None and (height, width) != (img_size, img_size):
-        raise PrivlabError(
-            f"--img-size {img_size} does not fit {made.name}: give a multiple of its patch size {made.model.patch}, "
-            f"such as {height}; a model of your own keeps its {height}×{width} pixels."
+        patch = made.model.patch
+        right = (
+            f"a model of your own keeps its {height}×{width} pixels"
+            if isinstance(model, VisionTransformer)
+            else f"an image is cut into patches of {patch}×{patch} pixels, so give a multiple, such as {height}"
         )
+        raise PrivlabError(f"--img-size {img_size} does not fit {made.name}: {right}.")
     return made.with_block(block)
 
 

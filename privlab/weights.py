@@ -184,12 +184,32 @@ def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
         "mis-shaped": shapes,
     }
     found = "; ".join(f"{kind}: {_first(names)}" for kind, names in problems.items() if names)
+    if not want.keys() & state.keys():
+        raise PrivlabError(
+            f"{source} holds the weights of another kind of network: {_first([*state], 3)}, and none of this model's, "
+            f"{_first([*want], 3)}."
+        )
+    theirs, ours = (_shape_of_vit(of) for of in (state, want))
+    if theirs and ours and theirs[0] != ours[0]:
+        raise PrivlabError(f"{source} holds the weights of {_vit(*theirs)}, and this model is {_vit(*ours)}.")
     if found:
         raise PrivlabError(f"The weights of {source} do not fit this model. {found}{hint}.")
     try:
         net.load_state_dict(state)
     except RuntimeError as error:  # tensors that are sparse or quantised
         raise PrivlabError(f"The weights of {source} cannot be copied into this model: {error}.") from error
+
+
+def _shape_of_vit(state: State) -> tuple[int, int] | None:
+    """Return the width and the depth of a ViT's weights; None of what is no ViT."""
+    proj = state.get("patch_embed.proj.weight")
+    blocks = {name.split(".")[1] for name in state if name.startswith("blocks.")}
+    return (proj.shape[0], len(blocks)) if proj is not None and proj.dim() == 4 and blocks else None
+
+
+def _vit(width: int, depth: int) -> str:
+    size = {(192, 12): "-Ti", (384, 12): "-S", (768, 12): "-B", (1024, 24): "-L"}.get((width, depth), "")
+    return f"a ViT{size} (D = {width}, {depth} blocks)"
 
 
 def _first(names: list[str], most: int = 6) -> str:

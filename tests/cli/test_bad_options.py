@@ -43,7 +43,10 @@ NONSENSE = [
     (("--seed", "-1"), "Invalid value for '--seed': -1 is not in the range"),
     (("--seed", "9223372036854775808"), "seed must be in [0, 2^63 − 1]. Found 9223372036854775808."),
     (("--img-size", "8"), "Invalid value for '--img-size': 8 is not in the range x>=16."),
-    (("--img-size", "40"), "--img-size 40 does not fit vit_ti: give a multiple of its patch size 16, such as 32"),
+    (
+        ("--img-size", "40"),
+        "--img-size 40 does not fit vit_ti: an image is cut into patches of 16×16 pixels, so give a",
+    ),
     (("--model", ""), "At least one of models is needed. Found none."),
     (("--setting", ","), "At least one of settings is needed. Found none."),
     (("--metrics", ","), "At least one of metrics is needed. Found none."),

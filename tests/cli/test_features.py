@@ -184,7 +184,7 @@ def test_what_is_no_picture_is_no_result_of_an_audit(
         (("--labels", "predicted"), "--labels has no meaning with --features"),
         (("--img-size", "32"), "vit_ti sends 5 tokens of width 192. Found 17 of width 192 in the recording"),
         (("--model", "vit_ti,vit_s"), "--features audits one victim. Found 2: vit_ti, vit_s."),
-        (("--attack", "april"), "needs what this observation does not grant"),
+        (("--attack", "april"), "Attack 'april' reads gradients, and this run releases features"),
     ],
 )
 def test_an_audit_that_cannot_be_is_one_line(

@@ -368,7 +368,7 @@ def test_what_has_no_meaning_is_one_line(
     assert "--gradients audits one victim. Found 2" in audit(path, "--model", "vit_ti,vit_s").error
     assert "--reference is the private image of a --gradients file" in attack("--reference", photos / "a.png").error
     assert "Cannot read the gradients" in audit(tmp_path / "nowhere.safetensors").error
-    assert "needs what this observation does not grant" in audit(path, "--attack", "pe-assignment").error
+    assert "reads features, and this run releases gradients" in audit(path, "--attack", "pe-assignment").error
 
 
 def test_the_documented_loop_runs(audit: Callable[..., Any], state: State, tmp_path: Path) -> None:

@@ -135,7 +135,10 @@ def test_a_card_is_shown_line_by_line(cli: Callable[..., Any], tmp_path: Path) -
         (("import", "{checkpoint}", "--as", "vit_tii"), "Unknown model 'vit_tii'."),
         (("import", "{checkpoint}", "--as", "vit_ti_mjp"), "--img-size resizes position embeddings"),
         (("import", "{checkpoint}", "--as", "vit_ti", "--img-size", "32"), "hold E_unk of MJP"),
-        (("import", "{checkpoint}", "--as", "deit_s_mjp", "--img-size", "32"), "do not fit this model"),
+        (
+            ("import", "{checkpoint}", "--as", "deit_s_mjp", "--img-size", "32"),
+            "this model is a ViT-S (D = 384, 12 blocks).",
+        ),
     ],
 )
 def test_mistakes_are_one_line(

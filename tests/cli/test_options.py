@@ -37,7 +37,10 @@ def test_options_reach_the_attack(attack: Callable[..., Any], records: Callable[
         (["--release", "feature"], "Unknown release 'feature'. Did you mean features"),
         (["--release", "gradients", "--defense", "row-permutation"], "'row-permutation' acts on features."),
         (["--defense", "row-permutation", "--block", "april"], "Found --block april: leave it out."),
-        (["--defense", "row-permutation", "--attack", "april"], "needs what this observation does not grant:"),
+        (
+            ["--defense", "row-permutation", "--attack", "april"],
+            "Attack 'april' reads gradients, and this run releases features",
+        ),
         (["--embedding", "resnet18", "--metrics", "f_sim"], "--embedding must be timm:NAME@FILE"),
     ],
 )

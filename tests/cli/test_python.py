@@ -116,7 +116,7 @@ def test_paths_may_be_paths(state: dict[str, torch.Tensor], photos: Path, tmp_pa
         ({"seed": -1}, "seed must be in"),
         ({"device": "gpu"}, "Unknown device 'gpu'."),
         ({"images": []}, "At least one of images is needed. Found none."),
-        ({"img_size": 24}, "--img-size 24 does not fit vit_ti: give a multiple of its patch size 16"),
+        ({"img_size": 24}, "--img-size 24 does not fit vit_ti: an image is cut into patches of 16×16 pixels"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
