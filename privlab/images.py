@@ -168,10 +168,11 @@ class Preprocessing:
         """Return the resized, centre-cropped picture, in [0, 1]."""
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize, ToTensor
 
-        resize = Resize(self._resized(pixels), InterpolationMode(self.interpolation))
+        resize = Resize(self.resized(pixels), InterpolationMode(self.interpolation))
         return ToTensor()(Compose([resize, CenterCrop(self.size)])(pixels))
 
-    def _resized(self, pixels: Image.Image) -> list[int]:
+    def resized(self, pixels: Image.Image) -> list[int]:
+        """Return the side, or the height and width, that a picture is resized to before it is cropped."""
         h, w = (math.floor(side / self.crop_pct) for side in self.size)
         if h == w:
             return [h]
