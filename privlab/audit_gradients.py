@@ -301,7 +301,7 @@ def _flags(
     if beyond:
         found.append(f"outside their stated range, so that a failure says nothing: {'; '.join(beyond)}")
     if not any("block" in row for row in rows):
-        found.append("no attack can run on this file, which is no evidence of privacy")
+        found.append("no attack ran on this file, which is no evidence of privacy")
     return found
 
 

@@ -109,19 +109,19 @@ def as_fed(
     )
     how = "as it is" if _fits(pixels, base) else f"crop_pct {kept.crop_pct:g}, {kept.interpolation}"
     otherwise = (
-        f"the client preprocessed it otherwise than {base.name} does ({how}: residual {own:.1e}, {name} at "
+        f"the client preprocessed it otherwise than {base.name} does ({how}: residual {own:.2g}, {name} at "
         f"{before:.2f} dB)"
     )
     if left < EXPLAINED and (own >= EXPLAINED or after > before + _MUCH_NEARER):
         return replace(judge, image=image), (
-            f"{otherwise}. It gives the released gradient {found.how} (residual {left:.1e}, {name} at {after:.2f} dB): "
+            f"{otherwise}. It gives the released gradient {found.how} (residual {left:.2g}, {name} at {after:.2f} dB): "
             "scores are by that."
         )
     if own < EXPLAINED:
         return judge, None
     return judge, (
-        f"{otherwise} and in none of {tried} usual ways (the nearest, {found.how}: residual {left:.1e}, {name} at "
-        f"{after:.2f} dB), or it is another picture. {name} gives the released gradient (residual {proof:.1e}), the "
+        f"{otherwise} and in none of {tried} usual ways (the nearest, {found.how}: residual {left:.2g}, {name} at "
+        f"{after:.2f} dB), or it is another picture. {name} gives the released gradient (residual {proof:.2g}), the "
         "reference does not: low scores say nothing here."
     )
 

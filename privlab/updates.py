@@ -181,6 +181,6 @@ def partial_training(found: Collection[str], wanted: Collection[str] | None = No
         return (
             f"holds the gradient of the head alone ({first(trained, 3)}), and {of}. If the client trains nothing else, "
             "list the others as without_gradient in the metadata, as privlab.capture does: labels are then read from "
-            "it, and no attack here reads an image from a head."
+            "it, and --attack gradient-matching may search for the image."
         )
     return None
