@@ -90,8 +90,14 @@ def audit_gradients(
     messages: list[str] = []
     with collected(messages):
         released = read_released(file)
-        base = victim(spec.models[0], weights=spec.weights, block=spec.block, img_size=spec.img_size, seed=spec.seed)
-        base = base.to(pick_device(device))
+        base = victim(
+            spec.models[0],
+            weights=spec.weights,
+            block=spec.block,
+            img_size=spec.img_size,
+            seed=spec.seed,
+            classes=spec.classes,
+        ).to(pick_device(device))
         check_fit(released, base.model)
         if spec.defense == "auto" and not base.has_mjp:
             spec = replace(spec, defense="none")
