@@ -1,6 +1,6 @@
 """How near a reconstruction x comes to the reference y: one pure function per metric, one value per image.
 
-Images are RGB in [0, 1] at the victim's resolution. Results are float64 and never averaged over the batch.
+Images are RGB or grey in [0, 1] at the victim's resolution. Results are float64 and never averaged over the batch.
 Pixels outside [0, 1], NaN among them, are refused: such images are still normalised or were never
 clipped, and their scores would flatter a defense.
 """
@@ -160,7 +160,7 @@ class Lpips:
         computed in float32. Range [0, ∞); lower leaks.
 
         Raises:
-            PrivlabError: if images are not RGB, too small for the backbone, or a pixel lies outside [0, 1].
+            PrivlabError: if images are not RGB or grey, too small for the backbone, or a pixel lies outside [0, 1].
 
         Source: Zhang et al. 2018; the `lpips` package, version 0.1 of the linear layers.
         """
@@ -272,7 +272,7 @@ def _pair(x: Tensor, y: Tensor) -> _Pair:
     for name, image in {"x": x, "y": y}.items():
         if not ((image >= 0) & (image <= 1)).all():  # so written, NaN fails too
             low, high = (bound.item() for bound in image.aminmax())
-            raise PrivlabError(f"{name} must be RGB in [0, 1]. Found values from {low:.4g} to {high:.4g}.")
+            raise PrivlabError(f"{name} must be in [0, 1]. Found values from {low:.4g} to {high:.4g}.")
     return _Pair(x.double(), y.double())
 
 
@@ -362,10 +362,10 @@ def _dot(f: Float[Tensor, "b c h w"], g: Float[Tensor, "b c h w"]) -> Float[Tens
 def _lpips(pair: _Pair, lpips: Lpips) -> Float[Tensor, " b"]:
     _, c, h, w = pair.x.shape
     side = BACKBONES[lpips.net].min_side
-    if c != 3 or min(h, w) < side:
+    if c not in (1, 3) or min(h, w) < side:
         raise PrivlabError(f"lpips_{lpips.net} needs images of at least 3×{side}×{side}. Found {c}×{h}×{w}.")
     weight = next(lpips.module.parameters())
-    x, y = ((2 * image - 1).to(weight) for image in (pair.x, pair.y))
+    x, y = ((2 * image - 1).to(weight).expand(-1, 3, -1, -1) for image in (pair.x, pair.y))
     return lpips.module(x, y).flatten().to(pair.x)
 
 

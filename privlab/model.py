@@ -234,5 +234,5 @@ def _check(vit: VisionTransformer) -> None:
             "A victim embeds square patches that do not overlap linearly, and has an input size. "
             f"Found {type(embed).__name__} with {proj} and grid {embed.grid_size}."
         )
-    if proj.in_channels != 3:
-        raise PrivlabError(f"A victim takes RGB images. Found a model with {proj.in_channels} input channels.")
+    if proj.in_channels not in (1, 3):
+        raise PrivlabError(f"A victim takes RGB or grey images. Found a model with {proj.in_channels} input channels.")

@@ -21,7 +21,7 @@ class Fed:
     """A picture as a client may have fed it, and how it came about."""
 
     how: str
-    image: Float[Tensor, "1 3 h w"]
+    image: Float[Tensor, "1 c h w"]
 
 
 def usual(pixels: Image.Image, cut: Preprocessing) -> Iterator[Fed]:
@@ -36,7 +36,7 @@ def usual(pixels: Image.Image, cut: Preprocessing) -> Iterator[Fed]:
             yield Fed(f"{shape}, {name}{', mirrored' if mirrored else ''}", image.flip(3) if mirrored else image)
 
 
-def nearest(pixels: Image.Image, cut: Preprocessing, fed: Float[Tensor, "1 3 h w"]) -> tuple[Fed, int]:
+def nearest(pixels: Image.Image, cut: Preprocessing, fed: Float[Tensor, "1 c h w"]) -> tuple[Fed, int]:
     """Return the usual preprocessing of a picture with the least squared distance from what was fed, and of how many.
 
     This is for whoever has the picture: it reads no gradient, and no attack reads it.
@@ -45,7 +45,7 @@ def nearest(pixels: Image.Image, cut: Preprocessing, fed: Float[Tensor, "1 3 h w
     return min(tried, key=lambda one: one[0])[1], len(tried)
 
 
-_Resize = Callable[[Image.Image, list[int]], Float[Tensor, "3 h w"]]
+_Resize = Callable[[Image.Image, list[int]], Float[Tensor, "c h w"]]
 
 
 def _resizes() -> Iterator[tuple[str, _Resize]]:
@@ -69,7 +69,7 @@ def _shapes(pixels: Image.Image, cut: Preprocessing) -> Iterator[tuple[str, Call
     """Yield the ways of coming to the input's size, each with its name."""
     from torchvision.transforms import CenterCrop
 
-    (height, width), size = cut.size, list(cut.size)
+    (height, width), size, pixels = cut.size, list(cut.size), cut.coloured(pixels)
     for kept in sorted({cut.crop_pct, *_CROPS}):
         sides = replace(cut, crop_pct=kept).resized(pixels)
         yield (

@@ -255,7 +255,7 @@ def _trained(
     state, unknown = stored.from_any_layout(stored.read_state(path))
     own = _classes(state)
     drawn = start or (own is None and classes is not None)
-    vit = _create(architecture, variant, img_size, seed=seed if drawn else 0, classes=own or classes)
+    vit = _create(architecture, variant, img_size, seed=seed if drawn else 0, classes=own or classes, grey=_grey(state))
     _check_classes(name, vit, classes)
     if own is None and classes is not None:
         _warn(_untrained(name, classes))
@@ -307,7 +307,13 @@ def resolve(name: str) -> tuple[str, str]:
 
 
 def _create(
-    architecture: str, variant: str, img_size: int | None, *, seed: int = 0, classes: int | None = None
+    architecture: str,
+    variant: str,
+    img_size: int | None,
+    *,
+    seed: int = 0,
+    classes: int | None = None,
+    grey: bool = False,
 ) -> VisionTransformer:
     """Build the architecture with random weights, leaving torch's global random state alone."""
     options: dict[str, Any] = dict(COMPACT.get(architecture, {})) | (
@@ -315,6 +321,8 @@ def _create(
     )
     if img_size is not None:
         options["img_size"] = img_size
+    if grey:
+        options["in_chans"] = 1
     if variant == "_nope":
         options["pos_embed"] = "none"
     with torch.random.fork_rng(devices=[]):
@@ -329,6 +337,11 @@ def _create(
     if not isinstance(made, VisionTransformer):
         raise PrivlabError(f"privlab attacks timm's VisionTransformer. Found {architecture}, a {type(made).__name__}.")
     return made
+
+
+def _grey(state: stored.State) -> bool:
+    proj = state.get("patch_embed.proj.weight")
+    return proj is not None and proj.ndim == 4 and proj.shape[1] == 1
 
 
 def _classes(state: stored.State) -> int | None:
@@ -357,6 +370,8 @@ def _assemble(
     unknown_origin: UnknownOrigin | None = None,
 ) -> Victim:
     config = resolve_model_data_config(vit)
+    if getattr(getattr(vit.patch_embed, "proj", None), "in_channels", 3) == 1:
+        config |= {key: (sum(config[key]) / len(config[key]),) for key in ("mean", "std")}
     state = dict(vit.state_dict()) | ({} if unknown is None else {"unk_embed": unknown})
     model = VictimModel(vit.eval(), config["mean"], config["std"], unknown).requires_grad_(False)
     preprocessing = Preprocessing(

@@ -1,12 +1,16 @@
 """Models as users have them: without classifier, of any input size, behind a pre-norm, and some that are no victims."""
 
 import copy
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -17,6 +21,7 @@ import privlab
 from privlab.attacks import PatchGradient
 from privlab.errors import PrivlabError
 from privlab.gradients import granted, observe, obstacles, released_parameters
+from privlab.images import open_images
 from privlab.metrics import psnr
 from privlab.model import VictimModel
 from privlab.plan import Specification, applicable
@@ -144,3 +149,54 @@ def test_a_pre_norm_is_named(tiny_model: Callable[..., VictimModel], tiny_vit: V
     for refusal in refused.values():
         assert "plain_block (a pre-norm, LayerNorm `norm_pre`, stands between the embedding and the first" in refusal
         assert "timm's own" not in refusal
+
+
+@pytest.fixture(scope="module")
+def grey() -> VisionTransformer:
+    """Return a ViT for X-rays: one channel, five classes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vit = timm.create_model("vit_tiny_patch16_224", in_chans=1, img_size=64, num_classes=5, depth=2)
+    assert isinstance(vit, VisionTransformer)
+    return vit
+
+
+@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.parametrize("options", [{}, {"defense": "jigsaw"}, {"release": "features"}, {"gradient_batch": 2}])
+def test_grey_images_are_attacked(grey: VisionTransformer, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Whatever can run on them runs: pictures are made grey by their luma, and so are the photographs of priors."""
+    out = tmp_path / "run"
+    frame = privlab.attack(grey, limit=2, metrics="mse,psnr,ssim,ssim_skimage,fft2d,fft2d_mjp", out=out, **options)
+    assert not (frame.status == "failed").any(), frame[frame.status == "failed"].reason.unique()
+    assert json.loads(frame.victim_params.iloc[0])["input"] == [1, 64, 64]
+    attacked = frame[~frame.attack.str.startswith("control")]
+    assert attacked.psnr.max() > (30 if "release" in options else 60)  # features: K = 256 > D = 192
+    assert frame[frame.attack == "control:mean"].psnr.max() < 30
+    assert list((out / "strips").iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+def test_decoders_of_rgb_say_so(grey: VisionTransformer) -> None:
+    frame = privlab.attack(grey, limit=1, attack="inversion-conv", metrics="psnr")
+    told = frame[frame.attack == "inversion-conv"].reason
+    assert told.str.contains("conv decoders paint RGB images. Found a victim of 1 channels.", regex=False).all()
+
+
+def test_grey_pictures_are_pil_s_luma(grey: VisionTransformer) -> None:
+    base = victim(grey)
+    assert (base.preprocessing.mean, base.preprocessing.std) == ((0.5,), (0.5,))
+    pixels = next(iter(open_images("samples", limit=1))).pixels
+    assert pixels is not None
+    square = pixels.resize((64, 64)).convert("RGB")
+    red, green, blue = (torch.tensor(np.asarray(square)[..., i]).double() for i in range(3))
+    image = replace(base.preprocessing, crop_pct=1.0)(square)
+    assert image.shape == (1, 64, 64)
+    assert (255 * image[0] - (0.299 * red + 0.587 * green + 0.114 * blue)).abs().max() <= 1
+
+
+def test_weights_of_one_channel_make_a_grey_victim(tmp_path: Path) -> None:
+    vit = timm.create_model("vit_tiny_patch16_224", in_chans=1, img_size=32, num_classes=5)
+    save(vit.state_dict(), tmp_path / "xray.safetensors")
+    made = victim("vit_ti", weights=tmp_path / "xray.safetensors", img_size=32)
+    assert made.model.image_shape == (1, 32, 32)
+    assert made.model.std.shape == (1, 1, 1)
