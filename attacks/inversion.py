@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 
 from privlab.effects import effects_of
+from privlab.errors import PrivlabError
 from privlab.inversion import DecoderSpec, decoder_for
 from privlab.threat import Capability, FeatureObservation, Stolen
 from privlab.training import Plan
@@ -51,7 +52,13 @@ class _Inversion:
     seed: int = 0
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
-        """Reconstruct the images that the client embedded."""
+        """Reconstruct the images that the client embedded.
+
+        Raises:
+            PrivlabError: if they are not RGB.
+        """
+        if (channels := seen.model.image_shape[0]) != 3:
+            raise PrivlabError(f"{self.kind} decoders paint RGB images. Found a victim of {channels} channels.")
         decoder = decoder_for(seen.model, seen.defense, seen.public, self.spec)
         order = effects_of(seen.model, seen.defense).rows
         with torch.no_grad():

@@ -39,12 +39,12 @@ def photograph_gradients(model: VictimModel, names: Names = None) -> Float[Tenso
     `names` are those that may be learned from, `Observation.photographs`; all of them without it.
     """
     std = model.std.double().flatten()
-    return _gradients(model.image_shape[1:], names).to(std) / (std[:, None] * std)
+    return _gradients(model.image_shape, names).to(std) / (std[:, None] * std)
 
 
 @lru_cache(maxsize=32)
-def _gradients(size: tuple[int, int], names: Names) -> Float[Tensor, "c c"]:
-    images = photographs(size, names)
+def _gradients(shape: tuple[int, int, int], names: Names) -> Float[Tensor, "c c"]:
+    images = photographs(shape[1:], names, shape[0])
     δ = torch.cat([images.diff(dim=dim).transpose(0, 1).flatten(1) for dim in (3, 2)], 1)
     return δ @ δ.mT / δ.shape[1] + _RIDGE * torch.eye(len(δ), dtype=δ.dtype)
 
@@ -213,7 +213,7 @@ def photograph_windows(model: VictimModel, name: str, names: Names = None) -> Wi
       Σ of greatest likelihood: Cauchy's distribution has one scale for flat areas and edges alike.
     """
     std = model.std.double().flatten()
-    banks = _banks(name, model.image_shape[1:], names)
+    banks = _banks(name, model.image_shape, names)
     filters = tuple((bank.to(std) * std[:, None, None]).to(model.mean) for bank in banks)
     return Windows(model.image_shape, filters, _TAILS[name])
 
@@ -227,11 +227,11 @@ _TAILS: dict[str, Map] = {
 
 
 @lru_cache(maxsize=32)
-def _banks(name: str, size: tuple[int, int], names: Names) -> tuple[Float[Tensor, "_ _ _ _"], ...]:
-    images = photographs(size, names)
+def _banks(name: str, shape: tuple[int, int, int], names: Names) -> tuple[Float[Tensor, "_ _ _ _"], ...]:
+    images = photographs(shape[1:], names, shape[0])
     if name in ("quadratic", "sparse"):
         step = torch.tensor([-1.0, 1.0]).double()
-        return tuple(_whitened(_gradients(size, names), f[None]) for f in (step[None], step[:, None]))
+        return tuple(_whitened(_gradients(shape, names), f[None]) for f in (step[None], step[:, None]))
     if name == "covariance":
         cosines = torch.stack(_cosines(3)[1:])
         return (_whitened(_covariance(_responses(images, cosines)), cosines),)

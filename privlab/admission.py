@@ -113,7 +113,8 @@ def small_victim(
 
 def photographs(model: VictimModel) -> Float[Tensor, "3 c h w"]:
     """Return three of the bundled photographs as the victim takes them."""
-    cut = Preprocessing(model.image_shape[1:], (0.5,) * 3, (0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
+    colours, *size = model.image_shape
+    cut = Preprocessing((size[0], size[1]), (0.5,) * colours, (0.5,) * colours, 1.0, "bicubic")
     return torch.stack([cut(picture.pixels) for picture in open_images("samples", limit=3) if picture.pixels])
 
 

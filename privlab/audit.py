@@ -68,8 +68,9 @@ def audit(
     """
     messages: list[str] = []
     with collected(messages):
-        base = victim(spec.models[0], weights=spec.weights, img_size=spec.img_size, seed=spec.seed)
-        base = base.to(pick_device(device))
+        base = victim(
+            spec.models[0], weights=spec.weights, img_size=spec.img_size, seed=spec.seed, classes=spec.classes
+        ).to(pick_device(device))
         sessions = recorded_sessions(folder)
         (cell,) = plan(spec, base)
         attacks = cast(tuple[FeatureAttack, ...], cell.attacks)  # `plan` refuses those that read gradients

@@ -8,39 +8,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import torch
-from jaxtyping import Bool, Float
-from PIL import Image
+from jaxtyping import Float
 from torch import Tensor
 
-from privlab.decode import Picture
-from privlab.errors import PrivlabError
-from privlab.evaluate import Panel, Strip
-from privlab.gradients import full_precision, per_sample_gradients, released_parameters
-from privlab.images import Preprocessing, open_images
+from privlab.attacks import attacks as installed_attacks
+from privlab.audit_reference import Judge, Row, as_fed
+from privlab.errors import PrivlabError, first
+from privlab.evaluate import Panel
+from privlab.gradients import full_precision
 from privlab.labels_by_rank import Told, told_labels
 from privlab.machine import commit, hardware, pick_device, versions
-from privlab.metrics import Learned, score
-from privlab.photographs import apart_from
 from privlab.plan import Specification, applicable, defense_of, stands_in
-from privlab.public import Others
 from privlab.reconstruction import beyond_range, brought, check_reconstruction
-from privlab.records import CONTROLS
-from privlab.released import Released, check_fit, check_head, first, head_of, observation, read_released
+from privlab.released import Released, check_fit, check_head, head_of, observation, read_released
+from privlab.residual import EXPLAINED, residual, unlit
 from privlab.store import RunDirectory
 from privlab.strips import save_strip, strip_name, to_png
-from privlab.subjects import collected, learned_metrics, public_images
-from privlab.threat import Attack, Capability, Feed, Observation, PrivlabWarning, check_capabilities
+from privlab.subjects import collected
+from privlab.threat import Attack, Capability, Observation, PrivlabWarning, check_capabilities
+from privlab.updates import labels_of_signs, update_in
 from privlab.victims import Victim, victim
 
-__all__ = ["EXPLAINED", "GradientAudit", "audit_gradients", "residual"]
+__all__ = ["GradientAudit", "audit_gradients"]
 
-EXPLAINED = 0.05
-"""The residual below which a released gradient is taken for that of the reconstruction (experiments/gradients.md)."""
-
-Row = dict[str, Any]
+_GIVE_WEIGHTS = "Give --weights the client's, saved at that step, before the optimiser's."
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +41,8 @@ class GradientAudit:
     """What an audit left: a row for each attack, the red flags, and the directory of the pictures.
 
     A row has `residual` where the reconstruction could be checked by the gradient that it gives, and scores where there
-    is a reference; `missing` says of each metric that could not be computed why.
+    is a reference; `missing` says of each metric that could not be computed why. `reference` says how the client
+    preprocessed the reference, where that is not as the victim does.
     """
 
     rows: Sequence[Row]
@@ -57,6 +51,7 @@ class GradientAudit:
     warnings: Sequence[str]
     path: Path
     missing: Mapping[str, str] = field(default_factory=dict)
+    reference: str | None = None
 
 
 def audit_gradients(
@@ -81,8 +76,10 @@ def audit_gradients(
         device: "auto", "cpu", "cuda" or "cuda:N".
         out: the run directory.
         overwrite: whether an earlier run in `out` gives way.
-        reference: the private image, to score by; without it a reconstruction is checked by the gradient that it gives,
-            and image priors learn from all bundled photographs: whether one of them is private cannot be known.
+        reference: the private image, to score by, preprocessed as the victim does or, where that does not give the
+            released gradient and one of the usual ways does, as that does; without it a reconstruction is checked by
+            the gradient that it gives, and image priors learn from all bundled photographs: whether one of them is
+            private cannot be known.
         command: that `run.json` states.
 
     Raises:
@@ -93,111 +90,53 @@ def audit_gradients(
     messages: list[str] = []
     with collected(messages):
         released = read_released(file)
-        base = victim(spec.models[0], weights=spec.weights, block=spec.block, img_size=spec.img_size, seed=spec.seed)
-        base = base.to(pick_device(device))
+        base = victim(
+            spec.models[0],
+            weights=spec.weights,
+            block=spec.block,
+            img_size=spec.img_size,
+            seed=spec.seed,
+            classes=spec.classes,
+        ).to(pick_device(device))
         check_fit(released, base.model)
-        head = head_of(released) if check_head(released) and not released.is_zero else None
         if spec.defense == "auto" and not base.has_mjp:
             spec = replace(spec, defense="none")
         defense = defense_of(spec, base, "c")
         knows = _knows_weights(released, base)
+        update = update_in(released.gradients, base.model if knows else None, released.batch_size, released.source)
+        if update is not None:
+            _warn(update)
+        head = head_of(released) if update is None and check_head(released) and not released.is_zero else None
         seen = observation(released, base.model, defense=defense.parts, knows_weights=knows)
-        attacks = _attacks(spec, base, seen)
-        judge = None if reference is None else _Judge.of(reference, spec, base)
+        attacks = _attacks(spec, base, seen, released)
+        judge = None if reference is None else Judge.of(reference, spec, base)
         if judge is not None:
             seen = replace(seen, photographs=judge.photographs(base.preprocessing))
         run = RunDirectory.create(out, overwrite=overwrite)
         told = None if head is None else _told(base, seen)
         labels = told.labels if told is not None and told.all_certain else None
+        made = [_attack(attack, seen, released, labels) for attack in attacks]
+        told_of_reference = None
+        if judge is not None and labels is not None:
+            judge, told_of_reference = as_fed(judge, base, seen, labels[0], made)
         rows: list[Row] = [] if judge is None else [judge.control()]
         panels: list[Panel] = []
-        for attack in attacks:
-            row, images = _attack(attack, seen, released, labels)
+        for row, images in made:
             rows.append(row)
             if images is not None:
-                row["files"] = [_write(run, attack.name, i, image) for i, image in enumerate(images.cpu())]
+                name = row["attack"]
+                row["files"] = [_write(run, name, i, image) for i, image in enumerate(images.cpu())]
                 row |= {} if judge is None else judge(images)
-                panels += [Panel(attack.name, image, (attack.name,)) for image in images.cpu()]
+                panels += [Panel(name, image, (name,)) for image in images.cpu()]
     if judge is not None:
         messages += [f"{name} is n/a: {reason}" for name, reason in judge.missing.items()]
         strip = judge.strip(panels)
         run.write_file(f"strips/{strip_name(0, strip)}", partial(save_strip, strip))
-    found = _flags(released, seen, base, told, rows)
+    found = _flags(released, seen, base, told, rows, changed=update is not None, named=spec.attacks is not None)
     facts = _facts(spec, base, released) | ({} if command is None else {"command": command})
-    facts |= {"labels": labels, "flags": found, "warnings": messages}
+    facts |= {"labels": labels, "flags": found, "warnings": messages, "reference": told_of_reference}
     run.write_run(facts | {"attacks": [_plain(row) for row in rows]})
-    return GradientAudit(rows, found, labels, messages, out, {} if judge is None else judge.missing)
-
-
-def residual(seen: Observation, images: Float[Tensor, "1 c h w"], label: int) -> float:
-    """Return ‖∇ℓ(images) − G‖ / ‖G‖ over the released gradients G that have a per-image rule; 0 is the client's own.
-
-    Slots whose position embedding has no gradient are fed as MJP feeds them: with E_unk where it has a gradient.
-    """
-    model, held = seen.model, seen.gradients
-    feed = Feed.undefended(images, model.patch)
-    masked = _masked(seen)
-    if masked.any():
-        unknown = "unk_embed" in held and bool(held["unk_embed"].any())
-        feed = replace(feed, masked_pe=masked[None], replacement="unknown" if unknown else "zero")
-    names = sorted(released_parameters(model) & held.keys())
-    with full_precision():
-        own = per_sample_gradients(model, feed, torch.tensor([label], device=images.device), names)
-    off = sum((own[name] - held[name]).double().square().sum() for name in names)
-    return float(torch.as_tensor(off).sqrt() / sum(held[name].double().square().sum() for name in names) ** 0.5)
-
-
-@dataclass(frozen=True, eq=False)
-class _Judge:
-    """Scores reconstructions against the private image, which the user has."""
-
-    picture: Picture
-    image: Float[Tensor, "1 c h w"]
-    public: Float[Tensor, "m c h w"]
-    metrics: Sequence[str]
-    learned: Mapping[str, Learned]
-    missing: Mapping[str, str]
-
-    @classmethod
-    def of(cls, reference: Path, spec: Specification, base: Victim) -> "_Judge":
-        """Read the reference: as it is where it has the victim's input size, else as the victim's preprocessing has it.
-
-        Raises:
-            PrivlabError: if it is no picture.
-        """
-        picture = next(iter(open_images(reference)))
-        if picture.pixels is None:
-            raise PrivlabError(f"--reference must be one readable picture. Found {picture.name}: {picture.problem}")
-        device = base.model.mean.device
-        learned, missing = learned_metrics(spec, device, [base])
-        public = public_images(spec.public, spec.public_limit, base.preprocessing, device)
-        own = base.preprocessing(picture.pixels).to(device)
-        others = torch.stack([public[key] for key in Others(public).beside(picture.sha256, own)])
-        metrics = [name for name in spec.metrics if name not in missing]
-        fed = replace(base.preprocessing, crop_pct=1.0) if _fits(picture.pixels, base) else base.preprocessing
-        image = fed(picture.pixels)[None].to(base.model.mean)
-        return cls(picture, image, others.to(base.model.mean), metrics, learned, missing)
-
-    def __call__(self, images: Float[Tensor, "r c h w"]) -> Row:
-        """Return the scores of the reconstruction that is nearest to the private image."""
-        nearest = (images - self.image).square().mean((1, 2, 3)).argmin()
-        with full_precision():
-            scores = score(images[nearest : nearest + 1], self.image, self.metrics, self.learned)
-        return {name: float(value) for name, value in scores.items()}
-
-    def photographs(self, cut: Preprocessing) -> tuple[str, ...] | None:
-        """Return the bundled photographs that priors may learn from, if the private image is one of them."""
-        assert self.picture.pixels is not None
-        return apart_from([self.picture.sha256], cut(self.picture.pixels)[None], cut)[0]
-
-    def control(self) -> Row:
-        """Return the row of the mean public photograph: what "nothing leaks" looks like."""
-        return {"attack": CONTROLS[0], "status": "ok"} | self(self.public.mean(0, keepdim=True))
-
-    def strip(self, panels: Sequence[Panel]) -> Strip:
-        """Return the private image beside what was reconstructed."""
-        private = Panel("private", self.image[0].cpu(), ("private image",))
-        return Strip(self.picture.name, self.picture.sha256, "audit", ((private, *panels),))
+    return GradientAudit(rows, found, labels, messages, out, {} if judge is None else judge.missing, told_of_reference)
 
 
 def _knows_weights(released: Released, base: Victim) -> bool:
@@ -208,22 +147,30 @@ def _knows_weights(released: Released, base: Victim) -> bool:
         )
     elif released.weights_sha256 != base.weights.sha256:
         _warn(
-            f"{released.source} was taken at other weights (SHA-256 {released.weights_sha256[:12]}) than "
-            f"{base.weights.origin} ({base.weights.sha256[:12]}): attacks that need the weights are left out, and no "
-            "reconstruction can be checked. Give --weights the client's, saved at that step."
+            f"{_other_weights(released, base)}: attacks that need the weights are left out, and no reconstruction can "
+            f"be checked. {_GIVE_WEIGHTS}"
         )
         return False
     return True
 
 
-def _attacks(spec: Specification, base: Victim, seen: Observation) -> list[Attack]:
+def _other_weights(released: Released, base: Victim) -> str:
+    """Return that the hashes of the client's weights and of the victim's differ."""
+    assert released.weights_sha256 is not None
+    return (
+        f"{released.source} was taken at other weights (SHA-256 {released.weights_sha256[:12]}) than "
+        f"{base.weights.origin} ({base.weights.sha256[:12]})"
+    )
+
+
+def _attacks(spec: Specification, base: Victim, seen: Observation, released: Released) -> list[Attack]:
     """Return the attacks that the file grants.
 
     Raises:
         PrivlabError: if one was asked for by name and cannot run.
 
     Warns:
-        PrivlabWarning: for each other one that cannot run.
+        PrivlabWarning: for the others that cannot run, by reason.
     """
     cells, refused = applicable(spec, base, stand_ins=True)
     able: list[Attack] = []
@@ -237,12 +184,33 @@ def _attacks(spec: Specification, base: Victim, seen: Observation) -> list[Attac
             refused[attack.name] = f"Attack '{attack.name}' reads gradients that the file lacks: {', '.join(lacking)}."
         else:
             able.append(attack)
-    for refusal in refused.values():
-        if spec.attacks is not None:
-            raise PrivlabError(refusal)
-        _warn(f"Left out. {refusal}")
+    if spec.attacks is not None and refused:
+        name, refusal = next(iter(refused.items()))
+        lacks = installed_attacks()[name].requires - seen.grants
+        if Capability.BATCH_SIZE_ONE in lacks and (asked := _on_request(seen)):
+            refusal += f" Of {released.batch_size} images in one gradient --attack {asked[0]} can be tried."
+        if lacks == {Capability.KNOWS_WEIGHTS}:
+            refusal = f"Attack '{name}' needs the client's weights. {_other_weights(released, base)}. {_GIVE_WEIGHTS}"
+        raise PrivlabError(refusal)
+    by_reason: dict[str, list[str]] = {}
+    for name, refusal in refused.items():
+        by_reason.setdefault(refusal.removeprefix(f"Attack '{name}' "), []).append(name)
+    for reason, names in by_reason.items():
+        _warn(f"Left out: {', '.join(names)}. {'It' if len(names) == 1 else 'Each'} {reason}")
     running = {attack.name for attack in able}
     return [attack for attack in able if spec.attacks is not None or not stands_in(attack, running)]
+
+
+def _on_request(seen: Observation) -> list[str]:
+    """Return the attacks on gradients that run by name alone, and are granted what they need."""
+    return [
+        name
+        for name, kind in installed_attacks().items()
+        if getattr(kind, "named_only", False)
+        and not getattr(kind, "obstacle", "")
+        and not kind.requires - seen.grants
+        and {*getattr(kind, "parameters", ())} <= {"*", *seen.gradients}
+    ]
 
 
 def _attack(
@@ -265,15 +233,12 @@ def _attack(
         return row | {"status": "failed", "reason": f"{attack.name}: {kind}{error}".splitlines()[0]}, None
     images = stolen.images
     row |= {"status": "ok", "images": len(images), "seconds": round(time.perf_counter() - start, 4)}
+    darkest, lightest = images.flatten(2).aminmax(dim=2)
+    row["blank"] = bool((lightest - darkest < 1 / 255).all())
     if released.batch_size == len(images) == 1 and labels is not None and Capability.KNOWS_WEIGHTS in seen.grants:
         row["residual"] = residual(seen, images, labels[0])
         row["explained"] = row["residual"] < EXPLAINED
     return row, images
-
-
-def _fits(pixels: Image.Image, base: Victim) -> bool:
-    """Return whether a picture has the size of a victim's input: it is what was fed, and nothing is to be cut off."""
-    return (pixels.height, pixels.width) == base.preprocessing.size
 
 
 def _told(base: Victim, seen: Observation) -> Told | None:
@@ -290,29 +255,25 @@ def _write(run: RunDirectory, attack: str, number: int, image: Float[Tensor, "c 
     return name
 
 
-def _masked(seen: Observation) -> Bool[Tensor, " n"]:
-    """Return the patch slots whose position embedding has no gradient."""
-    height, width = seen.model.grid
-    if "pos_embed" not in seen.gradients:
-        return torch.zeros(height * width, dtype=torch.bool, device=seen.model.mean.device)
-    return (seen.gradients["pos_embed"][0, 0, -height * width :] == 0).all(1)
-
-
 def _flags(
     released: Released,
     seen: Observation,
     base: Victim,
     told: Told | None,
     rows: Sequence[Row],
+    *,
+    changed: bool,
+    named: bool,
 ) -> list[str]:
     """Return the red flags: what weakens a verdict on this file, and what it gives away without any attack.
 
-    `told` are the labels that the head's gradient gives away, where it can be relied on.
+    `told` are the labels that the head's gradient gives away, where it can be relied on; `changed` says that what
+    was released is no gradient as it was, `named` that attacks were asked for by name.
     """
     if released.is_zero:
         return ["zero gradient: nothing was released, so nothing can be said of privacy"]
     found = []
-    masked, width = _masked(seen), base.model.vit.embed_dim
+    masked, width = unlit(seen), base.model.vit.embed_dim
     if masked.all():
         found.append("position embeddings: their gradient is zero throughout, and closed forms have no equations")
     elif masked.any():
@@ -327,6 +288,14 @@ def _flags(
             f"{released.batch_size} images in one gradient: attacks for one image do not run, "
             "which is no evidence of privacy"
         )
+    tried = named or changed or (released.batch_size == 1 and any("block" in row for row in rows))
+    if not tried and (asked := _on_request(seen)):
+        found.append(f"not tried, as these searches run by name alone: {first(asked, 3)}. Add --attack {asked[0]}")
+    if changed and (mean := head_of(released)) is not None and (seen_by := labels_of_signs(mean, released.batch_size)):
+        found.append(
+            "labels given away by signs in the gradient of the head, if they are not smoothed: "
+            f"{first(map(str, seen_by), 16)}"
+        )
     if told is not None and told.certain:
         among = "" if told.all_certain else "among them "
         found.append(f"labels given away by the gradient of the head: {among}{first(map(str, told.certain), 16)}")
@@ -338,7 +307,7 @@ def _flags(
     if beyond:
         found.append(f"outside their stated range, so that a failure says nothing: {'; '.join(beyond)}")
     if not any("block" in row for row in rows):
-        found.append("no attack can run on this file, which is no evidence of privacy")
+        found.append("no attack ran on this file, which is no evidence of privacy")
     return found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["PrivlabError", "unknown_name"]
+__all__ = ["PrivlabError", "first", "unknown_name"]
 
 _LISTED = 24
 
@@ -19,3 +19,10 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> PrivlabError:
     more = f" and {len(choices) - _LISTED} more" if len(choices) > _LISTED else ""
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Choose from: {', '.join(choices[:_LISTED])}{more}."
     return PrivlabError(f"Unknown {kind} '{name}'. {hint}")
+
+
+def first(names: Iterable[str], most: int = 6) -> str:
+    """Return the first names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -205,6 +205,16 @@ def granted(
 _MLP = {f"blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
 
 
+def obstacles(model: VictimModel) -> dict[Capability, str]:
+    """Return why a model grants no capability that its kind has, where what the capability says does not tell."""
+    if isinstance(before := model.vit.norm_pre, nn.Identity):
+        return {}
+    return {
+        Capability.PLAIN_BLOCK: f"a pre-norm, {type(before).__name__} `norm_pre`, stands between the embedding and the "
+        "first block, as in CLIP's models"
+    }
+
+
 def _plain(model: VictimModel) -> bool:
     """Return whether the embedded tokens enter a block of timm's plain kind as they are."""
     first = model.vit.blocks[0]

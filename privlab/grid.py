@@ -215,7 +215,7 @@ def missing(
 
 def _victim(spec: Specification) -> tuple[str, ...]:
     """Return what names a victim: cases on the same one go together, so that each is loaded once."""
-    return spec.models[0], spec.weights, str(spec.img_size), str(spec.seed)
+    return spec.models[0], spec.weights, str(spec.img_size), str(spec.seed), str(spec.classes)
 
 
 def _bits(names: Sequence[str], metrics: Sequence[str]) -> int:

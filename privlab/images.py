@@ -144,7 +144,8 @@ def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Itera
 class Preprocessing:
     """timm's evaluation transform (crop mode "center") up to, not including, the normalisation.
 
-    `size` is (h, w); `mean` and `std` are kept for the victim, which normalises by itself.
+    `size` is (h, w); `mean` and `std` are kept for the victim, which normalises by itself: of three colours, or of one,
+    and then pictures are made grey by PIL's luma.
 
     Raises:
         PrivlabError: if the size or `crop_pct` is not positive, or the interpolation is unknown.
@@ -164,14 +165,19 @@ class Preprocessing:
         if self.interpolation not in INTERPOLATIONS:
             raise unknown_name("interpolation", self.interpolation, INTERPOLATIONS)
 
-    def __call__(self, pixels: Image.Image) -> Float[Tensor, "3 h w"]:
+    def __call__(self, pixels: Image.Image) -> Float[Tensor, "c h w"]:
         """Return the resized, centre-cropped picture, in [0, 1]."""
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize, ToTensor
 
-        resize = Resize(self._resized(pixels), InterpolationMode(self.interpolation))
-        return ToTensor()(Compose([resize, CenterCrop(self.size)])(pixels))
+        resize = Resize(self.resized(pixels), InterpolationMode(self.interpolation))
+        return ToTensor()(Compose([resize, CenterCrop(self.size)])(self.coloured(pixels)))
 
-    def _resized(self, pixels: Image.Image) -> list[int]:
+    def coloured(self, pixels: Image.Image) -> Image.Image:
+        """Return a picture in as many colours as the input has."""
+        return pixels if len(self.mean) == 3 else pixels.convert("L")
+
+    def resized(self, pixels: Image.Image) -> list[int]:
+        """Return the side, or the height and width, that a picture is resized to before it is cropped."""
         h, w = (math.floor(side / self.crop_pct) for side in self.size)
         if h == w:
             return [h]
@@ -187,7 +193,7 @@ class Chunk:
     """
 
     pictures: tuple[Picture, ...]
-    images: Float[Tensor, "b 3 h w"]
+    images: Float[Tensor, "b c h w"]
     failed: tuple[Picture, ...]
 
 
@@ -229,7 +235,7 @@ def chunk_of(pictures: Iterable[Picture], preprocessing: Preprocessing) -> Chunk
         else:
             images.append(preprocessing(picture.pixels))
             fine.append(replace(picture, pixels=None))
-    empty = torch.empty(0, 3, *preprocessing.size)
+    empty = torch.empty(0, len(preprocessing.mean), *preprocessing.size)
     return Chunk(tuple(fine), torch.stack(images) if images else empty, tuple(failed))
 
 

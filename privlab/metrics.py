@@ -1,6 +1,6 @@
 """How near a reconstruction x comes to the reference y: one pure function per metric, one value per image.
 
-Images are RGB in [0, 1] at the victim's resolution. Results are float64 and never averaged over the batch.
+Images are RGB or grey in [0, 1] at the victim's resolution. Results are float64 and never averaged over the batch.
 Pixels outside [0, 1], NaN among them, are refused: such images are still normalised or were never
 clipped, and their scores would flatter a defense.
 """
@@ -204,7 +204,7 @@ class Lpips:
         computed in float32. Range [0, ∞); lower leaks.
 
         Raises:
-            PrivlabError: if images are not RGB, too small for the backbone, or a pixel lies outside [0, 1].
+            PrivlabError: if images are not RGB or grey, too small for the backbone, or a pixel lies outside [0, 1].
 
         Source: Zhang et al. 2018; the `lpips` package, version 0.1 of the linear layers.
         """
@@ -310,10 +310,10 @@ def score(
 def _lpips(pair: Pair, lpips: Lpips) -> Float[Tensor, " b"]:
     _, c, h, w = pair.x.shape
     side = BACKBONES[lpips.net].min_side
-    if c != 3 or min(h, w) < side:
+    if c not in (1, 3) or min(h, w) < side:
         raise PrivlabError(f"lpips_{lpips.net} needs images of at least 3×{side}×{side}. Found {c}×{h}×{w}.")
     weight = next(lpips.module.parameters())
-    x, y = ((2 * image - 1).to(weight) for image in (pair.x, pair.y))
+    x, y = ((2 * image - 1).to(weight).expand(-1, 3, -1, -1) for image in (pair.x, pair.y))
     return lpips.module(x, y).flatten().to(pair.x)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from privlab.errors import PrivlabError
 from privlab.patches import unpatchify
 
-__all__ = ["AprilBlock", "VictimModel", "april_twin"]
+__all__ = ["AprilBlock", "VictimModel", "april_twin", "check_plain"]
 
 
 class AprilBlock(nn.Module):
@@ -54,6 +54,7 @@ class VictimModel(nn.Module):
         std: Sequence[float],
         unk_embed: Float[Tensor, "1 1 d"] | None = None,
     ) -> None:
+        check_plain(vit)
         super().__init__()
         _check(vit)
         self.vit = vit
@@ -205,17 +206,33 @@ def april_twin(model: VictimModel) -> VictimModel:
     return twin
 
 
-def _check(vit: VisionTransformer) -> None:
+def check_plain(vit: object) -> None:
+    """Check that a victim is made of timm's VisionTransformer itself.
+
+    Raises:
+        PrivlabError: with the class that was found, and where it comes from.
+    """
     if type(vit) is not VisionTransformer:
-        raise PrivlabError(f"A victim is one of timm's VisionTransformer. Found {type(vit).__name__}.")
+        kind = type(vit)
+        whence = "" if kind.__module__ == "builtins" else f" of {kind.__module__}"
+        raise PrivlabError(
+            f"A victim is one of timm's VisionTransformer. Found {kind.__name__}{whence}: give a name of "
+            "`privlab list victims`, timm:NAME, or what timm.create_model makes of a plain ViT or DeiT."
+        )
+
+
+def _check(vit: VisionTransformer) -> None:
     if not isinstance(vit.head, nn.Linear):
-        raise PrivlabError(f"A victim classifies. Found a model without classifier (num_classes = {vit.num_classes}).")
+        raise PrivlabError(
+            f"A victim classifies. Found a model without classifier (num_classes = {vit.num_classes}): --classes N, or "
+            "classes=N in Python, gives it an untrained one."
+        )
     embed, proj = vit.patch_embed, getattr(vit.patch_embed, "proj", None)
-    plain = type(embed) is PatchEmbed and isinstance(embed.norm, nn.Identity) and not vit.dynamic_img_size
+    plain = type(embed) is PatchEmbed and isinstance(embed.norm, nn.Identity) and embed.grid_size is not None
     if not plain or not isinstance(proj, nn.Conv2d) or len({*proj.kernel_size, *proj.stride}) > 1:
         raise PrivlabError(
-            "A victim embeds square patches that do not overlap linearly, at a fixed input size. "
-            f"Found {type(embed).__name__} with {proj}, dynamic_img_size={vit.dynamic_img_size}."
+            "A victim embeds square patches that do not overlap linearly, and has an input size. "
+            f"Found {type(embed).__name__} with {proj} and grid {embed.grid_size}."
         )
-    if proj.in_channels != 3:
-        raise PrivlabError(f"A victim takes RGB images. Found a model with {proj.in_channels} input channels.")
+    if proj.in_channels not in (1, 3):
+        raise PrivlabError(f"A victim takes RGB or grey images. Found a model with {proj.in_channels} input channels.")

@@ -37,7 +37,7 @@ class Pair:
         for name, image in {"x": x, "y": y}.items():
             if not ((image >= 0) & (image <= 1)).all():  # so written, NaN fails too
                 low, high = (bound.item() for bound in image.aminmax())
-                raise PrivlabError(f"{name} must be RGB in [0, 1]. Found values from {low:.4g} to {high:.4g}.")
+                raise PrivlabError(f"{name} must be in [0, 1]. Found values from {low:.4g} to {high:.4g}.")
         return cls(x.double(), y.double())
 
     @cached_property

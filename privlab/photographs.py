@@ -29,15 +29,17 @@ class _Crop(NamedTuple):
     sha256: str
 
 
-def photographs(size: tuple[int, int], names: Sequence[str] | None = None) -> Float[Tensor, "m 3 h w"]:
-    """Return the bundled photographs at a size, in float64; where names are given, those alone.
+def photographs(
+    size: tuple[int, int], names: Sequence[str] | None = None, channels: int = 3
+) -> Float[Tensor, "m c h w"]:
+    """Return the bundled photographs at a size, in float64, grey for one channel; where names are given, those alone.
 
     Raises:
         PrivlabError: if these are none.
     """
     if names is not None and not names:
         raise PrivlabError("An image prior learns from bundled photographs. Found all of them under attack in one.")
-    cut = Preprocessing(size=size, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
+    cut = Preprocessing(size=size, mean=(0.5,) * channels, std=(0.5,) * channels, crop_pct=1.0, interpolation="bicubic")
     found = [each for each in open_images("samples") if names is None or each.name in names]
     return torch.stack([cut(picture.pixels) for picture in found if picture.pixels]).double()
 
@@ -51,7 +53,7 @@ def kin(sha256: Iterable[str]) -> frozenset[str]:
 
 
 def apart_from(
-    sha256: Sequence[str], images: Float[Tensor, "b 3 h w"], preprocessing: Preprocessing
+    sha256: Sequence[str], images: Float[Tensor, "b c h w"], preprocessing: Preprocessing
 ) -> list[tuple[str, ...] | None]:
     """Return, for each private image, the names of the bundled photographs that are crops of other files than it is.
 
@@ -94,7 +96,7 @@ def _wholes() -> dict[str, str]:
 
 
 @lru_cache(maxsize=2)
-def _table(preprocessing: Preprocessing) -> tuple[tuple[str, ...], Float[Tensor, "m 3 h w"]]:
+def _table(preprocessing: Preprocessing) -> tuple[tuple[str, ...], Float[Tensor, "m c h w"]]:
     """Return the file of each crop, and of each whole, with its pixels after a preprocessing."""
     crops = [picture for picture in open_images("samples") if picture.pixels]
     files = dict.fromkeys(crop.file for crop in _crops())

@@ -9,7 +9,7 @@ from privlab.attacks import attacks as installed_attacks
 from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
 from privlab.errors import PrivlabError, unknown_name
 from privlab.features import granted_features
-from privlab.gradients import granted, released_parameters
+from privlab.gradients import granted, obstacles, released_parameters
 from privlab.images import check_choice
 from privlab.metrics import METRICS
 from privlab.options import configured, read_options
@@ -100,6 +100,7 @@ class Specification:
     public_limit: int = 200
     client_batch: int = 16
     embedding: str | None = None
+    classes: int | None = None
     gradient_batch: int = 1
     reassembly: str = Borders.name
 
@@ -375,14 +376,15 @@ def _home(
             variant = cells[block].victim if block in cells else base.with_block(block)
             grants = granted(variant.model, defense, spec.gradient_batch)
             anywhere |= grants
-            check_capabilities(attack, grants, force=force)
+            check_capabilities(attack, grants, force=force, because=obstacles(base.model))
             _check_released(attack, variant)
         except PrivlabError as error:
             refusal = error
         else:
             return variant
     assert refusal is not None
-    check_capabilities(attack, anywhere, force=force)  # says what no block grants, and nothing that one would
+    # Say what no block grants, and nothing that one would.
+    check_capabilities(attack, anywhere, force=force, because=obstacles(base.model))
     raise refusal
 
 

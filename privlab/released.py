@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from privlab.capture import FORMAT, REDUCTIONS, VERSION
-from privlab.errors import PrivlabError
+from privlab.errors import PrivlabError, first
 from privlab.gradients import granted
 from privlab.model import VictimModel
 from privlab.threat import (
@@ -24,9 +24,10 @@ from privlab.threat import (
     Observation,
     PrivlabWarning,
 )
+from privlab.updates import partial_training
 from privlab.weights import from_any_layout
 
-__all__ = ["HEAD", "Released", "check_fit", "check_head", "first", "head_of", "observation", "read_released"]
+__all__ = ["HEAD", "Released", "check_fit", "check_head", "head_of", "observation", "read_released"]
 
 HEAD = "head.bias"
 """The gradient that tells labels, batch size and reduction."""
@@ -69,6 +70,8 @@ def read_released(path: Path) -> Released:
         PrivlabWarning: for entries in half precision, with what that costs.
     """
     tensors, metadata = _content(path)
+    if metadata.get("format") != FORMAT and (told := partial_training(tensors)) is not None:
+        raise PrivlabError(f"'{path}' {told}")
     if metadata.get("format") != FORMAT:
         raise PrivlabError(
             f"'{path}' must state format = {FORMAT} in its metadata. Found {metadata.get('format', 'none')}: "
@@ -104,18 +107,23 @@ def check_fit(released: Released, model: VictimModel) -> None:
     """Check that there is a finite gradient of the right shape for each parameter that the client trains.
 
     Raises:
-        PrivlabError: with the names of those that are missing, unexpected, mis-shaped or not finite.
+        PrivlabError: with the first names of those that are missing, unexpected, mis-shaped or not finite; of adapters,
+            or a head alone, with what they are.
     """
     want = {name: tuple(parameter.shape) for name, parameter in model.vit.named_parameters()}
     if model.unk_embed is not None:
         want["unk_embed"] = tuple(model.unk_embed.shape)
     found = {name: tuple(g.shape) for name, g in released.gradients.items()}
+    missing = sorted(want.keys() - found.keys() - model.frozen - released.without)
+    foreign = sorted(found.keys() - want.keys())
+    if (missing or foreign) and (part := partial_training(found, want.keys() - model.frozen)) is not None:
+        raise PrivlabError(f"{released.source} {part}")
     problems = {
-        "missing": sorted(want.keys() - found.keys() - model.frozen - released.without),
-        "unexpected": sorted(found.keys() - want.keys()),
+        "missing": missing,
+        "unexpected": foreign,
         "mis-shaped": [f"{k} {found[k]} instead of {want[k]}" for k in want if k in found and found[k] != want[k]],
     }
-    told = "; ".join(f"{kind}: {first(names)}" for kind, names in problems.items() if names)
+    told = "; ".join(f"{kind}: {first(names, 3)}" for kind, names in problems.items() if names)
     if told:
         hints = [
             "--img-size sets the client's resolution" if "pos_embed (" in told else "",
@@ -163,7 +171,8 @@ def check_head(released: Released) -> bool:
     if abs(float(h.sum())) > _SLACK * float(h.abs().sum()) + 1e-5 * size:
         _warn(
             f"{released.source}: the gradient of {HEAD} adds up to {float(h.sum()):.3g} instead of 0: the loss is no "
-            "softmax cross-entropy, or there is noise. Labels, batch size and reduction cannot be checked."
+            "softmax cross-entropy, there is noise, or the file holds what an optimiser made of gradients. Labels, "
+            "batch size and reduction cannot be checked."
         )
         return False
     stated = f"batch size {size} under reduction {released.reduction}"
@@ -252,13 +261,6 @@ def _warn_of_halves(path: Path, tensors: Mapping[str, Tensor]) -> None:
         f"value instead of {full:.0e}. Closed forms magnify that: capture in float32 if the client can. "
         "A low score here is no evidence of privacy."
     )
-
-
-def first(names: Iterable[str], most: int = 6) -> str:
-    """Return the first names, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _warn(message: str) -> None:

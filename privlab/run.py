@@ -24,6 +24,7 @@ from privlab.images import ImageSource, Picture, batches
 from privlab.machine import commit, hardware, pick_device, versions
 from privlab.manifest import to_csv
 from privlab.metrics import Learned, Lpips
+from privlab.model import check_plain
 from privlab.options import stated
 from privlab.plan import Cell, Specification, defense_of, plan, reassembly_of
 from privlab.records import Record, to_frame
@@ -99,8 +100,8 @@ def attack(
         PrivlabWarning: for everything that weakens the verdict.
     """
     own = model if isinstance(model, VisionTransformer) else None
-    if own is None and isinstance(model, nn.Module):
-        raise PrivlabError(f"A victim is one of timm's VisionTransformer. Found {type(model).__name__}.")
+    if own is None and (isinstance(model, nn.Module) or not isinstance(model, Sequence)):
+        check_plain(model)
     spec = specify(
         "own" if isinstance(model, VisionTransformer) else model,
         setting,
@@ -310,9 +311,10 @@ def _parts(given: Part | Sequence[Part], kinds: Mapping[str, type[Any]], options
 
 
 def _victims(spec: Specification, own: VisionTransformer | None) -> list[Victim]:
-    if own is not None:
-        return [victim(own, weights=spec.weights, img_size=spec.img_size)]
-    return [victim(name, weights=spec.weights, img_size=spec.img_size, seed=spec.seed) for name in spec.models]
+    return [
+        victim(model, weights=spec.weights, img_size=spec.img_size, seed=spec.seed, classes=spec.classes)
+        for model in (spec.models if own is None else [own])
+    ]
 
 
 def _facts(ready: _Ready) -> dict[str, Any]:

@@ -124,4 +124,5 @@ def _png(picture: Image.Image) -> bytes:
 
 
 def _picture(image: Float[Tensor, "c h w"]) -> Image.Image:
-    return Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
+    levels = (image * 255).round().byte()
+    return Image.fromarray(levels.expand(3, -1, -1).permute(1, 2, 0).numpy())  # grey in three equal colours

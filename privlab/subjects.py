@@ -48,7 +48,7 @@ def subject_of(spec: Specification, device: torch.device) -> Subject:
     Raises:
         PrivlabError: if a part of it does not exist or does not fit.
     """
-    base, messages = _victim(spec.models[0], spec.weights, spec.img_size, spec.seed, device)
+    base, messages = _victim(spec.models[0], spec.weights, spec.img_size, spec.seed, spec.classes, device)
     for message in messages:  # what weakens a victim weakens each run on it
         warnings.warn(message, PrivlabWarning, stacklevel=2)
     defense_of(spec, base, spec.settings[0])
@@ -60,12 +60,12 @@ def subject_of(spec: Specification, device: torch.device) -> Subject:
 
 @lru_cache(maxsize=2)
 def _victim(
-    name: str, weights: str, img_size: int | None, seed: int, device: torch.device
+    name: str, weights: str, img_size: int | None, seed: int, classes: int | None, device: torch.device
 ) -> tuple[Victim, tuple[str, ...]]:
     """Return a victim, and the warnings that come with it; case after case is run on the same one."""
     messages: list[str] = []
     with collected(messages):
-        made = victim(name, weights=weights, img_size=img_size, seed=seed).to(device)
+        made = victim(name, weights=weights, img_size=img_size, seed=seed, classes=classes).to(device)
     return made, tuple(messages)
 
 

@@ -381,8 +381,14 @@ else:  # Python cannot check classes against a protocol that has data members
     AttackClass = DefenseClass = type
 
 
-def check_capabilities(attack: Attack | FeatureAttack, grants: Iterable[Capability], *, force: bool = False) -> None:
-    """Refuse an attack that requires more than is granted.
+def check_capabilities(
+    attack: Attack | FeatureAttack,
+    grants: Iterable[Capability],
+    *,
+    force: bool = False,
+    because: Mapping[Capability, str] | None = None,
+) -> None:
+    """Refuse an attack that requires more than is granted; `because` says of a capability why it is not.
 
     Raises:
         PrivlabError: with the name and the meaning of each missing capability.
@@ -397,5 +403,5 @@ def check_capabilities(attack: Attack | FeatureAttack, grants: Iterable[Capabili
         )
     missing = attack.requires - grants - (FORCEABLE if force else frozenset())
     if missing:
-        names = "; ".join(f"{c.value} ({c.meaning})" for c in sorted(missing))
+        names = "; ".join(f"{c.value} ({(because or {}).get(c, c.meaning)})" for c in sorted(missing))
         raise PrivlabError(f"Attack '{attack.name}' needs what this observation does not grant: {names}.")

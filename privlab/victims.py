@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from privlab import weights as stored
 from privlab.errors import PrivlabError, unknown_name
 from privlab.images import Preprocessing
-from privlab.model import AprilBlock, VictimModel, april_twin
+from privlab.model import AprilBlock, VictimModel, april_twin, check_plain
 from privlab.registry import with_plugins
 from privlab.threat import PrivlabWarning
 from privlab.zoo import BACKBONES, BASE, COMPACT, ZOO, shipped
@@ -127,6 +127,7 @@ def victim(
     img_size: int | None = None,
     seed: int = 0,
     start: bool = False,
+    classes: int | None = None,
 ) -> Victim:
     """Make a victim from a name or from a timm model of your own, which is copied and left as it is.
 
@@ -140,19 +141,24 @@ def victim(
         seed: of random weights.
         start: whether weights are but the start of a training: position embeddings that they lack begin as random
             ones do, with a warning, and are no error.
+        classes: of the head that a model without classifier is given, random, with a warning; of random weights, those
+            of the whole model.
 
     Raises:
-        PrivlabError: for an unknown name, weights that do not fit, or a model that is no plain ViT.
+        PrivlabError: for an unknown name, weights that do not fit, a model that is no plain ViT, or one that has other
+            classes.
 
     Warns:
         PrivlabWarning: for weights that weaken a verdict: random ones, an untrained E_unk, dropped PEs.
     """
     if block not in ("stock", "april"):
         raise unknown_name("block", block, ("stock", "april"))
-    if isinstance(model, VisionTransformer):
-        made = _own(model, weights)
+    if classes is not None and classes < 1:
+        raise PrivlabError(f"classes must be a positive number. Found {classes}.")
+    if isinstance(model, str):
+        made = _named(model, str(weights), img_size, seed, start=start, classes=classes)
     else:
-        made = _named(model, str(weights), img_size, seed, start=start)
+        made = _own(model, weights, seed, classes)
     _, height, width = made.model.image_shape
     if img_size is not None and (height, width) != (img_size, img_size):
         patch = made.model.patch
@@ -165,23 +171,43 @@ def victim(
     return made.with_block(block)
 
 
-def _own(vit: VisionTransformer, weights: str | Path) -> Victim:
+def _own(vit: VisionTransformer, weights: str | Path, seed: int, classes: int | None) -> Victim:
+    check_plain(vit)
     if weights != "auto":
         raise PrivlabError(f"A model of your own keeps its weights. Found weights '{weights}': leave that out.")
     name = getattr(vit, "pretrained_cfg", {}).get("architecture") or type(vit).__name__
-    return _assemble(name, name, copy.deepcopy(vit), "given")
+    copied = copy.deepcopy(vit)
+    if classes is not None and vit.num_classes == 0:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            copied.reset_classifier(classes)
+        _warn(_untrained(name, classes))
+    _check_classes(name, copied, classes)
+    return _assemble(name, name, copied, "given")
 
 
-def _named(name: str, weights: str, img_size: int | None, seed: int, *, start: bool) -> Victim:
+def _untrained(name: str, classes: int) -> str:
+    return f"{name} has no classifier; a random one of {classes} classes is UNTRAINED, and so are its labels."
+
+
+def _check_classes(name: str, vit: VisionTransformer, classes: int | None) -> None:
+    if classes not in (None, vit.num_classes):
+        raise PrivlabError(
+            f"--classes gives a head to a model that has none. Found {classes}, and {name} has {vit.num_classes}: "
+            "leave it out."
+        )
+
+
+def _named(name: str, weights: str, img_size: int | None, seed: int, *, start: bool, classes: int | None) -> Victim:
     if name in (plugins := with_plugins({}, "privlab.victims")):
-        return replace(_own(plugins[name](), weights), name=name)
+        return replace(_own(plugins[name](), weights, seed, classes), name=name)
     architecture, variant = resolve(name)
     path = weights_file(name, architecture, weights, seed)
     if path is not None:
         trained = name if architecture in COMPACT else architecture
         origin = f"pretrained:{trained}" if weights in ("auto", "pretrained") else f"file:{path.name}"
-        return _trained(name, architecture, variant, path, origin, img_size, start=seed if start else None)
-    vit = _create(architecture, variant, img_size, seed=seed)
+        return _trained(name, architecture, variant, path, origin, img_size, start, seed, classes)
+    vit = _create(architecture, variant, img_size, seed=seed, classes=classes)
     if variant == "_mjp":
         _warn(f"{name}: E_unk is random too, UNTRAINED.")
         return _assemble(name, architecture, vit, "random", _random_unknown(vit, seed), "random")
@@ -218,12 +244,26 @@ def pretrained(name: str, architecture: str) -> Path:
 
 
 def _trained(
-    name: str, architecture: str, variant: str, path: Path, origin: str, img_size: int | None, *, start: int | None
+    name: str,
+    architecture: str,
+    variant: str,
+    path: Path,
+    origin: str,
+    img_size: int | None,
+    start: bool,
+    seed: int,
+    classes: int | None,
 ) -> Victim:
-    """Return a victim with the weights of a file; with `start`, a seed, it may lack position embeddings."""
+    """Return a victim with the weights of a file; it may lack PEs with `start`, a head with `classes`."""
     state, unknown = stored.from_any_layout(stored.read_state(path))
-    vit = _create(architecture, variant, img_size, seed=start or 0, classes=_classes(state))
-    if start is not None and vit.pos_embed is not None and "pos_embed" not in state:
+    own = _classes(state)
+    drawn = start or (own is None and classes is not None)
+    vit = _create(architecture, variant, img_size, seed=seed if drawn else 0, classes=own or classes, grey=_grey(state))
+    _check_classes(name, vit, classes)
+    if own is None and classes is not None:
+        _warn(_untrained(name, classes))
+        state |= {f"head.{key}": value.detach() for key, value in vit.head.named_parameters()}
+    if start and vit.pos_embed is not None and "pos_embed" not in state:
         _warn(f"{name}: the weights hold no position embeddings; they begin as timm draws them, UNTRAINED.")
         state["pos_embed"] = vit.pos_embed.detach()
     if variant == "_nope" and state.pop("pos_embed", None) is not None:
@@ -270,7 +310,13 @@ def resolve(name: str) -> tuple[str, str]:
 
 
 def _create(
-    architecture: str, variant: str, img_size: int | None, *, seed: int = 0, classes: int | None = None
+    architecture: str,
+    variant: str,
+    img_size: int | None,
+    *,
+    seed: int = 0,
+    classes: int | None = None,
+    grey: bool = False,
 ) -> VisionTransformer:
     """Build the architecture with random weights, leaving torch's global random state alone."""
     options: dict[str, Any] = dict(COMPACT.get(architecture, {})) | (
@@ -278,6 +324,8 @@ def _create(
     )
     if img_size is not None:
         options["img_size"] = img_size
+    if grey:
+        options["in_chans"] = 1
     if variant == "_nope":
         options["pos_embed"] = "none"
     with torch.random.fork_rng(devices=[]):
@@ -292,6 +340,11 @@ def _create(
     if not isinstance(made, VisionTransformer):
         raise PrivlabError(f"privlab attacks timm's VisionTransformer. Found {architecture}, a {type(made).__name__}.")
     return made
+
+
+def _grey(state: stored.State) -> bool:
+    proj = state.get("patch_embed.proj.weight")
+    return proj is not None and proj.ndim == 4 and proj.shape[1] == 1
 
 
 def _classes(state: stored.State) -> int | None:
@@ -320,6 +373,8 @@ def _assemble(
     unknown_origin: UnknownOrigin | None = None,
 ) -> Victim:
     config = resolve_model_data_config(vit)
+    if getattr(getattr(vit.patch_embed, "proj", None), "in_channels", 3) == 1:
+        config |= {key: (sum(config[key]) / len(config[key]),) for key in ("mean", "std")}
     state = dict(vit.state_dict()) | ({} if unknown is None else {"unk_embed": unknown})
     model = VictimModel(vit.eval(), config["mean"], config["std"], unknown).requires_grad_(False)
     preprocessing = Preprocessing(

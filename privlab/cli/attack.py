@@ -41,6 +41,7 @@ __all__ = ["attack"]
 @click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
 @click.option("--block", default="auto", show_default=True, help="First block: auto, stock or april.")
 @click.option("--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does.")
+@click.option("--classes", type=click.IntRange(min=1), help="Of a random head, for a model without classifier.")
 @click.option("--defense", default="auto", show_default=True, help="Names of `privlab list defenses`, stacked with +.")
 @click.option(
     "--set",

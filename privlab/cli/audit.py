@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["audit_features", "audit_gradient_file"]
 
-_TAKEN = {"model", "attack", "weights", "img_size", "defense", "gamma", "masked_pe", "options_"}
+_TAKEN = {"model", "attack", "weights", "img_size", "classes", "defense", "gamma", "masked_pe", "options_"}
 _TAKEN |= {"seed", "device", "out", "overwrite", "as_json"}
 _FEATURES = _TAKEN | {"features", "limit", "public", "public_limit"}
 _GRADIENTS = _TAKEN | {"gradients", "reference", "block", "force"}
@@ -84,7 +84,13 @@ def audit_gradient_file(context: click.Context, file: Path, path: Path, options:
     failed = [row for row in found.rows if row["status"] != "ok"]
     if options["as_json"]:
         rows = [{name: plain(value) for name, value in row.items()} for row in found.rows]
-        told = {"run": str(path), "attacks": rows, "labels": found.labels, "flags": found.flags}
+        told = {
+            "run": str(path),
+            "attacks": rows,
+            "labels": found.labels,
+            "flags": found.flags,
+            "reference": found.reference,
+        }
         print_json(told | {"warnings": found.warnings, "missing_metrics": found.missing, "failed": len(failed)})
     else:
         _print_gradients(found, spec.metrics if options["reference"] else ())
@@ -100,7 +106,7 @@ def _refuse(context: click.Context, taken: set[str], why: str) -> None:
 
 
 def _science(options: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("weights", "img_size", "defense", "gamma", "masked_pe", "seed", "public", "public_limit")
+    names = ("weights", "img_size", "classes", "defense", "gamma", "masked_pe", "seed", "public", "public_limit")
     return {name: options[name] for name in names} | {"options": options["options_"]}
 
 
@@ -123,27 +129,38 @@ def _print_gradients(found: "GradientAudit", metrics: Sequence[str]) -> None:
     for row in found.rows:
         scores = [f"{row[name]:.{KNOWN[name].decimals}f}" if name in row else "n/a" for name in shown]
         left = f"{row['residual']:.1e}" if "residual" in row else "n/a"
-        table.add_row(row["attack"], left, *scores, str(row.get("images", "")), str(row.get("seconds", "")), _says(row))
+        table.add_row(
+            row["attack"],
+            left,
+            *scores,
+            str(row.get("images", "")),
+            str(row.get("seconds", "")),
+            _says(row, found.reference),
+        )
     print_table(table)
     click.echo(
         "residual: of the gradient that the reconstruction itself gives, against the released one; 0 is the same"
     )
+    if found.reference is not None:
+        click.echo(f"reference: {found.reference}")
     for flag in found.flags:
         click.echo(f"flag: {flag}")
     click.echo(f"run: {found.path} (pictures in {found.path / 'pictures'})")
 
 
-def _says(row: Mapping[str, Any]) -> str:
-    """Return what a row says of the private image."""
+def _says(row: Mapping[str, Any], reference: str | None) -> str:
+    """Return what a row says of the private image; `reference` is what is said of the one that the user gave."""
     if row["status"] != "ok":
         return "failed"
     if "block" not in row:
         return "no attack made it"
+    if row.get("blank"):
+        return "nothing found: one colour"
     if "explained" not in row:
         return "not checked: look at the picture"
-    return (
-        "the private image: it gives the released gradient" if row["explained"] else "not proven: look at the picture"
-    )
+    if not row["explained"]:
+        return "not proven: look at the picture"
+    return f"{'the private image' if reference is None else 'what was fed'}: it gives the released gradient"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

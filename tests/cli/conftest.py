@@ -11,9 +11,15 @@ import pandas as pd
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from timm.models.vision_transformer import VisionTransformer
 
+from privlab.capture import capture
 from privlab.cli import _status
+from privlab.images import open_images
+from privlab.victims import victim
+from privlab.weights import save
 
 TINY = ("--model", "vit_ti", "--weights", "random", "--img-size", "32", "--no-strips")
 
@@ -116,3 +122,57 @@ def state() -> dict[str, torch.Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         return timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10).state_dict()
+
+
+@pytest.fixture
+def weights(state: dict[str, torch.Tensor], tmp_path: Path) -> Path:
+    """Return a file with the client's weights: ViT-Ti at 32 pixels with ten classes."""
+    save(state, tmp_path / "weights.safetensors")
+    return tmp_path / "weights.safetensors"
+
+
+@pytest.fixture
+def step(state: dict[str, torch.Tensor], tmp_path: Path, photos: Path) -> Callable[..., Path]:
+    """Take a training step of plain PyTorch on the first photo, or on noise too, and return the captured file.
+
+    `preprocess` is the client's own; with an `optimiser`, what it adds to the weights is captured as the gradient.
+    """
+
+    def take(
+        labels: tuple[int, ...] = (7,),
+        batch_size: int | None = None,
+        hash_weights: bool = True,
+        preprocess: Callable[[Image.Image], torch.Tensor] | None = None,
+        optimiser: Callable[..., torch.optim.Optimizer] | None = None,
+    ) -> Path:
+        vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        vit.load_state_dict(state)
+        assert isinstance(vit, VisionTransformer)
+        pixels = next(iter(open_images(photos / "a.png"))).pixels
+        assert pixels is not None
+        x = (preprocess or victim(vit).preprocessing)(pixels)[None]
+        draw = torch.Generator().manual_seed(0)
+        x = torch.cat([x, torch.rand(len(labels) - 1, *x.shape[1:], generator=draw)])
+        loss = F.cross_entropy(vit((x - 0.5) / 0.5), torch.tensor(labels))
+        loss.backward()
+        if optimiser is not None:
+            optimiser(vit.parameters()).step()
+            for name, parameter in vit.named_parameters():
+                parameter.grad = parameter.detach() - state[name]
+            vit.load_state_dict(state)
+        path = tmp_path / "update.safetensors"
+        capture(vit, path, batch_size=batch_size or len(labels), hash_weights=hash_weights)
+        return path
+
+    return take
+
+
+@pytest.fixture
+def audit(cli: Callable[..., Any], weights: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Audit a file with the client's model; later options win."""
+
+    def run(path: Path, *arguments: object) -> Any:
+        base = ("--model", "vit_ti", "--weights", weights, "--img-size", "32", "--out", tmp_path / "audit")
+        return cli("attack", "--gradients", path, *base, *arguments)
+
+    return run

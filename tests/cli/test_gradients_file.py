@@ -29,47 +29,6 @@ State = dict[str, Tensor]
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def weights(state: State, tmp_path: Path) -> Path:
-    """Return a file with the client's weights: ViT-Ti at 32 pixels with ten classes."""
-    save(state, tmp_path / "weights.safetensors")
-    return tmp_path / "weights.safetensors"
-
-
-@pytest.fixture
-def step(state: State, tmp_path: Path, photos: Path) -> Callable[..., Path]:
-    """Take a training step of plain PyTorch on the first photo, or on noise too, and return the captured file."""
-
-    def take(labels: tuple[int, ...] = (7,), batch_size: int | None = None, hash_weights: bool = True) -> Path:
-        vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
-        vit.load_state_dict(state)
-        assert isinstance(vit, VisionTransformer)
-        preprocess = victim(vit).preprocessing
-        pixels = next(iter(open_images(photos / "a.png"))).pixels
-        assert pixels is not None
-        x = preprocess(pixels)[None]
-        draw = torch.Generator().manual_seed(0)
-        x = torch.cat([x, torch.rand(len(labels) - 1, *x.shape[1:], generator=draw)])
-        loss = F.cross_entropy(vit((x - 0.5) / 0.5), torch.tensor(labels))
-        loss.backward()
-        path = tmp_path / "update.safetensors"
-        capture(vit, path, batch_size=batch_size or len(labels), hash_weights=hash_weights)
-        return path
-
-    return take
-
-
-@pytest.fixture
-def audit(cli: Callable[..., Any], weights: Path, tmp_path: Path) -> Callable[..., Any]:
-    """Audit a file with the client's model; later options win."""
-
-    def run(path: Path, *arguments: object) -> Any:
-        base = ("--model", "vit_ti", "--weights", weights, "--img-size", "32", "--out", tmp_path / "audit")
-        return cli("attack", "--gradients", path, *base, *arguments)
-
-    return run
-
-
 def rewritten(path: Path, change: Callable[[State, dict[str, str]], object]) -> Path:
     """Change tensors and metadata of a gradient file in place."""
     with safe_open(path, "pt") as file:

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from privlab.audit_gradients import _Judge
+from privlab.audit_reference import Judge
 from privlab.errors import PrivlabError
 from privlab.images import open_images
 from privlab.plan import Specification
@@ -94,6 +94,6 @@ def test_the_reference_of_an_audit_is_left_out_of_its_control(tmp_path: Path, sm
         image.save(tmp_path / "copy.bmp")
     named = tuple(str(tmp_path / name) for name in ("0.png", "1.png", "2.png"))
     specification = Specification(models=("tiny",), metrics=("psnr",), public=named)
-    judge = _Judge.of(tmp_path / "copy.bmp", specification, small())
+    judge = Judge.of(tmp_path / "copy.bmp", specification, small())
     assert len(judge.public) == 2
     assert not (judge.public == judge.image).flatten(1).all(1).any()

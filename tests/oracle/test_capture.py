@@ -17,7 +17,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.attacks import MjpSubspace, PatchGradient
-from privlab.audit_gradients import EXPLAINED, residual
 from privlab.capture import capture
 from privlab.defenses import Mjp
 from privlab.errors import PrivlabError
@@ -25,6 +24,7 @@ from privlab.gradients import observe, released_parameters
 from privlab.metrics import psnr
 from privlab.model import VictimModel
 from privlab.released import HEAD, Released, check_fit, check_head, head_of, observation, read_released
+from privlab.residual import EXPLAINED, residual
 from privlab.threat import Capability, Feed, Observation, PrivlabWarning
 from privlab.victims import victim
 from privlab.weights import hash_of

@@ -243,16 +243,19 @@ def test_the_smallest_side_is_the_one_below_which_the_network_fails(net: str) ->
             used(torch.zeros(1, 3, side, side - 1))
 
 
-def test_small_and_grey_images_are_refused(alex: Lpips) -> None:
+def test_small_images_are_refused_and_grey_ones_have_three_equal_colours(alex: Lpips) -> None:
     x, y = images(side=30)
     with pytest.raises(PrivlabError, match=r"lpips_alex needs images of at least 3×31×31\. Found 3×30×30\."):
         alex(x, y)
     x, y = images(side=64)
-    with pytest.raises(PrivlabError, match=r"Found 1×64×64\."):
-        alex(x[:, :1], y[:, :1])
+    with pytest.raises(PrivlabError, match=r"Found 2×64×64\."):
+        alex(x[:, :2], y[:, :2])
+    torch.testing.assert_close(
+        alex(x[:, :1], y[:, :1]), alex(x[:, :1].expand_as(x).clone(), y[:, :1].expand_as(y).clone())
+    )
 
 
 def test_images_outside_the_unit_range_are_refused(alex: Lpips) -> None:
     x, y = images()
-    with pytest.raises(PrivlabError, match=r"x must be RGB in \[0, 1\]\. Found values from -1 "):
+    with pytest.raises(PrivlabError, match=r"x must be in \[0, 1\]\. Found values from -1 "):
         alex((2 * x - 1).index_fill(3, torch.tensor(0), -1.0), y)

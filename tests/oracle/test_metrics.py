@@ -288,9 +288,9 @@ def test_pixels_outside_the_unit_range_are_refused(name: str, value: float) -> N
     bad[1, 2, 3, 4] = value
     function = METRICS[name].function
     assert function
-    with pytest.raises(PrivlabError, match=r"^x must be RGB in \[0, 1\]\. Found values from .+ to .+\.$"):
+    with pytest.raises(PrivlabError, match=r"^x must be in \[0, 1\]\. Found values from .+ to .+\.$"):
         function(bad, PHOTOGRAPHS)
-    with pytest.raises(PrivlabError, match=r"^y must be RGB in \[0, 1\]\. Found"):
+    with pytest.raises(PrivlabError, match=r"^y must be in \[0, 1\]\. Found"):
         function(PHOTOGRAPHS, bad)
 
 

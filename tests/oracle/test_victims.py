@@ -237,8 +237,8 @@ def test_a_model_of_ones_own_keeps_weights_device_and_precision(tiny_vit: Vit) -
     assert base.model(torch.rand(1, 3, 16, 16, dtype=torch.float64)).dtype == torch.float64
     with pytest.raises(PrivlabError, match=r"keeps its weights\. Found weights 'random'"):
         victim(tiny_vit(), weights="random")
-    with pytest.raises(PrivlabError, match=r"RGB images\. Found a model with 1 input channels"):
-        victim(tiny_vit(in_chans=1))
+    with pytest.raises(PrivlabError, match=r"RGB or grey images\. Found a model with 2 input channels"):
+        victim(tiny_vit(in_chans=2))
 
 
 def test_number_of_classes_is_that_of_the_head(tmp_path: Path) -> None:

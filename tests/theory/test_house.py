@@ -11,7 +11,8 @@ FLOORS = [
     | {"effects", "photographs", "public", "reconstruction"}
     | {"layouts", "keyed", "keyed_text", "keyfile", "encrypted", "tampering", "borders", "jigsaw", "reassembly"}
     | {"recipes", "evaluation", "robustness", "shelf", "positions", "position_accuracy"}
-    | {"capture", "recording", "released", "labels_from_gradients", "labels_by_rank"},
+    | {"capture", "recording", "released", "labels_from_gradients", "labels_by_rank"}
+    | {"reference", "residual", "updates"},
     {
         "attacks",
         "defenses",
@@ -24,7 +25,18 @@ FLOORS = [
         "reconstruction_bound",
     },
     {"plan", "records", "trial", "controls", "geometries", "evaluate", "experiment"},
-    {"store", "strips", "machine", "subjects", "run", "audit", "audit_gradients", "split", "experiments"}
+    {
+        "store",
+        "strips",
+        "machine",
+        "subjects",
+        "run",
+        "audit",
+        "audit_gradients",
+        "audit_reference",
+        "split",
+        "experiments",
+    }
     | {"lessons", "judgement"}
     | {"admission", "admission_claims", "admission_measures"}
     | {"tasks", "grid", "engines", "table", "maintenance", "external"},
