@@ -19,9 +19,6 @@ from privlab.threat import Capability, Observation, Stolen
 
 __all__ = ["MjpFull"]
 
-_MOST = 0.5
-"""Share of patches with a token above which these say more of the others than the prior of `mjp-subspace` does."""
-
 _STEPS = 120
 """Of conjugate gradients, for patches that no token was found for."""
 
@@ -40,7 +37,7 @@ class MjpFull(TokenSearch):
     5. Masked patches are put where their borders fit. Their order in the shuffled image is not in the gradient.
 
     Masked patches whose token was not found come last, where the others leave room, and take what within Y is smoothest
-    there. So do others without a token if they are few; if they are many, they keep what `mjp-subspace` makes of them.
+    there. Others without a token are completed again by the prior of `mjp-subspace`, beside those that were found.
     Without a mask this is `patch-gradient`.
 
     Args:
@@ -87,7 +84,11 @@ class MjpFull(TokenSearch):
         block = first_block(model)
         tokens, solved = zip(*(self._image(model, block, seen, found, X[i], i) for i in range(len(A))), strict=True)
         X, told = (torch.stack(part) for part in zip(*solved, strict=True))
-        lost = ~told & (found.masked | (told.double().mean(1, keepdim=True) > _MOST))
+        if (open_ := ~told & ~found.masked).any():  # those beside them say more of them than mjp-subspace knew
+            dtype, inside = model.mean.dtype, ~found.masked
+            filled = MjpSubspace().likeliest(X.to(dtype), found.Y.to(dtype), seen, free=open_, inside=inside)
+            X = torch.where(open_[..., None], filled.double(), X)
+        lost = ~told & found.masked
         images = model.to_images(X)
         order = torch.stack([placed(model, *each) for each in zip(images, found.masked, lost, strict=True)])
         X, lost = X.gather(1, order[..., None].expand_as(X)), lost.gather(1, order)
@@ -107,11 +108,10 @@ class MjpFull(TokenSearch):
     ) -> tuple[Separated, Solved]:
         """Return the tokens of image i, and its patches, those that no token was found for as they are in X."""
         masked, Y = found.masked[i], found.Y[i, : int(found.masked[i].sum())]
-        known = found.known[i].masked_fill(masked[:, None], 0)
         assert model.vit.pos_embed is not None  # its gradient was released
         pe = model.vit.pos_embed.detach()[0, -len(X) :].double()
         pe = torch.where(masked[:, None], replacement(seen).double(), pe)
-        slots = Slots(known - (known @ Y.mT) @ Y, Y, pe, masked)
+        slots = Slots(found.known[i], Y, pe, masked)
         count = model.vit.num_prefix_tokens + len(X)
         reads = Reads.of(seen, i, block, count)
         tokens = self.tokens(block, seen, i, count, guesses(model, block, slots, reads, X))

@@ -104,8 +104,23 @@ class MjpSubspace:
         model = seen.model
         dtype, masked = model.mean.dtype, found.masked
         known, Y = found.known.to(dtype), found.Y.to(dtype)
-        rounds = self.rounds if self.prior in ("sparse", "cauchy") else 0
-        windows = photograph_windows(model, self.prior, seen.photographs)
-        X = windows.fill(known, Y, inside=~masked, rounds=rounds, steps=self.steps)
+        X = self.likeliest(known, Y, seen, free=~masked, inside=~masked)
         smooth = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
         return smooth.fill(X, Y, free=masked, inside=torch.ones_like(masked), steps=12 * self.steps)
+
+    def likeliest(
+        self,
+        X: Float[Tensor, "b n k"],
+        Y: Float[Tensor, "b m k"],
+        seen: Observation,
+        *,
+        free: Bool[Tensor, "b n"],
+        inside: Bool[Tensor, "b n"],
+    ) -> Float[Tensor, "b n k"]:
+        """Return the likeliest X + C Y under the prior, with C ≠ 0 in the rows that are `free` alone.
+
+        Of windows, those count that lie `inside` wholly.
+        """
+        rounds = self.rounds if self.prior in ("sparse", "cauchy") else 0
+        windows = photograph_windows(seen.model, self.prior, seen.photographs)
+        return windows.fill(X, Y, free=free, inside=inside, rounds=rounds, steps=self.steps)

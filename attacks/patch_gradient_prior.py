@@ -26,7 +26,7 @@ _BLUR = 0.03
 """Least error, in grey levels, of a value that is whole."""
 
 _WINDOW = 4
-"""Whole values tried on either side of the expected one; as far as twice its error."""
+"""Whole values tried on either side of the expected one; its error is no more than that."""
 
 _WHOLE = 0.15
 """Root mean square distance from whole values up to which a column of pixels passes for whole."""
@@ -217,7 +217,7 @@ def whole(
     for _ in range(n):
         unknown = ((V @ P) * V).sum(2)
         error, i = torch.where(left & (unknown > 4 * blur), unknown + blur, torch.inf).min(1)
-        going = error < (_WINDOW / 2) ** 2  # beyond that there are more hypotheses than can be kept
+        going = error < _WINDOW**2  # beyond that the right one is hardly among those tried
         if not going.any():
             break
         left[images, i] = False

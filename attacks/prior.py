@@ -130,11 +130,12 @@ class Windows:
         X: Float[Tensor, "b n k"],
         Y: Float[Tensor, "b m k"],
         *,
+        free: Bool[Tensor, "b n"],
         inside: Bool[Tensor, "b n"],
         rounds: int,
         steps: int,
     ) -> Float[Tensor, "b n k"]:
-        """Return X + C Y of least energy over C, in the rows `inside`; of windows, those count that lie there wholly.
+        """Return X + C Y of least energy over C, in the rows that are `free`; windows count that lie `inside` wholly.
 
         Each round of reweighted least squares takes `steps` of conjugate gradients from the last C. Before the first,
         4 · `steps` solve for φ(q) = q / 2.
@@ -142,7 +143,7 @@ class Windows:
         patch = round((X.shape[2] / self.shape[0]) ** 0.5)
         pixels = slots_to_pixels(inside, (self.shape[1] // patch, self.shape[2] // patch), patch)[:, None].to(X)
         whole = [-F.max_pool2d(-pixels, bank.shape[2:], 1) for bank in self.filters]
-        own, rows = torch.linalg.inv(self._of_patches(Y, patch).double()).to(X), inside[..., None].to(X)
+        own, rows = torch.linalg.inv(self._of_patches(Y, patch).double()).to(X), free[..., None].to(X)
         X = X + self._step(X, Y, rows, own, whole, 4 * steps)
         for _ in range(rounds):
             weights = [w * self.tail(q) for w, q in zip(whole, self._squares(X), strict=True)]

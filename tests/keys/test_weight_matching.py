@@ -145,6 +145,19 @@ def test_a_posterior_is_a_probability_for_each_row(n: int, seed: int, alpha: flo
     torch.testing.assert_close(order.sum(1), torch.ones(n))
 
 
+@pytest.mark.parametrize(("alpha", "weight"), [(-1.0, 0.01), (0.3, 0.3), (0.8, 0.8), (1.0, 0.99)])
+def test_the_posterior_of_two_is_a_sigmoid(alpha: float, weight: float) -> None:
+    """Of α / (1 − α²) times the scores, α from 0.01 to 0.99: doubly stochastic, and of the same cross ratio."""
+    likelihood = weight / (1 - weight**2)
+    for each in torch.randn(20, 2, 2, generator=draw(3), dtype=torch.float64) / likelihood:
+        cross = each[0, 0] + each[1, 1] - each[0, 1] - each[1, 0]
+        share = torch.sigmoid(likelihood * cross / 2)
+        found = weight_matching._posterior(each, alpha)
+        torch.testing.assert_close(
+            found, torch.stack([share, 1 - share, 1 - share, share]).view(2, 2), atol=2e-3, rtol=0
+        )
+
+
 def test_features_do_not_depend_on_the_order_of_units(tiny_vit: Callable[..., VisionTransformer]) -> None:
     vit = tiny_vit(embed_dim=48, num_heads=3)
     shape, base = ModelShape.of(vit), vit.state_dict()

@@ -203,6 +203,16 @@ def ramp(side: int) -> Tensor:
     return torch.stack([across, down, across * down])
 
 
+def test_masked_patches_come_back_to_their_own_places(tiny_model: Callable[..., VictimModel]) -> None:
+    """By their borders, for the gradient does not say where they were before the shuffle."""
+    model = tiny_model(img_size=24, embed_dim=96)
+    grain = torch.rand(3, 24, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    image = (ramp(24) + 0.05 * grain)[None]
+    feed, seen = seen_under(model, image, Mjp(gamma=0.2), torch.arange(1))
+    assert not torch.equal(feed.images, image)
+    assert psnr(MjpFull(**SEARCH)(seen).images, image).min() > 80
+
+
 def test_lost_patches_take_the_places_that_are_left(tiny_model: Callable[..., VictimModel]) -> None:
     model = tiny_model(img_size=32)
     image, masked, lost = ramp(32), torch.zeros(64, dtype=torch.bool), torch.zeros(64, dtype=torch.bool)

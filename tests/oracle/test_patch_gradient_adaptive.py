@@ -1,6 +1,7 @@
 """The adaptive closed form: its algebra, and that to know the defense is no disadvantage."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import MjpSubspace, PatchGradient, PatchGradientAdaptive
-from privlab.attacks.patch_gradient_adaptive import Release, posterior
+from privlab.attacks.patch_gradient_adaptive import Release, _improved, _objective, posterior
 from privlab.attacks.prior import Smoothness
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp
 from privlab.draws import draw_for
@@ -64,6 +65,7 @@ def test_without_a_gradient_defense_it_is_the_plain_closed_form(
         (GradientNoise(clip=1.0, multiplier=1e-3), 0.5),
         (GradientPruning(keep=0.7), 0.5),
         (GradientPruning(keep=0.9), 0.5),
+        (GradientPruning(keep=0.97), 9.0),
         (GradientQuantisation(dtype="int8"), 0.5),
         (GradientQuantisation(dtype="bf16"), -0.1),
         (GradientSign(), -0.1),
@@ -95,7 +97,9 @@ def test_missing_entries_are_filled_in_and_others_left_alone(tiny_model: Model) 
     X = torch.linalg.lstsq(true.A.mT, true.G).solution
     filled = pruned.completed(X)
     missing = pruned.edge_pe > 0
+    least = min(g[g != 0].abs().min() for g in (pruned.A[:1], pruned.G[:1]))  # of what was released of the first
     assert missing.any()
+    assert_close(pruned.edge_pe[0][missing[0]], least.expand(int(missing[0].sum())))
     assert torch.equal(filled.A[~missing], pruned.A[~missing])
     assert (filled.A.abs()[missing] <= pruned.edge_pe[missing] * (1 + 1e-9)).all()
     assert (filled.A - true.A)[missing].norm() < 0.7 * true.A[missing].norm()
@@ -107,6 +111,86 @@ def test_errors_of_several_defenses_add_up(tiny_model: Model) -> None:
     seen = under(tiny_model(), images, GradientNoise(multiplier=0.1), GradientQuantisation())
     step = seen.gradients["pos_embed"].abs().max() / 127
     assert_close(Release.of(seen).noise_pe.flatten()[0], 0.01 + step**2 / 12)
+
+
+class OnOne(GradientNoise):
+    """Noise on position embeddings alone."""
+
+    def variance(self, released: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return it: none of the other gradient."""
+        return {name: torch.full_like(g, 1e-8 if name == "pos_embed" else 0) for name, g in released.items()}
+
+
+def test_a_gradient_without_noise_is_not_taken_for_exact(
+    tiny_model: Model, photographs: Callable[[int, int], Tensor]
+) -> None:
+    """But for one that has a hundredth of the other's: else what is inverted has no inverse in float64."""
+    seen = under(tiny_model(img_size=28), photographs(2, 28).double())
+    seen = replace(seen, defense=(OnOne(multiplier=1e-4),))
+    assert_close(Release.of(seen).ratio.flatten(), torch.full((2,), 1e4).double())
+    assert PatchGradientAdaptive()(seen).isfinite().all()
+
+
+def test_rows_of_noise_are_told_from_rows_that_say_as_much_again() -> None:
+    draw = Generator().manual_seed(0)
+    A = torch.randn(2, 5000, 64, dtype=torch.float64, generator=draw) * torch.tensor([1, 3**0.5]).view(2, 1, 1)
+    one, G = torch.ones(2, 1, 1).double(), torch.zeros(2, 64, 3).double()
+    release = Release(A, G, one, one, torch.zeros_like(A), G)
+    shares = release.unheard.double().mean(1)
+    assert shares[0] > 0.998
+    assert shares[1] < 0.01
+
+
+def test_of_rows_of_which_entries_are_missing_only_those_without_any_are_not_heard() -> None:
+    A = torch.full((1, 3, 8), 0.01, dtype=torch.float64)
+    A[0, 1, 2:], A[0, 2] = 0, 0
+    one, G = torch.ones(1, 1, 1).double(), torch.zeros(1, 8, 3).double()
+    release = Release(A, G, one, one, (A == 0).to(A), G)
+    assert release.unheard.tolist() == [[True, False, True]]
+
+
+def noisy(seed: int = 0) -> tuple[Release, Tensor, Smoothness]:
+    """Return a release of two images of 8 × 8 pixels with noise of either kind, patches to start from, and a prior."""
+    draw = Generator().manual_seed(seed)
+    A, G, X = (torch.randn(2, *s, dtype=torch.float64, generator=draw) for s in ((4, 6), (6, 48), (4, 48)))
+    pe, weight = (torch.tensor(v, dtype=torch.float64).view(2, 1, 1) for v in ([0.02, 0.05], [0.2, 0.4]))
+    none_A, none_G = torch.zeros_like(A), torch.zeros_like(G)
+    covariance = torch.tensor([[2.0, 0.5, 0.1], [0.5, 1.0, 0.2], [0.1, 0.2, 0.5]], dtype=torch.float64)
+    return Release(A, G, pe, weight, none_A, none_G), X, Smoothness((3, 8, 8), covariance)
+
+
+def naive(X: Tensor, release: Release, prior: Smoothness) -> Tensor:
+    """Return ½ tr R (I + ρ Xᵀ X)⁻¹ Rᵀ / Var E₂ + ½ D log det(I + ρ X Xᵀ) + the energy, times Var E₂, densely."""
+    values = []
+    for i in range(len(X)):
+        ρ, noise = release.noise_pe[i] / release.noise_weight[i], release.noise_weight[i]
+        R = release.G[i] - release.A[i].mT @ X[i]
+        W = torch.linalg.inv(torch.eye(48).double() + ρ * X[i].mT @ X[i])
+        log_det = torch.logdet(torch.eye(4).double() + ρ * X[i] @ X[i].mT)
+        energy = prior.sparse_energy(X[i : i + 1], 0.1)
+        values.append((R @ W @ R.mT).trace() / 2 + noise.squeeze() * (6 * log_det / 2 + energy.squeeze()))
+    return torch.stack(values)
+
+
+def test_the_objective_is_that_of_dense_algebra() -> None:
+    release, X, prior = noisy()
+    assert_close(_objective(X, release, prior, 0.1), naive(X, release, prior))
+
+
+def test_its_steps_end_where_the_objective_has_no_slope() -> None:
+    """So each term of the gradient that they take is right; and no step makes it worse."""
+    release, X, prior = noisy()
+
+    def slope(X: Tensor) -> Tensor:
+        X = X.clone().requires_grad_()
+        return torch.autograd.grad(naive(X, release, prior).sum(), X)[0]
+
+    first, values = slope(X), [naive(X, release, prior)]
+    for _ in range(30):
+        X = _improved(X, release, prior, 0.1, 40)
+        values.append(naive(X, release, prior))
+    assert (torch.stack(values).diff(dim=0) < 1e-9).all()
+    assert (slope(X).norm(dim=(1, 2)) < 1e-3 * first.norm(dim=(1, 2))).all()
 
 
 @pytest.mark.parametrize("options", [{"rounds": -1}, {"steps": 0}, {"epsilon": 0.0}])

@@ -1,6 +1,8 @@
 """Where patches outnumber equations: what is free, what an image prior and whole grey levels make of it."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import PatchGradient, PatchGradientPrior
-from privlab.attacks.patch_gradient_prior import Free, _preconditioner, whole
+from privlab.attacks.patch_gradient_prior import _CHECKS, _WHOLE, Free, _preconditioner, whole
 from privlab.attacks.prior import Smoothness, photograph_gradients
 from privlab.attacks.solve import RTOL, slot_gradients
 from privlab.defenses import Mjp
@@ -123,9 +125,110 @@ def test_whole_numbers_are_found_and_others_are_not(unknowns: int) -> None:
     assert not whole(uneven, V, still, variance, 16)[1].any()
 
 
+def told(unknowns: int, off: float, unannounced: float = 0.0, seed: int = 1) -> float:
+    """Return the share of 200 columns of 60 whole numbers that are found, from ones that are `off` along V."""
+    draw = Generator().manual_seed(seed)
+    V = torch.linalg.qr(torch.randn(1, 60, unknowns, dtype=torch.float64, generator=draw)).Q
+    truth = torch.randint(0, 256, (1, 60, 200), generator=draw).double()
+    C = off * torch.randn(1, unknowns, 200, dtype=torch.float64, generator=draw)
+    noise = unannounced * torch.randn(1, 60, 200, dtype=torch.float64, generator=draw)
+    still, variance = torch.zeros(1, 60).double(), torch.full((1, unknowns), off**2).double()
+    found, fits = whole(truth + V @ C + noise, V, still, variance, 16)
+    right = (found == truth).all(1)
+    assert not (fits & ~right).any()
+    return float((fits & right).double().mean())
+
+
+def test_a_thirtieth_of_a_grey_level_that_was_not_announced_misleads_no_column() -> None:
+    assert told(3, 8.0) > 0.98
+    assert told(3, 8.0, unannounced=0.03) > 0.95
+    assert told(3, 20.0) > 0.85
+
+
+def test_whole_values_are_tried_as_far_as_the_error_of_the_first_goes() -> None:
+    """The surest of sixty values is off by 2.4; where it is off by 600, all stay what they round to."""
+    assert told(3, 40.0) > 0.2
+    V, X = (
+        torch.full((1, 49, 1), 1 / 7).double(),
+        255 * torch.rand(1, 49, 8, generator=Generator().manual_seed(0)).double(),
+    )
+    rounded, far = X.round(), torch.full((1, 1), 4200.0**2).double()
+    expected = (X + V @ (V.mT @ (rounded - X))).round()
+    assert torch.equal(whole(X, V, torch.zeros(1, 49).double(), far, 16)[0], expected)
+
+
+@pytest.mark.parametrize(("off", "fits"), [(0.13, True), (0.17, False)])
+def test_what_is_a_seventh_of_a_level_off_passes_for_whole(off: float, *, fits: bool) -> None:
+    V = torch.nn.functional.normalize(torch.randn(1, 80, 1, generator=Generator().manual_seed(0)).double(), dim=1)
+    X = torch.full((1, 80, 2), 100.0).double()
+    X[:, ::2] += off
+    X[:, 1::2] -= off
+    assert whole(X, V, torch.zeros(1, 80).double(), torch.ones(1, 1).double(), 16)[1].all() == fits
+
+
+def test_random_values_do_not_pass_for_whole() -> None:
+    """Chernoff's bound on the mean square of so many that are uniform within half a level: below 1e-8."""
+    u = torch.linspace(-0.5, 0.5, 10001, dtype=torch.float64)
+    bounds = [
+        _CHECKS * (slope * _WHOLE**2 + (-slope * u.square()).exp().mean().log()) for slope in torch.arange(1.0, 100.0)
+    ]
+    assert min(bounds) < math.log(1e-8)
+
+
+def test_pixels_that_are_eight_levels_off_are_found(tiny_model: Model) -> None:
+    """The error of 30 dB is what is assumed of the smoothest image."""
+    model, draw = tiny_model(), Generator().manual_seed(0)
+    V = torch.linalg.qr(torch.randn(1, 60, 2, dtype=torch.float64, generator=draw)).Q.expand(4, -1, -1)
+    truth = torch.randint(0, 256, (4, 60, 3, 16), generator=draw).double() / 255
+    truth = ((truth - model.mean.view(3, 1)) / model.std.view(3, 1)).flatten(2)
+    C = torch.randn(4, 2, 3, 16, dtype=torch.float64, generator=draw) * 8 / 255 / model.std.view(3, 1) * (60 / 2) ** 0.5
+    free = Free(V, *[torch.zeros(4, 2, 1).double()] * 2, torch.zeros(4, 60).double())
+    found, fits = PatchGradientPrior()._whole(truth + V @ C.flatten(2), free, torch.ones(4, 48).bool(), model)
+    assert fits.double().mean() > 0.97
+    assert_close(found.mT[fits], truth.mT[fits])
+
+
+@pytest.mark.parametrize(("n", "fit"), [(43, True), (42, False)])
+def test_forty_values_must_be_left_over(n: int, tiny_model: Model, *, fit: bool) -> None:
+    model, draw = tiny_model(), Generator().manual_seed(0)
+    free = Free(
+        torch.linalg.qr(torch.randn(1, n, 3, generator=draw).double()).Q, *[torch.zeros(1, 3, 1)] * 2, torch.zeros(1, n)
+    )
+    pixels = torch.randint(0, 256, (1, n, 3, 16), generator=draw).double() / 255
+    X = ((pixels - model.mean.view(3, 1)) / model.std.view(3, 1)).flatten(2)
+    left = torch.ones(1, 48, dtype=torch.bool)
+    found, fits = PatchGradientPrior()._whole(X, free, left, model)
+    assert fits.all() == fit
+    assert_close(found, X)
+
+
 def test_where_nothing_is_free_it_is_the_plain_closed_form(tiny_model: Model, photographs: Photographs) -> None:
     seen = of(tiny_model(), photographs(2, 16).double())
     assert torch.equal(PatchGradientPrior()(seen), PatchGradient()(seen))
+
+
+@pytest.mark.parametrize(("levels", "free"), [(3.0, True), (0.3, False)])
+def test_what_rounding_moves_by_more_than_a_level_is_free(
+    levels: float, tiny_model: Model, photographs: Photographs, *, free: bool
+) -> None:
+    """One combination of fewer patches than D, heard but for an error of so many levels of the most varied colour."""
+    model, draw = tiny_model(img_size=28), Generator().manual_seed(0)
+    images = photographs(1, 28).double()
+    X = patchify(model.normalise(images), model.patch)
+    U, V = (torch.linalg.qr(torch.randn(1, *s, dtype=torch.float64, generator=draw)).Q for s in ((49, 49), (64, 49)))
+    s = torch.ones(49, dtype=torch.float64)
+    σ = ((V * s) @ (U.mT @ X)).square().mean().sqrt() * RTOL
+    s[-1] = 255 * 0.3 * σ / levels
+    A = (U * s) @ V.mT
+    G = A.mT @ X + σ * torch.randn(1, 64, 48, dtype=torch.float64, generator=draw)
+    seen = of(model, images)
+    gradients = dict(seen.gradients)
+    gradients["pos_embed"] = torch.cat([torch.zeros(1, 1, 1, 64).double(), A[:, None]], 2)
+    gradients["patch_embed.proj.weight"] = G.view(1, 64, 3, 4, 4)
+    seen = replace(seen, gradients=gradients)
+    found, plain = PatchGradientPrior()(seen), PatchGradient()(seen)
+    assert torch.equal(found, plain) == (not free)
+    assert (psnr(found, images) > 100) == free
 
 
 @LIMITS

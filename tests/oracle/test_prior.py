@@ -43,7 +43,7 @@ def test_a_gaussian_prior_is_filled_as_dense_algebra_has_it(
     name: str, patches: tuple[Tensor, Tensor], tiny_model: Callable[..., VictimModel]
 ) -> None:
     (X, Y), prior = patches, small(tiny_model(), name)
-    found = prior.fill(X, Y, inside=INSIDE, rounds=0, steps=40)
+    found = prior.fill(X, Y, free=INSIDE, inside=INSIDE, rounds=0, steps=40)
     rows = INSIDE[..., None].double()
 
     def energy(C: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def test_the_quadratic_windows_are_the_smoothness(
     (X, Y), model = patches, tiny_model()
     smooth = Smoothness((3, 8, 8), photograph_gradients(model).double())
     expected = smooth.fill(X, Y, free=INSIDE, inside=INSIDE, steps=60)
-    found = small(model, "quadratic").fill(X, Y, inside=INSIDE, rounds=0, steps=40)
+    found = small(model, "quadratic").fill(X, Y, free=INSIDE, inside=INSIDE, rounds=0, steps=40)
     assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
@@ -79,7 +79,7 @@ def test_reweighting_ends_where_the_energy_has_no_slope(
     zero = torch.zeros(2, 4, 3, dtype=torch.float64)
     values, found = [], X
     for rounds in (0, 1, 5, 300):
-        found = prior.fill(X, Y, inside=INSIDE, rounds=rounds, steps=20)
+        found = prior.fill(X, Y, free=INSIDE, inside=INSIDE, rounds=rounds, steps=20)
         values.append(float(energy(zero, found)))
     assert values == sorted(values, reverse=True)
     start = torch.autograd.functional.jacobian(lambda C: energy(C, X), zero)
@@ -92,7 +92,7 @@ def test_rows_outside_and_directions_beyond_y_stay(
     name: str, patches: tuple[Tensor, Tensor], tiny_model: Callable[..., VictimModel]
 ) -> None:
     X, Y = patches
-    found = small(tiny_model(), name).fill(X, Y, inside=INSIDE, rounds=3, steps=5)
+    found = small(tiny_model(), name).fill(X, Y, free=INSIDE, inside=INSIDE, rounds=3, steps=5)
     assert torch.equal(found[~INSIDE], X[~INSIDE])
     moved = found - X
     assert_close((moved @ Y.mT) @ Y, moved)
@@ -104,8 +104,8 @@ def test_images_of_a_batch_with_fewer_masked_patches_are_filled_alike(
 ) -> None:
     (X, Y), prior = patches, small(tiny_model(), "cauchy")
     padded = torch.cat([Y[:1], torch.zeros_like(Y[:1])], 1)
-    alone = prior.fill(X[:1], Y[:1], inside=INSIDE[:1], rounds=3, steps=10)
-    assert_close(prior.fill(X[:1], padded, inside=INSIDE[:1], rounds=3, steps=10), alone)
+    alone = prior.fill(X[:1], Y[:1], free=INSIDE[:1], inside=INSIDE[:1], rounds=3, steps=10)
+    assert_close(prior.fill(X[:1], padded, free=INSIDE[:1], inside=INSIDE[:1], rounds=3, steps=10), alone)
 
 
 def test_windows_of_photographs_are_white_to_the_covariance(
