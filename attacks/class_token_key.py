@@ -19,9 +19,10 @@ __all__ = ["ClassTokenKey"]
 class ClassTokenKey:
     """Match the entries of the class token's row, and of the registers', with the public ones.
 
-    The row (cls + e_0) P_C holds the public values in another order, whatever the image: sorting both gives P_C. The
-    row is known by its sorted values where rows are permuted too; its copies in a batch are averaged, which takes noise
-    away. Where columns are told apart by several tokens, Σ_p (z_pk − c_pj)² is least over assignments of k to j.
+    The row (cls + e_0) P_C holds the public values in another order, whatever the image: without noise, sorting both
+    gives P_C. The row is known by its sorted values where rows are permuted too; its copies in a batch are averaged,
+    which takes noise away. Where columns are told apart by several tokens, Σ_p (z_pk − c_pj)² is least over
+    assignments of k to j.
 
     Then the columns are put back, and the rows placed by their position embeddings, or by their borders where there are
     none, and inverted. Values that are equal are told apart by chance: `column-statistics` does not depend on them.

@@ -1,4 +1,4 @@
-"""`mjp-full`: the image that MJP hides, exactly: tokens by separation, patches from tokens, places by borders."""
+"""`mjp-full`: the image that MJP hides: tokens by separation, patches from tokens, places by borders."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""`mjp-subspace`: what MJP's masked gradients say exactly, and the rest by an image prior."""
+"""`mjp-subspace`: what MJP's masked gradients determine, and the rest by an image prior."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -31,7 +31,7 @@ def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float =
     """Split ∂ℓ/∂W = A_Uᵀ X_U + A_Mᵀ X_M, of which A_U alone is released, into what it determines.
 
     With Q the projector on the orthogonal complement of the rows of A_U, Q ∂ℓ/∂W = Q A_Mᵀ X_M has the row space
-    Y = span{x_m}. And (I − Yᵀ Y) removes X_M: A_Uᵀ X_U (I − Yᵀ Y) = ∂ℓ/∂W (I − Yᵀ Y). Exact where N < D.
+    Y = span{x_m}. And (I − Yᵀ Y) removes X_M: A_Uᵀ X_U (I − Yᵀ Y) = ∂ℓ/∂W (I − Yᵀ Y). Exact for A of rank N, so N < D.
     """
     A, G = A.double(), G.double()
     masked = (A == 0).all(2)

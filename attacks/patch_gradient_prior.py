@@ -32,7 +32,7 @@ _WHOLE = 0.15
 """Root mean square distance from whole values up to which a column of pixels passes for whole."""
 
 _FEW = 4
-"""Patches beyond D up to which step 2 was measured, and is exact: N = 196, D = 192 (experiments/gradients.md)."""
+"""Patches beyond D up to which step 2 was measured, on trained weights: N = 196, D = 192 (experiments/gradients.md)."""
 
 _CHECKS = 40
 """Fewest equations left over: so many random values are as close to whole ones with a probability of 4e-10."""
@@ -76,8 +76,9 @@ class PatchGradientPrior:
     2. Pixels of eight bits are whole numbers. Those at one place of all patches are N, with N − D + 1 unknowns: these
        are found one after the other (`whole`), and the numbers that are left over test that they are right.
 
-    Exact where few combinations are free and the image was fed in whole levels; elsewhere step 1 is the answer. Where
-    no combination is free this is `patch-gradient`, and so it is under MJP, which it does not know.
+    Exact where few combinations are free, the image was fed in whole levels and rounding leaves the levels apart (with
+    random weights it may not); elsewhere step 1 is the answer. Where no combination is free this is
+    `patch-gradient`, and so it is under MJP, which it does not know.
 
     Args:
         rounds: of reweighting.

@@ -159,11 +159,11 @@ def separate(
 ) -> Separated:
     """Find the up to `count` tokens u_n whose products make up G1 = ∂ℓ/∂W₁ and G2 = ∂ℓ/∂W₂.
 
-    A vector u of LayerNorm's form in span{u_n} is a token exactly where act(W₁ u + b₁) lies in span{h_n}; sums of
-    tokens are none. Levenberg and Marquardt's method finds such u, from guesses first, then from random starts. What is
-    found is taken out: ε_n is the one vector of span{ε} with act′ ⊙ W₂ᵀ ε_n in span{δ}, and the rows of (I − P_ε) ∂W₂
-    and (I − P_δ) ∂W₁, with P on the ε and the δ of found tokens, span those of the others alone. So no token is found
-    twice, and each round searches a smaller space.
+    A vector u of LayerNorm's form in span{u_n} is taken for a token where act(W₁ u + b₁) lies in span{h_n}; those of
+    tokens do, those of sums of tokens do not in general. Levenberg and Marquardt's method finds such u, from guesses
+    first, then from random starts. What is found is taken out: ε_n is the one vector of span{ε} with act′ ⊙ W₂ᵀ ε_n in
+    span{δ}, and the rows of (I − P_ε) ∂W₂ and (I − P_δ) ∂W₁, with P on the ε and the δ of found tokens, span those of
+    the others alone. So no token is found twice, and each round searches a smaller space.
 
     Args:
         mlp: whose gradients they are.

@@ -34,7 +34,9 @@ def success_bound(prior: float, multiplier: float, releases: int = 1) -> float:
         PrivlabError: for a number out of range.
 
     Source: Hayes, Mahloujifar & Balle (2023), "Bounding Training Data Reconstruction in DP-SGD": the blow-up function
-        of the Gaussian mechanism, with every example in every step; its composition, Dong, Roth & Su (2022).
+        of the Gaussian mechanism, with every example in every step; in closed form, Kaissis, Hayes, Ziller & Rueckert
+        (2023), "Bounding data reconstruction attacks with the hypothesis testing interpretation of differential
+        privacy"; its composition, Dong, Roth & Su (2022).
     """
     if not (0 <= prior <= 1 and multiplier >= 0 and releases >= 1):
         raise PrivlabError(
