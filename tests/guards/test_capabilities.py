@@ -23,15 +23,21 @@ ALL = frozenset(Capability)
 def test_an_attack_needs_each_capability_that_it_requires(name: str) -> None:
     attack = ATTACKS[name]()
     check_capabilities(attack, attack.requires)
+    on_features = Capability.RELEASED_FEATURES in attack.requires
     for capability in attack.requires:
-        lacking = ALL - {capability}
-        with pytest.raises(PrivlabError, match=capability.value):
+        lacking = (ALL if on_features else ALL - {Capability.RELEASED_FEATURES}) - {capability}
+        other = capability is Capability.RELEASED_FEATURES  # a run releases gradients or features
+        message = "reads features, and this run releases gradients" if other else capability.value
+        with pytest.raises(PrivlabError, match=message):
             check_capabilities(attack, lacking)
         if capability in {Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE}:
             check_capabilities(attack, lacking, force=True)
         else:
-            with pytest.raises(PrivlabError, match=capability.value):
+            with pytest.raises(PrivlabError, match=message):
                 check_capabilities(attack, lacking, force=True)
+    if not on_features:
+        with pytest.raises(PrivlabError, match="reads gradients, and this run releases features"):
+            check_capabilities(attack, ALL, force=True)
     assert {Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE} == FORCEABLE
 
 
