@@ -133,12 +133,13 @@ def existing(path: Path) -> Store:
 
 def _conflicts(rows: pd.DataFrame) -> Iterator[Conflict]:
     """Yield the scores of one record that differ between its rows."""
-    again = rows[rows.duplicated(KEY, keep=False) & rows.cell.notna() & (rows.status == "ok")]
+    again = rows[rows.duplicated(KEY, keep=False) & rows.cell.notna() & (rows.status == "ok")].copy()
     metrics = [name for name in METRICS if name in rows]
     if again.empty:
         return
-    close = {name: again[name].clip(upper=EXACT_DB) for name in DECIBELS if name in again}
-    groups = again.assign(**close).groupby(KEY, sort=False, dropna=False)[metrics]
+    exact = [name for name in DECIBELS if name in again]
+    again[exact] = again[exact].clip(upper=EXACT_DB)
+    groups = again.groupby(KEY, sort=False, dropna=False)[metrics]
     least, most = groups.min(), groups.max()
     with np.errstate(invalid="ignore"):
         apart = (most - least) > _CLOSE * most.abs().clip(lower=1e-3)
