@@ -33,7 +33,7 @@ name = "claim"
 kind = "sheet"
 name = "sheet"
 """
-ROWS = 3 * (5 + 8)
+ROWS = 3 * (6 + 10)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def torn(run: Path) -> Path:
 def test_check(cli: Any, made: Any) -> None:
     said = cli("store", "check", made[1])
     assert (said.status, said.err) == (0, "")
-    assert said.out == f"{ROWS} records (0 failed) in 6 parts of {ROWS} rows; 8 cells, 3 images\n"
+    assert said.out == f"{ROWS} records (0 failed) in 6 parts of {ROWS} rows; 10 cells, 3 images\n"
     found = json.loads(cli("store", "check", made[1], "--json").out)
     assert (found["records"], found["conflicts"], found["unfinished"], found["warnings"]) == (ROWS, [], [], [])
 
@@ -88,8 +88,8 @@ def test_check_of_a_store_that_was_spoiled(cli: Any, run: Path) -> None:
     assert said.err.splitlines()[0].startswith(f"Warning: {part.name} is no part of a store (")
     assert len(said.err.splitlines()) == 1
     lines = said.out.splitlines()
-    assert lines[0] == f"{ROWS - 5} records (0 failed) in 6 parts of {ROWS} rows; 8 cells, 3 images"
-    assert sum(line.startswith("conflict: ") for line in lines) == 5 - 2 * (rows.psnr > 200).sum()
+    assert lines[0] == f"{ROWS - 6} records (0 failed) in 6 parts of {ROWS} rows; 10 cells, 3 images"
+    assert sum(line.startswith("conflict: ") for line in lines) == 6 - 2 * (rows.psnr > 200).sum()
     assert lines[-1] == "left behind by a run that was killed: .tmp-1-part.parquet"
 
 
@@ -112,7 +112,7 @@ def test_show(cli: Any, made: Any) -> None:
     assert len(rows) == ROWS
     columns = {"case", "victim", "defense", "setting", "attack", "geometry", "image", "psnr", "ssim", "status"}
     assert set(rows[0]) == columns
-    assert [row["case"] for row in rows] == ["plain"] * 15 + ["shuffled"] * 24
+    assert [row["case"] for row in rows] == ["plain"] * 18 + ["shuffled"] * 30
     assert {row["ssim"] for row in rows} == {None}
 
 
@@ -149,9 +149,9 @@ def test_merge_of_contradictions(cli: Any, made: Any, run: Path, tmp_path: Path)
     part.unlink()
     said = cli("store", "merge", tmp_path / "all", made[1], run)
     assert said.status == 2
-    assert said.out.count("conflict: ") == 5
+    assert said.out.count("conflict: ") == 6
     found = json.loads(cli("store", "merge", tmp_path / "all", made[1], run, "--json").out)
-    assert (found["records"], len(found["conflicts"])) == (ROWS, 5)
+    assert (found["records"], len(found["conflicts"])) == (ROWS, 6)
 
 
 # Earlier and later versions

@@ -41,7 +41,7 @@ def test_attacks_on_features_do_not_see_it(run: Any, crops: Tensor, public: dict
 
 def test_controls_are_made_without_it(run: Any, crops: Tensor, public: dict[str, Tensor]) -> None:
     """Each image is left out of its own controls alone."""
-    ((mean, other, shuffled),) = run(gamma=0.5, attacks=("patch-gradient",), public=public).controls
+    ((mean, other, shuffled, _),) = run(gamma=0.5, attacks=("patch-gradient",), public=public).controls
     images = crops[:260:130].to(mean)
     for i, key in enumerate([next(key for key in public if len(key) == 64), "copy 0"]):
         left = torch.stack([image for name, image in public.items() if name != key])
@@ -53,7 +53,7 @@ def test_controls_are_made_without_it(run: Any, crops: Tensor, public: dict[str,
 
 def test_the_first_public_photograph_is_left_out_too(run: Any, crops: Tensor) -> None:
     public = {"copy": crops[0], "next": crops[9], "last": crops[77]}
-    ((mean, other, _),) = run(gamma=0.5, attacks=("patch-gradient",), public=public).controls
+    ((mean, other, *_),) = run(gamma=0.5, attacks=("patch-gradient",), public=public).controls
     assert torch.equal(other[0], crops[9].to(other))
     assert torch.equal(other[1], crops[0].to(other))
     torch.testing.assert_close(mean[0], ((crops[9] + crops[77]) / 2).to(mean), rtol=0, atol=1e-6)
