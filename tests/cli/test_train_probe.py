@@ -70,7 +70,7 @@ def test_a_probe_of_places(cli: CLI, data: Path, weights: Path, tmp_path: Path) 
     [
         (("finetune", "--model", "cifar_vit_nope", "--weights", "random"), "finetune starts from trained weights"),
         (("finetune", "--model", "cifar_vit", "--weights", "missing.safetensors"), "No weights file at"),
-        (("finetune", "--model", "vit_ti", "--weights", "START"), "do not fit this model"),
+        (("finetune", "--model", "vit_ti", "--weights", "START"), "this model is a ViT-Ti (D = 192, 12 blocks)"),
         ((*TUNED, "--layer-decay", "1.2"), "layer_decay of a training"),
         ((*TUNED, "--set", "drop_path=1"), "drop_path must be in [0, 1)"),
         (("mp3", "--model", "cifar_vit_nope", "--layer-decay", "0.5"), "layer_decay needs a model that knows"),

@@ -493,4 +493,4 @@ def test_stated_knows_its_case(run: Path, tmp_path: Path) -> None:
     assert set(cases) == {"plain", "(2) MJP", "(3) MJP"}
     stated = _Stated.read(tmp_path / "theirs.toml", cases)
     assert stated.case.missing == {"lpips_alex"}
-    assert len(stated.case.cells) == 4
+    assert len(stated.case.cells) == 5

@@ -23,8 +23,8 @@ from privlab.tasks import Result
 
 KILLS = 50
 IMAGES = 40
-EACH = 7
-"""Rows of an image: two geometries of the attack and of two controls, and the third control as it is."""
+EACH = 9
+"""Rows of an image: two geometries of the attack and of three controls, and one more control as it is."""
 ROWS = IMAGES * EACH
 TABLE = ("--device", "cpu", "--chunk", 1)
 
@@ -247,7 +247,7 @@ def test_folder_of_the_images_is_gone(experiment: Any, options: Any, album: Path
     assert facts(tmp_path / "run")["status"] == "failed"
     (tmp_path / "elsewhere").rename(album)
     fill(grid, tasks, tmp_path / "run", how)
-    assert len(Store(tmp_path / "run").frame()) == 20
+    assert len(Store(tmp_path / "run").frame()) == 24
 
 
 # Disks

@@ -175,15 +175,15 @@ def test_what_is_added_is_run_alone(cli: Any, write: Any, tmp_path: Path, rows: 
         assert cli("table", write(**given), "--out", path, *CPU, "--pictures", 0, *options).status == 0
         return rows(path) - before
 
-    assert run("--limit", 2) == 2 * 5
-    assert run("--limit", 3) == 5
+    assert run("--limit", 2) == 2 * 6
+    assert run("--limit", 3) == 6
     assert run("--limit", 3, attack=["april", "patch-gradient"]) == 3 * 2
     assert run("--limit", 3, attack=["april"]) == 0
-    assert run("--limit", 3, seeds=[0, 1], attack=["april"]) == 3 * 5
-    assert run("--limit", 3, draws=2) == 3 * 5
-    assert run("--limit", 3, metrics=["mse", "psnr", "ssim"]) == 3 * 5  # rows with the new metric, joined when read
+    assert run("--limit", 3, seeds=[0, 1], attack=["april"]) == 3 * 6
+    assert run("--limit", 3, draws=2) == 3 * 6
+    assert run("--limit", 3, metrics=["mse", "psnr", "ssim"]) == 3 * 6  # rows with the new metric, joined when read
     frame = Store(path).frame()
-    assert len(frame) == 3 * (5 + 2 + 5 + 5)
+    assert len(frame) == 3 * (6 + 2 + 6 + 6)
     assert frame[(frame.attack == "patch-gradient") & (frame.draw == 0)].ssim.notna().all()
 
 
@@ -268,9 +268,9 @@ def test_failed_images(cli: Any, write: Any, picture: Any, tmp_path: Path, rows:
         assert [line for line in said.err.splitlines() if "b.png" in line] == [
             "Failed: b.png: Not an image in one of the formats JPEG, PNG, BMP, WEBP, TIFF, GIF, PPM, JPEG2000."
         ]
-        assert rows(tmp_path / "run") == 5 + 2
+        assert rows(tmp_path / "run") == 6 + 2
     assert cli(*asked, "--retry-failed").status == 2
-    assert rows(tmp_path / "run") == 5 + 2 * 2
+    assert rows(tmp_path / "run") == 6 + 2 * 2
 
 
 def test_missing_backbones_of_lpips(cli: Any, write: Any, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_photographs_differ_and_are_the_same_each_time(tmp_path: Path) -> None:
 def test_a_copied_run_is_one_that_was_run(made: Experiment, tmp_path: Path) -> None:
     """The same parts, records, pictures and facts, but for the scores."""
     how = options(chunk=2, pictures=3)
-    assert finished_run(made, tmp_path / "copied", how, real=1) == 5 * (7 + 11)
+    assert finished_run(made, tmp_path / "copied", how, real=1) == 5 * (8 + 13)
     grid, tasks = prepare(made, tmp_path / "run", how)
     fill(grid, tasks, tmp_path / "run", how)
     copied, run = Store(tmp_path / "copied"), Store(tmp_path / "run")
@@ -98,7 +98,9 @@ def test_nothing_is_missing_of_a_copied_run_until_a_part_is(made: Experiment, tm
     _, tasks = prepare(made, tmp_path / "run", options())
     assert tasks == []
     records = Store(tmp_path / "run").frame()
-    assert len(records.drop_duplicates([name if name != "image_id" else "image" for name in KEY])) == len(records) == 90
+    assert (
+        len(records.drop_duplicates([name if name != "image_id" else "image" for name in KEY])) == len(records) == 105
+    )
     Store(tmp_path / "run").parts()[0].unlink()
     _, tasks = prepare(made, tmp_path / "run", options())
     assert sum(len(task.images) for task in tasks) == 2
@@ -154,7 +156,7 @@ def test_both_stages_attack_the_same_labelled_images(
     for number in (0, 1):
         records = load_results(tmp_path / f"run-{number}").records
         assert set(records.attack[~records.attack.str.startswith("control:")]) == {"april", "patch-gradient"}
-        assert (records.image_sha256.nunique(), len(records)) == (3, 21)
+        assert (records.image_sha256.nunique(), len(records)) == (3, 24)
         assert set(records.label_origin) == {"file"}  # none was predicted
         assert len(pictures(tmp_path / f"run-{number}")) == 3 * 4
 

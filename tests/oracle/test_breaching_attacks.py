@@ -361,7 +361,8 @@ def test_counts_are_bounds_and_labels_are_right(
 def test_an_undecided_model_tells_all_labels(generator: torch.Generator, batch: int, classes: int) -> None:
     h, labels = released(generator, batch, classes, 0.0)
     assert likely_labels(h, batch) == labels
-    if batch < classes:
+    assert labels_of(h, batch) in (labels, None)
+    if 2 * batch < classes:  # nearer to C, a label's entry, B/C − 1, may be the rounding of a coarser format
         assert labels_of(h, batch) == labels
 
 

@@ -56,8 +56,9 @@ for model in models:
 """Run without the types that tests check: users have none."""
 
 
-def test_what_is_no_plain_vit_is_one_line() -> None:
-    done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, check=False)
+def test_what_is_no_plain_vit_is_one_line(tmp_path: Path) -> None:
+    """Elsewhere than in the checkout, whose folder would stand before what is installed."""
+    done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.stderr == ""
     said = re.findall(
         r"^A victim is one of timm's VisionTransformer\. Found (.*): give a name of `privlab list victims`, timm:NAME",
