@@ -286,10 +286,10 @@ def test_head_of_the_cluster_is_killed(on_ray: Any, done: Any, rows: Callable[[P
     assert errors[0].endswith("What was finished is kept; run again.")
     assert on_ray["status"] == 2
     assert json.loads((path / "run.json").read_bytes())["status"] == "failed"
-    kept, rest = divmod(in_place(path), 4)  # of each image the attack, and three controls
+    kept, rest = divmod(in_place(path), 5)  # of each image the attack, and four controls
     assert rest == 0
     assert 3 <= kept < 32 * 4
     experiment = read_experiment(on_ray["many"])
     assert done(experiment, path, chunk=4) == 32 * 4 - kept or done(experiment, path) == 0
-    assert in_place(path) == 32 * 4 * 4
+    assert in_place(path) == 32 * 4 * 5
     assert rows(path) == len(Store(path).frame())
