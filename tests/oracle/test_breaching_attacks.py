@@ -250,12 +250,15 @@ def test_an_interrupt_ends_it() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             wait = 5
 
-    threading.Thread(target=press, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
+    def search() -> None:
         try:
             Inverting()(observed)
         finally:
             ended.set()
+
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        search()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
