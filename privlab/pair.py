@@ -46,9 +46,14 @@ class Pair:
         return (self.x - self.y).square().mean(dim=_CHW)
 
     @cached_property
+    def centred(self) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b c h w"]]:
+        """Return both, each channel less its mean."""
+        return _centred(self.x), _centred(self.y)
+
+    @cached_property
     def fitted(self) -> Float[Tensor, "b c h w"]:
-        """G x + o with the least squares' gain and offset of each colour; flat where x is."""
-        x, y = _centred(self.x), _centred(self.y)
+        """Return g x + o with the least squares' gain and offset of each colour; flat where x is."""
+        x, y = self.centred
         power = x.square().sum((2, 3), keepdim=True)
         gain = torch.where(power > 0, (x * y).sum((2, 3), keepdim=True) / power, 0)
         return gain * x + (self.y - y)
@@ -88,7 +93,7 @@ def _psnr_affine(pair: Pair) -> Float[Tensor, " b"]:
 
 
 def _correlation(pair: Pair) -> Float[Tensor, " b"]:
-    x, y = _centred(pair.x), _centred(pair.y)
+    x, y = pair.centred
     xx, yy, xy = ((f * g).sum((2, 3)) for f, g in ((x, x), (y, y), (x, y)))
     both = (xx * yy).sqrt()
     return torch.where(both > 0, xy.abs() / both, (xx + yy == 0).to(xy)).clamp(max=1).mean(1)
@@ -122,7 +127,7 @@ def _ssim_skimage(pair: Pair) -> Float[Tensor, " b"]:
 
 
 def _fft2d(pair: Pair) -> Float[Tensor, " b"]:
-    x, y = _centred(pair.x), _centred(pair.y)
+    x, y = pair.centred
     squares, both = _dot(x, x) + _dot(y, y), (_dot(x, x) * _dot(y, y)).sqrt()
     cosine = torch.where(both > 0, _dot(x, y) / both, squares == 0)
     return (1 - cosine).clamp(0, 2)  # rounding oversteps the bounds

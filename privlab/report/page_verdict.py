@@ -201,8 +201,8 @@ def lead_text(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
             if more
             else f"By {name}, no attack leaks more than the paper's own, {attack}."
         )
-    structured = structure_cases(results)
     beaten = [case.number for case in scored if case.beaten]
+    structured = structure_cases(results) if beaten else set[int]()
     if found := [number for number in beaten if number in structured]:
         lines.append(
             f"{len(found)} of {_some(len(scored), 'case')} {'is' if len(found) == 1 else 'are'} by {name} no better "

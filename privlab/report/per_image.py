@@ -185,9 +185,8 @@ def _tidy(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> pd.Da
         "failed": ~ok,
     }
     absent = np.full(len(rows), np.nan)
-    scores = {name: rows[name].to_numpy("float64", na_value=np.nan) if name in rows else absent for name in metrics}
-    beside = [MIRRORED[name] for name in metrics if name in MIRRORED and MIRRORED[name] in rows]
-    scores |= {name: rows[name].to_numpy("float64", na_value=np.nan) for name in beside}
+    wanted = [*metrics, *(MIRRORED[name] for name in metrics if name in MIRRORED and MIRRORED[name] in rows)]
+    scores = {name: rows[name].to_numpy("float64", na_value=np.nan) if name in rows else absent for name in wanted}
     scores["exact"] = _exact(rows)
     return pd.DataFrame(laid | {name: np.where(ok, value, np.nan) for name, value in scores.items()}, index=rows.index)
 
