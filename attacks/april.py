@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
-from privlab.threat import Capability, Observation, PrivlabWarning
+from privlab.base.warnings import PrivlabWarning
+from privlab.threat import Capability, Observation
 
 __all__ = ["April"]
 

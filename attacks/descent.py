@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
-from privlab.threat import PrivlabWarning
 from privlab.training import Checkpoints, Progress, tell
 from privlab.weights import cache_folder
 

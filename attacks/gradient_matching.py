@@ -20,22 +20,14 @@ from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive, maske
 from privlab.attacks.patch_gradient_prior import PatchGradientPrior
 from privlab.attacks.prior import Smoothness, photograph_gradients
 from privlab.attacks.solve import feeds_unknown, shares_mask, slot_gradients
+from privlab.base.warnings import PrivlabWarning
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError, unknown_name
 from privlab.gradients import released_gradients, released_parameters
 from privlab.labels_by_rank import told_labels
 from privlab.model import VictimModel
 from privlab.patches import patchify, unpatchify
-from privlab.threat import (
-    Attack,
-    Capability,
-    Feed,
-    GradientDefense,
-    Observation,
-    PrivlabWarning,
-    Stolen,
-    check_capabilities,
-)
+from privlab.threat import Attack, Capability, Feed, GradientDefense, Observation, Stolen, check_capabilities
 from privlab.weights import hash_of
 
 __all__ = ["GradientMatching", "Match", "mismatch"]

@@ -7,11 +7,12 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.effects import effects_of
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.permutation import restore_features
-from privlab.threat import Effects, FeatureObservation, PrivlabWarning, Rows
+from privlab.threat import Effects, FeatureObservation, Rows
 
 __all__ = [
     "effects",

@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.effects import effects_of
-from privlab.threat import Observation, PrivlabWarning
+from privlab.threat import Observation
 
 __all__ = [
     "RTOL",

@@ -11,9 +11,10 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from privlab.attacks.tokens import Mlp, Near, Separated, separate
+from privlab.base.warnings import PrivlabWarning
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
-from privlab.threat import Observation, PrivlabWarning
+from privlab.threat import Observation
 
 __all__ = ["FC1", "FC2", "TokenSearch"]
 

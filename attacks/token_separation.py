@@ -32,9 +32,10 @@ from privlab.attacks.slots import (
 from privlab.attacks.solve import hides_places, replacement, ridge_inverse, shares_mask
 from privlab.attacks.token_search import FC1, FC2, TokenSearch
 from privlab.attacks.tokens import Separated
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
-from privlab.threat import Capability, Observation, PrivlabWarning, Stolen
+from privlab.threat import Capability, Observation, Stolen
 
 __all__ = ["TokenSeparation"]
 

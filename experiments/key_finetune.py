@@ -19,13 +19,13 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 
 from privlab.attacks.weight_matching import WeightMatching, WeightObservation, recovered_fraction
+from privlab.base.files import write_whole
 from privlab.errors import unknown_name
 from privlab.experiments.data import Images, check_folder, fresh_head, load_split, loss_of, mirrored
 from privlab.keyed import ModelKey, ModelShape, apply_key, new_key
 from privlab.model import VictimModel
 from privlab.permutation import permute_features, restore_features
 from privlab.training import Compute, Plan, Progress, train
-from privlab.training.checkpoint import write_atomically
 from privlab.victims import Victim, victim
 
 __all__ = ["MANNERS", "PUBLISHED", "FinetuneStudy", "finetune_study"]
@@ -144,7 +144,7 @@ def finetune_study(
             points = _finetuned(plan, manner, base, train_images, test, device)
             out.mkdir(parents=True, exist_ok=True)
             text = json.dumps(points, indent=1)
-            write_atomically(path, lambda temporary, text=text: temporary.write_text(text))
+            write_whole(path, lambda temporary, text=text: temporary.write_text(text))
         curves += [{"manner": manner} | point for point in json.loads(path.read_text())]
     return pd.DataFrame(curves)
 

@@ -16,16 +16,17 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
+from privlab.base.files import write_whole
+from privlab.base.precision import full_precision
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
-from privlab.gradients import full_precision, per_sample_gradients, released_parameters
+from privlab.gradients import per_sample_gradients, released_parameters
 from privlab.images import batches
 from privlab.plan import Specification
 from privlab.reconstruction_bound import clopper_pearson, fixed_guess, gram, identified, success_bound
 from privlab.store import RunDirectory
 from privlab.subjects import source_of
 from privlab.threat import Feed
-from privlab.training import write_atomically
 from privlab.trial import labelled
 from privlab.victims import Victim, victim
 
@@ -88,7 +89,7 @@ def study(plan: BoundStudy, out: Path, *, say: Callable[[str], object] = print) 
         "attacks": [_share(plan, of, κ) for _, of in rows.groupby(["multiplier", "releases", "clip", "attack"])],
         "games": [_game(plan, products, *noise) for noise in noises],
     }
-    write_atomically(out / "facts.json", lambda path: path.write_text(json.dumps(facts, indent=1), encoding="utf-8"))
+    write_whole(out / "facts.json", lambda path: path.write_text(json.dumps(facts, indent=1), encoding="utf-8"))
     return facts
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from scipy.stats import bootstrap
 from torch import Tensor
 
+from privlab.base.files import write_whole
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError, unknown_name
 from privlab.images import Chunk, Preprocessing, batches, open_images
@@ -21,7 +22,6 @@ from privlab.options import configured, read_options
 from privlab.patches import jigsaw, patchify
 from privlab.placement import adjacent_share, placed_share
 from privlab.reassembly import REASSEMBLIES, Predicted, Reassembly
-from privlab.training import write_atomically
 
 __all__ = ["PlacementStudy", "study", "to_rows"]
 
@@ -104,7 +104,7 @@ def study(plan: PlacementStudy, out: Path, *, say: Say = print) -> dict[str, Any
     if not tables:
         raise PrivlabError(f"None of the pictures of {plan.images} can be read.")
     records = pd.concat(tables, ignore_index=True)
-    write_atomically(out / RECORDS, lambda path: records.to_parquet(path, index=False))
+    write_whole(out / RECORDS, lambda path: records.to_parquet(path, index=False))
     facts = {
         "images": int(records.image.nunique()),
         "img_size": plan.img_size,
@@ -116,7 +116,7 @@ def study(plan: PlacementStudy, out: Path, *, say: Say = print) -> dict[str, Any
         "versions": versions(),
     }
     text = json.dumps(facts, indent=1, ensure_ascii=False)
-    write_atomically(out / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
+    write_whole(out / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
     return facts
 
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
+from privlab.base.files import write_whole
 from privlab.errors import PrivlabError
 from privlab.images import chunk_of, open_images
 from privlab.model import VictimModel
-from privlab.training import write_atomically
 from privlab.victims import Victim, victim
 
 __all__ = [
@@ -111,9 +111,9 @@ def study(plan: PositionStudy, out: Path, *, say: Say = print) -> list[dict[str,
     for table, parts in tables.items():
         if parts:
             made = pd.concat(parts, ignore_index=True)
-            write_atomically(out / f"{table}.parquet", lambda path, made=made: made.to_parquet(path, index=False))
+            write_whole(out / f"{table}.parquet", lambda path, made=made: made.to_parquet(path, index=False))
     text = json.dumps(facts, indent=1, ensure_ascii=False)
-    write_atomically(out / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
+    write_whole(out / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
     return facts
 
 
@@ -275,7 +275,7 @@ def _attention(plan: PositionStudy, subject: Victim, images: str, out: Path) -> 
     heads, slots = maps.shape[1:]
     names = [f"images/{subject.name.replace(':', '-')}_{number + 1}.png" for number in range(len(maps))]
     for name, fed in zip(names, chunk.images, strict=True):
-        write_atomically(out / name, lambda path, fed=fed: to_pil_image(fed).save(path, format="PNG"))
+        write_whole(out / name, lambda path, fed=fed: to_pil_image(fed).save(path, format="PNG"))
     parts = [
         pd.DataFrame(
             {

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.functional import to_pil_image
 
+from privlab.base.files import write_whole
 from privlab.draws import draw_for
 from privlab.experiments.position_embeddings import attention_weights
 from privlab.images import open_images
 from privlab.patches import permute, shuffled_within
 from privlab.position_accuracy import DROPPED, HIDDEN, position_accuracy
 from privlab.positions import DropPosNetwork, Mp3Network, PositionPredictor, load_predictor, predictor_file, tiles
-from privlab.training import Examples, read_examples, write_atomically
+from privlab.training import Examples, read_examples
 from privlab.weights import hash_of
 from privlab.zoo import shipped
 
@@ -104,9 +105,9 @@ def study(plan: PredictorStudy, out: Path, *, say: Say = print) -> list[dict[str
         facts.append(about)
     for table, parts in tables.items():
         whole = pd.concat(parts, ignore_index=True)
-        write_atomically(out / f"{table}.parquet", lambda path, whole=whole: whole.to_parquet(path, index=False))
+        write_whole(out / f"{table}.parquet", lambda path, whole=whole: whole.to_parquet(path, index=False))
     text = json.dumps(facts, indent=1, ensure_ascii=False)
-    write_atomically(out / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
+    write_whole(out / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
     return facts
 
 
@@ -208,7 +209,7 @@ def _placements(
         for row in (int(row) for row in some if row < plan.pictures):
             at = row - int(some[0])
             name = f"images/{number + 1}_{row + 1}.png"
-            write_atomically(out / name, lambda path, row=row: to_pil_image(data.images[row]).save(path, format="PNG"))
+            write_whole(out / name, lambda path, row=row: to_pil_image(data.images[row]).save(path, format="PNG"))
             columns = {"patch": order, "known": known, "likeliest": likeliest, "assigned": assigned}
             table = pd.DataFrame({key: value[at].cpu().numpy() for key, value in columns.items()})
             rows.append(table.assign(image=row, picture=name, slot=range(n)))

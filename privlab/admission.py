@@ -17,13 +17,14 @@ from torch import Tensor
 
 from privlab.admission_claims import Check, OnFeatures, OnGradients, OnImages, Subject
 from privlab.admission_measures import apart
+from privlab.base.precision import full_precision
+from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import defenses
 from privlab.errors import PrivlabError, unknown_name
-from privlab.gradients import full_precision
 from privlab.images import Preprocessing, open_images
 from privlab.model import VictimModel
 from privlab.options import configured, read_options
-from privlab.threat import Defense, FeatureDefense, GradientDefense, PrivlabWarning
+from privlab.threat import Defense, FeatureDefense, GradientDefense
 from privlab.victims import victim
 
 __all__ = ["MODEL", "Check", "admit", "admit_named"]

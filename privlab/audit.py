@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torchvision.utils import save_image
 
+from privlab.base.precision import full_precision
+from privlab.base.warnings import collected
 from privlab.errors import PrivlabError
 from privlab.features import granted_features
-from privlab.gradients import full_precision
 from privlab.machine import hardware, pick_device, versions
 from privlab.plan import Specification, defense_of, plan
 from privlab.reconstruction import brought, check_reconstruction
 from privlab.recording import Recorded, read_recording, recorded_sessions
 from privlab.store import RunDirectory
-from privlab.subjects import collected, public_images
+from privlab.subjects import public_images
 from privlab.threat import FeatureAttack, FeatureObservation
 from privlab.victims import Victim, victim
 

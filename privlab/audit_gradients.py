@@ -15,9 +15,10 @@ from torch import Tensor
 
 from privlab.attacks import attacks as installed_attacks
 from privlab.audit_reference import Judge, Row, as_fed
+from privlab.base.precision import full_precision
+from privlab.base.warnings import PrivlabWarning, collected
 from privlab.errors import PrivlabError, first
 from privlab.evaluate import Panel
-from privlab.gradients import full_precision
 from privlab.labels_by_rank import Told, told_labels
 from privlab.machine import commit, hardware, pick_device, versions
 from privlab.plan import Specification, applicable, defense_of, stands_in
@@ -26,8 +27,7 @@ from privlab.released import Released, check_fit, check_head, head_of, observati
 from privlab.residual import EXPLAINED, residual, unlit
 from privlab.store import RunDirectory
 from privlab.strips import save_strip, strip_name, to_png
-from privlab.subjects import collected
-from privlab.threat import Attack, Capability, Observation, PrivlabWarning, check_capabilities
+from privlab.threat import Attack, Capability, Observation, check_capabilities
 from privlab.updates import labels_of_signs, update_in
 from privlab.victims import Victim, victim
 

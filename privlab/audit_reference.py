@@ -10,11 +10,11 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
+from privlab.base.precision import full_precision
 from privlab.decode import Picture
 from privlab.effects import effects_of
 from privlab.errors import PrivlabError
 from privlab.evaluate import Panel, Strip
-from privlab.gradients import full_precision
 from privlab.images import Preprocessing, open_images
 from privlab.metrics import Learned, psnr, score
 from privlab.photographs import apart_from

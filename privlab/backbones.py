@@ -20,12 +20,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab import weights as stored
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError, unknown_name
 from privlab.images import Preprocessing
 from privlab.model import VictimModel
 from privlab.patches import slots_to_pixels
 from privlab.relative import TABLE, RelativeBlock
-from privlab.threat import PrivlabWarning
 from privlab.victims import UnknownOrigin, Victim, Weights, resolve, victim, victim_names, weights_file
 from privlab.zoo import BACKBONES
 

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.patches import permute
 from privlab.public import Others
 from privlab.records import CONTROLS
-from privlab.threat import PrivlabWarning
 from privlab.trial import Batch
 
 __all__ = ["Controls"]

@@ -5,11 +5,13 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from timm.data import ImageNetInfo
 
 from privlab.decode import LabelOrigin, Picture, damaged, one_line, picture_from_bytes, picture_from_image
 from privlab.errors import PrivlabError, unknown_name
@@ -236,3 +238,9 @@ def _hugging_face_item(value: Any, target: object, image_type: Any, name: str) -
     except Exception as error:  # one damaged picture must not end the run
         return Picture(name, "", None, label, origin, damaged(error))
     return picture_from_image(image, name, label, origin)
+
+
+@cache
+def imagenet_classes() -> dict[str, int]:
+    """Return ImageNet's class numbers by WordNet id; timm reads its files anew for each table."""
+    return {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}

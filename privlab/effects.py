@@ -14,8 +14,8 @@ from jaxtyping import Float
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
+from privlab.base.precision import full_precision
 from privlab.errors import PrivlabError
-from privlab.gradients import full_precision
 from privlab.model import VictimModel
 from privlab.patches import permute
 from privlab.permutation import inverse, permute_features, restore_features

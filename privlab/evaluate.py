@@ -14,12 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from privlab.base.precision import full_precision
 from privlab.controls import Controls
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.features import observe_features, predictions, send
 from privlab.geometries import Scorer, known_slots
-from privlab.gradients import full_precision, observe
+from privlab.gradients import observe
 from privlab.images import Chunk, Picture
 from privlab.metrics import Learned
 from privlab.placement import as_sent, assigned, crosses, matched

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from privlab.base.precision import full_precision
 from privlab.effects import effects_of
-from privlab.gradients import full_precision
 from privlab.model import VictimModel
 from privlab.permutation import restore_features
 from privlab.stack import Stack

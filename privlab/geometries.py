@@ -11,8 +11,9 @@ from torch import Tensor
 
 from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive, Release
 from privlab.attacks.solve import shares_mask
+from privlab.base.precision import full_precision
+from privlab.base.warnings import PrivlabWarning
 from privlab.effects import effects_of
-from privlab.gradients import full_precision
 from privlab.metrics import MIRRORED, Learned, psnr_region, score
 from privlab.model import VictimModel
 from privlab.patches import permute, slots_to_pixels
@@ -28,7 +29,7 @@ from privlab.placement import (
 )
 from privlab.reassembly import Borders, Reassembly, rearranged
 from privlab.records import GEOMETRIES
-from privlab.threat import Observation, PrivlabWarning, Sent, Stolen
+from privlab.threat import Observation, Sent, Stolen
 from privlab.trial import Trial
 
 __all__ = ["UNDEFINED", "Scorer", "Scores", "known_slots"]

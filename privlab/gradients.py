@@ -16,30 +16,16 @@ from timm.layers import Mlp
 from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
+from privlab.base.precision import full_precision
 from privlab.errors import PrivlabError, unknown_name
 from privlab.model import AprilBlock, VictimModel
 from privlab.patches import patchify
 from privlab.threat import Capability, Defense, FeatureDefense, Feed, GradientDefense, Observation
 
-__all__ = ["full_precision", "granted", "observe", "per_sample_gradients", "released_gradients", "released_parameters"]
+__all__ = ["granted", "observe", "per_sample_gradients", "released_gradients", "released_parameters"]
 
 Rule = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """(layer, its input a, the gradient δ of its output) ↦ the gradient of one of its parameters, per release."""
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Compute as the tensors are: TF32 and autocast would change the released gradient, and the leak."""
-    matmul, conv = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        with torch.autocast("cpu", enabled=False), torch.autocast(device, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = conv
 
 
 def released_parameters(model: VictimModel) -> frozenset[str]:

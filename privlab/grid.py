@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from privlab.base.warnings import PrivlabWarning, collected
 from privlab.errors import PrivlabError
 from privlab.experiment import Experiment
 from privlab.images import ImageSource
@@ -19,9 +20,8 @@ from privlab.manifest import to_csv
 from privlab.plan import Specification
 from privlab.records import CONTROLS
 from privlab.store import Store
-from privlab.subjects import collected, learned_for, source_of, subject_of
+from privlab.subjects import learned_for, source_of, subject_of
 from privlab.tasks import Reference, Task, references
-from privlab.threat import PrivlabWarning
 from privlab.trial import batch_key
 
 __all__ = ["Grid", "Job", "Share", "lay_out", "missing"]

@@ -16,16 +16,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Generator, Tensor, nn
 
+from privlab.base.files import write_whole
+from privlab.base.precision import full_precision
+from privlab.base.warnings import PrivlabWarning
 from privlab.decoders import DECODERS, Decoder, Release, Shape
 from privlab.draws import draw_for
-from privlab.errors import unknown_name
+from privlab.errors import PrivlabError, unknown_name
 from privlab.features import send
-from privlab.gradients import full_precision
 from privlab.model import VictimModel
 from privlab.patches import permute
 from privlab.stack import Stack
-from privlab.threat import Defense, Draws, FeatureDefense, GradientDefense, PrivlabWarning
-from privlab.training import Compute, Listener, Plan, train, write_atomically
+from privlab.threat import Defense, Draws, FeatureDefense, GradientDefense
+from privlab.training import Compute, Listener, Plan, train
 from privlab.weights import cache_folder, hash_of
 
 __all__ = ["DecoderSpec", "decoder_for", "decoder_key", "released", "train_decoder"]
@@ -155,8 +157,8 @@ def decoder_for(
         _warn(f"The decoder in {path} is damaged or foreign: it is trained anew.")
     decoder = train_decoder(model, defense, public, spec, progress=progress)
     try:
-        write_atomically(path, lambda made: _save(decoder, made, key))
-    except (OSError, SafetensorError) as error:
+        write_whole(path, lambda made: _save(decoder, made, key))
+    except (PrivlabError, SafetensorError) as error:
         _warn(f"The decoder cannot be kept in {path} ({error}): it will be trained again.")
     return decoder
 

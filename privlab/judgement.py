@@ -10,11 +10,11 @@ import torch
 
 from privlab import robustness
 from privlab.backbones import Pupil, classifier
+from privlab.datasets import imagenet_classes
 from privlab.errors import PrivlabError, unknown_name
 from privlab.evaluation import Batch, worth_by_gamma
 from privlab.images import ImageSource, open_images
 from privlab.robustness import ALEXNET, Classes, Outputs, Show
-from privlab.subjects import imagenet_classes
 from privlab.victims import Victim
 
 __all__ = ["GAMMAS", "Exam", "judge"]

@@ -21,6 +21,8 @@ from torch import nn
 from privlab import __version__
 from privlab import weights as stored
 from privlab.backbones import Pupil, classifier
+from privlab.base.files import write_whole
+from privlab.base.warnings import PrivlabWarning, collected
 from privlab.errors import PrivlabError, unknown_name
 from privlab.evaluation import worth
 from privlab.images import open_images
@@ -30,9 +32,7 @@ from privlab.position_accuracy import position_accuracy
 from privlab.positions import PositionPredictor, save_predictor
 from privlab.recipes import OBJECTIVES, Lesson, Objective, Probe
 from privlab.recipes.probe import Head, probe_accuracy
-from privlab.subjects import collected
-from privlab.threat import PrivlabWarning
-from privlab.training import Augmentation, Compute, Examples, Listener, Plan, read_examples, train, write_atomically
+from privlab.training import Augmentation, Compute, Examples, Listener, Plan, read_examples, train
 from privlab.victims import Victim, victim
 
 __all__ = ["PRESETS", "Course", "Preset", "teach"]
@@ -318,14 +318,14 @@ def _written(
     }
     if kept:
         small = {k: v.half() if course.half and v.is_floating_point() else v for k, v in state.items()}
-        write_atomically(out / WEIGHTS, lambda path: stored.save(small, path))
+        write_whole(out / WEIGHTS, lambda path: stored.save(small, path))
     if head is not None:
         layer = (head.half() if course.half else head).state_dict()
-        write_atomically(out / PROBE, lambda path: stored.save(layer, path))
+        write_whole(out / PROBE, lambda path: stored.save(layer, path))
     if predictor is not None:
-        write_atomically(out / PREDICTOR, lambda path: save_predictor(predictor, path, half=course.half))
+        write_whole(out / PREDICTOR, lambda path: save_predictor(predictor, path, half=course.half))
     text = json.dumps(card, indent=1, ensure_ascii=False)
-    write_atomically(out / CARD, lambda path: path.write_text(text, encoding="utf-8"))
+    write_whole(out / CARD, lambda path: path.write_text(text, encoding="utf-8"))
     return card
 
 

@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from privlab.attacks import attacks as installed_attacks
+from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
 from privlab.errors import PrivlabError, unknown_name
 from privlab.features import granted_features
@@ -23,7 +24,6 @@ from privlab.threat import (
     FeatureAttack,
     FeatureDefense,
     GradientDefense,
-    PrivlabWarning,
     check_capabilities,
 )
 from privlab.victims import Victim

@@ -24,8 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
-from privlab.threat import PrivlabWarning
 
 __all__ = ["Recorded", "Recorder", "SessionRecorder", "read_recording", "recorded_sessions"]
 

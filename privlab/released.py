@@ -12,18 +12,12 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.capture import FORMAT, REDUCTIONS, VERSION
 from privlab.errors import PrivlabError, first
 from privlab.gradients import granted
 from privlab.model import VictimModel
-from privlab.threat import (
-    Capability,
-    Defense,
-    FeatureDefense,
-    GradientDefense,
-    Observation,
-    PrivlabWarning,
-)
+from privlab.threat import Capability, Defense, FeatureDefense, GradientDefense, Observation
 from privlab.updates import partial_training
 from privlab.weights import from_any_layout
 

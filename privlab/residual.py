@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from privlab.gradients import full_precision, per_sample_gradients, released_parameters
+from privlab.base.precision import full_precision
+from privlab.gradients import per_sample_gradients, released_parameters
 from privlab.threat import Feed, Observation
 
 __all__ = ["EXPLAINED", "residual", "unlit"]

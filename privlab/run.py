@@ -16,6 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from privlab.attacks import attacks
+from privlab.base.warnings import PrivlabWarning, collected
 from privlab.defenses import defenses
 from privlab.errors import PrivlabError, unknown_name
 from privlab.evaluate import Evaluator, Scored
@@ -30,8 +31,7 @@ from privlab.plan import Cell, Specification, defense_of, plan, reassembly_of
 from privlab.records import Record, to_frame
 from privlab.store import RunDirectory
 from privlab.strips import save_strip, strip_name
-from privlab.subjects import collected, learned_metrics, public_images, source_of
-from privlab.threat import PrivlabWarning
+from privlab.subjects import learned_metrics, public_images, source_of
 from privlab.victims import Victim, victim
 
 __all__ = ["Outcome", "attack", "execute", "specify"]

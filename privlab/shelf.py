@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from privlab import weights as stored
+from privlab.base.files import write_whole
 from privlab.errors import PrivlabError, unknown_name
-from privlab.training import write_atomically
 from privlab.victims import ARCHITECTURES, pretrained, resolve, victim
 from privlab.zoo import COMPACT, PLACERS, ZOO, shipped
 
@@ -118,10 +118,10 @@ def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tup
     path = stored.cache_folder("models") / f"{name.replace(':', '-')}-{digest[:8]}.safetensors"
     text = json.dumps(card, indent=1, ensure_ascii=False)
     try:
-        write_atomically(path, lambda part: stored.save(state, part))
-        write_atomically(path.with_suffix(".json"), lambda part: part.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        raise PrivlabError(f"The model cannot be kept in {path.parent}: {error.strerror or error}.") from error
+        write_whole(path, lambda part: stored.save(state, part))
+        write_whole(path.with_suffix(".json"), lambda part: part.write_text(text, encoding="utf-8"))
+    except PrivlabError as error:
+        raise PrivlabError(f"The model cannot be kept in {path.parent}: {error}") from error
     return path, card
 
 

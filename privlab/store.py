@@ -4,9 +4,7 @@ A part is written under a temporary name, synced and renamed, so it is there who
 several processes may add parts at once, and a record that two of them made counts once.
 """
 
-import errno
 import json
-import os
 import re
 import shutil
 import uuid
@@ -22,9 +20,10 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from privlab.base.files import unwritable, write_whole
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
 from privlab.records import COLUMNS, SCHEMA
-from privlab.threat import PrivlabWarning
 
 __all__ = ["KEY", "RunDirectory", "Store", "merged", "part_frame"]
 
@@ -211,7 +210,7 @@ class RunDirectory:
             if not resume:
                 run.strips.mkdir(exist_ok=True)
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
         return run
 
     @property
@@ -280,7 +279,7 @@ class RunDirectory:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
         write_whole(path, save, durable=False)
 
     def is_run(self) -> bool:
@@ -296,39 +295,3 @@ class RunDirectory:
             shutil.rmtree(folder, ignore_errors=True)
         for file in (*self.manifests, self.path / "run.json"):
             file.unlink()
-
-
-def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = True) -> None:
-    """Write a file by `write(temporary)` and rename it: it is there whole or not at all, and stays after a crash.
-
-    Raises:
-        PrivlabError: if the disk is full or the file cannot be written.
-    """
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
-    try:
-        write(temporary)
-        if durable:
-            _sync(temporary)
-        temporary.replace(path)
-        if durable:
-            _sync(path.parent)
-    except OSError as error:
-        raise _unwritable(path.parent, error) from error
-    finally:
-        with suppress(OSError):  # a read-only directory has no such file
-            temporary.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _unwritable(path: Path, error: OSError) -> PrivlabError:
-    if error.errno == errno.ENOSPC:
-        return PrivlabError(f"No space left on the device of '{path}'. What was finished before stays readable.")
-    reason = os.strerror(error.errno) if error.errno else error  # Arrow's own words are long
-    return PrivlabError(f"'{path}' cannot be written: {reason}. Give another --out.")

@@ -1,16 +1,16 @@
 """What a run is made of, from its specification: victims, attacks, images, learned metrics; and its warnings."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 import torch
-from timm.data import ImageNetInfo
 from torch import Tensor
 
+from privlab.base.warnings import PrivlabWarning, collected
+from privlab.datasets import imagenet_classes
 from privlab.errors import PrivlabError
 from privlab.f_sim import load_embedding
 from privlab.images import ImageSource, Preprocessing, open_images
@@ -19,10 +19,9 @@ from privlab.manifest import check_labels
 from privlab.metrics import Learned, load_lpips, score
 from privlab.plan import Cell, Specification, applicable, defense_of, reassembly_of
 from privlab.records import Rows
-from privlab.threat import PrivlabWarning
 from privlab.victims import Victim, victim
 
-__all__ = ["Subject", "collected", "imagenet_classes", "learned_metrics", "public_images", "source_of", "subject_of"]
+__all__ = ["Subject", "learned_metrics", "public_images", "source_of", "subject_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,12 +109,6 @@ def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = T
     return source
 
 
-@cache
-def imagenet_classes() -> dict[str, int]:
-    """Return ImageNet's class numbers by WordNet id; timm reads its files anew for each table."""
-    return {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}
-
-
 def _one_or_all(sources: tuple[str, ...]) -> str | tuple[str, ...]:
     return sources[0] if len(sources) == 1 else sources
 
@@ -179,21 +172,3 @@ def learned_metrics(
         reasons = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in missing.items())
         raise PrivlabError(f"None of the metrics that are asked for can be computed here. {reasons}.")
     return learned, missing
-
-
-@contextmanager
-def collected(messages: list[str]) -> Iterator[None]:
-    """Add privlab's warnings to `messages`, each once; hand all others on."""
-    foreign = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default", PrivlabWarning)
-        try:
-            yield
-        finally:
-            for entry in caught:
-                if not issubclass(entry.category, PrivlabWarning):
-                    foreign.append(entry)
-                elif str(entry.message) not in messages:
-                    messages.append(str(entry.message))
-    for entry in foreign:
-        warnings.warn_explicit(entry.message, entry.category, entry.filename, entry.lineno)

@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 from safetensors.torch import load_file, save
 
+from privlab.base.warnings import collected
 from privlab.decode import LabelOrigin, Picture
 from privlab.evaluate import Evaluator, Strip
 from privlab.images import ImageSource, chunk_of
@@ -21,7 +22,7 @@ from privlab.machine import pick_device
 from privlab.plan import Cell, Specification
 from privlab.records import COLUMNS
 from privlab.strips import to_png
-from privlab.subjects import collected, learned_for, source_of, subject_of
+from privlab.subjects import learned_for, source_of, subject_of
 from privlab.threat import Stolen
 
 __all__ = ["Reference", "Result", "Task", "joined", "references", "run_task"]

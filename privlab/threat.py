@@ -33,16 +33,11 @@ __all__ = [
     "Feed",
     "GradientDefense",
     "Observation",
-    "PrivlabWarning",
     "Rows",
     "Sent",
     "Stolen",
     "check_capabilities",
 ]
-
-
-class PrivlabWarning(UserWarning):
-    """Something that weakens a verdict: the run goes on, and the reader must know."""
 
 
 class Capability(str, Enum):

@@ -9,14 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
+from privlab.base.precision import full_precision
+from privlab.base.warnings import PrivlabWarning
 from privlab.decode import Picture
 from privlab.draws import draw_for
-from privlab.gradients import full_precision
 from privlab.images import Chunk, Preprocessing
 from privlab.model import VictimModel
 from privlab.photographs import apart_from, common
 from privlab.records import Record
-from privlab.threat import FeatureObservation, Feed, Observation, PrivlabWarning, Sent
+from privlab.threat import FeatureObservation, Feed, Observation, Sent
 
 __all__ = ["Batch", "Seen", "Trial", "attacked_together", "batch_key", "labelled", "taken"]
 

@@ -14,11 +14,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab import weights as stored
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError, unknown_name
 from privlab.images import Preprocessing
 from privlab.model import AprilBlock, VictimModel, april_twin, check_plain
 from privlab.registry import with_plugins
-from privlab.threat import PrivlabWarning
 from privlab.zoo import BACKBONES, BASE, COMPACT, ZOO, shipped
 
 __all__ = ["ARCHITECTURES", "Victim", "Weights", "pretrained", "resolve", "victim", "victim_names", "weights_file"]

@@ -16,16 +16,18 @@ from PIL import Image, ImageChops
 from torch import Tensor
 
 from privlab.attacks import April, PatchGradient
+from privlab.base.precision import full_precision
+from privlab.base.warnings import PrivlabWarning
 from privlab.bench.breaching_april import BreachingApril
 from privlab.bench.common import Bench, median_seconds, pictures
 from privlab.errors import PrivlabError
-from privlab.gradients import full_precision, observe
+from privlab.gradients import observe
 from privlab.images import open_images
 from privlab.machine import hardware, pick_device, versions
 from privlab.metrics import score
 from privlab.model import VictimModel
 from privlab.run import Progress
-from privlab.threat import Attack, Observation, PrivlabWarning
+from privlab.threat import Attack, Observation
 from privlab.victims import Victim, victim
 
 __all__ = ["bench_attack"]

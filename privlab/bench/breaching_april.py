@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from privlab.attacks.breaching_attacks import Classifier, contained
-from privlab.gradients import full_precision
+from privlab.base.precision import full_precision
 from privlab.model import VictimModel
 
 __all__ = ["BreachingApril"]

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.attacks.pe_assignment import PEAssignment
+from privlab.base.warnings import PrivlabWarning
 from privlab.bench.common import Bench, median_seconds, pictures
 from privlab.defenses import RowPermutation
 from privlab.features import observe_features, send
@@ -18,7 +19,7 @@ from privlab.permutation import draw_orders, permute_features, restore_features
 from privlab.placement import placement_accuracy
 from privlab.run import Progress
 from privlab.stack import Stack
-from privlab.threat import Draws, FeatureObservation, Feed, PrivlabWarning, Sent
+from privlab.threat import Draws, FeatureObservation, Feed, Sent
 from privlab.victims import Victim, victim
 
 __all__ = ["bench_permutation"]

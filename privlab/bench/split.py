@@ -21,11 +21,11 @@ from jaxtyping import UInt8
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.bench.common import Bench, peak_memory, pictures, timed
 from privlab.errors import PrivlabError
 from privlab.machine import hardware, pick_device, versions
 from privlab.run import Progress
-from privlab.threat import PrivlabWarning
 from privlab.victims import Victim, victim
 
 if TYPE_CHECKING:

@@ -18,13 +18,15 @@ from pathlib import Path
 
 import torch
 
+from privlab.base.precision import full_precision
+from privlab.base.warnings import PrivlabWarning
 from privlab.bench.common import Bench, median_seconds, peak_memory, timed
 from privlab.bench.first_paint import find_chromium, first_paint
 from privlab.bench.stores import experiment_file, finished_run, photographs
 from privlab.engines import Engine
 from privlab.errors import PrivlabError
 from privlab.experiment import Experiment, read_experiment
-from privlab.gradients import full_precision, observe
+from privlab.gradients import observe
 from privlab.images import batches, open_images
 from privlab.machine import hardware, pick_device, versions
 from privlab.records import CONTROLS, GEOMETRIES
@@ -34,7 +36,7 @@ from privlab.run import Progress
 from privlab.subjects import source_of, subject_of
 from privlab.table import Options, fill, prepare
 from privlab.tasks import Result
-from privlab.threat import Attack, PrivlabWarning
+from privlab.threat import Attack
 
 __all__ = ["bench_table", "resume_child"]
 

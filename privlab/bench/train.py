@@ -9,6 +9,7 @@ from timm.optim import create_optimizer_v2
 from torch import Generator, nn
 from torch.nn import functional as F
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.bench.common import Bench, median_seconds
 from privlab.draws import draw_for
 from privlab.machine import hardware, pick_device, versions
@@ -16,7 +17,6 @@ from privlab.model import VictimModel
 from privlab.options import configured
 from privlab.recipes import OBJECTIVES, Lesson
 from privlab.run import Progress
-from privlab.threat import PrivlabWarning
 from privlab.training import Augmentation, Compute, Examples, Plan, train
 from privlab.victims import victim
 

@@ -11,8 +11,8 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.cli.common import err, print_json, print_table
-from privlab.threat import PrivlabWarning
 
 if TYPE_CHECKING:
     from privlab.split.train import StepDone

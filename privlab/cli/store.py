@@ -24,7 +24,7 @@ _SUFFIXES = (".csv", ".parquet", ".json")
 @contextmanager
 def warned() -> Iterator[None]:
     """Say each of privlab's warnings in one line."""
-    from privlab.subjects import collected
+    from privlab.base.warnings import collected
 
     messages: list[str] = []
     try:
@@ -45,8 +45,8 @@ def store() -> None:
 @common
 def check(directory: Path, as_json: bool) -> int:
     """Read every part; what is torn or foreign is set aside, and contradictions are reported."""
+    from privlab.base.warnings import collected
     from privlab.maintenance import check as checked
-    from privlab.subjects import collected
 
     messages: list[str] = []
     with collected(messages):
@@ -96,8 +96,8 @@ def show(directory: Path, limit: int, as_json: bool) -> None:
 @common
 def export(directory: Path, file: Path, as_json: bool) -> None:
     """Write all records, each once, into one FILE: .csv, .parquet or .json (one object a line)."""
+    from privlab.base.files import write_whole
     from privlab.maintenance import existing
-    from privlab.store import write_whole
 
     if file.suffix not in _SUFFIXES:
         raise PrivlabError(f"FILE must end in {', '.join(_SUFFIXES)}. Found '{file.name}'.")

@@ -1,7 +1,6 @@
 """Tensors and facts on disk as one safetensors file: whole or not there, and readable by their owner alone."""
 
 import json
-import os
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
+from privlab.base.files import write_whole
 from privlab.errors import PrivlabError
 
 __all__ = ["Checkpoints", "optimizer_state", "private_folder", "read", "restore_optimizer", "write"]
@@ -38,18 +38,12 @@ def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -
     Raises:
         PrivlabError: if the disk is full or the folder cannot be written.
     """
-    temporary = path.with_name(f".tmp-{path.name}")
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        temporary.unlink(missing_ok=True)
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        save_file(held, temporary, {"format": _FORMAT, "facts": json.dumps(facts)})
-        temporary.chmod(0o600)
-        _sync(temporary)
-        temporary.replace(path)
-        _sync(path.parent)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        write_whole(
+            path, lambda part: save_file(held, part, {"format": _FORMAT, "facts": json.dumps(facts)}), private=True
+        )
+    except (PrivlabError, SafetensorError) as error:
         raise PrivlabError(f"The checkpoint '{path}' cannot be written: {error}.") from error
 
 
@@ -70,14 +64,6 @@ def read(path: Path, *, only_facts: bool = False) -> tuple[dict[str, Tensor], di
         if isinstance(error, PrivlabError):
             raise
         raise PrivlabError(f"The checkpoint '{path}' cannot be read: {error}.") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Checkpoints:

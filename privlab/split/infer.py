@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.gradients import full_precision
+from privlab.base.precision import full_precision
 from privlab.split.client import Client, Lost, Remote, Traffic
 from privlab.split.data import Dataset
 from privlab.split.learner import Learner

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import defenses
 from privlab.errors import PrivlabError, unknown_name
 from privlab.images import ImageSource, open_images
@@ -17,7 +18,6 @@ from privlab.split.learner import Learner
 from privlab.split.secret import new_secret
 from privlab.split.train import CHECKPOINT
 from privlab.stack import Stack
-from privlab.threat import PrivlabWarning
 from privlab.victims import Victim, victim
 
 __all__ = ["Job", "Started", "resumed", "stack_of", "started"]

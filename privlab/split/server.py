@@ -16,8 +16,8 @@ from filelock import FileLock, Timeout
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from privlab.base.precision import full_precision
 from privlab.errors import PrivlabError
-from privlab.gradients import full_precision
 from privlab.machine import versions
 from privlab.recording import Recorder
 from privlab.split.checkpoint import private_folder

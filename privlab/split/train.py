@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from privlab.base.precision import full_precision
 from privlab.errors import PrivlabError
-from privlab.gradients import full_precision
 from privlab.split.backbone import Backbone
 from privlab.split.client import Client, Lost, Remote, Traffic
 from privlab.split.data import Batches

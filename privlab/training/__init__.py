@@ -1,6 +1,6 @@
 """The one training loop, its checkpoints and its log."""
 
-from privlab.training.checkpoint import Checkpoints, write_atomically
+from privlab.training.checkpoint import Checkpoints
 from privlab.training.examples import Augmentation, Examples
 from privlab.training.loop import listening, tell, train
 from privlab.training.plan import Compute, Listener, Paced, Plan, Progress, Recipe
@@ -20,5 +20,4 @@ __all__ = [
     "read_examples",
     "tell",
     "train",
-    "write_atomically",
 ]

@@ -4,13 +4,11 @@
 `weights_only`) and `checkpoint.json` (step, identity, and SHA-256 of the other two, so a damaged one is noticed).
 """
 
-import hashlib
 import json
-import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from privlab.base.files import sha256_of, sync
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
-from privlab.threat import PrivlabWarning
 
-__all__ = ["Checkpoints", "write_atomically"]
+__all__ = ["Checkpoints"]
 
 KEPT = 2
 """Checkpoints that are kept: the last, and one before it, should the last be damaged."""
@@ -54,7 +53,7 @@ class Checkpoints:
             final = self.folder / f"step-{step:08d}"
             shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
             made.rename(final)
-            _flush(self.folder)
+            sync(self.folder)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch says RuntimeError of a full disk
             self._sweep()
             raise PrivlabError(f"The checkpoint of step {step} cannot be written to {self.folder}: {error}.") from error
@@ -68,10 +67,10 @@ class Checkpoints:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, made / WEIGHTS)
         torch.save(dict(state), made / STATE)
         card: dict[str, Any] = {"step": step, "identity": dict(self.identity)}
-        card["sha256"] = {name: _sha256(made / name) for name in (WEIGHTS, STATE)}
+        card["sha256"] = {name: sha256_of(made / name) for name in (WEIGHTS, STATE)}
         (made / CARD).write_text(json.dumps(card, indent=1), encoding="utf-8")
         for path in (*made.iterdir(), made):
-            _flush(path)
+            sync(path)
         return made
 
     def last(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
@@ -86,7 +85,7 @@ class Checkpoints:
         for path in reversed(self._all()):
             try:
                 card = json.loads((path / CARD).read_text(encoding="utf-8"))
-                damaged = [name for name, sha256 in card["sha256"].items() if _sha256(path / name) != sha256]
+                damaged = [name for name, sha256 in card["sha256"].items() if sha256_of(path / name) != sha256]
                 step, identity = int(card["step"]), dict(card["identity"])
             except (OSError, ValueError, KeyError, TypeError):
                 damaged, step, identity = [CARD], 0, {}
@@ -113,37 +112,3 @@ class Checkpoints:
         """Remove what a killed run left half written."""
         for path in self.folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `path`, then put it in place: whoever reads sees all of it, or what was before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
-    made = Path(name)
-    try:
-        write(made)
-        _flush(made)
-        made.replace(path)
-    finally:
-        made.unlink(missing_ok=True)
-    _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    if os.name != "posix" and path.is_dir():
-        return  # only POSIX opens folders
-    handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()

@@ -4,7 +4,7 @@ import csv
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from privlab.training.checkpoint import write_atomically
+from privlab.base.files import write_whole
 from privlab.training.plan import Progress
 
 __all__ = ["append", "forget_after"]
@@ -25,4 +25,4 @@ def forget_after(log: Path, step: int) -> None:
     head, *rows = log.read_text(encoding="utf-8").splitlines() or [""]
     kept = [row for row in rows if row.partition(",")[0].isdecimal() and int(row.partition(",")[0]) <= step]
     text = "".join(f"{row}\n" for row in (head, *kept))
-    write_atomically(log, lambda path: path.write_text(text, encoding="utf-8"))
+    write_whole(log, lambda path: path.write_text(text, encoding="utf-8"))

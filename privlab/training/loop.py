@@ -23,10 +23,11 @@ from safetensors.torch import save_file
 from timm.utils import ModelEmaV3
 from torch import Tensor
 
+from privlab.base.files import write_whole
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
 from privlab.training import log
-from privlab.training.checkpoint import Checkpoints, write_atomically
+from privlab.training.checkpoint import Checkpoints
 from privlab.training.plan import Compute, Listener, Paced, Plan, Progress, Recipe
 
 __all__ = ["listening", "tell", "train"]
@@ -193,7 +194,7 @@ class _Run:
         """Write the weights of a step that stay."""
         model = self.recipe.model if self.average is None else self.average.module
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-        write_atomically(folder / f"step-{done:08d}.safetensors", lambda path: save_file(weights, path))
+        write_whole(folder / f"step-{done:08d}.safetensors", lambda path: save_file(weights, path))
 
     def _resume(self) -> int:
         """Load the last sound checkpoint, if there is one; return the number of steps that are done."""

@@ -15,10 +15,10 @@ from jaxtyping import Int, UInt8
 from PIL import Image
 from torch import Tensor
 
+from privlab.base.files import write_whole
 from privlab.decode import Picture, one_line
 from privlab.errors import PrivlabError
 from privlab.sources import ImageSource
-from privlab.training.checkpoint import write_atomically
 from privlab.training.examples import Examples
 
 __all__ = ["read_examples"]
@@ -88,7 +88,7 @@ def _mapped(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UI
                 with pixels.open("wb") as file:
                     read = _read(source, size, lambda image: file.write(image.numpy().data))
                 told = {"labels": read.labels.tolist(), "identity": read.identity, "skipped": read.skipped}
-                write_atomically(facts, lambda path: path.write_text(json.dumps(told), encoding="utf-8"))
+                write_whole(facts, lambda path: path.write_text(json.dumps(told), encoding="utf-8"))
         told = json.loads(facts.read_text(encoding="utf-8"))
         read = _Read(torch.tensor(told["labels"], dtype=torch.long), told["identity"], tuple(told["skipped"]))
         shape = (len(read.labels), 3, *size)

@@ -28,7 +28,7 @@ def test_worst_case_is_what_runs_where_no_attack_is_named() -> None:
         Specification(models=("vit_ti",), attacks=("worst-cas",))
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_attacks_run_cheapest_first_and_the_block_of_the_dearest_last() -> None:
     spec = Specification(models=("vit_ti_mjp",), settings=("c",), weights="random", img_size=32)
     cells, _ = applicable(spec, victim("vit_ti_mjp", weights="random", img_size=32))

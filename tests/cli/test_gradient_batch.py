@@ -17,6 +17,7 @@ from torch import Tensor
 
 import privlab
 from privlab.attacks import ATTACKS
+from privlab.base.warnings import PrivlabWarning
 from privlab.controls import Controls
 from privlab.decode import Picture
 from privlab.patches import patchify, unpatchify
@@ -24,11 +25,11 @@ from privlab.placement import assigned
 from privlab.plan import Specification, plan
 from privlab.public import Others
 from privlab.records import CONTROLS, Rows
-from privlab.threat import Capability, Observation, PrivlabWarning, Stolen
+from privlab.threat import Capability, Observation, Stolen
 from privlab.trial import Batch
 from privlab.victims import victim
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def test_images_of_a_release_share_a_mask_and_releases_do_not(monkeypatch: pytes
 
 
 def test_a_smaller_last_gradient_is_warned_of(confidant: type[Confidant], photos: Path) -> None:
-    with pytest.warns(privlab.threat.PrivlabWarning, match="A gradient of 1 instead of 2 images"):
+    with pytest.warns(privlab.base.warnings.PrivlabWarning, match="A gradient of 1 instead of 2 images"):
         run(photos, attack="confidant", setting="a", gradient_batch=2, limit=3)
 
 

@@ -14,9 +14,9 @@ from pandas.testing import assert_frame_equal
 from timm.models.vision_transformer import VisionTransformer
 
 import privlab
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
 from privlab.records import COLUMNS
-from privlab.threat import PrivlabWarning
 
 OPTIONS: dict[str, Any] = {"weights": "random", "img_size": 32}
 
@@ -28,7 +28,7 @@ def own() -> VisionTransformer:
         return timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=7, drop_rate=0.5)
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_records_are_those_of_the_command(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
 ) -> None:
@@ -40,7 +40,7 @@ def test_records_are_those_of_the_command(
     assert_frame_equal(kept, records(tmp_path / "kept"))
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_columns_and_their_types(photos: Path) -> None:
     frame = privlab.attack("vit_ti_mjp", images=photos, limit=1, **OPTIONS)
     assert list(frame.columns) == COLUMNS.names
@@ -56,7 +56,7 @@ def test_columns_and_their_types(photos: Path) -> None:
     assert json.loads(frame.victim_params[0])["unk_embed"] == "random"
 
 
-@pytest.mark.filterwarnings("ignore:april. patches of 768 values:privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore:april. patches of 768 values:privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize("training", [False, True])
 def test_own_model_stays_as_it_was(own: VisionTransformer, photos: Path, training: bool) -> None:
     own.train(training)
@@ -94,7 +94,7 @@ def test_what_weakens_the_verdict_is_warned_of(photos: Path) -> None:
         assert word in said
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_paths_may_be_paths(state: dict[str, torch.Tensor], photos: Path, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "mine.pth")
     (tmp_path / "labels.csv").write_text("file,label\na.png,3\n")
@@ -119,7 +119,7 @@ def test_paths_may_be_paths(state: dict[str, torch.Tensor], photos: Path, tmp_pa
         ({"img_size": 24}, "--img-size 24 does not fit vit_ti: an image is cut into patches of 16×16 pixels"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(PrivlabError, match="^" + message.replace("?", r"\?")):
         privlab.attack("vit_ti", out=tmp_path / "run", **(OPTIONS | options))

@@ -181,7 +181,7 @@ def test_a_broken_picture_is_named(cli: CLI, data: Path, tmp_path: Path) -> None
         (("classify", "--model", "cifar_vit", "--learning-rate", "1e30"), "The training stopped: .*(nan|not finite)"),
     ],
 )  # fmt: skip
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_bad_input(cli: CLI, data: Path, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     options = ("--data", str(data), "--preset", "small", "--batch-size", "4", "--epochs", "3")
     recipe, *rest = arguments

@@ -14,7 +14,7 @@ CLI = Callable[..., "Result"]  # noqa: F821  # of conftest, which test modules c
 FEW = ("--preset", "small", "--batch-size", "4", "--epochs", "1", "--precision", "32-true")
 TUNED = ("finetune", "--model", "cifar_vit", "--weights", "START")
 PROBE = ("probe", "--model", "cifar_vit_nope")
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 
 @pytest.fixture(scope="module")

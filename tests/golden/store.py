@@ -1,6 +1,6 @@
-"""A golden store: small runs over every attack, defense, release, table and audit, equal bit for bit before and after.
+"""A golden store: small runs over every attack, defense, release, table and audit, equal bit for bit.
 
-    python tests/golden/store.py make DIR [--inputs DIR]   # run all commands; the inputs of another store are used again
+    python tests/golden/store.py make DIR [--inputs DIR]   # run all commands, on the inputs of another store
     python tests/golden/store.py compare DIR DIR           # exit status 1 where a record, a picture or a line differs
 
 Floats depend on the machine, so both stores are made on one machine. Times, versions and paths are not compared.
@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -28,8 +29,10 @@ from privlab.cli import cli
 SMALL = ("--model", "vit_ti", "--weights", "random", "--img-size", "32", "--limit", "2", "--public-limit", "24")
 CIFAR = ("--model", "cifar_vit_mjp", "--limit", "2", "--public-limit", "24")
 FEATURES = ("--release", "features", "--client-batch", "2")
-NETWORK = "inversion-conv,inversion-mae,inversion-set,inversion-token"
-"""The learned attacks, which train a decoder."""
+LEARNED = ("inversion-conv", "inversion-mae", "inversion-set", "inversion-token")
+"""The attacks that train a decoder."""
+FEW = tuple(text for name in LEARNED for key in ("steps=3", "width=32") for text in ("--set", f"{name}.{key}"))
+"""Options by which they train small decoders for three steps."""
 
 RUNS: dict[str, tuple[str, ...]] = {
     "settings": ("--model", "cifar_vit,cifar_vit_mjp", "--setting", "a,b,c", "--limit", "2"),
@@ -47,7 +50,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "pruning": (*SMALL, "--defense", "gradient-pruning"),
     "quantisation": (*SMALL, "--defense", "gradient-quantisation"),
     "sign": (*SMALL, "--defense", "gradient-sign"),
-    "stack": (*SMALL, "--defense", "mjp+gradient-noise"),
+    "stack": ("--model", "vit_ti_mjp", *SMALL[2:], "--defense", "mjp+gradient-noise", "--setting", "c"),
     "low-pass": (*SMALL, "--defense", "low-pass", "--setting", "b,c"),
     "blur": (*SMALL, "--defense", "blur", "--setting", "c"),
     "cutmix": (*SMALL, "--defense", "cutmix", "--setting", "c"),
@@ -56,7 +59,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "columns": (*CIFAR, *FEATURES, "--defense", "column-permutation"),
     "shuffle": (*CIFAR, *FEATURES, "--defense", "batch-shuffle"),
     "gaussian": (*CIFAR, *FEATURES, "--defense", "gaussian-noise"),
-    "learned": (*CIFAR, *FEATURES, "--defense", "row-permutation", "--attack", NETWORK),
+    "learned": (*CIFAR, *FEATURES, "--defense", "row-permutation", "--attack", ",".join(LEARNED), *FEW),
 }
 """Runs of `privlab attack`, by the name of their directory."""
 
@@ -86,6 +89,7 @@ def make(directory: Path, inputs: Path | None) -> None:
     """Run every command into a directory."""
     torch.set_num_threads(1)
     directory.mkdir(parents=True)
+    os.environ["PRIVLAB_CACHE"] = str(directory / "cache")  # decoders are trained anew
     if inputs is None:
         make_inputs(directory / "inputs")
     else:
@@ -170,7 +174,7 @@ def _without(value: object) -> object:
 def differences(one: Path, other: Path) -> Iterator[str]:
     """Yield a line for everything that differs between two stores."""
     names = {path.relative_to(root) for root in (one, other) for path in root.rglob("*") if path.is_file()}
-    for name in sorted(name for name in names if "inputs" not in name.parts):
+    for name in sorted(name for name in names if not {"inputs", "cache"} & set(name.parts)):
         a, b = one / name, other / name
         if "records" in name.parts or name.name in ("run.json", ".lock") or name.suffix in (".ckpt", ".jsonl"):
             continue

@@ -44,7 +44,7 @@ def one_thread() -> Iterator[None]:
 def unsynced() -> Iterator[None]:
     """Processes are killed here, the machine is not: waiting for the disk would take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("privlab.store._sync", lambda path: None)
+        patch.setattr("privlab.base.files.sync", lambda path: None)
         yield
 
 

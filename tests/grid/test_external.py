@@ -51,7 +51,7 @@ SHORT = 'reference = "Doe 2025, Table 3"\ncase = "plain"\nattack = "theirs"\n'
 NUMBERS = SHORT + "[scores]\npsnr = 21.3\nmse = 0.01\n"
 FOLDERS = SHORT + 'reconstructions = "theirs"\nimages = "photos"\n'
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 
 @pytest.fixture(scope="module")

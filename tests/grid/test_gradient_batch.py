@@ -9,7 +9,7 @@ import pytest
 from privlab.errors import PrivlabError
 from privlab.store import Store
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 FORCED = {"attack": ["breaching:modern"], "set": ["optim.max_iterations=1", "restarts.num_trials=1"]}
 
 

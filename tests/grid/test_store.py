@@ -18,14 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from privlab import store as store_module
+from privlab.base import files
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
 from privlab.maintenance import check
 from privlab.records import COLUMNS, SCHEMA
 from privlab.store import KEY, RunDirectory, Store, merged, part_frame
-from privlab.threat import PrivlabWarning
 
-SYNC = store_module._sync  # the real one: conftest.py replaces it
+SYNC = files.sync  # the real one: conftest.py replaces it
 
 
 def row(image: int = 0, **values: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_part_is_synced_before_it_is_renamed_and_its_folder_after(
         seen.append((path.name[:5], len(store.parts())))
         SYNC(path)
 
-    monkeypatch.setattr(store_module, "_sync", sync)
+    monkeypatch.setattr(files, "sync", sync)
     store.add(table(row()))
     assert seen == [(".tmp-", 0), ("recor", 1)]
 

@@ -15,7 +15,7 @@ from privlab.images import Chunk
 from privlab.threat import Draws, Feed, Sent
 from privlab.trial import Batch, Trial
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 PRIVATE = (Feed, Sent, Trial, Batch, Picture, Draws, Chunk, Evaluator, Generator)
 

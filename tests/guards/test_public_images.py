@@ -14,7 +14,7 @@ from privlab.images import open_images
 from privlab.plan import Specification
 from privlab.public import Others
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 
 def disguised(private: Tensor, others: Tensor, digests: list[str]) -> dict[str, Tensor]:

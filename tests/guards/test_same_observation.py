@@ -15,7 +15,7 @@ from privlab.reassembly import Borders, rearranged
 from privlab.threat import Capability, Stolen
 from privlab.victims import Victim
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 OF_FEATURES = [name for name, kind in ATTACKS.items() if Capability.RELEASED_FEATURES in kind.requires]
 DEARER = {"gradient-matching", "gradient-likelihood", *(name for name in OF_FEATURES if name.startswith("inversion-"))}

@@ -29,7 +29,7 @@ else:
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", ".hypothesis", "__pycache__", ".*_cache", "*.egg-info", "build", "dist", "runs", "screenshots"
 )
-ASSERTED = re.compile(r"assert |AssertionError|Failed: DID NOT (RAISE|WARN)|privlab\.threat\.PrivlabWarning: ")
+ASSERTED = re.compile(r"assert |AssertionError|Failed: DID NOT (RAISE|WARN)|privlab\.base\.warnings\.PrivlabWarning: ")
 """How the message of a failing assertion begins, or of one of our warnings, which are errors where none is expected.
 
 All others say that the code broke, not that a test saw the fault.

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import ATTACKS, April, PatchGradient, attacks
+from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import Mjp, Undefended
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
@@ -18,12 +19,12 @@ from privlab.images import open_images
 from privlab.metrics import psnr, psnr_region
 from privlab.model import VictimModel, april_twin
 from privlab.patches import slots_to_pixels
-from privlab.threat import Attack, Capability, FeatureAttack, Feed, Observation, PrivlabWarning, check_capabilities
+from privlab.threat import Attack, Capability, FeatureAttack, Feed, Observation, check_capabilities
 from privlab.victims import Victim, victim
 
 Model = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]
-random_weights = pytest.mark.filterwarnings("ignore:.*RANDOM weights:privlab.threat.PrivlabWarning")
+random_weights = pytest.mark.filterwarnings("ignore:.*RANDOM weights:privlab.base.warnings.PrivlabWarning")
 
 
 def feed_of(images: Tensor, patch: int, defense: Undefended | Mjp | None = None) -> Feed:
@@ -112,7 +113,7 @@ def test_mjp_keeps_both_closed_forms_from_the_image(tiny_model: Model) -> None:
         assert psnr(reconstruction, feed.images).max() < 25
 
 
-@pytest.mark.filterwarnings("ignore:.*no gradient:privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore:.*no gradient:privlab.base.warnings.PrivlabWarning")
 def test_masked_patches_come_back_grey_from_patch_gradient(tiny_model: Model) -> None:
     model, images = tiny_model(), small()
     reconstruction = PatchGradient()(seen(model, images, PatchGradient(), Mjp(gamma=0.5)))
@@ -209,7 +210,7 @@ def test_trained_vit_ti_at_224_pixels_has_more_tokens_than_width(shared: Callabl
     assert 20 < psnr(reconstruction, images).mean() < 45
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_mjp_on_trained_weights_hides_the_image_from_the_plain_attack(shared: Callable[[str], Path]) -> None:
     base, images = trained(shared, "vit_ti_mjp", 160)
     feed = feed_of(images, 16, Mjp())

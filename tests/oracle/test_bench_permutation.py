@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.bench import permutation
 from privlab.bench.common import Bench, median_seconds, peak_memory
 from privlab.permutation import draw_orders, permute_features, restore_features
 from privlab.placement import placement_accuracy
-from privlab.threat import PrivlabWarning
 from privlab.victims import victim
 
 few = settings(max_examples=40)

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.bench import stores, table
 from privlab.bench.first_paint import find_chromium, first_paint
 from privlab.bench.stores import experiment_file, finished_run, photographs
@@ -23,9 +24,8 @@ from privlab.records import COLUMNS
 from privlab.report.results import load_results
 from privlab.store import KEY, RunDirectory, Store
 from privlab.table import Options, fill, prepare
-from privlab.threat import PrivlabWarning
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 TABLES = '[[case]]\nlabel = "a"\nsetting = "a"\n\n[[case]]\nlabel = "c"\nsetting = "c"\n'
 FIGURES = ["pipeline_over_bare", "two_workers_over_one", "ray_two_over_one"]
 LARGE = ["resume_seconds_1e6", "resume_rss_gb_1e6", "imports_rss_gb", "report_seconds_1000"]

@@ -17,6 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.attacks import MjpSubspace, PatchGradient
+from privlab.base.warnings import PrivlabWarning
 from privlab.capture import capture
 from privlab.defenses import Mjp
 from privlab.errors import PrivlabError
@@ -25,7 +26,7 @@ from privlab.metrics import psnr
 from privlab.model import VictimModel
 from privlab.released import HEAD, Released, check_fit, check_head, head_of, observation, read_released
 from privlab.residual import EXPLAINED, residual
-from privlab.threat import Capability, Feed, Observation, PrivlabWarning
+from privlab.threat import Capability, Feed, Observation
 from privlab.victims import victim
 from privlab.weights import hash_of
 
@@ -123,7 +124,7 @@ def test_the_layout_of_the_mjp_authors_is_read(tiny_model: Made, crops: Tensor, 
     torch.testing.assert_close(found["unk_embed"], own.gradients["unk_embed"][0])
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_the_residual_tells_the_private_image_from_others(photographs: Callable[..., Tensor], tmp_path: Path) -> None:
     """Without any private image: what the threshold lets through is the photograph, on random weights too."""
     model = victim("vit_ti", weights="random", img_size=64).model

@@ -16,6 +16,7 @@ import torch
 import privlab
 from privlab import registry
 from privlab.attacks import BorderJigsaw, FeatureOptimisation, LeastSquares, PEAssignment, RowAlignment
+from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import (
     DEFENSES,
     BatchShuffle,
@@ -34,12 +35,12 @@ from privlab.features import observe_features, send
 from privlab.model import VictimModel
 from privlab.report.flags import red_flags
 from privlab.stack import Stack
-from privlab.threat import Draws, Effects, Feed, PrivlabWarning, Sent
+from privlab.threat import Draws, Effects, Feed, Sent
 
 Make = Callable[..., VictimModel]
 ROOT = Path(__file__).parents[2] / "defenses"
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 COPIED = {
     "row_permutation": ("RowPermutation", "my-rows"),
@@ -278,7 +279,7 @@ def test_what_does_something_else_too_is_not_known() -> None:
         (RowAlignment(), ColumnPermutation(), "columns"),
     ],
 )
-@pytest.mark.filterwarnings("default::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("default::privlab.base.warnings.PrivlabWarning")
 def test_an_attack_that_takes_all_for_unmoved_says_so(attack: Any, part: Any, said: str, tiny_model: Make) -> None:
     model, stack = tiny_model(), Stack((part,))
     public = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -30,7 +30,7 @@ from privlab.threat import Capability, Feed, Observation, Stolen
 from privlab.trial import Trial
 from privlab.victims import victim
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 SMALL = {"weights": "random", "img_size": 32, "limit": 3, "metrics": "psnr,ssim"}
 
 

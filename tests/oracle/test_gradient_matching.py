@@ -14,6 +14,7 @@ from privlab.attacks import GradientMatching, MjpSubspace, PatchGradient
 from privlab.attacks.breaching_attacks import Classifier, contained
 from privlab.attacks.descent import OPTIMISERS, Lbfgs
 from privlab.attacks.gradient_matching import Match, mismatch
+from privlab.base.warnings import PrivlabWarning
 from privlab.cli.common import progress_bar
 from privlab.defenses import GradientPruning, Mjp
 from privlab.draws import draw_for
@@ -24,7 +25,7 @@ from privlab.model import VictimModel
 from privlab.options import configured, read_options
 from privlab.patches import patchify, slots_to_pixels
 from privlab.stack import Stack
-from privlab.threat import Defense, Feed, GradientDefense, Observation, PrivlabWarning, Stolen
+from privlab.threat import Defense, Feed, GradientDefense, Observation, Stolen
 from privlab.training import Progress, listening, tell
 
 SMALL = {"img_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}

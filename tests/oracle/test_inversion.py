@@ -12,6 +12,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks.inversion import InversionConv, InversionMae, InversionSet, InversionToken
+from privlab.base.warnings import PrivlabWarning
 from privlab.decoders import DECODERS, Decoder, Shape, Whitening
 from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, Jigsaw, LowPass, RowPermutation
 from privlab.effects import effects_of
@@ -30,7 +31,7 @@ from privlab.model import VictimModel
 from privlab.patches import patchify
 from privlab.placement import placement_accuracy
 from privlab.stack import Stack
-from privlab.threat import Capability, Draws, FeatureObservation, PrivlabWarning, Sent, check_capabilities
+from privlab.threat import Capability, Draws, FeatureObservation, Sent, check_capabilities
 from privlab.training import Plan, Progress, listening
 from privlab.weights import cache_folder
 

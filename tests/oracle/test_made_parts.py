@@ -14,7 +14,7 @@ from privlab.errors import PrivlabError
 from privlab.options import configured, stated
 from privlab.run import specify
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 SMALL = {"weights": "random", "img_size": 32, "limit": 2, "metrics": "psnr"}
 
 

@@ -15,6 +15,7 @@ from privlab.attacks.mjp_subspace import MjpSubspace
 from privlab.attacks.patch_gradient import PatchGradient
 from privlab.attacks.slots import Reads, Slots, first_block, guesses, placed, sharpened_patches, slots_of_tokens
 from privlab.attacks.tokens import Mlp, Separated, Spans, normalised, outside, separate, start
+from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import Jigsaw, Mjp
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
@@ -23,7 +24,7 @@ from privlab.metrics import psnr, psnr_region
 from privlab.model import VictimModel, april_twin
 from privlab.patches import patchify, permute, slots_to_pixels
 from privlab.placement import in_best_order
-from privlab.threat import Capability, Feed, Observation, PrivlabWarning, check_capabilities
+from privlab.threat import Capability, Feed, Observation, check_capabilities
 from privlab.victims import victim
 
 SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
@@ -286,7 +287,7 @@ def test_the_best_order_is_that_of_the_reference(images: Tensor) -> None:
     assert torch.equal(kept, images)
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_trained_weights(shared: Callable[[str], Path], photographs: Callable[[int, int], Tensor]) -> None:
     """On the trained ViT-Ti at 160 pixels both settings are exact, where the paper's attack has 8 dB."""
     weights = shared("weights/vit_tiny_patch16_224.safetensors")

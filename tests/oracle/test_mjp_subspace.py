@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from privlab.attacks.mjp_subspace import MjpSubspace, Subspace, subspace
 from privlab.attacks.patch_gradient import PatchGradient
 from privlab.attacks.prior import PRIORS, Smoothness, photograph_gradients
+from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import Mjp
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
@@ -17,7 +18,7 @@ from privlab.gradients import observe
 from privlab.metrics import psnr_region
 from privlab.model import VictimModel
 from privlab.patches import patchify, slots_to_pixels, unpatchify
-from privlab.threat import Feed, Observation, PrivlabWarning
+from privlab.threat import Feed, Observation
 
 
 def seen_under(model: VictimModel, images: Tensor, gamma: float) -> tuple[Feed, Observation]:

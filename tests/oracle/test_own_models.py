@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 import privlab
 from privlab.attacks import PatchGradient
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
 from privlab.gradients import granted, observe, obstacles, released_parameters
 from privlab.images import open_images
 from privlab.metrics import psnr
 from privlab.model import VictimModel
 from privlab.plan import Specification, applicable
-from privlab.threat import Capability, PrivlabWarning
+from privlab.threat import Capability
 from privlab.victims import victim
 from privlab.weights import save
 
@@ -117,7 +118,7 @@ def test_a_head_is_for_weights_without_one(tmp_path: Path) -> None:
         victim("vit_ti", weights="random", classes=0)
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_timm_s_models_without_classifier_run(tmp_path: Path) -> None:
     options = {"weights": "random", "img_size": 28, "limit": 1, "attack": "patch-gradient", "metrics": "psnr"}
     name = "timm:vit_small_patch14_dinov2"
@@ -162,7 +163,7 @@ def grey() -> VisionTransformer:
     return vit
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize("options", [{}, {"defense": "jigsaw"}, {"release": "features"}, {"gradient_batch": 2}])
 def test_grey_images_are_attacked(grey: VisionTransformer, tmp_path: Path, options: dict[str, Any]) -> None:
     """Whatever can run on them runs: pictures are made grey by their luma, and so are the photographs of priors."""
@@ -176,7 +177,7 @@ def test_grey_images_are_attacked(grey: VisionTransformer, tmp_path: Path, optio
     assert list((out / "strips").iterdir())
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_decoders_of_rgb_say_so(grey: VisionTransformer) -> None:
     frame = privlab.attack(grey, limit=1, attack="inversion-conv", metrics="psnr")
     told = frame[frame.attack == "inversion-conv"].reason

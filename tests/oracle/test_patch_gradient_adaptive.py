@@ -57,7 +57,7 @@ def test_without_a_gradient_defense_it_is_the_plain_closed_form(
     assert (psnr(PatchGradientAdaptive()(seen), images) > 80).all()
 
 
-@pytest.mark.filterwarnings("ignore:.*received no gradient:privlab.threat.PrivlabWarning")  # all pruned or rounded
+@pytest.mark.filterwarnings("ignore:.*received no gradient:privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize(
     ("defense", "gain"),
     [
@@ -199,7 +199,7 @@ def test_options_out_of_range(options: dict[str, float]) -> None:
         PatchGradientAdaptive(**options)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.filterwarnings("ignore:.*received no gradient:privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore:.*received no gradient:privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize(
     "defense",
     [GradientNoise(multiplier=1e-6), GradientQuantisation(dtype="bf16"), GradientPruning(keep=0.99)],

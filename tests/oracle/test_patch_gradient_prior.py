@@ -14,6 +14,7 @@ from privlab.attacks import PatchGradient, PatchGradientPrior
 from privlab.attacks.patch_gradient_prior import _CHECKS, _WHOLE, Free, _preconditioner, whole
 from privlab.attacks.prior import Smoothness, photograph_gradients
 from privlab.attacks.solve import RTOL, slot_gradients
+from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import Mjp
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
@@ -22,13 +23,13 @@ from privlab.images import open_images
 from privlab.metrics import psnr
 from privlab.model import VictimModel
 from privlab.patches import patchify
-from privlab.threat import Observation, PrivlabWarning
+from privlab.threat import Observation
 from privlab.victims import victim
 
 Model = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]
 
-LIMITS = pytest.mark.filterwarnings("ignore:.*determine at most:privlab.threat.PrivlabWarning")
+LIMITS = pytest.mark.filterwarnings("ignore:.*determine at most:privlab.base.warnings.PrivlabWarning")
 
 
 def of(model: VictimModel, images: Tensor) -> Observation:

@@ -24,7 +24,7 @@ from privlab.photographs import apart_from, common, kin, photographs
 from privlab.sources import SAMPLES, sample_file
 from privlab.threat import Capability, FeatureObservation, Observation, Stolen
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 CUT = Preprocessing((32, 32), (0.5,) * 3, (0.5,) * 3, 0.9, "bicubic")
 EVERY = tuple(f"samples/{name}" for name, *_ in SAMPLES)

@@ -276,7 +276,7 @@ def records(setting: str = "a,b,c", model: str = "vit_ti", **options: Any) -> pd
     return privlab.attack(model, setting, **given)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 
 def test_only_setting_c_is_re_assembled() -> None:

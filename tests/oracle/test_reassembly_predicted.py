@@ -120,7 +120,7 @@ def records(trained: dict[str, str], **options: Any) -> Any:
     return privlab.attack(vit, **(small | options))
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_records_say_what_re_assembled(trained: dict[str, str]) -> None:
     made = records(trained, reassembly="mp3", options=(f"mp3.weights={trained['mp3']}", "mp3.borders=false"))
     plain = records(trained).query("attack == 'patch-gradient'")
@@ -133,7 +133,7 @@ def test_records_say_what_re_assembled(trained: dict[str, str]) -> None:
     assert rows.query("geometry == 'reassembled'").placement_accuracy.between(0, 1).all()
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -159,7 +159,7 @@ def corrupted(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_errors_by_corruption_are_those_of_single_pictures(corrupted: Path) -> None:
     subject = victim("cifar_vit", weights="random")
     seen: list[tuple[int, int | None]] = []
@@ -178,7 +178,7 @@ def test_errors_by_corruption_are_those_of_single_pictures(corrupted: Path) -> N
     assert seen[-1] == (4, 4)
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_folders_laid_out_otherwise_are_one_line(corrupted: Path, tmp_path: Path) -> None:
     subject = victim("cifar_vit", weights="random")
     for root, words in (

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from privlab.attacks.slots import QKV, Reads, embeddings_of_tokens, first_block
 from privlab.attacks.token_separation import TokenSeparation
 from privlab.attacks.tokens import Mlp, separate
+from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import Jigsaw, Mjp
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
@@ -23,7 +24,7 @@ from privlab.model import VictimModel, april_twin
 from privlab.placement import assigned, in_best_order
 from privlab.plan import Specification, applicable
 from privlab.stack import Stack
-from privlab.threat import Observation, PrivlabWarning, Stolen, check_capabilities
+from privlab.threat import Observation, Stolen, check_capabilities
 from privlab.victims import victim
 
 SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
@@ -217,7 +218,7 @@ def test_options_out_of_range() -> None:
         TokenSeparation(starts=0)
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_photographs(photographs: Callable[[int, int], Tensor]) -> None:
     model, x = victim("vit_ti_nope", weights="random", img_size=64).model, photographs(2, 64)[1:]
     stolen = TokenSeparation()(seen_of(model, x))
@@ -226,7 +227,7 @@ def test_photographs(photographs: Callable[[int, int], Tensor]) -> None:
     assert psnr(in_order(stolen, x, 16), x) > 80
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_trained_weights(shared: Callable[[str], Path], photographs: Callable[[int, int], Tensor]) -> None:
     """On the trained ViT-Ti at 160 pixels nothing is lost when the position embeddings' gradient is withheld."""
     weights = shared("weights/vit_tiny_patch16_224.safetensors")

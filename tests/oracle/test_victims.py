@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privlab import weights as stored
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
 from privlab.model import AprilBlock, VictimModel, april_twin
-from privlab.threat import PrivlabWarning
 from privlab.victims import ARCHITECTURES, victim, victim_names
 from privlab.zoo import ZOO
 
-quiet = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+quiet = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 Vit = Callable[..., VisionTransformer]
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.evaluation import worth
 from privlab.images import open_images
 from privlab.position_accuracy import position_accuracy
 from privlab.positions import load_predictor
 from privlab.shelf import show
-from privlab.threat import PrivlabWarning
 from privlab.training import read_examples
 from privlab.victims import victim
 from privlab.weights import hash_of, read_state

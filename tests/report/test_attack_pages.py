@@ -30,7 +30,7 @@ from privlab.victims import victim
 ATTACKS = ("april", "patch-gradient")
 VICTIM: Mapping[str, Any] = {"weights": "random", "img_size": 64}
 
-pytestmark = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 
 @pytest.fixture(scope="module")

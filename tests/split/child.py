@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from privlab.errors import PrivlabError as PrivlabError
 from privlab.split.client import Client, Remote
 from privlab.split.contract import Contract
 from privlab.split.data import Batches, Dataset

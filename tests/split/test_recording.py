@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
 from privlab.recording import Recorder, read_recording, recorded_sessions
-from privlab.threat import PrivlabWarning
 
 FEATURES = torch.linspace(-1, 1, 2 * 17 * 32).view(2, 17, 32)
 

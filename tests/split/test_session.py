@@ -188,10 +188,10 @@ def test_a_checkpoint_is_whole_private_and_of_its_kind(tmp_path: Path, monkeypat
     write(path, {"a": batch(1)}, {"n": 1})
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    for name in ("save_file", "_sync"):
+    for place in ("split.checkpoint.save_file", "base.files.sync"):
         with monkeypatch.context() as broken:
-            broken.setattr(f"privlab.split.checkpoint.{name}", full_disk)
-            with pytest.raises(PrivlabError, match=r"cannot be written: .*No space left"):
+            broken.setattr(f"privlab.{place}", full_disk)
+            with pytest.raises(PrivlabError, match=r"cannot be written: .*No space left on"):
                 write(path, {"a": batch(2)}, {"n": 2})
         tensors, facts = read(path)
         assert torch.equal(tensors["a"], batch(1))

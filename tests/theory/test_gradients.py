@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from privlab.base.precision import full_precision
 from privlab.defenses import GradientSign, Jigsaw, Mjp, Undefended
 from privlab.draws import draw_for
 from privlab.errors import PrivlabError
-from privlab.gradients import full_precision, granted, observe, per_sample_gradients, released_parameters
+from privlab.gradients import granted, observe, per_sample_gradients, released_parameters
 from privlab.model import VictimModel, april_twin
 from privlab.threat import Capability, Feed
 from privlab.victims import ARCHITECTURES, victim
@@ -131,7 +132,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "variant", "block", "training"), CASES)
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_every_family_in_float32(family: str, variant: str, block: str, training: bool) -> None:
     model = victim(family + variant, weights="random", img_size=32, block=block).model.train(training)
     wanted = {"pos_embed", "unk_embed", "cls_token", "patch_embed.proj.weight", "blocks.0.attn.qkv.weight"}

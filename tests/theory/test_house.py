@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FLOORS = [
-    {"errors", "registry", "draws", "patches", "permutation", "model", "threat"},
+    {"base", "errors", "registry", "draws", "patches", "permutation", "model", "threat"},
     {"victims", "backbones", "relative", "zoo", "weights", "images", "sources", "datasets", "labels", "decode"}
     | {"manifest", "gradients", "stack", "features", "options", "training", "decoders", "inversion"}
     | {"effects", "photographs", "public", "reconstruction"}
@@ -49,7 +49,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in room
 def rooms() -> list[tuple[str, Path]]:
     """Return (room, file) of every source file."""
     inside = [(path.stem, path) for path in (ROOT / "privlab").glob("*.py") if path.stem != "__init__"]
-    inner = [f"privlab/{name}" for name in ("bench", "cli", "recipes", "report", "split", "training")]
+    inner = [f"privlab/{name}" for name in ("base", "bench", "cli", "recipes", "report", "split", "training")]
     for folder in (*inner, "attacks", "defenses", "experiments"):
         inside += [(Path(folder).name, path) for path in (ROOT / folder).glob("*.py")]
     return inside

@@ -8,7 +8,7 @@ from torch import Generator
 from torch.testing import assert_close
 
 from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
-from privlab.threat import PrivlabWarning
+from privlab.base.warnings import PrivlabWarning
 
 SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 12))
 

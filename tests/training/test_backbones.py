@@ -106,7 +106,7 @@ def test_pieces_are_of_16_pixels_where_a_picture_has_enough(side: int, patch: in
     assert Backbone(net, (3, side, side), *COLOURS).patch == patch
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_sides_that_pieces_do_not_fill() -> None:
     with pytest.raises(PrivlabError, match=r"multiples of the jigsaw's pieces, 16 pixels. Found 200×200"):
         classifier("resnet50", weights="random", img_size=200)

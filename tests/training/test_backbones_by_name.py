@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
 from privlab.backbones import IndexedViT, Pupil, SwinModel, classifier
+from privlab.base.warnings import PrivlabWarning
 from privlab.cli import _status
 from privlab.errors import PrivlabError
 from privlab.evaluation import worth
 from privlab.judgement import Exam, judge
 from privlab.lessons import Course, teach
-from privlab.threat import PrivlabWarning
 from privlab.training import Examples
 from privlab.victims import victim
 from privlab.weights import own_layout, save
@@ -40,7 +40,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize(
     ("model", "options", "unknown"),
     [
@@ -165,7 +165,7 @@ def test_weights_of_something_else(cifar_swin: SwinModel, tmp_path: Path) -> Non
         classifier("cifar_swin", weights="pretrained")
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_timms_names_are_taken_too() -> None:
     made = classifier("timm:resnet10t", weights="random", img_size=32)
     assert isinstance(made, Pupil)
@@ -174,7 +174,7 @@ def test_timms_names_are_taken_too() -> None:
     assert plain.weights == victim("cifar_vit", weights="random").weights
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_index_embeddings_begin_at_zero_on_plain_weights(tmp_path: Path) -> None:
     """Then the model is the plain one; and the plain one refuses what has learnt them."""
     plain = victim("cifar_vit", weights="random")
@@ -191,7 +191,7 @@ def test_index_embeddings_begin_at_zero_on_plain_weights(tmp_path: Path) -> None
         victim("cifar_vit", weights=tmp_path / "idx.safetensors")
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_who_is_told_every_patchs_index_and_no_slots_is_consistent() -> None:
     """Without PEs of the slots, x̃ with its order is x; judged without the order it would not be."""
     model = classifier("cifar_vit_idx", weights="random", seed=1).model
@@ -219,7 +219,7 @@ def test_who_is_told_every_patchs_index_and_no_slots_is_consistent() -> None:
         ("cifar_vit_idx_mjp", (), "cifar_vit_idx has no E_unk. Found cifar_vit_idx_mjp: train cifar_vit_idx, with"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_mjp_says_what_it_lacks(model: str, options: tuple[str, ...], message: str, data: Path, tmp_path: Path) -> None:
     course = Course(recipe="mjp", model=model, data=str(data), preset="small", options=options)
     with pytest.raises(PrivlabError, match=message):

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Generator
 
 from privlab.backbones import RelativeViT, classifier
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
 from privlab.lessons import Course, _set_up, teach
-from privlab.threat import PrivlabWarning
 from privlab.victims import victim
 from privlab.weights import hash_of, own_layout, save
 
-quiet = pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+quiet = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 
 # Relative position embeddings

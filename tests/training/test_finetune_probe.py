@@ -15,11 +15,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 from privlab.backbones import RelativeViT, classifier
+from privlab.base.warnings import PrivlabWarning
 from privlab.errors import PrivlabError
 from privlab.model import VictimModel
 from privlab.recipes import Classify, Finetune, Lesson, Probe, TrainMjp
 from privlab.recipes.probe import Head, probe_accuracy
-from privlab.threat import PrivlabWarning
 from privlab.training import Augmentation, Compute, Examples, Plan, train
 from privlab.training.loop import _optimiser
 

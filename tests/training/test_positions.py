@@ -322,7 +322,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "pictures"
 
 
-@pytest.mark.filterwarnings("ignore::privlab.threat.PrivlabWarning")
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize(("recipe", "model"), [("mp3", "cifar_vit_nope"), ("droppos", "cifar_vit")])
 def test_a_course_writes_a_predictor_and_a_start(recipe: str, model: str, folder: Path, tmp_path: Path) -> None:
     course = Course(recipe=recipe, model=model, data=str(folder), preset="small", epochs=1.0)

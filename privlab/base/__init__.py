@@ -1,0 +1,1 @@
+"""What every room needs and knows nothing of privacy: errors, options, plug-ins, draws, files, precision."""

@@ -1,0 +1,86 @@
+"""Files that are there whole or not at all, and their hashes."""
+
+import errno
+import hashlib
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from privlab.errors import PrivlabError
+
+__all__ = ["sha256_of", "sync", "unwritable", "write_whole"]
+
+
+def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = True, private: bool = False) -> None:
+    """Write a file by `write(temporary)` and rename it: whoever reads sees all of it, or what was there before.
+
+    Args:
+        path: of the file; its folder is made if it is not there.
+        write: fills the file whose path it is given.
+        durable: whether to wait until the file and its name are on the disk, so that it stays after a crash.
+        private: whether nobody but the user may read it (mode 0600), from its first byte on.
+
+    Raises:
+        PrivlabError: if the disk is full or the file cannot be written.
+    """
+    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if private:
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        write(temporary)
+        if private:
+            temporary.chmod(0o600)
+        if durable:
+            sync(temporary)
+        temporary.replace(path)
+        if durable:
+            sync(path.parent)
+    except OSError as error:
+        raise unwritable(path.parent, error) from error
+    finally:
+        with suppress(OSError):  # a read-only directory has no such file
+            temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk.
+
+    Args:
+        path: of the file or folder; only POSIX opens folders, elsewhere nothing is done for them.
+    """
+    if os.name != "posix" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def unwritable(path: Path, error: OSError) -> PrivlabError:
+    """Return the error that says why a folder or file cannot be written.
+
+    Args:
+        path: that was to be written.
+        error: of the operating system.
+    """
+    if error.errno == errno.ENOSPC:
+        return PrivlabError(f"No space left on the device of '{path}'. What was finished before stays readable.")
+    reason = os.strerror(error.errno) if error.errno else error  # Arrow's own words are long
+    return PrivlabError(f"'{path}' cannot be written: {reason}. Give another --out.")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hex.
+
+    Args:
+        path: of the file, which is read in parts.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
