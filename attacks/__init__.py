@@ -1,25 +1,25 @@
 """Attacks: one file, one attack; each turns an observation into images, or into a key."""
 
-from privlab.attacks.april import April
-from privlab.attacks.border_jigsaw import BorderJigsaw
-from privlab.attacks.breaching_attacks import BREACHING
-from privlab.attacks.class_token_key import ClassTokenKey
-from privlab.attacks.column_statistics import ColumnStatistics
-from privlab.attacks.feature_inversion import FeatureOptimisation, LeastSquares
-from privlab.attacks.gradient_likelihood import GradientLikelihood
-from privlab.attacks.gradient_matching import GradientMatching
-from privlab.attacks.inversion import InversionConv, InversionMae, InversionSet, InversionToken
-from privlab.attacks.mjp_full import MjpFull
-from privlab.attacks.mjp_subspace import MjpSubspace
-from privlab.attacks.patch_gradient import PatchGradient
-from privlab.attacks.patch_gradient_adaptive import PatchGradientAdaptive
-from privlab.attacks.patch_gradient_prior import PatchGradientPrior
-from privlab.attacks.pe_assignment import PEAssignment
-from privlab.attacks.row_alignment import RowAlignment
-from privlab.attacks.token_separation import TokenSeparation
-from privlab.attacks.weight_matching import WeightMatching
-from privlab.registry import with_plugins
-from privlab.threat import AttackClass
+from privlab.attacks.features.border_jigsaw import BorderJigsaw
+from privlab.attacks.features.class_token_key import ClassTokenKey
+from privlab.attacks.features.column_statistics import ColumnStatistics
+from privlab.attacks.features.feature_inversion import FeatureOptimisation, LeastSquares
+from privlab.attacks.features.learned_inversion import InversionConv, InversionMae, InversionSet, InversionToken
+from privlab.attacks.features.pe_assignment import PEAssignment
+from privlab.attacks.features.row_alignment import RowAlignment
+from privlab.attacks.gradients.april import April
+from privlab.attacks.gradients.breaching_attacks import BREACHING
+from privlab.attacks.gradients.gradient_likelihood import GradientLikelihood
+from privlab.attacks.gradients.gradient_matching import GradientMatching
+from privlab.attacks.gradients.mjp_full import MjpFull
+from privlab.attacks.gradients.mjp_subspace import MjpSubspace
+from privlab.attacks.gradients.patch_gradient import PatchGradient
+from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive
+from privlab.attacks.gradients.patch_gradient_prior import PatchGradientPrior
+from privlab.attacks.gradients.token_separation import TokenSeparation
+from privlab.attacks.weights.weight_matching import WeightMatching
+from privlab.base.plugins import with_plugins
+from privlab.threat.protocols import AttackClass
 
 __all__ = [
     "ATTACKS",

@@ -1,21 +1,21 @@
 """Defenses: one file, one defense; on images before the embedding, or on what leaves: features or gradients."""
 
-from privlab.defenses.batch_shuffle import BatchShuffle
-from privlab.defenses.blur import Blur
-from privlab.defenses.column_permutation import ColumnPermutation
-from privlab.defenses.cutmix import CutMix
-from privlab.defenses.gaussian_noise import GaussianNoise
-from privlab.defenses.gradient_noise import GradientNoise
-from privlab.defenses.gradient_pruning import GradientPruning
-from privlab.defenses.gradient_quantisation import GradientQuantisation
-from privlab.defenses.gradient_sign import GradientSign
-from privlab.defenses.jigsaw import Jigsaw
-from privlab.defenses.low_pass import LowPass
-from privlab.defenses.mjp import Mjp
-from privlab.defenses.row_permutation import RowPermutation
-from privlab.defenses.undefended import Undefended
-from privlab.registry import with_plugins
-from privlab.threat import DefenseClass
+from privlab.base.plugins import with_plugins
+from privlab.defenses.features.batch_shuffle import BatchShuffle
+from privlab.defenses.features.column_permutation import ColumnPermutation
+from privlab.defenses.features.gaussian_noise import GaussianNoise
+from privlab.defenses.features.row_permutation import RowPermutation
+from privlab.defenses.gradients.gradient_noise import GradientNoise
+from privlab.defenses.gradients.gradient_pruning import GradientPruning
+from privlab.defenses.gradients.gradient_quantisation import GradientQuantisation
+from privlab.defenses.gradients.gradient_sign import GradientSign
+from privlab.defenses.images.blur import Blur
+from privlab.defenses.images.cutmix import CutMix
+from privlab.defenses.images.jigsaw import Jigsaw
+from privlab.defenses.images.low_pass import LowPass
+from privlab.defenses.images.mjp import Mjp
+from privlab.defenses.images.undefended import Undefended
+from privlab.threat.protocols import DefenseClass
 
 __all__ = [
     "DEFENSES",

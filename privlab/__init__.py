@@ -10,21 +10,21 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from privlab.gradients import observe
-    from privlab.images import open_images
-    from privlab.run import attack
-    from privlab.victims import Victim, victim
+    from privlab.images.open import open_images
+    from privlab.release.gradients import observe
+    from privlab.runs.attack import attack
+    from privlab.victims.named import Victim, victim
 
 __all__ = ["Victim", "__version__", "attack", "observe", "open_images", "victim"]
 
 __version__ = version("privlab")
 
 _HOME = {
-    "attack": "privlab.run",
-    "observe": "privlab.gradients",
-    "open_images": "privlab.images",
-    "Victim": "privlab.victims",
-    "victim": "privlab.victims",
+    "attack": "privlab.runs.attack",
+    "observe": "privlab.release.gradients",
+    "open_images": "privlab.images.open",
+    "Victim": "privlab.victims.named",
+    "victim": "privlab.victims.named",
 }
 
 

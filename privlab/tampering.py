@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Generator, Tensor
 
-from privlab.errors import PrivlabError
+from privlab.base.errors import PrivlabError
 
 __all__ = ["add_noise", "prune", "quantise"]
 

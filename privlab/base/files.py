@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from privlab.errors import PrivlabError
+from privlab.base.errors import PrivlabError
 
 __all__ = ["sha256_of", "sync", "unwritable", "write_whole"]
 

@@ -16,19 +16,19 @@ from PIL import Image, ImageChops
 from torch import Tensor
 
 from privlab.attacks import April, PatchGradient
+from privlab.base.environment import hardware, pick_device, versions
+from privlab.base.errors import PrivlabError
 from privlab.base.precision import full_precision
 from privlab.base.warnings import PrivlabWarning
 from privlab.bench.breaching_april import BreachingApril
 from privlab.bench.common import Bench, median_seconds, pictures
-from privlab.errors import PrivlabError
-from privlab.gradients import observe
-from privlab.images import open_images
-from privlab.machine import hardware, pick_device, versions
-from privlab.metrics import score
-from privlab.model import VictimModel
-from privlab.run import Progress
-from privlab.threat import Attack, Observation
-from privlab.victims import Victim, victim
+from privlab.images.open import open_images
+from privlab.metrics.registry import score
+from privlab.release.gradients import observe
+from privlab.runs.attack import Progress
+from privlab.threat.protocols import Attack, Observation
+from privlab.victims.model import VictimModel
+from privlab.victims.named import Victim, victim
 
 __all__ = ["bench_attack"]
 
@@ -147,7 +147,7 @@ def _peak_rss(model: str, n: int) -> int:
             square: Image.Image = samples[i % len(samples)].resize((256, 256))
             ImageChops.offset(square, i).save(inside / f"{i:04d}.png", compress_level=1)
         program = (
-            "from privlab.bench.common import peak_memory; from privlab.run import execute, specify; "
+            "from privlab.bench.common import peak_memory; from privlab.runs.attack import execute, specify; "
             f"spec = specify({model!r}, 'a', images={str(inside)!r}); "
             f"execute(spec, device='cpu', out={str(Path(folder, 'run'))!r}); "
             "print(peak_memory())"

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from privlab.attacks.breaching_attacks import Classifier, contained
+from privlab.attacks.gradients.breaching_attacks import Classifier, contained
 from privlab.base.precision import full_precision
-from privlab.model import VictimModel
+from privlab.victims.model import VictimModel
 
 __all__ = ["BreachingApril"]
 

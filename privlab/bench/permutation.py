@@ -8,19 +8,19 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.attacks.pe_assignment import PEAssignment
+from privlab.attacks.features.pe_assignment import PEAssignment
+from privlab.base.environment import hardware, pick_device, versions
 from privlab.base.warnings import PrivlabWarning
 from privlab.bench.common import Bench, median_seconds, pictures
 from privlab.defenses import RowPermutation
-from privlab.features import observe_features, send
-from privlab.keyed import ModelShape, apply_key, new_key
-from privlab.machine import hardware, pick_device, versions
-from privlab.permutation import draw_orders, permute_features, restore_features
-from privlab.placement import placement_accuracy
-from privlab.run import Progress
-from privlab.stack import Stack
-from privlab.threat import Draws, FeatureObservation, Feed, Sent
-from privlab.victims import Victim, victim
+from privlab.keys.algebra import ModelShape, apply_key, new_key
+from privlab.metrics.placement import placement_accuracy
+from privlab.patches.permutations import draw_orders, permute_features, restore_features
+from privlab.release.features import observe_features, send
+from privlab.runs.attack import Progress
+from privlab.threat.protocols import Draws, FeatureObservation, Feed, Sent
+from privlab.threat.stack import Stack
+from privlab.victims.named import Victim, victim
 
 __all__ = ["bench_permutation"]
 

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageChops
 
-from privlab.errors import PrivlabError
-from privlab.experiment import Experiment, read_experiment
-from privlab.images import open_images
-from privlab.store import RunDirectory
-from privlab.table import Options, prepare
-from privlab.tasks import Reference, Result, run_task
+from privlab.base.errors import PrivlabError
+from privlab.grids.definition import Experiment, read_experiment
+from privlab.grids.fill import Options, prepare
+from privlab.grids.tasks import Reference, Result, run_task
+from privlab.images.open import open_images
+from privlab.stores.store import RunDirectory
 
 __all__ = ["experiment_file", "finished_run", "photographs"]
 

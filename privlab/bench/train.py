@@ -9,16 +9,16 @@ from timm.optim import create_optimizer_v2
 from torch import Generator, nn
 from torch.nn import functional as F
 
+from privlab.base.environment import hardware, pick_device, versions
+from privlab.base.options import configured
+from privlab.base.rng import draw_for
 from privlab.base.warnings import PrivlabWarning
 from privlab.bench.common import Bench, median_seconds
-from privlab.draws import draw_for
-from privlab.machine import hardware, pick_device, versions
-from privlab.model import VictimModel
-from privlab.options import configured
-from privlab.recipes import OBJECTIVES, Lesson
-from privlab.run import Progress
+from privlab.runs.attack import Progress
 from privlab.training import Augmentation, Compute, Examples, Plan, train
-from privlab.victims import victim
+from privlab.training.objectives import OBJECTIVES, Lesson
+from privlab.victims.model import VictimModel
+from privlab.victims.named import victim
 
 __all__ = ["bench_train"]
 

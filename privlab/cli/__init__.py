@@ -6,6 +6,7 @@ import traceback
 import click
 
 from privlab import __version__
+from privlab.base.errors import PrivlabError
 from privlab.cli.admit import admit
 from privlab.cli.attack import attack
 from privlab.cli.common import err
@@ -19,7 +20,6 @@ from privlab.cli.store import store
 from privlab.cli.study import finetune_study, study
 from privlab.cli.table import table
 from privlab.cli.train import train
-from privlab.errors import PrivlabError
 
 __all__ = ["cli", "main"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from privlab.base.errors import unknown_name
 from privlab.cli.common import common, err, print_json, print_rows, print_table, progress_bar
-from privlab.errors import unknown_name
 
 __all__ = ["bench", "doctor", "list_"]
 
@@ -17,7 +17,7 @@ __all__ = ["bench", "doctor", "list_"]
 @common
 def list_(what: str, as_json: bool) -> None:
     """List what is installed, with papers, equations and the capabilities that attacks need."""
-    from privlab.report.catalogue import catalogue
+    from privlab.inventory.catalogue import catalogue
 
     print_rows(catalogue(what), as_json)
 
@@ -27,7 +27,7 @@ def list_(what: str, as_json: bool) -> None:
 @common
 def doctor(lpips_weights: Path | None, as_json: bool) -> None:
     """Say what this machine has, and what is missing for which feature."""
-    from privlab.report.doctor import examine
+    from privlab.inventory.doctor import examine
 
     with err.status("examining"):
         rows = examine(lpips_weights)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from privlab.base.errors import PrivlabError
 from privlab.cli.common import common, print_json, progress_bar
 from privlab.cli.split_output import (
     print_event,
@@ -23,7 +24,6 @@ from privlab.cli.split_output import (
     shown_warnings,
     training_bar,
 )
-from privlab.errors import PrivlabError
 
 if TYPE_CHECKING:
     from privlab.split import Client
@@ -144,10 +144,10 @@ def serve(
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Hold the backbone T for clients, until SIGTERM or Ctrl-C."""
-    from privlab.machine import pick_device
+    from privlab.base.environment import pick_device
     from privlab.split import Limits, Server, ServerTls, make_token
     from privlab.split import serve as run
-    from privlab.victims import victim
+    from privlab.victims.named import victim
 
     if (tls_cert is None) != (tls_key is None) or (tls_client_ca and not tls_cert):
         raise PrivlabError("TLS needs both --tls-cert and --tls-key.")
@@ -296,7 +296,7 @@ def _client(options: dict[str, Any]) -> "Client":
 
 
 def _begun(options: dict[str, Any], device: str) -> "Started":
-    from privlab.machine import pick_device
+    from privlab.base.environment import pick_device
     from privlab.split.job import Job, started
 
     with shown_warnings():
@@ -313,7 +313,7 @@ _FREE = {
 
 def _taken_up(context: click.Context, folder: Path, device: str) -> "Started":
     """Return an earlier run; options that shaped it cannot be given anew."""
-    from privlab.machine import pick_device
+    from privlab.base.environment import pick_device
     from privlab.split.job import resumed
 
     free = _FREE[str(context.command.name)]

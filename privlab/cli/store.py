@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from privlab.base.errors import PrivlabError
 from privlab.cli.common import common, err, plain, print_json, print_rows
-from privlab.errors import PrivlabError
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -46,7 +46,7 @@ def store() -> None:
 def check(directory: Path, as_json: bool) -> int:
     """Read every part; what is torn or foreign is set aside, and contradictions are reported."""
     from privlab.base.warnings import collected
-    from privlab.maintenance import check as checked
+    from privlab.stores.maintenance import check as checked
 
     messages: list[str] = []
     with collected(messages):
@@ -73,7 +73,7 @@ def check(directory: Path, as_json: bool) -> int:
 @common
 def show(directory: Path, limit: int, as_json: bool) -> None:
     """Show records: what was run on which image, and how it scored."""
-    from privlab.maintenance import case_labels, existing
+    from privlab.stores.maintenance import case_labels, existing
 
     with warned():
         frame = existing(directory).frame()
@@ -97,7 +97,7 @@ def show(directory: Path, limit: int, as_json: bool) -> None:
 def export(directory: Path, file: Path, as_json: bool) -> None:
     """Write all records, each once, into one FILE: .csv, .parquet or .json (one object a line)."""
     from privlab.base.files import write_whole
-    from privlab.maintenance import existing
+    from privlab.stores.maintenance import existing
 
     if file.suffix not in _SUFFIXES:
         raise PrivlabError(f"FILE must end in {', '.join(_SUFFIXES)}. Found '{file.name}'.")
@@ -129,8 +129,8 @@ def _json_lines(frame: "DataFrame") -> str:
 @common
 def merge(target: Path, sources: tuple[Path, ...], as_json: bool) -> int:
     """Copy what SOURCES hold into TARGET; nothing is replaced, contradictions are reported."""
-    from privlab.maintenance import check as checked
-    from privlab.maintenance import merge as merged
+    from privlab.stores.maintenance import check as checked
+    from privlab.stores.maintenance import merge as merged
 
     with warned():
         conflicts = merged(target, sources)
@@ -150,7 +150,7 @@ def merge(target: Path, sources: tuple[Path, ...], as_json: bool) -> int:
 @common
 def add_external(directory: Path, file: Path, as_json: bool) -> None:
     """Take results measured elsewhere from a TOML FILE: numbers with a reference, or a folder of reconstructions."""
-    from privlab.external import add_external as add
+    from privlab.grids.external import add_external as add
 
     count = add(directory, file)
     if as_json:

@@ -6,8 +6,8 @@ from typing import Any
 import click
 from rich.table import Table
 
+from privlab.base.errors import PrivlabError
 from privlab.cli.common import common, err, print_json, print_rows, print_table, warned
-from privlab.errors import PrivlabError
 
 __all__ = ["finetune_study", "study"]
 
@@ -43,9 +43,9 @@ def split_privacy(
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Table 6 of Permutation Equivariance: utility and leakage of split learning under each defense."""
-    from privlab.experiments.split_privacy import Study, to_markdown
-    from privlab.experiments.split_privacy import study as run
-    from privlab.machine import pick_device
+    from privlab.base.environment import pick_device
+    from privlab.experiments.studies.split_privacy import Study, to_markdown
+    from privlab.experiments.studies.split_privacy import study as run
 
     named = {"methods": methods, "adaptive": adaptive}
     given: dict[str, Any] = {name: tuple(text.split(",")) for name, text in named.items() if text is not None}
@@ -82,9 +82,9 @@ def finetune_study(
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Fine-tune an encrypted model with and without its key, and look for the key meanwhile (Table 7, Figure 4)."""
-    from privlab.experiments.key_finetune import PUBLISHED, FinetuneStudy
-    from privlab.experiments.key_finetune import finetune_study as run
-    from privlab.machine import pick_device
+    from privlab.base.environment import pick_device
+    from privlab.experiments.studies.key_finetune import PUBLISHED, FinetuneStudy
+    from privlab.experiments.studies.key_finetune import finetune_study as run
 
     given: dict[str, Any] = {} if manners is None else {"manners": tuple(manners.split(","))}
     plan = FinetuneStudy(**options, **given)
@@ -123,9 +123,9 @@ def position_embeddings(
     **options: Any,  # noqa: ANN401
 ) -> None:
     """What position embeddings know: Tables 6 and 8, Figures 1, 4, 7 and 8 of MJP."""
-    from privlab.experiments.position_embeddings import PositionStudy, to_rows
-    from privlab.experiments.position_embeddings import study as run
-    from privlab.report.figures_positions import draw_positions
+    from privlab.experiments.studies.position_embeddings import PositionStudy, to_rows
+    from privlab.experiments.studies.position_embeddings import study as run
+    from privlab.report.figures.positions import draw_positions
 
     plan = PositionStudy(models=tuple(models.split(",")), weights=tuple(weights.split(",")), **options)
     with warned():
@@ -159,9 +159,9 @@ def position_predictors(
     **options: Any,  # noqa: ANN401
 ) -> None:
     """What position predictors can do, and how: Figures 2, 3, 8, 9 of MP3, Figure 3 and Tables S3 to S5 of DropPos."""
-    from privlab.experiments.position_predictors import PredictorStudy, to_rows
-    from privlab.experiments.position_predictors import study as run
-    from privlab.report.figures_predictors import draw_predictors
+    from privlab.experiments.studies.position_predictors import PredictorStudy, to_rows
+    from privlab.experiments.studies.position_predictors import study as run
+    from privlab.report.figures.predictors import draw_predictors
 
     facts = run(PredictorStudy(predictors=predictors, **options), out, say=lambda line: err.print(line, markup=False))
     paths = draw_predictors(out, figures)
@@ -187,8 +187,8 @@ def position_predictors(
 @common
 def placement(gammas: str, solvers: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
     """How many of the patches that MJP or a row permutation shuffled each re-assembly puts back."""
-    from privlab.experiments.placement import PlacementStudy, to_rows
-    from privlab.experiments.placement import study as run
+    from privlab.experiments.studies.placement import PlacementStudy, to_rows
+    from privlab.experiments.studies.placement import study as run
 
     options["options"] = tuple(options["options"])
     plan = PlacementStudy(gammas=_numbers(gammas), solvers=tuple(solvers.split(",")), **options)
@@ -222,9 +222,9 @@ def placement(gammas: str, solvers: str, out: Path, as_json: bool, **options: An
 @common
 def noise_bound(figures: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
     """What attacks of RUN on gradient-noise achieved, beside the bound of DP-SGD that no attack may cross."""
-    from privlab.experiments.noise_bound import BoundStudy, to_markdown
-    from privlab.experiments.noise_bound import study as run
-    from privlab.report.figures_bound import draw_bound
+    from privlab.experiments.studies.noise_bound import BoundStudy, to_markdown
+    from privlab.experiments.studies.noise_bound import study as run
+    from privlab.report.figures.bound import draw_bound
 
     with warned():
         facts = run(BoundStudy(**options), out, say=lambda line: err.print(line, markup=False))

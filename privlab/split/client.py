@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.errors import PrivlabError
+from privlab.base.errors import PrivlabError
 from privlab.split.contract import Contract
 from privlab.split.inbox import Inbox
 from privlab.split.security import ClientTls, is_loopback, split_address

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base.options import configured, read_options
 from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import defenses
-from privlab.errors import PrivlabError, unknown_name
-from privlab.images import ImageSource, open_images
-from privlab.options import configured, read_options
+from privlab.images.open import ImageSource, open_images
 from privlab.split import checkpoint
 from privlab.split.contract import Contract
 from privlab.split.learner import Learner
 from privlab.split.secret import new_secret
 from privlab.split.train import CHECKPOINT
-from privlab.stack import Stack
-from privlab.victims import Victim, victim
+from privlab.threat.stack import Stack
+from privlab.victims.named import Victim, victim
 
 __all__ = ["Job", "Started", "resumed", "stack_of", "started"]
 

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from privlab.keyed import ModelShape, apply_key, residual_only
-from privlab.model import VictimModel
+from privlab.keys.algebra import ModelShape, apply_key, residual_only
 from privlab.split import checkpoint
 from privlab.split.backbone import Backbone, own_parameters
 from privlab.split.contract import Contract
 from privlab.split.secret import batch_draws
-from privlab.stack import Stack
-from privlab.threat import Draws, Sent
+from privlab.threat.protocols import Draws, Sent
+from privlab.threat.stack import Stack
+from privlab.victims.model import VictimModel
 
 __all__ = ["Learner"]
 

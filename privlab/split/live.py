@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from privlab.errors import PrivlabError
-from privlab.recording import SessionRecorder
+from privlab.base.errors import PrivlabError
+from privlab.release.recording import SessionRecorder
 from privlab.split.checkpoint import Checkpoints
 from privlab.split.contract import Refusal
 from privlab.split.session import Session

@@ -16,10 +16,10 @@ from filelock import FileLock, Timeout
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from privlab.base.environment import versions
+from privlab.base.errors import PrivlabError
 from privlab.base.precision import full_precision
-from privlab.errors import PrivlabError
-from privlab.machine import versions
-from privlab.recording import Recorder
+from privlab.release.recording import Recorder
 from privlab.split.checkpoint import private_folder
 from privlab.split.contract import Refusal
 from privlab.split.inbox import Inbox
@@ -27,7 +27,7 @@ from privlab.split.live import Live
 from privlab.split.security import RequireToken, ServerTls, is_loopback
 from privlab.split.sessions import Limits, Sessions
 from privlab.split.split_pb2 import Reply, Request
-from privlab.victims import Victim
+from privlab.victims.named import Victim
 
 __all__ = ["METHOD", "SERVICE", "Event", "Server", "serve"]
 

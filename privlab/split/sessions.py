@@ -12,8 +12,8 @@ from threading import Lock
 
 import torch
 
-from privlab.errors import PrivlabError
-from privlab.recording import Recorder
+from privlab.base.errors import PrivlabError
+from privlab.release.recording import Recorder
 from privlab.split.backbone import Backbone
 from privlab.split.checkpoint import Checkpoints
 from privlab.split.contract import Contract, Refusal
@@ -21,8 +21,8 @@ from privlab.split.live import Live
 from privlab.split.session import Session
 from privlab.split.split_pb2 import Open
 from privlab.split.wire import HEADER
-from privlab.victims import Victim
-from privlab.weights import hash_of
+from privlab.victims.named import Victim
+from privlab.victims.weights import hash_of
 
 __all__ = ["VERSION", "Limits", "Sessions"]
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from privlab.base.errors import PrivlabError
 from privlab.base.precision import full_precision
-from privlab.errors import PrivlabError
 from privlab.split.backbone import Backbone
 from privlab.split.client import Client, Lost, Remote, Traffic
 from privlab.split.data import Batches
 from privlab.split.learner import Learner
 from privlab.split.patience import Patience
-from privlab.weights import hash_of
+from privlab.victims.weights import hash_of
 
 __all__ = ["CHECKPOINT", "StepDone", "Trainer"]
 

@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from timm.utils import ModelEmaV3
 from torch import Tensor
 
+from privlab.base.errors import PrivlabError
 from privlab.base.files import write_whole
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
+from privlab.base.rng import draw_for
 from privlab.training import log
 from privlab.training.checkpoint import Checkpoints
 from privlab.training.plan import Compute, Listener, Paced, Plan, Progress, Recipe

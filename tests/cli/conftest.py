@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
-from privlab.capture import capture
 from privlab.cli import _status
-from privlab.images import open_images
-from privlab.victims import victim
-from privlab.weights import save
+from privlab.images.open import open_images
+from privlab.release.capture import capture
+from privlab.victims.named import victim
+from privlab.victims.weights import save
 
 TINY = ("--model", "vit_ti", "--weights", "random", "--img-size", "32", "--no-strips")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from privlab import registry
+from privlab.base import plugins as registry
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 COMMON = ["contents", "gradients", "effect", "same-draw", "neighbours", "random-state", "untouched", "control"]

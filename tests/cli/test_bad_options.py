@@ -164,7 +164,7 @@ def test_our_own_faults_are_one_line_too(
     def broken(what: str) -> None:
         raise KeyError(f"no\n{what}")
 
-    monkeypatch.setattr("privlab.report.catalogue.catalogue", broken)
+    monkeypatch.setattr("privlab.inventory.catalogue.catalogue", broken)
     assert command_line._status(["list", "victims", *["--debug"] * debug]) == 2
     told = capsys.readouterr()
     assert told.out == ""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from privlab.weights import save
+from privlab.victims.weights import save
 
 State = dict[str, Tensor]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from privlab.attacks.breaching_attacks import BREACHING
+from privlab.attacks.gradients.breaching_attacks import BREACHING
 
 SHORT = ("--limit", "2", "--metrics", "psnr", "--set", "optim.max_iterations=2")
 

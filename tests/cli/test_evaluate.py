@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from privlab.images import open_images
-from privlab.judgement import Exam, judge
-from privlab.robustness import natural, outlier_aupr, outputs
-from privlab.victims import victim
+from privlab.images.open import open_images
+from privlab.utility.evaluate import Exam, judge
+from privlab.utility.robustness import natural, outlier_aupr, outputs
+from privlab.victims.named import victim
 
 SMALL = ("evaluate", "--weights", "random", "--device", "cpu")
 CIFAR = (*SMALL, "--model", "cifar_vit", "--split", "none")

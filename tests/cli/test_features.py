@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from privlab.attacks import ATTACKS
-from privlab.recording import Recorder
-from privlab.threat import Capability, FeatureObservation, Stolen
-from privlab.victims import victim
+from privlab.release.recording import Recorder
+from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+from privlab.victims.named import victim
 
 LARGE = ("--img-size", "64")
 

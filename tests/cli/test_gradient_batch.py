@@ -18,16 +18,16 @@ from torch import Tensor
 import privlab
 from privlab.attacks import ATTACKS
 from privlab.base.warnings import PrivlabWarning
-from privlab.controls import Controls
-from privlab.decode import Picture
-from privlab.patches import patchify, unpatchify
-from privlab.placement import assigned
-from privlab.plan import Specification, plan
-from privlab.public import Others
-from privlab.records import CONTROLS, Rows
-from privlab.threat import Capability, Observation, Stolen
-from privlab.trial import Batch
-from privlab.victims import victim
+from privlab.evaluation.batch import Batch
+from privlab.evaluation.controls import Controls
+from privlab.evaluation.records import CONTROLS, Rows
+from privlab.evaluation.specification import Specification, plan
+from privlab.images.decode import Picture
+from privlab.images.public import Others
+from privlab.metrics.placement import assigned
+from privlab.patches.patchify import patchify, unpatchify
+from privlab.threat.protocols import Capability, Observation, Stolen
+from privlab.victims.named import victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

@@ -18,12 +18,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from privlab.attacks import ATTACKS, PatchGradient
-from privlab.capture import capture
-from privlab.images import open_images
-from privlab.sources import SAMPLES
-from privlab.threat import Capability, Observation
-from privlab.victims import victim
-from privlab.weights import save
+from privlab.images.open import open_images
+from privlab.images.sources import SAMPLES
+from privlab.release.capture import capture
+from privlab.threat.protocols import Capability, Observation
+from privlab.victims.named import victim
+from privlab.victims.weights import save
 
 State = dict[str, Tensor]
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from privlab.keyed import residual_only
-from privlab.keyfile import load_key, save_key
+from privlab.keys.algebra import residual_only
+from privlab.keys.key_file import load_key, save_key
 
 Cli = Callable[..., object]
 

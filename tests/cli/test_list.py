@@ -10,8 +10,8 @@ import pytest
 from privlab import __version__
 from privlab.attacks import attacks
 from privlab.defenses import defenses
-from privlab.report.summary import KNOWN
-from privlab.victims import victim_names
+from privlab.report.tables.summary import KNOWN
+from privlab.victims.named import victim_names
 
 LISTED = {
     "victims": ([*victim_names(), "timm:NAME"], {"name", "timm", "variant"}),
@@ -81,7 +81,7 @@ def test_doctor_has_a_line_for_each_extra(cli: Callable[..., Any], monkeypatch: 
             raise PackageNotFoundError(package)
         return "7.0"
 
-    monkeypatch.setattr("privlab.report.doctor.version", lacking)
+    monkeypatch.setattr("privlab.inventory.doctor.version", lacking)
     rows = {row["what"]: row for row in json.loads(cli("doctor", "--json").out)}
     extras = {name.removeprefix("extra ") for name in rows if name.startswith("extra ")}
     assert extras == set(metadata("privlab").get_all("Provides-Extra") or ()) - {"all"}

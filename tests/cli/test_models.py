@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from privlab import shelf, victims
-from privlab.victims import victim
-from privlab.weights import hash_of
-from privlab.zoo import ZOO
+from privlab.victims import catalogue as shelf
+from privlab.victims import named as victims
+from privlab.victims.named import victim
+from privlab.victims.weights import hash_of
+from privlab.victims.zoo import ZOO
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from pandas.testing import assert_frame_equal
 from timm.models.vision_transformer import VisionTransformer
 
 import privlab
+from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
-from privlab.errors import PrivlabError
-from privlab.records import COLUMNS
+from privlab.evaluation.records import COLUMNS
 
 OPTIONS: dict[str, Any] = {"weights": "random", "img_size": 32}
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from privlab import registry
 from privlab.attacks import ATTACKS
+from privlab.base import plugins as registry
 from privlab.cli import _status, cli
 from privlab.defenses import DEFENSES
-from privlab.metrics import METRICS
-from privlab.records import COLUMNS
+from privlab.evaluation.records import COLUMNS
+from privlab.metrics.registry import METRICS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

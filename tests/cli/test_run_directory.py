@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from privlab import store
+from privlab.stores import store
 
 SCORED = "attack == 'patch-gradient' and status == 'ok'"
 PRIVLAB = Path(sys.executable).parent / "privlab"
@@ -94,7 +94,7 @@ def test_no_space_left(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(table, path)
 
-    monkeypatch.setattr("privlab.store.pq.write_table", full)
+    monkeypatch.setattr("privlab.stores.store.pq.write_table", full)
     run = tmp_path / "run"
     done = attack("--batch-size", "1")
     where = run / "records"
@@ -163,7 +163,7 @@ def test_interrupt_leaves_what_is_finished(
             raise KeyboardInterrupt
         write(table, path)
 
-    monkeypatch.setattr("privlab.store.pq.write_table", interrupted)
+    monkeypatch.setattr("privlab.stores.store.pq.write_table", interrupted)
     done = attack("--batch-size", "1")
     assert (done.status, done.out) == (130, "")
     assert done.err.endswith("Interrupted. What was finished stays readable.\n")

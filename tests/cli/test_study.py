@@ -9,9 +9,9 @@ from weakref import ref
 
 import pytest
 
-from privlab import run
-from privlab.experiments import split_privacy
-from privlab.run import Outcome
+from privlab.experiments.studies import split_privacy
+from privlab.runs import attack as run
+from privlab.runs.attack import Outcome
 
 pytest.importorskip("lightning_fabric")
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from privlab.errors import PrivlabError
-from privlab.experiments.position_predictors import ETAS
-from privlab.model import VictimModel
-from privlab.positions import DropPosNetwork, Mp3Network, save_predictor
-from privlab.report.figures_predictors import draw_predictors
-from privlab.weights import hash_of
+from privlab.base.errors import PrivlabError
+from privlab.experiments.studies.position_predictors import ETAS
+from privlab.reassembly.predictors import DropPosNetwork, Mp3Network, save_predictor
+from privlab.report.figures.predictors import draw_predictors
+from privlab.victims.model import VictimModel
+from privlab.victims.weights import hash_of
 
 
 def model() -> VictimModel:

@@ -120,10 +120,10 @@ def make(directory: Path, inputs: Path | None) -> None:
 
 def make_inputs(given: Path) -> None:
     """Write photographs of two classes, a recorded step of training and recorded features."""
-    from privlab.capture import capture
-    from privlab.images import open_images
-    from privlab.recording import Recorder
-    from privlab.victims import victim
+    from privlab.images.open import open_images
+    from privlab.release.capture import capture
+    from privlab.release.recording import Recorder
+    from privlab.victims.named import victim
 
     base = victim("cifar_vit")
     model = base.model

@@ -19,11 +19,11 @@ import pytest
 import torch
 from PIL import Image
 
+from privlab.base.errors import PrivlabError
 from privlab.cli import _status
-from privlab.errors import PrivlabError
-from privlab.experiment import Experiment, read_experiment
-from privlab.store import Store
-from privlab.table import Options, fill, prepare
+from privlab.grids.definition import Experiment, read_experiment
+from privlab.grids.fill import Options, fill, prepare
+from privlab.stores.store import Store
 
 TINY = {
     **{"model": "vit_ti", "weights": "random", "img_size": 32, "setting": "a"},
@@ -261,7 +261,7 @@ def forked() -> Iterator[Callable[..., int]]:
 
     `first` is called in the child before that.
     """
-    for name in ("privlab.report.formats", "privlab.report.compare", "privlab.experiments.named"):
+    for name in ("privlab.report.tables.formats", "privlab.report.tables.compare", "privlab.experiments.tables.named"):
         importlib.import_module(name)  # here, and not in every child
     gc.collect()
     gc.freeze()  # what is there by now need not be looked through again

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from privlab import engines
-from privlab.engines import ENGINES, Engine
-from privlab.errors import PrivlabError
-from privlab.experiment import Experiment, read_experiment
-from privlab.store import Store
-from privlab.table import fill, prepare
-from privlab.tasks import Result, Task
+from privlab.base.errors import PrivlabError
+from privlab.grids import engines
+from privlab.grids.definition import Experiment, read_experiment
+from privlab.grids.engines import ENGINES, Engine
+from privlab.grids.fill import fill, prepare
+from privlab.grids.tasks import Result, Task
+from privlab.stores.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 

@@ -14,18 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from privlab.errors import PrivlabError
-from privlab.experiment import Experiment
-from privlab.external import _Scorer, _Stated, add_external, case_names
-from privlab.images import Preprocessing, read_picture
-from privlab.lpips_backbones import LpipsUnavailable
-from privlab.maintenance import check
-from privlab.metrics import METRICS, score
-from privlab.report.leakage import leakage
-from privlab.report.results import Results, load_results
-from privlab.store import RunDirectory, Store
-from privlab.strips import to_png
-from privlab.victims import victim
+from privlab.base.errors import PrivlabError
+from privlab.grids.definition import Experiment
+from privlab.grids.external import _Scorer, _Stated, add_external, case_names
+from privlab.images.open import Preprocessing, read_picture
+from privlab.metrics.lpips_backbones import LpipsUnavailable
+from privlab.metrics.registry import METRICS, score
+from privlab.report.tables.leakage import leakage
+from privlab.report.tables.results import Results, load_results
+from privlab.stores.maintenance import check
+from privlab.stores.store import RunDirectory, Store
+from privlab.stores.strips import to_png
+from privlab.victims.named import victim
 
 CASES = """
 [[case]]
@@ -204,7 +204,7 @@ def test_the_setting_may_differ_from_the_case(add: Callable[[str], int], run: Pa
 
 @given(st.data())
 def test_any_value_in_range_is_taken_and_none_outside(data: st.DataObject) -> None:
-    from privlab.external import _check_score
+    from privlab.grids.external import _check_score
 
     name = data.draw(st.sampled_from(sorted(METRICS)))
     value = data.draw(st.floats(allow_nan=True, allow_infinity=True) | st.integers(-5, 5))
@@ -476,17 +476,17 @@ def test_lpips_is_scored_where_its_backbone_is(
     def none(net: str, weights: Path | None) -> None:
         raise LpipsUnavailable(net)
 
-    monkeypatch.setattr("privlab.external.load_lpips", none)
+    monkeypatch.setattr("privlab.grids.external.load_lpips", none)
     add(FOLDERS)
     assert external(run).set_index("image").metrics["a.png"] == "mse psnr ssim_skimage"
     constant = lambda x, y: torch.full((len(x),), 0.25, dtype=torch.double)  # noqa: E731
-    monkeypatch.setattr("privlab.external.load_lpips", lambda net, weights: constant)
+    monkeypatch.setattr("privlab.grids.external.load_lpips", lambda net, weights: constant)
     assert add(FOLDERS) == 1  # a metric that came later
     assert external(run).set_index("image").lpips_alex["a.png"] == 0.25
 
 
 def test_stated_knows_its_case(run: Path, tmp_path: Path) -> None:
-    from privlab.external import _cases_of
+    from privlab.grids.external import _cases_of
 
     (tmp_path / "theirs.toml").write_text(NUMBERS)
     cases = _cases_of(run, RunDirectory(run).read_run())

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from privlab import engines
-from privlab.errors import PrivlabError
-from privlab.experiment import read_experiment
-from privlab.maintenance import check
-from privlab.store import Store
-from privlab.table import fill, prepare
-from privlab.tasks import Result
+from privlab.base.errors import PrivlabError
+from privlab.grids import engines
+from privlab.grids.definition import read_experiment
+from privlab.grids.fill import fill, prepare
+from privlab.grids.tasks import Result
+from privlab.stores.maintenance import check
+from privlab.stores.store import Store
 
 KILLS = 50
 IMAGES = 40
@@ -124,7 +124,7 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> None:
             return datetime.fromtimestamp(time.time(), tz)
 
     monkeypatch.setattr(time, "time", lambda: 2e9 - 3600 * next(hours))
-    monkeypatch.setattr("privlab.table.datetime", Back)
+    monkeypatch.setattr("privlab.grids.fill.datetime", Back)
 
 
 @pytest.mark.usefixtures("backwards")
@@ -276,7 +276,7 @@ def test_finished_run_that_is_read_only(whole: Any, tmp_path: Path, cli: Any, mo
         raise OSError(30, "Read-only file system")
 
     before = cli("table", file, "--out", reference, "--device", "cpu").out
-    monkeypatch.setattr("privlab.store.write_whole", refuse)
+    monkeypatch.setattr("privlab.stores.store.write_whole", refuse)
     assert cli("table", file, "--out", reference, "--device", "cpu").out == before
 
 

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from privlab.errors import PrivlabError
-from privlab.experiment import Experiment, Layout
-from privlab.grid import Grid, Job, Share, missing
-from privlab.plan import Specification
-from privlab.records import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA
-from privlab.store import Store
-from privlab.tasks import Reference, Task, joined
-from privlab.trial import batch_key
+from privlab.base.errors import PrivlabError
+from privlab.evaluation.batch import batch_key
+from privlab.evaluation.records import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA
+from privlab.evaluation.specification import Specification
+from privlab.grids.definition import Experiment, Layout
+from privlab.grids.layout import Grid, Job, Share, missing
+from privlab.grids.tasks import Reference, Task, joined
+from privlab.stores.store import Store
 
 ATTACKS = ("april", "patch-gradient", "least-squares")
 METRICS = ("mse", "psnr", "ssim")

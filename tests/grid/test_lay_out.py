@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from privlab.errors import PrivlabError
-from privlab.experiment import Experiment
-from privlab.grid import lay_out
-from privlab.records import CONTROLS
-from privlab.table import prepare
+from privlab.base.errors import PrivlabError
+from privlab.evaluation.records import CONTROLS
+from privlab.grids.definition import Experiment
+from privlab.grids.fill import prepare
+from privlab.grids.layout import lay_out
 
 CPU = torch.device("cpu")
 

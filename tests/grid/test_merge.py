@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
-from privlab.errors import PrivlabError
-from privlab.maintenance import Checked, Conflict, check, existing, merge
-from privlab.records import COLUMNS, SCHEMA
-from privlab.store import RunDirectory, Store
+from privlab.evaluation.records import COLUMNS, SCHEMA
+from privlab.stores.maintenance import Checked, Conflict, check, existing, merge
+from privlab.stores.store import RunDirectory, Store
 
 
 def row(image: int = 0, **values: Any) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from privlab import tasks
-from privlab.evaluate import Panel, Strip
+from privlab.evaluation.pipeline import Panel, Strip
+from privlab.grids import tasks
 
 
 def test_equal_pictures_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from privlab.base import files
+from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
-from privlab.errors import PrivlabError
-from privlab.maintenance import check
-from privlab.records import COLUMNS, SCHEMA
-from privlab.store import KEY, RunDirectory, Store, merged, part_frame
+from privlab.evaluation.records import COLUMNS, SCHEMA
+from privlab.stores.maintenance import check
+from privlab.stores.store import KEY, RunDirectory, Store, merged, part_frame
 
 SYNC = files.sync  # the real one: conftest.py replaces it
 
@@ -72,7 +72,7 @@ def test_part_is_there_whole_or_not_at_all(store: Store, monkeypatch: pytest.Mon
             path.write_bytes(path.read_bytes()[:100])
             raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("privlab.store.pq.write_table", halfway)
+    monkeypatch.setattr("privlab.stores.store.pq.write_table", halfway)
     with pytest.raises(PrivlabError, match=r"cannot be written: Input/output error. Give another --out."):
         store.add(table(row(1)))
     assert list(store.records.iterdir()) == []

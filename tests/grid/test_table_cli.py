@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from privlab.experiment import read_experiment
-from privlab.store import Store
+from privlab.grids.definition import read_experiment
+from privlab.stores.store import Store
 
 CASES = """
 [[case]]
@@ -202,7 +202,7 @@ attack = ["pe-assignment"]\nclient_batch = 2"""
         raise AssertionError
 
     with monkeypatch.context() as patch:  # no attack runs again
-        patch.setattr("privlab.evaluate.brought", never)
+        patch.setattr("privlab.evaluation.pipeline.brought", never)
         assert cli("table", late, "--out", tmp_path / "twice", *options).status == 0
     same(tmp_path / "twice", tmp_path / "once")
 

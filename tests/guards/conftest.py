@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from privlab import evaluate
 from privlab.attacks import ATTACKS
-from privlab.decode import Picture
-from privlab.evaluate import Evaluator, Scored
-from privlab.geometries import Scorer
-from privlab.images import Chunk, Preprocessing
-from privlab.model import VictimModel
-from privlab.plan import Cell, Specification, applicable
-from privlab.records import Record
-from privlab.threat import FeatureObservation, Observation, Stolen
-from privlab.trial import Batch, Trial
-from privlab.victims import Victim, Weights
+from privlab.evaluation import pipeline as evaluate
+from privlab.evaluation.batch import Batch, Trial
+from privlab.evaluation.pipeline import Evaluator, Scored
+from privlab.evaluation.records import Record
+from privlab.evaluation.scoring import Scorer
+from privlab.evaluation.specification import Cell, Specification, applicable
+from privlab.images.decode import Picture
+from privlab.images.open import Chunk, Preprocessing
+from privlab.threat.protocols import FeatureObservation, Observation, Stolen
+from privlab.victims.model import VictimModel
+from privlab.victims.named import Victim, Weights
 
 CUT = Preprocessing(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
 SHORT = {

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import ATTACKS
+from privlab.base.errors import PrivlabError
 from privlab.defenses import BatchShuffle, GradientNoise, RowPermutation
-from privlab.errors import PrivlabError
-from privlab.features import granted_features
-from privlab.gradients import granted, observe
-from privlab.model import VictimModel, april_twin
-from privlab.threat import FORCEABLE, Capability, FeatureObservation, Feed, Observation, check_capabilities
+from privlab.release.features import granted_features
+from privlab.release.gradients import granted, observe
+from privlab.threat.protocols import FORCEABLE, Capability, FeatureObservation, Feed, Observation, check_capabilities
+from privlab.victims.model import VictimModel, april_twin
 
 Model = Callable[..., VictimModel]
 ALL = frozenset(Capability)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from privlab.decode import Picture
-from privlab.evaluate import Evaluator
-from privlab.images import Chunk
-from privlab.threat import Draws, Feed, Sent
-from privlab.trial import Batch, Trial
+from privlab.evaluation.batch import Batch, Trial
+from privlab.evaluation.pipeline import Evaluator
+from privlab.images.decode import Picture
+from privlab.images.open import Chunk
+from privlab.threat.protocols import Draws, Feed, Sent
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

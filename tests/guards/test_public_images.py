@@ -8,11 +8,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from privlab.audit_reference import Judge
-from privlab.errors import PrivlabError
-from privlab.images import open_images
-from privlab.plan import Specification
-from privlab.public import Others
+from privlab.base.errors import PrivlabError
+from privlab.evaluation.specification import Specification
+from privlab.images.open import open_images
+from privlab.images.public import Others
+from privlab.runs.audit_reference import Judge
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

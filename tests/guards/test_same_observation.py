@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import ATTACKS
-from privlab.geometries import known_slots
-from privlab.patches import permute
-from privlab.plan import Specification, applicable
-from privlab.reassembly import Borders, rearranged
-from privlab.threat import Capability, Stolen
-from privlab.victims import Victim
+from privlab.evaluation.scoring import known_slots
+from privlab.evaluation.specification import Specification, applicable
+from privlab.patches.patchify import permute
+from privlab.reassembly.methods import Borders, rearranged
+from privlab.threat.protocols import Capability, Stolen
+from privlab.victims.named import Victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from privlab.encrypted import (
+from privlab.base.errors import PrivlabError
+from privlab.keys.algebra import ModelShape, new_key
+from privlab.keys.encryption import (
     check_model,
     decrypt_file,
     encrypt_file,
@@ -21,11 +23,9 @@ from privlab.encrypted import (
     rekey_file,
     shape_of_model,
 )
-from privlab.errors import PrivlabError
-from privlab.keyed import ModelShape, new_key
-from privlab.keyfile import KeyFile
-from privlab.permutation import permute_features, restore_features
-from privlab.weights import save
+from privlab.keys.key_file import KeyFile
+from privlab.patches.permutations import permute_features, restore_features
+from privlab.victims.weights import save
 
 OWNERS = {"cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"}
 OWNERS |= {f"{module}.{kind}" for module in ("norm", "head") for kind in ("weight", "bias")}

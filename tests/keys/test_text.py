@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from privlab.errors import PrivlabError
-from privlab.keyed import ModelKey, apply_key, new_key, remove_key, residual_only
-from privlab.keyed_text import text_layout, text_shape
-from privlab.permutation import draw_orders, permute_features, restore_features
+from privlab.base.errors import PrivlabError
+from privlab.keys.algebra import ModelKey, apply_key, new_key, remove_key, residual_only
+from privlab.keys.text_models import text_layout, text_shape
+from privlab.patches.permutations import draw_orders, permute_features, restore_features
 
 transformers = pytest.importorskip("transformers")
 exact = {"rtol": 1e-9, "atol": 1e-9}

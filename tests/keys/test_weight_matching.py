@@ -13,15 +13,15 @@ from timm.layers import GluMlp, SwiGLU
 from timm.models.vision_transformer import ResPostBlock, VisionTransformer
 from torch import Tensor
 
-from privlab.attacks import weight_matching
-from privlab.attacks.weight_matching import (
+from privlab.attacks.weights import weight_matching
+from privlab.attacks.weights.weight_matching import (
     WeightMatching,
     WeightObservation,
     recovered_fraction,
     recovery_curve,
 )
-from privlab.errors import PrivlabError
-from privlab.keyed import ModelKey, ModelShape, apply_key, new_key
+from privlab.base.errors import PrivlabError
+from privlab.keys.algebra import ModelKey, ModelShape, apply_key, new_key
 from privlab.tampering import add_noise, prune, quantise
 
 State = dict[str, Tensor]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from privlab import gradients
-from privlab.admission import Check, admit, admit_named
+from privlab.admission.admit import Check, admit, admit_named
+from privlab.base.errors import PrivlabError
 from privlab.defenses import (
     DEFENSES,
     GaussianNoise,
@@ -23,10 +23,10 @@ from privlab.defenses import (
     Mjp,
     RowPermutation,
 )
-from privlab.errors import PrivlabError
-from privlab.model import VictimModel
-from privlab.permutation import permute_features
-from privlab.threat import Draws, Effects, Feed, Sent
+from privlab.patches.permutations import permute_features
+from privlab.release import gradients
+from privlab.threat.protocols import Draws, Effects, Feed, Sent
+from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]
 Admit = Callable[..., dict[str, Check]]

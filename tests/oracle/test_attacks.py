@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import ATTACKS, April, PatchGradient, attacks
+from privlab.base.errors import PrivlabError
+from privlab.base.rng import draw_for
 from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import Mjp, Undefended
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.gradients import granted, observe
-from privlab.images import open_images
-from privlab.metrics import psnr, psnr_region
-from privlab.model import VictimModel, april_twin
-from privlab.patches import slots_to_pixels
-from privlab.threat import Attack, Capability, FeatureAttack, Feed, Observation, check_capabilities
-from privlab.victims import Victim, victim
+from privlab.images.open import open_images
+from privlab.metrics.registry import psnr, psnr_region
+from privlab.patches.patchify import slots_to_pixels
+from privlab.release.gradients import granted, observe
+from privlab.threat.protocols import Attack, Capability, FeatureAttack, Feed, Observation, check_capabilities
+from privlab.victims.model import VictimModel, april_twin
+from privlab.victims.named import Victim, victim
 
 Model = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]

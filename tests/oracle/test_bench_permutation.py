@@ -15,9 +15,9 @@ from torch.testing import assert_close
 from privlab.base.warnings import PrivlabWarning
 from privlab.bench import permutation
 from privlab.bench.common import Bench, median_seconds, peak_memory
-from privlab.permutation import draw_orders, permute_features, restore_features
-from privlab.placement import placement_accuracy
-from privlab.victims import victim
+from privlab.metrics.placement import placement_accuracy
+from privlab.patches.permutations import draw_orders, permute_features, restore_features
+from privlab.victims.named import victim
 
 few = settings(max_examples=40)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])

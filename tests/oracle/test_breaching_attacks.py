@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import April
-from privlab.attacks.breaching_attacks import BREACHING, Breaching, _shipped_config, contained
-from privlab.errors import PrivlabError
-from privlab.gradients import granted, observe, released_parameters
-from privlab.labels_from_gradients import certain_counts, labels_of, likely_labels
-from privlab.metrics import psnr
-from privlab.model import VictimModel, april_twin
-from privlab.options import configured, read_options
-from privlab.threat import Attack, Observation
+from privlab.attacks.gradients.breaching_attacks import BREACHING, Breaching, _shipped_config, contained
+from privlab.base.errors import PrivlabError
+from privlab.base.options import configured, read_options
+from privlab.metrics.registry import psnr
+from privlab.release.gradients import granted, observe, released_parameters
+from privlab.release.label_of_bias import certain_counts, labels_of, likely_labels
+from privlab.threat.protocols import Attack, Observation
+from privlab.victims.model import VictimModel, april_twin
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 LABEL = torch.tensor([3])

@@ -17,18 +17,18 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.attacks import MjpSubspace, PatchGradient
+from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
-from privlab.capture import capture
 from privlab.defenses import Mjp
-from privlab.errors import PrivlabError
-from privlab.gradients import observe, released_parameters
-from privlab.metrics import psnr
-from privlab.model import VictimModel
-from privlab.released import HEAD, Released, check_fit, check_head, head_of, observation, read_released
-from privlab.residual import EXPLAINED, residual
-from privlab.threat import Capability, Feed, Observation
-from privlab.victims import victim
-from privlab.weights import hash_of
+from privlab.metrics.registry import psnr
+from privlab.release.capture import capture
+from privlab.release.gradient_file import HEAD, Released, check_fit, check_head, head_of, observation, read_released
+from privlab.release.gradients import observe, released_parameters
+from privlab.release.residual import EXPLAINED, residual
+from privlab.threat.protocols import Capability, Feed, Observation
+from privlab.victims.model import VictimModel
+from privlab.victims.named import victim
+from privlab.victims.weights import hash_of
 
 Made = Callable[..., VictimModel]
 

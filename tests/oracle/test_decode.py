@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from privlab import decode
-from privlab.decode import Picture, picture_from_image, read_picture
-from privlab.errors import PrivlabError
+from privlab.base.errors import PrivlabError
+from privlab.images import decode
+from privlab.images.decode import Picture, picture_from_image, read_picture
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import privlab
-from privlab import registry
 from privlab.attacks import BorderJigsaw, FeatureOptimisation, LeastSquares, PEAssignment, RowAlignment
+from privlab.base import plugins as registry
+from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import (
     DEFENSES,
@@ -29,13 +30,12 @@ from privlab.defenses import (
     Mjp,
     RowPermutation,
 )
-from privlab.effects import effects_of, kinds_of, measured
-from privlab.errors import PrivlabError
-from privlab.features import observe_features, send
-from privlab.model import VictimModel
-from privlab.report.flags import red_flags
-from privlab.stack import Stack
-from privlab.threat import Draws, Effects, Feed, Sent
+from privlab.release.effects import effects_of, kinds_of, measured
+from privlab.release.features import observe_features, send
+from privlab.report.tables.flags import red_flags
+from privlab.threat.protocols import Draws, Effects, Feed, Sent
+from privlab.threat.stack import Stack
+from privlab.victims.model import VictimModel
 
 Make = Callable[..., VictimModel]
 ROOT = Path(__file__).parents[2] / "defenses"

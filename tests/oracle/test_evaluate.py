@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import privlab
 from privlab.attacks import MjpSubspace, PatchGradient
 from privlab.defenses import Jigsaw
-from privlab.geometries import Scorer
-from privlab.metrics import MIRRORED, STRUCTURE
-from privlab.records import CONTROLS, GEOMETRIES
-from privlab.report.per_image import SINGLE, WORST, named
-from privlab.report.summary import flags, summarise, to_rich
-from privlab.threat import Capability, Feed, Observation, Stolen
-from privlab.trial import Trial
-from privlab.victims import victim
+from privlab.evaluation.batch import Trial
+from privlab.evaluation.records import CONTROLS, GEOMETRIES
+from privlab.evaluation.scoring import Scorer
+from privlab.metrics.registry import MIRRORED, STRUCTURE
+from privlab.report.tables.per_image import SINGLE, WORST, named
+from privlab.report.tables.summary import flags, summarise, to_rich
+from privlab.threat.protocols import Capability, Feed, Observation, Stolen
+from privlab.victims.named import victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 SMALL = {"weights": "random", "img_size": 32, "limit": 3, "metrics": "psnr,ssim"}

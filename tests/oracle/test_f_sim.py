@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.errors import PrivlabError
-from privlab.f_sim import load_embedding
-from privlab.metrics import score
+from privlab.base.errors import PrivlabError
+from privlab.metrics.embedding import load_embedding
+from privlab.metrics.registry import score
 
 NAME = "vit_tiny_patch16_224"
 

@@ -13,20 +13,28 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
-from privlab.attacks.border_jigsaw import BorderJigsaw
-from privlab.attacks.class_token_key import ClassTokenKey
-from privlab.attacks.column_statistics import ColumnStatistics, _by_swaps
-from privlab.attacks.pe_assignment import PEAssignment
-from privlab.attacks.placement import effects, known_tokens, patch_law, place_rows, row_costs
-from privlab.attacks.row_alignment import RowAlignment
+from privlab.attacks.features.border_jigsaw import BorderJigsaw
+from privlab.attacks.features.class_token_key import ClassTokenKey
+from privlab.attacks.features.column_statistics import ColumnStatistics, _by_swaps
+from privlab.attacks.features.pe_assignment import PEAssignment
+from privlab.attacks.features.row_alignment import RowAlignment
+from privlab.attacks.rows.placement import effects, known_tokens, patch_law, place_rows, row_costs
+from privlab.base.errors import PrivlabError
 from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, RowPermutation
-from privlab.errors import PrivlabError
-from privlab.features import granted_features
-from privlab.images import Preprocessing, open_images
-from privlab.model import VictimModel
-from privlab.placement import key_recovered, neighbour_accuracy, placement_accuracy
-from privlab.threat import Capability, Draws, FeatureAttack, FeatureDefense, FeatureObservation, Sent, Stolen
-from privlab.victims import victim
+from privlab.images.open import Preprocessing, open_images
+from privlab.metrics.placement import key_recovered, neighbour_accuracy, placement_accuracy
+from privlab.release.features import granted_features
+from privlab.threat.protocols import (
+    Capability,
+    Draws,
+    FeatureAttack,
+    FeatureDefense,
+    FeatureObservation,
+    Sent,
+    Stolen,
+)
+from privlab.victims.model import VictimModel
+from privlab.victims.named import victim
 
 Model = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab.attacks.feature_inversion import FeatureOptimisation, LeastSquares
-from privlab.attacks.linear import ENOUGH, invert_rows, patch_statistics
+from privlab.attacks.features.feature_inversion import FeatureOptimisation, LeastSquares
+from privlab.attacks.solvers.linear import ENOUGH, invert_rows, patch_statistics
+from privlab.base.errors import PrivlabError
 from privlab.defenses import GaussianNoise
-from privlab.errors import PrivlabError
-from privlab.features import observe_features, send
-from privlab.images import batches, open_images
-from privlab.metrics import psnr
-from privlab.model import VictimModel
-from privlab.placement import placement_accuracy
-from privlab.stack import Stack
-from privlab.threat import Capability, Draws, FeatureObservation, Sent
-from privlab.victims import victim
+from privlab.images.open import batches, open_images
+from privlab.metrics.placement import placement_accuracy
+from privlab.metrics.registry import psnr
+from privlab.release.features import observe_features, send
+from privlab.threat.protocols import Capability, Draws, FeatureObservation, Sent
+from privlab.threat.stack import Stack
+from privlab.victims.model import VictimModel
+from privlab.victims.named import victim
 
 Make = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]

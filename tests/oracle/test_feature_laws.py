@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributions import Normal
 from torch.testing import assert_close
 
-from privlab.attacks.placement import LEAST, RIDGE, known_tokens, patch_law, row_costs
-from privlab.model import VictimModel
+from privlab.attacks.rows.placement import LEAST, RIDGE, known_tokens, patch_law, row_costs
+from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]
 

@@ -11,19 +11,19 @@ from torch import Generator, Tensor
 from torch.distributions import MultivariateNormal
 from torch.testing import assert_close
 
-from privlab.attacks import row_alignment
-from privlab.attacks.class_token_key import _prefix_rows
-from privlab.attacks.column_statistics import ColumnStatistics, _by_moments, _by_products
-from privlab.attacks.linear import patch_statistics
-from privlab.attacks.pe_assignment import PEAssignment
-from privlab.attacks.placement import known_tokens, patch_law
-from privlab.attacks.row_alignment import RowAlignment, _drift, _posterior
+from privlab.attacks.features import row_alignment
+from privlab.attacks.features.class_token_key import _prefix_rows
+from privlab.attacks.features.column_statistics import ColumnStatistics, _by_moments, _by_products
+from privlab.attacks.features.pe_assignment import PEAssignment
+from privlab.attacks.features.row_alignment import RowAlignment, _drift, _posterior
+from privlab.attacks.rows.placement import known_tokens, patch_law
+from privlab.attacks.solvers.linear import patch_statistics
 from privlab.defenses import RowPermutation
-from privlab.features import granted_features
-from privlab.metrics import psnr
-from privlab.model import VictimModel
-from privlab.placement import placement_accuracy
-from privlab.threat import Draws, FeatureDefense, FeatureObservation, Sent
+from privlab.metrics.placement import placement_accuracy
+from privlab.metrics.registry import psnr
+from privlab.release.features import granted_features
+from privlab.threat.protocols import Draws, FeatureDefense, FeatureObservation, Sent
+from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]
 SQUARE = {"img_size": 32, "patch_size": 8, "embed_dim": 208}

@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import GradientMatching, MjpSubspace, PatchGradient
-from privlab.attacks.breaching_attacks import Classifier, contained
-from privlab.attacks.descent import OPTIMISERS, Lbfgs
-from privlab.attacks.gradient_matching import Match, mismatch
+from privlab.attacks.gradients.breaching_attacks import Classifier, contained
+from privlab.attacks.gradients.gradient_matching import Match, mismatch
+from privlab.attacks.solvers.descent import OPTIMISERS, Lbfgs
+from privlab.base.errors import PrivlabError
+from privlab.base.options import configured, read_options
+from privlab.base.rng import draw_for
 from privlab.base.warnings import PrivlabWarning
 from privlab.cli.common import progress_bar
 from privlab.defenses import GradientPruning, Mjp
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.gradients import observe, released_gradients, released_parameters
-from privlab.metrics import psnr, psnr_region
-from privlab.model import VictimModel
-from privlab.options import configured, read_options
-from privlab.patches import patchify, slots_to_pixels
-from privlab.stack import Stack
-from privlab.threat import Defense, Feed, GradientDefense, Observation, Stolen
+from privlab.metrics.registry import psnr, psnr_region
+from privlab.patches.patchify import patchify, slots_to_pixels
+from privlab.release.gradients import observe, released_gradients, released_parameters
+from privlab.threat.protocols import Defense, Feed, GradientDefense, Observation, Stolen
+from privlab.threat.stack import Stack
 from privlab.training import Progress, listening, tell
+from privlab.victims.model import VictimModel
 
 SMALL = {"img_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
 """N = 4 patches of K = 48 values."""
@@ -261,7 +261,7 @@ def test_an_interrupted_search_goes_on_to_the_same_end(
 def test_a_kill_loses_no_more_than_the_last_seconds(
     small: VictimModel, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("privlab.attacks.descent._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("privlab.attacks.solvers.descent._SAVE_EVERY", 0.0)
     _, seen = seen_of(small, pictures(1))
     kept = []
 
@@ -278,7 +278,7 @@ def test_a_cache_that_cannot_be_written_is_no_failure(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PRIVLAB_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr("privlab.attacks.descent._SAVE_EVERY", 0.0)
+    monkeypatch.setattr("privlab.attacks.solvers.descent._SAVE_EVERY", 0.0)
     _, seen = seen_of(small, pictures(1))
     with pytest.warns(PrivlabWarning, match="cannot be resumed if it is interrupted"):
         assert GradientMatching(start="grey", steps=2)(seen).images.shape == (1, 3, 8, 8)

@@ -9,17 +9,17 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.attacks.grouping import grouped, memberships
-from privlab.attacks.placement import known_tokens
-from privlab.attacks.slots import first_block
-from privlab.attacks.token_separation import TokenSeparation
-from privlab.errors import PrivlabError
-from privlab.gradients import granted, observe, released_parameters
-from privlab.metrics import psnr
-from privlab.model import VictimModel
-from privlab.placement import assigned, in_best_order
-from privlab.threat import Observation, check_capabilities
-from privlab.victims import victim
+from privlab.attacks.gradients.token_separation import TokenSeparation
+from privlab.attacks.rows.placement import known_tokens
+from privlab.attacks.tokens.grouping import grouped, memberships
+from privlab.attacks.tokens.slots import first_block
+from privlab.base.errors import PrivlabError
+from privlab.metrics.placement import assigned, in_best_order
+from privlab.metrics.registry import psnr
+from privlab.release.gradients import granted, observe, released_parameters
+from privlab.threat.protocols import Observation, check_capabilities
+from privlab.victims.model import VictimModel
+from privlab.victims.named import victim
 
 NAMES = (*TokenSeparation.parameters, *TokenSeparation.if_released)
 PATCH = "patch_embed.proj.weight"

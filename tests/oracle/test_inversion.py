@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab.attacks.inversion import InversionConv, InversionMae, InversionSet, InversionToken
-from privlab.base.warnings import PrivlabWarning
-from privlab.decoders import DECODERS, Decoder, Shape, Whitening
-from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, Jigsaw, LowPass, RowPermutation
-from privlab.effects import effects_of
-from privlab.errors import PrivlabError
-from privlab.features import observe_features, send
-from privlab.inversion import (
+from privlab.attacks.decoders.networks import DECODERS, Decoder, Shape, Whitening
+from privlab.attacks.decoders.training import (
     DecoderSpec,
     Inversion,
     decoder_for,
@@ -26,14 +20,20 @@ from privlab.inversion import (
     released,
     train_decoder,
 )
-from privlab.metrics import psnr
-from privlab.model import VictimModel
-from privlab.patches import patchify
-from privlab.placement import placement_accuracy
-from privlab.stack import Stack
-from privlab.threat import Capability, Draws, FeatureObservation, Sent, check_capabilities
+from privlab.attacks.features.learned_inversion import InversionConv, InversionMae, InversionSet, InversionToken
+from privlab.base.errors import PrivlabError
+from privlab.base.warnings import PrivlabWarning
+from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, Jigsaw, LowPass, RowPermutation
+from privlab.metrics.placement import placement_accuracy
+from privlab.metrics.registry import psnr
+from privlab.patches.patchify import patchify
+from privlab.release.effects import effects_of
+from privlab.release.features import observe_features, send
+from privlab.threat.protocols import Capability, Draws, FeatureObservation, Sent, check_capabilities
+from privlab.threat.stack import Stack
 from privlab.training import Plan, Progress, listening
-from privlab.weights import cache_folder
+from privlab.victims.model import VictimModel
+from privlab.victims.weights import cache_folder
 
 Make = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]

@@ -7,9 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from privlab.errors import PrivlabError
-from privlab.labels_by_rank import Told, told_labels
-from privlab.labels_from_gradients import certain_counts
+from privlab.base.errors import PrivlabError
+from privlab.release.label_of_bias import certain_counts
+from privlab.release.labels_by_rank import Told, told_labels
 
 seeds = st.integers(0, 2**31)
 

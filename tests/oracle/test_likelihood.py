@@ -9,16 +9,16 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import GradientLikelihood, PatchGradient, PatchGradientAdaptive
-from privlab.attacks.gradient_matching import Match
-from privlab.attacks.likelihood import Likelihood
-from privlab.attacks.solve import RTOL
+from privlab.attacks.gradients.gradient_matching import Match
+from privlab.attacks.solvers.least_squares import RTOL
+from privlab.attacks.solvers.likelihood import Likelihood
+from privlab.base.rng import draw_for
 from privlab.defenses import GradientNoise, GradientPruning
-from privlab.draws import draw_for
-from privlab.gradients import observe, released_parameters
-from privlab.metrics import psnr
-from privlab.model import VictimModel
-from privlab.patches import patchify
-from privlab.threat import GradientDefense, Observation
+from privlab.metrics.registry import psnr
+from privlab.patches.patchify import patchify
+from privlab.release.gradients import observe, released_parameters
+from privlab.threat.protocols import GradientDefense, Observation
+from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]
 SMALL = {"img_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.errors import PrivlabError
-from privlab.lpips_backbones import BACKBONES
-from privlab.metrics import Lpips, LpipsUnavailable, load_lpips, score
+from privlab.base.errors import PrivlabError
+from privlab.metrics.lpips_backbones import BACKBONES
+from privlab.metrics.registry import Lpips, LpipsUnavailable, load_lpips, score
 
 WEIGHTS = Path(__file__).parents[2].parent / "shared" / "weights"
 
@@ -56,7 +56,7 @@ def alex(alexnet_file: Path) -> Lpips:
 def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty torch hub, and a network that does not answer."""
     monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr("privlab.weights.reachable", lambda _: False)
+    monkeypatch.setattr("privlab.victims.weights.reachable", lambda _: False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return tmp_path
 
@@ -170,7 +170,7 @@ def test_a_missing_backbone_is_unavailable_and_says_how_to_get_it(no_cache: Path
 
 
 def test_offline_means_no_attempt(no_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("privlab.weights.reachable", lambda _: pytest.fail("tried to reach it"))
+    monkeypatch.setattr("privlab.victims.weights.reachable", lambda _: pytest.fail("tried to reach it"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(LpipsUnavailable, match=r"was not tried \(HF_HUB_OFFLINE is set\)"):
         load_lpips("alex")
@@ -183,7 +183,7 @@ def test_a_download_lands_in_torchvisions_cache(
         assert (url.rpartition("/")[2], hash_prefix) == ("alexnet-owt-7be5be79.pth", "7be5be79")
         Path(dst).write_bytes(alexnet_file.read_bytes())
 
-    monkeypatch.setattr("privlab.weights.reachable", lambda _: True)
+    monkeypatch.setattr("privlab.victims.weights.reachable", lambda _: True)
     monkeypatch.setattr("torch.hub.download_url_to_file", download)
     assert load_lpips("alex").file == "alexnet-owt-7be5be79.pth"
     assert (no_cache / "checkpoints" / "alexnet-owt-7be5be79.pth").is_file()
@@ -193,7 +193,7 @@ def test_a_failed_download_is_unavailable(no_cache: Path, monkeypatch: pytest.Mo
     def download(url: str, dst: str, hash_prefix: str, progress: bool) -> None:
         raise RuntimeError("invalid hash value")
 
-    monkeypatch.setattr("privlab.weights.reachable", lambda _: True)
+    monkeypatch.setattr("privlab.victims.weights.reachable", lambda _: True)
     monkeypatch.setattr("torch.hub.download_url_to_file", download)
     with pytest.raises(LpipsUnavailable, match=r"failed \(invalid hash value\)"):
         load_lpips("alex")

@@ -9,10 +9,10 @@ import pytest
 
 import privlab
 from privlab.attacks import PatchGradient, attacks
+from privlab.base.errors import PrivlabError
+from privlab.base.options import configured, stated
 from privlab.defenses import GradientNoise, Jigsaw, Mjp, defenses
-from privlab.errors import PrivlabError
-from privlab.options import configured, stated
-from privlab.run import specify
+from privlab.runs.attack import specify
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 SMALL = {"weights": "random", "img_size": 32, "limit": 2, "metrics": "psnr"}

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from privlab.decode import Picture
-from privlab.errors import PrivlabError
-from privlab.images import ImageSource, Preprocessing, batches, open_images
-from privlab.manifest import chosen, read_manifest, to_csv
-from privlab.plan import Specification
-from privlab.tasks import references
+from privlab.base.errors import PrivlabError
+from privlab.evaluation.specification import Specification
+from privlab.grids.tasks import references
+from privlab.images.decode import Picture
+from privlab.images.manifest import chosen, read_manifest, to_csv
+from privlab.images.open import ImageSource, Preprocessing, batches, open_images
 
 A, B, C = (hashlib.sha256(name.encode()).hexdigest() for name in "abc")
 
@@ -120,7 +120,7 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ImageSource]:
     pictures = [Picture(f"s/{i}", hashlib.sha256(str(i).encode()).hexdigest(), None, i, "dataset") for i in range(5)]
 
     def opened(count: int | None = None, **choice: Any) -> ImageSource:
-        monkeypatch.setattr("privlab.images.datasets.hugging_face", lambda name, split: stream(pictures, count))
+        monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda name, split: stream(pictures, count))
         return open_images("hf:x", **choice)
 
     return opened

@@ -16,9 +16,10 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab import metrics, window
-from privlab.errors import PrivlabError
-from privlab.metrics import (
+from privlab.base.errors import PrivlabError
+from privlab.metrics import registry as metrics
+from privlab.metrics import window
+from privlab.metrics.registry import (
     METRICS,
     correlation,
     fft2d,

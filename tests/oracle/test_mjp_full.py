@@ -10,22 +10,30 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.testing import assert_close
 
-from privlab.attacks.mjp_full import MjpFull
-from privlab.attacks.mjp_subspace import MjpSubspace
-from privlab.attacks.patch_gradient import PatchGradient
-from privlab.attacks.slots import Reads, Slots, first_block, guesses, placed, sharpened_patches, slots_of_tokens
-from privlab.attacks.tokens import Mlp, Separated, Spans, normalised, outside, separate, start
+from privlab.attacks.gradients.mjp_full import MjpFull
+from privlab.attacks.gradients.mjp_subspace import MjpSubspace
+from privlab.attacks.gradients.patch_gradient import PatchGradient
+from privlab.attacks.tokens.equations import Mlp, Separated, Spans, normalised, outside, separate, start
+from privlab.attacks.tokens.slots import (
+    Reads,
+    Slots,
+    first_block,
+    guesses,
+    placed,
+    sharpened_patches,
+    slots_of_tokens,
+)
+from privlab.base.errors import PrivlabError
+from privlab.base.rng import draw_for
 from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import Jigsaw, Mjp
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.gradients import granted, observe
-from privlab.metrics import psnr, psnr_region
-from privlab.model import VictimModel, april_twin
-from privlab.patches import patchify, permute, slots_to_pixels
-from privlab.placement import in_best_order
-from privlab.threat import Capability, Feed, Observation, check_capabilities
-from privlab.victims import victim
+from privlab.metrics.placement import in_best_order
+from privlab.metrics.registry import psnr, psnr_region
+from privlab.patches.patchify import patchify, permute, slots_to_pixels
+from privlab.release.gradients import granted, observe
+from privlab.threat.protocols import Capability, Feed, Observation, check_capabilities
+from privlab.victims.model import VictimModel, april_twin
+from privlab.victims.named import victim
 
 SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
 

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.attacks.mjp_subspace import MjpSubspace, Subspace, subspace
-from privlab.attacks.patch_gradient import PatchGradient
-from privlab.attacks.prior import PRIORS, Smoothness, photograph_gradients
+from privlab.attacks.gradients.mjp_subspace import MjpSubspace, Subspace, subspace
+from privlab.attacks.gradients.patch_gradient import PatchGradient
+from privlab.attacks.solvers.prior import PRIORS, Smoothness, photograph_gradients
+from privlab.base.errors import PrivlabError
+from privlab.base.rng import draw_for
 from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import Mjp
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.gradients import observe
-from privlab.metrics import psnr_region
-from privlab.model import VictimModel
-from privlab.patches import patchify, slots_to_pixels, unpatchify
-from privlab.threat import Feed, Observation
+from privlab.metrics.registry import psnr_region
+from privlab.patches.patchify import patchify, slots_to_pixels, unpatchify
+from privlab.release.gradients import observe
+from privlab.threat.protocols import Feed, Observation
+from privlab.victims.model import VictimModel
 
 
 def seen_under(model: VictimModel, images: Tensor, gamma: float) -> tuple[Feed, Observation]:

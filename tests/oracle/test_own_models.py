@@ -19,24 +19,24 @@ from torch import Tensor, nn
 
 import privlab
 from privlab.attacks import PatchGradient
+from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
-from privlab.errors import PrivlabError
-from privlab.gradients import granted, observe, obstacles, released_parameters
-from privlab.images import open_images
-from privlab.metrics import psnr
-from privlab.model import VictimModel
-from privlab.plan import Specification, applicable
-from privlab.threat import Capability
-from privlab.victims import victim
-from privlab.weights import save
+from privlab.evaluation.specification import Specification, applicable
+from privlab.images.open import open_images
+from privlab.metrics.registry import psnr
+from privlab.release.gradients import granted, observe, obstacles, released_parameters
+from privlab.threat.protocols import Capability
+from privlab.victims.model import VictimModel
+from privlab.victims.named import victim
+from privlab.victims.weights import save
 
 Vit = Callable[..., VisionTransformer]
 
 OTHERS = """
 import timm, torch, torchvision, privlab
-from privlab.errors import PrivlabError
-from privlab.model import VictimModel
-from privlab.victims import victim
+from privlab.base.errors import PrivlabError
+from privlab.victims.model import VictimModel
+from privlab.victims.named import victim
 models = [
     timm.create_model("eva02_tiny_patch14_224", img_size=28, depth=1),
     timm.create_model("beit_base_patch16_224", depth=1, embed_dim=96, num_heads=2),

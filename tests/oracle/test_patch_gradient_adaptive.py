@@ -9,16 +9,16 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import MjpSubspace, PatchGradient, PatchGradientAdaptive
-from privlab.attacks.patch_gradient_adaptive import Release, _improved, _objective, posterior
-from privlab.attacks.prior import Smoothness
+from privlab.attacks.gradients.patch_gradient_adaptive import Release, _improved, _objective, posterior
+from privlab.attacks.solvers.prior import Smoothness
+from privlab.base.errors import PrivlabError
+from privlab.base.rng import draw_for
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.gradients import observe
-from privlab.metrics import psnr, psnr_region
-from privlab.model import VictimModel
-from privlab.patches import slots_to_pixels
-from privlab.threat import GradientDefense, Observation
+from privlab.metrics.registry import psnr, psnr_region
+from privlab.patches.patchify import slots_to_pixels
+from privlab.release.gradients import observe
+from privlab.threat.protocols import GradientDefense, Observation
+from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]
 

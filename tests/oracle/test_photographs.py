@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import privlab
-from privlab.attacks.patch_gradient import PatchGradient
-from privlab.attacks.prior import PRIORS, photograph_gradients, photograph_windows
-from privlab.decode import Picture
-from privlab.errors import PrivlabError
-from privlab.images import Preprocessing, open_images
-from privlab.model import VictimModel
-from privlab.photographs import apart_from, common, kin, photographs
-from privlab.sources import SAMPLES, sample_file
-from privlab.threat import Capability, FeatureObservation, Observation, Stolen
+from privlab.attacks.gradients.patch_gradient import PatchGradient
+from privlab.attacks.solvers.prior import PRIORS, photograph_gradients, photograph_windows
+from privlab.base.errors import PrivlabError
+from privlab.images.decode import Picture
+from privlab.images.open import Preprocessing, open_images
+from privlab.images.photographs import apart_from, common, kin, photographs
+from privlab.images.sources import SAMPLES, sample_file
+from privlab.threat.protocols import Capability, FeatureObservation, Observation, Stolen
+from privlab.victims.model import VictimModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
@@ -190,7 +190,7 @@ def test_public_images_and_controls_leave_out_the_private_file(
     assert len(every.public) == len(EVERY)
     kept = [i for i, name in enumerate(EVERY) if name not in KIN[EVERY[0]]]
     assert torch.equal(seen.public, every.public[kept])
-    cut = privlab.victims.victim("vit_ti", weights="random", img_size=32).preprocessing
+    cut = privlab.victims.named.victim("vit_ti", weights="random", img_size=32).preprocessing
     private = cut(pixels_of(pictures[EVERY[0]]))
     mse = float((seen.public.mean(0) - private).double().square().mean())
     psnr = records[records.attack == "control:mean"].psnr.iloc[0]

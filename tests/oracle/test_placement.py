@@ -5,9 +5,7 @@ import itertools
 import pytest
 import torch
 
-from privlab.patches import patchify
-from privlab.permutation import draw_orders, inverse
-from privlab.placement import (
+from privlab.metrics.placement import (
     as_sent,
     displaced,
     in_best_order,
@@ -16,7 +14,9 @@ from privlab.placement import (
     neighbour_accuracy,
     placement_accuracy,
 )
-from privlab.threat import Sent, Stolen
+from privlab.patches.patchify import patchify
+from privlab.patches.permutations import draw_orders, inverse
+from privlab.threat.protocols import Sent, Stolen
 
 B, PREFIX, GRID = 2, 1, (3, 4)
 N = GRID[0] * GRID[1]

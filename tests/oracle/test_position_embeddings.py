@@ -13,8 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from privlab.experiments.position_embeddings import cosines, last_attention, position_errors, principal, umap_plane
-from privlab.model import VictimModel
+from privlab.experiments.studies.position_embeddings import (
+    cosines,
+    last_attention,
+    position_errors,
+    principal,
+    umap_plane,
+)
+from privlab.victims.model import VictimModel
 
 GRID = (5, 6)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
-from privlab.experiments.position_embeddings import attention_weights
-from privlab.experiments.position_predictors import (
+from privlab.experiments.studies.position_embeddings import attention_weights
+from privlab.experiments.studies.position_predictors import (
     _attention,
     knn_accuracy,
     layers,
@@ -22,11 +22,11 @@ from privlab.experiments.position_predictors import (
     relative,
     untrained,
 )
-from privlab.model import VictimModel
-from privlab.patches import permute, shuffled_within
-from privlab.positions import DropPosNetwork, Mp3Network, PositionPredictor, tiles
-from privlab.report.figures_predictors import laid
+from privlab.patches.patchify import permute, shuffled_within
+from privlab.reassembly.predictors import DropPosNetwork, Mp3Network, PositionPredictor, tiles
+from privlab.report.figures.predictors import laid
 from privlab.training import Examples
+from privlab.victims.model import VictimModel
 
 LEVELS = torch.arange(16) / 16
 """The red of the patch in each of 4 × 4 slots."""

@@ -19,10 +19,10 @@ from privlab.attacks import (
     PatchGradientPrior,
     TokenSeparation,
 )
-from privlab.gradients import granted
-from privlab.model import VictimModel, april_twin
-from privlab.reconstruction import beyond_range
-from privlab.threat import Capability, Observation
+from privlab.evaluation.check import beyond_range
+from privlab.release.gradients import granted
+from privlab.threat.protocols import Capability, Observation
+from privlab.victims.model import VictimModel, april_twin
 
 PATCH = "patch_embed.proj.weight"
 Make = Callable[..., Observation]

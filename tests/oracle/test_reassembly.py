@@ -15,23 +15,23 @@ from torch.testing import assert_close
 
 import privlab
 from privlab.attacks import MjpFull
-from privlab.borders import border_costs
+from privlab.base.errors import PrivlabError
 from privlab.defenses import GradientNoise, GradientPruning, Jigsaw, LowPass, Mjp
-from privlab.errors import PrivlabError
-from privlab.evaluate import Evaluator
-from privlab.geometries import Scorer, known_slots
-from privlab.gradients import observe
-from privlab.images import Preprocessing, batches, open_images
-from privlab.model import VictimModel
-from privlab.patches import patchify
-from privlab.placement import adjacent_share, neighbour_accuracy, placed_share, placement_accuracy
-from privlab.plan import Specification, plan
-from privlab.reassembly import REASSEMBLIES, Borders, Reassembly, standing
-from privlab.records import GEOMETRIES, Rows, check_geometry
-from privlab.stack import Stack
-from privlab.threat import Defense, Feed, GradientDefense, Sent, Stolen
-from privlab.trial import Trial
-from privlab.victims import Victim, victim
+from privlab.evaluation.batch import Trial
+from privlab.evaluation.pipeline import Evaluator
+from privlab.evaluation.records import GEOMETRIES, Rows, check_geometry
+from privlab.evaluation.scoring import Scorer, known_slots
+from privlab.evaluation.specification import Specification, plan
+from privlab.images.open import Preprocessing, batches, open_images
+from privlab.metrics.placement import adjacent_share, neighbour_accuracy, placed_share, placement_accuracy
+from privlab.patches.patchify import patchify
+from privlab.reassembly.border_costs import border_costs
+from privlab.reassembly.methods import REASSEMBLIES, Borders, Reassembly, standing
+from privlab.release.gradients import observe
+from privlab.threat.protocols import Defense, Feed, GradientDefense, Sent, Stolen
+from privlab.threat.stack import Stack
+from privlab.victims.model import VictimModel
+from privlab.victims.named import Victim, victim
 
 Photographs = Callable[[int, int], Tensor]
 Model = Callable[..., VictimModel]

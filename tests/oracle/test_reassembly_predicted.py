@@ -12,19 +12,19 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 import privlab
-from privlab.attacks.border_jigsaw import BorderJigsaw
+from privlab.attacks.features.border_jigsaw import BorderJigsaw
+from privlab.base.errors import PrivlabError
 from privlab.defenses import Jigsaw, RowPermutation
-from privlab.errors import PrivlabError
-from privlab.features import granted_features
-from privlab.model import VictimModel
-from privlab.placement import placed_share, placement_accuracy
-from privlab.plan import Specification
-from privlab.positions import Mp3Network, PositionPredictor, save_predictor, tiles
-from privlab.reassembly import REASSEMBLIES, Borders, ByDropPos, ByMp3, Predicted, Reassembly
-from privlab.recipes import Lesson, TrainDropPos, TrainMp3
-from privlab.threat import Draws, FeatureObservation, Sent
+from privlab.evaluation.specification import Specification
+from privlab.metrics.placement import placed_share, placement_accuracy
+from privlab.reassembly.methods import REASSEMBLIES, Borders, ByDropPos, ByMp3, Predicted, Reassembly
+from privlab.reassembly.predictors import Mp3Network, PositionPredictor, save_predictor, tiles
+from privlab.release.features import granted_features
+from privlab.threat.protocols import Draws, FeatureObservation, Sent
 from privlab.training import Augmentation, Examples, Plan, train
-from privlab.zoo import shipped
+from privlab.training.objectives import Lesson, TrainDropPos, TrainMp3
+from privlab.victims.model import VictimModel
+from privlab.victims.zoo import shipped
 
 GRID, PATCH = (4, 4), 4
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.evaluation import worth, worth_by_gamma
-from privlab.model import VictimModel
-from privlab.patches import blockwise_mask, permute, shuffled_within
-from privlab.robustness import (
+from privlab.base.errors import PrivlabError
+from privlab.base.rng import draw_for
+from privlab.patches.patchify import blockwise_mask, permute, shuffled_within
+from privlab.training import Examples
+from privlab.utility.consistency import worth, worth_by_gamma
+from privlab.utility.robustness import (
     ALEXNET,
     Corrupted,
     Outputs,
@@ -27,8 +27,8 @@ from privlab.robustness import (
     natural,
     outlier_aupr,
 )
-from privlab.training import Examples
-from privlab.victims import victim
+from privlab.victims.model import VictimModel
+from privlab.victims.named import victim
 
 
 @pytest.fixture(scope="module")

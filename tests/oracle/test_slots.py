@@ -9,7 +9,9 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import pad
 from torch.testing import assert_close
 
-from privlab.attacks.slots import (
+from privlab.attacks.gradients.token_separation import TokenSeparation
+from privlab.attacks.tokens.equations import Mlp, normalised
+from privlab.attacks.tokens.slots import (
     Reads,
     Slots,
     _assigned,
@@ -19,12 +21,10 @@ from privlab.attacks.slots import (
     first_block,
     slots_of_tokens,
 )
-from privlab.attacks.token_separation import TokenSeparation
-from privlab.attacks.tokens import Mlp, normalised
-from privlab.gradients import observe
-from privlab.model import VictimModel
-from privlab.patches import patchify
-from privlab.threat import Observation
+from privlab.patches.patchify import patchify
+from privlab.release.gradients import observe
+from privlab.threat.protocols import Observation
+from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]
 

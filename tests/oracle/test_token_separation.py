@@ -11,21 +11,21 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.testing import assert_close
 
-from privlab.attacks.slots import QKV, Reads, embeddings_of_tokens, first_block
-from privlab.attacks.token_separation import TokenSeparation
-from privlab.attacks.tokens import Mlp, separate
+from privlab.attacks.gradients.token_separation import TokenSeparation
+from privlab.attacks.tokens.equations import Mlp, separate
+from privlab.attacks.tokens.slots import QKV, Reads, embeddings_of_tokens, first_block
+from privlab.base.errors import PrivlabError
+from privlab.base.rng import draw_for
 from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import Jigsaw, Mjp
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.gradients import granted, observe, released_parameters
-from privlab.metrics import psnr
-from privlab.model import VictimModel, april_twin
-from privlab.placement import assigned, in_best_order
-from privlab.plan import Specification, applicable
-from privlab.stack import Stack
-from privlab.threat import Observation, Stolen, check_capabilities
-from privlab.victims import victim
+from privlab.evaluation.specification import Specification, applicable
+from privlab.metrics.placement import assigned, in_best_order
+from privlab.metrics.registry import psnr
+from privlab.release.gradients import granted, observe, released_parameters
+from privlab.threat.protocols import Observation, Stolen, check_capabilities
+from privlab.threat.stack import Stack
+from privlab.victims.model import VictimModel, april_twin
+from privlab.victims.named import victim
 
 SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
 PATCH = "patch_embed.proj.weight"

@@ -8,8 +8,19 @@ from torch import Generator, Tensor
 from torch.nn.functional import normalize
 from torch.testing import assert_close
 
-from privlab.attacks.slots import row_space
-from privlab.attacks.tokens import Mlp, Near, Spans, backward, distinct, guessed, outside, refine, separate, start
+from privlab.attacks.tokens.equations import (
+    Mlp,
+    Near,
+    Spans,
+    backward,
+    distinct,
+    guessed,
+    outside,
+    refine,
+    separate,
+    start,
+)
+from privlab.attacks.tokens.slots import row_space
 
 D, M, COUNT = 24, 96, 6
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from privlab.model import VictimModel
-from privlab.updates import decay_of, labels_of_signs, partial_training, sgd_rate, signs_of, update_in
-from privlab.victims import victim
+from privlab.release.updates import decay_of, labels_of_signs, partial_training, sgd_rate, signs_of, update_in
+from privlab.victims.model import VictimModel
+from privlab.victims.named import victim
 
 Gradients = dict[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from privlab.base.warnings import PrivlabWarning
-from privlab.evaluation import worth
-from privlab.images import open_images
-from privlab.position_accuracy import position_accuracy
-from privlab.positions import load_predictor
-from privlab.shelf import show
+from privlab.images.open import open_images
+from privlab.reassembly.predictors import load_predictor
 from privlab.training import read_examples
-from privlab.victims import victim
-from privlab.weights import hash_of, read_state
-from privlab.zoo import PLACERS, ZOO, shipped
+from privlab.training.position_accuracy import position_accuracy
+from privlab.utility.consistency import worth
+from privlab.victims.catalogue import show
+from privlab.victims.named import victim
+from privlab.victims.weights import hash_of, read_state
+from privlab.victims.zoo import PLACERS, ZOO, shipped
 
 SHIPPED = [name for name in ZOO if shipped(name)]
 CIFAR, TINY_IMAGENET = "data/cifar10_jpeg.parquet", "data/tiny_imagenet_25k.parquet"

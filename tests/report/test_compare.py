@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from privlab.experiment import Layout
-from privlab.report.compare import Moved, compare
-from privlab.report.leakage import WORST
-from privlab.report.results import CaseFacts, Results
+from privlab.grids.definition import Layout
+from privlab.report.tables.compare import Moved, compare
+from privlab.report.tables.leakage import WORST
+from privlab.report.tables.results import CaseFacts, Results
 
 LAYOUT = Layout(columns=("mse", "psnr"), paper_attack="april")
 

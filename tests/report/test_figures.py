@@ -18,13 +18,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Picture
 from PIL import Image
 
-from privlab.errors import PrivlabError
-from privlab.experiment import Figure
-from privlab.report.figures import draw, write_figures
-from privlab.report.figures_style import Scale
-from privlab.report.leakage import leakage
-from privlab.report.results import CaseFacts, Results
-from privlab.strips import Place
+from privlab.base.errors import PrivlabError
+from privlab.grids.definition import Figure
+from privlab.report.figures.draw import draw, write_figures
+from privlab.report.figures.style import Scale
+from privlab.report.tables.leakage import leakage
+from privlab.report.tables.results import CaseFacts, Results
+from privlab.stores.strips import Place
 
 drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("drawing.py"))))
 IMAGES, TABLE_5, bars, curves, grey, groups, line, lines, made, naive, record, said, table, texts, visible = (

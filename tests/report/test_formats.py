@@ -15,13 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from privlab.errors import PrivlabError
-from privlab.experiment import KNOWN, Layout
-from privlab.report.formats import FORMATS, heading, render, shown, to_csv, to_json, to_latex, to_markdown, to_rich
-from privlab.report.leakage import SINGLE, WORST, Kind, Row, Score
-from privlab.report.results import CaseFacts, Results
-from privlab.report.sheet import Caption
-from privlab.report.tex import to_tex
+from privlab.base.errors import PrivlabError
+from privlab.grids.definition import KNOWN, Layout
+from privlab.report.tables.formats import (
+    FORMATS,
+    heading,
+    render,
+    shown,
+    to_csv,
+    to_json,
+    to_latex,
+    to_markdown,
+    to_rich,
+)
+from privlab.report.tables.leakage import SINGLE, WORST, Kind, Row, Score
+from privlab.report.tables.results import CaseFacts, Results
+from privlab.report.tables.sheet import Caption
+from privlab.report.tables.tex import to_tex
 
 LAYOUT = Layout(columns=("mse", "psnr"), decimals={"psnr": 1}, paper_attack="april")
 CAPTION = Caption("Table 5", "MJP (2023)", ("weights: paper: trained / here: random",))

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from privlab.experiment import Layout
-from privlab.records import exact_db
-from privlab.report.leakage import (
+from privlab.evaluation.records import exact_db
+from privlab.grids.definition import Layout
+from privlab.report.tables.leakage import (
     SINGLE,
     WORST,
     Row,
@@ -27,8 +27,8 @@ from privlab.report.leakage import (
     per_image,
     worst_case,
 )
-from privlab.report.per_image import leakiest_geometries
-from privlab.report.results import CaseFacts, Results
+from privlab.report.tables.per_image import leakiest_geometries
+from privlab.report.tables.results import CaseFacts, Results
 
 LAYOUT = Layout(columns=("mse", "psnr", "correct"), paper_attack="april")
 COLUMNS = ["case", "attack", "geometry", "image", "image_sha256", "status", "reason", "seed", "draw", "external"]

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from privlab.report.power import PowerVerdict, power, scope
+from privlab.report.tables.power import PowerVerdict, power, scope
 
 NAMES = ["plain", "defended"]
 LEVELS = {

@@ -22,7 +22,7 @@ from privlab.split.server import Server
 from privlab.split.server import serve as run_server
 from privlab.split.sessions import Limits
 from privlab.split.train import Trainer
-from privlab.victims import Victim, victim
+from privlab.victims.named import Victim, victim
 
 TOKEN = "t" * 40
 SECRET = "5e" * 32

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from privlab.errors import PrivlabError
+from privlab.base.errors import PrivlabError
 from privlab.split.client import Lost
 from privlab.split.contract import Contract
 from privlab.split.server import Server

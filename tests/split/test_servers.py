@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from privlab.errors import PrivlabError
+from privlab.base.errors import PrivlabError
 from privlab.split.client import Lost, Rebuffed
 from privlab.split.sessions import Limits
 

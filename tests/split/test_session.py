@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from privlab.errors import PrivlabError
+from privlab.base.errors import PrivlabError
 from privlab.split.backbone import Backbone, own_parameters
 from privlab.split.checkpoint import Checkpoints, private_folder, read, write
 from privlab.split.contract import Contract, Refusal

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.testing import assert_close
 
-from privlab.errors import PrivlabError
+from privlab.base.errors import PrivlabError
 from privlab.split.client import Lost, Rebuffed
 from privlab.split.security import ClientTls, ServerTls
 

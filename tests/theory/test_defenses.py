@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
+from privlab.base.errors import PrivlabError
 from privlab.defenses import DEFENSES, Jigsaw, LowPass, Mjp, Undefended, defenses
-from privlab.errors import PrivlabError
-from privlab.model import VictimModel
-from privlab.patches import patchify, permute
-from privlab.permutation import inverse
-from privlab.stack import Stack
-from privlab.threat import Defense, FeatureDefense, GradientDefense
+from privlab.patches.patchify import patchify, permute
+from privlab.patches.permutations import inverse
+from privlab.threat.protocols import Defense, FeatureDefense, GradientDefense
+from privlab.threat.stack import Stack
+from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from privlab.base.errors import PrivlabError
 from privlab.defenses import (
     BatchShuffle,
     Blur,
@@ -21,11 +22,10 @@ from privlab.defenses import (
     Mjp,
     RowPermutation,
 )
-from privlab.errors import PrivlabError
-from privlab.features import granted_features, observe_features, predictions, send
-from privlab.permutation import bits, draw_orders, permute_features, restore_features
-from privlab.stack import Stack
-from privlab.threat import Capability, Defense, Draws, FeatureDefense, Feed, Sent
+from privlab.patches.permutations import bits, draw_orders, permute_features, restore_features
+from privlab.release.features import granted_features, observe_features, predictions, send
+from privlab.threat.protocols import Capability, Defense, Draws, FeatureDefense, Feed, Sent
+from privlab.threat.stack import Stack
 
 B, T, D = 3, 6, 8
 PERMUTATIONS = [

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab import gradients
+from privlab.base.errors import PrivlabError
+from privlab.base.rng import draw_for
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp, Undefended
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.gradients import observe, per_sample_gradients, released_parameters
-from privlab.model import VictimModel
-from privlab.stack import Stack
-from privlab.threat import Capability, Draws, Feed, GradientDefense
+from privlab.release import gradients
+from privlab.release.gradients import observe, per_sample_gradients, released_parameters
+from privlab.threat.protocols import Capability, Draws, Feed, GradientDefense
+from privlab.threat.stack import Stack
+from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]
 EVERY = [GradientNoise(), GradientPruning(), *(GradientQuantisation(dtype=d) for d in ("bf16", "fp16", "int8"))]

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from privlab.base.errors import PrivlabError
 from privlab.base.precision import full_precision
+from privlab.base.rng import draw_for
 from privlab.defenses import GradientSign, Jigsaw, Mjp, Undefended
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.gradients import granted, observe, per_sample_gradients, released_parameters
-from privlab.model import VictimModel, april_twin
-from privlab.threat import Capability, Feed
-from privlab.victims import ARCHITECTURES, victim
+from privlab.release.gradients import granted, observe, per_sample_gradients, released_parameters
+from privlab.threat.protocols import Capability, Feed
+from privlab.victims.model import VictimModel, april_twin
+from privlab.victims.named import ARCHITECTURES, victim
 
 Model = Callable[..., VictimModel]
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Generator
 from torch.testing import assert_close
 
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.patches import blockwise_mask, patchify, permute, shuffled_within, slots_to_pixels, unpatchify
-from privlab.permutation import inverse
+from privlab.base.errors import PrivlabError
+from privlab.base.rng import draw_for
+from privlab.patches.patchify import blockwise_mask, patchify, permute, shuffled_within, slots_to_pixels, unpatchify
+from privlab.patches.permutations import inverse
 
 SIDES = st.integers(1, 6)
 

@@ -11,14 +11,14 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import PatchGradient, PatchGradientAdaptive
+from privlab.base.errors import PrivlabError
+from privlab.base.rng import draw_for
 from privlab.defenses import GradientNoise
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.gradients import observe, per_sample_gradients, released_parameters
-from privlab.metrics import psnr
-from privlab.model import VictimModel
-from privlab.reconstruction_bound import clopper_pearson, fixed_guess, gram, identified, success_bound
-from privlab.threat import Feed
+from privlab.metrics.reconstruction_bound import clopper_pearson, fixed_guess, gram, identified, success_bound
+from privlab.metrics.registry import psnr
+from privlab.release.gradients import observe, per_sample_gradients, released_parameters
+from privlab.threat.protocols import Feed
+from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]
 LEVEL = 0.9999

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Generator
 from torch.testing import assert_close
 
-from privlab.attacks.solve import RTOL, ridge_inverse, warn_of_limits
+from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, warn_of_limits
 from privlab.base.warnings import PrivlabWarning
 
 SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 12))

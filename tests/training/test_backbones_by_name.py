@@ -11,16 +11,16 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
-from privlab.backbones import IndexedViT, Pupil, SwinModel, classifier
+from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
 from privlab.cli import _status
-from privlab.errors import PrivlabError
-from privlab.evaluation import worth
-from privlab.judgement import Exam, judge
-from privlab.lessons import Course, teach
 from privlab.training import Examples
-from privlab.victims import victim
-from privlab.weights import own_layout, save
+from privlab.training.train import Course, teach
+from privlab.utility.consistency import worth
+from privlab.utility.evaluate import Exam, judge
+from privlab.victims.classifiers import IndexedViT, Pupil, SwinModel, classifier
+from privlab.victims.named import victim
+from privlab.victims.weights import own_layout, save
 
 
 def pictures(n: int = 6) -> Examples:

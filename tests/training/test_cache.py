@@ -13,10 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from privlab.decode import Picture
-from privlab.errors import PrivlabError
-from privlab.images import ImageSource, open_images
-from privlab.training import Examples, read_examples, reading
+from privlab.base.errors import PrivlabError
+from privlab.images import reading
+from privlab.images.decode import Picture
+from privlab.images.open import ImageSource, open_images
+from privlab.training import Examples, read_examples
 
 SIDE = (12, 12)
 

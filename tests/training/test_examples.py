@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Generator
 
-from privlab.errors import PrivlabError
-from privlab.images import open_images
-from privlab.training import Augmentation, read_examples, reading
-from privlab.training.examples import _shifted
+from privlab.base.errors import PrivlabError
+from privlab.images import reading
+from privlab.images.examples import _shifted
+from privlab.images.open import open_images
+from privlab.training import Augmentation, read_examples
 
 
 def picture(seed: int, side: int = 12) -> Image.Image:

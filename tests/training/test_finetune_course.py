@@ -12,12 +12,12 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Generator
 
-from privlab.backbones import RelativeViT, classifier
+from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
-from privlab.errors import PrivlabError
-from privlab.lessons import Course, _set_up, teach
-from privlab.victims import victim
-from privlab.weights import hash_of, own_layout, save
+from privlab.training.train import Course, _set_up, teach
+from privlab.victims.classifiers import RelativeViT, classifier
+from privlab.victims.named import victim
+from privlab.victims.weights import hash_of, own_layout, save
 
 quiet = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
@@ -204,7 +204,7 @@ def test_places_need_no_labels(data: Path, tmp_path: Path) -> None:
 def test_random_weights_are_not_fine_tuned(
     data: Path, tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("privlab.victims.shipped", lambda _: None)  # a package without trained weights
+    monkeypatch.setattr("privlab.victims.named.shipped", lambda _: None)  # a package without trained weights
     model = "cifar_vit_nope"
     with pytest.raises(PrivlabError, match="finetune starts from trained weights, and cifar_vit_nope has random ones"):
         card_of(data, tmp_path / "out", "finetune", model=model, weights=weights)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from privlab.errors import PrivlabError
-from privlab.position_accuracy import position_accuracy
-from privlab.positions import PositionPredictor, tiles
-from privlab.recipes import Lesson
-from privlab.recipes.mp3_speech import SPEECH, as_pictures, log_mel, speech_model
+from privlab.base.errors import PrivlabError
+from privlab.reassembly.predictors import PositionPredictor, tiles
 from privlab.training import Augmentation, Examples, Plan, train
+from privlab.training.objectives import Lesson
+from privlab.training.objectives.mp3_speech import SPEECH, as_pictures, log_mel, speech_model
+from privlab.training.position_accuracy import position_accuracy
 
 RATE = 8000
 

@@ -16,12 +16,9 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor, nn
 
-from privlab.draws import draw_for
-from privlab.errors import PrivlabError
-from privlab.lessons import PRESETS, Course, teach
-from privlab.model import VictimModel
-from privlab.position_accuracy import position_accuracy
-from privlab.positions import (
+from privlab.base.errors import PrivlabError
+from privlab.base.rng import draw_for
+from privlab.reassembly.predictors import (
     DropPosNetwork,
     Mp3Network,
     PositionPredictor,
@@ -31,10 +28,13 @@ from privlab.positions import (
     sincos,
     tiles,
 )
-from privlab.recipes import Lesson, TrainDropPos, TrainMp3
-from privlab.recipes.droppos import smoothing
 from privlab.training import Augmentation, Compute, Examples, Plan, train
-from privlab.victims import victim
+from privlab.training.objectives import Lesson, TrainDropPos, TrainMp3
+from privlab.training.objectives.droppos import smoothing
+from privlab.training.position_accuracy import position_accuracy
+from privlab.training.train import PRESETS, Course, teach
+from privlab.victims.model import VictimModel
+from privlab.victims.named import victim
 
 STILL = Augmentation(flip=False, shift=0)
 

@@ -8,12 +8,12 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
-from privlab.backbones import Classifier, IndexedViT
-from privlab.errors import PrivlabError
-from privlab.model import VictimModel
-from privlab.patches import blockwise_mask, patchify, shuffled_within
-from privlab.recipes import DALS, Classify, Dal, Lesson, TrainMjp
+from privlab.base.errors import PrivlabError
+from privlab.patches.patchify import blockwise_mask, patchify, shuffled_within
 from privlab.training import Augmentation, Examples, Plan, train
+from privlab.training.objectives import DALS, Classify, Dal, Lesson, TrainMjp
+from privlab.victims.classifiers import Classifier, IndexedViT
+from privlab.victims.model import VictimModel
 
 STILL = Augmentation(flip=False, shift=0)
 

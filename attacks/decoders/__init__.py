@@ -1,0 +1,1 @@
+"""Networks that turn released features back into images, and their training."""

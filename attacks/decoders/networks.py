@@ -1,0 +1,327 @@
+"""Networks that turn released features back into images: what the learned model-inversion attacks train.
+
+Each reads the b × t × d features of a batch and says what images they came from. In `mae` and `conv`, row i writes
+slot i, as in the paper's attack; `set` sees a bag; `token` decodes each row by itself and says where it belongs.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from privlab.base.errors import PrivlabError
+from privlab.patches.patchify import patchify, unpatchify
+from privlab.threat.protocols import Rows
+from privlab.victims.model import VictimModel
+
+__all__ = [
+    "DECODERS",
+    "ConvDecoder",
+    "Decoder",
+    "MaeDecoder",
+    "Release",
+    "SetDecoder",
+    "Shape",
+    "TokenDecoder",
+]
+
+HEAD = 32
+"""Width of an attention head."""
+
+FINE = 16
+"""Channels of a convolution on pixels, and in a group of its norm."""
+
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a decoder must know of its victim: the width of a token, the grid of patches, their side, the prefix."""
+
+    width: int
+    grid: tuple[int, int]
+    patch: int
+    prefix: int
+
+    @classmethod
+    def of(cls, model: VictimModel) -> "Shape":
+        """Return the shape of a victim's features and images."""
+        return cls(model.vit.embed_dim, model.grid, model.patch, model.vit.num_prefix_tokens)
+
+    @property
+    def slots(self) -> int:
+        """Return the number of patches."""
+        return math.prod(self.grid)
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """Return (c, h, w) of an image."""
+        return 3, self.grid[0] * self.patch, self.grid[1] * self.patch
+
+
+@dataclass(frozen=True, eq=False)
+class Release:
+    """Features that an adversary made itself, and what it knows of them.
+
+    `source` is that of `Sent`; `images` are those that went in, `fed` the same with each patch in the slot where the
+    client's defense on images put it.
+    """
+
+    features: Float[Tensor, "b t d"]
+    source: Int[Tensor, "b t"]
+    images: Float[Tensor, "b c h w"]
+    fed: Float[Tensor, "b c h w"]
+
+
+class Whitening(nn.Module):
+    """z ↦ C^(−½) (z − μ), fixed before the training: what tells patches and slots apart has little variance in z."""
+
+    mean: Tensor
+    matrix: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("matrix", torch.eye(width))
+
+    def fit(self, rows: Float[Tensor, "m d"]) -> None:
+        """Take mean and covariance from rows; directions of hardly any variance are left small."""
+        rows = rows.double()
+        mean = rows.mean(0)
+        values, V = torch.linalg.eigh((rows - mean).mT @ (rows - mean) / len(rows))
+        scale = (values.clamp(min=0) + 1e-4 * values.mean() + 1e-12).rsqrt()
+        self.mean.copy_(mean)
+        self.matrix.copy_((V * scale) @ V.mT)
+
+    def forward(self, z: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Whiten rows."""
+        return (z - self.mean) @ self.matrix
+
+
+class Decoder(nn.Module):
+    """What all decoders share: their shape, the whitening at their input, and the loss of an image.
+
+    Raises:
+        PrivlabError: if `width` is no multiple of a head's.
+    """
+
+    def __init__(self, shape: Shape, width: int) -> None:
+        super().__init__()
+        if width < HEAD or width % HEAD:
+            raise PrivlabError(f"The width of a decoder must be a multiple of {HEAD}. Found {width}.")
+        self.shape = shape
+        self.whiten = Whitening(shape.width)
+
+    def objective(self, call: Callable[..., Any], seen: Release) -> Tensor:
+        """Return the loss of `call`, which is this decoder's forward pass: the mean squared error of the images."""
+        return F.mse_loss(call(seen.features), seen.images)
+
+    def reconstruct(
+        self, features: Float[Tensor, "b t d"], order: Rows
+    ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"] | None]:
+        """Return images in [0, 1], and the row that each slot got where they come row by row (as in `Stolen`).
+
+        `order` says what the defense does to the places of rows.
+        """
+        return self(features).clamp(0, 1), None
+
+    def join(self, patches: Float[Tensor, "b n k"]) -> Float[Tensor, "b c h w"]:
+        """Return patches as images; zero is grey."""
+        return unpatchify(patches, self.shape.image) + 0.5
+
+
+class MaeDecoder(Decoder):
+    """`mae`: Transformer blocks over rows with fixed 2-D sin-cos positions, then a linear map to pixels.
+
+    Row i feeds slot i, the class token's included; attention may still find rows that say where they are from.
+
+    Source: MAE (He et al. 2022), the decoder; Permutation Equivariance (CVPR 2024), section 5.3, attacks with one.
+    """
+
+    positions: Tensor
+
+    def __init__(self, shape: Shape, width: int, depth: int) -> None:
+        super().__init__(shape, width)
+        self.inwards = nn.Linear(shape.width, width)
+        places = _positions(shape, width)
+        self.register_buffer("positions", F.pad(places, (0, 0, shape.prefix, 0)), persistent=False)
+        self.blocks = _blocks(width, depth)
+        self.outwards = _to_pixels(shape, width)
+
+    def forward(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b c h w"]:
+        """Return images."""
+        rows = self.blocks(self.inwards(self.whiten(features)) + self.positions)
+        return self.join(self.outwards(rows[:, self.shape.prefix :]))
+
+
+class ConvDecoder(Decoder):
+    """`conv`: residual convolutions on the grid of rows, a transposed one that makes pixels, and convolutions on these.
+
+    Row i feeds slot i; class and register tokens are left out. Source: Dosovitskiy and Brox (CVPR 2016).
+    """
+
+    def __init__(self, shape: Shape, width: int, depth: int) -> None:
+        super().__init__(shape, width)
+        self.layers = nn.Sequential(
+            nn.Conv2d(shape.width, width, 1),
+            *(_Residual(width) for _ in range(depth)),
+            nn.ConvTranspose2d(width, FINE, shape.patch, shape.patch),
+            _Residual(FINE),
+            _silent(nn.Conv2d(FINE, 3, 3, padding=1)),
+        )
+
+    def forward(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b c h w"]:
+        """Return images."""
+        rows = self.whiten(features)[:, self.shape.prefix :]
+        return self.layers(rows.mT.unflatten(2, self.shape.grid)) + 0.5
+
+
+class SetDecoder(Decoder):
+    """`set`: one query for each slot attends to the bag of rows; no order at the input, none is lost.
+
+    Source: Set Transformer (Lee et al. 2019): an encoder without positions, and attention by seeds, here the slots.
+    """
+
+    positions: Tensor
+
+    def __init__(self, shape: Shape, width: int, depth: int) -> None:
+        super().__init__(shape, width)
+        self.inwards = nn.Linear(shape.width, width)
+        self.encoder = _blocks(width, 1)
+        self.register_buffer("positions", _positions(shape, width), persistent=False)
+        self.queries = nn.Linear(width, width)
+        self.slots = nn.Parameter(0.02 * torch.randn(shape.slots, width))
+        self.looks = nn.ModuleList(_Look(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(_blocks(width, depth))
+        self.outwards = _to_pixels(shape, width)
+
+    def forward(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b c h w"]:
+        """Return images."""
+        bag = self.encoder(self.inwards(self.whiten(features)))
+        slots = (self.queries(self.positions) + self.slots).expand(len(bag), -1, -1)
+        for look, block in zip(self.looks, self.blocks, strict=True):
+            slots = block(look(slots, bag))
+        return self.join(self.outwards(slots))
+
+
+class TokenDecoder(Decoder):
+    """`token`: every row becomes a patch by itself and says to which slot it belongs; an assignment keeps slots unique.
+
+    The slot of a whitened row is read by a linear map, trained on the adversary's own releases: the linear discriminant
+    of the slots, for which position embeddings need not be known. The slot then is an input of the pixels.
+    """
+
+    def __init__(self, shape: Shape, width: int, depth: int) -> None:
+        super().__init__(shape, width)
+        tokens = shape.prefix + shape.slots
+        self.place = nn.Linear(shape.width, tokens)
+        self.inwards = nn.Linear(shape.width, width)
+        self.slots = nn.Embedding(tokens, width)
+        self.layers = nn.Sequential(*(_Mlp(width) for _ in range(depth)))
+        self.outwards = _to_pixels(shape, width)
+
+    def forward(
+        self, features: Float[Tensor, "b t d"], slots: Int[Tensor, "b t"]
+    ) -> tuple[Float[Tensor, "b t k"], Float[Tensor, "b t t"]]:
+        """Return the patch of each row, given its slot, and the scores of every slot, the prefix's too, for it."""
+        rows = self.whiten(features)
+        return self.outwards(self.layers(self.inwards(rows) + self.slots(slots))), self.place(rows)
+
+    def objective(self, call: Callable[..., Any], seen: Release) -> Tensor:
+        """Return the mean squared error of the patches, given their slots, and the cross-entropy of the slots."""
+        t, prefix = seen.source.shape[1], self.shape.prefix
+        image, slot = seen.source // t, seen.source % t
+        patches, scores = call(seen.features, slot)
+        wanted = patchify(seen.fed, self.shape.patch)[image, (slot - prefix).clamp(min=0)] - 0.5
+        of_patch = slot >= prefix
+        return F.mse_loss(patches[of_patch], wanted[of_patch]) + F.cross_entropy(scores.flatten(0, 1), slot.flatten())
+
+    def reconstruct(
+        self, features: Float[Tensor, "b t d"], order: Rows
+    ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"]]:
+        """Return images in [0, 1] and the row in each slot: by the best assignment, or as sent where order is kept."""
+        b, t, _ = features.shape
+        slots = torch.arange(t, device=features.device).expand(b, t)
+        if order != "kept":
+            scores = self.place(self.whiten(features)).detach().log_softmax(2).cpu()
+            groups = scores.sum(0, keepdim=True) if order == "shared" else scores
+            found = [torch.from_numpy(linear_sum_assignment(group, maximize=True)[1]) for group in groups.numpy()]
+            slots = torch.stack(found).to(features.device).expand(b, t)
+        rows = slots.argsort(1)[:, self.shape.prefix :]  # the row that each patch slot got
+        patches, _ = self(features, slots)
+        placed = patches.gather(1, rows[..., None].expand(-1, -1, patches.shape[2]))
+        return self.join(placed).clamp(0, 1), rows + t * torch.arange(b, device=rows.device)[:, None]
+
+
+DECODERS: dict[str, Callable[[Shape, int, int], Decoder]] = {
+    "mae": MaeDecoder,
+    "conv": ConvDecoder,
+    "set": SetDecoder,
+    "token": TokenDecoder,
+}
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.GroupNorm(width // FINE, width),
+            nn.Conv2d(width, width, 3, padding=1),
+            nn.GELU(),
+            nn.Conv2d(width, width, 3, padding=1),
+        )
+
+    def forward(self, x: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+        return x + self.layers(x)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Float[Tensor, "b n e"]) -> Float[Tensor, "b n e"]:
+        return x + self.layers(x)
+
+
+class _Look(nn.Module):
+    """Slots attend to the bag."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.of_slots, self.of_bag = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, width // HEAD, batch_first=True)
+
+    def forward(self, slots: Float[Tensor, "b n e"], bag: Float[Tensor, "b t e"]) -> Float[Tensor, "b n e"]:
+        bag = self.of_bag(bag)
+        return slots + self.attention(self.of_slots(slots), bag, bag, need_weights=False)[0]
+
+
+def _blocks(width: int, depth: int) -> nn.Sequential:
+    return nn.Sequential(*(Block(width, width // HEAD, qkv_bias=True) for _ in range(depth)))
+
+
+def _to_pixels(shape: Shape, width: int) -> nn.Linear:
+    """Return a map to pixels that starts at grey; no norm before it, for contrast is in the length of a row."""
+    return _silent(nn.Linear(width, 3 * shape.patch**2))
+
+
+def _silent(layer: Layer) -> Layer:
+    """Return a layer whose outputs start at zero, which saves hundreds of steps of undoing random ones."""
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
+    return layer
+
+
+def _positions(shape: Shape, width: int) -> Float[Tensor, "n e"]:
+    return build_sincos2d_pos_embed(list(shape.grid), dim=width)

@@ -1,0 +1,193 @@
+"""Learned model inversion: a decoder is trained on what the adversary's own images become under the defense.
+
+The adversary knows the defense's algorithm and runs the client's embedding on images of its own (queries). Keys and
+draws of its releases are its own, and new in every batch: whatever the decoder learns holds for keys that it never saw.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Generator, Tensor, nn
+
+from privlab.attacks.decoders.networks import DECODERS, Decoder, Release, Shape
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base.files import write_whole
+from privlab.base.precision import full_precision
+from privlab.base.rng import draw_for
+from privlab.base.warnings import PrivlabWarning
+from privlab.patches.patchify import permute
+from privlab.release.features import send
+from privlab.threat.protocols import Defense, Draws, FeatureDefense, GradientDefense
+from privlab.threat.stack import Stack
+from privlab.training import Compute, Listener, Plan, train
+from privlab.victims.model import VictimModel
+from privlab.victims.weights import cache_folder, hash_of
+
+__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "released", "train_decoder"]
+
+FORMAT = "privlab-decoder/1"
+FEW = 200
+"""Fewer public images than this make a poor decoder."""
+
+Parts = Sequence[Defense | FeatureDefense | GradientDefense]
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """Which decoder, how large, and how it is trained.
+
+    Args:
+        kind: one of `DECODERS`.
+        width: of its tokens or channels, a multiple of 32.
+        depth: its blocks.
+        augment: whether public images are mirrored and rolled at random.
+        plan: of the training.
+
+    Raises:
+        PrivlabError: for an unknown kind.
+    """
+
+    kind: str = "mae"
+    width: int = 192
+    depth: int = 3
+    augment: bool = True
+    plan: Plan = field(default_factory=lambda: Plan(steps=2000, warmup=100, weight_decay=0.01))
+
+    def __post_init__(self) -> None:
+        """Check the kind."""
+        if self.kind not in DECODERS:
+            raise unknown_name("decoder", self.kind, DECODERS)
+
+
+def released(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"], draw: Generator) -> Release:
+    """Return what a client with this defense would send of images, under keys and draws that come from `draw`."""
+    stack = Stack(tuple(defense))
+    seeds = torch.randint(2**62, (len(images) + 2,), generator=draw).tolist()
+    batch, key, *of_images = (Generator().manual_seed(seed) for seed in seeds)
+    draws = Draws(images=of_images, batch=batch, model=key)
+    feed = stack.feed(images, model.patch, draws.images, len(images))
+    sent = send(model, feed, stack, draws)
+    return Release(sent.features.float(), sent.source, images.float(), permute(images, feed.order, model.patch).float())
+
+
+class Inversion:
+    """The recipe of a decoder: from releases of public images back to the images."""
+
+    def __init__(
+        self, model: VictimModel, defense: Parts, public: Float[Tensor, "m c h w"], spec: DecoderSpec, identity: str
+    ) -> None:
+        self.victim, self.defense, self.public, self.spec, self.identity = model, defense, public, spec, identity
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(spec.plan.seed)
+            self.model = DECODERS[spec.kind](Shape.of(model), spec.width, spec.depth)
+        self.model.to(model.mean.device).whiten.fit(self._rows())
+
+    def __len__(self) -> int:
+        return len(self.public)
+
+    def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return a release of public images; made where the victim is."""
+        images = self.public[rows.to(self.public.device)].to(self.victim.mean)
+        if self.spec.augment:
+            mirrored = (torch.rand(len(images), 1, 1, 1, generator=draw) < 0.5).to(images.device)
+            shifts = [int(torch.randint(side, (), generator=draw)) for side in images.shape[2:]]
+            images = torch.where(mirrored, images.flip(3), images).roll(shifts, (2, 3))
+        seen = released(self.victim, self.defense, images, draw)
+        return seen.features, seen.source, seen.images, seen.fed
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, Tensor], draw: Generator) -> Tensor:
+        """Return the decoder's own objective."""
+        return self.model.objective(model, Release(*batch))
+
+    def _rows(self) -> Float[Tensor, "m d"]:
+        """Return rows of some releases, under several keys, to take statistics from."""
+        draw = draw_for(self.spec.plan.seed, "", "whitening")
+        batches = torch.randperm(len(self.public), generator=draw)[:256].split(32)
+        return torch.cat([self.batch(rows, draw)[0].flatten(0, 1) for rows in batches])
+
+
+def train_decoder(
+    model: VictimModel,
+    defense: Parts,
+    public: Float[Tensor, "m c h w"],
+    spec: DecoderSpec,
+    *,
+    out: Path | None = None,
+    progress: Listener | None = None,
+) -> Decoder:
+    """Train a decoder on releases of public images, on the victim's device; with `out`, write checkpoints and go on.
+
+    Raises:
+        PrivlabError: whatever `privlab.training.train` raises.
+    """
+    recipe = Inversion(model, defense, public, spec, decoder_key(model, defense, public, spec))
+    with full_precision():
+        train(recipe, spec.plan, compute=Compute(device=str(model.mean.device)), out=out, progress=progress)
+    return recipe.model
+
+
+def decoder_for(
+    model: VictimModel,
+    defense: Parts,
+    public: Float[Tensor, "m c h w"],
+    spec: DecoderSpec,
+    *,
+    progress: Listener | None = None,
+) -> Decoder:
+    """Return the decoder of this victim, defense, public images and spec: from the store, or trained and stored.
+
+    Warns:
+        PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
+    """
+    if len(public) < FEW:
+        _warn(f"A decoder trained on {len(public)} public images is poor: its low score is no evidence of privacy.")
+    key = decoder_key(model, defense, public, spec)
+    path = cache_folder("decoders") / f"{spec.kind}-{key[:32]}.safetensors"
+    if path.exists():
+        decoder = DECODERS[spec.kind](Shape.of(model), spec.width, spec.depth)
+        if _loaded(decoder, path, key):
+            return decoder.to(model.mean.device).eval()
+        _warn(f"The decoder in {path} is damaged or foreign: it is trained anew.")
+    decoder = train_decoder(model, defense, public, spec, progress=progress)
+    try:
+        write_whole(path, lambda made: _save(decoder, made, key))
+    except (PrivlabError, SafetensorError) as error:
+        _warn(f"The decoder cannot be kept in {path} ({error}): it will be trained again.")
+    return decoder
+
+
+def decoder_key(model: VictimModel, defense: Parts, public: Float[Tensor, "m c h w"], spec: DecoderSpec) -> str:
+    """Return SHA-256 over the victim's weights, the defenses, the spec and the public images."""
+    victim = hash_of(model.state_dict() | {"mean": model.mean, "std": model.std})
+    parts = (FORMAT, victim, repr(Stack(tuple(defense))), repr(spec), hash_of({"public": public}))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _save(decoder: Decoder, path: Path, key: str) -> None:
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.state_dict().items()}
+    save_file(state, path, {"privlab": f"{key} {hash_of(state)}"})
+
+
+def _loaded(decoder: Decoder, path: Path, key: str) -> bool:
+    """Load the weights of a file into a decoder; return whether they are those of `key`, and whole."""
+    try:
+        with safe_open(path, "pt") as file:
+            facts = (file.metadata() or {}).get("privlab")
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+        if facts != f"{key} {hash_of(state)}":
+            return False
+        decoder.load_state_dict(state)
+    except (OSError, SafetensorError, RuntimeError):
+        return False
+    return True
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, PrivlabWarning, stacklevel=3)

@@ -1,0 +1,1 @@
+"""Attacks on released features: one file, one attack."""

@@ -1,0 +1,67 @@
+"""`border-jigsaw`: permuted rows without position embeddings, inverted and put together by their borders."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from privlab.attacks.rows.placement import warn_of_moves
+from privlab.attacks.rows.reassembly import by_borders
+from privlab.base.errors import PrivlabError
+from privlab.reassembly.predictors import load_predictor, predictor_file
+from privlab.reassembly.solver import ROUNDS
+from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+
+__all__ = ["BorderJigsaw"]
+
+
+@dataclass(frozen=True)
+class BorderJigsaw:
+    """Invert each row linearly, and re-assemble the patches by `privlab.reassembly.solver`, without anchors.
+
+    Rows are taken for W x + β: made for victims without position embeddings (`_nope`). Others' rows carry an unknown
+    e_s, which stays in the patch as an error; use `pe-assignment` or `row-alignment` there. The class token, known to
+    the last bit, is left out first. Images that share one order are solved together, their border costs added up.
+
+    Args:
+        rounds: as in `privlab.reassembly.solver.assemble`.
+        predictor: a position predictor, by its name in the zoo or its `predictor.safetensors`: its −log p(slot | patch)
+            counts beside the borders; none if empty.
+
+    Source: the training-free baseline of re-assembly; borders and growth as cited in `privlab.reassembly.solver`.
+    """
+
+    name: ClassVar[str] = "border-jigsaw"
+    paper: ClassVar[str] = "ours; after Gallagher (2012), Paikin and Tal (2015)"
+    knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.RELEASED_FEATURES,
+            Capability.KNOWS_WEIGHTS,
+            Capability.AUXILIARY_IMAGES,
+            Capability.OWN_ROWS,
+            Capability.KNOWS_DEFENSE,
+        }
+    )
+
+    rounds: int = ROUNDS
+    predictor: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if `rounds` is negative.
+        """
+        if self.rounds < 0:
+            raise PrivlabError(f"rounds of border-jigsaw must be at least 0. Found {self.rounds}.")
+
+    def __call__(self, seen: FeatureObservation) -> Stolen:
+        """Invert the rows and put them together.
+
+        Raises:
+            PrivlabError: if there is no such predictor, or it is for other patches.
+        """
+        warn_of_moves(self.name, seen, rows=True)
+        found = load_predictor(predictor_file(self.predictor)) if self.predictor else None
+        if found is not None:
+            found.check(seen.model.grid, seen.model.patch)
+        return by_borders(seen, rounds=self.rounds, predictor=found)

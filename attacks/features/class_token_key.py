@@ -1,0 +1,71 @@
+"""`class-token-key`: the key of permuted columns, from the one row that is the same for every image."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from privlab.attacks.rows.placement import effects, known_tokens, undone
+from privlab.attacks.rows.reassembly import reassembled
+from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+
+__all__ = ["ClassTokenKey"]
+
+
+@dataclass(frozen=True)
+class ClassTokenKey:
+    """Match the entries of the class token's row, and of the registers', with the public ones.
+
+    The row (cls + e_0) P_C holds the public values in another order, whatever the image: without noise, sorting both
+    gives P_C. The row is known by its sorted values where rows are permuted too; its copies in a batch are averaged,
+    which takes noise away. Where columns are told apart by several tokens, Σ_p (z_pk − c_pj)² is least over
+    assignments of k to j.
+
+    Then the columns are put back, and the rows placed by their position embeddings, or by their borders where there are
+    none, and inverted. Values that are equal are told apart by chance: `column-statistics` does not depend on them.
+
+    Source: column permutation as in Permutation Equivariance (Xu et al., CVPR 2024), Eq. 5, which moves the class token
+    with the others.
+    """
+
+    name: ClassVar[str] = "class-token-key"
+    paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 5"
+    knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation", "gaussian-noise"})
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.RELEASED_FEATURES,
+            Capability.KNOWS_WEIGHTS,
+            Capability.CLASS_TOKEN,
+            Capability.AUXILIARY_IMAGES,
+            Capability.KNOWS_DEFENSE,
+        }
+    )
+
+    def __call__(self, seen: FeatureObservation) -> Stolen:
+        """Recover the columns, then rows and images."""
+        prefix, _ = known_tokens(seen.model)
+        return reassembled(seen, _columns(_prefix_rows(undone(seen).double(), prefix, seen), prefix))
+
+
+def _prefix_rows(
+    features: Float[Tensor, "b t d"], prefix: Float[Tensor, "p d"], seen: FeatureObservation
+) -> Float[Tensor, "p d"]:
+    """Return each prefix token's row, averaged over the batch: where it stands, or by its sorted values."""
+    if effects(seen).rows == "kept":
+        return features[:, : len(prefix)].mean(0)
+    b = len(features)
+    rows = features.flatten(0, 1)
+    ranked = rows.sort(1).values
+    nearest = [ranked.sub(token.sort().values).square().sum(1).topk(b, largest=False).indices for token in prefix]
+    return torch.stack([rows[chosen].mean(0) for chosen in nearest])
+
+
+def _columns(found: Float[Tensor, "p d"], known: Float[Tensor, "p d"]) -> Int[Tensor, " d"]:
+    """Return the key c with found[:, k] ≈ known[:, c(k)]; the assignment of one row of values is their sorting."""
+    if len(found) == 1:
+        return known[0].argsort()[found[0].argsort().argsort()]
+    apart = torch.cdist(found.mT, known.mT).square().cpu().numpy()
+    return torch.from_numpy(linear_sum_assignment(apart)[1]).to(known.device)

@@ -1,0 +1,123 @@
+"""`column-statistics`: the key of permuted columns, from the second moments of the patches' rows alone."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from privlab.attacks.rows.placement import effects, undone
+from privlab.attacks.rows.reassembly import reassembled
+from privlab.base.errors import PrivlabError
+from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+
+__all__ = ["ColumnStatistics"]
+
+LEAST = 1e-9
+"""A change of the log-likelihood per row below this is rounding."""
+
+
+@dataclass(frozen=True)
+class ColumnStatistics:
+    """Find the column order under which the rows are likeliest as rows of public photographs.
+
+    Rows z of any image, in any order and with their position embeddings, have the moments m = E z and R = E zzᵀ, and
+    public photographs have μ and R₀, with Λ = (R₀ − μμᵀ + noise² I)⁻¹. The key c minimises the Gaussian cost
+
+        f(c) = tr(Λ R_c) − 2 μᵀ Λ m_c,    R_c = R with rows and columns put back by c.
+
+    A quadratic assignment problem: from the assignment that the columns' means and variances suggest, one over the
+    columns' products, R R₀, repeated; then the best swap of two columns as long as one lowers f. No class token, no
+    order of rows, no query.
+
+    Then columns, rows and images as in `class-token-key`.
+
+    Args:
+        ridge: added to the public variances, relative to their mean: how far one batch may be from the public mean.
+    """
+
+    name: ClassVar[str] = "column-statistics"
+    paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 5"
+    knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation", "gaussian-noise"})
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.RELEASED_FEATURES,
+            Capability.KNOWS_WEIGHTS,
+            Capability.AUXILIARY_IMAGES,
+            Capability.KNOWS_DEFENSE,
+        }
+    )
+
+    ridge: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if `ridge` is not positive.
+        """
+        if not self.ridge > 0:
+            raise PrivlabError(f"ridge of column-statistics must be positive. Found {self.ridge}.")
+
+    def __call__(self, seen: FeatureObservation) -> Stolen:
+        """Recover the columns, then rows and images."""
+        rows = undone(seen).double().flatten(0, 1)
+        public = seen.model.embed(seen.public.to(seen.model.mean)).detach().double().flatten(0, 1)
+        return reassembled(seen, self.columns(rows, public, effects(seen).noise_std))
+
+    def columns(
+        self, rows: Float[Tensor, "r d"], public: Float[Tensor, "m d"], noise: float = 0.0
+    ) -> Int[Tensor, " d"]:
+        """Return the key c: entry k of the rows is entry c(k) of tokens like the public ones."""
+        m, μ = rows.mean(0), public.mean(0)
+        eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
+        S, S0 = rows.mT.cov(correction=0), public.mT.cov(correction=0) + noise**2 * eye
+        places = _by_products(m, S, μ, S0, _by_moments(m, S, μ, S0)).argsort()
+        precision = torch.linalg.inv(S0 + self.ridge * S0.diagonal().mean() * eye)
+        return _by_swaps(precision, precision @ μ, S + m.outer(m), m, places).argsort()
+
+
+def _by_moments(m: Tensor, S: Tensor, μ: Tensor, S0: Tensor) -> Int[Tensor, " d"]:
+    """Assign columns by their means and the logarithms of their variances."""
+    tiny = torch.finfo(S.dtype).tiny
+    seen = torch.stack([m / μ.std(correction=0).clamp_min(tiny), S.diagonal().clamp_min(tiny).log()], 1)
+    known = torch.stack([μ / μ.std(correction=0).clamp_min(tiny), S0.diagonal().clamp_min(tiny).log()], 1)
+    return _assigned(-torch.cdist(seen, known).square())
+
+
+def _by_products(m: Tensor, S: Tensor, μ: Tensor, S0: Tensor, key: Int[Tensor, " d"]) -> Int[Tensor, " d"]:
+    """Assign columns anew by their products with all others, as these are assigned so far."""
+    for _ in range(50):
+        before, key = key, _assigned(S @ S0[key] + m.outer(μ))
+        if torch.equal(before, key):
+            break
+    return key
+
+
+def _assigned(gain: Float[Tensor, "d d"]) -> Int[Tensor, " d"]:
+    return torch.from_numpy(linear_sum_assignment(gain.cpu().numpy(), maximize=True)[1]).to(gain.device)
+
+
+def _by_swaps(A: Tensor, v: Tensor, R: Tensor, m: Tensor, places: Int[Tensor, " d"]) -> Int[Tensor, " d"]:
+    """Lower f = tr(A R[p, p]) − 2 vᵀ m[p] by the best swap in p, as long as there is one.
+
+    A swap of i and j changes f by (a_ii − a_jj)(b_jj − b_ii) + 2 Σ_{k≠i,j} (a_ik − a_jk)(b_jk − b_ik) − 2 (v_i − v_j)
+    (m_j − m_i), with B = R[p, p]; all sums at once are in C = A B, which a swap changes by rank one.
+    """
+    p, B = places.clone(), R[places][:, places]
+    a, m, C = A.diagonal(), m[places], A @ B
+    while True:
+        b, c = B.diagonal(), C.diagonal()
+        others = C + C.mT - c - c[:, None] - (a[:, None] - A) * (B - b[:, None]) - (A - a) * (b - B)
+        change = (a[:, None] - a) * (b - b[:, None]) + 2 * others - 2 * (v[:, None] - v) * (m - m[:, None])
+        i, j = divmod(int(change.argmin()), len(p))
+        if change[i, j] > -LEAST:
+            return p
+        pair, back = [i, j], [j, i]
+        p[pair], m[pair] = p[back], m[back]
+        B[:, pair] = B[:, back]
+        C[:, pair] = C[:, back]
+        B[pair] = B[back]
+        C += (A[:, i] - A[:, j]).outer(B[i] - B[j])

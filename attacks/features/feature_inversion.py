@@ -1,0 +1,127 @@
+"""`least-squares` and `feature-optimisation`: the embedding inverted by an adversary that knows its weights."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from privlab.attacks.rows.placement import effects, known_tokens, undone, warn_of_moves
+from privlab.attacks.solvers.linear import PRIORS, invert_rows
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+
+__all__ = ["FeatureOptimisation", "LeastSquares"]
+
+EMBEDDING = "the embedding of ViT (Dosovitskiy et al. 2021), Equation 1"
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """Solve z = W x + β + e for each patch x; the rows are taken in the order in which they were sent.
+
+    Exact for a square projection (ViT-B/16). A thin one keeps d of k dimensions: `wiener` fills in the rest from what
+    public patches look like, `ridge` leaves it at zero. Noise that a defense adds is allowed for.
+
+    Args:
+        prior: "wiener" or "ridge", as in `invert_rows`.
+    """
+
+    name: ClassVar[str] = "least-squares"
+    paper: ClassVar[str] = f"Wiener's estimate for {EMBEDDING}"
+    knows: ClassVar[frozenset[str]] = frozenset({"gaussian-noise"})
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS, Capability.AUXILIARY_IMAGES}
+    )
+
+    prior: str = "wiener"
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if the prior is unknown.
+        """
+        if self.prior not in PRIORS:
+            raise unknown_name("prior", self.prior, PRIORS)
+
+    def __call__(self, seen: FeatureObservation) -> Stolen:
+        """Reconstruct the images that the client embedded."""
+        warn_of_moves(self.name, seen)
+        return Stolen(seen.model.to_images(_patches(seen, self.prior)), _as_sent(seen))
+
+
+@dataclass(frozen=True)
+class FeatureOptimisation:
+    """Minimise ‖F₁(x) − z‖² / D + (tv + tv_noise · σ²) TV(x) over images x by Adam, the rows of patches taken as sent.
+
+    D is the number of their entries, σ² the variance of noise that is known of, and TV the mean absolute difference of
+    neighbouring pixels. x = sigmoid(u) keeps pixels in [0, 1]; u starts at the linear inversion under the ridge prior.
+
+    Args:
+        steps: of Adam.
+        learning_rate: of u.
+        tv: weight of the total variation.
+        tv_noise: what noise adds to it: the likelihood weighs the misfit by 1 / σ².
+    """
+
+    name: ClassVar[str] = "feature-optimisation"
+    paper: ClassVar[str] = "Mahendran and Vedaldi (CVPR 2015), Equations 1 and 3"
+    knows: ClassVar[frozenset[str]] = frozenset({"gaussian-noise"})
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS})
+
+    steps: int = 300
+    learning_rate: float = 0.1
+    tv: float = 0.01
+    tv_noise: float = 8.0
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: for a negative step count, rate or weight.
+        """
+        for name in ("steps", "learning_rate", "tv", "tv_noise"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PrivlabError(f"{name} of {self.name} must be at least 0 and finite. Found {getattr(self, name)}.")
+
+    def __call__(self, seen: FeatureObservation) -> Stolen:
+        """Reconstruct the images that the client embedded."""
+        model, prefix = seen.model, seen.model.vit.num_prefix_tokens
+        warn_of_moves(self.name, seen)
+        u = model.to_images(_patches(seen, "ridge")).clamp(0.02, 0.98).logit().requires_grad_()
+        weight = self.tv + self.tv_noise * _known_noise(seen) ** 2
+        adam = torch.optim.Adam([u], lr=self.learning_rate)
+        for _ in range(self.steps):
+            images = u.sigmoid()
+            misfit = (model.embed(images) - seen.features)[:, prefix:].square().mean((1, 2))
+            loss = (misfit + weight * _total_variation(images)).sum()  # images do not meet
+            (u.grad,) = torch.autograd.grad(loss, [u])
+            adam.step()
+        return Stolen(u.detach().sigmoid(), _as_sent(seen))
+
+
+def _total_variation(images: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Return the mean absolute difference of neighbouring pixels, across and down, of each image."""
+    return images.diff(dim=2).abs().mean((1, 2, 3)) + images.diff(dim=3).abs().mean((1, 2, 3))
+
+
+def _patches(seen: FeatureObservation, prior: str) -> Float[Tensor, "b n k"]:
+    """Return the patches by linear inversion, each row taken for its place's slot, known noise allowed for."""
+    prefix, pe = known_tokens(seen.model)
+    rows = undone(seen)[:, len(prefix) :] - pe
+    return invert_rows(seen.model, rows, seen.public, prior=prior, noise=_known_noise(seen))
+
+
+def _known_noise(seen: FeatureObservation) -> float:
+    """Return the standard deviation of the noise on features; 0 where the defense may not be known."""
+    return effects(seen).noise_std if Capability.KNOWS_DEFENSE in seen.grants else 0.0
+
+
+def _as_sent(seen: FeatureObservation) -> Int[Tensor, "b n"]:
+    """Return the row of each patch slot: the one in its place."""
+    b, t, _ = seen.features.shape
+    rows = torch.arange(b * t, device=seen.features.device).view(b, t)
+    return rows[:, seen.model.vit.num_prefix_tokens :]

@@ -1,0 +1,130 @@
+"""`inversion-mae`, `-conv`, `-set` and `-token`: a decoder trained on what public images become under the defense."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from privlab.attacks.decoders.training import DecoderSpec, decoder_for
+from privlab.base.errors import PrivlabError
+from privlab.release.effects import effects_of
+from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+from privlab.training import Plan
+
+__all__ = ["InversionConv", "InversionMae", "InversionSet", "InversionToken"]
+
+PAPER = "Permutation Equivariance (Xu et al. 2024), section 5.3"
+
+IN_PLACE = frozenset({"low-pass", "blur", "cutmix", "gaussian-noise"})
+"""The defenses that leave rows where they are: a decoder that is trained on their releases has learned them."""
+
+
+@dataclass(frozen=True)
+class _Inversion:
+    """Train a decoder on pairs of a public image and what the client sends of it; apply it to what was sent.
+
+    The adversary runs the client's embedding and the defense, whose algorithm it knows, on its own images, with keys
+    and draws of its own that are new in every batch. No weight of the victim is used. A decoder is trained once for
+    each victim, defense and set of public images, and kept.
+
+    Args:
+        width: of the decoder's tokens or channels, a multiple of 32.
+        depth: its blocks.
+        steps: of its training.
+        batch_size: public images in a step.
+        learning_rate: the largest, after a warm-up; a cosine to zero follows.
+        augment: whether public images are mirrored and rolled at random.
+        seed: of its first weights and of its training.
+    """
+
+    kind: ClassVar[str]
+    knows: ClassVar[frozenset[str]] = IN_PLACE
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.RELEASED_FEATURES, Capability.AUXILIARY_IMAGES, Capability.QUERIES, Capability.KNOWS_DEFENSE}
+    )
+
+    width: int = 192
+    depth: int = 3
+    steps: int = 1000
+    batch_size: int = 32
+    learning_rate: float = 3e-3
+    augment: bool = True
+    seed: int = 0
+
+    def __call__(self, seen: FeatureObservation) -> Stolen:
+        """Reconstruct the images that the client embedded.
+
+        Raises:
+            PrivlabError: if they are not RGB.
+        """
+        if (channels := seen.model.image_shape[0]) != 3:
+            raise PrivlabError(f"{self.kind} decoders paint RGB images. Found a victim of {channels} channels.")
+        decoder = decoder_for(seen.model, seen.defense, seen.public, self.spec)
+        order = effects_of(seen.model, seen.defense).rows
+        with torch.no_grad():
+            images, rows = decoder.reconstruct(seen.features.float(), order)
+        return Stolen(images.to(seen.model.mean.dtype), rows)
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """Return the decoder and its training."""
+        plan = Plan(
+            steps=self.steps,
+            batch_size=self.batch_size,
+            learning_rate=self.learning_rate,
+            weight_decay=0.01,
+            warmup=min(50, self.steps // 10),
+            seed=self.seed,
+        )
+        return DecoderSpec(self.kind, self.width, self.depth, self.augment, plan)
+
+
+@dataclass(frozen=True)
+class InversionMae(_Inversion):
+    """The paper's attack: a decoder like MAE's, Transformer blocks over rows, of which row i writes slot i.
+
+    No row permutation is undone explicitly. Where rows carry position embeddings, attention may learn to fetch them.
+    """
+
+    name: ClassVar[str] = "inversion-mae"
+    paper: ClassVar[str] = f"{PAPER}; MAE (He et al. 2022)"
+    kind: ClassVar[str] = "mae"
+
+
+@dataclass(frozen=True)
+class InversionConv(_Inversion):
+    """A convolutional decoder over the grid of rows; it takes row i for slot i."""
+
+    name: ClassVar[str] = "inversion-conv"
+    paper: ClassVar[str] = f"Dosovitskiy and Brox (CVPR 2016), which {PAPER} cites"
+    kind: ClassVar[str] = "conv"
+
+    depth: int = 1
+
+
+@dataclass(frozen=True)
+class InversionSet(_Inversion):
+    """A decoder that sees the rows as a bag: one query for each slot attends to all of them.
+
+    A permutation of the rows changes nothing for it, so what position embeddings give away is its to learn.
+    """
+
+    name: ClassVar[str] = "inversion-set"
+    paper: ClassVar[str] = "Set Transformer (Lee et al. 2019), against row permutation"
+    kind: ClassVar[str] = "set"
+    knows: ClassVar[frozenset[str]] = IN_PLACE | {"row-permutation"}
+
+    depth: int = 2
+
+
+@dataclass(frozen=True)
+class InversionToken(_Inversion):
+    """A decoder for each row by itself, which says as well to which slot it belongs; an assignment places the rows.
+
+    Where the defense leaves rows in place, they are taken in order.
+    """
+
+    name: ClassVar[str] = "inversion-token"
+    paper: ClassVar[str] = "linear discriminant of slots and an assignment, against row permutation"
+    kind: ClassVar[str] = "token"
+    knows: ClassVar[frozenset[str]] = IN_PLACE | {"row-permutation"}

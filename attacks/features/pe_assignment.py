@@ -1,0 +1,51 @@
+"""`pe-assignment`: permuted rows go back to their slots, for each carries its slot's position embedding."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Int
+from torch import Tensor
+
+from privlab.attacks.rows.placement import known_tokens, undone, warn_of_moves
+from privlab.attacks.rows.reassembly import by_embeddings, placed
+from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+
+__all__ = ["PEAssignment"]
+
+
+@dataclass(frozen=True)
+class PEAssignment:
+    """Assign rows to slots so that Σ_s (z_r(s) − μ − e_s)ᵀ Σ⁻¹ (z_r(s) − μ − e_s) is least.
+
+    A row is z = W x + β + e_s, and W x + β is about N(μ, Σ) over photographs, which public images give. So the order is
+    that of the highest likelihood, an assignment problem: one for each image, or one for a batch that shares an order.
+    Rows mixed among images are placed over the whole batch, each slot b times, and then grouped by their borders;
+    the numbers of images within the batch are not recovered. Known noise widens Σ.
+
+    The rows are inverted by `invert_rows` without their position embeddings. Columns must be where they were.
+
+    Source: row permutation as in Permutation Equivariance (Xu et al., CVPR 2024), Eq. 2, whose text sends z with its
+    position embeddings; the attack is Gaussian classification with an assignment.
+    """
+
+    name: ClassVar[str] = "pe-assignment"
+    paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 2"
+    knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "batch-shuffle", "gaussian-noise"})
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.RELEASED_FEATURES,
+            Capability.KNOWS_WEIGHTS,
+            Capability.POSITION_EMBEDDINGS,
+            Capability.AUXILIARY_IMAGES,
+            Capability.KNOWS_DEFENSE,
+        }
+    )
+
+    def __call__(self, seen: FeatureObservation) -> Stolen:
+        """Place the rows and invert them."""
+        warn_of_moves(self.name, seen, rows=True)
+        return by_embeddings(seen)
+
+    def rows(self, seen: FeatureObservation) -> Int[Tensor, "b n"]:
+        """Return which row of the batch goes into each slot of each image, without inverting any."""
+        return placed(seen, undone(seen), known_tokens(seen.model)[1])

@@ -1,0 +1,175 @@
+"""`row-alignment`: rows permuted afresh for every image, lined up with one another; the client's embeddings unknown."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from privlab.attacks.rows.placement import effects, known_tokens, patch_law, place_rows, undone, warn_of_moves
+from privlab.attacks.rows.reassembly import inverted, pixels, summed_costs
+from privlab.base.errors import PrivlabError
+from privlab.reassembly.solver import ROUNDS, assemble
+from privlab.threat.protocols import Capability, FeatureObservation, Rows, Stolen
+
+__all__ = ["RowAlignment"]
+
+
+@dataclass(frozen=True)
+class RowAlignment:
+    """Line up the rows of b ≥ 2 images by what each slot adds to all of them, then put the slots in place together.
+
+    The client's position embeddings e_s may be private, or fine-tuned away from the public ones. Still, a row of slot s
+    is z = e_s + W x + β in every image. With the signature u_s of each slot:
+
+    1. Assign the rows of each image to signatures by Σ_s z_r(s)ᵀ Σ⁻¹ u_s, set u_s to the mean of the rows assigned,
+       less μ, and repeat. The first signatures are the public embeddings where they may be used, else the rows of one
+       image. Orders that the whole batch shares need no alignment.
+    2. Without u_s, a row is its patch less the mean patch of its slot: borders still meet. The slots are put together
+       by their borders, costs added up over the images (`privlab.reassembly.solver`), and by how likely u_s is with a
+       public embedding that has drifted, N(e_s, τ² I + Σ/b), where these may be used; τ² is estimated.
+    3. The client's e_s are estimated as the posterior mean given u_s, and the rows inverted without them. What the
+       images have in common at a slot is taken for embedding as far as τ² allows: few images lose their mean.
+
+    Class and register tokens are the rows that are the same in all images.
+
+    Args:
+        iterations: of step 1, at most.
+        rounds: as in `privlab.reassembly.solver.assemble`.
+
+    Source: alignment is k-means under a permutation for each image; the rest is `pe-assignment` and `border-jigsaw`.
+    """
+
+    name: ClassVar[str] = "row-alignment"
+    paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 2"
+    knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.RELEASED_FEATURES,
+            Capability.KNOWS_WEIGHTS,
+            Capability.AUXILIARY_IMAGES,
+            Capability.OWN_ROWS,
+            Capability.KNOWS_DEFENSE,
+        }
+    )
+
+    iterations: int = 20
+    rounds: int = ROUNDS
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if a number is out of range.
+        """
+        if self.iterations < 1 or self.rounds < 0:
+            raise PrivlabError(
+                "row-alignment needs iterations ≥ 1 and rounds ≥ 0. "
+                f"Found iterations {self.iterations} and rounds {self.rounds}."
+            )
+
+    def __call__(self, seen: FeatureObservation) -> Stolen:
+        """Line up the rows, put the slots in place and invert."""
+        model, kind, noise = seen.model, effects(seen).rows, effects(seen).noise_std
+        warn_of_moves(self.name, seen, rows=True)
+        features = undone(seen).double()
+        _check(features, kind)
+        law = patch_law(model, seen.public, noise)
+        prefix, known = known_tokens(model)
+        public = known if Capability.POSITION_EMBEDDINGS in seen.grants else None
+        rows = _patch_rows(features, len(prefix), kind)
+        Z = features.flatten(0, 1)[rows] - law[0]
+        if kind == "own":
+            rows = rows.gather(1, self._aligned(Z, law[1], Z[0] if public is None else public))
+            Z = features.flatten(0, 1)[rows] - law[0]
+        drift = _drift(Z.mean(0), public, law[1] / len(Z))
+        if kind != "kept":
+            order = self._order(seen, Z, law, public, drift)
+            rows, Z = rows[:, order], Z[:, order]
+        pe = _posterior(Z.mean(0), public, law[1] / len(Z), drift)
+        return Stolen(model.to_images(inverted(model, Z + law[0] - pe, seen.public, noise)[0]), rows)
+
+    def _aligned(
+        self, Z: Float[Tensor, "b n d"], covariance: Float[Tensor, "d d"], signatures: Float[Tensor, "n d"]
+    ) -> Int[Tensor, "b n"]:
+        """Return, for each image, the order of its rows that follows the signatures of the slots."""
+        order = torch.zeros(Z.shape[:2], dtype=torch.long, device=Z.device)
+        for _ in range(self.iterations):
+            gain = Z @ torch.linalg.solve(covariance, signatures.mT)
+            before, order = order, place_rows(-gain, "own") % Z.shape[1]
+            if torch.equal(order, before):
+                break
+            signatures = Z.gather(1, order[..., None].expand_as(Z)).mean(0)
+        return order
+
+    def _order(
+        self,
+        seen: FeatureObservation,
+        Z: Float[Tensor, "b n d"],
+        law: tuple[Float[Tensor, " d"], Float[Tensor, "d d"]],
+        public: Float[Tensor, "n d"] | None,
+        drift: float,
+    ) -> Int[Tensor, " n"]:
+        """Return which of the aligned rows stands in which slot, by the borders and the public embeddings."""
+        model, noise, u = seen.model, effects(seen).noise_std, Z.mean(0)
+        patches, floor = inverted(model, Z - u + law[0], seen.public, noise)
+        costs = summed_costs(pixels(model, patches), floor)
+        places = None
+        if public is not None:
+            L = torch.linalg.cholesky(_spread(law[1] / len(Z), drift))
+            near, slots = (torch.linalg.solve_triangular(L, x.mT, upper=False).mT for x in (u, public))
+            places = torch.cdist(slots, near).square() / 2
+        return assemble(costs, model.grid, places=places, rounds=self.rounds)
+
+
+def _check(features: Float[Tensor, "b t d"], kind: Rows) -> None:
+    if len(features) < 2:
+        raise PrivlabError("row-alignment compares the images of a batch. Found one image: send two or more.")
+    if kind == "mixed":
+        raise PrivlabError(
+            "row-alignment needs rows that stay with their image. Found rows mixed among images: use pe-assignment."
+        )
+
+
+def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: Rows) -> Int[Tensor, "b n"]:
+    """Return the rows of the batch that differ from image to image; class and register tokens do not."""
+    b, t, _ = features.shape
+    if kind == "own":
+        apart = torch.cdist(features[:1], features)  # row of the first image × row of each
+        same = apart.min(2).values.sum(0).topk(p, largest=False).indices
+        fixed = apart[:, same].argmin(2)
+    elif kind == "shared":
+        fixed = features.var(0).sum(1).topk(p, largest=False).indices.expand(b, -1)
+    else:
+        fixed = torch.arange(p, device=features.device).expand(b, -1)
+    patch = torch.ones(b, t, dtype=torch.bool, device=features.device).scatter_(1, fixed, value=False)
+    return patch.flatten().nonzero().view(b, t - p)
+
+
+def _spread(covariance: Float[Tensor, "d d"], drift: float) -> Float[Tensor, "d d"]:
+    return covariance + drift * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+
+
+def _drift(u: Float[Tensor, "n d"], public: Float[Tensor, "n d"] | None, covariance: Float[Tensor, "d d"]) -> float:
+    """Estimate τ², the variance of e'_s − e_s (of e'_s, without public embeddings), from second moments alone.
+
+    Along each eigenvector of Σ/b, with eigenvalue λ, the u_s have the second moment of the e_s, + τ² + λ. The
+    differences are weighted by 1/(τ² + λ)², the precision of a second moment, which is iterated.
+    """
+    λ, V = torch.linalg.eigh(covariance)
+    known = 0 if public is None else (public @ V).square().mean(0)
+    excess = (u @ V).square().mean(0) - known - λ
+    drift = excess.mean().clamp_min(0)
+    for _ in range(50):
+        weight = (drift + λ) ** -2
+        drift = ((weight * excess).sum() / weight.sum()).clamp_min(0)
+    return float(drift)
+
+
+def _posterior(
+    u: Float[Tensor, "n d"], public: Float[Tensor, "n d"] | None, covariance: Float[Tensor, "d d"], drift: float
+) -> Float[Tensor, "n d"]:
+    """Return E[e'_s | u_s] with u_s = e'_s + N(0, Σ/b) and e'_s ~ N(e_s, τ² I)."""
+    prior = torch.zeros_like(u) if public is None else public
+    return prior + drift * torch.linalg.solve(_spread(covariance, drift), (u - prior).mT).mT

@@ -1,0 +1,1 @@
+"""Attacks on released gradients: one file, one attack."""

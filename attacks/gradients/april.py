@@ -1,0 +1,81 @@
+"""`april`: the closed form of APRIL, from the gradients of the attention weights."""
+
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, warn_of_limits
+from privlab.base.warnings import PrivlabWarning
+from privlab.threat.protocols import Capability, Observation
+
+__all__ = ["April"]
+
+
+@dataclass(frozen=True)
+class April:
+    """Recover the tokens z from the first attention layer, then the patches by the inverse of the projection.
+
+    Where attention acts on z itself, (∂ℓ/∂z)ᵀ z = W_Qᵀ ∂ℓ/∂W_Q + W_Kᵀ ∂ℓ/∂W_K + W_Vᵀ ∂ℓ/∂W_V, and ∂ℓ/∂z =
+    ∂ℓ/∂E_pos. Then x = W⁺ (z − E_pos − b). Exact where N + 1 ≤ D and the patches have no more values than z,
+    K ≤ D; W⁺ loses what K − D dimensions held. On a block with pre-norm or skip the identity does not hold.
+
+    Under MJP the attack runs as the paper runs it, not knowing the defense.
+
+    Args:
+        rtol: the ridge λ of `ridge_inverse`, relative to the norm of the matrix.
+
+    Source: APRIL (Lu et al., CVPR 2022); MJP (CVPR 2023), appendix G, Eq. 8 and 9.
+    """
+
+    name: ClassVar[str] = "april"
+    paper: ClassVar[str] = "APRIL (Lu et al. 2022); MJP (2023), Eq. 8 and 9"
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.KNOWS_WEIGHTS,
+            Capability.LEARNABLE_PE_GRADIENT,
+            Capability.PE_OF_EVERY_TOKEN,
+            Capability.APRIL_BLOCK,
+            Capability.BATCH_SIZE_ONE,
+        }
+    )
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "blocks.0.attn.qkv.weight")
+
+    rtol: float = RTOL
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return which of N + 1 ≤ D and K ≤ D does not hold."""
+        (n, d), k = seen.gradients["pos_embed"].shape[-2:], seen.model.vit.patch_embed.proj.weight[0].numel()
+        found = (f"N + 1 = {n} > D = {d}" if n > d else "", f"K = {k} > D = {d}" if k > d else "")
+        return " and ".join(filter(None, found)) or None
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the images that the clients fed."""
+        vit, proj = seen.model.vit, seen.model.vit.patch_embed.proj
+        if proj.weight[0].numel() > vit.embed_dim:
+            warnings.warn(
+                f"april: patches of {proj.weight[0].numel()} values are projected to width {vit.embed_dim}; what the "
+                "projection drops does not come back, however well the tokens do.",
+                PrivlabWarning,
+                stacklevel=2,
+            )
+        dz = seen.gradients["pos_embed"].squeeze(1)  # b × (N + 1) × D
+        warn_of_limits(self.name, dz, most=dz.shape[2])
+        W_qkv = vit.get_parameter("blocks.0.attn.qkv.weight").double()
+        dW_qkv = seen.gradients["blocks.0.attn.qkv.weight"].double()
+        z = ridge_inverse(dz.mT, self.rtol) @ W_qkv.mT @ dW_qkv  # Eq. 8: (∂ℓ/∂z)ᵀ z = W_QKVᵀ ∂ℓ/∂W_QKV
+        bias = 0 if proj.bias is None else proj.bias
+        height, width = seen.model.grid
+        embedded = (z - (vit.get_parameter("pos_embed") + bias))[:, -height * width :]
+        # All is solved in float64; the last product is done as released, and loses nothing more.
+        X = embedded.to(dz.dtype) @ _projection_inverse(proj.weight, proj.weight._version, self.rtol).mT  # Eq. 9
+        return seen.model.to_images(X)
+
+
+@lru_cache(maxsize=4)
+def _projection_inverse(weight: Float[Tensor, "d c p p"], _version: int, rtol: float) -> Float[Tensor, "k d"]:
+    """Return W⁺, once per victim: batch after batch is attacked on the same weights, until they change in place."""
+    return ridge_inverse(weight.flatten(1), rtol).to(weight.dtype)

@@ -1,0 +1,312 @@
+"""`breaching:NAME`: the vision attacks of breaching, as they ship, on a ViT and its released gradients."""
+
+import copy
+import math
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from io import StringIO
+from types import FrameType
+from typing import Any, ClassVar, NoReturn, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from privlab.attacks.gradients.april import April
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.release.labels_by_rank import told_labels
+from privlab.threat.protocols import Capability, Observation
+from privlab.victims.model import VictimModel
+
+__all__ = ["BREACHING", "Breaching", "Classifier", "contained"]
+
+Scalar: TypeAlias = bool | int | float | str | None
+
+_SEARCH = frozenset({Capability.KNOWS_WEIGHTS})
+_ONE_IMAGE = frozenset({Capability.KNOWS_WEIGHTS, Capability.BATCH_SIZE_ONE})
+_APRIL = _ONE_IMAGE | {Capability.APRIL_BLOCK, Capability.LEARNABLE_PE_GRADIENT, Capability.PE_OF_EVERY_TOKEN}
+
+_FIXED = frozenset({"type", "attack_type", "label_strategy", "text_strategy", "token_recovery", "update_augmentations"})
+"""What is no option: which attack it is, how it guesses labels (it is given them), and what is for text alone."""
+
+
+@dataclass(frozen=True)
+class Breaching:
+    """One of breaching's attacks with its own configuration and its own budget of steps, one release after the other.
+
+    It is given a copy of the victim's model, with fused attention off where it needs second derivatives, the released
+    gradients in the order of the parameters, and the label that the gradient of the head gives away, of a batch the
+    likely ones (but for those that optimise the labels too). It does not know of any defense: parameters without a
+    released gradient count as constants. Its Hydra state, its output and its warnings are contained; what goes wrong
+    within is a `PrivlabError`.
+
+    Args:
+        config: what differs from its configuration: dotted keys and values. `--set KEY=VALUE` sets it.
+        seed: of torch's generator, for each image anew.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    requires: ClassVar[frozenset[Capability]] = _ONE_IMAGE
+    parameters: ClassVar[tuple[str, ...]] = ("*",)
+    named_only: ClassVar[bool] = True
+    obstacle: ClassVar[str] = ""
+
+    config: tuple[tuple[str, Scalar], ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the configuration's keys.
+
+        Raises:
+            PrivlabError: for a key that the attack's configuration does not have.
+        """
+        for key, _ in self.config:
+            if key not in (known := self.config_types()):
+                raise unknown_name(f"option of {self.name}", key, known)
+
+    @classmethod
+    def config_types(cls) -> dict[str, Any]:
+        """Return the type of each value of its configuration, by dotted key."""
+        return dict(_types(_shipped_config(cls.name.partition(":")[2])))
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the images that the clients fed.
+
+        Raises:
+            PrivlabError: if the label cannot be told, or breaching fails.
+        """
+        r, B = len(next(iter(seen.gradients.values()))), seen.images_per_release
+        data = [self.solve(seen.model, {name: g[i] for name, g in seen.gradients.items()}, B)[0] for i in range(r)]
+        images = torch.cat(data).to(seen.model.mean)
+        return (images * seen.model.std + seen.model.mean).clamp(0, 1)
+
+    def solve(
+        self, model: VictimModel, gradients: Mapping[str, Tensor], batch_size: int = 1
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return what breaching makes of one client's gradients: its normalised images, and breaching's statistics.
+
+        Raises:
+            PrivlabError: as in `__call__`.
+        """
+        try:
+            with contained(), _seeded(self.seed, model.mean.device):
+                data, stats = self._reconstruct(model, gradients, batch_size)
+        except PrivlabError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            known = f"; known: {self.obstacle}" if self.obstacle else ""
+            raise PrivlabError(f"breaching fails with {what}{known}.") from error
+        if not math.isfinite(stats.get("opt_value", 0.0)) or not data.isfinite().all():
+            raise PrivlabError("breaching finds no reconstruction with a finite objective.")
+        return data, stats
+
+    def _reconstruct(
+        self, model: VictimModel, gradients: Mapping[str, Tensor], batch_size: int
+    ) -> tuple[Tensor, dict[str, Any]]:
+        from breaching.attacks import prepare_attack
+        from omegaconf import OmegaConf
+
+        config = copy.deepcopy(_shipped_config(self.name.partition(":")[2]))
+        for key, value in self.config:
+            OmegaConf.update(config, key, value)
+        classifier = Classifier(_constants_fixed(model.vit, gradients)).requires_grad_(True)
+        released = [gradients[name] for name, _ in classifier.model.named_parameters()]
+        joint = config.attack_type == "joint-optimization"
+        labels = None if joint else torch.tensor(_labels(model, gradients, batch_size), device=model.mean.device)
+        attacker: Any = prepare_attack(
+            classifier, nn.CrossEntropyLoss(), config, {"device": model.mean.device, "dtype": torch.float}
+        )
+        payload = {
+            "parameters": [p.detach() for p in classifier.parameters()],
+            "buffers": list(classifier.buffers()),
+            "metadata": OmegaConf.create(_metadata(model)),
+        }
+        shared = {
+            "gradients": released,
+            "buffers": None,
+            "metadata": {"num_data_points": batch_size, "labels": labels, "local_hyperparams": None},
+        }
+        with torch.enable_grad():
+            found, stats = attacker.reconstruct([payload], [shared], {}, dryrun=False)
+        return found["data"].detach(), dict(stats)
+
+
+class Classifier(nn.Module):
+    """The shape that breaching expects: the timm model stands in `model`, its input is normalised."""
+
+    def __init__(self, vit: nn.Module) -> None:
+        super().__init__()
+        self.model = vit
+
+    def forward(self, inputs: Float[Tensor, "b c h w"], **_: Tensor) -> Float[Tensor, "b y"]:
+        """Return the logits."""
+        return self.model(inputs)
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Keep what breaching and Hydra print, warn of and leave behind within.
+
+    breaching takes Ctrl-C for the end of its search and goes on; here it ends the attack, as everywhere.
+    """
+    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()), _hydra_restored():
+        warnings.simplefilter("ignore")
+        with _interruptible():
+            yield
+
+
+@contextmanager
+def _hydra_restored() -> Iterator[None]:
+    """Give breaching a Hydra of its own, and the caller the one it had."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.singleton import Singleton
+    from hydra.version import VersionBase
+    from omegaconf.basecontainer import BaseContainer
+
+    theirs, resolvers = Singleton._instances, BaseContainer._resolvers
+    Singleton._instances = {kind: one for kind, one in theirs.items() if kind not in (GlobalHydra, VersionBase)}
+    BaseContainer._resolvers = dict(resolvers)
+    try:
+        yield
+    finally:
+        Singleton._instances, BaseContainer._resolvers = theirs, resolvers
+
+
+class _Interrupted(BaseException):
+    """An interrupt that breaching does not catch."""
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let an interrupt through; where another handler than Python's own is at work, or no main thread, leave it."""
+
+    def stop(_: int, frame: FrameType | None) -> NoReturn:
+        raise _Interrupted
+
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    except _Interrupted:
+        raise KeyboardInterrupt from None
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators, and give them back as they were."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+@cache
+def _shipped_config(name: str) -> Any:  # noqa: ANN401  # omegaconf's own type is not known before it is imported
+    """Return the configuration of an attack as breaching ships it; not to be written to."""
+    with contained():
+        import breaching
+
+        return breaching.get_attack_config(name)
+
+
+def _types(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key of each value and its type; where the value is null, it may be any scalar."""
+    from omegaconf import DictConfig
+
+    for key, value in config.items():
+        if isinstance(value, DictConfig):
+            yield from _types(value, f"{path}{key}.")
+        elif path + key not in _FIXED | {"augmentations", "regularization"}:  # empty sections
+            yield path + key, Scalar if value is None else type(value)
+
+
+def _labels(model: VictimModel, gradients: Mapping[str, Tensor], batch_size: int) -> tuple[int, ...]:
+    """Return the labels as the adversary reads them from the gradient of the head; of a batch, the likely ones."""
+    told = told_labels(model.vit.head, gradients, batch_size)
+    if told is None or (batch_size == 1 and not told.all_certain):
+        raise PrivlabError("breaching needs the label, and the gradient of head.bias does not tell it.")
+    return told.labels
+
+
+def _constants_fixed(vit: nn.Module, gradients: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy in which parameters without a released gradient are buffers, and attention can be derived twice."""
+    vit = copy.deepcopy(vit).eval()
+    for name, parameter in list(vit.named_parameters()):
+        if name not in gradients:
+            path, _, leaf = name.rpartition(".")
+            owner = vit.get_submodule(path)
+            delattr(owner, leaf)
+            owner.register_buffer(leaf, parameter.detach())
+    for module in vit.modules():
+        if hasattr(module, "fused_attn"):
+            setattr(module, "fused_attn", False)  # noqa: B010  # timm's own switch, which no type declares
+    return vit
+
+
+def _metadata(model: VictimModel) -> dict[str, Any]:
+    return {
+        "modality": "vision",
+        "task": "classification",
+        "shape": list(model.image_shape),
+        "classes": model.vit.num_classes,
+        "mean": model.mean.flatten().tolist(),
+        "std": model.std.flatten().tolist(),
+    }
+
+
+def _attack(name: str, paper: str, obstacle: str, requires: frozenset[Capability]) -> type[Breaching]:
+    """Return the class of one of breaching's attacks; `obstacle` says why it does not run on a ViT."""
+    runs = f"not on ViTs: {obstacle}" if obstacle else "runs on ViTs"
+    own = {
+        "__doc__": f"breaching's `{name}`: {paper}; {runs}.",
+        "__module__": __name__,
+        "name": f"breaching:{name}",
+        "paper": f"{paper}; {runs}",
+        "requires": requires,
+        "obstacle": obstacle,
+    } | ({"beyond": April.beyond} if requires is _APRIL else {})
+    return type(f"Breaching_{name}", (Breaching,), own)
+
+
+_SHIPPED: dict[str, tuple[str, str, frozenset[Capability]]] = {
+    "invertinggradients": ("Geiping et al. (NeurIPS 2020)", "", _SEARCH),
+    "seethroughgradients": ("Yin et al. (CVPR 2021)", "", _SEARCH),
+    "deepleakage": ("Zhu et al. (NeurIPS 2019)", "", _SEARCH),
+    "modern": ("breaching's own defaults for large images", "", _SEARCH),
+    "legacy": ("breaching's earlier defaults", "", _SEARCH),
+    "wei": ("Wei et al. (ESORICS 2020)", "", _SEARCH),
+    "tag": ("Deng et al. (EMNLP 2021), made for text", "", _SEARCH),
+    "beyondinfering": ("Wang et al. (INFOCOM 2019), without its GAN", "", _SEARCH),
+    "clsattack": ("the search of Wen et al. (ICML 2022)", "", _SEARCH),
+    "april_analytic": ("Lu et al. (CVPR 2022)", "", _APRIL),
+    "multiscale_ghiasi": (
+        "after Ghiasi et al. (2021)",
+        "it passes its trial one argument too many, and searches at sizes that a ViT does not take",
+        _ONE_IMAGE,
+    ),
+    "analytic": (
+        "Phong et al. (2017)",
+        "made for linear layers alone, of which the first reads the pixels",
+        _ONE_IMAGE,
+    ),
+    "imprint": ("Fowl et al. (ICLR 2022)", "needs a layer that a malicious server plants in the model", _ONE_IMAGE),
+    "rgap": (
+        "Zhu and Blaschko (ICLR 2021)",
+        "undoes a chain of convolutions and activations, layer by layer",
+        _ONE_IMAGE,
+    ),
+}
+
+BREACHING: dict[str, type[Breaching]] = {f"breaching:{name}": _attack(name, *about) for name, about in _SHIPPED.items()}
+"""Every vision attack of breaching 0.1.2 by its name here; `decepticon` reads text, `sanitycheck` does not attack."""

@@ -1,0 +1,362 @@
+"""`gradient-matching`: the images whose gradient is the released one, by descent from what closed forms know."""
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from privlab.attacks.gradients.mjp_full import MjpFull
+from privlab.attacks.gradients.mjp_subspace import MjpSubspace, subspace
+from privlab.attacks.gradients.patch_gradient import PatchGradient
+from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive, masked_slots
+from privlab.attacks.gradients.patch_gradient_prior import PatchGradientPrior
+from privlab.attacks.solvers.descent import OPTIMISERS, Kept, descend
+from privlab.attacks.solvers.least_squares import feeds_unknown, shares_mask, slot_gradients
+from privlab.attacks.solvers.likelihood import Likelihood
+from privlab.attacks.solvers.prior import Smoothness, photograph_gradients
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base.rng import draw_for
+from privlab.base.warnings import PrivlabWarning
+from privlab.patches.patchify import patchify, unpatchify
+from privlab.release.gradients import released_gradients, released_parameters
+from privlab.release.labels_by_rank import told_labels
+from privlab.threat.protocols import (
+    Attack,
+    Capability,
+    Feed,
+    GradientDefense,
+    Observation,
+    Stolen,
+    check_capabilities,
+)
+from privlab.victims.model import VictimModel
+from privlab.victims.weights import hash_of
+
+__all__ = ["GradientMatching", "Match", "mismatch"]
+
+HEAD = "head.bias"
+"""The parameter whose gradient gives labels away."""
+
+OBJECTIVES = ("cosine", "l2", "likelihood")
+
+STARTS: dict[str, type[Attack]] = {
+    kind.name: kind for kind in (PatchGradientAdaptive, PatchGradient, PatchGradientPrior, MjpSubspace, MjpFull)
+}
+"""What a search may start from, the best last; all but the first take a defense on gradients for exact."""
+
+_EPSILON = 0.07
+"""What rounds off the total variation where it is zero, as in `mjp-subspace`."""
+
+_APART = 0.1
+"""Standard deviation, in normalised pixels, of what sets restarts apart from one start."""
+
+_AT_ONCE = 2**26
+"""Entries of gradients that are held at once."""
+
+
+@dataclass(frozen=True)
+class GradientMatching:
+    """Minimise the distance of the gradient that candidate images give and the released one, plus total variation.
+
+    Candidates start from what a closed form makes of the same observation. Where it says X = known + C Y, as under MJP
+    (`subspace`), the search is for C alone, and what is known stays exact. Slots whose position embedding has no
+    gradient are fed with E_unk, as MJP feeds them: their patches come back in any order. Entries that a defense on
+    gradients left out (zeros) are not compared. Labels are read from the gradient of the head's bias.
+
+    A search that was interrupted goes on where it was when the same observation meets the same options again.
+
+    Args:
+        objective: "cosine", 1 − cos(∇ℓ(x), G) over all released gradients, "l2", ½ ‖∇ℓ(x) − G‖² / ‖G‖², or
+            "likelihood", −log p(G | x) by what is known of the defense (`Likelihood`), over the number of pixels.
+        optimiser: "lbfgs" or "adam".
+        steps: at most.
+        lr: root mean square of the (first) step, in normalised pixels; Adam's shrinks to nothing.
+        tv: weight of the total variation, a mean over the pixels in standard deviations of photographs.
+        restarts: the first from the start, the others from it with noise; for each release the best is kept.
+        start: one of `STARTS`, "grey", "noise" (even in [0, 1]), or "auto": the best closed form that is granted, else
+            "grey", for several images in one gradient "noise".
+        seed: of the noise.
+
+    Source: DLG (Zhu et al. 2019): l2, L-BFGS; Inverting Gradients (Geiping et al. 2020): cosine, total variation, Adam.
+    """
+
+    name: ClassVar[str] = "gradient-matching"
+    paper: ClassVar[str] = "DLG (Zhu et al. 2019), Inverting Gradients (Geiping et al. 2020); closed-form starts: ours"
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS})
+    knows: ClassVar[frozenset[str]] = frozenset({"mjp", "gradient-pruning"})
+    parameters: ClassVar[tuple[str, ...]] = ("*",)
+    named_only: ClassVar[bool] = True
+
+    objective: str = "cosine"
+    optimiser: str = "lbfgs"
+    steps: int = 300
+    lr: float = 0.05
+    tv: float = 0.0
+    restarts: int = 1
+    start: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: for an unknown name, or a number that is out of range.
+        """
+        for kind, name, choices in (
+            ("objective", self.objective, OBJECTIVES),
+            ("optimiser", self.optimiser, OPTIMISERS),
+            ("start", self.start, ("auto", "grey", "noise", *STARTS)),
+        ):
+            if name not in choices:
+                raise unknown_name(f"{kind} of {self.name}", name, choices)
+        if self.steps < 0 or self.restarts < 1 or not self.lr > 0 or not 0 <= self.tv < float("inf"):
+            raise PrivlabError(
+                f"{self.name} takes steps ≥ 0, restarts ≥ 1, lr > 0 and tv ≥ 0. "
+                f"Found {self.steps}, {self.restarts}, {self.lr:g} and {self.tv:g}."
+            )
+
+    def __call__(self, seen: Observation) -> Stolen:
+        """Reconstruct the images that the clients fed.
+
+        Raises:
+            PrivlabError: if labels cannot be told, the start needs more than is granted, or the objective is not finite
+                there.
+
+        Warns:
+            PrivlabWarning: if masked slots cannot be told, or the state cannot be kept.
+        """
+        match = Match.of(seen, self.objective, self.tv)
+        points = torch.cat([self._points(match, seen, number) for number in range(self.restarts)])
+        optimiser = OPTIMISERS[self.optimiser](self.lr)
+        best, least = descend(optimiser, points, match, self.steps, kept=Kept.under(_identity(seen, self)))
+        winner = least.unflatten(0, (self.restarts, -1)).argmin(0)
+        rows = torch.arange(len(winner), device=winner.device)
+        chosen = best.unflatten(0, (self.restarts, -1))[winner, rows]
+        images = seen.model.to_images(match.patches(chosen, rows).flatten(0, 1))
+        return Stolen(images, loose=match.masked)
+
+    def _points(self, match: "Match", seen: Observation, restart: int) -> Float[Tensor, "r q"]:
+        """Return where the search of each release starts."""
+        start, shape, mean = self._start(match, seen), seen.model.image_shape, seen.model.mean
+        count = len(match.labels)
+        draws = [draw_for(self.seed, key, self.name, restart) for key in match.keys]
+        if start == "noise":
+            drawn = [torch.rand(match.B, *shape, generator=draw, dtype=mean.dtype) for draw in draws]
+            images = torch.stack(drawn).flatten(0, 1).to(mean)
+        elif start == "grey":
+            images = mean.new_full((count, *shape), 0.5)
+        else:
+            images = Stolen.of(STARTS[start]()(seen)).images.to(mean)
+        X = patchify(seen.model.normalise(images), seen.model.patch).unflatten(0, (-1, match.B))
+        if restart and start != "noise":
+            noise = [torch.randn(X.shape[1:], generator=draw, dtype=X.dtype) for draw in draws]
+            X = X + _APART * torch.stack(noise).to(X)
+        return match.coordinates(X)
+
+    def _start(self, match: "Match", seen: Observation) -> str:
+        """Return which start is meant; a closed form must be granted.
+
+        Raises:
+            PrivlabError: if it is not, or nothing sets the images of one gradient apart.
+        """
+        if self.start == "grey" and match.B > 1:
+            raise PrivlabError(f"start=grey sets the {match.B} images of a gradient not apart. Use noise.")
+        if self.start in STARTS:
+            check_capabilities(STARTS[self.start](), seen.grants)
+        if self.start != "auto":
+            return self.start
+        fitting = [
+            name
+            for name, kind in STARTS.items()
+            if kind.requires <= seen.grants and (match.masked is not None or "mjp" not in name)
+        ]
+        if Capability.GRADIENT_DEFENSE in seen.grants:
+            fitting = fitting[:1]
+        return fitting[-1] if fitting else "noise" if match.B > 1 else "grey"
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """How well candidates explain r releases of B images each; called with points and their numbers, as descent has it.
+
+    Candidate j is one of release j mod r. Its point are the normalised patches, r × B × n × k, or the coefficients C of
+    `known` + C Y. `target` are the released gradients over their common norm, zero where an entry is not compared.
+    """
+
+    model: VictimModel
+    target: Mapping[str, Float[Tensor, "r ..."]]
+    compared: Mapping[str, Bool[Tensor, "r ..."]] | None
+    labels: Int[Tensor, " rB"]
+    keys: tuple[str, ...]
+    B: int
+    masked: Bool[Tensor, "rB n"] | None
+    unknown: bool
+    span: tuple[Float[Tensor, "r n k"], Float[Tensor, "r m k"]] | None
+    norm: Float[Tensor, " r"]
+    objective: str
+    tv: float
+    photographs: tuple[str, ...] | None
+    likelihood: Likelihood | None = None
+
+    @classmethod
+    def of(cls, seen: Observation, objective: str, tv: float) -> "Match":
+        """Read an observation.
+
+        Raises:
+            PrivlabError: if the labels cannot be told.
+        """
+        G, B = {name: seen.gradients[name] for name in sorted(seen.gradients)}, seen.images_per_release
+        names = released_parameters(seen.model)
+        G = {name: g for name, g in G.items() if name in names}
+        defended = any(isinstance(part, GradientDefense) for part in seen.defense)
+        compared = {name: g != 0 for name, g in G.items()} if defended else None
+        norm = torch.stack([g.flatten(1).norm(dim=1) for g in G.values()]).norm(dim=0)
+        r = len(norm)
+        masked = _masked(seen)
+        return cls(
+            model=_twice_derivable(seen.model),
+            target={name: g / norm.view(-1, *[1] * (g.ndim - 1)) for name, g in G.items()},
+            compared=compared,
+            labels=_labels(seen.model.vit.head, G, B),
+            keys=tuple(hash_of({name: g[i] for name, g in G.items()}) for i in range(r)),
+            B=B,
+            masked=masked,
+            unknown=feeds_unknown(seen),
+            span=None if masked is None or defended or B > 1 else _span(seen),  # that of one image
+            norm=norm,
+            objective=objective,
+            tv=tv,
+            photographs=seen.photographs,
+            likelihood=Likelihood.of(seen, G) if objective == "likelihood" else None,
+        )
+
+    def coordinates(self, X: Float[Tensor, "r B n k"]) -> Float[Tensor, "r q"]:
+        """Return the points of patches, those nearest to them where these are not all free."""
+        if self.span is None:
+            return X.flatten(1)
+        known, Y = self.span
+        return ((X[:, 0] - known) @ Y.mT).flatten(1)
+
+    def patches(self, points: Float[Tensor, "s q"], release: Int[Tensor, " s"]) -> Float[Tensor, "s B n k"]:
+        """Return the normalised patches of points of these releases."""
+        n = self.model.grid[0] * self.model.grid[1]
+        if self.span is None:
+            return points.view(len(points), self.B, n, -1)
+        known, Y = self.span
+        return (known[release] + points.view(len(points), n, -1) @ Y[release])[:, None]
+
+    def __call__(
+        self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
+    ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
+        """Return the objective and its gradient at points of these numbers, a few at a time."""
+        size = self.B * sum(parameter.numel() for parameter in self.model.parameters())
+        values, slopes = [], []
+        for some, of_some in zip(*(each.split(max(1, _AT_ONCE // size)) for each in (points, numbers)), strict=True):
+            with torch.enable_grad():
+                x = some.detach().requires_grad_()
+                value = self._value(x, of_some % len(self.norm))
+                (slope,) = torch.autograd.grad(value.sum(), x)
+            values.append(value.detach())
+            slopes.append(slope)
+        return torch.cat(values), torch.cat(slopes)
+
+    def _value(self, points: Float[Tensor, "s q"], release: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
+        model, X = self.model, self.patches(points, release).flatten(0, 1)
+        feed = Feed.undefended(unpatchify(X, model.image_shape) * model.std + model.mean, model.patch)
+        if self.masked is not None:
+            masked = self.masked.unflatten(0, (-1, self.B))[release].flatten(0, 1)
+            feed = replace(feed, masked_pe=masked, replacement="unknown" if self.unknown else "zero")
+        labels = self.labels.view(-1, self.B)[release].flatten()
+        g = released_gradients(model, feed, labels, self.target, self.B, create_graph=True)
+        pixels = model.image_shape[1] * model.image_shape[2]
+        if self.likelihood is not None:
+            value = self.likelihood(g, release) / (self.B * pixels)
+        else:
+            if self.compared is not None:
+                g = {name: each * self.compared[name][release] for name, each in g.items()}
+            target = {name: each[release] for name, each in self.target.items()}
+            value = mismatch(g, target, self.norm[release] if self.objective == "l2" else None)
+        if not self.tv:
+            return value
+        variation = self._prior.sparse_energy(X, _EPSILON).view(-1, self.B).mean(1) / pixels
+        return value + self.tv * variation
+
+    @cached_property
+    def _prior(self) -> Smoothness:
+        return Smoothness(self.model.image_shape, photograph_gradients(self.model, self.photographs))
+
+
+def mismatch(
+    g: Mapping[str, Float[Tensor, "s ..."]],
+    target: Mapping[str, Float[Tensor, "s ..."]],
+    norm: Float[Tensor, " s"] | None = None,
+) -> Float[Tensor, " s"]:
+    """Return ½ ‖g / norm − target‖² over all tensors, for each of s; without `norm` that of g: 1 − cos(g, target).
+
+    The norm of `target` is 1. As a square, a distance far below the rounding of a cosine near 1 is still told.
+    """
+    if norm is None:
+        norm = sum((each.flatten(1).square().sum(1) for each in g.values()), torch.zeros(())).sqrt()
+    off = [each.flatten(1) / norm[:, None] - target[name].flatten(1) for name, each in g.items()]
+    return torch.stack([each.square().sum(1) for each in off]).sum(0) / 2
+
+
+def _identity(seen: Observation, attack: GradientMatching) -> tuple[str, ...]:
+    """Return all that shapes a search."""
+    victim = hash_of(seen.model.state_dict() | {"mean": seen.model.mean, "std": seen.model.std})
+    public = (repr(seen.defense), str(seen.images_per_release), repr(seen.photographs))
+    return victim, hash_of(dict(seen.gradients)), *public, repr(attack)
+
+
+def _labels(head: nn.Module, G: Mapping[str, Float[Tensor, "r ..."]], B: int) -> Int[Tensor, " rB"]:
+    """Return the labels of all images, as the gradients tell them; what they leave open is guessed."""
+    if HEAD not in G:
+        raise PrivlabError(f"gradient-matching needs the labels, and no gradient of {HEAD} is released to tell them.")
+    told = [told_labels(head, {name: g[i] for name, g in G.items()}, B) for i in range(len(G[HEAD]))]
+    return torch.tensor([each.labels for each in told if each], device=G[HEAD].device).flatten()
+
+
+def _masked(seen: Observation) -> Bool[Tensor, "rB n"] | None:
+    """Return the slots of all images that carry no position embedding of their own; None where there are none.
+
+    Warns:
+        PrivlabWarning: if E_unk stands somewhere, but the gradient does not tell where.
+    """
+    B = seen.images_per_release
+    if "pos_embed" in seen.gradients and (B == 1 or shares_mask(seen)):
+        masked = masked_slots(seen)
+        if masked.any():
+            return masked.repeat_interleave(B, 0)
+    elif "unk_embed" in seen.gradients and seen.gradients["unk_embed"].any():
+        warnings.warn(
+            "gradient-matching: E_unk is at work, and the gradient does not tell in which slots. The search takes "
+            "every slot to keep its position embedding: a low score here is no evidence of privacy.",
+            PrivlabWarning,
+            stacklevel=4,
+        )
+    return None
+
+
+def _span(seen: Observation) -> tuple[Float[Tensor, "r n k"], Float[Tensor, "r m k"]] | None:
+    """Return what is known of the patches and the span Y of the rest; None where N ≥ D, and Y is not known."""
+    A = slot_gradients(seen)
+    if A.shape[1] >= A.shape[2] or "patch_embed.proj.weight" not in seen.gradients:
+        return None
+    found, dtype = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2)), seen.model.mean.dtype
+    known = found.known.masked_fill(found.masked[..., None], 0)
+    return known.to(dtype), found.Y.to(dtype)
+
+
+def _twice_derivable(model: VictimModel) -> VictimModel:
+    """Return a copy whose gradients can be derived again: fused attention cannot."""
+    twin = copy.deepcopy(model).eval().requires_grad_(False)
+    for module in twin.modules():
+        if hasattr(module, "fused_attn"):
+            setattr(module, "fused_attn", False)  # noqa: B010  # timm's own switch, which no type declares
+    return twin

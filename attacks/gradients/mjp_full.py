@@ -1,0 +1,130 @@
+"""`mjp-full`: the image that MJP hides: tokens by separation, patches from tokens, places by borders."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from timm.models.vision_transformer import Block
+from torch import Tensor
+
+from privlab.attacks.gradients.mjp_subspace import MjpSubspace, Subspace, subspace
+from privlab.attacks.solvers.least_squares import RTOL, replacement, slot_gradients, too_many
+from privlab.attacks.solvers.prior import Smoothness, photograph_gradients
+from privlab.attacks.tokens.equations import Separated
+from privlab.attacks.tokens.search import FC1, FC2, TokenSearch
+from privlab.attacks.tokens.slots import (
+    PROJ,
+    QKV,
+    Reads,
+    Slots,
+    Solved,
+    first_block,
+    guesses,
+    patches_of_tokens,
+    placed,
+)
+from privlab.threat.protocols import Capability, Observation, Stolen
+from privlab.victims.model import VictimModel
+
+__all__ = ["MjpFull"]
+
+_STEPS = 120
+"""Of conjugate gradients, for patches that no token was found for."""
+
+
+@dataclass(frozen=True)
+class MjpFull(TokenSearch):
+    """Recover the image behind MJP's shuffled patches and unknown position embeddings from one gradient.
+
+    1. `mjp-subspace`: the span Y of the masked patches, and the others but for their component in Y.
+    2. Token separation: all inputs u of the first block's MLP, from ∂W_fc1 and ∂W_fc2; no shuffle hides them.
+    3. A token is z + a, up to scale and mean: z = W x + b + e with x = known + Yᵀ c, and attention adds
+       a = W_proj o + b_proj with o in the row space of ∂W_proj. Without the directions of W Yᵀ, W_proj Oᵀ and 1,
+       a token is parallel to its slot's W known + b + e + b_proj: that assigns it, and c follows linearly; ∂W_qkv has
+       a say too (`patches_of_tokens`). Masked slots are alike, so their tokens are taken in any order.
+    4. Gauss and Newton's method on c, with the block's own attention, removes what the spans had of rounding.
+    5. Masked patches are put where their borders fit. Their order in the shuffled image is not in the gradient.
+
+    Masked patches whose token was not found come last, where the others leave room, and take what within Y is smoothest
+    there. Others without a token are completed again by the prior of `mjp-subspace`, beside those that were found.
+    Without a mask this is `patch-gradient`.
+
+    Args:
+        starts: of the search for tokens, in each round.
+        rounds: of the search, at most.
+        steps: of Levenberg and Marquardt's method in each search.
+        tolerance: the relative residual below which a solution may be a token.
+        sure: the one below which it is beyond doubt.
+        sharpen: steps of Gauss and Newton's method, at most.
+        inner: steps of conjugate gradients in each of them.
+        seed: of the starts.
+        rtol: the ridge of `ridge_inverse`.
+
+    Source: ours; what is masked is that of MJP (Ren et al. 2023), Algorithm 2 and Equation 4.
+    """
+
+    name: ClassVar[str] = "mjp-full"
+    paper: ClassVar[str] = "ours, against MJP (Ren et al. 2023), Algorithm 2"
+    knows: ClassVar[frozenset[str]] = frozenset({"mjp"})
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE, Capability.KNOWS_WEIGHTS, Capability.PLAIN_BLOCK}
+    )
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight", FC1, FC2, QKV, PROJ)
+    places: ClassVar[bool] = True  # its loose patches are put in order: there is nothing left to re-assemble
+
+    rtol: float = RTOL
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return what of N + |masked| + 1 < D does not hold, or, without a mask, of N < D."""
+        A = slot_gradients(seen)
+        (_, n, d), masked = A.shape, int((A == 0).all(2).sum(1).max())
+        if masked and n + masked + 1 >= d:
+            return f"N + |masked| + 1 = {n + masked + 1} ≥ D = {d}"
+        return too_many(seen)
+
+    def __call__(self, seen: Observation) -> Stolen:
+        """Reconstruct the private images, and say how many tokens were found."""
+        model = seen.model
+        A = slot_gradients(seen)
+        found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
+        if not found.masked.any():
+            return Stolen(model.to_images(found.known))
+        X = MjpSubspace().completed(found, seen).double()
+        block = first_block(model)
+        tokens, solved = zip(*(self._image(model, block, seen, found, X[i], i) for i in range(len(A))), strict=True)
+        X, told = (torch.stack(part) for part in zip(*solved, strict=True))
+        if (open_ := ~told & ~found.masked).any():  # those beside them say more of them than mjp-subspace knew
+            dtype, inside = model.mean.dtype, ~found.masked
+            filled = MjpSubspace().likeliest(X.to(dtype), found.Y.to(dtype), seen, free=open_, inside=inside)
+            X = torch.where(open_[..., None], filled.double(), X)
+        lost = ~told & found.masked
+        images = model.to_images(X)
+        order = torch.stack([placed(model, *each) for each in zip(images, found.masked, lost, strict=True)])
+        X, lost = X.gather(1, order[..., None].expand_as(X)), lost.gather(1, order)
+        if lost.any():
+            smooth = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
+            X = smooth.fill(X, found.Y, free=lost, inside=torch.ones_like(lost), steps=_STEPS)
+        return Stolen(model.to_images(X), loose=found.masked, **self.counts(tokens))
+
+    def _image(
+        self,
+        model: VictimModel,
+        block: Block,
+        seen: Observation,
+        found: Subspace,
+        X: Float[Tensor, "n k"],
+        i: int,
+    ) -> tuple[Separated, Solved]:
+        """Return the tokens of image i, and its patches, those that no token was found for as they are in X."""
+        masked, Y = found.masked[i], found.Y[i, : int(found.masked[i].sum())]
+        assert model.vit.pos_embed is not None  # its gradient was released
+        pe = model.vit.pos_embed.detach()[0, -len(X) :].double()
+        pe = torch.where(masked[:, None], replacement(seen).double(), pe)
+        slots = Slots(found.known[i], Y, pe, masked)
+        count = model.vit.num_prefix_tokens + len(X)
+        reads = Reads.of(seen, i, block, count)
+        tokens = self.tokens(block, seen, i, count, guesses(model, block, slots, reads, X))
+        if not len(tokens.u):
+            return tokens, Solved(X, torch.zeros_like(masked))
+        return tokens, patches_of_tokens(model, block, slots, tokens.u, reads, X, self.sharpen, self.inner)

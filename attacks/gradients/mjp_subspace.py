@@ -1,0 +1,126 @@
+"""`mjp-subspace`: what MJP's masked gradients determine, and the rest by an image prior."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, slot_gradients, too_many, warn_of_limits
+from privlab.attacks.solvers.prior import PRIORS, Smoothness, photograph_gradients, photograph_windows
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.threat.protocols import Capability, Observation
+
+__all__ = ["MjpSubspace", "Subspace", "subspace"]
+
+
+class Subspace(NamedTuple):
+    """What one gradient under MJP says of the normalised patches, exactly.
+
+    `masked` are the slots without a gradient of their own. The rows of `Y`, zero beyond their number, are an
+    orthonormal basis of the span of their patches; `known` holds the other patches without their component in Y.
+    """
+
+    masked: Bool[Tensor, "b n"]
+    Y: Float[Tensor, "b m k"]
+    known: Float[Tensor, "b n k"]
+
+
+def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float = RTOL) -> Subspace:
+    """Split ∂ℓ/∂W = A_Uᵀ X_U + A_Mᵀ X_M, of which A_U alone is released, into what it determines.
+
+    With Q the projector on the orthogonal complement of the rows of A_U, Q ∂ℓ/∂W = Q A_Mᵀ X_M has the row space
+    Y = span{x_m}. And (I − Yᵀ Y) removes X_M: A_Uᵀ X_U (I − Yᵀ Y) = ∂ℓ/∂W (I − Yᵀ Y). Exact for A of rank N, so N < D.
+    """
+    A, G = A.double(), G.double()
+    masked = (A == 0).all(2)
+    count = masked.sum(1)
+    rows = torch.linalg.svd(A, full_matrices=False).Vh
+    rows = rows * (torch.arange(rows.shape[1], device=A.device) < (A.shape[1] - count)[:, None])[..., None]
+    R = G - rows.mT @ (rows @ G)
+    Y = torch.linalg.svd(R, full_matrices=False).Vh[:, : max(1, int(count.max()))]  # there may be more than K of them
+    Y = Y * (torch.arange(Y.shape[1], device=A.device) < count[:, None])[..., None]
+    X = ridge_inverse(A.mT, rtol) @ G  # zero rows of A give zero rows of X
+    return Subspace(masked, Y, X - (X @ Y.mT) @ Y)
+
+
+@dataclass(frozen=True)
+class MjpSubspace:
+    """Recover unmasked patches exactly, but for their part in the span Y of the masked ones; complete that by a prior.
+
+    The unknown coefficients C of X_U = X_known + C Y are those of the likeliest image under a prior learned from public
+    photographs (`photograph_windows`), by iteratively reweighted least squares and conjugate gradients. The masked
+    slots then take the smoothest patches within Y: what lies there in the plain image is one of them. Without a mask
+    this is `patch-gradient`.
+
+    Args:
+        prior: one of `PRIORS`.
+        rounds: of reweighting; quadratic priors take none.
+        steps: of conjugate gradients in each round.
+        rtol: the ridge of `ridge_inverse`.
+
+    Source: the subspace identity is ours, at ∂ℓ/∂W = Σ_n g_n x_nᵀ; the masked gradient is that of MJP, Eq. 4.
+    """
+
+    name: ClassVar[str] = "mjp-subspace"
+    paper: ClassVar[str] = "ours, against MJP (Ren et al. 2023), Eq. 4"
+    knows: ClassVar[frozenset[str]] = frozenset({"mjp"})
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
+
+    prior: str = "cauchy"
+    rounds: int = 12
+    steps: int = 10
+    rtol: float = RTOL
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if a number is out of range.
+        """
+        if self.prior not in PRIORS:
+            raise unknown_name("prior", self.prior, PRIORS)
+        if self.rounds < 0 or self.steps < 1:
+            raise PrivlabError(f"mjp-subspace takes rounds ≥ 0 and steps ≥ 1. Found {self.rounds} and {self.steps}.")
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return what of N < D does not hold."""
+        return too_many(seen)
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the images that the clients fed."""
+        model = seen.model
+        A = slot_gradients(seen)
+        warn_of_limits(self.name, A, most=A.shape[2] - 1, knows_mask=True)
+        found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
+        if not found.masked.any():
+            return model.to_images(found.known)
+        return model.to_images(self.completed(found, seen))
+
+    def completed(self, found: Subspace, seen: Observation) -> Float[Tensor, "b n k"]:
+        """Return the likeliest patches that agree with what is known, in the precision of the model."""
+        model = seen.model
+        dtype, masked = model.mean.dtype, found.masked
+        known, Y = found.known.to(dtype), found.Y.to(dtype)
+        X = self.likeliest(known, Y, seen, free=~masked, inside=~masked)
+        smooth = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
+        return smooth.fill(X, Y, free=masked, inside=torch.ones_like(masked), steps=12 * self.steps)
+
+    def likeliest(
+        self,
+        X: Float[Tensor, "b n k"],
+        Y: Float[Tensor, "b m k"],
+        seen: Observation,
+        *,
+        free: Bool[Tensor, "b n"],
+        inside: Bool[Tensor, "b n"],
+    ) -> Float[Tensor, "b n k"]:
+        """Return the likeliest X + C Y under the prior, with C ≠ 0 in the rows that are `free` alone.
+
+        Of windows, those count that lie `inside` wholly.
+        """
+        rounds = self.rounds if self.prior in ("sparse", "cauchy") else 0
+        windows = photograph_windows(seen.model, self.prior, seen.photographs)
+        return windows.fill(X, Y, free=free, inside=inside, rounds=rounds, steps=self.steps)

@@ -1,0 +1,47 @@
+"""`patch-gradient`: the image from the gradients of the position and the patch embedding."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, slot_gradients, too_many, warn_of_limits
+from privlab.threat.protocols import Capability, Observation
+
+__all__ = ["PatchGradient"]
+
+
+@dataclass(frozen=True)
+class PatchGradient:
+    """Solve Aᵀ X = ∂ℓ/∂W for the patches X, where A = ∂ℓ/∂E_pos without the class token.
+
+    Every patch n enters by z_n = W x_n + b + e_n alone, so ∂ℓ/∂W = Σ_n g_n x_nᵀ = Aᵀ X with g_n = ∂ℓ/∂z_n =
+    ∂ℓ/∂e_n, whatever follows the embedding. Exact, but for rounding, where A has rank N. Pre-norm blocks do
+    not see a constant added to a token, so A·1 = 0 and it takes N < D; at N ≥ D the solution of least norm is returned.
+
+    MJP releases zeros in ∂ℓ/∂E_pos where a slot has lost its position embedding. This attack does not know the
+    defense: it takes them for equations, as the closed form of MJP's Table 5 does.
+
+    Args:
+        rtol: the ridge λ of `ridge_inverse`, relative to ‖A‖_F; 0 is plain least squares.
+    """
+
+    name: ClassVar[str] = "patch-gradient"
+    paper: ClassVar[str] = "the chain rule at z = Wx + b + e; cf. APRIL (Lu et al. 2022), MJP (2023), Eq. 8"
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
+
+    rtol: float = RTOL
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return what of N < D does not hold."""
+        return too_many(seen)
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the images that the clients fed."""
+        G = seen.gradients["patch_embed.proj.weight"].flatten(2)  # b × D × K
+        A = slot_gradients(seen)  # b × N × D
+        warn_of_limits(self.name, A, most=A.shape[2] - 1)
+        X = ridge_inverse(A.mT, self.rtol) @ G.double()
+        return seen.model.to_images(X)

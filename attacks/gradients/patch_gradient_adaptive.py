@@ -1,0 +1,238 @@
+"""`patch-gradient-adaptive`: the image from a gradient with noise, of which entries are missing, or in few bits."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from privlab.attacks.gradients.mjp_subspace import MjpSubspace, subspace
+from privlab.attacks.solvers.least_squares import (
+    RTOL,
+    hides_places,
+    ridge_inverse,
+    slot_gradients,
+    too_many,
+    warn_of_limits,
+)
+from privlab.attacks.solvers.prior import Smoothness, conjugate_gradients, photograph_gradients
+from privlab.base.errors import PrivlabError
+from privlab.threat.protocols import Capability, GradientDefense, Observation
+from privlab.victims.model import VictimModel
+
+__all__ = ["PatchGradientAdaptive", "Release", "masked_slots", "posterior"]
+
+_FLOOR = 1e-4
+"""The least error variance of one of the two gradients, relative to that of the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class Release:
+    """Ã = A + E₁ and G̃ = Aᵀ X + E₂, with the variances of the entries of E₁ (`pe`) and E₂ (`weight`).
+
+    An entry is missing where it was released as zero and may be something else, up to `edge` in size; elsewhere `edge`
+    is zero.
+    """
+
+    A: Float[Tensor, "b n d"]
+    G: Float[Tensor, "b d k"]
+    noise_pe: Float[Tensor, "b 1 1"]
+    noise_weight: Float[Tensor, "b 1 1"]
+    edge_pe: Float[Tensor, "b n d"]
+    edge_weight: Float[Tensor, "b d k"]
+
+    @classmethod
+    def of(cls, seen: Observation) -> "Release":
+        """Read an observation; errors of several defenses add up."""
+        height, width = seen.model.grid
+        names = ("pos_embed", "patch_embed.proj.weight")
+        released = {name: seen.gradients[name] for name in names}
+        variances = {name: torch.zeros_like(g, dtype=torch.float64) for name, g in released.items()}
+        for part in seen.defense:
+            if isinstance(part, GradientDefense):
+                for name, added in part.variance(released).items():
+                    variances[name] += added
+        (A, vA), (G, vG) = ((released[name].double(), variances[name]) for name in names)
+        A, vA = (t.squeeze(1)[:, -height * width :] for t in (A, vA))
+        G, vG = G.flatten(2), vG.flatten(2)
+        noise_pe, noise_weight = vA.mean((1, 2), keepdim=True), vG.mean((1, 2), keepdim=True)
+        rounding = G.square().mean((1, 2), keepdim=True) * RTOL**2
+        least = torch.maximum(_FLOOR * torch.maximum(noise_pe, noise_weight), rounding)
+        least = least.clamp_min(torch.finfo(torch.float64).tiny)
+        edges = (torch.where(t == 0, (3 * v).sqrt(), 0) for t, v in ((A, vA), (G, vG)))
+        return cls(A, G, noise_pe.maximum(least), noise_weight.maximum(least), *edges)
+
+    @property
+    def unheard(self) -> Bool[Tensor, "b n"]:
+        """Return the slots whose row of Ã is zero, or no larger than its noise: under MJP, those that are masked.
+
+        Of D entries of noise, the mean square is above Var E₁ · (1 + 4 √(2/D)) once in ten thousand rows.
+        """
+        heard = (self.A != 0).to(self.A).mean(2)  # entries that noise fell on; those that are missing have none
+        least = self.noise_pe[..., 0] * heard * (1 + 4 * (2 / self.A.shape[2]) ** 0.5)
+        return (self.A == 0).all(2) | ((self.A.square().mean(2) <= least) & (self.edge_pe == 0).all(2))
+
+    @property
+    def ratio(self) -> Float[Tensor, "b 1 1"]:
+        """Return ρ = Var E₁ / Var E₂."""
+        return self.noise_pe / self.noise_weight
+
+    def completed(self, X: Float[Tensor, "b n k"]) -> "Release":
+        """Return the release with the missing entries as A and X have them, within what is known of their size."""
+        A = posterior(self.A, self.G, X, self.ratio)
+        missing_A, missing_G = self.edge_pe > 0, self.edge_weight > 0
+        return replace(
+            self,
+            A=torch.where(missing_A, A.clamp(-self.edge_pe, self.edge_pe), self.A),
+            G=torch.where(missing_G, (A.mT @ X).clamp(-self.edge_weight, self.edge_weight), self.G),
+        )
+
+
+def masked_slots(seen: Observation) -> Bool[Tensor, "r n"]:
+    """Return the slots of each release whose position embedding has no gradient, or, beneath noise, none that is heard.
+
+    Under MJP these are the masked ones, of one image or of all that share a mask (`shares_mask`).
+    """
+    defended = any(isinstance(part, GradientDefense) for part in seen.defense)
+    if defended and "patch_embed.proj.weight" in seen.gradients:  # zeros may be missing entries
+        return Release.of(seen).unheard & hides_places(seen)
+    return (slot_gradients(seen) == 0).all(2)
+
+
+def posterior(
+    A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], X: Float[Tensor, "b n k"], ratio: Float[Tensor, "b 1 1"]
+) -> Float[Tensor, "b n d"]:
+    """Return the A that explains Ã and G̃ best, given X: the minimiser of ‖Ã − A‖² + ρ ‖G̃ − Aᵀ X‖²."""
+    eye = torch.eye(X.shape[1], dtype=X.dtype, device=X.device)
+    return torch.linalg.solve(eye + ratio * X @ X.mT, A + ratio * X @ G.mT)
+
+
+@dataclass(frozen=True)
+class PatchGradientAdaptive:
+    """Find the smooth X that explains ∂ℓ/∂W = Aᵀ X best, where both A = ∂ℓ/∂E_pos and ∂ℓ/∂W have errors of known size.
+
+    An error in A meets the patches themselves: R = G̃ − Ãᵀ X has rows of covariance Var E₂ · (I + ρ Xᵀ X), which is
+    far more than the error of G̃ alone, and within the span of the patches. So R is whitened by it: minimise
+    ½ tr R (I + ρ Xᵀ X)⁻¹ Rᵀ / Var E₂ + ½ D log det(I + ρ X Xᵀ) + Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p), total least squares with
+    the prior of `mjp-subspace`, by Gauss-Newton steps. Between them, missing entries (pruned, or rounded to zero) are
+    filled in from A and X, within the bound that is known. Without a defense on gradients this is `patch-gradient`.
+
+    Under MJP too, the slots whose row is nothing but noise are taken for the masked ones, as without noise the zeros
+    are, and the rest is `mjp-subspace`.
+
+    Of `gradient-sign` no scale is left, neither that of A's rows nor that of the image, and little comes back (14.3 dB,
+    experiments/notes/gradients.md).
+
+    Args:
+        rounds: of Gauss-Newton.
+        steps: of conjugate gradients in each round.
+        epsilon: ε, in standard deviations of the differences of adjacent pixels.
+    """
+
+    name: ClassVar[str] = "patch-gradient-adaptive"
+    paper: ClassVar[str] = "ours: total least squares with an image prior, against gradient defenses"
+    knows: ClassVar[frozenset[str]] = frozenset(
+        {"mjp", "gradient-noise", "gradient-pruning", "gradient-quantisation", "gradient-sign"}
+    )
+    undefended: ClassVar[str] = "patch-gradient"
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.LEARNABLE_PE_GRADIENT,
+            Capability.BATCH_SIZE_ONE,
+            Capability.KNOWS_DEFENSE,
+            Capability.GRADIENT_DEFENSE,
+        }
+    )
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
+
+    rounds: int = 6
+    steps: int = 30
+    epsilon: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if a number is out of range.
+        """
+        if self.rounds < 0 or self.steps < 1 or not self.epsilon > 0:
+            raise PrivlabError(
+                "patch-gradient-adaptive takes rounds ≥ 0, steps ≥ 1 and epsilon > 0. "
+                f"Found {self.rounds}, {self.steps} and {self.epsilon:g}."
+            )
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return what of N < D does not hold."""
+        return too_many(seen)
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the images that the clients fed."""
+        model, release = seen.model, Release.of(seen)
+        warn_of_limits(self.name, release.A, most=release.A.shape[2] - 1, knows_mask=True)
+        if hides_places(seen):
+            found = subspace(release.A.masked_fill(release.unheard[..., None], 0), release.G)
+            return model.to_images(MjpSubspace().completed(found, seen))
+        X = ridge_inverse(release.A.mT) @ release.G
+        if any(isinstance(part, GradientDefense) for part in seen.defense):
+            X = _in_range(model, X)
+            prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs).double())
+            for _ in range(self.rounds):
+                X = _improved(X, release, prior, self.epsilon, self.steps)
+                release = release.completed(X)
+        return model.to_images(X)
+
+
+def _in_range(model: VictimModel, X: Float[Tensor, "b n k"]) -> Float[Tensor, "b n k"]:
+    """Return normalised patches whose pixels are within [0, 1]."""
+    channel = X.shape[2] // model.image_shape[0]
+    low, high = (((end - model.mean) / model.std).double().flatten().repeat_interleave(channel) for end in (0.0, 1.0))
+    return X.clamp(low, high)
+
+
+def _improved(
+    X: Float[Tensor, "b n k"], release: Release, prior: Smoothness, epsilon: float, steps: int
+) -> Float[Tensor, "b n k"]:
+    """Take one Gauss-Newton step, shortened for each image until the objective, times Var E₂, no longer grows.
+
+    With A the posterior one, the gradient is −A R W + D ρ Var E₂ (I + ρ X Xᵀ)⁻¹ X + Var E₂ H X, and the Hessian about
+    V ↦ A Aᵀ V W + Var E₂ H V, with W = (I + ρ Xᵀ X)⁻¹ and H the curvature of the prior.
+    """
+    ρ, noise, D = release.ratio, release.noise_weight, release.A.shape[2]
+    U, s, Y = torch.linalg.svd(X, full_matrices=False)
+    ω = 1 / (1 + ρ[:, 0] * s.square())  # the eigenvalues of W on the span of the patches; 1 beyond
+
+    def whitened(V: Tensor) -> Tensor:
+        return V - ((V @ Y.mT) * (1 - ω)[:, None]) @ Y
+
+    H = prior.curvature(X, epsilon)
+    A = posterior(release.A, release.G, X, ρ)
+    slope = A @ whitened(release.A.mT @ X - release.G)
+    slope = slope + D * release.noise_pe * (U * (ω * s)[:, None]) @ Y + noise * H(X)
+    λ, Q = torch.linalg.eigh(A @ A.mT)
+    inside = λ[:, :, None] * ω[:, None] + noise
+    beyond = λ[:, :, None] + noise
+
+    def preconditioned(V: Tensor) -> Tensor:
+        V = Q.mT @ V
+        C = V @ Y.mT
+        return Q @ ((V - C @ Y) / beyond + (C / inside) @ Y)
+
+    def product(V: Tensor) -> Tensor:
+        return A @ (A.mT @ whitened(V)) + noise * H(V)
+
+    step = conjugate_gradients(product, -slope, steps, preconditioned)
+    tried = torch.stack([X + share * step for share in (1.0, 0.5, 0.25, 0.1, 0.03, 0.0)])
+    values = torch.stack([_objective(each, release, prior, epsilon) for each in tried])
+    return tried[values.argmin(0), torch.arange(len(X), device=X.device)]
+
+
+def _objective(X: Float[Tensor, "b n k"], release: Release, prior: Smoothness, epsilon: float) -> Float[Tensor, " b"]:
+    """Return what is minimised, times Var E₂."""
+    ρ, noise = release.ratio, release.noise_weight.flatten()
+    R = release.G - release.A.mT @ X
+    L = torch.linalg.cholesky(torch.eye(X.shape[1], dtype=X.dtype, device=X.device) + ρ * X @ X.mT)
+    S = torch.linalg.solve_triangular(L, X @ R.mT, upper=False)
+    fit = (R.square().sum((1, 2)) - ρ.flatten() * S.square().sum((1, 2))) / 2
+    log_det = release.A.shape[2] * L.diagonal(dim1=1, dim2=2).log().sum(1)
+    return fit + noise * (log_det + prior.sparse_energy(X, epsilon))

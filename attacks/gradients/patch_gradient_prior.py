@@ -1,0 +1,243 @@
+"""`patch-gradient-prior`: more patches than a gradient has equations for, by an image prior and whole grey levels."""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, slot_gradients, warn_of_limits
+from privlab.attacks.solvers.prior import Map, Smoothness, conjugate_gradients, photograph_gradients
+from privlab.base.errors import PrivlabError
+from privlab.threat.protocols import Capability, Observation
+from privlab.victims.model import VictimModel
+
+__all__ = ["Free", "PatchGradientPrior", "whole"]
+
+_LEVEL = 1 / 255
+"""A combination of patches is free where rounding moves it by more than this, in units of a pixel's range."""
+
+_ERROR = 8.0
+"""Assumed root mean square error of the smoothest image, in grey levels: that of 30 dB."""
+
+_BLUR = 0.03
+"""Least error, in grey levels, of a value that is whole."""
+
+_WINDOW = 4
+"""Whole values tried on either side of the expected one; its error is no more than that."""
+
+_WHOLE = 0.15
+"""Root mean square distance from whole values up to which a column of pixels passes for whole."""
+
+_FEW = 4
+"""Patches beyond D up to which step 2 was measured, on trained weights: N = 196, D = 192.
+
+See experiments/notes/gradients.md.
+"""
+
+_CHECKS = 40
+"""Fewest equations left over: so many random values are as close to whole ones with a probability of 4e-10."""
+
+
+class Free(NamedTuple):
+    """What Aᵀ X = G leaves open: the combinations Vᵀ X of patches, orthonormal, and zero beyond their number.
+
+    What G says of them all the same has the likelihood exp(−gain · (Vᵀ X)² / 2 + heard · Vᵀ X). `noise` is the standard
+    deviation of the errors that each patch has without them.
+    """
+
+    V: Float[Tensor, "b n f"]
+    gain: Float[Tensor, "b f 1"]
+    heard: Float[Tensor, "b f k"]
+    noise: Float[Tensor, "b n"]
+
+    @classmethod
+    def of(cls, A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], coarse: float) -> "Free":
+        """Return the combinations whose error exceeds `coarse`; none where rows of A are zero, as under MJP."""
+        n, d = A.shape[1:]
+        σ = (G.square().mean((1, 2)).sqrt() * RTOL).clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        U, s, Vh = torch.linalg.svd(A, full_matrices=n > d)
+        more = max(0, n - d)
+        said, s = pad(Vh @ G, (0, 0, 0, more)) / σ[..., None], pad(s, (0, more)) / σ
+        free = (s * coarse < 1) & ~(A == 0).all(2).any(1, keepdim=True)
+        noise = (U / s.clamp_min(1e-9)[:, None]).masked_fill(free[:, None], 0).square().sum(2).sqrt()
+        last = slice(n - int(free.sum(1).max()), n)
+        V, s = U[..., last] * free[:, None, last], (s * free)[:, last, None]
+        return cls(V, s.square(), s * said[:, last], noise)
+
+
+@dataclass(frozen=True)
+class PatchGradientPrior:
+    """Solve Aᵀ X = ∂ℓ/∂W as `patch-gradient` does, and find what that leaves open where N ≥ D or A is ill conditioned.
+
+    A = ∂ℓ/∂E_pos has rank D − 1 at most, so N − D + 1 combinations V of the patches are in no equation: X = X₀ + V C.
+
+    1. C is that of the smoothest image: of the least Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p), as in `mjp-subspace`, plus ‖G −
+       Aᵀ X‖² / 2σ², with σ the rounding error of G, for combinations that are heard but faintly.
+    2. Pixels of eight bits are whole numbers. Those at one place of all patches are N, with N − D + 1 unknowns: these
+       are found one after the other (`whole`), and the numbers that are left over test that they are right.
+
+    Exact where few combinations are free, the image was fed in whole levels and rounding leaves the levels apart (with
+    random weights it may not); elsewhere step 1 is the answer. Where no combination is free this is
+    `patch-gradient`, and so it is under MJP, which it does not know.
+
+    Args:
+        rounds: of reweighting.
+        steps: of conjugate gradients in each round.
+        epsilon: ε, in standard deviations of the differences.
+        levels: grey levels above black, 255 for eight bits; 0 leaves out step 2.
+        kept: hypotheses kept of each column of pixels.
+        passes: of both steps, at most; columns that step 2 has settled help step 1 with the others.
+    """
+
+    name: ClassVar[str] = "patch-gradient-prior"
+    paper: ClassVar[str] = "ours: the chain rule at z = Wx + b + e, an image prior, whole grey levels"
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
+
+    rounds: int = 6
+    steps: int = 10
+    epsilon: float = 0.1
+    levels: int = 255
+    kept: int = 16
+    passes: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if a number is out of range.
+        """
+        if self.levels < 0 or min(self.rounds, self.steps, self.kept, self.passes) < 1 or not self.epsilon > 0:
+            raise PrivlabError(
+                "patch-gradient-prior takes rounds, steps, kept and passes ≥ 1, levels ≥ 0 and epsilon > 0. Found "
+                f"{self.rounds}, {self.steps}, {self.kept}, {self.passes}, {self.levels} and {self.epsilon:g}."
+            )
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return what of N ≤ D + 4 does not hold, the most patches for which step 2 was measured."""
+        _, n, d = slot_gradients(seen).shape
+        return None if n <= d + _FEW else f"N = {n} > D + {_FEW} = {d + _FEW}"
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the images that the clients fed."""
+        model, A = seen.model, slot_gradients(seen).double()
+        G = seen.gradients["patch_embed.proj.weight"].flatten(2).double()
+        warn_of_limits(self.name, A, most=A.shape[1])
+        X = ridge_inverse(A.mT) @ G
+        Γ = photograph_gradients(model, seen.photographs)
+        free = Free.of(A, G, _LEVEL / float(model.std.max()))
+        left = free.V.any(1).any(1)[:, None].repeat(1, X.shape[2])  # columns of pixels that are not settled
+        for _ in range(self.passes):
+            todo = left.any(1)
+            if not todo.any():
+                break
+            part, open_ = Free(*(each[todo] for each in free)), left[todo]
+            X[todo], fits = self._whole(self._smoothest(X[todo], part, open_, model, Γ), part, open_, model)
+            left[todo] = open_ & ~fits & fits.any(1, keepdim=True)  # nothing new: nothing to go on
+        return model.to_images(X)
+
+    def _smoothest(
+        self,
+        X: Float[Tensor, "b n k"],
+        free: Free,
+        left: Bool[Tensor, "b k"],
+        model: VictimModel,
+        Γ: Float[Tensor, "c c"],
+    ) -> Float[Tensor, "b n k"]:
+        """Return the smoothest X + V C that changes no other columns than those `left`, by reweighted least squares."""
+        dtype = model.mean.dtype
+        prior, precondition = Smoothness(model.image_shape, Γ), _preconditioner(model.patch, Γ, free.gain, dtype)
+        V, gain, heard = free.V.to(dtype), free.gain.to(dtype), free.heard.to(dtype)
+        inside = left[:, None].to(dtype)
+        for _ in range(self.rounds):
+            H = prior.curvature(X.to(dtype), self.epsilon)
+            slope = (V.mT @ H(X.to(dtype)) + gain * (V.mT @ X.to(dtype)) - heard) * inside
+
+            def product(C: Tensor, H: Map = H) -> Tensor:
+                return (V.mT @ H(V @ C) + gain * C) * inside
+
+            C = conjugate_gradients(product, -slope, self.steps, lambda r: precondition(r) * inside)
+            X = X + free.V @ C.double()
+        return X
+
+    def _whole(
+        self, X: Float[Tensor, "b n k"], free: Free, left: Bool[Tensor, "b k"], model: VictimModel
+    ) -> tuple[Float[Tensor, "b n k"], Bool[Tensor, "b k"]]:
+        """Return X with whole grey levels in those columns of pixels `left` that they explain, and which these are."""
+        if not self.levels:
+            return X, torch.zeros_like(left)
+        area, n, unknowns = model.patch**2, X.shape[1], free.V.square().sum((1, 2)).round()[:, None]
+        scale, dark = ((self.levels * t).double().flatten().repeat_interleave(area) for t in (model.std, model.mean))
+        coarse = scale.max()
+        variance = 1 / (unknowns.clamp_min(1) / (n * _ERROR**2) + free.gain[..., 0] / coarse**2)
+        found, fits = whole(X * scale + dark, free.V, free.noise * coarse, variance, self.kept)
+        fits = fits & left & (n - unknowns >= _CHECKS)
+        return torch.where(fits[:, None], (found - dark) / scale, X), fits
+
+
+def _preconditioner(patch: int, Γ: Float[Tensor, "c c"], gain: Float[Tensor, "b f 1"], dtype: torch.dtype) -> Map:
+    """Return the inverse of Vᵀ H V + gain for weights of one and neighbouring patches that V does not link.
+
+    Each combination of patches then is a patch with zeros around it: the Laplacian has sines for its modes.
+    """
+    place = torch.arange(1, patch + 1, dtype=torch.float64, device=gain.device)
+    sines = (torch.pi / (patch + 1) * place[:, None] * place).sin() * (2 / (patch + 1)) ** 0.5
+    curvature = 2 - 2 * (torch.pi / (patch + 1) * place).cos()
+    precision, colours = torch.linalg.eigh(torch.linalg.inv(Γ.double()))
+    modes = precision.view(-1, 1, 1) * (curvature[:, None] + curvature)
+    inverse = (1 / (modes + gain[..., None, None])).to(dtype)
+    sines, colours = sines.to(dtype), colours.to(dtype)
+
+    def apply(r: Tensor) -> Tensor:
+        square = r.unflatten(2, (-1, patch, patch))
+        heights = torch.einsum("bfcij,cd->bfdij", sines @ square @ sines, colours) * inverse
+        return torch.einsum("bfdij,cd->bfcij", sines @ heights @ sines, colours).flatten(2)
+
+    return apply
+
+
+def whole(
+    X: Float[Tensor, "b n k"],
+    V: Float[Tensor, "b n f"],
+    noise: Float[Tensor, "b n"],
+    variance: Float[Tensor, "b f"],
+    kept: int,
+) -> tuple[Float[Tensor, "b n k"], Bool[Tensor, "b k"]]:
+    """Return the whole numbers X + V C of the likeliest C of each column, and which columns they explain.
+
+    A value whose error is small tells, once rounded, something of C, and that makes the errors of the others smaller:
+    a Kalman filter over the rows, the least uncertain first, with the `kept` likeliest hypotheses of each column.
+    All columns share V, and with it the order of the rows, the covariance of C and the gains.
+    """
+    b, n, k = X.shape
+    f, images = V.shape[2], torch.arange(b, device=X.device)
+    blur = noise.square() + _BLUR**2
+    P, left = torch.diag_embed(variance), torch.ones_like(blur, dtype=torch.bool)
+    C, cost = X.new_zeros(b, k, 1, f), X.new_zeros(b, k, 1)
+    window = torch.arange(-_WINDOW, _WINDOW + 1, device=X.device).to(X)
+    for _ in range(n):
+        unknown = ((V @ P) * V).sum(2)
+        error, i = torch.where(left & (unknown > 4 * blur), unknown + blur, torch.inf).min(1)
+        going = error < _WINDOW**2  # beyond that the right one is hardly among those tried
+        if not going.any():
+            break
+        left[images, i] = False
+        v = V[images, i] * going[:, None]
+        gain = (P @ v[..., None])[..., 0] / error[:, None]
+        P = P - gain[..., None] * (v[:, None] @ P)
+        expected = X[images, i][..., None] + (C @ v[:, None, :, None])[..., 0]
+        surprise = expected.round()[..., None] + window - expected[..., None]
+        costs = (cost[..., None] + surprise.square() / error.view(b, 1, 1, 1)).flatten(2)
+        best = costs.topk(min(kept, costs.shape[2]), 2, largest=False)
+        parent = (best.indices // len(window))[..., None].expand(-1, -1, -1, f)
+        moved = surprise.flatten(2).gather(2, best.indices)
+        C = C.gather(2, parent) + moved[..., None] * gain[:, None, None]
+        cost = best.values
+    C = C.gather(2, cost.argmin(2)[..., None, None].expand(-1, -1, 1, f))[:, :, 0]
+    rounded = (X + V @ C.mT).round()
+    found = (X + V @ (V.mT @ (rounded - X))).round()
+    apart = found - X
+    return found, (apart - V @ (V.mT @ apart)).square().mean(1) < _WHOLE**2

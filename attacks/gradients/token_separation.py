@@ -1,0 +1,264 @@
+"""`token-separation`: the image without any gradient of position embeddings, from what the first MLP reads."""
+
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from scipy.optimize import linear_sum_assignment
+from timm.models.vision_transformer import Block
+from torch import Tensor
+
+from privlab.attacks.gradients.patch_gradient_adaptive import masked_slots
+from privlab.attacks.rows.placement import known_tokens
+from privlab.attacks.solvers.least_squares import hides_places, replacement, ridge_inverse, shares_mask
+from privlab.attacks.solvers.prior import Smoothness, photograph_gradients
+from privlab.attacks.tokens.equations import Separated
+from privlab.attacks.tokens.grouping import by_image
+from privlab.attacks.tokens.search import FC1, FC2, TokenSearch
+from privlab.attacks.tokens.slots import (
+    PROJ,
+    QKV,
+    Reads,
+    Slots,
+    Solved,
+    embeddings_of_tokens,
+    first_block,
+    patches_of_tokens,
+    placed,
+    projection,
+    row_space,
+    sharpened_patches,
+    slots_of_tokens,
+)
+from privlab.base.errors import PrivlabError
+from privlab.base.warnings import PrivlabWarning
+from privlab.threat.protocols import Capability, Observation, Stolen
+from privlab.victims.model import VictimModel
+
+__all__ = ["TokenSeparation"]
+
+_PATCH = "patch_embed.proj.weight"
+
+_ROUNDS, _STEPS, _EPSILON = 5, 40, 0.07
+"""Of the image prior, as in `mjp-subspace`."""
+
+_RIDGE = 1e-4
+"""Added to the variances of embedded patches, relative to their mean: the prior is no law of nature."""
+
+
+@dataclass(frozen=True)
+class TokenSeparation(TokenSearch):
+    """Recover images where no position embedding has a gradient, or one that sums over several images.
+
+    1. Token separation: all inputs u of the first block's MLP, from ∂W_fc1 and ∂W_fc2, as in `mjp-full`.
+    2. Patches from tokens (`patches_of_tokens`), where ∂W = Σ_n g_n x_nᵀ is released: x = Yᵀ c with Y its row space.
+       A token is W x + b + e plus what attention adds, and attention heard W x + b + e: both are linear in c. It takes
+       N + 1 < D, and 2 N + 1 < D without position embeddings, 3 N + 6 < 2 D with known ones.
+    3. Where the patch embedding is frozen too, the same with x = c for D > K (K + 2 N + 6 < 2 D). For D ≤ K the token
+       alone says W x + b + e, but for a constant (`embeddings_of_tokens`; 2 N + 5 < D). K − D + 1 directions of each
+       patch then are in no gradient: the image prior of `mjp-subspace` completes them.
+    4. Of B images in one gradient (B N for N above) attention says which patches belong together (`grouping`).
+    5. Known position embeddings tell the slots apart. Without them patches come in no order, and are put where their
+       borders fit; so are under MJP those of the masked slots, where ∂ℓ/∂E_pos tells them: of one image, or of all that
+       share a mask.
+
+    Patches whose token was not found are the smoothest ones, or, without position embeddings, grey.
+
+    Args:
+        starts: of the search for tokens, in each round.
+        rounds: of the search, at most.
+        steps: of Levenberg and Marquardt's method in each search.
+        tolerance: the relative residual below which a solution may be a token.
+        sure: the one below which it is beyond doubt.
+        sharpen: steps of Gauss and Newton's method, at most.
+        inner: steps of conjugate gradients in each of them.
+        seed: of the starts.
+
+    Source: ours; the sums are the chain rule at the first block.
+    """
+
+    name: ClassVar[str] = "token-separation"
+    paper: ClassVar[str] = "ours: the chain rule at the first block's MLP"
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.PLAIN_BLOCK})
+    parameters: ClassVar[tuple[str, ...]] = (FC1, FC2, QKV, PROJ)
+    if_released: ClassVar[tuple[str, ...]] = (_PATCH, "pos_embed")
+    stands_in_for: ClassVar[tuple[str, ...]] = ("mjp-full",)
+    places: ClassVar[bool] = True  # as of mjp-full
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return which of the conditions on B images, N patches, p class and register tokens, K and D does not hold.
+
+        Tokens are told apart for B (N + p) < D. Then a token has the coordinates of its patch for unknowns, m = B N or,
+        where the patch embedding is frozen, K, and B (N + p) of what attention mixed, against D equations of its own
+        and, where position embeddings tell slots apart, D − B (N + p) of what was heard.
+        """
+        model, B = seen.model, seen.images_per_release
+        p, n = model.vit.num_prefix_tokens, model.grid[0] * model.grid[1]
+        d, k = model.vit.embed_dim, model.vit.patch_embed.proj.weight[0].numel()
+        all_, frozen = B * (n + p), _PATCH not in seen.gradients
+        m, named = (k, "K") if frozen else (B * n, "B·N")
+        T = f"B·(N + {p})"
+        if frozen and d <= k:
+            asked, said = (2 * all_ + 3, d), (f"2·{T} + 3", "D")
+        elif model.vit.pos_embed is None:
+            asked, said = (m + all_, d), (f"{named} + {T}", "D")
+        else:
+            asked, said = (m + 2 * all_ + 4, 2 * d), (f"{named} + 2·{T} + 4", "2·D")
+        told = [(asked, said), ((all_, d), (T, "D"))]
+        found = [f"{a} = {x} ≥ {b} = {y}" for (x, y), (a, b) in told if x >= y]
+        return " and ".join(found) or None
+
+    def __call__(self, seen: Observation) -> Stolen:
+        """Reconstruct the private images, and say how many tokens were found.
+
+        Raises:
+            PrivlabError: of several images in one gradient, if the patch embedding is frozen and D ≤ K.
+
+        Warns:
+            PrivlabWarning: if slots are masked, and the gradient does not tell which.
+        """
+        model, block, B = seen.model, first_block(seen.model), seen.images_per_release
+        hidden = self._hidden(seen)
+        count = model.vit.num_prefix_tokens + model.grid[0] * model.grid[1]
+        if B > 1 and _underdetermined(seen):
+            raise PrivlabError(
+                f"{self.name}: {B} images in one gradient, and a frozen patch embedding that leaves some of a patch "
+                "open. Only one image in each can be told then."
+            )
+        found: list[Separated] = []
+        solved: list[Solved] = []
+        for i in range(len(seen.gradients[FC1])):
+            own = self.tokens(block, seen, i, B * count)
+            slots = _slots(seen, i, hidden[i])
+            if B == 1:
+                parts = [(own, self._patches(seen, block, i, own.u, slots))]
+            else:
+                parts = self._images(seen, block, i, own, slots)
+            found += [tokens for tokens, _ in parts]
+            solved += [patches for _, patches in parts]
+        X, known = (torch.stack(part) for part in zip(*solved, strict=True))
+        counts = self.counts(found)
+        loose = hidden.repeat_interleave(B, 0)
+        if not loose.any():
+            return Stolen(model.to_images(_completed(seen, X, known)), **counts)
+        lost = [None] * len(X) if model.vit.pos_embed is None else ~known
+        each = zip(model.to_images(X), loose, lost, strict=True)
+        order = torch.stack([placed(model, *image) for image in each])
+        X, known = X.gather(1, order[..., None].expand_as(X)), known.gather(1, order)
+        return Stolen(model.to_images(_completed(seen, X, known)), loose=loose, **counts)
+
+    def _hidden(self, seen: Observation) -> Bool[Tensor, "r n"]:
+        """Return the slots that nothing tells apart: all without position embeddings, under MJP the masked ones.
+
+        Warns:
+            PrivlabWarning: if some are masked, and the gradient does not tell which.
+        """
+        r, (height, width) = len(seen.gradients[FC1]), seen.model.grid
+        bare = seen.model.vit.pos_embed is None
+        none = torch.full((r, height * width), bare, device=seen.model.mean.device)
+        if bare or not hides_places(seen):
+            return none
+        if "pos_embed" in seen.gradients and shares_mask(seen):
+            return masked_slots(seen)
+        warnings.warn(
+            f"{self.name}: MJP is at work, and the gradient does not tell in which slots. Every slot is taken to keep "
+            "its position embedding: a low score here is no evidence of privacy.",
+            PrivlabWarning,
+            stacklevel=3,
+        )
+        return none
+
+    def _patches(self, seen: Observation, block: Block, i: int, u: Float[Tensor, "f d"], slots: Slots) -> Solved:
+        """Return the patches of image i, and which of them have a token."""
+        model = seen.model
+        grey, none = slots.known, torch.zeros_like(slots.alike)
+        if not len(u):
+            return Solved(grey, none)
+        reads = Reads.of(seen, i, block, model.vit.num_prefix_tokens + len(grey))
+        if _underdetermined(seen):
+            z = embeddings_of_tokens(model, block, u, reads, self.sharpen, self.inner)
+            ns, x = _inverted(model, z, slots.pe, photograph_gradients(model, seen.photographs))
+            return Solved(grey.index_put((ns,), x), none.index_fill(0, ns, value=True))
+        return patches_of_tokens(model, block, slots, u, reads, grey, self.sharpen, self.inner)
+
+    def _images(
+        self, seen: Observation, block: Block, i: int, tokens: Separated, slots: Slots
+    ) -> list[tuple[Separated, Solved]]:
+        """Return for each image of release i its tokens and its patches."""
+        model, B = seen.model, seen.images_per_release
+        reads = Reads.of(seen, i, block, B * (model.vit.num_prefix_tokens + len(slots.pe)))
+        linear = slots_of_tokens(model, block, slots, tokens.u, reads, B)
+        return [
+            (
+                Separated(tokens.u[own.token], tokens.residual[own.token], tokens.wanted // B),
+                sharpened_patches(model, block, slots, tokens.u, own, slots.known, self.sharpen, self.inner),
+            )
+            for own in by_image(model, block, slots, linear, B)
+        ]
+
+
+def _slots(seen: Observation, i: int, hidden: Bool[Tensor, " n"]) -> Slots:
+    """Return what is known of the patches of release i: their span, and what stands for their position embeddings."""
+    pe = known_tokens(seen.model)[1]
+    if seen.model.vit.pos_embed is not None:
+        pe = torch.where(hidden[:, None], replacement(seen).to(pe), pe)
+    W, _ = projection(seen.model)
+    Y = torch.eye(W.shape[1]).to(W)
+    if _PATCH in seen.gradients:
+        Y = row_space(seen.gradients[_PATCH][i].flatten(1), seen.images_per_release * len(pe))
+    return Slots(W.new_zeros(len(pe), W.shape[1]), Y, pe, hidden)
+
+
+def _underdetermined(seen: Observation) -> bool:
+    """Return whether an embedded patch leaves some of the patch open, and no gradient says more of it."""
+    W, _ = projection(seen.model)
+    return _PATCH not in seen.gradients and len(W) <= W.shape[1]
+
+
+def _inverted(
+    model: VictimModel, z: Float[Tensor, "p d"], pe: Float[Tensor, "n d"], Γ: Float[Tensor, "c c"]
+) -> tuple[Int[Tensor, " p"], Float[Tensor, "p k"]]:
+    """Return the slots of embedded patches, known but for a constant, and the likeliest patches within them.
+
+    The smoothness prior of `Smoothness` is that of patches x ~ N(0, S), so z − b − e_s is N(0, W S Wᵀ) in its own slot.
+    """
+    W, b = projection(model)
+    L = _prior(model, Γ)
+    V = (W - W.mean(0)) @ L
+    law = V @ V.mT
+    law = law + _RIDGE * law.diagonal().mean() * torch.eye(len(law)).to(law)
+    whiten = torch.linalg.inv(torch.linalg.cholesky(law)).mT
+    rows = torch.cat([z - b, pe])
+    z, pe = (rows - rows.mean(1, keepdim=True)).split([len(z), len(pe)])
+    ns = linear_sum_assignment(torch.cdist(z @ whiten, pe @ whiten).square().cpu())[1]
+    ns = torch.as_tensor(ns, device=z.device)
+    return ns, (z - pe[ns]) @ (L @ ridge_inverse(V)).mT
+
+
+def _prior(model: VictimModel, Γ: Float[Tensor, "c c"]) -> Float[Tensor, "k k"]:
+    """Return L of S = L Lᵀ = Γ ⊗ (Δ + κ I)⁻¹, with Δ the Laplacian of a patch, and κ for pixels of variance one."""
+    p = model.patch
+    step = torch.eye(p).to(Γ).diff(dim=0)
+    path, eye = step.mT @ step, torch.eye(p).to(Γ)
+    Δ = torch.kron(path, eye) + torch.kron(eye, path)
+    κ = Γ.diagonal().mean() / p**2
+    S = torch.kron(Γ, torch.linalg.inv(Δ + κ * torch.eye(p * p).to(Γ)).contiguous())
+    return torch.linalg.cholesky(S)
+
+
+def _completed(seen: Observation, X: Float[Tensor, "b n k"], found: Bool[Tensor, "b n"]) -> Float[Tensor, "b n k"]:
+    """Return X with what no gradient says of it as smooth as can be: directions of all patches, and patches."""
+    model = seen.model
+    prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
+    if _underdetermined(seen) and bool(found.any()):
+        W, _ = projection(model)
+        Y = torch.linalg.svd(W - W.mean(0)).Vh[len(W) - 1 :].expand(len(X), -1, -1)
+        X = prior.fill(X, Y, free=found, inside=found, steps=3 * _STEPS)
+        for _ in range(_ROUNDS):
+            X = prior.fill(X, Y, free=found, inside=found, steps=_STEPS, epsilon=_EPSILON)
+    if model.vit.pos_embed is not None and bool(found.any()) and not bool(found.all()):
+        eye = torch.eye(X.shape[2]).to(X).expand(len(X), -1, -1)
+        X = prior.fill(X, eye, free=~found, inside=torch.ones_like(found), steps=3 * _STEPS)
+    return X

@@ -1,0 +1,1 @@
+"""Putting permuted rows in place, and what was shuffled back together."""

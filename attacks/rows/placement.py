@@ -1,0 +1,148 @@
+"""What the attacks on released features share: which row belongs in which slot."""
+
+import warnings
+
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.base.warnings import PrivlabWarning
+from privlab.patches.permutations import restore_features
+from privlab.release.effects import effects_of
+from privlab.threat.protocols import Effects, FeatureObservation, Rows
+from privlab.victims.model import VictimModel
+
+__all__ = [
+    "effects",
+    "known_tokens",
+    "patch_law",
+    "place_rows",
+    "row_costs",
+    "undone",
+    "warn_of_moves",
+]
+
+ENOUGH = 16
+"""Images from which the law of patches is taken at most; three place rows as well."""
+
+LEAST = 1e-9
+"""Mean variance of a feature below which public images say nothing: they are all one grey."""
+
+RIDGE = 1e-3
+"""Added to every variance, relative to their mean: public photographs may be fewer than the width."""
+
+
+def effects(seen: FeatureObservation) -> Effects:
+    """Return what the defenses at work do; their algorithms and parameters are public."""
+    return effects_of(seen.model, seen.defense)
+
+
+def warn_of_moves(attack: str, seen: FeatureObservation, *, rows: bool = False) -> None:
+    """Warn where a defense moves what an attack takes for unmoved: columns, and rows unless it places these itself.
+
+    Warns:
+        PrivlabWarning: with what is moved.
+    """
+    done = effects(seen)
+    moved = [name for name, moves in (("rows", not rows and done.rows != "kept"), ("columns", done.columns)) if moves]
+    if moved:
+        warnings.warn(
+            f"{attack} takes the {' and '.join(moved)} of what is sent for unmoved, and the defense moves them: "
+            "a low score here is no evidence of privacy.",
+            PrivlabWarning,
+            stacklevel=3,
+        )
+
+
+def undone(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Float[Tensor, "b t d"]:
+    """Return the features, in single precision or better, with their columns where a key says that they were.
+
+    Raises:
+        PrivlabError: if they do not fit the model, or are not finite.
+    """
+    features, vit = seen.features.detach(), seen.model.vit
+    expected = (vit.num_prefix_tokens + vit.patch_embed.num_patches, vit.embed_dim)
+    if features.shape[1:] != expected:
+        found = " × ".join(map(str, features.shape[1:]))
+        raise PrivlabError(f"The model sends {expected[0]} × {expected[1]} features of an image. Found {found}.")
+    if not features.isfinite().all():
+        raise PrivlabError("Features must be finite. Found nan or inf.")
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    return features if columns is None else restore_features(features, columns=columns)
+
+
+def known_tokens(model: VictimModel) -> tuple[Float[Tensor, "p d"], Float[Tensor, "n d"]]:
+    """Return the class and register tokens as they are sent, and the position embeddings of the patches (or zeros)."""
+    h, w = model.grid
+    tokens = model.embed(model.mean.new_zeros(1, *model.image_shape))[0].detach().double()
+    pe = model.vit.pos_embed
+    prefix, patches = tokens[: -h * w], tokens[-h * w :]
+    return prefix, torch.zeros_like(patches) if pe is None else pe[0, -h * w :].detach().double()
+
+
+def patch_law(
+    model: VictimModel, public: Float[Tensor, "m c h w"], noise: float = 0.0
+) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+    """Return mean and covariance of W x + β + ε over the patches of the first public images, with noise ε.
+
+    Raises:
+        PrivlabError: if there are no public images.
+    """
+    if not len(public):
+        raise PrivlabError("The law of patches is taken from public images. Found none: give one or more.")
+    proj = model.vit.patch_embed.proj(model.normalise(public[:ENOUGH].to(model.mean)))
+    rows = proj.flatten(2).mT.flatten(0, 1).detach().double()
+    covariance = rows.mT.cov(correction=0)
+    ridge = RIDGE * covariance.diagonal().mean().clamp_min(LEAST) + noise**2
+    return rows.mean(0), covariance + ridge * torch.eye(len(covariance), dtype=rows.dtype, device=rows.device)
+
+
+def row_costs(
+    features: Float[Tensor, "b t d"],
+    prefix: Float[Tensor, "p d"],
+    pe: Float[Tensor, "n d"],
+    law: tuple[Float[Tensor, " d"], Float[Tensor, "d d"]],
+    noise: float = 0.0,
+) -> Float[Tensor, "b t t"]:
+    """Return −2 log-likelihood of row r in slot s, class and register tokens first: ‖z_r − μ_s‖² in Σ_s⁻¹, + log |Σ_s|.
+
+    A patch's row is N(μ + e_s, Σ); a class token's is its public value with nothing but noise. Within the patches,
+    what does not mix r and s drops out of an assignment, and −2 z_rᵀ Σ⁻¹ e_s would be left.
+    """
+    mean, covariance, prefix, pe = (x.to(features.dtype) for x in (*law, prefix, pe))
+    L = torch.linalg.cholesky(covariance)
+    rows = torch.linalg.solve_triangular(L, (features - mean).mT, upper=False).mT
+    slots = torch.linalg.solve_triangular(L, pe.mT, upper=False).mT
+    patch = _squares(rows, slots) + 2 * L.diagonal().log().sum()
+    known = noise**2 + RIDGE**2 * covariance.diagonal().mean()  # no row is known better than rounding allows
+    return torch.cat([_squares(features, prefix) / known + len(L) * known.log(), patch], 2)
+
+
+def _squares(rows: Float[Tensor, "b t d"], slots: Float[Tensor, "s d"]) -> Float[Tensor, "b t s"]:
+    return rows.square().sum(2, keepdim=True) - 2 * rows @ slots.mT + slots.square().sum(1)
+
+
+def place_rows(costs: Float[Tensor, "b t s"], kind: Rows) -> Int[Tensor, "b s"]:
+    """Return, for every slot of every image, the row of the batch that an assignment of least cost puts there.
+
+    Where rows are mixed among images, each slot takes b rows, and which of them belongs to which image is left open.
+    """
+    b, t, s = costs.shape
+    if kind == "mixed":
+        rows = _assigned(costs.flatten(0, 1).repeat(1, b)[None])[0]
+        return rows.view(b, s)
+    if kind == "kept":
+        rows = torch.arange(s).expand(b, s)
+    else:
+        rows = _assigned(costs.sum(0, keepdim=True) if kind == "shared" else costs).expand(b, s)
+    return (rows + t * torch.arange(b)[:, None]).to(costs.device)
+
+
+def _assigned(costs: Float[Tensor, "g r s"]) -> Int[Tensor, "g s"]:
+    """Return the row of each slot. Where every slot has a cheapest row of its own, these are the assignment."""
+    rows = costs.argmin(1).cpu()
+    for i in (rows.sort(1).values.diff(dim=1) == 0).any(1).nonzero().flatten().tolist():
+        rows[i] = torch.from_numpy(linear_sum_assignment(costs[i].T.cpu().numpy())[1])
+    return rows

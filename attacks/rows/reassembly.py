@@ -1,0 +1,178 @@
+"""What the attacks on released features share: images from rows, put in their slots by embeddings or by borders."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+from torch import Generator, Tensor
+
+from privlab.attacks.rows.placement import effects, known_tokens, patch_law, place_rows, row_costs, undone
+from privlab.attacks.solvers.linear import invert_rows
+from privlab.base.errors import PrivlabError
+from privlab.patches.patchify import patchify
+from privlab.reassembly.border_costs import FLOOR, border_cost, border_costs
+from privlab.reassembly.predictors import PositionPredictor
+from privlab.reassembly.solver import ROUNDS, assemble
+from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+from privlab.victims.model import VictimModel
+
+__all__ = ["by_borders", "by_embeddings", "inverted", "pixels", "placed", "reassembled", "summed_costs"]
+
+WITNESSES = 8
+"""Public images on which the error of the linear inversion is measured."""
+
+SWEEPS = 20
+"""Over the grid, at most, when patches are grouped."""
+
+
+def reassembled(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Stolen:
+    """Return the images of rows whose columns are known, by their position embeddings if these may be used."""
+    return (by_embeddings if Capability.POSITION_EMBEDDINGS in seen.grants else by_borders)(seen, columns)
+
+
+def by_embeddings(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Stolen:
+    """Place every row where its position embedding is the likeliest, and invert it without that.
+
+    Rows that were mixed among images are then grouped by their borders; which of the groups is which image of the batch
+    nothing tells, unless rows have stayed with their image.
+    """
+    model, features = seen.model, undone(seen, columns)
+    pe = known_tokens(model)[1]
+    rows = placed(seen, features, pe)
+    patches, floor = inverted(model, features.flatten(0, 1)[rows] - pe, seen.public, effects(seen).noise_std)
+    if effects(seen).rows == "mixed":
+        group = _groups(pixels(model, patches), rows // features.shape[1], model.grid, floor)
+        rows, patches = rows.gather(0, group), patches.gather(0, group[..., None].expand_as(patches))
+    return Stolen(model.to_images(patches), rows, columns)
+
+
+def by_borders(
+    seen: FeatureObservation,
+    columns: Int[Tensor, " d"] | None = None,
+    *,
+    rounds: int = ROUNDS,
+    predictor: PositionPredictor | None = None,
+) -> Stolen:
+    """Invert rows that carry no position embedding, and place them by their borders.
+
+    With a predictor, its −log p(slot | patch) counts too. Images that share one order are put together as one, their
+    costs added up.
+
+    Raises:
+        PrivlabError: if rows were mixed among images.
+    """
+    model, kind = seen.model, effects(seen).rows
+    if kind == "mixed":
+        raise PrivlabError(
+            "Rows mixed among images are not put together by their borders alone. Use pe-assignment, on features with "
+            "position embeddings."
+        )
+    features = undone(seen, columns)
+    rows = placed(seen, features, torch.zeros_like(known_tokens(model)[1]))
+    patches, floor = inverted(model, features.flatten(0, 1)[rows], seen.public, effects(seen).noise_std)
+    if kind != "kept":
+        order = _orders(pixels(model, patches), model.grid, floor, kind == "shared", rounds, predictor)
+        rows, patches = rows.gather(1, order), patches.gather(1, order[..., None].expand_as(patches))
+    return Stolen(model.to_images(patches), rows, columns)
+
+
+def placed(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float[Tensor, "n d"]) -> Int[Tensor, "b n"]:
+    """Return the rows of the batch that these position embeddings put in the patch slots; those of tokens are left out.
+
+    Equal embeddings, such as zeros, leave the order of the patches' rows open.
+    """
+    prefix, noise = known_tokens(seen.model)[0], effects(seen).noise_std
+    costs = row_costs(features, prefix, pe, patch_law(seen.model, seen.public, noise), noise)
+    return place_rows(costs, effects(seen).rows)[:, len(prefix) :]
+
+
+def pixels(model: VictimModel, patches: Float[Tensor, "b n k"]) -> Float[Tensor, "b n c p p"]:
+    """Return normalised patches as pixels, not clipped, in single precision: borders need no more."""
+    side = (model.image_shape[0], model.patch, model.patch)
+    return (patches.unflatten(2, side) * model.std + model.mean).float()
+
+
+def _orders(
+    patches: Float[Tensor, "b n c p p"],
+    grid: tuple[int, int],
+    floor: float,
+    shared: bool,
+    rounds: int,
+    predictor: PositionPredictor | None,
+) -> Int[Tensor, "b n"]:
+    """Return for each image the order that its borders, and the predictor, ask for; one for all, if they share it."""
+    b, places = len(patches), None if predictor is None else _places(predictor, patches)
+    if shared:
+        total = None if places is None else places.sum(0)
+        return assemble(summed_costs(patches, floor), grid, places=total, rounds=rounds).expand(b, -1)
+    each = [
+        assemble(border_costs(of_image, floor=floor), grid, places=None if places is None else places[i], rounds=rounds)
+        for i, of_image in enumerate(patches)
+    ]
+    return torch.stack(each)
+
+
+@torch.no_grad()
+def _places(predictor: PositionPredictor, patches: Float[Tensor, "b n c p p"]) -> Float[Tensor, "b n n"]:
+    """Return what each patch costs in each slot: −log p, where no patch is known to stand in its own."""
+    known = torch.zeros(patches.shape[:2], dtype=torch.bool, device=patches.device)
+    return -predictor.to(patches.device).scores(patches.clamp(0, 1), known).mT
+
+
+def summed_costs(patches: Float[Tensor, "b n c p p"], floor: float) -> Float[Tensor, "2 n n"]:
+    """Return the border costs of images that share one order, added up."""
+    total = border_costs(patches[0], floor=floor)
+    for of_image in patches[1:]:
+        total += border_costs(of_image, floor=floor)
+    return total
+
+
+def inverted(
+    model: VictimModel, rows: Float[Tensor, "b n d"], public: Float[Tensor, "m c h w"], noise: float
+) -> tuple[Float[Tensor, "b n k"], float]:
+    """Return normalised patches, and the variance of their pixels' error in [0, 1], as measured on public images."""
+    few = model.normalise(public[:WITNESSES].to(model.mean))
+    own = model.vit.patch_embed.proj(few).flatten(2).mT.detach().to(rows)
+    own = own + noise * torch.randn(own.shape, generator=Generator().manual_seed(0)).to(rows)
+    found, check = invert_rows(model, torch.cat([rows, own]), public, noise=noise).split([len(rows), len(own)])
+    error = pixels(model, check) - pixels(model, patchify(few, model.patch).to(check))
+    return found, max(FLOOR, float(error.square().mean()))
+
+
+def _groups(
+    patches: Float[Tensor, "b n c p p"], came: Int[Tensor, "b n"], grid: tuple[int, int], floor: float
+) -> Int[Tensor, "b n"]:
+    """Return which of the b patches of each slot belongs to which image, so that neighbours continue each other.
+
+    Slot by slot the assignment of least cost, given the slots around it: over the grid until nothing changes.
+    Image i is the group that has the most rows of those that were sent with image i (`came`).
+    """
+    b, n = came.shape
+    links = _links(patches, grid, floor)
+    held = np.full((n, b), -1)
+    held[0] = np.arange(b)
+    for sweep in range(SWEEPS):
+        before = held.copy()
+        for slot in range(sweep == 0, n):
+            around = [cost[held[other]] for other, cost in links[slot] if held[other, 0] >= 0]
+            held[slot] = linear_sum_assignment(sum(around))[1] if around else held[slot]
+        if (held == before).all():
+            break
+    groups = torch.from_numpy(held.T).to(came.device)
+    votes = torch.nn.functional.one_hot(came.gather(0, groups), b).sum(1)
+    return groups[torch.from_numpy(linear_sum_assignment(votes.T.cpu().numpy(), maximize=True)[1])]
+
+
+def _links(
+    patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], floor: float
+) -> list[list[tuple[int, Float[np.ndarray, "b b"]]]]:
+    """Return for each slot its neighbours, with the cost of each of their patches beside each of its own."""
+    slots, by_slot = torch.arange(grid[0] * grid[1]).view(grid), patches.transpose(0, 1)
+    links: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(len(by_slot))]
+    for first, second, turned in ((slots[:, :-1], slots[:, 1:], by_slot), (slots[:-1], slots[1:], by_slot.mT)):
+        first, second = first.flatten(), second.flatten()
+        costs = border_cost(turned[first], turned[second], floor=floor).cpu().numpy()
+        for a, b, cost in zip(first.tolist(), second.tolist(), costs, strict=True):
+            links[a].append((b, cost.T))
+            links[b].append((a, cost))
+    return links

@@ -1,0 +1,1 @@
+"""Least squares, descent, likelihoods and image priors that attacks share."""

@@ -1,0 +1,237 @@
+"""Descent on many independent problems at once, whose whole state is a few tensors: interrupted, it is resumed."""
+
+import hashlib
+import math
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.base.warnings import PrivlabWarning
+from privlab.training import Checkpoints, Progress, tell
+from privlab.victims.weights import cache_folder
+
+__all__ = ["OPTIMISERS", "Adam", "Kept", "Lbfgs", "Optimiser", "State", "descend"]
+
+_SAVE_EVERY = 20.0
+"""Seconds between two states on the disk."""
+
+State: TypeAlias = dict[str, Tensor]
+"""Of p problems: the points `x` (p × q), `value` and `slope` there, the `best` point so far and its value, `least`."""
+
+Evaluate: TypeAlias = Callable[
+    [Float[Tensor, "s q"], Int[Tensor, " s"]], tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]
+]
+"""(points, the numbers of their problems) ↦ the objective's value and its gradient at each point."""
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """One way down, `lr` being the root mean square of the (first) step's entries."""
+
+    name: ClassVar[str]
+
+    lr: float
+
+    def start(self, x: Float[Tensor, "p q"], evaluate: Evaluate) -> State:
+        """Return the state before the first step."""
+        value, slope = evaluate(x, torch.arange(len(x), device=x.device))
+        return {"x": x, "value": value, "slope": slope, "best": x, "least": value} | self._memory(x)
+
+    def advance(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
+        """Return the state after step number `step` of `steps`, counted from zero; `state` is left as it is."""
+        raise NotImplementedError
+
+    def done(self, state: State) -> bool:
+        """Return whether nothing will change any more."""
+        return False
+
+    def _memory(self, x: Float[Tensor, "p q"]) -> State:
+        """Return what the optimiser remembers, before the first step."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Adam(Optimiser):
+    """Adam (Kingma & Ba 2015), its step shrinking to nothing along half a cosine."""
+
+    name: ClassVar[str] = "adam"
+
+    first: float = 0.9
+    second: float = 0.999
+
+    def _memory(self, x: Float[Tensor, "p q"]) -> State:
+        return {"mean": torch.zeros_like(x), "square": torch.zeros_like(x)}
+
+    def advance(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
+        """Step against the running mean of the slope, each entry by its own scale."""
+        x, slope = state["x"], state["slope"]
+        mean = self.first * state["mean"] + (1 - self.first) * slope
+        square = self.second * state["square"] + (1 - self.second) * slope.square()
+        scale = (square / (1 - self.second ** (step + 1))).sqrt() + torch.finfo(x.dtype).tiny ** 0.5
+        lr = self.lr * (1 + math.cos(math.pi * step / steps)) / 2
+        x = x - lr / (1 - self.first ** (step + 1)) * mean / scale
+        value, slope = evaluate(x, torch.arange(len(x), device=x.device))
+        better = value < state["least"]
+        best = torch.where(better[:, None], x, state["best"])
+        least = torch.where(better, value, state["least"])
+        return {"x": x, "value": value, "slope": slope, "best": best, "least": least, "mean": mean, "square": square}
+
+
+@dataclass(frozen=True)
+class Lbfgs(Optimiser):
+    """L-BFGS (Liu & Nocedal 1989) for each problem by itself, with backtracking: no step goes up.
+
+    Where no step goes down, the problem forgets its curvature, and steps along the slope; where none does then, it
+    stays.
+    """
+
+    name: ClassVar[str] = "lbfgs"
+
+    remembered: int = 10
+    trials: int = 10
+    enough: float = 1e-4
+
+    def _memory(self, x: Float[Tensor, "p q"]) -> State:
+        empty = x.new_zeros(self.remembered, *x.shape)
+        return {"moves": empty, "turns": empty.clone(), "stuck": x.new_zeros(len(x), dtype=torch.bool)}
+
+    def done(self, state: State) -> bool:
+        """Return whether every problem is stuck."""
+        return bool(state["stuck"].all())
+
+    def advance(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
+        """Step along −H⁻¹ ∇f, where H is remembered from the last steps."""
+        x, slope, moves, turns = (state[name] for name in ("x", "slope", "moves", "turns"))
+        fresh = (moves == 0).all(2).all(0)
+        lower, new, value, new_slope = self._search(state, self._direction(slope, moves, turns), evaluate)
+        move, turn = new - x, new_slope - slope
+        learnt = (lower & (_dot(move, turn) > 0))[:, None]
+        forgotten = (~lower)[:, None]
+        moves, turns = (
+            torch.where(learnt, torch.cat([last[None], old[:-1]]), old).masked_fill(forgotten, 0)
+            for last, old in ((move, moves), (turn, turns))
+        )
+        return {
+            **{"x": new, "value": value, "slope": new_slope, "best": new, "least": value},
+            **{"moves": moves, "turns": turns, "stuck": state["stuck"] | (~lower & fresh)},
+        }
+
+    def _direction(
+        self, slope: Float[Tensor, "p q"], moves: Float[Tensor, "h p q"], turns: Float[Tensor, "h p q"]
+    ) -> Float[Tensor, "p q"]:
+        """Return −H⁻¹ ∇f by the recursion over pairs of moves and turns of the slope, the newest first."""
+        pairs = [(move, turn, _dot(move, turn)) for move, turn in zip(moves, turns, strict=True)]
+        shares, q = [], slope
+        for move, turn, product in pairs:
+            shares.append(torch.where(product > 0, _dot(move, q) / product, 0))
+            q = q - shares[-1][:, None] * turn
+        newest = torch.where(pairs[0][2] > 0, pairs[0][2] / _dot(turns[0], turns[0]), 0)
+        size = slope.norm(dim=1).clamp_min(torch.finfo(slope.dtype).tiny)
+        q = q * torch.where(newest > 0, newest, self.lr * slope.shape[1] ** 0.5 / size)[:, None]
+        for (move, turn, product), share in zip(reversed(pairs), reversed(shares), strict=True):
+            back = torch.where(product > 0, _dot(turn, q) / product, 0)
+            q = q + (share - back)[:, None] * move
+        return -q
+
+    def _search(
+        self, state: State, direction: Float[Tensor, "p q"], evaluate: Evaluate
+    ) -> tuple[Bool[Tensor, " p"], Float[Tensor, "p q"], Float[Tensor, " p"], Float[Tensor, "p q"]]:
+        """Return which problems a share of the direction lowers, and all points, values and slopes after that.
+
+        The share is that of the least of the parabola through the value, its slope and the value last tried.
+        """
+        x, value, slope = (state[name].clone() for name in ("x", "value", "slope"))
+        lower, down, share = torch.zeros_like(state["stuck"]), _dot(slope, direction), torch.ones_like(value)
+        for _ in range(self.trials):
+            rows = (~lower & ~state["stuck"] & (down < 0)).nonzero()[:, 0]
+            if not len(rows):
+                break
+            t, fall = share[rows], down[rows]
+            tried = x[rows] + t[:, None] * direction[rows]
+            there, slope_there = evaluate(tried, rows)
+            rise = there - value[rows]
+            least = -fall * t / (2 * (rise / t - fall))
+            share[rows] = least.nan_to_num(0.0).clamp(0.1 * t, 0.5 * t)
+            fine = rise <= self.enough * t * fall  # not where it is NaN
+            kept = rows[fine]
+            lower[kept], x[kept], value[kept], slope[kept] = True, tried[fine], there[fine], slope_there[fine]
+        return lower, x, value, slope
+
+
+def _dot(a: Float[Tensor, "p q"], b: Float[Tensor, "p q"]) -> Float[Tensor, " p"]:
+    return (a * b).sum(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The state of an unfinished search on the disk, below `PRIVLAB_CACHE` or in the user's cache."""
+
+    checkpoints: Checkpoints
+
+    @classmethod
+    def under(cls, identity: Iterable[str]) -> "Kept":
+        """Return the place of the search that these words tell from all others."""
+        key = hashlib.sha256("\n".join(identity).encode()).hexdigest()
+        return cls(Checkpoints(cache_folder("searches") / key[:32], {"search": key}))
+
+    def last(self, device: torch.device) -> tuple[int, State] | None:
+        """Return how many steps were taken, and the state after them; None if nothing was kept."""
+        if (found := self.checkpoints.last()) is None:
+            return None
+        step, state, _ = found
+        return step, {name: tensor.to(device) for name, tensor in state.items()}
+
+    def save(self, step: int, state: State) -> None:
+        """Write the state; where that fails, say so and go on."""
+        try:
+            self.checkpoints.save(step, {name: tensor.clone() for name, tensor in state.items()}, {})
+        except PrivlabError as error:
+            warnings.warn(f"The search cannot be resumed if it is interrupted: {error}", PrivlabWarning, stacklevel=4)
+
+    def forget(self) -> None:
+        """Remove what was kept: the search is over."""
+        shutil.rmtree(self.checkpoints.folder, ignore_errors=True)
+
+
+def descend(
+    optimiser: Optimiser, points: Float[Tensor, "p q"], evaluate: Evaluate, steps: int, kept: Kept
+) -> tuple[Float[Tensor, "p q"], Float[Tensor, " p"]]:
+    """Return the best points that `steps` steps find, and their values; go on with what was kept, if anything was.
+
+    The state is kept every now and then, and when interrupted; whoever is `listening` is told of each step.
+
+    Raises:
+        PrivlabError: if the objective is not finite at the start.
+    """
+    done, state = kept.last(points.device) or (0, optimiser.start(points, evaluate))
+    if not state["least"].isfinite().all():
+        raise PrivlabError("The objective is not finite where the search starts.")
+    first, begun = done, time.perf_counter()
+    saved = begun
+    try:
+        while done < steps and not optimiser.done(state):
+            state = optimiser.advance(state, evaluate, done, steps)
+            done += 1
+            now = time.perf_counter()
+            left = (now - begun) / (done - first) * (steps - done)
+            tell(Progress(done, steps, 0.0, float(state["least"].mean()), optimiser.lr, now - begun, left))
+            if now - saved > _SAVE_EVERY:
+                kept.save(done, state)
+                saved = now
+    except BaseException:
+        if done > first:
+            kept.save(done, state)
+        raise
+    kept.forget()
+    return state["best"], state["least"]
+
+
+OPTIMISERS: dict[str, type[Optimiser]] = {kind.name: kind for kind in (Adam, Lbfgs)}

@@ -1,0 +1,62 @@
+"""How likely a release is, given the gradient behind it and defenses whose errors are of known size."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from privlab.attacks.solvers.least_squares import RTOL
+from privlab.threat.protocols import GradientDefense, Observation
+
+__all__ = ["Likelihood"]
+
+Gradients = Mapping[str, Float[Tensor, "s ..."]]
+
+
+@dataclass(frozen=True, eq=False)
+class Likelihood:
+    """Released gradients of all layers, with the `variance` of the error of each entry, for each of r releases.
+
+    An entry that was released as zero, and may be something else, lies within ±`edge`; elsewhere `edge` is zero. What a
+    defense does on average, such as clipping, stands in `expected`.
+    """
+
+    released: Mapping[str, Float[Tensor, "r ..."]]
+    variance: Mapping[str, Float[Tensor, "r ..."]]
+    edge: Mapping[str, Float[Tensor, "r ..."]]
+    expected: tuple[Callable[[Gradients], Gradients], ...] = ()
+
+    @classmethod
+    def of(cls, seen: Observation, released: Mapping[str, Float[Tensor, "r ..."]]) -> "Likelihood":
+        """Read what is known of the errors of these gradients; those of several defenses add up.
+
+        No error is less than that of rounding, which is relative to the root mean square over all parameters.
+        """
+        parts = [part for part in seen.defense if isinstance(part, GradientDefense)]
+        variance = {name: torch.zeros_like(g) for name, g in released.items()}
+        for part in parts:
+            for name, added in part.variance(released).items():
+                variance[name] += added
+        edge = {name: torch.where(g == 0, (3 * variance[name]).sqrt(), 0) for name, g in released.items()}
+        sizes = torch.stack([g.flatten(1).square().sum(1) for g in released.values()]).sum(0)
+        count = sum(g[0].numel() for g in released.values())
+        least = RTOL**2 * sizes / count
+        least = least.clamp_min(torch.finfo(least.dtype).tiny)
+        floors = {name: least.view(-1, *[1] * (g.ndim - 1)) for name, g in released.items()}
+        variance = {name: torch.where(edge[name] > 0, 0, v).maximum(floors[name]) for name, v in variance.items()}
+        expected = (getattr(part, "expected", None) for part in parts)
+        return cls(released, variance, edge, tuple(each for each in expected if each is not None))
+
+    def __call__(self, g: Gradients, release: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
+        """Return −log p(released | g) less a constant: Σ r² / 2v, r being how far an entry is from where it may be."""
+        for expected in self.expected:
+            g = expected(g)
+        total = []
+        for name, each in g.items():
+            off = each - self.released[name][release]
+            edge = self.edge[name][release]
+            off = off - off.clamp(-edge, edge)
+            total.append((off.square() / self.variance[name][release]).flatten(1).sum(1))
+        return torch.stack(total).sum(0) / 2

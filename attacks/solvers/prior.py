@@ -1,0 +1,305 @@
+"""The image priors that attacks complete with: photographs are smooth but for edges, and colours change together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from privlab.images.photographs import photographs
+from privlab.patches.patchify import patchify, slots_to_pixels, unpatchify
+from privlab.victims.model import VictimModel
+
+__all__ = ["PRIORS", "Smoothness", "Windows", "conjugate_gradients", "photograph_gradients", "photograph_windows"]
+
+Map = Callable[[Tensor], Tensor]
+Names = tuple[str, ...] | None
+
+Prior = Literal["quadratic", "sparse", "covariance", "cauchy"]
+PRIORS: tuple[str, ...] = get_args(Prior)
+"""Names of image priors: see `photograph_windows`."""
+
+_RIDGE = 1e-5
+"""Added to the variances of colour differences, in pixels of [0, 1] squared: some photographs are grey."""
+
+_ROUNDING = 1 / 12 / 255**2
+"""Variance of rounding to 8 bits: no photograph tells of less."""
+
+_EDGE = 0.07
+"""Differences of adjacent pixels, in their standard deviations, below which the sparse prior is quadratic."""
+
+
+def photograph_gradients(model: VictimModel, names: Names = None) -> Float[Tensor, "c c"]:
+    """Return the colour covariance of differences between adjacent normalised pixels, over the bundled photographs.
+
+    `names` are those that may be learned from, `Observation.photographs`; all of them without it.
+    """
+    std = model.std.double().flatten()
+    return _gradients(model.image_shape, names).to(std) / (std[:, None] * std)
+
+
+@lru_cache(maxsize=32)
+def _gradients(shape: tuple[int, int, int], names: Names) -> Float[Tensor, "c c"]:
+    images = photographs(shape[1:], names, shape[0])
+    δ = torch.cat([images.diff(dim=dim).transpose(0, 1).flatten(1) for dim in (3, 2)], 1)
+    return δ @ δ.mT / δ.shape[1] + _RIDGE * torch.eye(len(δ), dtype=δ.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Smoothness:
+    """The energy Σ_p w_p δ_pᵀ Γ⁻¹ δ_p of the differences δ_p between adjacent pixels, across and down.
+
+    `shape` is that of an image, `covariance` is Γ.
+    """
+
+    shape: tuple[int, int, int]
+    covariance: Float[Tensor, "c c"]
+
+    def fill(
+        self,
+        X: Float[Tensor, "b n k"],
+        Y: Float[Tensor, "b m k"],
+        *,
+        free: Bool[Tensor, "b n"],
+        inside: Bool[Tensor, "b n"],
+        steps: int,
+        epsilon: float | None = None,
+    ) -> Float[Tensor, "b n k"]:
+        """Return X + C Y of least energy over C, in the rows that are `free`, by conjugate gradients from C = 0.
+
+        Only differences between two pixels `inside` count. With `epsilon`, w_p = 1 / √(ε² + δ_pᵀ Γ⁻¹ δ_p) of X: one
+        round of reweighted least squares.
+        """
+        patch = round((X.shape[2] / self.shape[0]) ** 0.5)
+        grid = (self.shape[1] // patch, self.shape[2] // patch)
+        pixels = slots_to_pixels(inside, grid, patch)[:, None].to(X)
+        across, down = pixels[..., 1:] * pixels[..., :-1], pixels[..., 1:, :] * pixels[..., :-1, :]
+        precision = torch.linalg.inv(self.covariance).to(X)
+        if epsilon is not None:
+            image = unpatchify(X, self.shape)
+            across = across * _weight(image.diff(dim=3), precision, epsilon)
+            down = down * _weight(image.diff(dim=2), precision, epsilon)
+        rows = free[..., None].to(X)
+
+        def slope(X: Tensor) -> Tensor:
+            """Return half the gradient of the energy by C."""
+            image = torch.einsum("cd,bdhw->bchw", precision, unpatchify(X, self.shape))
+            back = _adjoint(image.diff(dim=3) * across, 3) + _adjoint(image.diff(dim=2) * down, 2)
+            return (patchify(back, patch) * rows) @ Y.mT
+
+        C = conjugate_gradients(lambda C: slope((C @ Y) * rows), -slope(X), steps)
+        return X + (C @ Y) * rows
+
+    def sparse_energy(self, X: Float[Tensor, "b n k"], epsilon: float) -> Float[Tensor, " b"]:
+        """Return Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p): what photographs keep small, and what reweighting lets `fill` minimise."""
+        image = unpatchify(X, self.shape)
+        precision = torch.linalg.inv(self.covariance).to(X)
+        across, down = (_weight(image.diff(dim=dim), precision, epsilon) for dim in (3, 2))
+        return across.reciprocal().sum((1, 2, 3)) + down.reciprocal().sum((1, 2, 3))
+
+    def curvature(self, at: Float[Tensor, "b n k"], epsilon: float) -> Map:
+        """Return the map X ↦ H X that bounds the Hessian of `sparse_energy` at a point; there H X is its gradient."""
+        image, patch = unpatchify(at, self.shape), round((at.shape[2] / self.shape[0]) ** 0.5)
+        precision = torch.linalg.inv(self.covariance).to(at)
+        across, down = (_weight(image.diff(dim=dim), precision, epsilon) for dim in (3, 2))
+
+        def product(X: Tensor) -> Tensor:
+            image = torch.einsum("cd,bdhw->bchw", precision, unpatchify(X, self.shape))
+            return patchify(_adjoint(image.diff(dim=3) * across, 3) + _adjoint(image.diff(dim=2) * down, 2), patch)
+
+        return product
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """The energy Σ_p Σ_f φ(|F_f x_p|²) over the windows x_p of an image, at every pixel.
+
+    `filters` holds one F_f per group of responses, which share a weight; `tail` is q ↦ 2 φ′(q).
+    """
+
+    shape: tuple[int, int, int]
+    filters: tuple[Float[Tensor, "_ _ _ _"], ...]
+    tail: Map
+
+    def fill(
+        self,
+        X: Float[Tensor, "b n k"],
+        Y: Float[Tensor, "b m k"],
+        *,
+        free: Bool[Tensor, "b n"],
+        inside: Bool[Tensor, "b n"],
+        rounds: int,
+        steps: int,
+    ) -> Float[Tensor, "b n k"]:
+        """Return X + C Y of least energy over C, in the rows that are `free`; windows count that lie `inside` wholly.
+
+        Each round of reweighted least squares takes `steps` of conjugate gradients from the last C. Before the first,
+        4 · `steps` solve for φ(q) = q / 2.
+        """
+        patch = round((X.shape[2] / self.shape[0]) ** 0.5)
+        pixels = slots_to_pixels(inside, (self.shape[1] // patch, self.shape[2] // patch), patch)[:, None].to(X)
+        whole = [-F.max_pool2d(-pixels, bank.shape[2:], 1) for bank in self.filters]
+        own, rows = torch.linalg.inv(self._of_patches(Y, patch).double()).to(X), free[..., None].to(X)
+        X = X + self._step(X, Y, rows, own, whole, 4 * steps)
+        for _ in range(rounds):
+            weights = [w * self.tail(q) for w, q in zip(whole, self._squares(X), strict=True)]
+            X = X + self._step(X, Y, rows, own, weights, steps)
+        return X
+
+    def _step(
+        self,
+        X: Float[Tensor, "b n k"],
+        Y: Float[Tensor, "b m k"],
+        rows: Float[Tensor, "b n 1"],
+        own: Float[Tensor, "b m m"],
+        weights: list[Tensor],
+        steps: int,
+    ) -> Float[Tensor, "b n k"]:
+        """Return the change C Y of the rows that makes the weighted energy least.
+
+        The preconditioner is the inverse of a patch's energy by itself, `own`, over the mean weight of its windows.
+        """
+        patch = round((X.shape[2] / self.shape[0]) ** 0.5)
+        share = F.avg_pool2d(_padded(weights, self.shape).mean(0), patch).flatten(1)[..., None].clamp_min(1e-6)
+
+        def slope(X: Tensor) -> Tensor:
+            """Return half the gradient of the energy by C."""
+            image = unpatchify(X, self.shape)
+            back = torch.zeros_like(image)
+            for bank, w in zip(self.filters, weights, strict=True):
+                back = back + _conv_adjoint(F.conv2d(image, bank) * w, bank)
+            return (patchify(back, patch) * rows) @ Y.mT
+
+        C = conjugate_gradients(lambda C: slope((C @ Y) * rows), -slope(X), steps, lambda r: r @ own / share)
+        return (C @ Y) * rows
+
+    def _squares(self, X: Float[Tensor, "b n k"]) -> list[Float[Tensor, "b 1 _ _"]]:
+        image = unpatchify(X, self.shape)
+        return [F.conv2d(image, bank).square().sum(1, keepdim=True) for bank in self.filters]
+
+    def _of_patches(self, Y: Float[Tensor, "b m k"], patch: int) -> Float[Tensor, "b m m"]:
+        """Return the quadratic energy of a patch C Y before black, in C; zero rows of Y count as 1."""
+        images = Y.reshape(-1, self.shape[0], patch, patch)
+        H = torch.diag_embed((Y == 0).all(2).to(Y))
+        for bank in self.filters:
+            h, w = (side - 1 for side in bank.shape[2:])
+            z = F.conv2d(F.pad(images, (w, w, h, h)), bank).reshape(*Y.shape[:2], -1)
+            H = H + z @ z.mT
+        return H
+
+
+def _conv_adjoint(z: Float[Tensor, "b r h v"], bank: Float[Tensor, "r c s t"]) -> Tensor:
+    """Return the adjoint of `conv2d` without padding; `conv_transpose2d` takes several times as long."""
+    return F.conv2d(z, bank.transpose(0, 1).flip(2, 3), padding=(bank.shape[2] - 1, bank.shape[3] - 1))
+
+
+def _padded(weights: list[Tensor], shape: tuple[int, int, int]) -> Float[Tensor, "f b 1 h w"]:
+    """Return weights of windows as those of their first pixels, zero at the last edges."""
+    return torch.stack([F.pad(w, (0, shape[2] - w.shape[3], 0, shape[1] - w.shape[2])) for w in weights])
+
+
+def photograph_windows(model: VictimModel, name: str, names: Names = None) -> Windows:
+    """Return a prior whose covariances are those of the bundled photographs, in normalised pixels.
+
+    `names` are those that may be learned from, as in `photograph_gradients`.
+
+    - `quadratic`: φ(q) = q / 2 of the differences of adjacent pixels, q = δᵀ Γ⁻¹ δ, Γ their colour covariance;
+    - `sparse`: φ(q) = √(ε² + q) of them: total variation, across and down, of colours together;
+    - `covariance`: φ(q) = q / 2 of 3×3 windows without their mean colour, q = xᵀ Σ⁻¹ x: a Gaussian model;
+    - `cauchy`: φ(q) = 2 log(1 + q) of each of the three cosines in 2×2 windows that are no mean, over colours, with
+      Σ of greatest likelihood: Cauchy's distribution has one scale for flat areas and edges alike.
+    """
+    std = model.std.double().flatten()
+    banks = _banks(name, model.image_shape, names)
+    filters = tuple((bank.to(std) * std[:, None, None]).to(model.mean) for bank in banks)
+    return Windows(model.image_shape, filters, _TAILS[name])
+
+
+_TAILS: dict[str, Map] = {
+    "quadratic": torch.ones_like,
+    "sparse": lambda q: (_EDGE**2 + q).rsqrt(),
+    "covariance": torch.ones_like,
+    "cauchy": lambda q: 4 / (1 + q),
+}
+
+
+@lru_cache(maxsize=32)
+def _banks(name: str, shape: tuple[int, int, int], names: Names) -> tuple[Float[Tensor, "_ _ _ _"], ...]:
+    images = photographs(shape[1:], names, shape[0])
+    if name in ("quadratic", "sparse"):
+        step = torch.tensor([-1.0, 1.0]).double()
+        return tuple(_whitened(_gradients(shape, names), f[None]) for f in (step[None], step[:, None]))
+    if name == "covariance":
+        cosines = torch.stack(_cosines(3)[1:])
+        return (_whitened(_covariance(_responses(images, cosines)), cosines),)
+    return tuple(_whitened(_cauchy_scale(_responses(images, f[None])), f[None]) for f in _cosines(2)[1:])
+
+
+def _cosines(side: int) -> list[Float[Tensor, "s s"]]:
+    """Return the orthonormal basis of the discrete cosine transform of square windows, the mean first."""
+    k = torch.arange(side, dtype=torch.float64)
+    B = torch.cos(torch.pi * (k + 0.5) * k[:, None] / side)
+    B = F.normalize(B, dim=1)
+    return [torch.outer(a, b) for a in B for b in B]
+
+
+def _responses(images: Float[Tensor, "m c h w"], filters: Float[Tensor, "f s t"]) -> Float[Tensor, "fc p"]:
+    """Return what the filters make of each colour, filter by filter, over the windows of photographs."""
+    z = F.conv2d(images.flatten(0, 1)[:, None], filters[:, None])
+    return z.unflatten(0, images.shape[:2]).permute(2, 1, 0, 3, 4).flatten(0, 1).flatten(1)
+
+
+def _covariance(z: Float[Tensor, "r p"]) -> Float[Tensor, "r r"]:
+    return z @ z.mT / z.shape[1] + _ROUNDING * torch.eye(len(z), dtype=z.dtype)
+
+
+def _cauchy_scale(z: Float[Tensor, "r p"], rounds: int = 30) -> Float[Tensor, "r r"]:
+    """Return the scale matrix under which Cauchy's distribution makes z most likely, by expectation maximisation."""
+    scale = _covariance(z)
+    for _ in range(rounds):
+        q = (z * torch.linalg.solve(scale, z)).sum(0)
+        scale = _covariance(z * ((len(z) + 1) / (1 + q)).sqrt())
+    return scale
+
+
+def _whitened(covariance: Float[Tensor, "r r"], filters: Float[Tensor, "f s t"]) -> Float[Tensor, "r c s t"]:
+    """Return a convolution after which responses of filters, each of every colour, have covariance I."""
+    λ, Q = torch.linalg.eigh(covariance)
+    return torch.einsum("rfc,fst->rcst", (Q / λ.sqrt()).mT.unflatten(1, (len(filters), -1)), filters)
+
+
+def _weight(δ: Float[Tensor, "b c h w"], precision: Float[Tensor, "c c"], epsilon: float) -> Float[Tensor, "b 1 h w"]:
+    squares = torch.einsum("bchw,cd,bdhw->bhw", δ, precision, δ)
+    return (squares + epsilon**2).rsqrt()[:, None]
+
+
+def _adjoint(δ: Tensor, dim: int) -> Tensor:
+    """Return the adjoint of `diff` along a dimension."""
+    edge = δ.new_zeros(*(1 if d == dim else n for d, n in enumerate(δ.shape)))
+    return -torch.cat([edge, δ, edge], dim).diff(dim=dim)
+
+
+def conjugate_gradients(
+    product: Map, target: Float[Tensor, "b n k"], steps: int, precondition: Map = lambda r: r
+) -> Float[Tensor, "b n k"]:
+    """Return an approximate solution V of product(V) = target, for each of the batch, from V = 0."""
+    least = torch.finfo(target.dtype).tiny
+    V, r = torch.zeros_like(target), target
+    p = z = precondition(r)
+    square = _dot(r, z)
+    for _ in range(steps):
+        q = product(p)
+        α = square / _dot(p, q).clamp_min(least)
+        V, r = V + α * p, r - α * q
+        z = precondition(r)
+        now = _dot(r, z)
+        p, square = z + now / square.clamp_min(least) * p, now
+    return V
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum((1, 2), keepdim=True)

@@ -1,0 +1,1 @@
+"""The equations of tokens in the gradients of the first block, and searches for their solutions."""

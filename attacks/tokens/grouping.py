@@ -1,0 +1,124 @@
+"""Which tokens of one gradient belong to the same image: attention says it, linearly."""
+
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+from timm.models.vision_transformer import Attention, Block
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from privlab.attacks.rows.placement import known_tokens
+from privlab.attacks.tokens.slots import Linear, Slots, projection
+from privlab.victims.model import VictimModel
+
+__all__ = ["by_image", "grouped", "memberships"]
+
+_RIDGE = 1e-5
+"""Weight, relative to the equations', with which a share is 1/B until they say otherwise: tokens that no one heeds."""
+
+_ROUNDS = 20
+"""Rounds of the vote at most; it is still after two or three."""
+
+
+@torch.no_grad()
+def by_image(model: VictimModel, block: Block, slots: Slots, linear: Linear, images: int) -> list[Linear]:
+    """Return the tokens of each image among those of a release, the slots that are alike numbered in any order."""
+    p = model.vit.num_prefix_tokens
+    linear = linear.take((linear.slot < p).int().argsort(stable=True))  # patches first
+    f, prefix, (W, b) = int((linear.slot >= p).sum()), known_tokens(model)[0], projection(model)
+    ns, first = linear.slot[:f] - p, linear.slot[f:]
+    z = (slots.known[ns] + linear.c[:f] @ slots.Y) @ W.mT + b + slots.pe[ns]
+    share = memberships(block, prefix, z, torch.cat([z, prefix[first]]), linear.mixed, images)
+    alike = slots.alike[ns]
+    group = grouped(share[:f], ns.masked_fill(alike, -1), images, alike=int(slots.alike.sum()))
+    members = one_hot(group, images).to(z)
+    of_first = _by_slot(share[f:] @ members / members.sum(0).clamp_min(1), first, 0)
+    group, places = torch.cat([group, of_first]), slots.alike.nonzero()[:, 0] + p
+    parts = [linear.take((group == i).nonzero()[:, 0]) for i in range(images)]
+    for part in parts:
+        loose = (part.slot >= p) & slots.alike[(part.slot - p).clamp_min(0)]
+        part.slot[loose] = places[: int(loose.sum())]
+    return parts
+
+
+@torch.no_grad()
+def memberships(
+    block: Block,
+    prefix: Float[Tensor, "p d"],
+    z: Float[Tensor, "f d"],
+    asking: Float[Tensor, "a d"],
+    mixed: Float[Tensor, "a d"],
+    images: int,
+) -> Float[Tensor, "a f"]:
+    """Return the share that each patch has in the image of each asking token: one if it is of that image, else zero.
+
+    Attention gives token i, in each head, o_i = Σ_l w_il v_l / Σ_l w_il over its own image, w_il = exp(q_i · k_l). So
+    Σ_l m_l w_il (v_l − o_i) = 0 over all images, where m_l marks the tokens of that of i: D equations, linear in m, in
+    which class and register tokens, the same in all images, have m = 1.
+
+    Args:
+        block: in float64.
+        prefix: class and register tokens, before the block.
+        z: embedded patches, all of the release.
+        asking: embedded tokens: those of z first, which have a share of one in their own images.
+        mixed: what attention gave each of them before its projection.
+        images: of the release.
+    """
+    attn, p, f = block.attn, len(prefix), len(z)
+    assert isinstance(attn, Attention)
+    q, k, v = _heads(block, torch.cat([prefix, z, asking]))
+    k, v = k[:, : p + f], v[:, : p + f]
+    weight = (q[:, p + f :] @ k.mT * attn.scale).softmax(-1)
+    o = mixed.view(len(asking), attn.num_heads, attn.head_dim).transpose(0, 1)
+    shares, eye = z.new_zeros(len(asking), f), torch.eye(f).to(z)
+    for i in range(len(asking)):
+        E = (weight[:, i, :, None] * (v - o[:, i, None])).mT.flatten(0, 1)
+        λ = _RIDGE * E.norm() / f**0.5
+        left = torch.cat([E[:, p:], λ * eye])
+        right = torch.cat([-E[:, :p].sum(1), λ.expand(f) / images])
+        own = torch.arange(f, device=z.device) == i
+        right = right - left[:, own].sum(1)
+        shares[i, ~own] = torch.linalg.lstsq(left[:, ~own], right[:, None]).solution[:, 0]
+        shares[i, own] = 1
+    return shares
+
+
+def grouped(share: Float[Tensor, "f f"], slot: Int[Tensor, " f"], images: int, *, alike: int = 0) -> Int[Tensor, " f"]:
+    """Return the image, 0 to B − 1, of each patch, such that none has two of them in one slot.
+
+    Votes are what two patches say of one another, beyond 1/B. The one that says most stands for the first image, for
+    each further one that which fits the earlier ones least. All are assigned slot by slot, and then again by the votes
+    of each group, until that changes nothing. A slot of −1 is one of `alike` slots that nothing tells apart.
+    """
+    vote = share.clamp(0, 1) - 1 / images
+    vote = vote + vote.mT - 2 * vote.diagonal().diag()
+    stand = [int(vote.abs().sum(1).argmax())] if len(vote) else []
+    while 0 < len(stand) < min(images, len(vote)):
+        fits = vote[:, stand].amax(1)
+        fits[stand] = torch.inf
+        stand.append(int(fits.argmin()))
+    group = _by_slot(vote[:, stand], slot, alike)
+    for _ in range(_ROUNDS):
+        new = _by_slot(vote @ one_hot(group, images).to(vote), slot, alike)
+        if torch.equal(new, group):
+            break
+        group = new
+    return group
+
+
+def _heads(block: Block, z: Float[Tensor, "t d"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of tokens, head by head."""
+    attn = block.attn
+    assert isinstance(attn, Attention)
+    q, k, v = attn.qkv(block.norm1(z)).view(len(z), 3, attn.num_heads, attn.head_dim).permute(1, 2, 0, 3)
+    return attn.q_norm(q), attn.k_norm(k), v
+
+
+def _by_slot(score: Float[Tensor, "f b"], slot: Int[Tensor, " f"], alike: int) -> Int[Tensor, " f"]:
+    """Return the image of each patch: within each slot, the assignment of the greatest score."""
+    group = torch.zeros_like(slot)
+    for place in slot.unique():
+        own, room = (slot == place).nonzero()[:, 0], alike if place < 0 else 1
+        rows, columns = linear_sum_assignment(-score[own].repeat_interleave(room, 1).cpu())
+        group[own[rows]] = torch.as_tensor(columns // room, device=slot.device)
+    return group

@@ -1,0 +1,429 @@
+"""From tokens to the patches behind them: slots told apart, a linear solve, and what attention adds, sharpened."""
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from scipy.optimize import linear_sum_assignment
+from timm.models.vision_transformer import Attention, Block
+from torch import Tensor, nn
+
+from privlab.attacks.rows.placement import known_tokens
+from privlab.attacks.solvers.prior import conjugate_gradients
+from privlab.attacks.tokens.equations import NOISE, Mlp, Near, normalised
+from privlab.patches.patchify import patchify
+from privlab.reassembly.border_costs import border_costs
+from privlab.reassembly.solver import assemble
+from privlab.threat.protocols import Observation
+from privlab.victims.model import VictimModel
+
+__all__ = [
+    "PROJ",
+    "QKV",
+    "Linear",
+    "Reads",
+    "Slots",
+    "Solved",
+    "embeddings_of_tokens",
+    "first_block",
+    "guesses",
+    "patches_of_tokens",
+    "placed",
+    "projection",
+    "row_space",
+    "sharpened_patches",
+    "slots_of_tokens",
+]
+
+QKV, PROJ = "blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight"
+
+_ALIKE = 0.9
+"""Least cosine, beyond what the attention may have added, of a token and the slot that it is put into."""
+
+_SPARE = 1 / 8
+"""Share of D equations that are to be left over, for rounding, where the unknowns of a token are told by these."""
+
+_ROUNDS = 3
+"""Evaluations of attention from which the length of embeddings is told: the first is right but for LayerNorm's ε."""
+
+_STILL = 0.1
+"""Share by which a step of Gauss and Newton's must lower the residual to be followed by another one."""
+
+
+class Slots(NamedTuple):
+    """What is known of one image's patches: X = known + C Y, with z = W x + b + pe; some slots may be known alike."""
+
+    known: Float[Tensor, "n k"]
+    Y: Float[Tensor, "m k"]
+    pe: Float[Tensor, "n d"]
+    alike: Bool[Tensor, " n"]
+
+
+class Reads(NamedTuple):
+    """What the gradients of the first attention say that it read: the row spaces of ∂W_qkv and ∂W_proj.
+
+    `heard` are the orthonormal rows in which every γ₁ ⊙ z lies, for normalised tokens lie in that of ∂W_qkv; and
+    attention adds W_proj o with o in `mixed`.
+    """
+
+    heard: Float[Tensor, "r d"]
+    mixed: Float[Tensor, "m d"]
+
+    @classmethod
+    def of(cls, seen: Observation, i: int, block: Block, count: int) -> "Reads":
+        """Return what attention read of `count` tokens in release i."""
+        assert isinstance(block.norm1, nn.LayerNorm)
+        heard, mixed = (row_space(seen.gradients[name][i], count) for name in (QKV, PROJ))
+        free = torch.cat([heard, block.norm1.weight[None], block.norm1.bias[None]])
+        return cls(torch.linalg.qr(free.mT).Q.mT, mixed)
+
+
+def row_space(G: Float[Tensor, "m d"], count: int) -> Float[Tensor, "n d"]:
+    """Return an orthonormal basis of the row space of a sum of `count` products, as far as it stands out of noise."""
+    _, σ, V = torch.linalg.svd(G.double(), full_matrices=False)
+    return V[: min(count, int((σ > NOISE * σ[0]).sum()))]
+
+
+class Solved(NamedTuple):
+    """Patches, and which of them came from a token."""
+
+    X: Float[Tensor, "n k"]
+    found: Bool[Tensor, " n"]
+
+
+class Linear(NamedTuple):
+    """Tokens and their slots, as the linear solve leaves them: a row for each token that is put into a slot.
+
+    `token` is its row among all tokens, `slot` is counted with the class and register tokens, and `c` its coordinates
+    in Y, zero where the slot holds none of the patches. `mixed` is what attention gave it before W_proj.
+    """
+
+    token: Int[Tensor, " f"]
+    slot: Int[Tensor, " f"]
+    c: Float[Tensor, "f m"]
+    mixed: Float[Tensor, "f d"]
+
+    def take(self, rows: Int[Tensor, " k"]) -> "Linear":
+        """Return some of the rows."""
+        return Linear(*(part[rows] for part in self))
+
+
+@torch.no_grad()
+def patches_of_tokens(
+    model: VictimModel,
+    block: Block,
+    slots: Slots,
+    u: Float[Tensor, "f d"],
+    reads: Reads,
+    X: Float[Tensor, "n k"],
+    sharpen: int,
+    inner: int,
+) -> Solved:
+    """Return the patches whose tokens are among u, and those of X elsewhere.
+
+    Args:
+        model: the victim.
+        block: its first one, in float64.
+        slots: what is known of the patches.
+        u: tokens, in no order; the class token among them.
+        reads: what attention read.
+        X: patches to start from.
+        sharpen: steps of Gauss and Newton's method, at most.
+        inner: of conjugate gradients in each of them.
+    """
+    linear = slots_of_tokens(model, block, slots, u, reads)
+    return sharpened_patches(model, block, slots, u, linear, X, sharpen, inner)
+
+
+@torch.no_grad()
+def slots_of_tokens(
+    model: VictimModel, block: Block, slots: Slots, u: Float[Tensor, "f d"], reads: Reads, images: int = 1
+) -> Linear:
+    """Return the slots of tokens u, each taken by a token of every one of the `images`, and what follows linearly.
+
+    Beyond the columns of M, t' is parallel to its own slot's base (`_equations`): that tells slots apart, and then c
+    and o follow linearly.
+    """
+    t, prefix = _centred(block, u), known_tokens(model)[0]
+    _, b_p = _attention_adds(block)
+    Q, R = torch.linalg.qr(_added_freely(block, reads))
+    own, at = _assigned(t, (prefix + b_p).repeat(images, 1), Q)
+    at = at % len(prefix) if len(prefix) else at
+    left = _without(len(t), own)
+    first = _coordinates(t[own], (prefix + b_p)[at], Q, R)[:, : len(reads.mixed)] @ reads.mixed
+    none = slots.Y.new_zeros(len(own), len(slots.Y))
+    equations = _equations(model, block, slots, reads)
+    if equations is None:
+        return Linear(own, at, none, first)
+    base, M = equations
+    Q, R = torch.linalg.qr(M)
+    t = nn.functional.pad(t, (0, len(M) - t.shape[1]))
+    js, ns = _slots_of(t[left], base.repeat(images, 1), Q, slots.alike.repeat(images))
+    js, ns = left[js], ns % len(base)
+    c, o, _ = _coordinates(t[js], base[ns], Q, R).split([len(slots.Y), len(reads.mixed), 1], 1)
+    return Linear(*map(torch.cat, ((own, js), (at, len(prefix) + ns), (none, c), (first, o @ reads.mixed))))
+
+
+@torch.no_grad()
+def guesses(model: VictimModel, block: Block, slots: Slots, reads: Reads, X: Float[Tensor, "n k"]) -> Near | None:
+    """Return what the tokens of patches X would be, and where they lie, but for slots that are known alike.
+
+    None where D equations do not say where they lie. The arguments are those of `patches_of_tokens`.
+    """
+    equations = _equations(model, block, slots, reads)
+    if equations is None or equations[0].shape[1] > model.vit.embed_dim:
+        return None
+    W, b = projection(model)
+    prefix, (base, M) = known_tokens(model)[0], equations
+    z = torch.cat([prefix, X @ W.mT + b + slots.pe])
+    own = torch.cat([torch.ones_like(slots.alike[:1]).expand(len(prefix)), ~slots.alike])
+    Q = torch.linalg.qr(M).Q
+    base = _off(torch.cat([prefix + _attention_adds(block)[1], base])[own], Q)
+    return Near(block.norm2(z + _added(block, z))[own], nn.functional.normalize(base, dim=1), Q)
+
+
+def _equations(
+    model: VictimModel, block: Block, slots: Slots, reads: Reads
+) -> tuple[Float[Tensor, "n e"], Float[Tensor, "e r"]] | None:
+    """Return base and M of base + M (c, o, m) = s t', which holds for every slot, or None where nothing is left by it.
+
+    A token t is z + W_proj o + b_proj, up to scale and mean, with z = W x + b + e and x = known + Yᵀ c: D equations,
+    t' = t. And γ₁ ⊙ z lies in what ∂W_qkv heard: D more, t' = (t, 0). Rounding hides some of what was heard, so these
+    are asked only where the others leave little over.
+    """
+    W, b = projection(model)
+    _, b_p = _attention_adds(block)
+    free, V = _added_freely(block, reads), W @ slots.Y.mT
+    base, M = slots.known @ W.mT + b + slots.pe, torch.cat([V, free], 1)
+    if M.shape[1] + 1 <= (1 - _SPARE) * len(M):
+        return base + b_p, M
+    unheard = _unheard(block, reads)
+    M = torch.cat([M, torch.cat([unheard.mT @ V, torch.zeros_like(free)], 1)])
+    if M.shape[1] >= len(M) - len(reads.heard) - 1:
+        return None
+    return torch.cat([base + b_p, base @ unheard], 1), M
+
+
+@torch.no_grad()
+def sharpened_patches(
+    model: VictimModel,
+    block: Block,
+    slots: Slots,
+    u: Float[Tensor, "f d"],
+    linear: Linear,
+    X: Float[Tensor, "n k"],
+    sharpen: int,
+    inner: int,
+) -> Solved:
+    """Return the patches of one image by Gauss and Newton's method on c, with the block's own attention.
+
+    That removes what the spans had of rounding. The arguments are those of `patches_of_tokens`.
+    """
+    W, b = projection(model)
+    prefix = known_tokens(model)[0]
+    none = torch.zeros_like(X[:, 0], dtype=torch.bool)
+    of_patch = linear.slot >= len(prefix)
+    ns, c = linear.slot[of_patch] - len(prefix), linear.c[of_patch]
+    if not len(ns):
+        return Solved(X, none)
+    basis, R = torch.linalg.qr(W @ slots.Y.mT)
+    first = (X - slots.known) @ slots.Y.mT
+    guesses = [C @ R.mT for C in (first.index_put((ns,), c), first)]
+    z, places = slots.known @ W.mT + b + slots.pe, linear.slot
+    B = _sharpened(prefix, block, z, basis.mT, u[linear.token], places, guesses, sharpen, inner)
+    C = torch.linalg.solve_triangular(R, B.mT, upper=True).mT
+    found = none.index_fill(0, ns, value=True)
+    return Solved(torch.where(found[:, None], slots.known + C @ slots.Y, X), found)
+
+
+@torch.no_grad()
+def embeddings_of_tokens(
+    model: VictimModel,
+    block: Block,
+    u: Float[Tensor, "f d"],
+    reads: Reads,
+    sharpen: int,
+    inner: int,
+) -> Float[Tensor, "p d"]:
+    """Return the embeddings z of the patches among u, in no order, but for a constant added to each, which none sees.
+
+    Here the patch embedding says nothing. γ₁ ⊙ z lies in what ∂W_qkv heard, and the rest of a token's s t = z + a
+    (and a constant) in W_proj o + b_proj: so t is split, where the columns of both are independent. What attention adds
+    does not depend on the length of z; that of a tells s. Gauss and Newton's method sharpens z within what was heard.
+    The arguments are those of `patches_of_tokens`.
+    """
+    t, prefix, count = _centred(block, u), known_tokens(model)[0], model.grid[0] * model.grid[1]
+    W_p, b_p = _attention_adds(block)
+    assert isinstance(block.norm1, nn.LayerNorm)
+    mixed = torch.cat([W_p @ reads.mixed.mT, b_p[:, None]], 1)[:, : len(reads.mixed) + int(b_p.any())]
+    Z = torch.linalg.qr(reads.heard.mT / block.norm1.weight[:, None]).Q  # a constant is among them
+    M = torch.cat([Z, mixed], 1)
+    if M.shape[1] >= len(M):  # nothing is left to check by
+        return u[:0]
+    own, at = _assigned(t, prefix + b_p, torch.linalg.qr(torch.cat([mixed, torch.ones_like(b_p[:, None])], 1)).Q)
+    js = _without(len(t), own)[:count]
+    if not len(js):
+        return u[:0]
+    Q, R = torch.linalg.qr(M)
+    part = torch.linalg.solve_triangular(R, Q.mT @ t[js].mT, upper=True)[: Z.shape[1]].mT @ Z.mT
+    part = part - part.mean(1, keepdim=True)
+    rest = t[js] - part
+    z, length = part, prefix.std(1).mean() / part.std(1).mean()
+    for _ in range(_ROUNDS):  # LayerNorm's ε makes a depend on the length of z a little
+        z = torch.cat([length * part, (length * part).mean(0).expand(count - len(js), -1)])
+        a = _added(block, torch.cat([prefix, z]))[len(prefix) : len(prefix) + len(js)]
+        length = ((a * rest).sum(1) / rest.square().sum(1))[:, None]
+        length = length.where(length > 0, length.abs().median())
+    places = torch.cat([at, len(prefix) + torch.arange(len(js), device=u.device)])
+    B = _sharpened(prefix, block, torch.zeros_like(z), Z.mT, u[torch.cat([own, js])], places, [z @ Z], sharpen, inner)
+    return (B @ Z.mT)[: len(js)]
+
+
+def _added(block: Block, z: Float[Tensor, "t d"]) -> Float[Tensor, "t d"]:
+    """Return what attention adds to tokens z."""
+    return block.ls1(block.attn(block.norm1(z[None])))[0]
+
+
+def _centred(block: Block, u: Float[Tensor, "f d"]) -> Float[Tensor, "f d"]:
+    """Return tokens before LayerNorm's scale and bias, of zero mean and unit length."""
+    t = normalised(Mlp.of(block), u)
+    return nn.functional.normalize(t - t.mean(1, keepdim=True), dim=1)
+
+
+def _without(count: int, taken: Int[Tensor, " p"]) -> Int[Tensor, " q"]:
+    """Return the numbers below `count` that are not taken, in their order."""
+    return torch.ones(count, dtype=torch.bool, device=taken.device).index_fill(0, taken, value=False).nonzero()[:, 0]
+
+
+def projection(model: VictimModel) -> tuple[Float[Tensor, "d k"], Float[Tensor, " d"]]:
+    """Return W and b of the patch embedding, in float64."""
+    proj = model.vit.patch_embed.proj
+    W = proj.weight.detach().flatten(1).double()
+    return W, torch.zeros_like(W[:, 0]) if proj.bias is None else proj.bias.detach().double()
+
+
+def _added_freely(block: Block, reads: Reads) -> Float[Tensor, "d m"]:
+    """Return the directions of what attention may have added to a token, and the constant one."""
+    W, _ = _attention_adds(block)
+    return torch.cat([W @ reads.mixed.mT, torch.ones_like(W[:, :1])], 1)
+
+
+def _unheard(block: Block, reads: Reads) -> Float[Tensor, "d d"]:
+    """Return the matrix that takes z to the part of γ₁ ⊙ z that ∂W_qkv cannot have heard, which is zero."""
+    assert isinstance(block.norm1, nn.LayerNorm)
+    γ = block.norm1.weight
+    return γ[:, None] * (torch.eye(len(γ)).to(γ) - reads.heard.mT @ reads.heard)
+
+
+def _attention_adds(block: Block) -> tuple[Float[Tensor, "d d"], Float[Tensor, " d"]]:
+    """Return the matrix and the bias of attention's projection, with the block's layer scale in them."""
+    assert isinstance(block.attn, Attention)
+    assert isinstance(block.attn.proj, nn.Linear)
+    W, b = block.attn.proj.weight.detach(), block.attn.proj.bias
+    scale = torch.as_tensor(block.ls1(torch.ones_like(W[:, 0])))
+    return scale[:, None] * W, scale * (torch.zeros_like(W[:, 0]) if b is None else b.detach())
+
+
+def _off(v: Float[Tensor, "f d"], Q: Float[Tensor, "d r"]) -> Float[Tensor, "f d"]:
+    """Return v without its component in the orthonormal columns of Q."""
+    return v - (v @ Q) @ Q.mT
+
+
+def _cosine(t: Float[Tensor, "f d"], base: Float[Tensor, "s d"], Q: Float[Tensor, "d r"]) -> Float[Tensor, "f s"]:
+    """Return the cosine of each token and each slot's known part, beyond Q."""
+    t, base = (nn.functional.normalize(_off(v, Q), dim=1) for v in (t, base))
+    return t @ base.mT
+
+
+def _assigned(
+    t: Float[Tensor, "f d"], base: Float[Tensor, "s d"], Q: Float[Tensor, "d r"]
+) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
+    """Return which tokens belong to which slots: the assignment of greatest cosine beyond Q."""
+    cosine = _cosine(t, base, Q).nan_to_num(-1)
+    rows, columns = (torch.as_tensor(index, device=t.device) for index in linear_sum_assignment(-cosine.cpu()))
+    near = cosine[rows, columns] > _ALIKE
+    return rows[near], columns[near]
+
+
+def _slots_of(
+    t: Float[Tensor, "f d"], base: Float[Tensor, "n d"], Q: Float[Tensor, "d r"], alike: Bool[Tensor, " n"]
+) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
+    """Return tokens and their slots: those that differ by position embedding, those that are alike in any order."""
+    open_, hidden = (~alike).nonzero()[:, 0], alike.nonzero()[:, 0]
+    js, ns = _assigned(t, base[open_], Q)
+    rest = _without(len(t), js)
+    cosine = _cosine(t[rest], base[hidden[:1]], Q).sum(1)  # one column, the same for all; or none
+    rest = rest[cosine.argsort(descending=True)][: len(hidden)]
+    return torch.cat([js, rest]), torch.cat([open_[ns], hidden[: len(rest)]])
+
+
+def _coordinates(
+    t: Float[Tensor, "p d"], base: Float[Tensor, "p d"], Q: Float[Tensor, "d r"], R: Float[Tensor, "r r"]
+) -> Float[Tensor, "p r"]:
+    """Return the coordinates x for which base + Q R x = s t for some scale s."""
+    t_off, base_off = _off(t, Q), _off(base, Q)
+    s = (t_off * base_off).sum(1, keepdim=True) / t_off.square().sum(1, keepdim=True)
+    return torch.linalg.solve_triangular(R, Q.mT @ (s * t - base).mT, upper=True).mT
+
+
+def _sharpened(
+    prefix: Float[Tensor, "p d"],
+    block: Block,
+    base: Float[Tensor, "n d"],
+    basis: Float[Tensor, "r d"],
+    target: Float[Tensor, "f d"],
+    places: Int[Tensor, " f"],
+    guesses: Sequence[Float[Tensor, "n r"]],
+    steps: int,
+    inner: int,
+) -> Float[Tensor, "n r"]:
+    """Minimise |u(base + B basis)[places] − target|² over B by Gauss and Newton's method, from the best guess."""
+    scale = target.norm(dim=1).mean()
+
+    def residual(B: Tensor) -> Tensor:
+        z = torch.cat([prefix, base + B @ basis])
+        return (block.norm2(z + _added(block, z))[places] - target) / scale
+
+    B = min(guesses, key=lambda B: float(residual(B).square().sum()))
+    for _ in range(steps):
+        with torch.enable_grad():
+            B.requires_grad_()
+            r = residual(B)
+            weight = torch.zeros_like(r, requires_grad=True)
+            (pulled,) = torch.autograd.grad(r, B, weight, create_graph=True)  # Jᵀ weight: its derivative by weight is J
+
+        def product(p: Tensor, r: Tensor = r, pulled: Tensor = pulled, by: Tensor = weight, B: Tensor = B) -> Tensor:
+            (pushed,) = torch.autograd.grad(pulled, by, p[0], retain_graph=True)
+            return torch.autograd.grad(r, B, pushed, retain_graph=True)[0][None]
+
+        (slope,) = torch.autograd.grad(r, B, r.detach(), retain_graph=True)
+        new = B.detach() + conjugate_gradients(product, -slope[None], inner)[0]
+        if not residual(new).square().sum() < (1 - _STILL) * r.square().sum():
+            break
+        B = new
+    return B.detach()
+
+
+def placed(
+    model: VictimModel,
+    image: Float[Tensor, "c h w"],
+    masked: Bool[Tensor, " n"],
+    lost: Bool[Tensor, " n"] | None = None,
+) -> Int[Tensor, " n"]:
+    """Return the order that puts the masked patches where their borders fit; what is lost fits everywhere alike."""
+    patches = patchify(image[None], model.patch)[0].unflatten(1, (image.shape[0], model.patch, model.patch))
+    costs = border_costs(patches)
+    if lost is not None and bool(lost.any()) and not bool(lost.all()):  # a mean over none would be nan
+        costs = torch.where(lost | lost[:, None], costs[:, ~lost][..., ~lost].mean(), costs)
+    return assemble(costs, model.grid, ~masked).to(image.device)
+
+
+def first_block(model: VictimModel) -> Block:
+    """Return a copy of the first block in float64, whose attention has derivatives of both kinds."""
+    block = copy.deepcopy(model.vit.blocks[0]).double().requires_grad_(False)
+    assert isinstance(block, Block)
+    assert isinstance(block.attn, Attention)
+    block.attn.fused_attn = False  # pyright: ignore[reportAttributeAccessIssue]  # timm declares it final
+    return block

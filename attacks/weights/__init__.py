@@ -1,0 +1,1 @@
+"""Attacks on encrypted weights: one file, one attack."""

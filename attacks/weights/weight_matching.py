@@ -1,0 +1,307 @@
+"""Weight matching: the key of an encrypted model, recovered against the public model that it was made from.
+
+Every column of an encrypted weight is still there, only elsewhere. With e_j what the encrypted model holds of feature
+j of the residual stream and b_i what the public one holds of feature i, both scaled to variance 1,
+
+    e_j = α b_c(j) + √(1 − α²) ε,
+
+where c is the key's order and α = 1 for the untouched model, less after fine-tuning, noise, pruning, quantisation.
+
+1. Features that no order of heads or units changes: norm weights, biases, and the moments, norms and products of the
+   columns of all matrices. Their inner products S make an assignment problem over c (Hungarian), and estimate α.
+2. Where that is not certain: from a soft order R of the stream (Sinkhorn of S · α / (1 − α²), the log-likelihood), a
+   soft order P of each layer's units follows alike, and from all P a new S. Units are matched on one half of the
+   features and judge the other half: else they would confirm the noise that they were matched on.
+3. Given the stream's order, those of heads and units: Hungarian within each pair of heads, then over heads.
+
+The adversary needs the encrypted weights and the public ones; neither the owner's embedding nor any image.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.keys.algebra import ModelKey, ModelShape
+from privlab.keys.layouts import VIT, Layout
+from privlab.threat.protocols import Capability
+
+__all__ = ["RecoveredOrder", "WeightMatching", "WeightObservation", "recovered_fraction", "recovery_curve"]
+
+CERTAIN = 1 - 1e-6
+"""The posterior probability of every entry that needs no refinement."""
+
+
+@dataclass(frozen=True, eq=False)
+class WeightObservation:
+    """Everything that a thief of an encrypted model has: its weights and a public model's, of one shape and layout."""
+
+    encrypted: Mapping[str, Tensor]
+    base: Mapping[str, Tensor]
+    shape: ModelShape
+    layout: Layout = VIT
+
+
+@dataclass(frozen=True, eq=False)
+class RecoveredOrder:
+    """An estimate of the residual stream's order.
+
+    `confidence[j]` in [0, 1] is the posterior probability of `residual[j]`; `agreement` is α, the correlation of the
+    encrypted weights, put back in order, with the public ones; `rounds` counts the refinements of step 2.
+    """
+
+    residual: Int[Tensor, " d"]
+    confidence: Float[Tensor, " d"]
+    agreement: float
+    rounds: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """What a layer holds: by kind of unit, k matrices of u units × d features, and vectors of u units."""
+
+    matrices: dict[str, Float[Tensor, "_ _ d"]]
+    vectors: dict[str, Float[Tensor, "_ _"]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """A backbone by layers, and all of its vectors over the residual stream."""
+
+    layers: list[_Layer]
+    residual: Float[Tensor, "_ d"]
+
+
+@dataclass(frozen=True)
+class WeightMatching:
+    """Match the features of an encrypted model with those of a public one."""
+
+    name: ClassVar[str] = "weight-matching"
+    paper: ClassVar[str] = "ours, against Permutation Equivariance (2024), Section 5.3"
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.KNOWS_DEFENSE})
+    parameters: ClassVar[tuple[str, ...]] = ()
+
+    rounds: int = 20
+
+    def __call__(self, seen: WeightObservation) -> RecoveredOrder:
+        """Recover the order of the residual stream.
+
+        Raises:
+            PrivlabError: if the two models do not hold the same tensors, or values that are not finite.
+        """
+        encrypted, base = _both(seen)
+        have, want = _features(encrypted), _features(base)
+        first = have.T @ want
+        residual, done = _assign(first - want.square().sum(0) / 2), 0
+        alpha = _correlation(have, want, residual)
+        order = _posterior(first, alpha)
+        while done < self.rounds and order.gather(1, residual[:, None]).min() < CERTAIN:
+            scores = first + sum(
+                _judged(e, b, kind, order, alpha)
+                for e, b in zip(encrypted.layers, base.layers, strict=True)
+                for kind in e.matrices
+            )
+            before, residual, order = residual, _assign(scores), _posterior(scores, alpha)
+            done += 1
+            if torch.equal(before, residual):
+                break
+        confidence = order.gather(1, residual[:, None])[:, 0]
+        return RecoveredOrder(residual, confidence, _correlation(have, want, residual), done)
+
+    def whole_key(self, seen: WeightObservation, residual: Int[Tensor, " d"]) -> ModelKey:
+        """Recover the orders of heads and units too, given that of the residual stream (step 3).
+
+        Raises:
+            PrivlabError: if the two models do not hold the same tensors.
+        """
+        encrypted, base = _both(seen)
+        layers = [_inner(e, b, residual, seen.shape) for e, b in zip(encrypted.layers, base.layers, strict=True)]
+        heads, qk, value, hidden = (torch.stack(orders) for orders in zip(*layers, strict=True))
+        return ModelKey(residual, heads, qk, value, hidden)
+
+
+def recovered_fraction(recovered: Int[Tensor, " d"], truth: Int[Tensor, " d"]) -> float:
+    """Return the share of a key's entries that were recovered, in [0, 1]; a guess gets 1 / d."""
+    return (recovered == truth).double().mean().item()
+
+
+def recovery_curve(
+    points: Iterable[tuple[float, Mapping[str, Tensor]]],
+    seen: WeightObservation,
+    truth: Int[Tensor, " d"],
+    attack: WeightMatching | None = None,
+) -> list[dict[str, float]]:
+    """Return one row for each (at, encrypted weights): what was recovered after `at` steps, at a ratio of noise."""
+    rows = []
+    for at, encrypted in points:
+        start = time.perf_counter()
+        found = (attack or WeightMatching())(replace(seen, encrypted=encrypted))
+        rows.append(
+            {
+                "at": at,
+                "recovered": recovered_fraction(found.residual, truth),
+                "confidence": found.confidence.mean().item(),
+                "agreement": found.agreement,
+                "seconds": time.perf_counter() - start,
+            }
+        )
+    return rows
+
+
+def _both(seen: WeightObservation) -> tuple[_Weights, _Weights]:
+    encrypted, base = (_backbone(state, seen.layout) for state in (seen.encrypted, seen.base))
+    for name in sorted(encrypted.keys() | base.keys()):
+        shapes = [tuple(state[name].shape) if name in state else "none" for state in (encrypted, base)]
+        if shapes[0] != shapes[1]:
+            raise PrivlabError(
+                "The encrypted and the public model must have one architecture. "
+                f"Found '{name}' of shape {shapes[0]} and {shapes[1]}."
+            )
+    return _read(encrypted, seen), _read(base, seen)
+
+
+def _backbone(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """Return the tensors that a key permutes, by name in a fixed order."""
+    names = (n for n in sorted(state) if n in layout.outer or layout.layer.fullmatch(n))
+    backbone = {name: state[name].detach().float().cpu() for name in names}
+    for name, tensor in backbone.items():
+        if not tensor.isfinite().all():
+            raise PrivlabError(f"Weights that are not finite cannot be matched. Found NaN or infinity in '{name}'.")
+    return backbone
+
+
+def _read(state: Mapping[str, Tensor], seen: WeightObservation) -> _Weights:
+    """Sort tensors by what their axes hold."""
+    residual, layers = [], []
+    for index in range(seen.shape.depth):
+        matrices: dict[str, list[Tensor]] = {}
+        vectors: dict[str, list[Tensor]] = {}
+        for axes, tensor in _of_layer(state, index, seen.layout):
+            if axes == ("residual",):
+                residual.append(tensor)
+                continue
+            units = tensor.T if axes[0] == "residual" else tensor
+            for kind, part in _parts(axes[0] if axes[0] != "residual" else axes[1], units, seen.shape):
+                (matrices if len(axes) == 2 else vectors).setdefault(kind, []).append(part)
+        layers.append(
+            _Layer(
+                {kind: _scaled(torch.stack(found)) for kind, found in matrices.items()},
+                {kind: _standard(torch.stack(found)) for kind, found in vectors.items()},
+            )
+        )
+    residual += [state[name] for name in seen.layout.outer if name in state]
+    return _Weights(layers, _standard(torch.stack(residual)))
+
+
+def _of_layer(state: Mapping[str, Tensor], index: int, layout: Layout) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    for name, tensor in state.items():
+        found = layout.layer.fullmatch(name)
+        if found and int(found[1]) == index and (axes := layout.inner.get(found[2])):
+            yield axes, tensor
+
+
+def _parts(axis: str, units: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """Split along the units where an axis holds several kinds of them, or several alike."""
+    if axis == "qkv":
+        yield from zip(("qk", "qk", "value"), units.chunk(3), strict=True)
+    elif axis == "up":
+        yield from (("hidden", half) for half in units.chunk(2 if shape.glu else 1))
+    elif axis == "head":
+        yield "qk", units.repeat(shape.heads)
+    else:
+        yield axis, units
+
+
+def _standard(rows: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
+    """Return rows of mean 0 and variance 1; a constant row says nothing, and is 0."""
+    centred = rows - rows.mean(1, keepdim=True)
+    return centred / centred.square().mean(1, keepdim=True).sqrt().clamp_min(1e-12)
+
+
+def _scaled(matrices: Float[Tensor, "k u d"]) -> Float[Tensor, "k u d"]:
+    return matrices / matrices.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-12)
+
+
+def _features(weights: _Weights) -> Float[Tensor, "m d"]:
+    """Return one row for each number that a feature of the stream has whatever the order of the units."""
+    rows = [weights.residual]
+    for layer in weights.layers:
+        for kind, M in layer.matrices.items():
+            cubes = M.pow(3).mean(1)
+            i, j = torch.triu_indices(len(M), len(M), 1)
+            rows += [M.mean(1), M.square().mean(1).sqrt(), cubes.sign() * cubes.abs().pow(1 / 3), (M[i] * M[j]).mean(1)]
+            if kind in layer.vectors:
+                rows.append((layer.vectors[kind] @ M).flatten(0, 1))
+    return _standard(torch.cat(rows))
+
+
+def _assign(scores: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
+    """Return the order c that maximises Σ scores[j, c[j]]."""
+    best = scores.argmax(1)
+    if len(best.unique()) == len(best):  # each row's best is free for it: no assignment can be better
+        return best
+    return torch.from_numpy(linear_sum_assignment(scores.numpy(), maximize=True)[1])
+
+
+def _correlation(have: Float[Tensor, "m d"], want: Float[Tensor, "m d"], order: Int[Tensor, " d"]) -> float:
+    return ((have * want[:, order]).sum() / (have.norm() * want.norm()).clamp_min(1e-12)).item()
+
+
+def _posterior(scores: Float[Tensor, "n n"], alpha: float) -> Float[Tensor, "n n"]:
+    """Return the soft order: scores as log-likelihoods, made doubly stochastic (Sinkhorn), rows exactly."""
+    alpha = min(max(alpha, 0.01), 0.99)
+    logits = scores * (alpha / (1 - alpha**2))
+    for _ in range(10):
+        logits = logits - _log_sum(logits, 0)
+        logits = logits - _log_sum(logits, 1)
+    return logits.clamp_min(-60).exp()
+
+
+def _log_sum(logits: Float[Tensor, "n n"], dim: int) -> Tensor:
+    """Return log Σ exp along `dim`; denormal numbers, which are slow and say nothing, do not arise."""
+    top = logits.amax(dim, keepdim=True)
+    return top + (logits - top).clamp_min_(-80).exp_().sum(dim, keepdim=True).log()
+
+
+def _judged(e: _Layer, b: _Layer, kind: str, order: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
+    """Return how well each feature of the one model fits each of the other, in one kind of units (step 2)."""
+    E, B = e.matrices[kind], b.matrices[kind]
+    expected, halves = B @ order.T, (slice(0, None, 2), slice(1, None, 2))
+    by_bias = e.vectors[kind].T @ b.vectors[kind] if kind in e.vectors else 0
+    fits = [torch.einsum("kud,kvd->uv", E[..., half], expected[..., half]) for half in halves]
+    scores = torch.empty_like(order)
+    for judged, other in zip(halves, reversed(fits), strict=True):
+        units = _posterior(other + by_bias, alpha)
+        scores[judged] = torch.einsum("kud,kue->de", E[..., judged], units @ B)
+    return scores
+
+
+def _inner(e: _Layer, b: _Layer, residual: Int[Tensor, " d"], shape: ModelShape) -> tuple[Tensor, ...]:
+    """Return the orders of heads, qk, value and hidden of one layer."""
+    fits = {}
+    for kind, E in e.matrices.items():
+        B = b.matrices[kind][..., residual]
+        fits[kind] = torch.einsum("kud,kvd->uv", E, B) - B.square().sum((0, 2)) / 2
+        if kind in e.vectors:
+            fits[kind] += e.vectors[kind].T @ b.vectors[kind] - b.vectors[kind].square().sum(0) / 2
+    h, size = shape.heads, shape.head_dim
+    qk, value = (fits[kind].view(h, size, h, size).transpose(1, 2) for kind in ("qk", "value"))
+    heads = _assign(torch.tensor([[_best(qk[i, j]) + _best(value[i, j]) for j in range(h)] for i in range(h)]))
+    pairs = torch.arange(h), heads
+    if shape.qk_norm:
+        qk = qk[pairs].sum(0).expand(h, h, size, size)
+    return heads, _each(qk[pairs]), _each(value[pairs]), _assign(fits["hidden"])
+
+
+def _best(scores: Float[Tensor, "n n"]) -> float:
+    return scores.gather(1, _assign(scores)[:, None]).sum().item()
+
+
+def _each(scores: Float[Tensor, "h n n"]) -> Int[Tensor, "h n"]:
+    return torch.stack([_assign(s) for s in scores])

@@ -1,0 +1,1 @@
+"""Defenses on released features: one file, one defense."""

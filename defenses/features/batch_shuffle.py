@@ -1,0 +1,57 @@
+"""`batch-shuffle`: patch tokens are shuffled among the images of a batch."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from privlab.base.errors import PrivlabError
+from privlab.patches.permutations import bits
+from privlab.threat.protocols import Draws, Effects, Sent
+
+__all__ = ["BatchShuffle"]
+
+
+@dataclass(frozen=True)
+class BatchShuffle:
+    """Draw a share of the batch's patch tokens and shuffle them among all images; class tokens stay.
+
+    The server's attention then mixes the patches of different images, and the client puts its outputs back: the
+    utility changes, unlike under `row-permutation`.
+
+    Args:
+        share: the share of all patch tokens that is shuffled, in [0, 1]. The source prints no number for Table 6.
+
+    Source: Yao et al. (ICDM 2022), batch shuffling; "BS" in Table 6 of Permutation Equivariance (CVPR 2024).
+    """
+
+    name: ClassVar[str] = "batch-shuffle"
+    paper: ClassVar[str] = "Yao et al. (ICDM 2022); BS in Permutation Equivariance (2024), Table 6"
+
+    acts_as: ClassVar[Effects] = Effects(rows="mixed")
+
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the share.
+
+        Raises:
+            PrivlabError: if it is outside [0, 1].
+        """
+        if not 0 <= self.share <= 1:
+            raise PrivlabError(f"share of batch-shuffle must be in [0, 1]. Found {self.share}.")
+
+    def send(self, sent: Sent, draws: Draws) -> Sent:
+        """Return the batch with its patch tokens shuffled."""
+        b, t, _ = sent.features.shape
+        places = torch.arange(b * t).view(b, t)[:, sent.prefix :].flatten()
+        chosen = places[torch.randperm(len(places), generator=draws.batch)[: round(self.share * len(places))]]
+        order = torch.arange(b * t)
+        order[chosen] = chosen[torch.randperm(len(chosen), generator=draws.batch)]
+        order = order.to(sent.source.device)
+        return replace(
+            sent,
+            features=sent.features.flatten(0, 1)[order].view_as(sent.features),
+            source=sent.source.flatten()[order].view(b, t),
+            key_bits=sent.key_bits + bits(len(chosen)),
+        )

@@ -1,0 +1,47 @@
+"""`gaussian-noise`: noise on the features before they are sent."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from privlab.base.errors import PrivlabError
+from privlab.threat.protocols import Draws, Effects, Sent
+
+__all__ = ["GaussianNoise"]
+
+
+@dataclass(frozen=True)
+class GaussianNoise:
+    """Send Z + ε, ε ~ N(0, std²) in every entry, one draw per image.
+
+    Args:
+        std: in the units of the features, at least 0. The source prints no number for Table 6.
+
+    Source: "GN" in Table 6 of Permutation Equivariance (CVPR 2024), after Jeong et al. (AISafety 2022).
+    """
+
+    name: ClassVar[str] = "gaussian-noise"
+    paper: ClassVar[str] = "Jeong et al. (2022); GN in Permutation Equivariance (2024), Table 6"
+
+    std: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Check the deviation.
+
+        Raises:
+            PrivlabError: if it is negative or not finite.
+        """
+        if not 0 <= self.std < math.inf:
+            raise PrivlabError(f"std of gaussian-noise must be at least 0 and finite. Found {self.std}.")
+
+    @property
+    def acts_as(self) -> Effects:
+        """Return how large the noise is."""
+        return Effects(noise_std=self.std)
+
+    def send(self, sent: Sent, draws: Draws) -> Sent:
+        """Return the features with noise."""
+        noise = torch.stack([torch.randn(sent.features.shape[1:], generator=draw) for draw in draws.images])
+        return replace(sent, features=sent.features + self.std * noise.to(sent.features))

@@ -1,0 +1,61 @@
+"""`row-permutation`: the tokens of an image are sent in a secret order."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from privlab.base.errors import unknown_name
+from privlab.patches.permutations import bits, draw_orders, permute_features
+from privlab.threat.protocols import Draws, Effects, Sent
+
+__all__ = ["RowPermutation"]
+
+
+@dataclass(frozen=True)
+class RowPermutation:
+    """Send P_R Z instead of Z, with P_R drawn afresh; the client undoes it on what comes back.
+
+    A Transformer's outputs, gradients and learnt weights are those without it (Theorems 4.1 and 4.2, Corollary 4.3), so
+    the utility stays as it is.
+
+    Args:
+        per: "batch" draws one order for all images of a batch, as the paper does; "image" one for each.
+        class_token: whether class and register tokens are moved too, as the paper's 197 × 197 matrices do.
+
+    Source: Permutation Equivariance (Xu et al., CVPR 2024), Equation 2.
+    """
+
+    name: ClassVar[str] = "row-permutation"
+    paper: ClassVar[str] = "Permutation Equivariance (Xu et al. 2024), Eq. 2, Theorems 4.1 and 4.2"
+
+    per: str = "batch"
+    class_token: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if `per` is unknown.
+        """
+        if self.per not in ("batch", "image"):
+            raise unknown_name("per", self.per, ("batch", "image"))
+
+    @property
+    def acts_as(self) -> Effects:
+        """Return that rows are moved, by one order or by each image's own."""
+        return Effects(rows="shared" if self.per == "batch" else "own")
+
+    def send(self, sent: Sent, draws: Draws) -> Sent:
+        """Return the rows in their secret order."""
+        b, t, _ = sent.features.shape
+        fixed = 0 if self.class_token else sent.prefix
+        generators = [draws.batch] if self.per == "batch" else draws.images
+        rows = draw_orders(t, generators, fixed=fixed).to(sent.source.device).expand(b, -1)
+        shared = rows[0] if self.per == "batch" else rows
+        return replace(
+            sent,
+            features=permute_features(sent.features, shared),
+            source=torch.gather(sent.source, 1, rows),
+            key_bits=sent.key_bits + bits(t - fixed),
+        )

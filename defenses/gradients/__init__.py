@@ -1,0 +1,1 @@
+"""Defenses on released gradients: one file, one defense."""

@@ -1,0 +1,123 @@
+"""`gradient-noise`: the gradient clipped, and Gaussian noise on it, with the differential privacy that this buys."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.threat.protocols import Effects
+
+__all__ = ["DELTA", "GradientNoise"]
+
+DELTA = 1e-5
+"""The δ for which ε is stated."""
+
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """Release g · min(1, C/‖g‖) + ε, ε ~ N(0, (multiplier · C)²), with ‖g‖ over all released parameters of an image.
+
+    The same gradient may be released K times, each time with fresh noise. All that K such releases tell stands in
+    their mean, a sufficient statistic, and that is what is handed on: to the adversary, or to a defense stacked after.
+
+    Args:
+        clip: C, above 0.
+        multiplier: σ of the noise of one release in units of C, at least 0.
+        releases: K, at least 1.
+
+    Source: DP-SGD (Abadi et al., CCS 2016), Algorithm 1, with a lot of one image and no averaging.
+    """
+
+    name: ClassVar[str] = "gradient-noise"
+    paper: ClassVar[str] = "DP-SGD (Abadi et al. 2016), Alg. 1"
+
+    acts_as: ClassVar[Effects] = Effects(gradients="noisy")
+
+    clip: float = 1.0
+    multiplier: float = 1.0
+    releases: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if a number is out of range.
+        """
+        if not 0 < self.clip < math.inf:
+            raise PrivlabError(f"clip of gradient-noise must be above 0 and finite. Found {self.clip}.")
+        if not 0 <= self.multiplier < math.inf:
+            raise PrivlabError(f"multiplier of gradient-noise must be at least 0 and finite. Found {self.multiplier}.")
+        if self.releases < 1:
+            raise PrivlabError(f"releases of gradient-noise must be at least 1. Found {self.releases}.")
+
+    def release(
+        self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
+    ) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return the clipped gradients with noise; an image draws for its parameters in the order of their names.
+
+        Of several releases the mean is returned.
+        """
+        std, released, clipped = self.multiplier * self.clip, {}, self.expected(gradients)
+        for name in sorted(gradients):
+            g = clipped[name]
+            noise = [
+                sum((torch.randn(g.shape[1:], generator=draw) for _ in range(self.releases)), torch.zeros(()))
+                for draw in draws
+            ]
+            released[name] = g + std / self.releases * torch.stack(noise).to(g)
+        return released
+
+    def expected(self, gradients: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return what is released of these gradients on average: g · min(1, C/‖g‖)."""
+        norm = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
+        scale = (self.clip / norm).clamp(max=1)  # a gradient of zero stays zero
+        return {name: g * scale.view(-1, *[1] * (g.ndim - 1)) for name, g in gradients.items()}
+
+    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return the variance of the noise, of several releases that of their mean."""
+        variance = (self.multiplier * self.clip) ** 2 / self.releases
+        return {name: torch.full_like(g, variance) for name, g in released.items()}
+
+    def epsilon(self, delta: float = DELTA, *, replaced: bool = False) -> float:
+        """Return ε such that all releases together are (ε, δ)-differentially private, by Opacus's RDP accountant.
+
+        One image makes the gradient, so nothing is sampled (rate 1), and the noise is multiplier times what the
+        image can add (‖·‖ ≤ C): this is ε for an image's presence. Where a client always sends, and which image it has
+        is to be hidden, one is `replaced` by another and the gradient moves by up to 2C: half the multiplier counts.
+        The K releases are K steps of the accountant, each of which may see the outcome of those before.
+
+        Raises:
+            PrivlabError: if Opacus is not installed.
+        """
+        σ = self.multiplier / (2 if replaced else 1)
+        if σ == 0:
+            return math.inf
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what it imports
+                from opacus.accountants import RDPAccountant  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise PrivlabError("no accountant: pip install 'privlab[privacy]'") from None
+        accountant = RDPAccountant()
+        for _ in range(self.releases):
+            accountant.step(noise_multiplier=σ, sample_rate=1.0)
+        # the order that minimises K α / 2σ² + log(1/δ) / (α − 1)
+        best = 1 + σ * math.sqrt(2 * math.log(1 / delta) / self.releases)
+        orders = [1 + (best - 1) * 2 ** (k / 16) for k in range(-32, 33)]
+        return float(accountant.get_epsilon(delta, alphas=orders))
+
+    def remark(self) -> str:
+        """Return what the noise of all releases buys, in one clause; or why that is not known here."""
+        try:
+            present, which = self.epsilon(), self.epsilon(replaced=True)
+        except PrivlabError as error:
+            return f"ε n/a: {error}"
+        what = f"ε ≤ {present:.4g} for an image's presence, {which:.4g} for which image it is"
+        count = "one release" if self.releases == 1 else f"{self.releases} releases of the same gradient"
+        return f"{count}, δ = {DELTA:g}: {what}"

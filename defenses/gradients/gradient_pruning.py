@@ -1,0 +1,67 @@
+"""`gradient-pruning`: only the largest entries of the gradient are released."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.threat.protocols import Effects
+
+__all__ = ["GradientPruning"]
+
+
+@dataclass(frozen=True)
+class GradientPruning:
+    """Release the share `keep` of an image's gradient that is largest in magnitude, over all parameters; 0 elsewhere.
+
+    Which entries are missing is public: they are the zeros.
+
+    Args:
+        keep: in (0, 1]; at least one entry is kept.
+
+    Source: Deep Gradient Compression (Lin et al., ICLR 2018), without its accumulation of what was left out; as a
+    defense, Deep Leakage from Gradients (Zhu et al., NeurIPS 2019), Section 5.2.
+    """
+
+    name: ClassVar[str] = "gradient-pruning"
+    paper: ClassVar[str] = "Lin et al. (2018); as a defense, DLG (Zhu et al. 2019), Section 5.2"
+
+    acts_as: ClassVar[Effects] = Effects(gradients="pruned")
+
+    keep: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the share.
+
+        Raises:
+            PrivlabError: if it is outside (0, 1].
+        """
+        if not 0 < self.keep <= 1:
+            raise PrivlabError(f"keep of gradient-pruning must be in (0, 1]. Found {self.keep}.")
+
+    def release(
+        self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
+    ) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return the gradients with zeros for all but the largest entries; of equal ones at the edge, all are kept."""
+        sizes = torch.cat([g.flatten(1).abs() for g in gradients.values()], 1)
+        count = sizes.shape[1]
+        dropped = count - max(1, round(self.keep * count))
+        if dropped == 0:
+            return dict(gradients)
+        edge = sizes.kthvalue(dropped + 1, dim=1).values
+        return {name: g.where(g.abs() >= edge.view(-1, *[1] * (g.ndim - 1)), 0) for name, g in gradients.items()}
+
+    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return τ²/3 where an entry is missing, which is in [−τ, τ]; τ is the smallest size that was released."""
+        if self.keep == 1:
+            return {name: torch.zeros_like(g) for name, g in released.items()}
+        sizes = torch.cat([g.flatten(1).abs() for g in released.values()], 1)
+        edge = sizes.where(sizes > 0, torch.inf).amin(1)
+        edge = edge.where(edge.isfinite(), 0)
+        return {
+            name: (edge.square() / 3).view(-1, *[1] * (g.ndim - 1)) * (g == 0).to(g) for name, g in released.items()
+        }

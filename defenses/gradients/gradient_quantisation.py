@@ -1,0 +1,73 @@
+"""`gradient-quantisation`: the gradient in fewer bits."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.base.errors import unknown_name
+from privlab.threat.protocols import Effects
+
+__all__ = ["GradientQuantisation"]
+
+_FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class GradientQuantisation:
+    """Release the gradient rounded to `dtype`, in the numbers that it had.
+
+    Args:
+        dtype: bf16 or fp16; or int8, s · round(g/s) with s = max |g| / 127 for each parameter of each image. fp16 takes
+            what is below 2⁻²⁵ for zero, and what is beyond 65504 for that.
+
+    Source: 8-bit gradients after QSGD (Alistarh et al., NeurIPS 2017), rounded to nearest; half precision as a
+    defense, Deep Leakage from Gradients (Zhu et al., NeurIPS 2019), Section 5.1.
+    """
+
+    name: ClassVar[str] = "gradient-quantisation"
+    paper: ClassVar[str] = "after QSGD (Alistarh et al. 2017); DLG (Zhu et al. 2019), Section 5.1"
+
+    acts_as: ClassVar[Effects] = Effects(gradients="rounded")
+
+    dtype: str = "int8"
+
+    def __post_init__(self) -> None:
+        """Check the type.
+
+        Raises:
+            PrivlabError: if it is none of the three.
+        """
+        if self.dtype not in ("int8", *_FLOATS):
+            raise unknown_name("dtype of gradient-quantisation", self.dtype, ("int8", *_FLOATS))
+
+    def release(
+        self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
+    ) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return the rounded gradients."""
+        if self.dtype == "int8":
+            steps = {name: _step(g) for name, g in gradients.items()}
+            return {name: (g / steps[name]).round() * steps[name] for name, g in gradients.items()}
+        kind = _FLOATS[self.dtype]
+        most = torch.finfo(kind).max
+        return {name: g.clamp(-most, most).to(kind).to(g) for name, g in gradients.items()}
+
+    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return s²/12, with s the distance between neighbouring numbers."""
+        if self.dtype == "int8":  # the largest entry is a multiple of the step, so the step is that of what was sent
+            return {name: (_step(g).square() / 12).expand_as(g) for name, g in released.items()}
+        kind = torch.finfo(_FLOATS[self.dtype])
+        smallest = kind.tiny * kind.eps
+        return {
+            name: (torch.exp2(g.abs().clamp(min=kind.tiny).log2().floor()) * kind.eps).clamp(min=smallest).square() / 12
+            for name, g in released.items()
+        }
+
+
+def _step(g: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
+    """Return s of each image, 1 where all is zero, in a shape that goes with g."""
+    step = g.flatten(1).abs().amax(1).view(-1, *[1] * (g.ndim - 1)) / 127
+    return step.where(step > 0, 1)

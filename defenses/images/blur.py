@@ -1,0 +1,54 @@
+"""`blur`: a Gaussian blur of the image."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Generator, Tensor
+from torchvision.transforms.v2.functional import gaussian_blur
+
+from privlab.base.errors import PrivlabError
+from privlab.threat.protocols import Effects, Feed
+
+__all__ = ["Blur"]
+
+
+@dataclass(frozen=True)
+class Blur:
+    """Convolve with a Gaussian of standard deviation sigma, cut at 3 sigma, reflected at the border.
+
+    Args:
+        sigma: in pixels, above 0.
+
+    Source: a baseline of the frameworks that Table 6 of Permutation Equivariance (CVPR 2024) follows; no number given.
+    """
+
+    name: ClassVar[str] = "blur"
+    paper: ClassVar[str] = "baseline of split learning; cf. Permutation Equivariance (2024), Section 5.3"
+
+    acts_as: ClassVar[Effects] = Effects(other=True)
+
+    sigma: float = 3.0
+
+    def __post_init__(self) -> None:
+        """Check the deviation.
+
+        Raises:
+            PrivlabError: if it is not above 0, or not finite.
+        """
+        if not 0 < self.sigma < math.inf:
+            raise PrivlabError(f"sigma of blur must be above 0 pixels and finite. Found {self.sigma}.")
+
+    def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return the blurred images.
+
+        Raises:
+            PrivlabError: if the Gaussian is wider than the image.
+        """
+        radius, side = math.ceil(3 * self.sigma), min(images.shape[2:])
+        if radius >= side:
+            most = (side - 1) // 3
+            raise PrivlabError(f"sigma of blur must be at most {most} for {side} pixels. Found {self.sigma}.")
+        return Feed.undefended(gaussian_blur(images, [2 * radius + 1] * 2, [self.sigma] * 2).clamp(0, 1), patch)

@@ -1,0 +1,68 @@
+"""`cutmix`: a rectangle of each image is covered by that of another one."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.threat.protocols import Effects, Feed
+
+__all__ = ["CutMix"]
+
+
+@dataclass(frozen=True)
+class CutMix:
+    """Paste into each image a random rectangle, of area (1 − λ)·h·w, of another image of the batch, at the same place.
+
+    λ ~ Beta(alpha, alpha), one draw per image; the rectangle has the image's aspect and is cut at its border.
+    A batch of one image has no other: it stays as it is.
+
+    Args:
+        alpha: above 0; 1 in Yun et al. (uniform λ).
+
+    Source: CutMix (Yun et al., ICCV 2019), Equations 1 and 2; as a defense of split learning, Baek et al. (2022).
+    """
+
+    name: ClassVar[str] = "cutmix"
+    paper: ClassVar[str] = "CutMix (Yun et al. 2019), Eq. 1 and 2; in split learning, Baek et al. (2022)"
+    mixes: ClassVar[bool] = True  # images of a batch, so one's own release depends on another's
+
+    acts_as: ClassVar[Effects] = Effects(other=True)
+
+    alpha: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check α.
+
+        Raises:
+            PrivlabError: if it is not above 0, or not finite.
+        """
+        if not 0 < self.alpha < math.inf:
+            raise PrivlabError(f"alpha of cutmix must be above 0 and finite. Found {self.alpha}.")
+
+    def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return the mixed images."""
+        b, _, h, w = images.shape
+        chosen = [self._draw(i, b, draw) for i, draw in enumerate(draws)]
+        other, share, down, across = (
+            torch.tensor(values, device=images.device) for values in zip(*chosen, strict=True)
+        )
+        half = share.sqrt() / 2
+        rows, columns = ((torch.arange(n, device=images.device) + 0.5) / n for n in (h, w))
+        inside = ((rows - down[:, None]).abs() < half[:, None])[:, :, None]
+        inside = inside & ((columns - across[:, None]).abs() < half[:, None])[:, None, :]
+        mixed = torch.where(inside[:, None], images[other], images) if b > 1 else images
+        return Feed.undefended(mixed, patch)
+
+    def _draw(self, i: int, b: int, draw: Generator) -> tuple[int, float, float, float]:
+        """Return another image, the rectangle's share of the area 1 − λ, and its centre, in parts of the sides."""
+        step, down, across = torch.rand(3, generator=draw, dtype=torch.float64).tolist()
+        seed = int(torch.randint(2**62, (), generator=draw))
+        λ = float(np.random.default_rng(seed).beta(self.alpha, self.alpha))
+        return (i + 1 + int(step * (b - 1))) % b, 1 - λ, down, across

@@ -1,0 +1,56 @@
+"""`jigsaw`: the block-wise jigsaw of MJP alone; every slot keeps its own position embedding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.patches.patchify import jigsaw
+from privlab.threat.protocols import Effects, Feed
+
+__all__ = ["Jigsaw"]
+
+
+@dataclass(frozen=True)
+class Jigsaw:
+    """Shuffle the patches of about γ·N block-wise chosen slots among themselves.
+
+    Settings b and c of a victim that was not trained with MJP (Table 5, group 2), and variant E of Table 4.
+
+    Args:
+        gamma: the share γ of the slots that is masked, in [0, 1].
+        per: "batch" draws one mask and one order for all images that are released together, as the authors' code does:
+            by the draw of the first of them. "image" draws for each, which tells less. Of one image both are the same.
+
+    Source: MJP (CVPR 2023), Algorithm 1, and the mask generator of its authors' code.
+    """
+
+    name: ClassVar[str] = "jigsaw"
+    paper: ClassVar[str] = "MJP (Ren et al. 2023), Alg. 1"
+
+    gamma: float = 0.27
+    per: str = "batch"
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if γ is outside [0, 1] or `per` is unknown.
+        """
+        if not 0 <= self.gamma <= 1:
+            raise PrivlabError(f"gamma (γ) must be in [0, 1]. Found {self.gamma}.")
+        if self.per not in ("batch", "image"):
+            raise unknown_name("per", self.per, ("batch", "image"))
+
+    @property
+    def acts_as(self) -> Effects:
+        """Return that patches are moved, and nothing tells where."""
+        return Effects(patches="shuffled", one_order=self.per == "batch")
+
+    def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return x̃ with the drawn mask and order; `per` batch `draws` has one for each release, not for each image."""
+        shuffled, order, moved = jigsaw(images, patch, self.gamma, draws)
+        return Feed(images=shuffled, order=order, moved=moved)

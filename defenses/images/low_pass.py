@@ -1,0 +1,50 @@
+"""`low-pass`: only the low frequencies of an image are embedded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.threat.protocols import Effects, Feed
+
+__all__ = ["LowPass"]
+
+
+@dataclass(frozen=True)
+class LowPass:
+    """Keep the frequencies f of the image with ‖f‖ ≤ radius, in cycles per pixel; clip to [0, 1].
+
+    Args:
+        radius: in (0, 1]; 0.05 in Table 6, 0.01 to 0.05 in Figure 7. 0.5 · √2 passes everything.
+
+    Source: Jeong et al. (AISafety 2022); "LP" in Table 6 of Permutation Equivariance (CVPR 2024).
+    """
+
+    name: ClassVar[str] = "low-pass"
+    paper: ClassVar[str] = "Jeong et al. (2022); LP in Permutation Equivariance (2024), Table 6 and Figure 7"
+
+    acts_as: ClassVar[Effects] = Effects(other=True)
+
+    radius: float = 0.05
+
+    def __post_init__(self) -> None:
+        """Check the radius.
+
+        Raises:
+            PrivlabError: if it is outside (0, 1].
+        """
+        if not 0 < self.radius <= 1:
+            raise PrivlabError(f"radius of low-pass must be in (0, 1] cycles per pixel. Found {self.radius}.")
+
+    def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return the images without their high frequencies."""
+        h, w = images.shape[2:]
+        down = torch.fft.fftfreq(h, device=images.device)[:, None]
+        across = torch.fft.rfftfreq(w, device=images.device)
+        passed = down.square() + across.square() <= self.radius**2
+        smooth = torch.fft.irfft2(torch.fft.rfft2(images) * passed, s=(h, w))
+        return Feed.undefended(smooth.clamp(0, 1), patch)

@@ -1,0 +1,62 @@
+"""`mjp`: masked jigsaw puzzle, with an unknown position embedding where patches were shuffled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.base.errors import unknown_name
+from privlab.defenses.images.jigsaw import Jigsaw
+from privlab.threat.protocols import Effects, Feed
+
+__all__ = ["Mjp"]
+
+
+@dataclass(frozen=True)
+class Mjp(Jigsaw):
+    """Jigsaw, with the position embedding of every masked slot replaced by the shared learnable E_unk.
+
+    Args:
+        gamma: the share γ of the slots that is masked, in [0, 1]. The paper trains with 0.03, evaluates settings
+            b and c with 0.27 (Table 5), and shows 0.9 (Figures 9 and 10).
+        per: "batch" or "image", as of `Jigsaw`. Under "batch" the zero rows of ∂ℓ/∂E_pos are the mask, however many
+            images a gradient sums.
+        masked_pe: what stands at the masked slots. "unknown": E_unk. "none": no position embedding, which is "w/o
+            E_unk" to the letter (Table 5, group 3). "slot": that of the slot, a plain jigsaw, whose accuracy comes
+            closer to the one which that row prints.
+
+    Source: MJP (CVPR 2023), Algorithms 1 and 2, Equations 3 to 5.
+    """
+
+    name: ClassVar[str] = "mjp"
+    paper: ClassVar[str] = "MJP (Ren et al. 2023), Alg. 1 and 2, Eq. 3 to 5"
+
+    masked_pe: str = "unknown"
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if γ is outside [0, 1], or `per` or `masked_pe` is unknown.
+        """
+        super().__post_init__()
+        if self.masked_pe not in ("unknown", "none", "slot"):
+            raise unknown_name("masked_pe", self.masked_pe, ("unknown", "none", "slot"))
+
+    @property
+    def acts_as(self) -> Effects:
+        """Return that patches are moved, and what stands for their position embeddings."""
+        if self.masked_pe == "slot":
+            return super().acts_as
+        kind = "unknown" if self.masked_pe == "unknown" else "zero"
+        return Effects(patches="masked", pe=kind, one_order=self.per == "batch")
+
+    def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return x̃ with the drawn mask, which is also where position embeddings are replaced."""
+        feed = super().__call__(images, patch, draws)
+        if self.masked_pe == "slot":
+            return feed
+        kind = "unknown" if self.masked_pe == "unknown" else "zero"
+        return replace(feed, masked_pe=feed.moved, replacement=kind)

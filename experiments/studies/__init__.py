@@ -1,0 +1,1 @@
+"""Studies with their figures: one file, one study."""

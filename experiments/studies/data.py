@@ -1,0 +1,95 @@
+"""Images of a study in memory: a folder with `train` and `test`, each with a folder per class."""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
+
+from privlab.base.errors import PrivlabError
+from privlab.images.open import Preprocessing, batches, open_images
+from privlab.threat.protocols import Draws
+
+__all__ = ["Images", "check_folder", "fresh_head", "load_split", "loss_of", "mirrored", "new_draws"]
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """One split in memory: labels are class indices, or one column per attribute."""
+
+    pixels: Float[Tensor, "m c h w"]
+    labels: Tensor
+
+    def to(self, device: torch.device | str) -> "Images":
+        """Return the images on another device."""
+        return Images(self.pixels.to(device), self.labels.to(device))
+
+
+def check_folder(images: Path) -> None:
+    """Refuse a folder without `train` and `test`.
+
+    Raises:
+        PrivlabError: with the part that is missing.
+    """
+    for part in ("train", "test"):
+        if not (images / part).is_dir():
+            raise PrivlabError(f"'{images}' must hold the folders train and test. Found no '{part}'.")
+
+
+def load_split(images: Path, part: str, preprocessing: Preprocessing, attributes: Path | None = None) -> Images:
+    """Read one part of a folder; labels are its class folders, or the rows of a CSV file of attributes.
+
+    Raises:
+        PrivlabError: if an image has no label, or the CSV file is none.
+    """
+    table = None if attributes is None else _attributes(attributes)
+    pixels: list[Tensor] = []
+    labels: list[object] = []
+    for chunk in batches(open_images(images / part), preprocessing, 64):
+        pixels.append(chunk.images)
+        for picture in chunk.pictures:
+            label = picture.label if table is None else table.get(Path(picture.name).name)
+            if label is None:
+                raise PrivlabError(f"'{picture.name}' in '{images / part}' has no label: put it into a class folder.")
+            labels.append(label)
+    return Images(torch.cat(pixels), torch.tensor(labels, dtype=torch.long if table is None else torch.float32))
+
+
+def _attributes(path: Path) -> dict[str, list[float]]:
+    with path.open(newline="", encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    if not rows or "file" not in rows[0] or len(rows[0]) < 2:
+        raise PrivlabError(f"'{path}' must have the column file, and one column per attribute.")
+    return {row["file"]: [float(float(value) > 0) for name, value in row.items() if name != "file"] for row in rows}
+
+
+def loss_of(logits: Float[Tensor, "b y"], labels: Tensor) -> Tensor:
+    """Return the cross-entropy of classes, or that of each attribute, on average."""
+    if labels.ndim == 2:
+        return F.binary_cross_entropy_with_logits(logits, labels)
+    return F.cross_entropy(logits, labels)
+
+
+def mirrored(pixels: Float[Tensor, "b c h w"], draw: Generator) -> Float[Tensor, "b c h w"]:
+    """Return the images, each mirrored or not at random."""
+    chosen = (torch.rand(len(pixels), generator=draw) < 0.5).to(pixels.device)
+    return torch.where(chosen[:, None, None, None], pixels.flip(3), pixels)
+
+
+def new_draws(draw: Generator, n: int) -> Draws:
+    """Return fresh generators for a batch of n images."""
+    seeds = torch.randint(2**62, (n + 1,), generator=draw).tolist()
+    made = [Generator().manual_seed(seed) for seed in seeds]
+    return Draws(images=made[1:], batch=made[0], model=Generator().manual_seed(0))
+
+
+def fresh_head(width: int, classes: int, seed: int) -> nn.Linear:
+    """Return a classifier with small random weights and no bias."""
+    head = nn.Linear(width, classes)
+    with torch.no_grad():
+        nn.init.trunc_normal_(head.weight, std=0.02, generator=Generator().manual_seed(seed))
+        head.bias.zero_()
+    return head

@@ -1,0 +1,187 @@
+"""`privlab study placement`: how many shuffled patches each re-assembly puts back, of exact patches."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from scipy.stats import bootstrap
+from torch import Tensor
+
+from privlab.base.environment import versions
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base.files import write_whole
+from privlab.base.options import configured, read_options
+from privlab.base.rng import draw_for
+from privlab.images.open import Chunk, Preprocessing, batches, open_images
+from privlab.metrics.placement import adjacent_share, placed_share
+from privlab.patches.patchify import jigsaw, patchify
+from privlab.reassembly.methods import REASSEMBLIES, Predicted, Reassembly
+
+__all__ = ["PlacementStudy", "study", "to_rows"]
+
+RECORDS, FACTS = "placement.parquet", "facts.json"
+
+AT_ONCE = 50
+"""Images that a predictor sees at once."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementStudy:
+    """Which patches are shuffled, and who puts them back.
+
+    Args:
+        images: what `open_images` opens, with `split` and `limit`.
+        img_size: side of the images, in pixels, resized and cropped around their centre.
+        patch: side of a patch.
+        gammas: shares of the patches that MJP shuffles, in (0, 1]; the others are known to stand in their place. At 1
+            none is: the row permutation of split learning.
+        solvers: names of re-assemblies; one by a predictor is measured with border costs and without.
+        options: [NAME.]KEY=VALUE of the re-assemblies.
+
+    Raises:
+        PrivlabError: for unknown names or options, or numbers out of range.
+    """
+
+    images: str
+    split: str | None = None
+    limit: int | None = None
+    img_size: int = 32
+    patch: int = 4
+    gammas: tuple[float, ...] = (0.03, 0.15, 0.27, 0.5, 0.9, 1.0)
+    solvers: tuple[str, ...] = tuple(REASSEMBLIES)
+    options: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the names and numbers."""
+        for name in self.solvers:
+            if name not in REASSEMBLIES:
+                raise unknown_name("re-assembly", name, REASSEMBLIES)
+        read_options(self.options, [REASSEMBLIES[name] for name in self.solvers])
+        if self.patch < 3 or self.img_size < 2 * self.patch or self.img_size % self.patch:
+            raise PrivlabError(
+                "A patch must have a side of 3 pixels or more, and the image one of two patches or more, a multiple of "
+                f"a patch's. Found patches of {self.patch} and images of {self.img_size}."
+            )
+        for gamma in self.gammas:
+            if not 0 < gamma <= 1 or int(gamma * self.grid[0] * self.grid[1]) < 1:
+                raise PrivlabError(
+                    f"gamma (γ) must be in (0, 1], and shuffle one of {self.grid[0] * self.grid[1]} patches or more. "
+                    f"Found {gamma}."
+                )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Return the patches in a column and in a row."""
+        return self.img_size // self.patch, self.img_size // self.patch
+
+
+def study(plan: PlacementStudy, out: Path, *, say: Say = print) -> dict[str, Any]:
+    """Write `placement.parquet`, a row for each image, γ and solver, and `facts.json`; return the facts.
+
+    `placed` is the share of the shuffled slots that hold their own patch, `neighbours` that of the pairs of adjacent
+    slots, one of them shuffled or both, that hold patches adjacent in just that way; both in [0, 1].
+
+    Raises:
+        PrivlabError: as `open_images` does; if no image can be read, or a predictor is missing or for other patches.
+    """
+    named = _solvers(plan)
+    source = open_images(plan.images, limit=plan.limit, split=plan.split)
+    preprocessing = Preprocessing((plan.img_size, plan.img_size), (0.0,) * 3, (1.0,) * 3, 1.0, "bicubic")
+    tables = []
+    for chunk in batches(source, preprocessing, AT_ONCE):
+        for picture in chunk.failed:
+            say(f"Left out: {picture.problem}")
+        tables += [_measured(plan, chunk, gamma, named) for gamma in plan.gammas if chunk.pictures]
+    if not tables:
+        raise PrivlabError(f"None of the pictures of {plan.images} can be read.")
+    records = pd.concat(tables, ignore_index=True)
+    write_whole(out / RECORDS, lambda path: records.to_parquet(path, index=False))
+    facts = {
+        "images": int(records.image.nunique()),
+        "img_size": plan.img_size,
+        "patch": plan.patch,
+        "seed": plan.seed,
+        "split": plan.split,
+        "solvers": {name: repr(solver) for name, solver in named.items()},
+        "placed": _means(records, plan.seed),
+        "versions": versions(),
+    }
+    text = json.dumps(facts, indent=1, ensure_ascii=False)
+    write_whole(out / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
+    return facts
+
+
+def to_rows(facts: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return a row for each solver, with the share of shuffled patches that it places at each γ, in words."""
+    rows: dict[str, dict[str, str]] = {}
+    for cell in facts["placed"]:
+        of_solver = rows.setdefault(cell["solver"], {"re-assembly": cell["solver"]})
+        place = "rows (γ = 1)" if cell["gamma"] == 1 else f"γ = {cell['gamma']:g}"
+        interval = "" if cell["low"] is None else f"\n[{100 * cell['low']:.1f}, {100 * cell['high']:.1f}]"
+        of_solver[place] = f"{100 * cell['placed']:.1f} %{interval}"
+        if cell["gamma"] == max(other["gamma"] for other in facts["placed"]):
+            of_solver["ms an image"] = f"{1000 * cell['seconds']:.0f}"
+    return list(rows.values())
+
+
+def _solvers(plan: PlacementStudy) -> dict[str, Reassembly]:
+    """Return the re-assemblies by name; those by a predictor twice, the second time without border costs."""
+    named: dict[str, Reassembly] = {}
+    for name in plan.solvers:
+        made = configured(REASSEMBLIES[name], plan.options)
+        if isinstance(made, Predicted):
+            made.predictor(plan.grid, plan.patch)
+            named[f"{name} with borders"] = replace(made, borders=True)
+            named[f"{name} alone"] = replace(made, borders=False)
+        else:
+            named[name] = made
+    return named
+
+
+def _measured(plan: PlacementStudy, chunk: Chunk, gamma: float, named: Mapping[str, Reassembly]) -> pd.DataFrame:
+    """Return the records of some images at one γ."""
+    draws = [draw_for(plan.seed, picture.sha256, f"placement/{gamma:g}") for picture in chunk.pictures]
+    shuffled, sent, moved = jigsaw(chunk.images, plan.patch, gamma, draws)
+    patches: Float[Tensor, "b n c p p"] = patchify(shuffled, plan.patch).unflatten(2, (-1, plan.patch, plan.patch))
+    about = {"image": [picture.sha256 for picture in chunk.pictures], "gamma": gamma, "moved": moved.sum(1).numpy()}
+    tables = []
+    for name, solver in named.items():
+        start = time.perf_counter()
+        order = solver(patches, plan.grid, ~moved)
+        seconds = (time.perf_counter() - start) / len(patches)
+        held = sent.gather(1, order)
+        scores = {"placed": placed_share(held, moved), "neighbours": adjacent_share(held, moved, plan.grid)}
+        tables.append(pd.DataFrame(about | {"solver": name, "seconds": seconds} | _arrays(scores)))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _arrays(scores: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    return {name: values.numpy() for name, values in scores.items()}
+
+
+def _means(records: pd.DataFrame, seed: int) -> list[dict[str, Any]]:
+    """Return for each γ and solver the means over the images, and the 95 % bootstrap interval of the share placed."""
+    cells: list[dict[str, Any]] = []
+    for (gamma, solver), found in records.groupby(["gamma", "solver"], sort=False):  # pyright: ignore[reportGeneralTypeIssues]
+        placed = found["placed"].to_numpy()
+        means = {name: float(found[name].mean()) for name in ("placed", "neighbours", "seconds", "moved")}
+        cells.append({"gamma": gamma, "solver": solver, **_interval(placed, seed)} | means)
+    return cells
+
+
+def _interval(placed: Float[np.ndarray, " images"], seed: int) -> dict[str, float | None]:
+    """Return the ends of the 95 % percentile bootstrap interval of the mean; None of one image alone."""
+    if len(placed) < 2:
+        return {"low": None, "high": None}
+    options: dict[str, Any] = {"n_resamples": 2000, "method": "percentile", "random_state": np.random.default_rng(seed)}
+    ends = bootstrap((placed,), np.mean, **options).confidence_interval
+    return {"low": float(ends.low), "high": float(ends.high)}

@@ -1,0 +1,1 @@
+"""Experiments as TOML files, and the printed figures that stand beside them."""

@@ -1,0 +1,1 @@
+"""The admission test of a defense: whether its release is what it says and nothing else."""

@@ -1,0 +1,242 @@
+"""The admission test of a defense: whether its release is what it says and nothing else, on a small victim."""
+
+import copy
+import math
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.admission.claims import Check, OnFeatures, OnGradients, OnImages, Subject
+from privlab.admission.measures import apart
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base.options import configured, read_options
+from privlab.base.precision import full_precision
+from privlab.base.warnings import PrivlabWarning
+from privlab.defenses import defenses
+from privlab.images.open import Preprocessing, open_images
+from privlab.threat.protocols import Defense, FeatureDefense, GradientDefense
+from privlab.victims.model import VictimModel
+from privlab.victims.named import victim
+
+__all__ = ["MODEL", "Check", "admit", "admit_named"]
+
+AnyDefense = Defense | FeatureDefense | GradientDefense
+Case = OnImages | OnFeatures | OnGradients
+
+MODEL = "vit_ti_mjp"
+"""The victim on which a defense is tried: with E_unk, which MJP needs."""
+NEAR = 1e-9
+"""What rounding may make of one's own release when the batch changes, relative to its size."""
+
+
+def admit(
+    defense: AnyDefense,
+    model: VictimModel | None = None,
+    images: Float[Tensor, "n c h w"] | None = None,
+    *,
+    seed: int = 0,
+) -> tuple[Check, ...]:
+    """Measure whether a defense releases what it says and nothing else.
+
+    `contents`: the release has its form and nothing beside it. `acts-as`, if the class says what it does: it does that.
+    `order`, `rows` or `variance`: it is what the defense declares; to a variance that is `overstated` attacks would not
+    listen. `gradients`: they are those of the defended model, by finite differences. `effect`: how much is changed,
+    which never fails. `same-draw`: one draw, one release. `neighbours`: one's own does not depend on another's image,
+    unless the class says `mixes = True`. `random-state`: it draws from the generators that it is given. `untouched`:
+    nothing that it is given is changed. `control`: without the defense, the image leaks. After a failed `contents` what
+    stands on it is left out.
+
+    Args:
+        defense: on images, features or gradients.
+        model: the victim, copied in float64; by default two blocks of a random ViT-Ti at 64 pixels, with E_unk.
+        images: in [0, 1]: two clients', and one that takes the second's place; by default photographs.
+        seed: of draws and directions.
+
+    Raises:
+        PrivlabError: if the defense cannot be run, or the victim is one that it, or the control, does not fit.
+    """
+    model = small_victim() if model is None else model
+    images = photographs(model) if images is None else images
+    if images.shape != (3, *model.image_shape):
+        expected = (3, *model.image_shape)
+        raise PrivlabError(f"Admission takes three images, of shape {expected}. Found {tuple(images.shape)}.")
+    subject = Subject(copy.deepcopy(model).double(), images.detach().cpu().double(), seed)
+    with _same_random_state(), full_precision(), _quiet():
+        return tuple(_checks(_case(defense, subject), model))
+
+
+def admit_named(
+    name: str,
+    options: Sequence[str] = (),
+    *,
+    gamma: float | None = None,
+    model: str = MODEL,
+    weights: str = "random",
+    img_size: int | None = 64,
+    depth: int | None = 2,
+    seed: int = 0,
+) -> tuple[Check, ...]:
+    """Admit an installed defense by its name, with options as `--set` takes them.
+
+    Raises:
+        PrivlabError: for an unknown name or option, and as `admit`.
+    """
+    if "+" in name:
+        raise PrivlabError(f"Defenses are admitted one at a time. Found '{name}'.")
+    if name not in defenses():
+        raise unknown_name("defense", name, defenses())
+    kind = defenses()[name]
+    read_options(options, [kind])
+    if gamma is not None and "gamma" not in {f.name for f in fields(kind)}:
+        raise PrivlabError(f"--gamma is for jigsaw and mjp. Found {gamma} for {name}: leave it out.")
+    defense = configured(kind, options, {} if gamma is None else {"gamma": gamma})
+    return admit(defense, small_victim(model, weights, img_size, depth, seed), seed=seed)
+
+
+def small_victim(
+    name: str = MODEL, weights: str = "random", img_size: int | None = 64, depth: int | None = 2, seed: int = 0
+) -> VictimModel:
+    """Return a victim of which only the first `depth` blocks are kept: what is checked is algebra, not accuracy."""
+    with _quiet():
+        model = copy.deepcopy(victim(name, weights=weights, img_size=img_size, seed=seed).model)
+    model.vit.blocks = model.vit.blocks[:depth]
+    return model
+
+
+def photographs(model: VictimModel) -> Float[Tensor, "3 c h w"]:
+    """Return three of the bundled photographs as the victim takes them."""
+    colours, *size = model.image_shape
+    cut = Preprocessing((size[0], size[1]), (0.5,) * colours, (0.5,) * colours, 1.0, "bicubic")
+    return torch.stack([cut(picture.pixels) for picture in open_images("samples", limit=3) if picture.pixels])
+
+
+def _case(defense: AnyDefense, subject: Subject) -> Case:
+    if isinstance(defense, GradientDefense):
+        return OnGradients(defense, subject)
+    return OnFeatures(defense, subject) if isinstance(defense, FeatureDefense) else OnImages(defense, subject)
+
+
+def _checks(case: Case, own: VictimModel) -> Iterator[Check]:
+    """Yield every check of a defense; what stands on the form of a release is left out where that is wrong."""
+    subject, inputs = case.subject, case.inputs()
+    given = {name: value.clone() for name, value in inputs.items()}
+    weights = {name: value.clone() for name, value in own.state_dict().items()}
+    states = _random_states()
+    release = _of(case, lambda: case.run(given, subject.draws()))
+    drawn = [name for name, state in _random_states().items() if state != states[name]]
+    changed = [*_changed(inputs, given), *_changed(weights, own.state_dict())]
+    problems: list[str] = _of(case, lambda: list(case.problems(release)))
+    yield Check.at_most(
+        "contents",
+        float(len(problems)),
+        0.0,
+        "; ".join(problems[:3]) or f"faults; it is {case.contents}, and nothing else",
+    )
+    same = None
+    if not problems:
+        yield from _of(case, lambda: list(case.checks(release)))
+        yield _effect(case, release)
+        yield (same := _same_draw(case, release))
+        yield _neighbours(case, release)
+    if same is None or same.passed:  # type checkers draw from it as well: it counts where a release tells of it
+        drawn = [name for name in drawn if name != "random"]
+    yield Check.at_most(
+        "random-state", float(len(drawn)), 0.0, _listed("global generators that were drawn from", drawn)
+    )
+    yield Check.at_most("untouched", float(len(changed)), 0.0, _listed("tensors given to it, and changed", changed))
+    yield case.control()
+
+
+def _effect(case: Case, release: Any) -> Check:  # noqa: ANN401
+    """Return how far a release is from an undefended one; it never fails: noise of `std=0` is what it says."""
+    made, plain = case.tensors(release), case.undefended()
+    added = [value for name, value in made.items() if name not in plain]
+    kept = {name: value for name, value in made.items() if name in plain}
+    value = max([apart(kept, plain), *(float(value.any()) for value in added)])
+    nothing = "nothing was changed: with these options the defense does nothing here"
+    return Check.at_least("effect", value, 0.0, "change of the release by the defense" if value else nothing)
+
+
+def _same_draw(case: Case, release: Any) -> Check:  # noqa: ANN401
+    """Return how far two releases of one draw are apart, under different global generators."""
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+    again = _of(case, lambda: case.run(case.inputs(), case.subject.draws()))
+    value = apart(case.tensors(release), case.tensors(again))
+    return Check.at_most("same-draw", value, 0.0, "largest difference of two releases with the same draw")
+
+
+def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
+    """Return how far the first client's release changes with the image and the draw of the second."""
+    other = _of(case, lambda: case.run(case.inputs(neighbour=True), case.subject.draws(neighbour=True)))
+    value = apart(case.own(release), case.own(other))
+    if getattr(case.defense, "mixes", False):
+        return Check.at_most("neighbours", value, math.inf, "change of one's own release; it mixes images, as it says")
+    return Check.at_most("neighbours", value, NEAR, "change of one's own release with another image in the batch")
+
+
+def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of what is not what it was, is new, or is gone."""
+    kept = before.keys() & after.keys()
+    return [name for name in {*before, *after} if name not in kept or not torch.equal(before[name], after[name])]
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    return f"{what}: {', '.join(sorted(names)[:3])}" if names else what
+
+
+def _of(case: Case, call: Callable[[], Any]) -> Any:  # noqa: ANN401
+    """Return what comes of a defense; what it raises is one line.
+
+    Raises:
+        PrivlabError: if it raises anything.
+    """
+    try:
+        return call()
+    except PrivlabError:
+        raise
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise PrivlabError(f"Defense '{case.defense.name}' does not run: {what}") from error
+
+
+def _random_states() -> dict[str, object]:
+    """Return the states of all global generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "random": random.getstate(),
+        "numpy.random": pickle.dumps(np.random.get_state()),
+        "torch": torch.get_rng_state().tolist(),
+        "torch.cuda": [state.tolist() for state in cuda],
+    }
+
+
+@contextmanager
+def _same_random_state() -> Iterator[None]:
+    """Leave all global generators as they are found."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what weakens a verdict on an attack: here the figures are all that counts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivlabWarning)
+        yield

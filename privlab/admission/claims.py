@@ -1,0 +1,389 @@
+"""What defenses on images, on gradients and on features claim of their release, and what is measured of it."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from privlab.admission.measures import (
+    STEP,
+    TOLERANCE,
+    colour_wheel,
+    not_permuted,
+    off_differences,
+    off_in_noise,
+    overstated,
+    scale_of,
+    span_of,
+    understated,
+    unlike,
+    worse_than_best,
+)
+from privlab.attacks import LeastSquares, PatchGradient
+from privlab.metrics.registry import psnr
+from privlab.patches.patchify import permute
+from privlab.patches.permutations import restore_features
+from privlab.release.effects import AnyDefense, contradictions
+from privlab.release.features import observe_features
+from privlab.release.gradients import granted, observe, per_sample_gradients, released_parameters
+from privlab.threat.protocols import (
+    Defense,
+    Draws,
+    Effects,
+    FeatureDefense,
+    Feed,
+    GradientDefense,
+    Sent,
+    check_capabilities,
+)
+from privlab.threat.stack import Stack
+from privlab.victims.model import VictimModel
+
+__all__ = ["Check", "OnFeatures", "OnGradients", "OnImages", "Subject"]
+
+LEAKS = 60.0
+"""What the control must reach, in dB."""
+NOISE = 1.1
+"""The factor that declared and measured variance of a noise may be apart."""
+ROUNDING = (3.0, 100.0)
+"""The factors by which that of a rounding, whose law is a model, may be too small, and too large in the median."""
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check, which passed where `value` was within its limit (`bound`: "≤" or "≥"); `text` says what it is of."""
+
+    name: str
+    passed: bool
+    value: float
+    limit: float
+    text: str
+    bound: Literal["≤", "≥"] = "≤"
+
+    @classmethod
+    def at_most(cls, name: str, value: float, limit: float, text: str) -> "Check":
+        """Return a check whose value must not be above its limit; nan fails."""
+        return cls(name, value <= limit, value, limit, text)
+
+    @classmethod
+    def at_least(cls, name: str, value: float, limit: float, text: str) -> "Check":
+        """Return a check whose value must not be below its limit; nan fails."""
+        return cls(name, value >= limit, value, limit, text, "≥")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A victim in float64 with two clients of one image each, and a third that may take the second's place."""
+
+    model: VictimModel
+    images: Float[Tensor, "3 c h w"]
+    seed: int = 0
+
+    @property
+    def labels(self) -> Int[Tensor, "2"]:
+        """Return the classes of the two images."""
+        return torch.arange(2) % self.model.vit.num_classes
+
+    @property
+    def released(self) -> list[str]:
+        """Return the names of the released parameters."""
+        return sorted(released_parameters(self.model))
+
+    def clients(self, *, neighbour: bool = False) -> Float[Tensor, "2 c h w"]:
+        """Return the two images."""
+        return self.images[[0, 2 if neighbour else 1]]
+
+    def draws(self, number: int = 0, *, neighbour: bool = False) -> Draws:
+        """Return fresh generators, the same for the same number; a neighbour has its own."""
+        seeds = [100 * (self.seed + 1) + 10 * number + i for i in (0, 2 if neighbour else 1, 3, 4)]
+        own, other, batch, model = (torch.Generator().manual_seed(seed) for seed in seeds)
+        return Draws([own, other], batch, model)
+
+
+@dataclass(frozen=True, eq=False)
+class OnImages:
+    """A defense on images: what the client feeds is x̃, with its order."""
+
+    defense: Defense
+    subject: Subject
+
+    contents: ClassVar[str] = "images in [0, 1], an order of the patches, masks"
+
+    def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
+        """Return what goes into the defense."""
+        return {"images": self.subject.clients(neighbour=neighbour)}
+
+    def run(self, inputs: Tensors, draws: Draws) -> Feed:
+        """Return what comes out of it."""
+        return self.defense(inputs["images"], self.subject.model.patch, draws.images)
+
+    def tensors(self, feed: Feed) -> dict[str, Tensor]:
+        """Return the release as tensors by name."""
+        found = {"images": feed.images, "order": feed.order, "moved": feed.moved, "masked_pe": feed.masked_pe}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def own(self, feed: Feed) -> dict[str, Tensor]:
+        """Return what the first client feeds."""
+        return {name: value[0] for name, value in self.tensors(feed).items()}
+
+    def undefended(self) -> dict[str, Tensor]:
+        """Return what would be fed without it."""
+        return self.tensors(Feed.undefended(self.subject.clients(), self.subject.model.patch))
+
+    def problems(self, feed: object) -> Iterator[str]:
+        """Yield what in the release is not of its form."""
+        if type(feed) is not Feed:
+            yield f"{type(feed).__name__} instead of Feed"
+            return
+        images = self.subject.clients()
+        slots = (len(images), math.prod(self.subject.model.grid))
+        wrong = [
+            *unlike("images", feed.images, images.shape, images.dtype),
+            *unlike("order", feed.order, slots, torch.int64),
+            *unlike("moved", feed.moved, slots, torch.bool),
+            *(() if feed.masked_pe is None else unlike("masked_pe", feed.masked_pe, slots, torch.bool)),
+        ]
+        yield from wrong
+        if wrong:
+            return
+        if not bool(((feed.images >= 0) & (feed.images <= 1)).all()):
+            yield f"images in [{feed.images.min():.3g}, {feed.images.max():.3g}] instead of [0, 1]"
+        yield from not_permuted("order", feed.order)
+        if bool((feed.order != torch.arange(slots[1]))[~feed.moved].any()):
+            yield "an order that moves slots which are not declared as moved"
+
+    def checks(self, feed: Feed) -> Iterator[Check]:
+        """Yield what the release is measured by."""
+        yield from acts_as(self.defense, self.subject.model)
+        yield Check.at_most("order", self._misplaced(feed), 0.01, "distance of slots from what order and moved say")
+        model, labels, names = self.subject.model, self.subject.labels, self.subject.released
+        gradients = per_sample_gradients(model, feed, labels, names)
+        off = off_differences(model, feed, labels, gradients, self.subject.seed)
+        yield Check.at_most("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂θ‖")
+
+    def _misplaced(self, feed: Feed) -> float:
+        """Return how much worse than the best the declared order is, or 1 if moved patches are not what they were.
+
+        It is measured on smooth images in which no two patches are alike, so that it shows through what a defense does
+        to the pixels. A defense that moves slots must leave every patch as it is, bit for bit: one that changes pixels
+        as well is two defenses, stacked.
+        """
+        subject, patch = self.subject, self.subject.model.patch
+        if feed.moved.any() and not torch.equal(feed.images, permute(subject.clients(), feed.order, patch)):
+            return 1.0
+        wheel = colour_wheel(subject.model.image_shape).repeat(2, 1, 1, 1)
+        fed = self.run({"images": wheel.clone()}, subject.draws())
+        return worse_than_best(fed.images, wheel, fed.order, patch)
+
+    def control(self) -> Check:
+        """Return what leaks without the defense."""
+        return _patch_gradient(self.subject)
+
+
+@dataclass(frozen=True, eq=False)
+class OnGradients:
+    """A defense on the gradients of all released parameters."""
+
+    defense: GradientDefense
+    subject: Subject
+
+    contents: ClassVar[str] = "the gradients of the released parameters, in their shapes and types"
+
+    def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
+        """Return what goes into the defense."""
+        model = self.subject.model
+        feed = Feed.undefended(self.subject.clients(neighbour=neighbour), model.patch)
+        return per_sample_gradients(model, feed, self.subject.labels, self.subject.released)
+
+    def run(self, inputs: Tensors, draws: Draws) -> Any:  # noqa: ANN401
+        """Return what comes out of it."""
+        return self.defense.release(inputs, draws.images)
+
+    def tensors(self, released: Tensors) -> dict[str, Tensor]:
+        """Return the release as tensors by name."""
+        return dict(released)
+
+    def own(self, released: Tensors) -> dict[str, Tensor]:
+        """Return what the first client releases."""
+        return {name: value[0] for name, value in released.items()}
+
+    def undefended(self) -> dict[str, Tensor]:
+        """Return what would be released without it."""
+        return self.inputs()
+
+    def problems(self, released: object) -> Iterator[str]:
+        """Yield what in the release is not of its form."""
+        if not isinstance(released, Mapping):
+            yield f"{type(released).__name__} instead of gradients by name"
+            return
+        true = self.inputs()
+        yield from (f"{name}, which is no released parameter" for name in released if name not in true)
+        for name, g in true.items():
+            yield from unlike(name, released.get(name), g.shape, g.dtype)
+
+    def checks(self, released: Tensors) -> Iterator[Check]:
+        """Yield what the release is measured by."""
+        yield from acts_as(self.defense, self.subject.model)
+        true, variance = self.inputs(), self.defense.variance(released)
+        wrong = [w for name, g in true.items() for w in unlike(name, variance.get(name), g.shape, g.dtype)]
+        some = {name: released[name] for name in PatchGradient.parameters if name in released}
+        known = self.defense.variance(some)  # an adversary need not have looked at everything
+        wrong += [w for name, g in some.items() for w in unlike(f"{name} alone", known.get(name), g.shape, g.dtype)]
+        wrong += [f"{name} below zero" for name, value in variance.items() if bool((value < 0).any())]
+        if wrong:
+            yield Check.at_most("variance", math.inf, ROUNDING[0], f"declared variance: {wrong[0]}")
+            return
+        yield from self._variance(true, released, variance)
+        model, labels = self.subject.model, self.subject.labels
+        feed = Feed.undefended(self.subject.clients(), model.patch)
+        off = off_in_noise(model, feed, labels, released, variance, self.subject.seed)
+        yield Check.at_most("gradients", off, 8.0, "error against finite differences, in σ of what is declared")
+
+    def _variance(self, true: Tensors, released: Tensors, variance: Tensors) -> Iterator[Check]:
+        """Yield by which factors the declared variance is too small and too large, the gradient scaled for the best."""
+        fitted = scale_of(true, released, variance)
+        errors = [
+            {name: g - scale.view(-1, *[1] * (g.ndim - 1)) * true[name] for name, g in released.items()}
+            for scale in (fitted, torch.zeros_like(fitted))
+        ]
+        again = self.run(self.inputs(), self.subject.draws(1))
+        drawn = sum(float((again[name] - g).square().sum()) / 2 for name, g in released.items())
+        noise = drawn > 0.9 * sum(float(e.square().sum()) for e in errors[0].values())
+        most = (NOISE, NOISE) if noise else ROUNDING
+        too_small = min(understated(true, error, variance) for error in errors)
+        yield Check.at_most(
+            "variance", too_small, most[0], "measured over declared, of the worst parameter, less chance"
+        )
+        too_large = overstated(true, released, errors[0], variance, worst=noise)
+        which = "of the worst parameter" if noise else "the median of the parameters"
+        yield Check.at_most("overstated", too_large, most[1], f"declared over measured, {which}, less chance")
+
+    def control(self) -> Check:
+        """Return what leaks without the defense."""
+        return _patch_gradient(self.subject)
+
+
+@dataclass(frozen=True, eq=False)
+class OnFeatures:
+    """A defense on the tokens that a client of split learning sends."""
+
+    defense: FeatureDefense
+    subject: Subject
+
+    contents: ClassVar[str] = "as many rows as the embedding has, orders of rows and columns"
+
+    def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
+        """Return what goes into the defense."""
+        with torch.no_grad():
+            return {"tokens": self.subject.model.embed(self.subject.clients(neighbour=neighbour))}
+
+    def run(self, inputs: Tensors, draws: Draws) -> Sent:
+        """Return what comes out of it."""
+        return self.defense.send(Sent.plain(inputs["tokens"], self.subject.model.vit.num_prefix_tokens), draws)
+
+    def tensors(self, sent: Sent) -> dict[str, Tensor]:
+        """Return the release as tensors by name."""
+        found = {"features": sent.features, "source": sent.source, "columns": sent.columns}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def own(self, sent: Sent) -> dict[str, Tensor]:
+        """Return the rows that are declared to be the first client's, wherever they are sent."""
+        mine = sent.source < sent.source.shape[1]
+        return {"features": sent.features[mine], "source": sent.source[mine]}
+
+    def undefended(self) -> dict[str, Tensor]:
+        """Return what would be sent without it."""
+        return self.tensors(Sent.plain(self.inputs()["tokens"], self.subject.model.vit.num_prefix_tokens))
+
+    def problems(self, sent: object) -> Iterator[str]:
+        """Yield what in the release is not of its form."""
+        if type(sent) is not Sent:
+            yield f"{type(sent).__name__} instead of Sent"
+            return
+        tokens, prefix = self.inputs()["tokens"], self.subject.model.vit.num_prefix_tokens
+        wrong = [
+            *unlike("features", sent.features, tokens.shape, tokens.dtype),
+            *unlike("source", sent.source, tokens.shape[:2], torch.int64),
+            *(() if sent.columns is None else unlike("columns", sent.columns, tokens.shape[2:], torch.int64)),
+        ]
+        yield from wrong
+        if wrong:
+            return
+        yield from not_permuted("source", sent.source.view(1, -1))
+        yield from () if sent.columns is None else not_permuted("columns", sent.columns[None])
+        if sent.prefix != prefix:
+            yield f"prefix {sent.prefix} instead of {prefix}"
+        if not 0 <= sent.key_bits < math.inf:
+            yield f"key_bits {sent.key_bits} instead of a number of bits"
+
+    def checks(self, sent: Sent) -> Iterator[Check]:
+        """Yield what the release is measured by."""
+        yield from acts_as(self.defense, self.subject.model)
+        declared = getattr(self.defense, "acts_as", None)
+        std = float(getattr(self.defense, "std", 0.0) if not isinstance(declared, Effects) else declared.noise_std)
+        tokens = self.inputs()["tokens"]
+        rows = tokens.flatten(0, 1)[sent.source]
+        error = float((sent.features - (rows if sent.columns is None else rows[..., sent.columns])).square().mean())
+        if std > 0:
+            factor = max(error, 1e-300) / std**2
+            yield Check.at_most("rows", max(factor, 1 / factor), NOISE, "factor between variance of the noise and std²")
+        else:
+            off = (error / float(tokens.square().mean())) ** 0.5
+            yield Check.at_most("rows", off, 1e-9, "distance of rows from what source and columns say; no std")
+        off = self._off_differences(tokens)
+        yield Check.at_most("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂tokens‖")
+
+    def _off_differences(self, tokens: Float[Tensor, "b t d"]) -> float:
+        """Return how far the derivative through what is sent is from finite differences, in random directions."""
+        z = tokens.clone().requires_grad_()
+        with torch.enable_grad():
+            loss = self._loss(z * 1)  # what may be changed in place
+        g = torch.autograd.grad(loss, z)[0] if loss.requires_grad else torch.zeros_like(z)
+        worst, draw = 0.0, torch.Generator().manual_seed(self.subject.seed)
+        for _ in range(8):
+            v = torch.randn(z.shape, generator=draw, dtype=z.dtype)
+            with torch.no_grad():
+                slope = (self._loss(tokens + STEP * v) - self._loss(tokens - STEP * v)) / (2 * STEP)
+            worst = max(worst, float((slope - (g * v).sum()).abs() / g.norm().clamp(min=1e-3 * float(slope.abs()))))
+        return worst
+
+    def _loss(self, tokens: Float[Tensor, "b t d"]) -> Tensor:
+        """Return the loss of what the client makes of its returns; the server's weights are keyed by the columns."""
+        model, sent = self.subject.model, self.run({"tokens": tokens}, self.subject.draws())
+        plain = replace(sent, features=restore_features(sent.features, columns=sent.columns), columns=None)
+        logits = model.head(plain.restored(model.backbone(plain.features)))
+        return F.cross_entropy(logits, self.subject.labels, reduction="sum")
+
+    def control(self) -> Check:
+        """Return what leaks without the defense, of images in the span of the embedding: all of it."""
+        model = self.subject.model
+        images = span_of(model, self.subject.clients())
+        with torch.no_grad():
+            sent = Sent.plain(model.embed(images), model.vit.num_prefix_tokens)
+        seen = observe_features(model, sent, Stack(()), images[:0])
+        value = float(psnr(LeastSquares(prior="ridge")(seen).images, images).min())
+        return Check.at_least("control", value, LEAKS, "PSNR of least-squares without it, as far as W carries")
+
+
+def acts_as(defense: AnyDefense, model: VictimModel) -> Iterator[Check]:
+    """Yield, of a defense that declares what it does, in how much of that its releases contradict it."""
+    if getattr(defense, "acts_as", None) is not None:
+        wrong = contradictions(model, defense, NOISE)
+        yield Check.at_most("acts-as", float(len(wrong)), 0.0, "; ".join(wrong) or "effects that are not as declared")
+
+
+def _patch_gradient(subject: Subject) -> Check:
+    """Return what patch-gradient finds without a defense."""
+    images, attack = subject.clients(), PatchGradient()
+    check_capabilities(attack, granted(subject.model))
+    seen = observe(subject.model, images, subject.labels, attack.parameters)
+    return Check.at_least(
+        "control", float(psnr(attack(seen), images).min()), LEAKS, "PSNR of patch-gradient without it"
+    )

@@ -1,0 +1,220 @@
+"""How far a release is from what is claimed of it: finite differences, variances, orders and forms."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from privlab.patches.patchify import patchify, unpatchify
+from privlab.threat.protocols import Feed
+from privlab.victims.model import VictimModel
+
+__all__ = [
+    "STEP",
+    "TOLERANCE",
+    "apart",
+    "colour_wheel",
+    "not_permuted",
+    "off_differences",
+    "off_in_noise",
+    "overstated",
+    "scale_of",
+    "span_of",
+    "understated",
+    "unlike",
+    "worse_than_best",
+]
+
+STEP = 1e-6
+"""Of finite differences in float64: rounding and the third derivative leave about 1e-8."""
+TOLERANCE = 1e-6
+"""What a directional derivative may be off, relative to the norm of the gradient."""
+_TINY = 1e-300
+
+Tensors = Mapping[str, Tensor]
+
+
+def off_differences(model: VictimModel, feed: Feed, labels: Int[Tensor, " b"], gradients: Tensors, seed: int) -> float:
+    """Return the worst error of g·v against (ℓ(θ + hv) − ℓ(θ − hv)) / 2h, over parameters and images, relative to ‖g‖.
+
+    Each parameter θ has a random direction v, and ℓ is the loss of the victim's own forward pass on what is fed.
+    """
+    found, slopes, norms, _ = _directional(model, feed, labels, gradients, {}, seed)
+    return _worst((found - slopes).abs() / norms)
+
+
+def off_in_noise(
+    model: VictimModel, feed: Feed, labels: Int[Tensor, " b"], gradients: Tensors, variance: Tensors, seed: int
+) -> float:
+    """Return that error where noise is declared, in its standard deviations.
+
+    Each image may have one scale of its gradient: clipping, say. An error of an eighth of the `TOLERANCE` counts as
+    one standard deviation.
+    """
+    found, slopes, norms, σ = _directional(model, feed, labels, gradients, variance, seed)
+    σ = (σ.square() + (TOLERANCE / 8 * norms).square()).sqrt()
+    fitted = ((found * slopes / σ.square()).sum(0) / (slopes / σ).square().sum(0).clamp(min=_TINY)).clamp(min=0)
+    return min(_worst((found - scale * slopes).abs() / σ) for scale in (fitted, torch.zeros_like(fitted)))
+
+
+def _directional(
+    model: VictimModel, feed: Feed, labels: Int[Tensor, " b"], gradients: Tensors, variance: Tensors, seed: int
+) -> tuple[Float[Tensor, "p b"], Float[Tensor, "p b"], Float[Tensor, "p b"], Float[Tensor, "p b"]]:
+    """Return, for each parameter and image, g·v, the difference quotient along v, ‖g‖, and the deviation of g·v."""
+    model, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+
+    def loss() -> Float[Tensor, " b"]:
+        logits = model(feed.images, feed.masked_pe, feed.replacement)
+        return F.cross_entropy(logits, labels, reduction="none")
+
+    rows = []
+    for name, g in gradients.items():
+        θ = _parameter(model, name)
+        v = torch.randn(θ.shape, generator=draw, dtype=θ.dtype)
+        noise = variance[name] * v.square() if variance else torch.zeros_like(g)
+        rows.append([(g * v).flatten(1).sum(1), _slope(θ, v, loss), g.flatten(1).norm(dim=1)])
+        rows[-1].append(noise.flatten(1).sum(1).sqrt())
+    found, slopes, norms, σ = (torch.stack(values) for values in zip(*rows, strict=True))
+    return found, slopes, norms + 1e-3 * norms.square().mean(0).sqrt(), σ  # a gradient of zero has a norm too
+
+
+@torch.no_grad()
+def _slope(θ: nn.Parameter, v: Tensor, loss: Callable[[], Tensor]) -> Float[Tensor, " b"]:
+    """Return the central difference of the losses in the direction v of θ, which is left as it was."""
+    before, values = θ.detach().clone(), []
+    for sign in (1, -1):
+        θ.copy_(before + sign * STEP * v)
+        values.append(loss())
+    θ.copy_(before)
+    return (values[0] - values[1]) / (2 * STEP)
+
+
+def _parameter(model: VictimModel, name: str) -> nn.Parameter:
+    if name != "unk_embed":
+        return model.vit.get_parameter(name)
+    assert model.unk_embed is not None
+    return model.unk_embed
+
+
+def _worst(errors: Tensor) -> float:
+    return float(errors.nan_to_num(math.inf).max())
+
+
+def scale_of(true: Tensors, released: Tensors, variance: Tensors) -> Float[Tensor, " b"]:
+    """Return c ≥ 0 of each image for which c · ∂ℓ/∂θ is nearest to what is released, each entry by its variance."""
+    least = _rounding(true)
+    above, below = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for name, g in true.items():
+        weight = 1 / (variance[name] + least)
+        above = above + (weight * released[name] * g).flatten(1).sum(1)
+        below = below + (weight * g.square()).flatten(1).sum(1)
+    return (above / below.clamp(min=_TINY)).clamp(min=0)
+
+
+def understated(true: Tensors, error: Tensors, variance: Tensors) -> float:
+    """Return by how much the mean square of a parameter's error is above its declared variance: the worst factor.
+
+    A mean of n squares is known to √(2/n), of which six are allowed.
+    """
+    least = _rounding(true)
+    return max(
+        (float(e.square().mean()) + least) / (float(variance[name].mean()) + least) / _slack(e)
+        for name, e in error.items()
+    )
+
+
+def overstated(true: Tensors, released: Tensors, error: Tensors, variance: Tensors, *, worst: bool) -> float:
+    """Return by how much it is below: the factor of the worst parameter, or the median of all.
+
+    Of an entry that was released as zero a variance v declares a bound, √(3v) (see `GradientDefense`), below which the
+    entries of a parameter may be far: what it is held against is the largest of all.
+    """
+    least = _rounding(true)
+    zeros = {name: (g == 0) & (variance[name] > 0) for name, g in released.items()}
+    reach = max(
+        (float((e.square() / variance[name])[zeros[name]].max()) / 3 for name, e in error.items() if zeros[name].any()),
+        default=0.0,
+    )
+    squares = {
+        name: e.square().where(~zeros[name], e.square().maximum(reach * variance[name])) for name, e in error.items()
+    }
+    factors = [
+        (float(variance[name].mean()) + least) / (float(squares[name].mean()) + least) / _slack(e)
+        for name, e in error.items()
+    ]
+    return max(factors) if worst else median(factors)
+
+
+def _rounding(true: Tensors) -> float:
+    """Return the variance that rounding leaves, with a wide margin."""
+    return 1e-18 * sum(float(g.square().mean()) for g in true.values()) + _TINY
+
+
+def _slack(error: Tensor) -> float:
+    return 1 + 6 * math.sqrt(2 / error.numel())
+
+
+def worse_than_best(
+    fed: Float[Tensor, "b c h w"], source: Float[Tensor, "b c h w"], order: Int[Tensor, "b n"], patch: int
+) -> float:
+    """Return how much further the fed patches are from those that `order` names than from the best assignment.
+
+    It is the difference of the sums of squared distances, in units of what a random order has, of the worst image.
+    """
+    worst = 0.0
+    for slots, patches, named in zip(patchify(fed, patch), patchify(source, patch), order, strict=True):
+        costs = torch.cdist(slots, patches).square()
+        best = costs[linear_sum_assignment(costs.numpy())].sum()
+        random = torch.cdist(patches, patches).square().mean(1).sum()
+        worst = max(worst, float((costs.gather(1, named[:, None]).sum() - best) / random.clamp(min=_TINY)))
+    return worst
+
+
+def colour_wheel(shape: tuple[int, int, int]) -> Float[Tensor, "c h w"]:
+    """Return one period of colours across and down, a torus in RGB: low frequencies, and no two places alike."""
+    down, across = (2 * math.pi * (torch.arange(n, dtype=torch.float64) + 0.5) / n for n in shape[1:])
+    ring = 0.3 + 0.15 * down.cos()[:, None]
+    blue = (0.15 * down.sin())[:, None].expand(shape[1:])
+    return 0.5 + torch.stack([ring * across.cos(), ring * across.sin(), blue])
+
+
+def span_of(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+    """Return the images without what the patch projection W loses, in less contrast where they would leave [0, 1]."""
+    W = model.vit.patch_embed.proj.weight.detach().flatten(1)
+    X = patchify(model.normalise(images), model.patch)
+    offset = unpatchify(X @ torch.linalg.pinv(W) @ W, model.image_shape) * model.std
+    room = 0.9 * torch.minimum(model.mean, 1 - model.mean) / offset.abs().amax((2, 3), keepdim=True)
+    return model.mean + offset * room.amin(1, keepdim=True).clamp(max=1)
+
+
+def apart(a: Tensors, b: Tensors) -> float:
+    """Return the largest difference of two releases, in each tensor relative to its largest entry."""
+    if {name: value.shape for name, value in a.items()} != {name: value.shape for name, value in b.items()}:
+        return math.inf
+    pairs = [(value.detach().double(), b[name].detach().double()) for name, value in a.items()]
+    return max(float((x - y).abs().max() / x.abs().max().clamp(min=_TINY)) for x, y in pairs if x.numel())
+
+
+def unlike(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
+    """Yield where something is no tensor of a shape and a type, or not finite."""
+    if not isinstance(value, Tensor):
+        yield f"{name}: {type(value).__name__} instead of a tensor"
+        return
+    if tuple(value.shape) != tuple(shape):
+        yield f"{name} of shape {tuple(value.shape)} instead of {tuple(shape)}"
+    if value.dtype != dtype:
+        yield f"{name} of {value.dtype} instead of {dtype}"
+    if not value.isfinite().all():
+        yield f"{name} with nan or inf"
+
+
+def not_permuted(name: str, orders: Int[Tensor, "b n"]) -> Iterator[str]:
+    """Yield where an order leaves something out."""
+    if not torch.equal(orders.sort(1).values, torch.arange(orders.shape[1]).expand_as(orders)):
+        yield f"{name} that leaves some out or repeats others"

@@ -1,0 +1,130 @@
+"""`--set`: options of attacks and defenses from the command line, checked against their fields and their types.
+
+A class with a field `config` has keys of its own beside its fields: `config_types()` returns their types, dots are
+allowed in them, and what is given goes into `config` as (key, value) pairs.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_type_hints
+
+from privlab.base.errors import PrivlabError, unknown_name
+
+__all__ = ["configured", "read_numbers", "read_options", "stated"]
+
+T = TypeVar("T")
+
+
+def read_options(options: Sequence[str], kinds: Iterable[type[Any]]) -> None:
+    """Check that each option, KEY=VALUE or NAME.KEY=VALUE, is a field of a class in `kinds`, and its value of its type.
+
+    Raises:
+        PrivlabError: for another form, a name or key that none has (with the nearest), or a value of another type.
+    """
+    if not options:
+        return  # to look up what attacks can be told may cost an import
+    types = {kind: _types(kind) for kind in kinds}
+    for option in options:
+        name, key, value = _split(option, [kind.name for kind in types])
+        owners = [kind for kind in types if not name or kind.name == name]
+        having = [kind for kind in owners if key in types[kind]]
+        if not having:
+            raise _nobodys(name, key, {kind.name: types[kind] for kind in owners})
+        for kind in having:
+            _convert(option, value, types[kind][key])
+
+
+def _nobodys(name: str, key: str, owners: Mapping[str, Mapping[str, Any]]) -> PrivlabError:
+    """Return the error for a key that none of the owners has; its first word may be a name that is wrong."""
+    known = {known for types in owners.values() for known in types}
+    first, dot, _ = key.partition(".")
+    if not name and dot and (get_close_matches(first, owners) or not get_close_matches(key, known)):
+        return unknown_name("attack or defense of this run", first, owners)
+    return unknown_name("option", key, known)
+
+
+def configured(kind: type[T], options: Sequence[str], given: Mapping[str, Any] = {}) -> T:
+    """Return an instance of the class with the options that are meant for it, and `given` where they say nothing."""
+    values, config, types = dict(given), {}, _types(kind) if options else {}
+    for option in options:
+        _, key, value = _split(option, [kind.name])  # pyright: ignore[reportAttributeAccessIssue]
+        if key in types:
+            into = values if key in _own_types(kind) else config
+            into[key] = _convert(option, value, types[key])
+    return kind(**values, **({"config": tuple(config.items())} if config else {}))
+
+
+def stated(part: Any) -> list[str]:  # noqa: ANN401
+    """Return the options that make this instance of an attack or defense: NAME.KEY=VALUE for each of its fields.
+
+    Raises:
+        PrivlabError: if a value is none that an option can give.
+    """
+    kinds, found = _types(type(part)), []
+    values = {f.name: getattr(part, f.name) for f in fields(part)}
+    values |= dict(values.pop("config") or ()) if hasattr(type(part), "config_types") else {}
+    for key, value in values.items():
+        text = "none" if value is None else str(value)
+        option = f"{part.name}.{key}={text}"
+        try:
+            same = _convert(option, text, kinds[key]) == value
+        except PrivlabError:
+            same = False
+        if not same:
+            raise PrivlabError(
+                f"{part.name}: {key}={value!r} is no option that a record can state: a number or a text."
+            )
+        found.append(option)
+    return found
+
+
+def _split(option: str, names: Iterable[str]) -> tuple[str, str, str]:
+    """Return which of the names an option is for (empty: for all), its key, and its value."""
+    left, equals, value = (part.strip() for part in option.partition("="))
+    name = next((name for name in names if left.startswith(f"{name}.")), "")
+    key = left.removeprefix(f"{name}.") if name else left
+    if not equals or not key or key.endswith("."):
+        raise PrivlabError(f"--set takes KEY=VALUE or NAME.KEY=VALUE. Found '{option}'.")
+    return name, key, value
+
+
+def _types(kind: type[Any]) -> dict[str, Any]:
+    """Return the type of each option of a class."""
+    more = kind.config_types() if hasattr(kind, "config_types") else {}
+    return {key: wanted for key, wanted in _own_types(kind).items() if not more or key != "config"} | more
+
+
+def _own_types(kind: type[Any]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in fields(kind)}
+
+
+def _convert(option: str, value: str, wanted: Any) -> Any:  # noqa: ANN401
+    """Return a value of the wanted type: bool, int, float or str; "none" where the type allows None.
+
+    Of several types the first that the value can be read as is taken.
+    """
+    kinds = getattr(wanted, "__args__", (wanted,))
+    if type(None) in kinds and value == "none":
+        return None
+    kinds = [kind for kind in kinds if kind is not type(None)]
+    for kind in kinds:
+        try:
+            return {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+        except (KeyError, ValueError, TypeError):
+            continue
+    wanted = " or ".join("true or false" if k is bool else f"of type {getattr(k, '__name__', k)}" for k in kinds)
+    raise PrivlabError(f"--set {option}: the value must be {wanted}. Found '{value}'.")
+
+
+def read_numbers(option: str, text: str) -> tuple[float, ...]:
+    """Return the numbers of a list with commas.
+
+    Raises:
+        PrivlabError: if one is none.
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise PrivlabError(f"{option} takes numbers with commas, such as 0,0.27. Found '{text}'.") from None

@@ -1,0 +1,1 @@
+"""The pipeline: a specification becomes observations, reconstructions, scores and records."""

@@ -1,0 +1,151 @@
+"""What the clients of one batch feed and send in one setting, and what a reconstruction is compared with."""
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor
+
+from privlab.base.precision import full_precision
+from privlab.base.rng import draw_for
+from privlab.base.warnings import PrivlabWarning
+from privlab.evaluation.records import Record
+from privlab.images.decode import Picture
+from privlab.images.open import Chunk, Preprocessing
+from privlab.images.photographs import apart_from, common
+from privlab.threat.protocols import FeatureObservation, Feed, Observation, Sent
+from privlab.victims.model import VictimModel
+
+__all__ = ["Batch", "Seen", "Trial", "attacked_together", "batch_key", "labelled", "taken"]
+
+Seen = Observation | FeatureObservation
+
+
+def batch_key(sha256: Iterable[str]) -> str:
+    """Return a short hash of the images of a client's batch, whatever their order."""
+    return hashlib.sha256("/".join(sorted(sha256)).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Readable pictures on the device; their labels stand in `pictures` too.
+
+    `key` names the chunk that they come from, unreadable pictures included: what a client draws depends on its batch.
+    """
+
+    pictures: Sequence[Picture]
+    images: Float[Tensor, "b c h w"]
+    labels: Int[Tensor, " b"]
+    key: str
+
+    @property
+    def together(self) -> str:
+        """Return what names these images, in this order."""
+        return "/".join(picture.sha256 for picture in self.pictures)
+
+    def take(self, rows: Sequence[int]) -> "Batch":
+        """Return some of the pictures."""
+        return Batch([self.pictures[i] for i in rows], self.images[rows], self.labels[rows], self.key)
+
+    def draws(self, seed: int, purpose: str, draw: int) -> list[Generator]:
+        """Return a generator for each picture."""
+        return [draw_for(seed, picture.sha256, purpose, draw) for picture in self.pictures]
+
+    def images_per_release(self, together: int | None) -> int:
+        """Return how many of the pictures make one gradient: one, or all of those that are released `together`.
+
+        Warns:
+            PrivlabWarning: if they are fewer than that.
+        """
+        if together is None:
+            return 1
+        if (b := len(self.pictures)) < together:
+            told = "fewer were left or could be used, and the fewer, the easier (`batch_images` says which)"
+            warnings.warn(f"A gradient of {b} instead of {together} images: {told}.", PrivlabWarning, stacklevel=2)
+        return b
+
+    def release_draws(self, seed: int, draw: int, images_per_release: int) -> list[Generator]:
+        """Return a generator for each release, of as many pictures as were said."""
+        names, B = [picture.sha256 for picture in self.pictures], images_per_release
+        return [draw_for(seed, "/".join(names[i : i + B]), "release", draw) for i in range(0, len(names), B)]
+
+    def stated(self, together: int | None) -> Record:
+        """Return what the rows state of a batch that is released as one; nothing where each picture is by itself."""
+        return {} if together is None else {"batch": self.key, "batch_images": len(self.pictures)}
+
+
+def taken(seen: Observation, releases: Sequence[int]) -> Observation:
+    """Return what is observed of some of the releases."""
+    return replace(seen, gradients={name: g[releases] for name, g in seen.gradients.items()})
+
+
+def attacked_together(seen: Seen, batch: Batch, preprocessing: Preprocessing) -> list[tuple[list[int], Seen]]:
+    """Return what is attacked together, with the images that it is of: all, but for bundled photographs.
+
+    Image priors learn from these, so each is attacked apart, by what is learned from the others. Attacks on features
+    get their public images with the batch.
+    """
+    every = list(range(len(batch.pictures)))
+    if not isinstance(seen, Observation):
+        return [(every, seen)]
+    B = seen.images_per_release
+    left = apart_from([picture.sha256 for picture in batch.pictures], batch.images, preprocessing)
+    groups: dict[tuple[str, ...] | None, list[int]] = {}
+    for release in range(len(every) // B):
+        groups.setdefault(common(left[release * B : (release + 1) * B]), []).append(release)
+    if groups.keys() == {None}:
+        return [(every, seen)]
+    return [
+        ([r * B + i for r in own for i in range(B)], replace(taken(seen, own), photographs=names))
+        for names, own in groups.items()
+    ]
+
+
+def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batch, list[Picture]]:
+    """Return the readable pictures of a chunk on the model's device, and those that cannot be used.
+
+    Where there is no label, and wherever it is to be `predicted`, the model's own prediction stands in; pictures whose
+    label is out of range cannot be used.
+    """
+    classes = model.vit.num_classes
+    images, pictures = chunk.images.to(model.mean), list(chunk.pictures)
+    if predicted or any(picture.label is None for picture in pictures):
+        with torch.no_grad(), full_precision():
+            found = model(images).argmax(1).tolist()
+        pictures = [
+            replace(picture, label=label, label_origin="predicted") if predicted or picture.label is None else picture
+            for picture, label in zip(pictures, found, strict=True)
+        ]
+    rule = f"The victim has {classes} classes, so a label must be below."
+    fine = [i for i, picture in enumerate(pictures) if (picture.label or 0) < classes]
+    wrong = [replace(p, problem=f"label {p.label}: {rule}") for p in pictures if (p.label or 0) >= classes]
+    labels = torch.tensor([picture.label for picture in pictures], dtype=torch.long, device=images.device)
+    key = batch_key(picture.sha256 for picture in (*chunk.pictures, *chunk.failed))
+    return Batch(pictures, images, labels, key).take(fine), [*chunk.failed, *wrong]
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One setting of one batch: what is fed and sent, and what a reconstruction is compared with.
+
+    `known` marks the slots that the adversary knows to hold their own patch; None where nothing says which they are.
+    """
+
+    setting: str
+    feed: Feed
+    reference: Float[Tensor, "b c h w"]
+    sent: Sent | None = None  # None: gradients are released
+    known: Bool[Tensor, "b n"] | None = None
+
+    def take(self, rows: Sequence[int]) -> "Trial":
+        """Return the trial of some of the images, whose gradients are released."""
+        feed = self.feed
+        masked = None if feed.masked_pe is None else feed.masked_pe[rows]
+        taken = replace(
+            feed, images=feed.images[rows], order=feed.order[rows], moved=feed.moved[rows], masked_pe=masked
+        )
+        known = None if self.known is None else self.known[rows]
+        return Trial(self.setting, taken, self.reference[rows], known=known)

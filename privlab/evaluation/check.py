@@ -1,0 +1,42 @@
+"""What an attack brings home, looked at before anything is made of it: it may come from another package."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.threat.protocols import Attack, FeatureAttack, FeatureObservation, Observation, Stolen
+
+__all__ = ["beyond_range", "brought", "check_reconstruction"]
+
+
+def brought(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Stolen:
+    """Run an attack on what it is for, and return what it brought home."""
+    return Stolen.of(attack(seen))  # pyright: ignore[reportArgumentType]  # the plan gave each its kind of observation
+
+
+def check_reconstruction(images: Tensor, shape: Sequence[int]) -> None:
+    """Check that an attack returned images of this shape, b × c × h × w, in [0, 1].
+
+    Raises:
+        PrivlabError: if it returned anything else, or a value that is not finite.
+    """
+    if images.shape != tuple(shape):
+        raise PrivlabError(f"the attack returned {tuple(images.shape)} instead of {tuple(shape)}")
+    if not images.isfinite().all():
+        raise PrivlabError("the attack returned values that are not finite")
+    if images.min() < 0 or images.max() > 1:
+        low, high = images.aminmax()
+        raise PrivlabError(f"the attack returned values in [{low:.3g}, {high:.3g}] instead of [0, 1]")
+
+
+def beyond_range(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> str | None:
+    """Return why an attack runs outside the range in which it is said to be exact, from what is public; else None.
+
+    That is what it says itself, by its method `beyond`; an attack without one has no stated range. One that was forced
+    to run without something that it requires is outside it whatever it says.
+    """
+    if missing := attack.requires - seen.grants:
+        return "forced without " + ", ".join(sorted(capability.value for capability in missing))
+    stated = getattr(attack, "beyond", None)
+    return None if stated is None else stated(seen)

@@ -1,0 +1,73 @@
+"""Pictures that no attack made: what "nothing leaks" looks like under each metric."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.base.warnings import PrivlabWarning
+from privlab.evaluation.batch import Batch
+from privlab.evaluation.records import CONTROLS
+from privlab.images.public import Others
+from privlab.patches.patchify import permute
+
+__all__ = ["Controls"]
+
+
+@dataclass(frozen=True, eq=False)
+class Controls:
+    """Makes the negative controls of `CONTROLS` from `public` photographs; never from one under attack.
+
+    The mean of the photographs, one of them, the private image with its patches shuffled, and one `colour` everywhere:
+    an attack that finds nothing leaves grey, and that must not count as a leak.
+    """
+
+    public: Others
+    colour: Float[Tensor, "c 1 1"]
+
+    def of(
+        self, batch: Batch, patch: int, draws: Sequence[Generator], *, together: bool
+    ) -> dict[str, Float[Tensor, "b c h w"]]:
+        """Return the pictures of a batch by the name of their control; without a photograph that is left, two alone.
+
+        Where images are attacked `together`, none of them is among the photographs, and each has a photograph of its
+        own beside it, as long as there are so many.
+
+        Warns:
+            PrivlabWarning: if photographs are too few.
+        """
+        count = (batch.images.shape[2] // patch) * (batch.images.shape[3] // patch)
+        order = torch.stack([torch.randperm(count, generator=draw) for draw in draws]).to(batch.images.device)
+        flat = self.colour.to(batch.images).clamp(0, 1).expand_as(batch.images)
+        always = {CONTROLS[2]: permute(batch.images, order, patch), CONTROLS[3]: flat}
+        names, photographs = [picture.sha256 for picture in batch.pictures], self.public.images
+        if together:
+            left = self.public.without(names, batch.images)
+            wanted, found = len(names), len(left)
+            pairs = [(self._mean(left), photographs[left[i % found]]) for i in range(wanted)] if left else []
+        else:
+            each = [self.public.without([name], image[None]) for name, image in zip(names, batch.images, strict=True)]
+            wanted, found = 1, min(map(len, each))
+            pairs = [(self._mean(left), photographs[left[0]]) for left in each if left]
+        if found < wanted:
+            told = f"{found} public photographs are not under attack, for {wanted} images in one release"
+            what = "repeat them" if found else "are not scored"
+            warnings.warn(f"{told}: the controls made of them {what}.", PrivlabWarning, stacklevel=2)
+        if len(pairs) < len(names):
+            return always
+        mean, other = (torch.stack(images).to(batch.images) for images in zip(*pairs, strict=True))
+        return {CONTROLS[0]: mean, CONTROLS[1]: other} | always
+
+    def _mean(self, left: Sequence[str]) -> Float[Tensor, "c h w"]:
+        """Return the mean of these photographs; that of all is kept, for they may be thousands."""
+        if len(left) == len(self.public.images):
+            return self._mean_of_all
+        return torch.stack([self.public.images[key] for key in left]).mean(0)
+
+    @cached_property
+    def _mean_of_all(self) -> Float[Tensor, "c h w"]:
+        return torch.stack([*self.public.images.values()]).mean(0)

@@ -1,0 +1,416 @@
+"""The pipeline: images → victim + defense → observation → attack → reconstruction → metrics → record.
+
+Only this file holds both the private image and the reconstruction.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.base.precision import full_precision
+from privlab.base.rng import draw_for
+from privlab.evaluation.batch import Batch, Seen, Trial, attacked_together, labelled, taken
+from privlab.evaluation.check import beyond_range, brought, check_reconstruction
+from privlab.evaluation.controls import Controls
+from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
+from privlab.evaluation.scoring import Scorer, known_slots
+from privlab.evaluation.specification import Cell, Specification, reassembly_of
+from privlab.images.open import Chunk, Picture
+from privlab.images.public import Others
+from privlab.metrics.placement import as_sent, assigned, crosses, matched
+from privlab.metrics.registry import Learned
+from privlab.release.features import observe_features, predictions, send
+from privlab.release.gradients import observe
+from privlab.threat.protocols import (
+    Attack,
+    Capability,
+    Draws,
+    FeatureAttack,
+    FeatureObservation,
+    Observation,
+    Sent,
+    Stolen,
+)
+from privlab.victims.named import Victim
+
+__all__ = ["Evaluator", "Panel", "Scored", "Strip"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """One picture of a strip, with the lines that stand under it.
+
+    `name` is the key of the attack's cell; of what was private or fed, that of the first control, and which it is.
+    """
+
+    name: str
+    image: Float[Tensor, "c h w"]
+    caption: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Strip:
+    """The pictures of one private image on one victim: a row of panels for each setting."""
+
+    image: str
+    image_sha256: str
+    victim: str
+    rows: tuple[tuple[Panel, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What came of a chunk: its number of images, its records, and a strip for each readable image.
+
+    `stolen` holds what attacks brought home, where it is to be kept, by CELL/IMAGE, the latter a hash.
+    """
+
+    images: int
+    records: list[Record]
+    strips: list[Strip]
+    stolen: dict[str, Stolen]
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluator:
+    """Scores chunks of images on one victim: every setting, block variant, attack and geometry of a run.
+
+    `metrics` are those that can be computed here; the others stay null in the records. `public` are photographs by
+    their hash, of which the negative controls are made, and which attacks on features may use. Strips are kept only if
+    `strips`, controls are scored only if `controls`, and what attacks bring home is handed out only if `keep`. What was
+    `kept` of an earlier run, by CELL/IMAGE, is scored instead of being made again.
+    """
+
+    spec: Specification
+    base: Victim
+    cells: Sequence[Cell]
+    metrics: Sequence[str]
+    learned: Mapping[str, Learned]
+    public: Mapping[str, Tensor]
+    strips: bool = True
+    controls: bool = True
+    keep: bool = False
+    kept: Mapping[str, Stolen] | None = None
+    _stolen: dict[str, Stolen] = field(default_factory=dict, init=False, repr=False)
+    _shared: dict[tuple[str, ...], tuple[Any, float]] = field(default_factory=dict, init=False, repr=False)
+
+    def __call__(self, chunk: Chunk) -> Scored:
+        """Run the pipeline on one chunk."""
+        batch, failed = labelled(chunk, self.base.model, predicted=self.spec.labels == "predicted")
+        records = [row for picture in failed for row in self._failures(picture)]
+        self._stolen.clear()
+        self._shared.clear()
+        rows: list[list[tuple[Panel, ...]]] = [[] for _ in batch.pictures]
+        for setting in self.spec.settings if batch.pictures else ():
+            trial = self._trial(setting, batch)
+            records += self._controls(trial, batch) if self.controls else []
+            panels: list[list[Panel]] = [[] for _ in batch.pictures]
+            own = self.rows.cells(setting, [])[CONTROLS[0]]
+            self._show(panels, f"{own}-private", batch.images, ["private image"] * len(panels))
+            told = f"fed to the model, setting {setting}" + ("\nthe reference of its scores" if setting == "b" else "")
+            fed = [told] * len(panels)
+            self._show(panels, f"{own}-fed", trial.feed.images, fed)
+            if trial.sent is not None:
+                rows_sent = as_sent(trial.sent, trial.feed.images, self.base.model.patch)
+                self._show(panels, f"{own}-sent", rows_sent, ["rows in the order sent"] * len(panels))
+            for cell in self.cells:
+                records += self._run(cell, trial, batch, panels)
+            for row, of_image in zip(rows, panels, strict=True):
+                row.append(tuple(of_image))
+        strips = [
+            Strip(p.name, p.sha256, self.base.name, tuple(row)) for p, row in zip(batch.pictures, rows, strict=True)
+        ]
+        count = len(chunk.pictures) + len(chunk.failed)
+        return Scored(count, records, strips if self.strips else [], dict(self._stolen))
+
+    def _show(self, panels: Sequence[list[Panel]], name: str, images: Tensor, captions: Sequence[str]) -> None:
+        """Add one picture to each strip; the images leave the device together."""
+        if self.strips:
+            for panel, image, caption in zip(panels, images.cpu(), captions, strict=True):
+                panel.append(Panel(name, image, tuple(caption.split("\n"))))
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Return what all rows state."""
+        return Rows(self.spec, self.base, tuple(self.public))
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        several = self.spec.together is not None
+        return Scorer(self.base.model, self.metrics, self.learned, reassembly_of(self.spec, self.base), several)
+
+    def _trial(self, setting: str, batch: Batch) -> Trial:
+        """Make what the clients feed, and the reference of the setting (MJP, section 5.4)."""
+        stack, draws = self.rows.defenses[setting], self._draws(batch)
+        B = 1 if self.spec.together is None else len(batch.pictures)
+        feed = stack.feed(batch.images, self.base.model.patch, draws.images, B)
+        sent = send(self.base.model, feed, stack, draws) if self.spec.features_released else None
+        return Trial(setting, feed, feed.images if setting == "b" else batch.images, sent)
+
+    def _draws(self, batch: Batch) -> Draws:
+        """Return the client's generators: those of its images, of the batch that they make, and of its model."""
+        seed, together = self.spec.seed, batch.together
+        return Draws(
+            images=batch.draws(seed, "defense", self.spec.draw),
+            batch=draw_for(seed, together, "batch", self.spec.draw),
+            model=draw_for(seed, self.base.weights.sha256, "key", self.spec.draw),
+        )
+
+    def _run(self, cell: Cell, trial: Trial, batch: Batch, panels: Sequence[list[Panel]]) -> list[Record]:
+        """Observe one batch and run every attack of the cell on it; their panels join those of the images."""
+        if self.kept is not None:
+            return self._again(cell, trial, batch, self.kept)
+        if trial.sent is None:
+            seen, facts, sound = self._gradients(cell, trial, batch)
+            if "reassembled" in self.rows.geometries(trial.setting):
+                trial = replace(trial, known=known_slots(seen))
+        else:
+            seen, facts, sound = self._features(trial.sent, trial, batch)
+        records = [
+            row | facts[i] | _failed("what is released is zero or not finite")
+            for i, fine in enumerate(sound)
+            for row in ([] if fine else self.rows.of(batch.pictures[i], trial.setting, cell))
+        ]
+        kept = [i for i, fine in enumerate(sound) if fine]
+        if not kept:
+            return records
+        if isinstance(seen, Observation) and len(kept) < len(sound):
+            batch, trial, facts = batch.take(kept), trial.take(kept), [facts[i] for i in kept]
+            seen, panels = taken(seen, kept), [panels[i] for i in kept]
+        groups = attacked_together(seen, batch, self.base.preprocessing)
+        for attack in cell.attacks:
+            alone = replace(cell, attacks=(attack,))
+            outcomes: list[list[Record]] = [[]] * len(batch.pictures)
+            for rows, own in groups:
+                part = trial if len(groups) == 1 else trial.take(rows)
+                found = self._attack(alone, attack, own, part, batch.take(rows), [panels[i] for i in rows])
+                for i, outcome in zip(rows, found, strict=True):
+                    outcomes[i] = outcome
+            for picture, fact, outcome in zip(batch.pictures, facts, outcomes, strict=True):
+                rows = self.rows.of(picture, trial.setting, alone)
+                records += [row | fact | of_row for row, of_row in zip(rows, outcome, strict=True)]
+        return records
+
+    def _again(self, cell: Cell, trial: Trial, batch: Batch, kept: Mapping[str, Stolen]) -> list[Record]:
+        """Score what attacks brought home in an earlier run."""
+        records, own = [], batch.stated(self.spec.together)
+        names = self.rows.geometries(trial.setting)
+        if "reassembled" in names:
+            trial = replace(trial, known=known_slots(self._gradients(cell, trial, batch)[0]))
+        for attack in cell.attacks:
+            alone = replace(cell, attacks=(attack,))
+            rows = [self.rows.of(picture, trial.setting, alone) for picture in batch.pictures]
+            found = [kept[f"{row[0]['cell']}/{row[0]['image_sha256']}"] for row in rows]
+            placed = getattr(attack, "places", False)
+            scores = self._scorer.geometries(Stolen.joined(found), trial, names, placed=placed)
+            records += [
+                row | own | self._measured({name: values[i] for name, values in of_geometry.items()})
+                for i, of_image in enumerate(rows)
+                for row, of_geometry in zip(of_image, scores, strict=True)
+            ]
+        return records
+
+    def _gradients(self, cell: Cell, trial: Trial, batch: Batch) -> tuple[Observation, list[Record], list[bool]]:
+        """Observe released gradients: what is seen, the facts for each image's rows, and whether they can be used."""
+        model, parts = cell.victim.model, self.rows.defenses[trial.setting].parts
+        B = batch.images_per_release(self.spec.together)
+        draws = batch.release_draws(self.spec.seed, self.spec.draw, B)
+        seen, seconds = self._once(
+            (trial.setting, cell.victim.block, batch.together),
+            lambda: observe(model, trial.feed, batch.labels, cell.parameters, parts, draws, B),
+        )
+        norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0).repeat_interleave(B)
+        facts: list[Record] = [
+            {"grad_norm": size if math.isfinite(size) else None, "seconds_observe": seconds / len(norm)}
+            | batch.stated(self.spec.together)
+            for size in norm.tolist()
+        ]
+        return seen, facts, (norm.isfinite() & (norm > 0)).tolist()
+
+    def _features(self, sent: Sent, trial: Trial, batch: Batch) -> tuple[FeatureObservation, list[Record], list[bool]]:
+        """Observe released features, and note what the client pays for its defense: whether its prediction is right."""
+        model, stack = self.base.model, self.rows.defenses[trial.setting]
+        seen = observe_features(model, sent, stack, self._public_to(batch))
+        logits, seconds = self._timed(lambda: predictions(model, sent))
+        right = (logits.argmax(1) == batch.labels).double().tolist()
+        facts: list[Record] = [
+            {
+                **batch.stated(self.spec.together),
+                "key_bits": sent.key_bits,
+                "correct": None if picture.label_origin == "predicted" else value,
+                "seconds_observe": seconds / len(right),
+            }
+            for picture, value in zip(batch.pictures, right, strict=True)
+        ]
+        return seen, facts, [bool(sent.features.isfinite().all())] * len(right)
+
+    def _public_to(self, batch: Batch) -> Float[Tensor, "m c h w"]:
+        """Return the adversary's images: the public ones, less those of the batch and other crops of their files."""
+        left = set(self._others.without([picture.sha256 for picture in batch.pictures], batch.images))
+        if len(left) == len(self.public):
+            return self._all_public
+        return self._all_public[[i for i, key in enumerate(self.public) if key in left]]
+
+    @cached_property
+    def _others(self) -> Others:
+        return Others(self.public)
+
+    @cached_property
+    def _all_public(self) -> Float[Tensor, "m c h w"]:
+        """Return the public images as one tensor, the same for all batches: attacks keep what they make of it."""
+        return torch.stack([*self.public.values()]).to(self.base.model.mean)
+
+    def _attack(
+        self,
+        cell: Cell,
+        attack: Attack | FeatureAttack,
+        seen: Seen,
+        trial: Trial,
+        batch: Batch,
+        panels: Sequence[list[Panel]],
+    ) -> list[list[Record]]:
+        """Return for each image what its rows say of an attack, one for each geometry.
+
+        An attack may fail in any way: its rows say so, and the run goes on. A batch of gradients that fails is tried
+        again image by image, so that no image is charged with the failure of its neighbours. An attack for one image
+        that was forced on the gradient of several is held against each of them.
+        """
+        b, several = len(trial.reference), isinstance(seen, Observation) and seen.images_per_release > 1
+        names, placed = self.rows.geometries(trial.setting), getattr(attack, "places", False)
+        try:
+            beyond = self._beyond(attack, seen, b)
+            with full_precision():
+                own = (trial.setting, cell.victim.block, batch.together, attack.name)
+                stolen, seconds = self._once(own, lambda: brought(attack, seen))
+            if several and Capability.BATCH_SIZE_ONE in attack.requires:
+                stolen = Stolen.joined([stolen] * b)
+            check_reconstruction(stolen.images, trial.reference.shape)
+            stolen = self._assigned(stolen, trial, several=several)
+        except Exception as error:
+            if b > 1 and isinstance(seen, Observation) and not several:
+                one_by_one = ([i] for i in range(b))
+                return [
+                    self._attack(cell, attack, taken(seen, i), trial.take(i), batch.take(i), [panels[i[0]]])[0]
+                    for i in one_by_one
+                ]
+            kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
+            return [[_failed(f"{attack.name}: {kind}{error}".splitlines()[0])] * len(names)] * b
+        if self.spec.eight_bit:
+            stolen = replace(stolen, images=(stolen.images * 255).round() / 255)
+        scores, seconds_score = self._timed(lambda: self._scorer.geometries(stolen, trial, names, placed=placed))
+        cost = {"seconds_attack": seconds / b, "seconds_score": seconds_score / b}
+        outcomes = [
+            [
+                self._measured({name: values[i] for name, values in of_geometry.items()}) | cost | beyond[i]
+                for of_geometry in scores
+            ]
+            for i in range(b)
+        ]
+        key = self.rows.cells(trial.setting, [cell])[attack.name]
+        if self.keep:
+            shas = [picture.sha256 for picture in batch.pictures]
+            self._stolen.update((f"{key}/{sha}", stolen.take(i)) for i, sha in enumerate(shas))
+        where = "features" if trial.sent else f"{cell.victim.block} block"
+        self._show(panels, key, stolen.images, [_caption(where, attack.name, outcome[0]) for outcome in outcomes])
+        return outcomes
+
+    def _assigned(self, stolen: Stolen, trial: Trial, *, several: bool) -> Stolen:
+        """Return pictures in the order of the images that they are nearest to, where an order says nothing.
+
+        That is where `several` images made one gradient, or where rows crossed images.
+        """
+        if several:
+            return assigned(stolen, trial.feed.images, self.base.model.patch)
+        return stolen if trial.sent is None else matched(trial.sent, stolen, trial.reference)
+
+    def _beyond(self, attack: Attack | FeatureAttack, seen: Seen, b: int) -> list[Record]:
+        """Return of each image why the attack is outside its stated range; release by release, for that differs."""
+        if not isinstance(seen, Observation):
+            return [{"beyond_range": beyond_range(attack, seen)}] * b
+        B = seen.images_per_release
+        return [{"beyond_range": beyond_range(attack, taken(seen, [i // B]))} for i in range(b)]
+
+    def _measured(self, scores: Record) -> Record:
+        """Return scores with the names of the metrics that were measured, whatever their values."""
+        return scores | {"metrics": " ".join(sorted(self.metrics))}
+
+    def _controls(self, trial: Trial, batch: Batch) -> list[Record]:
+        """Score pictures that no attack made, as reconstructions are scored: assigned, rounded, and under the oracle.
+
+        Of shuffled patches the oracle would make the private image again: there is no such row.
+        """
+        several = trial.sent is None and self.spec.together is not None
+        together = several or (trial.sent is not None and crosses(trial.sent))
+        draws = batch.draws(self.spec.seed, "control", self.spec.draw)
+        records, moved = [], self._scorer.moved(trial).any(1).tolist()
+        for name, made in self._made.of(batch, self.base.model.patch, draws, together=together).items():
+            images = self._assigned(Stolen(made), trial, several=several).images
+            laid = {GEOMETRIES[0]: (images * 255).round() / 255 if self.spec.eight_bit else images}
+            if name != CONTROLS[2] and (home := self._scorer.oracle(laid[GEOMETRIES[0]], trial)) is not None:
+                laid[GEOMETRIES[1]] = home
+            for geometry, shown in laid.items():
+                scores = self._scorer.score(shown, trial.reference)
+                for i, picture in enumerate(batch.pictures):
+                    if geometry == GEOMETRIES[0] or moved[i]:
+                        row = self.rows.control(picture, trial.setting, name) | {"geometry": geometry}
+                        records.append(row | self._measured({metric: values[i] for metric, values in scores.items()}))
+        return records
+
+    @cached_property
+    def _made(self) -> Controls:
+        return Controls(self._others, self.base.model.mean)
+
+    def _failures(self, picture: Picture) -> list[Record]:
+        """Return the rows of a picture that could not be used."""
+        return [
+            row | _failed(picture.problem or "unreadable")
+            for setting in self.spec.settings
+            for cell in self.cells
+            for row in self.rows.of(picture, setting, cell)
+        ]
+
+    def _once(self, name: tuple[str, ...], work: Callable[[], T]) -> tuple[T, float]:
+        """Return a result and the seconds it took; settings b and c release the same, so their results are shared.
+
+        `name` is the setting, and what tells the result from others of the same chunk.
+        """
+        if not {"b", "c"} <= set(self.spec.settings) or name[0] == "a":
+            return self._timed(work)
+        if name[1:] not in self._shared:
+            self._shared[name[1:]] = self._timed(work)
+        return self._shared[name[1:]]
+
+    def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        """Return a result and the seconds it took, the device's queue included."""
+        self._wait()
+        start = time.perf_counter()
+        result = work()
+        self._wait()
+        return result, time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.base.model.mean.is_cuda:
+            torch.cuda.synchronize(self.base.model.mean.device)
+
+
+def _failed(reason: str) -> Record:
+    return {"status": "failed", "reason": reason}
+
+
+def _caption(where: str, attack: str, scores: Record) -> str:
+    shown = [
+        f"{name.upper()} {value:.{n}f}"
+        for name, n in (("psnr", 2), ("ssim", 3))
+        if (value := scores.get(name)) is not None
+    ]
+    return f"{attack} ({where})\n{'  '.join(shown)}"

@@ -1,0 +1,262 @@
+"""The rows that everything is rebuilt from: their columns, and the key of what a row measures."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+
+import privlab
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.defenses import Jigsaw
+from privlab.evaluation.specification import Cell, Specification, defense_of, part_of, reassembly_of
+from privlab.images.decode import Picture, as_text, one_line
+from privlab.reassembly.methods import Borders, Predicted
+from privlab.release.effects import effects_of, kinds_of
+from privlab.threat.stack import Stack
+from privlab.victims.named import Victim
+
+__all__ = [
+    "COLUMNS",
+    "CONTROL",
+    "CONTROLS",
+    "EXACT_DB",
+    "GEOMETRIES",
+    "IDENTITY",
+    "SCHEMA",
+    "Record",
+    "Rows",
+    "cell_key",
+    "check_geometry",
+    "exact_db",
+    "to_frame",
+]
+
+SCHEMA = 5
+"""Version of the records' columns: rows have a key since 3, say since 4 whether an attack was beyond its range,
+and have since 5 scores that no gain or offset changes."""
+
+GEOMETRIES = ("in_place", "oracle", "reassembled")
+"""How a reconstruction is laid out: as it is; with moved patches put where they fit by the evaluator; and, in setting
+c of released gradients, with the patches that a defense shuffled put in order by the adversary."""
+
+CONTROL = "control:"
+"""How the attack column of a negative control starts."""
+
+CONTROLS = tuple(CONTROL + name for name in ("mean", "other", "shuffled", "flat"))
+"""The negative controls: the mean of public photographs, one of them, the private image with all patches shuffled, and
+one colour, the mean by which the victim normalises."""
+
+EXACT_DB = 100.0
+"""PSNR in dB beyond which figures are those of rounding, as the batch's size decides them: two of them are the same."""
+
+Record = dict[str, Any]
+
+_ORDER = (
+    "victim block weights weights_sha256 release defense setting attack geometry image image_sha256 label label_origin "
+    "member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp psnr_affine correlation gms_affine "
+    "psnr_affine_mirrored correlation_mirrored gms_affine_mirrored "
+    "lpips_alex lpips_vgg lpips_squeeze f_sim "
+    "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
+    "tokens_found tokens_sure correct grad_norm "
+    "seconds_observe seconds_attack seconds_score status reason beyond_range schema privlab_version "
+    "defense_params attack_params victim_params conditions metrics cell batch batch_images external"
+)
+_REAL = "mse psnr correlation gms ssim fft2d lpips seconds grad f placement neighbour key tokens correct"
+_WHOLE = "label seed draw schema batch_images"
+
+
+def _type(column: str) -> pa.DataType:
+    if column in _WHOLE.split():
+        return pa.int64()
+    return pa.float64() if column.partition("_")[0] in _REAL.split() else pa.string()
+
+
+COLUMNS = pa.schema([(name, _type(name)) for name in _ORDER.split()])
+"""The columns of a record. What was not measured is null, never zero."""
+
+IDENTITY = (
+    *("victim_params", "weights_sha256", "block", "release", "defense", "defense_params", "setting"),
+    *("attack", "attack_params", "seed", "draw", "dtype", "conditions", "external"),
+)
+"""The columns that say what a cell measures; device, versions and batch size are not among them."""
+
+
+def exact_db(values: int) -> float:
+    """Return the PSNR in dB above which every grey level of an image of so many values is right: 10 log₁₀(510² values).
+
+    An error of 1/510 in one value, half a grey level, makes a mean squared error of 1/(510² values) by itself. So above
+    that PSNR, rounding to 8 bits gives the private image; below it may, which PSNR alone cannot tell.
+    """
+    return 10 * math.log10(510**2 * values)
+
+
+def cell_key(row: Mapping[str, object]) -> str:
+    """Return the key of the cell that a row belongs to: the first 128 bits of SHA-256 over `IDENTITY`, in hex."""
+    text = json.dumps([row.get(name) for name in IDENTITY], ensure_ascii=False)
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
+
+
+def check_geometry(geometry: str, spec: Specification) -> None:
+    """Refuse a geometry that no row of a run has.
+
+    Raises:
+        PrivlabError: if it is unknown, or there is nothing to re-assemble.
+    """
+    if geometry not in GEOMETRIES:
+        raise unknown_name("geometry", geometry, GEOMETRIES)
+    shuffled = any(name == "auto" or kinds_of(part_of(name, spec)) & {"shuffled", "masked"} for name in spec.parts)
+    if geometry == GEOMETRIES[2] and ("c" not in spec.settings or spec.features_released or not shuffled):
+        release = "features" if spec.features_released else "gradients"
+        raise PrivlabError(
+            "Geometry 'reassembled' is for setting c, released gradients and a defense that shuffles patches. "
+            f"Found setting {','.join(spec.settings)}, {release} and defense {spec.defense}."
+        )
+
+
+def to_frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return records as a table with all columns."""
+    return pa.Table.from_pylist(list(records), schema=COLUMNS).to_pandas()
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What the rows of a run on one victim state, but for the image and its scores.
+
+    `public` are the hashes of the public photographs, of which controls are made and which attacks may use.
+    """
+
+    spec: Specification
+    base: Victim
+    public: Sequence[str]
+
+    def of(self, picture: Picture, setting: str, cell: Cell) -> list[Record]:
+        """Return the rows of one picture in one cell, one for each attack and geometry, without its scores."""
+        return [
+            self._stated(setting, attack.name, self._block(cell), json.dumps(asdict(attack)))
+            | self._image(picture)
+            | {"geometry": geometry}
+            for attack in cell.attacks
+            for geometry in self.geometries(setting)
+        ]
+
+    def geometries(self, setting: str) -> tuple[str, ...]:
+        """Return the geometries in which reconstructions are scored.
+
+        There is nothing to re-assemble where no patches were shuffled, and nothing to compare with in setting b, whose
+        reference is itself shuffled. Patches of less than 3 × 3 pixels have no borders to go by.
+        """
+        shuffled = effects_of(self.base.model, self.defenses[setting].parts).patches != "kept"
+        reassembled = setting == "c" and shuffled and not self.spec.features_released and self.base.model.patch >= 3
+        return GEOMETRIES if reassembled else GEOMETRIES[:2]
+
+    def control(self, picture: Picture, setting: str, name: str) -> Record:
+        """Return the row of one picture under a negative control, without its scores."""
+        return self._stated(setting, name, None, None) | self._image(picture) | {"geometry": GEOMETRIES[0]}
+
+    def cells(self, setting: str, cells: Iterable[Cell]) -> dict[str, str]:
+        """Return the key of each attack's cell, and of each control's."""
+        keys = {
+            attack.name: self._stated(setting, attack.name, self._block(cell), json.dumps(asdict(attack)))["cell"]
+            for cell in cells
+            for attack in cell.attacks
+        }
+        return keys | {name: self._stated(setting, name, None, None)["cell"] for name in CONTROLS}
+
+    @cached_property
+    def defenses(self) -> dict[str, Stack]:
+        """Return the defenses of each setting; looking what is installed up for every row would be slow."""
+        return {setting: defense_of(self.spec, self.base, setting) for setting in self.spec.settings}
+
+    def _block(self, cell: Cell) -> str | None:
+        return None if self.spec.features_released else cell.victim.block
+
+    def _image(self, picture: Picture) -> Record:
+        return {
+            "image": as_text(picture.name),
+            "image_sha256": picture.sha256,
+            "label": picture.label,
+            "label_origin": picture.label_origin,
+            "member": picture.member,
+        }
+
+    def _stated(self, setting: str, attack: str, block: str | None, params: str | None) -> Record:
+        known = self._known
+        if (setting, attack, block, params) not in known:
+            row = self._common | {
+                "defense": self.defenses[setting].name,
+                "defense_params": json.dumps(self._params(setting)),
+                "setting": setting,
+                "attack": attack,
+                "block": block,
+                "attack_params": params,
+            }
+            known[setting, attack, block, params] = row | {"cell": cell_key(row)}
+        return known[setting, attack, block, params]
+
+    def _params(self, setting: str) -> dict[str, Any]:
+        """Return the options of the defenses; of gradients of one image without the jigsaw's `per`, which says nothing.
+
+        So these cells keep the keys that they had before there was a choice.
+        """
+        stack = self.defenses[setting]
+        params = stack.params()
+        for part in stack.parts if self.spec.together is None else ():
+            if isinstance(part, Jigsaw):
+                own: Any = params if len(stack.parts) == 1 else params[part.name]
+                own.pop("per", None)
+        return params
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, str, str | None, str | None], Record]:
+        return {}
+
+    @cached_property
+    def _common(self) -> Record:
+        mean = self.base.model.mean
+        return {
+            "victim": self.base.name,
+            "victim_params": json.dumps(self.base.params()),
+            "weights": self.base.weights.origin,
+            "weights_sha256": self.base.weights.sha256,
+            "release": "features" if self.spec.features_released else "gradients",
+            "seed": self.spec.seed,
+            "draw": self.spec.draw,
+            "device": str(mean.device),
+            "dtype": str(mean.dtype).removeprefix("torch."),
+            "conditions": json.dumps(self._conditions()),
+            "status": "ok",
+            "schema": SCHEMA,
+            "privlab_version": privlab.__version__,
+        }
+
+    def _conditions(self) -> dict[str, object]:
+        """Return what else a score depends on: labels, rounding, public images, client's batches, re-assembly."""
+        spec = self.spec
+        given: dict[str, object] = {
+            "labels": spec.labels if spec.labels in (None, "predicted") else _digest(Path(spec.labels)),
+            "eight_bit": spec.eight_bit,
+            "public": hashlib.sha256("/".join(self.public).encode()).hexdigest()[:16],
+        }
+        if spec.features_released:
+            given["client_batch"] = spec.client_batch
+        elif spec.together:
+            given["gradient_batch"] = spec.gradient_batch
+        if (by := reassembly_of(spec, self.base)) != Borders():
+            patches = (self.base.model.grid, self.base.model.patch)
+            own = {"weights": _digest(by.file(*patches))} if isinstance(by, Predicted) else {}
+            given["reassembly"] = {by.name: asdict(by) | own}
+        return given | ({"force": True} if spec.force else {})
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise PrivlabError(f"Cannot read the labels '{path}': {one_line(error)}.") from None

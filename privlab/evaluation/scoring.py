@@ -1,0 +1,190 @@
+"""The scores of a reconstruction in every geometry: how its patches are laid out before they are compared."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive, Release
+from privlab.attacks.solvers.least_squares import shares_mask
+from privlab.base.precision import full_precision
+from privlab.base.warnings import PrivlabWarning
+from privlab.evaluation.batch import Trial
+from privlab.evaluation.records import GEOMETRIES
+from privlab.metrics.placement import (
+    adjacent_share,
+    crosses,
+    displaced,
+    in_best_order,
+    key_recovered,
+    neighbour_accuracy,
+    placed_share,
+    placement_accuracy,
+)
+from privlab.metrics.registry import MIRRORED, Learned, psnr_region, score
+from privlab.patches.patchify import permute, slots_to_pixels
+from privlab.reassembly.methods import Borders, Reassembly, rearranged
+from privlab.release.effects import effects_of
+from privlab.threat.protocols import Observation, Sent, Stolen
+from privlab.victims.model import VictimModel
+
+__all__ = ["UNDEFINED", "Scorer", "Scores", "known_slots"]
+
+Scores = dict[str, list[float | None]]
+"""The values of each metric, one for each image; None where it was not measured."""
+
+UNDEFINED = {"fft2d_mjp": "undefined where a reconstruction or its image is black"}
+"""Why a metric may have no value though it can be computed here."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scorer:
+    """Scores images at the resolution of a victim, by the metrics that can be computed here.
+
+    `several` says that pictures are put in the order of the images that they are nearest to.
+    """
+
+    model: VictimModel
+    metrics: Sequence[str]
+    learned: Mapping[str, Learned]
+    reassembly: Reassembly = field(default_factory=Borders)
+    several: bool = False
+
+    def geometries(
+        self, stolen: Stolen, trial: Trial, names: Sequence[str] = GEOMETRIES[:2], *, placed: bool = False
+    ) -> list[Scores]:
+        """Score reconstructions in these geometries; `placed` says that the attack has put loose patches in order."""
+        scores = self._in_place_and_oracle(stolen, trial)
+        if "reassembled" in names:
+            scores.append(self._reassembled(stolen, trial, scores[0], placed=placed))
+        return scores
+
+    def _in_place_and_oracle(self, stolen: Stolen, trial: Trial) -> list[Scores]:
+        """Score reconstructions in place, and under the oracle."""
+        moved = trial.feed.moved
+        if trial.sent is not None:
+            told = self._places(trial.sent, stolen)
+        elif stolen.loose is not None:
+            told = {
+                "tokens_found": _numbers(stolen.tokens, len(moved)),
+                "tokens_sure": _numbers(stolen.tokens_sure, len(moved)),
+            }
+        else:
+            told = {}
+        in_place = self.score(stolen.images, trial.reference, moved) | self._mirrored(stolen.images, trial) | told
+        home = self.oracle(stolen.images, trial)
+        if home is None:
+            return [in_place, in_place]
+        return [in_place, self.score(home, trial.reference, moved) | self._mirrored(stolen.images, trial, True) | told]
+
+    def oracle(self, images: Float[Tensor, "b c h w"], trial: Trial) -> Float[Tensor, "b c h w"] | None:
+        """Return pictures with every patch that was `moved` put where it fits the reference best; None if none was.
+
+        The rule is one for all attacks, whatever they say of places, and for controls.
+        """
+        moved = self.moved(trial)
+        if not moved.any():
+            return None
+        across = trial.sent is not None and crosses(trial.sent)
+        return in_best_order(images, trial.reference, moved, self.model.patch, across=across)
+
+    def moved(self, trial: Trial) -> Bool[Tensor, "b n"]:
+        """Mark the slots whose patches the oracle puts in order.
+
+        They are those that a defense shuffled (in setting b the reference is shuffled too, by a mere draw), those of
+        images whose rows were sent in another order, and, where gradients of a model without position embeddings are
+        released, all: its gradients are the same for any order of the patches.
+        """
+        if trial.sent is not None:
+            return trial.feed.moved | displaced(trial.sent)
+        hears = self.model.vit.pos_embed is not None
+        return trial.feed.moved if hears else torch.ones_like(trial.feed.moved)
+
+    def _reassembled(self, stolen: Stolen, trial: Trial, in_place: Scores, *, placed: bool) -> Scores:
+        """Score reconstructions with the patches in the adversary's order, and that order itself.
+
+        Which patch stands in a slot is certain only where the attack keeps the order of what was fed.
+        """
+        feed, patch, loose = trial.feed, self.model.patch, stolen.loose
+        if placed and loose is not None:
+            return in_place
+        order = rearranged(stolen, trial.known, self.reassembly, self.model.grid, patch)
+        images = permute(stolen.images, order, patch)
+        scores = in_place | self.score(images, trial.reference, feed.moved) | self._mirrored(images, trial)
+        if loose is None:
+            held = feed.order.gather(1, order)
+            scores["placement_accuracy"] = _nullable(placed_share(held, feed.moved))
+            scores["neighbour_accuracy"] = _nullable(adjacent_share(held, feed.moved, self.model.grid))
+        return scores
+
+    def score(
+        self,
+        images: Float[Tensor, "b c h w"],
+        reference: Float[Tensor, "b c h w"],
+        moved: Bool[Tensor, "b n"] | None = None,
+    ) -> Scores:
+        """Score images as they are, and within the slots that were `moved` and the others."""
+        with full_precision():
+            scores = score(images, reference, self.metrics, self.learned)
+        for name in UNDEFINED.keys() & scores.keys():
+            if scores[name].isnan().any():
+                warnings.warn(f"{name} is n/a for some pictures: {UNDEFINED[name]}.", PrivlabWarning, stacklevel=2)
+        if moved is not None and "psnr" in self.metrics:
+            masked = moved.any(1)  # without a mask there are no two regions to tell apart
+            nothing = torch.full_like(scores["psnr"], torch.nan)
+            scores |= {"psnr_masked": nothing, "psnr_unmasked": nothing}
+            if masked.any():
+                region = slots_to_pixels(moved, self.model.grid, self.model.patch)
+                scores["psnr_masked"] = psnr_region(images, reference, region)
+                scores["psnr_unmasked"] = psnr_region(images, reference, ~region).where(masked, torch.nan)
+        return {name: _nullable(values) for name, values in scores.items()}
+
+    def _mirrored(self, images: Float[Tensor, "b c h w"], trial: Trial, oracle: bool = False) -> Scores:
+        """Score images against mirrored references, put in order by these where the `oracle` does it.
+
+        Pictures whose places among the images come from the references themselves have no such score.
+        """
+        if self.several or (trial.sent is not None and crosses(trial.sent)):
+            return {}
+        names = [name for name in MIRRORED if name in self.metrics]
+        away = replace(trial, reference=trial.reference.flip(-1))
+        home = self.oracle(images, away) if oracle else None
+        scores = score(images if home is None else home, away.reference, names)
+        return {MIRRORED[name]: _nullable(values) for name, values in scores.items()}
+
+    def _places(self, sent: Sent, stolen: Stolen) -> Scores:
+        """Score what the adversary says of rows and columns."""
+        b, key = len(sent.source), key_recovered(sent, stolen)
+        placed = placement_accuracy(sent, stolen)
+        neighbours = neighbour_accuracy(sent, stolen, self.model.grid)
+        return {
+            "placement_accuracy": [None] * b if placed is None else list(placed.tolist()),
+            "neighbour_accuracy": [None] * b if neighbours is None else list(neighbours.tolist()),
+            "key_recovered": [key] * b,
+        }
+
+
+def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
+    """Return which slots an adversary knows to hold their own patch; None where the release does not say.
+
+    MJP replaces the position embeddings of the slots that it shuffles, so theirs get no gradient (MJP, Eq. 4): of one
+    image, and of several that share a mask (`per` batch). Not so under the jigsaw alone, and the gradient of several
+    images with masks of their own sums over these.
+    """
+    read = set(PatchGradientAdaptive.parameters) <= seen.gradients.keys()
+    hidden = effects_of(seen.model, seen.defense).patches == "masked"
+    if not hidden or not read or not shares_mask(seen):
+        return None
+    return (~Release.of(seen).unheard).repeat_interleave(seen.images_per_release, 0)
+
+
+def _numbers(counts: Tensor | None, b: int) -> list[float | None]:
+    return [None] * b if counts is None else [float(value) for value in counts.tolist()]
+
+
+def _nullable(values: Tensor) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]

@@ -1,0 +1,174 @@
+"""What a run is made of, from its specification: victims, attacks, images, learned metrics; and its warnings."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.base.warnings import PrivlabWarning, collected
+from privlab.evaluation.records import Rows
+from privlab.evaluation.specification import Cell, Specification, applicable, defense_of, reassembly_of
+from privlab.images.datasets import imagenet_classes
+from privlab.images.manifest import check_labels
+from privlab.images.open import ImageSource, Preprocessing, open_images
+from privlab.metrics.embedding import load_embedding
+from privlab.metrics.lpips_backbones import LpipsUnavailable
+from privlab.metrics.registry import Learned, load_lpips, score
+from privlab.victims.named import Victim, victim
+
+__all__ = ["Subject", "learned_metrics", "public_images", "source_of", "subject_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What a case is run on: its victim, its attacks by block, and the images of the adversary.
+
+    `refused` says of each attack that cannot run here why.
+    """
+
+    base: Victim
+    cells: tuple[Cell, ...]
+    refused: Mapping[str, str]
+    public: Mapping[str, Tensor]
+
+    def rows(self, spec: Specification) -> Rows:
+        """Return what the rows of a specification state."""
+        return Rows(spec, self.base, tuple(self.public))
+
+
+def subject_of(spec: Specification, device: torch.device) -> Subject:
+    """Return what a specification of one victim is run on.
+
+    Raises:
+        PrivlabError: if a part of it does not exist or does not fit.
+    """
+    base, messages = _victim(spec.models[0], spec.weights, spec.img_size, spec.seed, spec.classes, device)
+    for message in messages:  # what weakens a victim weakens each run on it
+        warnings.warn(message, PrivlabWarning, stacklevel=2)
+    defense_of(spec, base, spec.settings[0])
+    reassembly_of(spec, base)
+    cells, refused = applicable(spec, base)
+    on_device = tuple(Cell(cell.victim.to(device), cell.attacks) for cell in cells)
+    return Subject(base, on_device, refused, _public(spec.public, spec.public_limit, base.preprocessing, device))
+
+
+@lru_cache(maxsize=2)
+def _victim(
+    name: str, weights: str, img_size: int | None, seed: int, classes: int | None, device: torch.device
+) -> tuple[Victim, tuple[str, ...]]:
+    """Return a victim, and the warnings that come with it; case after case is run on the same one."""
+    messages: list[str] = []
+    with collected(messages):
+        made = victim(name, weights=weights, img_size=img_size, seed=seed, classes=classes).to(device)
+    return made, tuple(messages)
+
+
+@lru_cache(maxsize=2)
+def _public(
+    public: tuple[str, ...], limit: int, preprocessing: Preprocessing, device: torch.device
+) -> Mapping[str, Tensor]:
+    return public_images(public, limit, preprocessing, device)
+
+
+def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = True) -> ImageSource:
+    """Open the images; class folders named by WordNet ids get ImageNet's labels where the victims have them.
+
+    With `check` each image of a manifest is held against its hash.
+
+    Raises:
+        PrivlabError: if there are none, or fewer than make one gradient; if a manifest does not fit them, or has labels
+            that the victims do not have.
+    """
+    wnids = None
+    if all(base.model.vit.num_classes == 1000 for base in victims):
+        wnids = imagenet_classes()
+    images = _one_or_all(spec.images)
+    labels = None if spec.labels == "predicted" else spec.labels
+    if spec.manifest is not None and spec.labels is None:
+        check_labels(Path(spec.manifest), min(base.model.vit.num_classes for base in victims))
+    source = open_images(
+        images,
+        limit=spec.limit,
+        every=spec.every,
+        offset=spec.offset,
+        manifest=spec.manifest,
+        split=spec.split,
+        labels=labels,
+        class_to_index=wnids,
+        check=check,
+    )
+    if source.count is not None and source.count < spec.gradient_batch:
+        raise PrivlabError(
+            f"gradient_batch must be at most the number of images, {source.count}. Found {spec.gradient_batch}."
+        )
+    return source
+
+
+def _one_or_all(sources: tuple[str, ...]) -> str | tuple[str, ...]:
+    return sources[0] if len(sources) == 1 else sources
+
+
+def public_images(
+    public: tuple[str, ...], limit: int, preprocessing: Preprocessing, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the public photographs by their hash: what negative controls are made of, and what an adversary has.
+
+    Raises:
+        PrivlabError: if there are none.
+    """
+    source = open_images(_one_or_all(public), limit=limit)
+    images = {picture.sha256: preprocessing(picture.pixels).to(device) for picture in source if picture.pixels}
+    if not images:
+        raise PrivlabError(f"--public needs one readable image or more. Found none in {', '.join(public)}.")
+    return images
+
+
+@lru_cache(maxsize=2)
+def learned_for(
+    metrics: tuple[str, ...], spec: Specification, device: torch.device, base: Victim
+) -> tuple[dict[str, Learned], dict[str, str]]:
+    """Return `learned_metrics` for these metrics, loaded once for the tasks of a case."""
+    return learned_metrics(replace(spec, metrics=metrics), device, [base])
+
+
+def learned_metrics(
+    spec: Specification, device: torch.device, victims: Sequence[Victim]
+) -> tuple[dict[str, Learned], dict[str, str]]:
+    """Load the metrics with trained weights that are asked for, and try every metric on the smallest input.
+
+    Raises:
+        PrivlabError: if a file does not fit, or none of the metrics can be computed.
+    """
+    learned: dict[str, Learned] = {}
+    missing: dict[str, str] = {}
+    weights = None if spec.lpips_weights is None else Path(spec.lpips_weights)
+    smallest = min((base.model.image_shape for base in victims), key=lambda shape: shape[1:])
+    black = torch.zeros(1, *smallest, device=device)
+    for name in spec.metrics:
+        if name == "f_sim":
+            if spec.embedding is None:
+                missing[name] = "no embedding is named: give --embedding timm:NAME@FILE, a network and its weights"
+                continue
+            learned[name] = load_embedding(spec.embedding, device)
+        net = name.removeprefix("lpips_")
+        try:
+            if net != name:
+                learned[name] = load_lpips(net, weights, device)
+            score(black, black, [name], learned)
+        except LpipsUnavailable as error:
+            if weights is not None:
+                raise
+            missing[name] = str(error)
+        except PrivlabError as error:
+            if net != name and name not in learned:
+                raise  # a file that does not fit is a mistake, not a state of the machine
+            missing[name] = str(error)
+    if len(missing) == len(spec.metrics):
+        reasons = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in missing.items())
+        raise PrivlabError(f"None of the metrics that are asked for can be computed here. {reasons}.")
+    return learned, missing

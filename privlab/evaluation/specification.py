@@ -1,0 +1,395 @@
+"""What is to be run: the specification of a run, and which attack runs on which block of a victim."""
+
+import shlex
+import warnings
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+
+from privlab.attacks import attacks as installed_attacks
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base.options import configured, read_options
+from privlab.base.warnings import PrivlabWarning
+from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
+from privlab.images.open import check_choice
+from privlab.metrics.registry import METRICS
+from privlab.reassembly.methods import REASSEMBLIES, Borders, Predicted, Reassembly
+from privlab.release.features import granted_features
+from privlab.release.gradients import granted, obstacles, released_parameters
+from privlab.threat.protocols import (
+    Attack,
+    AttackClass,
+    Capability,
+    Defense,
+    FeatureAttack,
+    FeatureDefense,
+    GradientDefense,
+    check_capabilities,
+)
+from privlab.threat.stack import Stack
+from privlab.victims.named import Victim
+
+__all__ = [
+    "RELEASES",
+    "SETTINGS",
+    "WORST_CASE",
+    "Cell",
+    "Specification",
+    "admissions",
+    "applicable",
+    "defense_of",
+    "part_of",
+    "plan",
+    "reassembly_of",
+    "stands_in",
+]
+
+WORST_CASE = "worst-case"
+"""The name of all attacks that can run and need not be named: what runs where none is named."""
+
+SETTINGS: dict[str, str] = {
+    "a": "φ(∇M(x), x): the plain image is fed, and scored against",
+    "b": "φ(∇M(x̃), x̃): the shuffled image is fed, and scored against",
+    "c": "φ(∇M(x̃), x): the shuffled image is fed, the plain image is scored against",
+}
+"""The settings of MJP, section 5.4; x̃ is the shuffled x."""
+
+RELEASES: dict[str, str] = {
+    "gradients": "the gradient of each image's loss, as in federated learning",
+    "features": "the embedded tokens, as in split learning",
+}
+"""What a client lets out, and the adversary sees."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Specification:
+    """Everything that defines the science of a run; what only changes speed is not here.
+
+    Raises:
+        PrivlabError: for an unknown setting, attack, defense, metric or block, or a number out of range.
+    """
+
+    models: tuple[str, ...]
+    settings: tuple[str, ...] = ("a",)
+    attacks: tuple[str, ...] | None = None
+    weights: str = "auto"
+    block: str = "auto"
+    img_size: int | None = None
+    defense: str = "auto"
+    gamma: float = 0.27
+    masked_pe: str = "unknown"
+    images: tuple[str, ...] = ("samples",)
+    limit: int | None = None
+    every: int | None = None
+    offset: int | None = None
+    manifest: str | None = None
+    split: str | None = None
+    labels: str | None = None
+    metrics: tuple[str, ...] = (
+        *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "correlation", "gms_affine", "ssim", "ssim_skimage"),
+        "lpips_alex",
+    )
+    lpips_weights: str | None = None
+    eight_bit: bool = False
+    seed: int = 0
+    draw: int = 0
+    draws: int = 1
+    force: bool = False
+    release: str = "auto"
+    options: tuple[str, ...] = ()
+    public: tuple[str, ...] = ("samples",)
+    public_limit: int = 200
+    client_batch: int = 16
+    embedding: str | None = None
+    classes: int | None = None
+    gradient_batch: int = 1
+    reassembly: str = Borders.name
+
+    def __post_init__(self) -> None:
+        """Check every name against what is installed."""
+        if self.attacks == (WORST_CASE,):
+            object.__setattr__(self, "attacks", None)
+        if WORST_CASE in (self.attacks or ()):
+            raise PrivlabError(
+                f"'{WORST_CASE}' is every attack that can run and need not be named, and stands alone. "
+                f"Found {','.join(self.attacks or ())}."
+            )
+        for kind, names, choices in (
+            ("setting", self.settings, SETTINGS),
+            ("attack", self.attacks or (), {WORST_CASE, *installed_attacks()}),
+            ("defense", self.parts, {"auto", *defenses()} if len(self.parts) == 1 else defenses()),
+            ("release", (self.release,), {"auto", *RELEASES}),
+            ("reassembly", (self.reassembly,), REASSEMBLIES),
+            ("metric", self.metrics, METRICS),
+            ("block", (self.block,), ("auto", "stock", "april")),
+        ):
+            for name in names:
+                if name not in choices:
+                    raise unknown_name(kind, name, choices)
+        for kind in ("models", "settings", "attacks", "metrics", "images", "public"):
+            if getattr(self, kind) == ():
+                raise PrivlabError(f"At least one of {kind} is needed. Found none.")
+        if self.force and self.block == "auto":
+            raise PrivlabError("force runs attacks on a block that is named. Found block auto: give stock or april.")
+        if not 0 <= self.seed < 2**63:
+            raise PrivlabError(f"seed must be in [0, 2^63 − 1]. Found {self.seed}.")
+        for name in ("client_batch", "gradient_batch", "public_limit", "draws"):
+            if getattr(self, name) < 1:
+                raise PrivlabError(f"{name} must be a positive number. Found {getattr(self, name)}.")
+        check_choice(self.limit, self.every, self.offset, self.manifest)
+        Mjp(gamma=self.gamma, masked_pe=self.masked_pe)
+        self._check_options()
+        self._check_release()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the names of the stacked defenses."""
+        return tuple(self.defense.split("+"))
+
+    @property
+    def features_released(self) -> bool:
+        """Return whether features are what the adversary sees: as said, or as a defense or an attack has it."""
+        if self.release != "auto":
+            return self.release == "features"
+        kinds = [installed_attacks()[name] for name in self.attacks or ()]
+        return self._defends_features or any(Capability.RELEASED_FEATURES in kind.requires for kind in kinds)
+
+    @property
+    def together(self) -> int | None:
+        """Return how many images leave a client as one, to be attacked as one; None where each goes by itself."""
+        if self.features_released:
+            return self.client_batch
+        return self.gradient_batch if self.gradient_batch > 1 else None
+
+    @property
+    def _defends_features(self) -> bool:
+        return any(hasattr(defenses().get(name), "send") for name in self.parts)
+
+    @property
+    def defends_gradients(self) -> bool:
+        """Return whether a defense acts on released gradients; in setting a none is at work."""
+        acts = any(hasattr(defenses().get(name), "release") for name in self.parts)
+        return acts and any(setting != "a" for setting in self.settings)
+
+    def _check_options(self) -> None:
+        """Check that every option of --set is one of an attack or a defense that this run may use."""
+        parts = [defenses()[name] for name in self.parts if name != "auto"] or [Mjp]
+        named = {name: installed_attacks()[name] for name in self.attacks or ()}
+        read_options(self.reassembly_options, [REASSEMBLIES[self.reassembly]])
+        others = [option for option in self.options if option not in self.reassembly_options]
+        read_options(others, [*parts, *(named or _by_default()).values()])
+        for kind in parts:  # setting a makes no use of them, and a mistake is one all the same
+            configured(kind, self.options)
+
+    @property
+    def reassembly_options(self) -> list[str]:
+        """Return the options of the re-assembly, which are given by its name."""
+        return [option for option in self.options if option.strip().startswith(f"{self.reassembly}.")]
+
+    def _check_release(self) -> None:
+        if self.features_released and self.block == "april":
+            raise PrivlabError("Features leave the client before any block. Found --block april: leave it out.")
+        if self.features_released and self.gradient_batch > 1:
+            raise PrivlabError(
+                f"gradient_batch is of released gradients. Found {self.gradient_batch}, and features released: "
+                "use client_batch."
+            )
+        if not self.features_released and self._defends_features:
+            raise PrivlabError(f"Defense '{self.defense}' acts on features. Found --release gradients: use features.")
+        for name in self.parts if self.features_released else ():
+            if hasattr(defenses().get(name), "release"):
+                raise PrivlabError(f"Defense '{name}' acts on gradients. Found features released: leave it out.")
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """The attacks that run on one block variant of a victim, from one observation."""
+
+    victim: Victim
+    attacks: tuple[Attack | FeatureAttack, ...]
+
+    @property
+    def parameters(self) -> list[str]:
+        """Return the names of the gradients that the attacks read, with all that are released for "*"."""
+        names = [name for attack in self.attacks if isinstance(attack, Attack) for name in attack.parameters]
+        released = released_parameters(self.victim.model)
+        if "*" in names:
+            return sorted(released)
+        more = (name for attack in self.attacks for name in getattr(attack, "if_released", ()) if name in released)
+        return list(dict.fromkeys((*names, *more)))
+
+
+def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
+    """Return the defenses of a cell: none in setting a, where the plain image is fed.
+
+    In settings b and c, "auto" is MJP for a victim with E_unk, else the jigsaw alone; where features are released, and
+    no defense is named, there is none.
+
+    Raises:
+        PrivlabError: if MJP is to put E_unk into a model that has none.
+    """
+    if setting == "a":
+        return Stack((Undefended(),))
+    automatic = "mjp" if victim.has_mjp else "none" if spec.features_released else "jigsaw"
+    return Stack(tuple(_defense(automatic if name == "auto" else name, spec, victim) for name in spec.parts))
+
+
+def part_of(name: str, spec: Specification) -> Defense | FeatureDefense | GradientDefense:
+    """Return a defense with its options, by its name."""
+    kind = defenses()[name]
+    given = {f.name for f in fields(kind)} & {"gamma", "masked_pe"}
+    return configured(kind, spec.options, {name: getattr(spec, name) for name in given})
+
+
+def admissions(spec: Specification) -> list[str]:
+    """Return the lines that try each defense which is not privlab's own, with its options: `privlab admit NAME …`."""
+    lines = []
+    for name in spec.parts:
+        if name == "auto" or name in DEFENSES:
+            continue
+        given = [
+            (["--gamma", str(value)] if key == "gamma" else ["--set", f"{key}={'none' if value is None else value}"])
+            for key, value in asdict(part_of(name, spec)).items()
+        ]
+        lines.append(shlex.join(["privlab", "admit", name, *(word for words in given for word in words)]))
+    return lines
+
+
+def _defense(name: str, spec: Specification, victim: Victim) -> Defense | FeatureDefense | GradientDefense:
+    defense = part_of(name, spec)
+    if isinstance(defense, Mjp) and defense.masked_pe == "unknown" and not victim.has_mjp:
+        raise PrivlabError(
+            f"Defense 'mjp' puts E_unk at the masked slots, and {victim.name} has none. "
+            "Use a `_mjp` victim, --masked-pe none|slot, or --defense jigsaw."
+        )
+    return defense
+
+
+def reassembly_of(spec: Specification, base: Victim) -> Reassembly:
+    """Return how shuffled patches are put in order.
+
+    Raises:
+        PrivlabError: if it goes by a predictor that is not there, or is for patches other than the victim's.
+    """
+    made = configured(REASSEMBLIES[spec.reassembly], spec.reassembly_options)
+    if isinstance(made, Predicted):
+        made.predictor(base.model.grid, base.model.patch)
+    return made
+
+
+def plan(spec: Specification, base: Victim) -> list[Cell]:
+    """Return the cells of one victim: under --block auto every attack on the stock block, else on the april twin.
+
+    Raises:
+        PrivlabError: if an attack that was asked for lacks a capability on each allowed block, or none is left.
+
+    Warns:
+        PrivlabWarning: for each attack that was not asked for by name and cannot run.
+    """
+    cells, refused = applicable(spec, base)
+    refusals = [f"{base.name}: {refusal}" for refusal in refused.values()]
+    if refusals and (spec.attacks is not None or not cells):
+        raise PrivlabError(refusals[0] if spec.attacks is not None else f"{base.name}: {_none_runs(refused)}")
+    for refusal in refusals:
+        warnings.warn(f"Left out. {refusal}", PrivlabWarning, stacklevel=2)
+    return cells
+
+
+def _none_runs(refused: Mapping[str, str]) -> str:
+    """Say in one short line why no attack can run: the commonest reason, with the first of those that it holds for."""
+    by_reason: dict[str, list[str]] = {}
+    for name, refusal in refused.items():
+        by_reason.setdefault(refusal.removeprefix(f"Attack '{name}' "), []).append(f"'{name}'")
+    reason, names = max(by_reason.items(), key=lambda item: len(item[1]))
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    rest = len(refused) - len(names)
+    others = f" {rest} {'has' if rest == 1 else 'have'} other reasons; --attack NAME says which." if rest else ""
+    return f"No attack can run. {names[0]}{more}: {reason}{others}"
+
+
+def applicable(spec: Specification, base: Victim, *, stand_ins: bool = False) -> tuple[list[Cell], dict[str, str]]:
+    """Return the cells of the attacks that can run on a victim, and for each of the others why it cannot.
+
+    Attacks that are not named come cheapest first, in the order of the registry; the cell of the dearest one is last.
+    Those that stand in for others that run are left out, unless `stand_ins` are asked for too.
+
+    Raises:
+        PrivlabError: if an option does not fit an attack.
+    """
+    cells: dict[str, Cell] = {}
+    refused: dict[str, str] = {}
+    defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
+    for name, kind in _candidates(spec).items():
+        running = {attack.name for cell in cells.values() for attack in cell.attacks}
+        if spec.attacks is None and not stand_ins and stands_in(kind, running):
+            continue
+        attack = configured(kind, spec.options)
+        try:
+            home = _home(attack, spec, base, defense, cells)
+        except PrivlabError as refusal:
+            refused[name] = str(refusal)
+            continue
+        cell = cells.pop(home.block, Cell(home, ()))
+        cells[home.block] = replace(cell, attacks=(*cell.attacks, attack))
+    return list(cells.values()), refused
+
+
+def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[str]) -> bool:
+    """Return whether an attack is for where certain others cannot run, and one of these runs."""
+    return any(name in running for name in getattr(attack, "stands_in_for", ()))
+
+
+def _candidates(spec: Specification) -> dict[str, AttackClass]:
+    """Return the attacks that are named, or those of this release and defense that need not train anything first."""
+    if spec.attacks is not None:
+        return {name: installed_attacks()[name] for name in spec.attacks}
+    return {
+        name: kind
+        for name, kind in _by_default().items()
+        if (Capability.RELEASED_FEATURES in kind.requires) == spec.features_released
+        and Capability.QUERIES not in kind.requires
+        and (Capability.GRADIENT_DEFENSE not in kind.requires or spec.defends_gradients)
+    }
+
+
+def _by_default() -> dict[str, AttackClass]:
+    """Return the attacks that need not be named to run; breaching's searches take hours by default."""
+    return {name: kind for name, kind in installed_attacks().items() if not getattr(kind, "named_only", False)}
+
+
+def _home(
+    attack: Attack | FeatureAttack,
+    spec: Specification,
+    base: Victim,
+    defense: Sequence[Defense | FeatureDefense | GradientDefense],
+    cells: dict[str, Cell],
+) -> Victim:
+    """Return the first allowed block variant on which an attack may run, one that is there already if it can be."""
+    if spec.features_released:
+        check_capabilities(attack, granted_features(base.model, spec.public_limit, defense))
+        return base
+    blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
+    force = spec.force and spec.block != "auto"
+    refusal: PrivlabError | None = None
+    anywhere: frozenset[Capability] = frozenset()
+    for block in blocks:
+        try:
+            variant = cells[block].victim if block in cells else base.with_block(block)
+            grants = granted(variant.model, defense, spec.gradient_batch)
+            anywhere |= grants
+            check_capabilities(attack, grants, force=force, because=obstacles(base.model))
+            _check_released(attack, variant)
+        except PrivlabError as error:
+            refusal = error
+        else:
+            return variant
+    assert refusal is not None
+    # Say what no block grants, and nothing that one would.
+    check_capabilities(attack, anywhere, force=force, because=obstacles(base.model))
+    raise refusal
+
+
+def _check_released(attack: Attack | FeatureAttack, victim: Victim) -> None:
+    """Refuse an attack that reads the gradient of a parameter that the client freezes."""
+    frozen = [name for name in getattr(attack, "parameters", ()) if name in victim.model.frozen]
+    if frozen:
+        raise PrivlabError(f"Attack '{attack.name}' reads gradients of frozen parameters: {', '.join(frozen)}.")

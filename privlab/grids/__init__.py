@@ -1,0 +1,1 @@
+"""Experiments as data: their grid of cases, the tasks that it lacks, the engines that run them."""

@@ -1,0 +1,244 @@
+"""Where tasks run: this process, several processes, or a Ray cluster. Results come back as they are finished."""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.grids.tasks import Result, Task, run_task
+
+__all__ = ["ENGINES", "Engine", "run_tasks"]
+
+ENGINES: dict[str, str] = {
+    "local": "this process, or --workers processes of this machine, each with a GPU of its own where there are several",
+    "ray": "a Ray cluster (privlab[ray]): --ray-address, or one started here with --workers processes",
+}
+"""Where the tasks of a grid may run."""
+
+_PATIENCE = 3
+"""How often workers may die in a row, with nothing finished in between, before a run gives up."""
+
+_HEARTBEAT = 5.0
+"""Seconds between two questions to the head of a Ray cluster, and how long it may take to answer."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Where tasks run; nothing here changes a result.
+
+    `cpus` and `gpus` are what a task reserves on a Ray cluster.
+
+    Raises:
+        PrivlabError: for an unknown engine, or a number out of range.
+    """
+
+    name: str = "local"
+    workers: int = 1
+    address: str | None = None
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check name and numbers."""
+        if self.name not in ENGINES:
+            raise unknown_name("engine", self.name, ENGINES)
+        if self.workers < 1:
+            raise PrivlabError(f"--workers must be a positive number. Found {self.workers}.")
+        if not (self.cpus > 0 and self.gpus >= 0):
+            raise PrivlabError(
+                f"--task-cpus must be positive, --task-gpus not negative. Found {self.cpus:g} and {self.gpus:g}."
+            )
+        if self.address is not None and self.name != "ray":
+            raise PrivlabError(f"--ray-address is for --engine ray. Found --engine {self.name}.")
+
+
+def run_tasks(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:
+    """Yield the result of every task, in the order in which they are finished; closed before that, workers end.
+
+    Raises:
+        PrivlabError: if a task cannot be run at all, or workers keep dying.
+    """
+    if engine.name == "ray":
+        return _on_ray(tasks, engine, say)
+    if engine.workers == 1:
+        return (run_task(task) for task in tasks)
+    return _in_processes(tasks, engine, say)
+
+
+def _in_processes(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:
+    """Run tasks in worker processes; when one dies, new ones take what was not finished."""
+    left, deaths = list(tasks), 0
+    while left:
+        finished: set[int] = set()
+        try:
+            for number, result in _one_pool(left, engine):
+                finished.add(number)
+                deaths = 0
+                yield result
+        except BrokenProcessPool:
+            deaths += 1
+            if deaths == _PATIENCE:
+                raise PrivlabError(
+                    f"Workers died {deaths} times in a row (killed, or out of memory). Use fewer --workers or a "
+                    "smaller --batch-size; what was finished is kept."
+                ) from None
+            say("A worker died: what it had begun is run again.")
+        left = [task for number, task in enumerate(left) if number not in finished]
+
+
+def _one_pool(tasks: Sequence[Task], engine: Engine) -> Iterator[tuple[int, Result]]:
+    """Yield (number, result) from one pool of processes, until it is done or breaks."""
+    context = multiprocessing.get_context("spawn")
+    count = min(engine.workers, len(tasks))
+    names = context.SimpleQueue()
+    for name in range(count):
+        names.put(name)
+    waiting = iter(enumerate(tasks))
+    pool = ProcessPoolExecutor(count, context, _begin, (names, engine.workers))
+    running: dict[Future[Result], int] = {}
+    try:
+        while True:
+            for number, task in waiting:  # a few ahead: no worker waits, and a million tasks are not queued
+                running[pool.submit(_work, task)] = number
+                if len(running) >= 2 * count:
+                    break
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
+    finally:
+        processes = list((pool._processes or {}).values())
+        pool.shutdown(wait=not running, cancel_futures=True)
+        for process in processes if running else ():  # an interrupted run does not wait for its workers
+            process.kill()
+
+
+_DEVICE: list[str] = []
+
+
+def _begin(names: Any, workers: int) -> None:  # noqa: ANN401
+    """Give a new worker its share of the processor's threads, and a GPU of its own."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+    name = names.get()
+    gpus = torch.cuda.device_count()
+    _DEVICE[:] = [f"cuda:{name % gpus}"] if gpus else []
+
+
+def _end_with_parent() -> None:
+    """End this worker when the run that it works for is killed: it would wait for tasks for ever."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(task: Task) -> Result:
+    return run_task(replace(task, device=_DEVICE[0]) if _DEVICE and task.device in ("auto", "cuda") else task)
+
+
+def _on_ray(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:
+    """Run tasks on a Ray cluster, which tries those of lost workers again; results go to this process's store."""
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError:
+        raise PrivlabError("--engine ray needs the extra: pip install 'privlab[ray]'.") from None
+    own = {"env_vars": {"RAY_worker_niceness": "0"}}  # Ray's workers give way to everything else, at 15 by default
+    options: dict[str, Any] = (
+        {"address": engine.address}
+        if engine.address
+        else {"address": "local", "num_cpus": engine.workers, "runtime_env": own}
+    )
+    started, client = not ray.is_initialized(), (engine.address or "").startswith("ray://")
+    try:
+        if started:
+            with _elsewhere():
+                ray.init(**options, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        remote = ray.remote(num_cpus=engine.cpus, num_gpus=engine.gpus, max_retries=_PATIENCE)(_on_worker)
+        waiting, running, head = iter(tasks), [], _Head(None if client else ray.get_runtime_context().gcs_address)
+        here = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+        if engine.address is None and (engine.cpus > here["CPU"] or engine.gpus > here["GPU"]):
+            raise PrivlabError(
+                f"A task asks for {engine.cpus:g} cores and {engine.gpus:g} GPUs, which would never come: there are "
+                f"{here['CPU']:g} (--workers) and {here['GPU']:g}."
+            )
+        ahead = 2 * max(1, int(here["CPU"] / engine.cpus))
+        while True:
+            for task in waiting:
+                running.append(remote.remote(task, engine.cpus, str(Path.cwd())))
+                if len(running) >= ahead:
+                    break
+            if not running:
+                return
+            done, running = ray.wait(running, timeout=_HEARTBEAT)
+            for reference in done:
+                yield ray.get(reference)
+            head.check()
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, PrivlabError) else error) from None
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        what = " ".join(str(error).split()) or type(error).__name__
+        raise PrivlabError(f"The Ray cluster failed: {what[:200]}. What was finished is kept; run again.") from error
+    except _HeadLost as error:
+        started = False  # without its head Ray takes a minute to shut down, and then ends the process
+        raise PrivlabError(f"The Ray cluster failed: {error}. What was finished is kept; run again.") from None
+    finally:
+        if started:
+            with contextlib.suppress(Exception):  # a head that died cannot be left in peace
+                ray.shutdown()
+
+
+class _HeadLost(Exception):
+    """The head of a Ray cluster does not answer."""
+
+
+@dataclass
+class _Head:
+    """The head of a Ray cluster. Ray ends the whole process, without a word of ours, a minute after it has lost it."""
+
+    address: str | None
+    asked: float = field(default_factory=time.monotonic)
+    silent: int = 0
+
+    def check(self) -> None:
+        """Ask it now and then whether it is there; it may be restarted meanwhile."""
+        if self.address is None or time.monotonic() - self.asked < _HEARTBEAT:
+            return
+        self.asked, (host, _, port) = time.monotonic(), self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_HEARTBEAT).close()
+            self.silent = 0
+        except OSError:
+            self.silent += 1
+        if self.silent == _PATIENCE:
+            raise _HeadLost(f"its head at {self.address} does not answer")
+
+
+@contextlib.contextmanager
+def _elsewhere() -> Iterator[None]:
+    """Leave the current folder: workers import from where Ray was started, and a checkout of privlab is half of it."""
+    here = Path.cwd()
+    os.chdir(tempfile.gettempdir())
+    try:
+        yield
+    finally:
+        os.chdir(here)
+
+
+def _on_worker(task: Task, cpus: float, folder: str) -> Result:
+    with contextlib.suppress(OSError):  # where this node has it, paths are relative to the driver's
+        os.chdir(folder)
+    torch.set_num_threads(max(1, int(cpus)))
+    return run_task(task)

@@ -1,0 +1,178 @@
+"""A table of an experiment: lay the grid out, run what its store lacks, and read the results."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from privlab.base.environment import commit, hardware, pick_device, versions
+from privlab.base.errors import PrivlabError
+from privlab.evaluation.records import CONTROLS
+from privlab.grids.definition import Experiment
+from privlab.grids.engines import Engine, run_tasks
+from privlab.grids.layout import Grid, Share, lay_out, missing
+from privlab.grids.tasks import Result, Task, joined, run_task
+from privlab.stores.store import RunDirectory, Store
+
+__all__ = ["Options", "Progress", "costs", "fill", "prepare"]
+
+Progress = Callable[[int, int, Result | None], None]
+"""(images done, images in all, the result that came last)."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What changes the speed of a run, or what it keeps, but none of its results.
+
+    `chunk` is the number of images of a task, `pictures` of how many images PNGs are kept, and `keep` whether
+    reconstructions are, so that metrics that come later can be scored.
+    """
+
+    engine: Engine = field(default_factory=Engine)
+    device: str = "auto"
+    batch_size: int | None = None
+    chunk: int = 16
+    pictures: int = 100
+    keep: bool = False
+    share: Share = field(default_factory=Share)
+    retry_failed: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("chunk", "batch_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise PrivlabError(f"--{name.replace('_', '-')} must be a positive number. Found {value}.")
+
+
+def prepare(experiment: Experiment, path: Path, options: Options) -> tuple[Grid, list[Task]]:
+    """Lay the grid out, and find what the store at `path` lacks.
+
+    Raises:
+        PrivlabError: if a part of the experiment does not exist or does not fit.
+    """
+    grid = lay_out(experiment, pick_device(options.device))
+    found = missing(
+        grid,
+        Store(path),
+        size=options.chunk,
+        share=options.share,
+        retry_failed=options.retry_failed,
+        device=options.device,
+        batch_size=options.batch_size,
+        pictures=options.pictures,
+        keep=options.keep,
+    )
+    return grid, found
+
+
+def estimate(tasks: Sequence[Task]) -> dict[tuple[object, ...], float]:
+    """Return the seconds that an image takes on this machine in each kind of task, measured on one image of each."""
+    seconds: dict[tuple[object, ...], float] = {}
+    for task in tasks:
+        if (kind := kind_of(task)) not in seconds:
+            count = task.spec.together or 1
+            one = replace(task, images=task.images[:count])
+            run_task(one)  # loads the victim
+            seconds[kind] = run_task(one).seconds / len(one.images)
+    return seconds
+
+
+def kind_of(task: Task) -> tuple[object, ...]:
+    """Return what decides how long a task takes."""
+    spec = task.spec
+    how = (spec.img_size, spec.features_released, spec.gradient_batch, spec.block)
+    return spec.models, *how, task.attacks, task.metrics, bool(task.kept)
+
+
+def fill(
+    grid: Grid,
+    tasks: Sequence[Task],
+    path: Path,
+    options: Options,
+    *,
+    command: str = "",
+    say: Callable[[str], object] = lambda line: None,
+    progress: Progress = lambda done, total, last: None,
+) -> tuple[str, ...]:
+    """Run the tasks and keep what comes of each at once; return the warnings.
+
+    Raises:
+        PrivlabError: if the store cannot be written, or a task not be run; what was finished is kept.
+    """
+    manifests = grid.manifests(path)
+    run = RunDirectory.create(path, resume=True)
+    messages, facts = list(grid.messages), grid.facts()
+    earlier = run.read_run() if run.is_run() else {}
+    if "specification" in earlier:
+        raise PrivlabError(f"'{path}' holds a run of privlab attack. Give another --out.")
+    known = _as_json(facts)
+    if earlier.get("cases") == known["cases"]:  # the same experiment: what weakened it then still does
+        messages += [message for message in earlier["warnings"] if message not in messages]
+        if not tasks and earlier["status"] == "finished" and earlier | known == earlier:
+            return tuple(messages)
+    facts |= _machine(command, options)
+    run.write_manifests(manifests)
+    run.write_run(facts | {"status": "running", "warnings": messages})
+    tasks = joined(tasks)
+    total, done = sum(len(task.images) for task in tasks), 0
+    progress(done, total, None)
+    status = "failed"
+    try:
+        with closing(run_tasks(tasks, options.engine, say)) as results:
+            for result in results:
+                for name, content in result.files.items():  # first: a record says that its pictures are there
+                    run.write_file(name, lambda file, content=content: file.write_bytes(content))
+                run.store.add(result.rows)
+                messages += [message for message in result.messages if message not in messages]
+                done += len(result.task.images)
+                progress(done, total, result)
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        with suppress(PrivlabError):  # the disk may be full, which is not to hide the first error
+            run.write_run(facts | {"status": status, "warnings": messages})
+    return tuple(messages)
+
+
+def _as_json(value: object) -> Any:  # noqa: ANN401
+    return json.loads(json.dumps(value))
+
+
+def _machine(command: str, options: Options) -> Mapping[str, Any]:
+    return {
+        "command": command,
+        "privlab": versions()["privlab"],
+        "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "engine": options.engine.name,
+        "workers": options.engine.workers,
+        "versions": versions(),
+        "hardware": hardware(pick_device(options.device)),
+        "commit": commit(),
+    }
+
+
+def costs(grid: Grid, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """Return for each case what it runs, how many of its images are done, and the seconds that the rest takes."""
+    seconds = estimate(tasks)
+    rows: list[dict[str, Any]] = []
+    for number, case in enumerate(grid.experiment.cases):
+        jobs = [job for job in grid.jobs if job.case == number]
+        own = [task for task in tasks if task.case == number]
+        waiting = {image for task in own for image in task.images}
+        rows.append(
+            {
+                "group": case.group,
+                "label": case.label,
+                "attacks": [name for name in jobs[0].cells if name not in CONTROLS],
+                "refused": dict(jobs[0].refused),
+                "images": len(jobs[0].images),
+                "done": len(jobs[0].images) - len(waiting),
+                "seconds": round(sum(seconds[kind_of(task)] * len(task.images) for task in own), 1),
+            }
+        )
+    return rows

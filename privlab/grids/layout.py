@@ -1,0 +1,376 @@
+"""The grid of an experiment: every case with its cells and its images, and what of it a store still lacks."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from privlab.base.errors import PrivlabError
+from privlab.base.warnings import PrivlabWarning, collected
+from privlab.evaluation.batch import batch_key
+from privlab.evaluation.records import CONTROLS
+from privlab.evaluation.setup import learned_for, source_of, subject_of
+from privlab.evaluation.specification import Specification
+from privlab.grids.definition import Experiment
+from privlab.grids.tasks import Reference, Task, references
+from privlab.images.manifest import to_csv
+from privlab.images.open import ImageSource
+from privlab.stores.store import Store
+
+__all__ = ["Grid", "Job", "Share", "lay_out", "missing"]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One specification of a case: the key of the cell of each attack and control, and its images.
+
+    `metrics` are those that can be computed here; `batches` names the client's batch of each image, where images are
+    released together.
+    """
+
+    case: int
+    spec: Specification
+    cells: Mapping[str, str]
+    refused: Mapping[str, str]
+    images: tuple[Reference, ...]
+    batches: tuple[str, ...] | None
+    metrics: tuple[str, ...]
+    victim: str
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """An experiment laid out on this machine. `missing` says of each metric that cannot be computed here why."""
+
+    experiment: Experiment
+    jobs: tuple[Job, ...]
+    sources: tuple[str, ...]
+    missing: Mapping[str, str]
+    messages: tuple[str, ...]
+
+    @cached_property
+    def image_lists(self) -> dict[tuple[Reference, ...], str]:
+        """Return the name of each list of images: cases may have different ones."""
+        return {images: str(i) for i, images in enumerate(dict.fromkeys(job.images for job in self.jobs))}
+
+    def manifests(self, path: Path) -> dict[str, str]:
+        """Return the manifest of each list of images, by the name of its file in the run directory `path`.
+
+        Raises:
+            PrivlabError: if a manifest that chose images lies there and would be replaced by that of others.
+        """
+        names = {
+            images: "manifest.csv" if name == "0" else f"manifest-{name}.csv"
+            for images, name in self.image_lists.items()
+        }
+        for job in self.jobs:
+            given = None if job.spec.manifest is None else Path(job.spec.manifest).resolve()
+            if given is not None and given.parent == path.resolve() and given.name != names[job.images]:
+                raise PrivlabError(f"'{job.spec.manifest}' would give way to this run's own. Copy it out of '{path}'.")
+        return {name: to_csv(image.picture for image in images) for images, name in names.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `run.json` states of the experiment, from which its tables are rebuilt."""
+        experiment, by_case = self.experiment, groupby(self.jobs, key=lambda job: job.case)
+        lists = self.image_lists
+        cases = [
+            {
+                "label": case.label,
+                "group": case.group,
+                "options": dict(case.options),
+                "published": dict(case.published),
+                "refused": dict(jobs[0].refused),
+                "jobs": [
+                    {"specification": asdict(job.spec), "cells": dict(job.cells), "images": lists[job.images]}
+                    for job in jobs
+                ],
+            }
+            for case, jobs in zip(experiment.cases, (list(jobs) for _, jobs in by_case), strict=True)
+        ]
+        return {
+            "experiment": {
+                "name": experiment.name,
+                "title": experiment.title,
+                "source": experiment.source,
+                "conditions": dict(experiment.conditions),
+                "layout": asdict(experiment.layout),
+                "figures": [asdict(figure) for figure in experiment.figures],
+            },
+            "cases": cases,
+            "image_lists": {name: [image.sha256 or image.name for image in images] for images, name in lists.items()},
+            "members": {
+                name: {image.sha256 or image.name: image.member for image in images if image.member is not None}
+                for images, name in lists.items()
+            },
+            "images": {
+                "source": "; ".join(self.sources),
+                "count": len({image.sha256 or image.name for images in lists for image in images}),
+            },
+            "missing_metrics": dict(self.missing),
+        }
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a grid that one of `count` machines runs: every `count`-th image, or client's batch."""
+
+    number: int = 1
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not 1 <= self.number <= self.count:
+            raise PrivlabError(f"--shard must be I/N with 1 ≤ I ≤ N. Found {self.number}/{self.count}.")
+
+
+def lay_out(experiment: Experiment, device: torch.device) -> Grid:
+    """Load what every case needs, check it, and find its images; nothing is run.
+
+    Raises:
+        PrivlabError: if a part does not exist or does not fit, or an attack can run on no case.
+    """
+    messages: list[str] = []
+    unavailable: dict[str, str] = {}
+    found: dict[tuple[object, ...], tuple[ImageSource, tuple[Reference, ...]]] = {}
+    jobs: list[Job] = []
+    with collected(messages):
+        for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
+            for spec in case.runs:
+                subject = subject_of(spec, device)
+                chosen = (spec.images, spec.limit, spec.every, spec.offset, spec.manifest, spec.split, spec.labels)
+                at = (*chosen, subject.base.model.vit.num_classes)
+                if at not in found:
+                    source = source_of(spec, [subject.base])
+                    found[at] = source, tuple(references(source))
+                _, lacking = learned_for(spec.metrics, spec, device, subject.base)
+                unavailable |= lacking
+                job = Job(
+                    number,
+                    spec,
+                    subject.rows(spec).cells(spec.settings[0], subject.cells),
+                    subject.refused,
+                    found[at][1],
+                    _batches(found[at][1], spec),
+                    tuple(name for name in spec.metrics if name not in lacking),
+                    subject.base.weights.sha256,
+                )
+                jobs.append(job)
+    jobs.sort(key=lambda job: job.case)
+    _check_attacks(jobs)
+    sources = tuple(dict.fromkeys(source.description for source, _ in found.values()))
+    messages += [f"{name} is n/a: {reason}" for name, reason in unavailable.items()]
+    return Grid(experiment, tuple(jobs), sources, unavailable, tuple(messages))
+
+
+def _check_attacks(jobs: Sequence[Job]) -> None:
+    """Refuse an attack that can run on no case: that is a mistake, where some cases without it are not."""
+    everywhere = set.intersection(*(set(job.refused) for job in jobs))
+    named = [name for name in jobs[0].spec.attacks or () if name in everywhere]
+    if named:
+        raise PrivlabError(f"'{named[0]}' can run on no case: {jobs[0].refused[named[0]]}")
+
+
+def _batches(images: Sequence[Reference], spec: Specification) -> tuple[str, ...] | None:
+    if (size := spec.together) is None:
+        return None
+    keys = [batch_key(image.sha256 for image in images[i : i + size]) for i in range(0, len(images), size)]
+    return tuple(keys[place // size] for place in range(len(images)))
+
+
+def missing(
+    grid: Grid,
+    store: Store,
+    *,
+    size: int = 16,
+    share: Share = Share(),  # frozen
+    retry_failed: bool = False,
+    again: bool = True,
+    **options: Any,  # noqa: ANN401
+) -> list[Task]:
+    """Return the tasks of what the store lacks, `size` images each; `options` are the other fields of a task.
+
+    An image that failed counts as done, unless `retry_failed`. Metrics that came later are scored from what was kept,
+    where it was (`again`).
+    """
+    metrics = sorted({name for job in grid.jobs for name in job.metrics})
+    done = _Done.read(store, grid, metrics, retry_failed=retry_failed)
+    kept = _kept(store.path) if again else {}
+    tasks: list[Task] = []
+    planned: dict[tuple[str, tuple[Reference, ...]], int] = {}  # cases may have cells in common: settings a of all γ
+    for number, job in enumerate(grid.jobs):
+        bits = done.of(number)
+        for row, cell in enumerate(job.cells.values()):
+            bits[row] |= planned.get((cell, job.images), 0)
+            planned[cell, job.images] = planned.get((cell, job.images), 0) | _bits(job.metrics, metrics)
+        tasks += _tasks(job, bits, metrics, size, share, kept, options)
+    return sorted(tasks, key=lambda task: _victim(task.spec))
+
+
+def _victim(spec: Specification) -> tuple[str, ...]:
+    """Return what names a victim: cases on the same one go together, so that each is loaded once."""
+    return spec.models[0], spec.weights, str(spec.img_size), str(spec.seed), str(spec.classes)
+
+
+def _bits(names: Sequence[str], metrics: Sequence[str]) -> int:
+    return sum(1 << metrics.index(name) for name in names)
+
+
+def _tasks(
+    job: Job,
+    done: np.ndarray,
+    metrics: Sequence[str],
+    size: int,
+    share: Share,
+    kept: Mapping[str, str],
+    options: Mapping[str, Any],
+) -> Iterator[Task]:
+    """Yield the tasks of one job: images that lack the same things go together."""
+    wanted = _bits(job.metrics, metrics)
+    lacking = wanted & ~done  # cells × images
+    lacking[:, _others(job, share)] = 0
+    if job.batches is not None and (unit := job.spec.together):  # a client's batch is drawn for, and attacked, as one
+        for first in range(0, len(job.images), unit):
+            together = lacking[:, first : first + unit]
+            together[:] = np.bitwise_or.reduce(together, 1, keepdims=True)
+        size = max(1, size // unit) * unit
+    names = list(job.cells)
+    patterns, which = np.unique(lacking, axis=1, return_inverse=True)
+    for i, pattern in enumerate(patterns.T):
+        images = [job.images[place] for place in np.flatnonzero(which.reshape(-1) == i)]
+        for bits in sorted({int(bit) for bit in pattern} - {0}, reverse=True):
+            lack = [name for name, bit in zip(names, pattern.tolist(), strict=True) if bit == bits]
+            attacks = tuple(name for name in lack if name not in CONTROLS)
+            missing_metrics = tuple(name for name in job.metrics if bits >> metrics.index(name) & 1)
+            for start in range(0, len(images), size):
+                chunk = tuple(images[start : start + size])
+                controls = len(attacks) < len(lack)
+                files = _files(job, attacks, chunk, kept) if bits != wanted else ()
+                yield Task(job.case, job.spec, chunk, attacks, missing_metrics, controls, kept=files, **options)
+
+
+def _others(job: Job, share: Share) -> np.ndarray:
+    """Return which images are the other machines'."""
+    unit = 1 if job.batches is None else job.spec.together or 1
+    return np.arange(len(job.images)) // unit % share.count != share.number - 1
+
+
+def _files(job: Job, attacks: Sequence[str], images: Sequence[Reference], kept: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the files that hold what all these attacks stole of all these images, or none."""
+    keys = [f"{job.cells[attack]}/{image.sha256}" for attack in attacks for image in images]
+    return tuple(sorted({kept[key] for key in keys})) if all(key in kept for key in keys) else ()
+
+
+def _kept(path: Path) -> dict[str, str]:
+    """Return the file of each thing that was kept, by CELL/IMAGE."""
+    found: dict[str, str] = {}
+    for file in sorted(path.glob("kept/*.safetensors")):
+        try:
+            with safe_open(file, "np") as tensors:
+                names = tensors.keys()
+        except (SafetensorError, OSError) as error:
+            warnings.warn(f"{file.name} cannot be read ({error}): its attacks run again.", PrivlabWarning, stacklevel=3)
+            continue
+        found |= {name.removesuffix("/images"): str(file) for name in names if name.endswith("/images")}
+    return found
+
+
+def _check_labels(job: Job, places: np.ndarray, labels: np.ndarray) -> None:
+    """Refuse images that were measured with other labels than theirs; −1 is none: the victim's prediction stood in.
+
+    The key of a cell does not name them, so that an image that is added later leaves the others as they are.
+    """
+    if job.spec.labels == "predicted":
+        return
+    own = np.array([-1 if image.label is None else image.label for image in job.images])
+    for i in np.flatnonzero(own[places] != labels)[:1]:
+        there, now = ("none" if label < 0 else str(label) for label in (labels[i], own[places[i]]))
+        raise PrivlabError(
+            f"The label of '{job.images[places[i]].name}' is {now}, and {there} in the records of this --out. "
+            "Give another --out, or the label that it had."
+        )
+
+
+_FAILED = 1 << 62
+"""The bit of an image that failed."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Done:
+    """Which metrics a store holds of each cell and image, as bits."""
+
+    grid: Grid
+    bits: Mapping[tuple[int, str], np.ndarray]
+
+    @classmethod
+    def read(cls, store: Store, grid: Grid, metrics: Sequence[str], *, retry_failed: bool) -> "_Done":
+        """Read the columns that say what was measured; a failure counts as all of it.
+
+        Strings are compared by their codes in the store's dictionaries, of which there are few: a million rows are not
+        turned into Python's strings.
+        """
+        wanted = ["geometry", "cell", "image_sha256", "image", "batch", "status", "metrics", "label_origin"]
+        table, rows = store.read([*wanted, "label"]), slice(None)
+        label = table["label"].fill_null(-1).to_numpy()
+        table = table.drop_columns("label")
+        codes: dict[str, np.ndarray] = {}
+        names: dict[str, list[str]] = {}
+        for name in wanted:
+            column = table[name].unify_dictionaries().combine_chunks()
+            table = table.drop_columns(name)  # so that no column is held twice
+            codes[name], names[name] = column.indices.fill_null(-1).to_numpy()[rows], column.dictionary.to_pylist()
+            if name == "geometry":
+                rows = np.flatnonzero(np.array([text == "in_place" for text in names[name]] + [False])[codes[name]])
+                label = label[rows]
+        code_of = {name: {text: code for code, text in enumerate(names[name])} for name in ("cell", "batch")}
+
+        rows = np.argsort(codes["cell"], kind="stable")
+        starts = np.searchsorted(codes["cell"][rows], np.arange(len(names["cell"]) + 1))
+        unread = np.array([text == "" for text in names["image_sha256"]] + [False])[codes["image_sha256"][rows]]
+        image = np.where(unread, len(names["image_sha256"]) + codes["image"][rows], codes["image_sha256"][rows])
+        texts = [text.split() for text in names["metrics"]]
+        measured = [sum(1 << i for i, name in enumerate(metrics) if name in text) for text in texts]
+        bits = np.array([*measured, 0], np.int64)[codes["metrics"][rows]]  # the last one is that of null
+        failed = np.array([text != "ok" for text in names["status"]] + [True])[codes["status"][rows]]
+        bits[failed] = 0 if retry_failed else _FAILED
+        batch = codes["batch"][rows]
+        predicted = np.array([text == "predicted" for text in names["label_origin"]] + [False])
+        label = np.where(predicted[codes["label_origin"]], -1, label)[rows]
+
+        joined: dict[tuple[int, str], np.ndarray] = {}
+        places: dict[int, np.ndarray] = {}
+        for number, job in enumerate(grid.jobs):
+            if id(job.images) not in places:
+                known = {(r.sha256 or r.name): i for i, r in enumerate(job.images)}
+                stored = (*names["image_sha256"], *names["image"], None)
+                places[id(job.images)] = np.array([known.get(text or "", -1) for text in stored])
+            for cell in job.cells.values():
+                if (code := code_of["cell"].get(cell)) is None:
+                    continue
+                own = slice(starts[code], starts[code + 1])
+                place = places[id(job.images)][image[own]]
+                fine = place >= 0
+                if job.batches is not None:
+                    of_image = np.array([code_of["batch"].get(name, -2) for name in job.batches])
+                    fine &= (of_image[place] == batch[own]) | (batch[own] == -1) | failed[own]  # controls have none
+                _check_labels(job, place[fine & ~failed[own]], label[own][fine & ~failed[own]])
+                found = np.zeros(len(job.images), np.int64)
+                np.bitwise_or.at(found, place[fine], bits[own][fine])
+                joined[number, cell] = np.where(found == _FAILED, -1, found)  # what was finished later counts
+        return cls(grid, joined)
+
+    def of(self, number: int) -> np.ndarray:
+        """Return the bits of one job: cells × images."""
+        job = self.grid.jobs[number]
+        none = np.zeros(len(job.images), np.int64)
+        bits = np.stack([self.bits.get((number, cell), none) for cell in job.cells.values()])
+        attacks = np.array([name not in CONTROLS for name in job.cells])
+        if attacks.any():  # where nothing could be read there is nothing to make controls of
+            bits[~attacks] |= np.where((bits[attacks] == -1).all(0), -1, 0)
+        return bits

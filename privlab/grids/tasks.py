@@ -1,0 +1,210 @@
+"""Tasks: which images of which case still have to be run, and one task's way from references to records.
+
+A task names images by their place in a source and their hash, so it is small; a worker reads them itself.
+"""
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import pyarrow as pa
+import torch
+from safetensors.torch import load_file, save
+
+from privlab.base.environment import pick_device
+from privlab.base.warnings import collected
+from privlab.evaluation.pipeline import Evaluator, Strip
+from privlab.evaluation.records import COLUMNS
+from privlab.evaluation.setup import learned_for, source_of, subject_of
+from privlab.evaluation.specification import Cell, Specification
+from privlab.images.decode import LabelOrigin, Picture
+from privlab.images.open import ImageSource, chunk_of
+from privlab.stores.strips import to_png
+from privlab.threat.protocols import Stolen
+
+__all__ = ["Reference", "Result", "Task", "joined", "references", "run_task"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One image, by its place in its source; `sha256` is empty where it could not be read.
+
+    `label` is the one that it comes with, None where the victim's prediction has to do; `member` as of a `Picture`.
+    """
+
+    place: int
+    name: str
+    sha256: str
+    label: int | None = None
+    label_origin: LabelOrigin = "none"
+    member: str | None = None
+
+    @property
+    def picture(self) -> Picture:
+        """Return what is known of the image, as a picture that has not been read."""
+        return Picture(self.name, self.sha256, None, self.label, self.label_origin, member=self.member)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Images of one case, and what is missing of them.
+
+    `spec` is one of those of a `case`; of its attacks and metrics those named are missing. The first `pictures` images
+    of the source have their pictures kept. `kept` names files of what was stolen earlier, which is scored again.
+    """
+
+    case: int
+    spec: Specification
+    images: tuple[Reference, ...]
+    attacks: tuple[str, ...]
+    metrics: tuple[str, ...]
+    controls: bool
+    device: str = "auto"
+    batch_size: int | None = None
+    pictures: int = 0
+    keep: bool = False
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What came of a task: its records, files by their name in the run directory, and warnings."""
+
+    task: Task
+    rows: pa.Table
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    messages: tuple[str, ...] = ()
+    seconds: float = 0.0
+    worker: str = ""
+
+
+def joined(tasks: Sequence[Task]) -> list[Task]:
+    """Join the tasks of settings b and c that are alike otherwise: their release is the same, and is attacked once."""
+    found: dict[Task, Task] = {}
+    for task in tasks:
+        if task.spec.settings not in (("b",), ("c",)) or task.kept:
+            found[task] = task
+            continue
+        both = replace(task, case=-1, spec=replace(task.spec, settings=("b", "c")))
+        other = found.get(both)
+        found[both] = task if other is None or other.spec == task.spec else replace(other, spec=both.spec)
+    return [*found.values()]
+
+
+def references(source: ImageSource) -> list[Reference]:
+    """Return the images of a source, each content once; whole files are hashed without being decoded."""
+    found = (
+        Reference(place, picture.name, picture.sha256, picture.label, picture.label_origin, picture.member)
+        for place, picture in enumerate(source.stated())
+    )
+    return list({reference.sha256 or reference.name: reference for reference in reversed([*found])}.values())[::-1]
+
+
+def run_task(task: Task) -> Result:
+    """Run the pipeline on the images of a task.
+
+    Raises:
+        PrivlabError: if the victim or its attacks cannot be made here.
+    """
+    messages: list[str] = []
+    start = time.perf_counter()
+    with collected(messages):
+        device = pick_device(task.device)
+        evaluator, source = _evaluator(task, device)
+        evaluator = replace(evaluator, kept=_kept(task.kept) if task.kept else None)
+        rows: list[pa.Table] = []
+        files: dict[str, bytes] = {}
+        stolen: dict[str, Stolen] = {}
+        first = {reference.sha256 for reference in task.images if reference.place < task.pictures}
+        for pictures in _batches(task, source, device):
+            scored = evaluator(chunk_of(pictures, evaluator.base.preprocessing))
+            rows.append(pa.Table.from_pylist(scored.records, schema=COLUMNS))
+            stolen |= scored.stolen
+            for strip in scored.strips:
+                if strip.image_sha256 in first:
+                    files |= {f"pictures/{strip.image_sha256[:16]}/{name}.png": png for name, png in _pngs(strip)}
+        if stolen:
+            files[f"kept/{_name_of(stolen)}.safetensors"] = _saved(stolen)
+    seconds, worker = time.perf_counter() - start, f"{platform.node()}:{os.getpid()}"
+    return Result(task, pa.concat_tables([COLUMNS.empty_table(), *rows]), files, tuple(messages), seconds, worker)
+
+
+def _pngs(strip: Strip) -> Iterator[tuple[str, bytes]]:
+    """Yield the pictures of a strip by name; what is fed is often the private image itself, and encoded once."""
+    done: list[tuple[torch.Tensor, bytes]] = []
+    for panel in (panel for row in strip.rows for panel in row):
+        png = next((png for image, png in done if torch.equal(image, panel.image)), None)
+        if png is None:
+            done.append((panel.image, png := to_png(panel.image)))
+        yield panel.name, png
+
+
+def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[list[Picture]]:
+    size = task.spec.together or task.batch_size or (64 if device.type == "cuda" else 8)
+    places = None if source.names is None else {name: place for place, name in enumerate(source.names)}
+    for start in range(0, len(task.images), size):
+        wanted = task.images[start : start + size]
+        there = [r.place if places is None else places.get(r.name) for r in wanted]  # a file that goes moves the others
+        read = iter(source.pick([place for place in there if place is not None]))
+        gone = "The file has gone since the run was planned."
+        yield [
+            _same(Picture(r.name, "", None, None, "none", gone) if place is None else next(read), r)
+            for r, place in zip(wanted, there, strict=True)
+        ]
+
+
+def _same(picture: Picture, reference: Reference) -> Picture:
+    """Return the picture that was planned; one that has changed or gone since then is a failure of its own."""
+    if picture.sha256 == reference.sha256:
+        return picture
+    problem = picture.problem or "The file has changed since the run was planned."
+    return replace(picture, sha256=reference.sha256, pixels=None, problem=problem)
+
+
+def _evaluator(task: Task, device: torch.device) -> tuple[Evaluator, ImageSource]:
+    subject = subject_of(task.spec, device)
+    learned, _ = learned_for(task.metrics, task.spec, device, subject.base)
+    wanted = ((cell.victim, tuple(a for a in cell.attacks if a.name in task.attacks)) for cell in subject.cells)
+    evaluator = Evaluator(
+        task.spec,
+        subject.base,
+        [Cell(base, attacks) for base, attacks in wanted if attacks],
+        task.metrics,
+        learned,
+        subject.public,
+        strips=task.pictures > 0,
+        controls=task.controls,
+        keep=task.keep,
+    )
+    return evaluator, source_of(task.spec, [subject.base], check=False)  # each is held against what was planned
+
+
+_PARTS = tuple(field.name for field in fields(Stolen))
+
+
+def _saved(stolen: Mapping[str, Stolen]) -> bytes:
+    return save(
+        {
+            f"{key}/{part}": value.cpu().clone(memory_format=torch.contiguous_format)
+            for key, each in stolen.items()
+            for part in _PARTS
+            if (value := getattr(each, part)) is not None
+        }
+    )
+
+
+def _kept(names: Sequence[str]) -> dict[str, Stolen]:
+    """Read what was stolen in earlier runs."""
+    tensors = {key: tensor for name in names for key, tensor in load_file(name).items()}
+    return {
+        key: Stolen(**{part: tensors[f"{key}/{part}"] for part in _PARTS if f"{key}/{part}" in tensors})
+        for path in tensors
+        if (key := path.removesuffix("/images")) != path
+    }
+
+
+def _name_of(stolen: Mapping[str, Stolen]) -> str:
+    return hashlib.sha256("\n".join(sorted(stolen)).encode()).hexdigest()[:24]

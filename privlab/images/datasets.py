@@ -1,0 +1,246 @@
+"""Pictures of torchvision's and Hugging Face's datasets."""
+
+import importlib
+import inspect
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from timm.data import ImageNetInfo
+
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.images.decode import LabelOrigin, Picture, damaged, one_line, picture_from_bytes, picture_from_image
+from privlab.images.sources import ImageSource
+
+__all__ = ["hugging_face", "parquet", "torchvision"]
+
+
+def torchvision(name: str, split: str | None) -> ImageSource:
+    """Open one of torchvision's datasets, downloading it where it is not there."""
+    cls = _torchvision_class(name)
+    root = Path(os.environ.get("PRIVLAB_DATA") or "~/.cache/privlab").expanduser()
+    parameters = _parameters(cls)
+    arguments, used = _torchvision_arguments(name, parameters, split)
+    if "root" in parameters:
+        arguments["root"] = str(root)
+    missing = [key for key, p in parameters.items() if p.default is p.empty and key not in arguments]
+    if missing:
+        raise PrivlabError(
+            f"torchvision's {name} also needs {', '.join(missing)}; of such arguments, privlab gives split only."
+        )
+    try:
+        dataset = _construct(cls, arguments, "download" in parameters)
+    except Exception as error:  # no network, no such split, a broken archive: each class raises its own
+        raise PrivlabError(
+            f"Cannot open torchvision's {name}, looked for in '{root}' (set PRIVLAB_DATA to change it): "
+            f"{one_line(error)}."
+        ) from error
+    prefix = "/".join(filter(None, (name, used)))
+    classes = getattr(dataset, "classes", None)
+    class_names = tuple(map(str, classes)) if isinstance(classes, Sequence) else None
+    names = tuple(f"{prefix}/{index}" for index in range(len(dataset)))
+    return ImageSource.of(
+        f"torchvision {prefix}: {len(dataset)} images",
+        len(dataset),
+        class_names,
+        names,
+        lambda index: _torchvision_item(dataset, index, names[index]),
+    )
+
+
+def _torchvision_class(name: str) -> type:
+    from torchvision import datasets
+
+    bases = {"VisionDataset", "DatasetFolder", "ImageFolder"}
+    exported = {key: getattr(datasets, key) for key in datasets.__all__ if key not in bases}
+    classes = {key: value for key, value in exported.items() if inspect.isclass(value)}
+    if name not in classes:
+        raise unknown_name("torchvision dataset", name, classes)
+    return classes[name]
+
+
+def _parameters(cls: type) -> dict[str, inspect.Parameter]:
+    own = inspect.signature(cls).parameters
+    variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own.values())
+    inherited = _parameters(cls.__mro__[1]) if passes_on else {}
+    return inherited | {key: p for key, p in own.items() if p.kind not in variadic}
+
+
+def _torchvision_arguments(
+    name: str, parameters: Mapping[str, inspect.Parameter], split: str | None
+) -> tuple[dict[str, Any], str | None]:
+    if "split" in parameters:
+        if split is not None:
+            return {"split": split}, split
+        default = parameters["split"].default
+        return {}, default if isinstance(default, str) else None
+    if "train" in parameters:
+        if split not in (None, "train", "test"):
+            raise unknown_name(f"split of torchvision's {name}", split, ("train", "test"))
+        return {"train": split == "train"}, split or "test"
+    if split is not None:
+        raise PrivlabError(f"torchvision's {name} has no splits. Found split '{split}'; leave it out.")
+    return {}, None
+
+
+def _construct(cls: type, arguments: Mapping[str, Any], downloads: bool) -> Any:  # noqa: ANN401
+    try:
+        return cls(**arguments)
+    except (RuntimeError, OSError):  # the data are not there
+        if not downloads:
+            raise
+        return cls(**arguments, download=True)
+
+
+def _torchvision_item(dataset: Any, index: int, name: str) -> Picture:  # noqa: ANN401
+    try:
+        item = dataset[index]
+    except Exception as error:  # one damaged picture must not end the run
+        return Picture(name, "", None, problem=damaged(error))
+    image, target, *_ = item if isinstance(item, tuple) else (item, None)
+    label, origin = _dataset_label(target)
+    if not isinstance(image, Image.Image):
+        return Picture(name, "", None, label, origin, f"Not a picture but a {type(image).__name__}.")
+    return picture_from_image(image, name, label, origin)
+
+
+def _dataset_label(target: object) -> tuple[int | None, LabelOrigin]:
+    # Test sets without labels say −1.
+    if isinstance(target, (int, np.integer)) and not isinstance(target, bool) and target >= 0:
+        return int(target), "dataset"
+    return None, "none"
+
+
+def hugging_face(name: str, split: str | None) -> ImageSource:
+    """Open a dataset of the Hugging Face hub as a stream."""
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError:
+        raise PrivlabError(f"'hf:{name}' needs the extra: pip install 'privlab[datasets]'.") from None
+    try:
+        splits = datasets.load_dataset(name, streaming=True)
+    except Exception as error:  # no network, no such dataset, a private one: each raises its own
+        raise PrivlabError(f"Cannot open the Hugging Face dataset '{name}': {one_line(error)}.") from error
+    chosen = split or next((key for key in ("test", "validation", "val") if key in splits), next(iter(splits)))
+    if chosen not in splits:
+        raise unknown_name(f"split of '{name}'", chosen, splits)
+    data = splits[chosen]
+    if data.features is None:  # datasets has no public way to infer them from the first rows
+        data = data._resolve_features()
+    column, label_column = _columns(data.features, datasets, name)
+    image_type, label_type = data.features[column], data.features.get(label_column)
+    # Undecoded, so that one damaged picture does not end the stream.
+    rows = data.cast_column(column, datasets.Image(decode=False))
+    known = (data.info.splits or {}).get(chosen)
+    class_names = tuple(label_type.names) if isinstance(label_type, datasets.ClassLabel) else None
+
+    def pictures() -> Iterator[Picture]:
+        for index, row in enumerate(_rows(rows, name)):
+            yield _hugging_face_item(row[column], row.get(label_column), image_type, f"{name}/{chosen}/{index}")
+
+    number = (known.num_examples if known else 0) or None
+    return ImageSource(f"Hugging Face {name}/{chosen}", number, class_names, None, pictures)
+
+
+def parquet(path: Path, split: str | None, *, spread: bool) -> ImageSource:
+    """Open a Parquet file with the bytes of one picture a row.
+
+    The bytes stand in the column `image` (as Hugging Face writes it: bytes, or a struct with `bytes`), `jpeg`, `png` or
+    `bytes`; the label, if any, in `label`. `split` takes the rows whose column `split` says so; with `spread`, those of
+    each label come by turns.
+
+    Raises:
+        PrivlabError: if the file cannot be read, or has no such column or split.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise PrivlabError(f"'{path}' cannot be read as Parquet: {one_line(error)}.") from error
+    column = next((name for name in ("image", "jpeg", "png", "bytes") if name in table.column_names), None)
+    if column is None:
+        raise PrivlabError(
+            f"'{path}' has no column image, jpeg, png or bytes with pictures. Found {', '.join(table.column_names)}."
+        )
+    if split is not None:
+        table = _rows_of(table, split, path)
+    if pa.types.is_struct(table.schema.field(column).type):
+        table, column = table.flatten(), f"{column}.bytes"
+    if not pa.types.is_binary(kind := table.schema.field(column).type) and not pa.types.is_large_binary(kind):
+        raise PrivlabError(f"The column {column} of '{path}' holds {kind}, not bytes of pictures.")
+    data = table[column].combine_chunks()
+    labels = table["label"].to_pylist() if "label" in table.column_names else [None] * len(data)
+    rows = _by_turns(labels) if spread else list(range(len(data)))
+    prefix = f"{path.name}/{split}" if split else path.name
+    names = tuple(f"{prefix}/{row}" for row in rows)
+
+    def at(place: int) -> Picture:
+        label = labels[rows[place]]
+        origin = "none" if label is None else "dataset"
+        return picture_from_bytes(data[rows[place]].as_py() or b"", names[place], label, origin)
+
+    return ImageSource.of(f"{len(data)} pictures of {prefix}", len(data), None, names, at, container=path)
+
+
+def _by_turns(labels: Sequence[object]) -> list[int]:
+    """Return the places of all labels: the first of each label, then the second of each, and so on."""
+    met: Counter[object] = Counter()
+    turns = []
+    for label in labels:
+        turns.append(met[label])
+        met[label] += 1
+    return sorted(range(len(turns)), key=turns.__getitem__)
+
+
+def _rows_of(table: Any, split: str, path: Path) -> Any:  # noqa: ANN401
+    import pyarrow.compute as pc
+
+    found = sorted(set(table["split"].to_pylist())) if "split" in table.column_names else []
+    if split not in found:
+        raise PrivlabError(f"'{path}' has no split '{split}'. Found {', '.join(map(str, found)) or 'no column split'}.")
+    return table.filter(pc.field("split") == split)
+
+
+def _columns(features: Mapping[str, Any], datasets: Any, name: str) -> tuple[str, str]:  # noqa: ANN401
+    images = [key for key, kind in features.items() if isinstance(kind, datasets.Image)]
+    if not images:
+        raise PrivlabError(f"The dataset '{name}' has no image column. Found: {', '.join(features)}.")
+    labels = [key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    return images[0], "label" if "label" in features or not labels else labels[0]
+
+
+def _rows(data: Any, name: str) -> Iterator[Mapping[str, Any]]:  # noqa: ANN401
+    done = 0
+    try:
+        for row in data:
+            yield row
+            done += 1
+    except Exception as error:  # the network, mostly
+        raise PrivlabError(f"The stream of '{name}' broke at picture {done}: {one_line(error)}.") from error
+
+
+def _hugging_face_item(value: Any, target: object, image_type: Any, name: str) -> Picture:  # noqa: ANN401
+    label, origin = _dataset_label(target)
+    if value is None:
+        return Picture(name, "", None, label, origin, "No picture in this row.")
+    if value["bytes"] is not None:
+        return picture_from_bytes(value["bytes"], name, label, origin)
+    try:
+        image = image_type.decode_example(value)
+    except Exception as error:  # one damaged picture must not end the run
+        return Picture(name, "", None, label, origin, damaged(error))
+    return picture_from_image(image, name, label, origin)
+
+
+@cache
+def imagenet_classes() -> dict[str, int]:
+    """Return ImageNet's class numbers by WordNet id; timm reads its files anew for each table."""
+    return {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}

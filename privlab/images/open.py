@@ -1,0 +1,245 @@
+"""Pictures to evaluate on: opened by name, preprocessed as the victim expects them, handed out in chunks."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.images import datasets, sources
+from privlab.images.decode import Picture, read_picture
+from privlab.images.label_csv import relabelled
+from privlab.images.manifest import chosen
+from privlab.images.sources import ImageSource
+
+__all__ = ["Chunk", "ImageSource", "Picture", "Preprocessing"]
+__all__ += ["batches", "check_choice", "chunk_of", "open_images", "read_picture"]
+
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+
+
+def open_images(
+    source: str | Path | Sequence[str | Path],
+    *,
+    limit: int | None = None,
+    every: int | None = None,
+    offset: int | None = None,
+    manifest: str | Path | None = None,
+    split: str | None = None,
+    labels: str | Path | None = None,
+    class_to_index: Mapping[str, int] | None = None,
+    check: bool = True,
+) -> ImageSource:
+    """Open pictures without reading them.
+
+    Args:
+        source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per
+            class), one or several files, a Parquet file with the bytes of pictures, "torchvision:NAME", or "hf:NAME". A
+            folder called samples is "./samples".
+        limit: use the first `limit` pictures only. Of a folder with one sub-folder per class, these are the first
+            picture of each class in the order of their names, then the second of each, and so on.
+        every: use every `every`-th picture only, in the order that `limit` takes them in, before `limit` does.
+        offset: leave out as many pictures before the first: those at the positions offset, offset + every, … counted
+            from 0 are used.
+        manifest: CSV file that names the pictures to use (`privlab.images.manifest.read_manifest`), in its order,
+            instead of `limit`, `every` and `offset`; its labels replace the source's own.
+        split: sub-folder of the folder, or split of the dataset. Without it, torchvision's datasets give the
+            test set where `train=` chooses it, else their own default; Hugging Face's give the test, else the
+            validation, else the first split.
+        labels: CSV with the columns `file` (a picture's name, or its base name) and `class_index` or `label`;
+            replaces all other labels.
+        class_to_index: label of each class folder, used if it knows all of them; otherwise labels are the
+            positions in the sorted folder names, as in torchvision's ImageFolder.
+        check: whether the hash of each picture is held against the manifest's; the pictures are read for it.
+
+    Raises:
+        PrivlabError: if there is nothing to open, or an option does not fit the source or another option.
+    """
+    check_choice(limit, every, offset, manifest)
+    opened = _open(source, split, class_to_index, spread=(limit, every, offset) != (None, None, None))
+    if manifest is not None:
+        opened = chosen(opened, Path(manifest), check=check)
+    if labels is not None:
+        opened = relabelled(opened, Path(labels))
+    return _taken(opened, limit, every, offset)
+
+
+def check_choice(limit: int | None, every: int | None, offset: int | None, manifest: str | Path | None) -> None:
+    """Check what chooses pictures.
+
+    Raises:
+        PrivlabError: if a number is out of range, or a manifest and numbers both choose.
+    """
+    for name, value, least in (("limit", limit, 1), ("every", every, 1), ("offset", offset, 0)):
+        if value is None:
+            continue
+        if manifest is not None:
+            raise PrivlabError(f"A manifest names its photographs one by one. Found {name} {value} beside it.")
+        _check_whole(name, value, least)
+
+
+def _open(
+    source: str | Path | Sequence[str | Path],
+    split: str | None,
+    class_to_index: Mapping[str, int] | None,
+    *,
+    spread: bool,
+) -> ImageSource:
+    several = not isinstance(source, (str, Path))
+    if several and len(source) == 1:
+        return _open(source[0], split, class_to_index, spread=spread)
+    if isinstance(source, str) and source.startswith("torchvision:"):
+        return datasets.torchvision(source.removeprefix("torchvision:"), split)
+    if isinstance(source, str) and source.startswith("hf:"):
+        return datasets.hugging_face(source.removeprefix("hf:"), split)
+    if not several and source != "samples" and Path(source).is_dir():
+        return sources.folder(Path(source), split, class_to_index, spread=spread)
+    if not several and Path(source).suffix == ".parquet" and Path(source).is_file():
+        return datasets.parquet(Path(source), split, spread=spread)
+    if split is not None and (several or source == "samples" or Path(source).exists()):
+        raise PrivlabError(f"split is for folders and datasets. Found split '{split}' with {source}.")
+    if source == "samples":
+        return sources.samples()
+    return sources.files([Path(path) for path in source] if several else [Path(source)])
+
+
+def _taken(source: ImageSource, limit: int | None, every: int | None, offset: int | None) -> ImageSource:
+    """Return every `every`-th picture from `offset` on, `limit` of them."""
+    if (limit, every, offset) == (None, None, None):
+        return source
+    start, step = offset or 0, every or 1
+    if source.count is not None and start >= max(1, source.count):
+        raise PrivlabError(f"offset must be less than the number of images, {source.count}. Found {start}.")
+    stop = None if limit is None else start + step * limit
+    numbered = source
+    if (every, offset) != (None, None):
+        numbered = replace(source, description=f"{source.description}; one in {step}, from position {start} on")
+    if source.at is not None and source.count is not None:
+        return numbered.choose(range(source.count)[start:stop:step])
+    return replace(
+        numbered,
+        count=None if source.count is None else len(range(source.count)[start:stop:step]),
+        names=None if source.names is None else source.names[start:stop:step],
+        pictures=lambda: _from(source, start, stop, step),
+    )
+
+
+def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Iterator[Picture]:
+    """Yield pictures of a stream, whose end may come before the first of them."""
+    found = islice(source.pictures(), start, stop, step)
+    if (first := next(found, None)) is not None:
+        yield first
+    elif start:
+        raise PrivlabError(f"offset must be less than the number of images of {source.description}. Found {start}.")
+    yield from found
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """timm's evaluation transform (crop mode "center") up to, not including, the normalisation.
+
+    `size` is (h, w); `mean` and `std` are kept for the victim, which normalises by itself: of three colours, or of one,
+    and then pictures are made grey by PIL's luma.
+
+    Raises:
+        PrivlabError: if the size or `crop_pct` is not positive, or the interpolation is unknown.
+    """
+
+    size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_pct: float
+    interpolation: str
+
+    def __post_init__(self) -> None:
+        for side in self.size:
+            _check_whole("size", side)
+        if not 0 < self.crop_pct <= 1:
+            raise PrivlabError(f"crop_pct must be in (0, 1]. Found {self.crop_pct}.")
+        if self.interpolation not in INTERPOLATIONS:
+            raise unknown_name("interpolation", self.interpolation, INTERPOLATIONS)
+
+    def __call__(self, pixels: Image.Image) -> Float[Tensor, "c h w"]:
+        """Return the resized, centre-cropped picture, in [0, 1]."""
+        from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize, ToTensor
+
+        resize = Resize(self.resized(pixels), InterpolationMode(self.interpolation))
+        return ToTensor()(Compose([resize, CenterCrop(self.size)])(self.coloured(pixels)))
+
+    def coloured(self, pixels: Image.Image) -> Image.Image:
+        """Return a picture in as many colours as the input has."""
+        return pixels if len(self.mean) == 3 else pixels.convert("L")
+
+    def resized(self, pixels: Image.Image) -> list[int]:
+        """Return the side, or the height and width, that a picture is resized to before it is cropped."""
+        h, w = (math.floor(side / self.crop_pct) for side in self.size)
+        if h == w:
+            return [h]
+        ratio = min(pixels.height / h, pixels.width / w)
+        return [round(pixels.height / ratio), round(pixels.width / ratio)]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Readable pictures with their preprocessed pixels in [0, 1], and the unreadable ones met on the way.
+
+    The `pictures` have dropped their `pixels`.
+    """
+
+    pictures: tuple[Picture, ...]
+    images: Float[Tensor, "b c h w"]
+    failed: tuple[Picture, ...]
+
+
+def batches(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
+    """Yield chunks of `size` readable pictures; the last may have fewer, or unreadable ones only.
+
+    Raises:
+        PrivlabError: if `size` is not a positive integer.
+    """
+    _check_whole("size", size)
+    return _chunks(source, preprocessing, size)
+
+
+def _chunks(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
+    left = iter(source)
+    while True:
+        chunk = chunk_of(_readable(left, size), preprocessing)
+        if not (chunk.pictures or chunk.failed):
+            return
+        yield chunk
+
+
+def _readable(pictures: Iterator[Picture], size: int) -> Iterator[Picture]:
+    """Yield pictures until `size` readable ones were among them."""
+    count = 0
+    while count < size and (picture := next(pictures, None)) is not None:
+        count += picture.pixels is not None
+        yield picture
+
+
+def chunk_of(pictures: Iterable[Picture], preprocessing: Preprocessing) -> Chunk:
+    """Return pictures as one chunk."""
+    fine: list[Picture] = []
+    images: list[Tensor] = []
+    failed: list[Picture] = []
+    for picture in pictures:
+        if picture.pixels is None:
+            failed.append(picture)
+        else:
+            images.append(preprocessing(picture.pixels))
+            fine.append(replace(picture, pixels=None))
+    empty = torch.empty(0, len(preprocessing.mean), *preprocessing.size)
+    return Chunk(tuple(fine), torch.stack(images) if images else empty, tuple(failed))
+
+
+def _check_whole(name: str, value: object, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        right = "a positive integer" if least else "an integer from 0 on"
+        raise PrivlabError(f"{name} must be {right}. Found {value!r}.")

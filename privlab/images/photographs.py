@@ -1,0 +1,105 @@
+"""The photographs that come with scikit-image as public ones, and which of them is left when one is under attack.
+
+Image priors learn from them, and so do controls and attacks on features by default (`--public samples`). Several are
+crops of one file, and of a private image nothing may be learned: with it go all crops of its file.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.images.decode import read_picture
+from privlab.images.open import Preprocessing, open_images
+from privlab.images.sources import SAMPLES, sample_file
+
+__all__ = ["apart_from", "common", "kin", "photographs"]
+
+SAME = 0.02
+"""Mean distance of pixels in [0, 1] below which two pictures are one, compressed or cut a little differently."""
+
+
+class _Crop(NamedTuple):
+    name: str
+    file: str
+    sha256: str
+
+
+def photographs(
+    size: tuple[int, int], names: Sequence[str] | None = None, channels: int = 3
+) -> Float[Tensor, "m c h w"]:
+    """Return the bundled photographs at a size, in float64, grey for one channel; where names are given, those alone.
+
+    Raises:
+        PrivlabError: if these are none.
+    """
+    if names is not None and not names:
+        raise PrivlabError("An image prior learns from bundled photographs. Found all of them under attack in one.")
+    cut = Preprocessing(size=size, mean=(0.5,) * channels, std=(0.5,) * channels, crop_pct=1.0, interpolation="bicubic")
+    found = [each for each in open_images("samples") if names is None or each.name in names]
+    return torch.stack([cut(picture.pixels) for picture in found if picture.pixels]).double()
+
+
+def kin(sha256: Iterable[str]) -> frozenset[str]:
+    """Return these hashes, and those of the bundled photographs that are crops of the same files."""
+    given = frozenset(sha256)
+    files = {crop.file for crop in _crops() if crop.sha256 in given}
+    files |= {_wholes()[key] for key in given & _wholes().keys()}
+    return given | {crop.sha256 for crop in _crops() if crop.file in files}
+
+
+def apart_from(
+    sha256: Sequence[str], images: Float[Tensor, "b c h w"], preprocessing: Preprocessing
+) -> list[tuple[str, ...] | None]:
+    """Return, for each private image, the names of the bundled photographs that are crops of other files than it is.
+
+    None where it is no bundled photograph: all may be learned from. Known are crops and whole files, by their hash or
+    by their pixels after the `preprocessing` that the images had (mean distance below `SAME`); not crops of another
+    kind.
+
+    Raises:
+        PrivlabError: if no photograph is left.
+    """
+    found: list[tuple[str, ...] | None] = []
+    names, table = _table(preprocessing)
+    for key, image in zip(sha256, images, strict=True):
+        near = (table.to(image) - image).abs().mean((1, 2, 3)) < SAME
+        files = {file for file, is_near in zip(names, near.tolist(), strict=True) if is_near}
+        own = kin([key])
+        files |= {crop.file for crop in _crops() if crop.sha256 in own}
+        left = tuple(crop.name for crop in _crops() if crop.file not in files)
+        found.append(left if files else None)
+    return found
+
+
+def common(left: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
+    """Return the names that are left for all of several images, which one gradient tells of; None: all are."""
+    given = [set(names) for names in left if names is not None]
+    return tuple(crop.name for crop in _crops() if crop.name in set.intersection(*given)) if given else None
+
+
+@cache
+def _crops() -> tuple[_Crop, ...]:
+    """Return the name, the file and the hash of every bundled photograph that can be read."""
+    files = {f"samples/{name}": file for name, file, *_ in SAMPLES}
+    return tuple(_Crop(each.name, files[each.name], each.sha256) for each in open_images("samples") if each.pixels)
+
+
+@cache
+def _wholes() -> dict[str, str]:
+    """Return the files by the hash of their bytes."""
+    return {read_picture(sample_file(file)).sha256: file for file in {crop.file for crop in _crops()}}
+
+
+@lru_cache(maxsize=2)
+def _table(preprocessing: Preprocessing) -> tuple[tuple[str, ...], Float[Tensor, "m c h w"]]:
+    """Return the file of each crop, and of each whole, with its pixels after a preprocessing."""
+    crops = [picture for picture in open_images("samples") if picture.pixels]
+    files = dict.fromkeys(crop.file for crop in _crops())
+    wholes = [read_picture(sample_file(file)) for file in files]
+    images = [preprocessing(each.pixels) for each in (*crops, *wholes) if each.pixels]
+    return (*(crop.file for crop in _crops()), *files), torch.stack(images)

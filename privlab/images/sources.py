@@ -1,0 +1,264 @@
+"""What a source of pictures is, and those on this machine: the samples, a folder, files."""
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice, zip_longest
+from pathlib import Path
+from typing import NoReturn
+
+from privlab.base.errors import PrivlabError
+from privlab.images.decode import MAX_BYTES, LabelOrigin, Picture, picture_from_image, read_picture
+
+__all__ = ["ImageSource", "files", "folder", "sample_file", "samples"]
+
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm", ".jp2"})
+SPLITS = frozenset({"train", "val", "valid", "validation", "test"})
+
+# (name, file that scikit-image's wheel carries, left, top, side): the first nine are nine different scenes.
+SAMPLES = (
+    ("astronaut-0", "astronaut.png", 96, 0, 256),
+    ("chelsea-0", "chelsea.png", 96, 0, 300),
+    ("coffee-0", "coffee.png", 96, 0, 400),
+    ("rocket-0", "rocket.jpg", 107, 0, 427),
+    ("motorcycle-0", "motorcycle_left.png", 150, 0, 500),
+    ("camera-0", "camera.png", 110, 30, 288),
+    ("retina-0", "retina.jpg", 60, 260, 800),
+    ("hubble-0", "hubble_deep_field.jpg", 530, 330, 380),
+    ("ihc-0", "ihc.png", 190, 0, 320),
+    ("astronaut-1", "astronaut.png", 272, 272, 240),
+    ("motorcycle-1", "motorcycle_left.png", 460, 180, 270),
+    ("coffee-1", "coffee.png", 270, 150, 240),
+    ("camera-1", "camera.png", 250, 60, 240),
+    ("rocket-1", "rocket.jpg", 0, 227, 200),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSource:
+    """Pictures that are read one at a time, anew in each iteration.
+
+    `count` is the number of pictures, problems included; None for a stream that does not tell, and `len()` is
+    then a TypeError. `names` are those of all pictures where known without reading, else None.
+    `class_names[i]` is the name of label i. `at` reads one picture by its place, where that can be done without reading
+    the others; `file` names the file of one, where pictures are whole files, `about` says what is known of it without
+    reading it, and `container` names the file of all, where one holds them.
+    """
+
+    description: str
+    count: int | None
+    class_names: tuple[str, ...] | None
+    names: tuple[str, ...] | None = field(repr=False)
+    pictures: Callable[[], Iterator[Picture]] = field(repr=False)
+    at: Callable[[int], Picture] | None = field(default=None, repr=False)
+    file: Callable[[int], Path] | None = field(default=None, repr=False)
+    container: Path | None = field(default=None, repr=False)
+    about: Callable[[int], Picture] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        description: str,
+        count: int,
+        class_names: tuple[str, ...] | None,
+        names: tuple[str, ...] | None,
+        at: Callable[[int], Picture],
+        file: Callable[[int], Path] | None = None,
+        container: Path | None = None,
+        about: Callable[[int], Picture] | None = None,
+    ) -> "ImageSource":
+        """Return a source whose pictures are read by their place."""
+        return cls(description, count, class_names, names, lambda: map(at, range(count)), at, file, container, about)
+
+    def choose(self, places: Sequence[int]) -> "ImageSource":
+        """Return the source of the pictures at these places, in this order; of a stream there are none."""
+        at, file, about, names = self.at, self.file, self.about, self.names
+        assert at is not None
+        return ImageSource.of(
+            self.description,
+            len(places),
+            self.class_names,
+            None if names is None else tuple(names[place] for place in places),
+            lambda i: at(places[i]),
+            None if file is None else lambda i: file(places[i]),
+            self.container,
+            None if about is None else lambda i: about(places[i]),
+        )
+
+    def changed(self, change: Callable[[Picture], Picture]) -> "ImageSource":
+        """Return the source with `change` applied to each picture; it changes no name, pixels or hash."""
+        at, about = self.at, self.about
+        return replace(
+            self,
+            pictures=lambda: map(change, self),
+            at=None if at is None else lambda place: change(at(place)),
+            about=None if about is None else lambda place: change(about(place)),
+        )
+
+    def stated(self) -> Iterator[Picture]:
+        """Yield what there is to know of each picture but its pixels; whole files are hashed without being decoded."""
+        if self.file is None or self.about is None or self.count is None:
+            yield from (replace(picture, pixels=None) for picture in self)
+            return
+        for place in range(self.count):
+            yield replace(self.about(place), sha256=_file_hash(self.file(place)))
+
+    def pick(self, places: Sequence[int]) -> list[Picture]:
+        """Return the pictures at these places, read one by one; of a stream, all up to the last are read."""
+        if self.at is not None:
+            return [self.at(place) for place in places]
+        wanted = set(places)
+        found = {i: picture for i, picture in enumerate(islice(self, max(wanted, default=-1) + 1)) if i in wanted}
+        return [found[place] for place in places]
+
+    def __iter__(self) -> Iterator[Picture]:
+        return self.pictures()
+
+    def __len__(self) -> int:
+        if self.count is None:
+            raise TypeError(f"The length of {self.description} is unknown.")
+        return self.count
+
+
+def _file_hash(path: Path) -> str:
+    try:
+        fine = path.is_file() and path.stat().st_size <= MAX_BYTES  # a pipe would be read for ever
+        return hashlib.sha256(path.read_bytes()).hexdigest() if fine else ""
+    except OSError:
+        return ""
+
+
+def sample_file(name: str) -> Path:
+    """Return where scikit-image keeps a photograph.
+
+    Raises:
+        PrivlabError: if it is not installed.
+    """
+    package = importlib.util.find_spec("skimage")
+    if package is None or package.origin is None:
+        raise PrivlabError("The samples come with scikit-image, which was not found: pip install scikit-image.")
+    return Path(package.origin).parent / "data" / name
+
+
+def samples() -> ImageSource:
+    """Open the photographs that come with scikit-image."""
+    data = sample_file("")
+
+    def at(place: int) -> Picture:
+        name, file, left, top, side = SAMPLES[place]
+        whole = read_picture(data / file, name=f"samples/{name}")
+        if whole.pixels is None:
+            return whole
+        return picture_from_image(whole.pixels.crop((left, top, left + side, top + side)), whole.name)
+
+    names = tuple(f"samples/{name}" for name, *_ in SAMPLES)
+    description = f"{len(SAMPLES)} photographs that come with scikit-image"
+    return ImageSource.of(description, len(SAMPLES), None, names, at)
+
+
+def files(paths: Sequence[Path]) -> ImageSource:
+    """Open files, in the order given."""
+    if not paths:
+        raise PrivlabError("No image given: expected a file, a folder, 'samples', 'torchvision:NAME' or 'hf:NAME'.")
+    for path in paths:
+        if path.is_dir():
+            raise PrivlabError(f"'{path}' is a folder: give one folder alone, or several files.")
+        if not path.exists():
+            raise PrivlabError(
+                f"No file or folder '{path}'. Give samples, a folder, files, torchvision:NAME or hf:NAME."
+            )
+    names = tuple(path.as_posix() for path in paths)
+    description = f"file {names[0]}" if len(paths) == 1 else f"{len(paths)} files"
+    return ImageSource.of(
+        description,
+        len(paths),
+        None,
+        names,
+        lambda i: read_picture(paths[i]),
+        lambda i: paths[i],
+        about=lambda i: Picture(names[i], "", None),
+    )
+
+
+def folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | None, *, spread: bool) -> ImageSource:
+    """Open a folder, flat or with one sub-folder per class.
+
+    The pictures come in the order of their paths; with `spread`, the first of each class, then the second of
+    each, and so on.
+    """
+    base = root if split is None else root / split
+    if not base.is_dir():
+        raise PrivlabError(f"No folder '{base}' for split '{split}'. Found: {', '.join(_folders(root)) or 'none'}.")
+    paths = _image_files(base)
+    if not paths:
+        raise PrivlabError(f"No image in the folder '{base}'. Expected files with {', '.join(sorted(SUFFIXES))}.")
+    folders = () if any(path.parent == base for path in paths) else _folders(base)
+    if split is None and folders and SPLITS.issuperset(folders):
+        raise PrivlabError(f"'{base}' holds splits, not classes: choose split from {', '.join(folders)}.")
+    if spread and folders:
+        paths = _spread(paths, base)
+    indices, class_names, rule = _classes(folders, class_to_index)
+    names = tuple(path.relative_to(root).as_posix() for path in paths)
+
+    origin: LabelOrigin = "folder" if folders else "none"
+
+    def label(place: int) -> int | None:
+        return indices.get(_top(paths[place], base))
+
+    return ImageSource.of(
+        f"folder {base}: {len(paths)} images, {rule}",
+        len(paths),
+        class_names,
+        names,
+        lambda i: read_picture(paths[i], name=names[i], label=label(i), label_origin=origin),
+        lambda i: paths[i],
+        about=lambda i: Picture(names[i], "", None, label(i), origin),
+    )
+
+
+def _top(path: Path, base: Path) -> str:
+    return path.relative_to(base).parts[0]
+
+
+def _spread(paths: Sequence[Path], base: Path) -> list[Path]:
+    classes = [list(group) for _, group in groupby(paths, key=lambda path: _top(path, base))]
+    return [path for row in zip_longest(*classes) for path in row if path is not None]
+
+
+def _classes(
+    folders: Sequence[str], class_to_index: Mapping[str, int] | None
+) -> tuple[Mapping[str, int], tuple[str, ...] | None, str]:
+    if not folders:
+        return {}, None, "no labels"
+    if class_to_index is None or not class_to_index.keys() >= set(folders):
+        indices = {name: index for index, name in enumerate(folders)}
+        return indices, tuple(folders), f"{len(folders)} classes labelled in the order of their folders"
+    complete = sorted(class_to_index.values()) == list(range(len(class_to_index)))
+    class_names = tuple(sorted(class_to_index, key=class_to_index.__getitem__)) if complete else None
+    return class_to_index, class_names, f"{len(folders)} classes labelled by the given indices"
+
+
+def _folders(base: Path) -> tuple[str, ...]:
+    # Hidden ones are left out: a stray .ipynb_checkpoints would shift every label.
+    return tuple(sorted(path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")))
+
+
+def _image_files(base: Path) -> list[Path]:
+    found: list[Path] = []
+    seen: set[Path] = set()
+    for folder, folders, files in os.walk(base, onerror=_refuse_folder, followlinks=True):
+        real = Path(folder).resolve()
+        if real in seen:  # a link to a folder above
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths = (Path(folder, name) for name in files if not name.startswith("."))
+        found += [path for path in paths if path.suffix.lower() in SUFFIXES]
+    return sorted(found)
+
+
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise PrivlabError(f"Cannot list the folder '{error.filename}': {error.strerror}.")

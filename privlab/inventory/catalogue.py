@@ -1,0 +1,83 @@
+"""What is installed, as rows: victims, attacks, defenses, metrics, experiments."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+
+from privlab.attacks import attacks
+from privlab.defenses import defenses
+from privlab.experiments.tables.named import experiment_names, find_experiment
+from privlab.grids.definition import read_experiment
+from privlab.metrics.placement import PLACEMENT
+from privlab.metrics.registry import METRICS
+from privlab.victims.named import ARCHITECTURES, victim_names
+
+__all__ = ["catalogue"]
+
+Row = Mapping[str, object]
+
+
+def catalogue(what: str) -> list[Row]:
+    """Return the rows of "victims", "attacks", "defenses", "metrics" or "experiments"."""
+    return _ROWS[what]()
+
+
+def _victims() -> list[Row]:
+    variants = {"_nope": "no position embeddings", "_mjp": "with MJP's unknown position embedding"}
+    rows: list[Row] = []
+    for name in victim_names():
+        base = name.removesuffix("_nope").removesuffix("_mjp")
+        note = variants.get(name.removeprefix(base), "") if base in ARCHITECTURES else "from another package"
+        rows.append({"name": name, "timm": ARCHITECTURES.get(base, ""), "variant": note})
+    return [*rows, {"name": "timm:NAME", "timm": "NAME", "variant": "any VisionTransformer of timm"}]
+
+
+def _attacks() -> list[Row]:
+    return [
+        {
+            "name": name,
+            "paper": kind.paper,
+            "needs": ", ".join(sorted(capability.value for capability in kind.requires)),
+            "reads": ", ".join(getattr(kind, "parameters", ("the sent features",))),
+        }
+        for name, kind in attacks().items()
+    ]
+
+
+def _defenses() -> list[Row]:
+    return [
+        {
+            "name": name,
+            "acts on": "features" if hasattr(kind, "send") else "gradients" if hasattr(kind, "release") else "images",
+            "paper": kind.paper,
+            "options": ", ".join(f"{f.name}={f.default!r}" for f in fields(kind)),
+        }
+        for name, kind in defenses().items()
+    ]
+
+
+def _metrics() -> list[Row]:
+    return [
+        {
+            "name": m.name,
+            "leaks": f"{m.arrow} {m.direction}",
+            "range": f"[{m.range[0]:g}, {m.range[1]:g}]",
+            "source": m.source,
+        }
+        for m in [*METRICS.values(), *PLACEMENT.values()]
+    ]
+
+
+def _experiments() -> list[Row]:
+    found = [read_experiment(find_experiment(name)) for name in experiment_names()]
+    return [
+        {"name": e.name, "title": e.title, "published figures": e.source or "", "cases": len(e.cases)} for e in found
+    ]
+
+
+_ROWS: dict[str, Callable[[], list[Row]]] = {
+    "victims": _victims,
+    "attacks": _attacks,
+    "defenses": _defenses,
+    "metrics": _metrics,
+    "experiments": _experiments,
+}

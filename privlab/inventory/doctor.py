@@ -1,0 +1,96 @@
+"""What this machine has, and what is missing for which feature."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import torch
+
+from privlab.base.environment import versions
+from privlab.base.errors import PrivlabError
+from privlab.metrics.lpips_backbones import BACKBONES, find_backbone
+from privlab.victims.named import ARCHITECTURES
+from privlab.victims.weights import WeightsUnavailable, pretrained_file
+
+__all__ = ["examine"]
+
+Row = Mapping[str, str]
+
+_EXTRAS = {
+    "datasets": "--images hf:NAME",
+    "split": "privlab split",
+    "training": "the attacks inversion-…",
+    "text": "keys of BERT and GPT-2",
+    "ray": "privlab table --engine ray",
+    "robustness": "privlab evaluate --outliers",
+    "study": "the UMAP of privlab study pe",
+    "privacy": "the (ε, δ) of gradient-noise",
+    "test": "the tests",
+}
+"""What the optional extras of privlab are for; `all` is all of them but the last."""
+
+
+def examine(lpips_weights: Path | None = None) -> list[Row]:
+    """Return rows of what, whether it is there ("ok" or "missing"), what was found, and what it is for."""
+    return [
+        *(_row(name, found is not None, found or "not installed", _use(name)) for name, found in versions().items()),
+        _row("threads", True, f"{torch.get_num_threads()} of {os.cpu_count()} cores", "speed on a CPU"),
+        _row("gpu", torch.cuda.is_available(), _gpu(), "--device cuda"),
+        _row("disk", True, f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here", "run directories"),
+        *(_pretrained(name, timm_name) for name, timm_name in ARCHITECTURES.items()),
+        *(_backbone(net, lpips_weights) for net in BACKBONES),
+        *(_extra(name, use) for name, use in _EXTRAS.items()),
+    ]
+
+
+def _row(what: str, there: bool, found: str, use: str) -> Row:
+    return {"what": what, "state": "ok" if there else "missing", "found": found, "needed for": use}
+
+
+def _use(package: str) -> str:
+    return {"breaching": "privlab bench attack", "lpips": "the metrics lpips_*"}.get(package, "everything")
+
+
+def _extra(name: str, use: str) -> Row:
+    """Return whether all packages of an extra are installed, or the command that installs them."""
+    found = {package: _version(package) for package in _packages(name)}
+    if lacking := [package for package, there in found.items() if there is None]:
+        return _row(f"extra {name}", False, f"no {', '.join(lacking)}: pip install 'privlab[{name}]'", use)
+    return _row(f"extra {name}", True, ", ".join(f"{package} {there}" for package, there in found.items()), use)
+
+
+def _packages(extra: str) -> Iterator[str]:
+    """Yield what privlab's own metadata list for an extra, as 'datasets>=2.19; extra == "datasets"'."""
+    for requirement in requires("privlab") or ():
+        needed, _, condition = requirement.partition(";")
+        if re.search(rf"""extra == ["']{extra}["']""", condition) and (named := re.match(r"[\w.-]+", needed)):
+            yield named[0]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpu() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def _pretrained(name: str, architecture: str) -> Row:
+    use = f"--weights pretrained with {name}, {name}_mjp, {name}_nope"
+    try:
+        return _row(f"weights {name}", True, str(pretrained_file(architecture, download=False)), use)
+    except WeightsUnavailable as error:
+        return _row(f"weights {name}", False, str(error), use)
+
+
+def _backbone(net: str, weights: Path | None) -> Row:
+    try:
+        return _row(f"lpips {net}", True, str(find_backbone(net, weights, download=False)), f"the metric lpips_{net}")
+    except PrivlabError as error:
+        return _row(f"lpips {net}", False, str(error), f"the metric lpips_{net}")

@@ -1,0 +1,1 @@
+"""Model keys: permuted weights, their files, and the models that they encrypt."""

@@ -1,0 +1,237 @@
+"""Encrypted model files: the backbone permuted by a key, the rest with the owner; and back, bit by bit.
+
+ENC is a safetensors file in timm's layout that timm loads as it is: the keyed backbone, and zeros for the embedding,
+the final norm and the head, which go to the OWNER file (or stay in the clear, which is the paper's setting). ENC's
+metadata hold `privlab_format`, `privlab_key_id` (the commitment to the key), `privlab_shape` and `privlab_owner`
+(SHA-256 of the owner's tensors, or `clear`); never the key. OWNER keeps the metadata that the model's file had.
+
+This is obfuscation: whoever has the public model that ENC was made from finds the key by assignment.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import timm
+import torch
+from safetensors import SafetensorError, safe_open
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.keys.algebra import ModelShape, apply_key, remove_key
+from privlab.keys.key_file import KeyFile, to_bytes, write_new
+from privlab.keys.layouts import VIT
+from privlab.victims import named as victims
+from privlab.victims.weights import from_any_layout, hash_of, pretrained_file, read_state
+
+__all__ = [
+    "FORMAT",
+    "ModelFile",
+    "Seal",
+    "check_fingerprint",
+    "check_model",
+    "decrypt_file",
+    "encrypt_file",
+    "is_file",
+    "public_state",
+    "read_model",
+    "rekey_file",
+    "shape_of_model",
+]
+
+FORMAT = "privlab-encrypted/1"
+_CLEAR = "clear"
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What an encrypted file says of itself; `owner` is the hash of the owner's tensors, None where they are in it."""
+
+    key_id: str
+    shape: ModelShape
+    owner: str | None
+
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata of an encrypted file."""
+        return {
+            "format": "pt",
+            "privlab_format": FORMAT,
+            "privlab_key_id": self.key_id,
+            "privlab_owner": self.owner or _CLEAR,
+            "privlab_shape": self.shape.text,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFile:
+    """Weights that were read from a file, in timm's layout; those with a `seal` say that they are encrypted."""
+
+    path: Path
+    state: dict[str, Tensor]
+    metadata: Mapping[str, str]
+    seal: Seal | None
+
+    def shape(self, heads: int | None = None) -> ModelShape:
+        """Return the shape of the backbone; only an encrypted file says its number of heads.
+
+        Raises:
+            PrivlabError: if the number of heads is missing or wrong, or these are no weights in timm's layout.
+        """
+        heads = heads if heads is not None or self.seal is None else self.seal.shape.heads
+        if heads is None:
+            raise PrivlabError(f"Weights do not say how many heads they have: give --heads for '{self.path}'.")
+        return ModelShape.of_state(self.state, heads)
+
+
+def read_model(path: Path) -> ModelFile:
+    """Read a model, encrypted or not, in any layout that privlab knows.
+
+    Raises:
+        PrivlabError: if it cannot be read.
+    """
+    state, unknown = from_any_layout(read_state(path))
+    metadata = _metadata(path) if path.suffix == ".safetensors" else {"format": "pt"}
+    return ModelFile(path, state | ({} if unknown is None else {"unk_embed": unknown}), metadata, _seal(path, metadata))
+
+
+def is_file(model: str) -> bool:
+    """Return whether a model is named by its file."""
+    return Path(model).is_file() or Path(model).suffix in (".safetensors", ".pth", ".pt", ".bin")
+
+
+def shape_of_model(model: str, heads: int | None = None) -> ModelShape:
+    """Return the shape of a victim's name, of timm:NAME, or of a file (see ModelFile.shape).
+
+    Raises:
+        PrivlabError: for an unknown name, a file that cannot be read, or heads that are missing or out of place.
+    """
+    if is_file(model):
+        return read_model(Path(model)).shape(heads)
+    if heads is not None:
+        raise PrivlabError(f"--heads is for files. '{model}' has its own.")
+    with torch.device("meta"):  # no memory for weights that nobody needs
+        vit = timm.create_model(victims.resolve(model)[0])
+    if not isinstance(vit, VisionTransformer):
+        raise PrivlabError(f"Keys are for timm's VisionTransformer. Found {model}, a {type(vit).__name__}.")
+    return ModelShape.of(vit)
+
+
+def check_fingerprint(stored: KeyFile, shape: ModelShape, source: object) -> None:
+    """Check that a key is for models of a shape.
+
+    Raises:
+        PrivlabError: with what differs.
+    """
+    if stored.shape.fingerprint != shape.fingerprint:
+        wanted = asdict(stored.shape)
+        differing = ", ".join(f"{k} {v} instead of {wanted[k]}" for k, v in asdict(shape).items() if v != wanted[k])
+        raise PrivlabError(
+            f"The key is for another model: its fingerprint {stored.shape.fingerprint[:16]}… is not that of "
+            f"'{source}', which has {differing}."
+        )
+
+
+def check_model(stored: KeyFile, model: ModelFile) -> None:
+    """Check that a key fits a model, and is the one that it was encrypted with, if it was.
+
+    Raises:
+        PrivlabError: with what differs.
+    """
+    check_fingerprint(stored, model.shape(model.seal.shape.heads if model.seal else stored.shape.heads), model.path)
+    if model.seal is not None and model.seal.key_id != stored.key_id:
+        raise PrivlabError(
+            f"Wrong key: '{model.path}' was encrypted with key {model.seal.key_id[:16]}…, this is {stored.key_id[:16]}…"
+        )
+
+
+def encrypt_file(model: ModelFile, stored: KeyFile, out: Path, owner: Path | None, *, overwrite: bool = False) -> Seal:
+    """Write the encrypted model to `out`, and what stays with the owner to `owner`; None leaves it in the clear.
+
+    Raises:
+        PrivlabError: if the key does not fit, the model is encrypted already, or a file cannot be written.
+    """
+    if model.seal is not None:
+        raise PrivlabError(
+            f"'{model.path}' is encrypted already (key {model.seal.key_id[:16]}…): rekey changes the key."
+        )
+    check_model(stored, model)
+    state = apply_key(model.state, stored.key, stored.shape)
+    kept = {name: tensor for name, tensor in state.items() if VIT.owner.fullmatch(name)}
+    seal = Seal(stored.key_id, stored.shape, None if owner is None else hash_of(kept))
+    if owner is not None:
+        if owner.resolve() == out.resolve():
+            raise PrivlabError(f"--owner and --out must be two files. Found '{owner}' for both.")
+        write_new(owner, to_bytes(kept, model.metadata), private=True, overwrite=overwrite)
+        # E_unk is privlab's own: timm's strict loading would refuse a stand-in.
+        state |= {name: torch.zeros_like(tensor) for name, tensor in kept.items()}
+        state.pop("unk_embed", None)
+    write_new(out, to_bytes(state, seal.metadata()), overwrite=overwrite)
+    return seal
+
+
+def decrypt_file(model: ModelFile, stored: KeyFile, out: Path, owner: Path | None, *, overwrite: bool = False) -> None:
+    """Write the model that was encrypted, bit by bit; after training, the model that training made of it.
+
+    Raises:
+        PrivlabError: for a wrong key, a missing or wrong owner's file, or a file that cannot be written.
+    """
+    check_model(stored, model)
+    state, metadata = remove_key(model.state, stored.key, stored.shape), {"format": "pt"}
+    if owner is None and model.seal is not None and model.seal.owner is not None:
+        raise PrivlabError(f"The embedding and the head of '{model.path}' are with its owner: give --owner.")
+    if owner is not None:
+        kept = read_state(owner)
+        if model.seal is not None and model.seal.owner != hash_of(kept):
+            raise PrivlabError(f"'{owner}' is not the owner's file of '{model.path}': its tensors are others.")
+        state, metadata = state | kept, _metadata(owner)
+    write_new(out, to_bytes(state, metadata), overwrite=overwrite)
+
+
+def rekey_file(model: ModelFile, old: KeyFile, new: KeyFile, out: Path, *, overwrite: bool = False) -> Seal:
+    """Write an encrypted model under another key; the owner's file stays valid.
+
+    Raises:
+        PrivlabError: for a wrong key, a model that is not encrypted, or a file that cannot be written.
+    """
+    if model.seal is None:
+        raise PrivlabError(f"'{model.path}' does not say that it is encrypted: encrypt it.")
+    check_model(old, model)
+    check_fingerprint(new, old.shape, model.path)
+    seal = Seal(new.key_id, new.shape, model.seal.owner)
+    state = apply_key(remove_key(model.state, old.key, old.shape), new.key, new.shape)
+    write_new(out, to_bytes(state, seal.metadata()), overwrite=overwrite)
+    return seal
+
+
+def public_state(model: str) -> dict[str, Tensor]:
+    """Return the weights of a file, or the pretrained ones of a victim's name or timm:NAME.
+
+    Raises:
+        PrivlabError: if they cannot be had.
+    """
+    if is_file(model):
+        return read_model(Path(model)).state
+    return read_model(pretrained_file(victims.resolve(model)[0])).state
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise PrivlabError(f"'{path}' cannot be read as a safetensors file: {error}.") from error
+
+
+def _seal(path: Path, metadata: Mapping[str, str]) -> Seal | None:
+    if "privlab_format" not in metadata:
+        return None
+    if metadata["privlab_format"] != FORMAT:
+        raise PrivlabError(f"'{path}' has the format {metadata['privlab_format']}; this privlab reads {FORMAT}.")
+    try:
+        shape = ModelShape(**json.loads(metadata["privlab_shape"]))
+        owner = metadata["privlab_owner"]
+        return Seal(metadata["privlab_key_id"], shape, None if owner == _CLEAR else owner)
+    except (KeyError, ValueError, TypeError) as error:
+        raise PrivlabError(f"The metadata of the encrypted model '{path}' are damaged: {error}.") from error

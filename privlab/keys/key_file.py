@@ -1,0 +1,200 @@
+"""Key files: a model key as a safetensors file of mode 0600, with a checksum and the fingerprint of its shape.
+
+| part | what |
+|---|---|
+| tensors, int32 | `residual` (d), `heads` (l × h), `qk` and `value` (l × h × e), `hidden` (l × m) |
+| metadata `format` | `privlab-key/1` |
+| metadata `space` | `full`, `paper` or `residual` |
+| metadata `shape` | the ModelShape as canonical JSON: sorted names, no spaces |
+| metadata `fingerprint` | SHA-256 of `privlab-shape/1`, a line end, and `shape` |
+| metadata `checksum` | SHA-256 of the canonical bytes |
+
+Canonical bytes: the lines `privlab-key/1`, `shape` and `space`; then for each tensor, by name, the line
+`NAME:DIMENSIONS` (as in `qk:12x3x64`) and its int32 in little-endian. The same key gives the same file, byte by byte:
+nothing is dated, and metadata are sorted. `key_id` commits to the key in a domain of its own (the lines
+`privlab-key-id/1` and `shape`, then the tensors as above). An encrypted model carries it, so that a wrong key of the
+right shape is refused; it confirms a guess of the whole key, and says nothing else of it.
+"""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.keys.algebra import SPACES, ModelKey, ModelShape, check_fits, key_bits, residual_bits
+
+__all__ = ["FORMAT", "KeyFile", "canonical", "key_id", "load_key", "save_key", "to_bytes", "write_new"]
+
+FORMAT = "privlab-key/1"
+_NAMES = ("heads", "hidden", "qk", "residual", "value")
+_LARGEST = 1 << 28
+
+
+@dataclass(frozen=True, eq=False)
+class KeyFile:
+    """A key that was read from a file, with the shape that it fits."""
+
+    key: ModelKey
+    shape: ModelShape
+
+    @property
+    def key_id(self) -> str:
+        """Return the commitment to this key."""
+        return key_id(self.key, self.shape)
+
+    def facts(self) -> dict[str, object]:
+        """Return what may be told of the key: sizes and hashes, in bits and hexadecimal digits."""
+        return {
+            "space": self.key.space,
+            "bits": round(key_bits(self.shape, self.key.space), 1),
+            "residual_bits": round(residual_bits(self.shape, self.key.space), 1),
+            **asdict(self.shape),
+            "fingerprint": self.shape.fingerprint,
+            "key_id": self.key_id,
+        }
+
+
+def key_id(key: ModelKey, shape: ModelShape) -> str:
+    """Return the commitment to a key that an encrypted model carries."""
+    return hashlib.sha256(f"privlab-key-id/1\n{shape.text}\n".encode() + _tensor_bytes(key)).hexdigest()
+
+
+def canonical(key: ModelKey, shape: ModelShape) -> bytes:
+    """Return the bytes that the checksum is taken over."""
+    return f"{FORMAT}\n{shape.text}\n{key.space}\n".encode() + _tensor_bytes(key)
+
+
+def save_key(key: ModelKey, shape: ModelShape, path: Path, *, overwrite: bool = False) -> None:
+    """Write a key file of mode 0600.
+
+    Raises:
+        PrivlabError: if the file exists and may not be overwritten, or cannot be written.
+    """
+    metadata = {
+        "format": FORMAT,
+        "space": key.space,
+        "shape": shape.text,
+        "fingerprint": shape.fingerprint,
+        "checksum": hashlib.sha256(canonical(key, shape)).hexdigest(),
+    }
+    tensors = {name: order.to(torch.int32) for name, order in key.orders().items()}
+    write_new(path, to_bytes(tensors, metadata), private=True, overwrite=overwrite)
+
+
+def load_key(path: Path) -> KeyFile:
+    """Read a key file.
+
+    Raises:
+        PrivlabError: if there is none, others may read it, or it is foreign, newer, truncated, corrupted or no key.
+    """
+    data = _read_private(path)
+    metadata = _metadata(data)
+    version = metadata.get("format", "")
+    if not version.startswith("privlab-key/"):
+        raise PrivlabError(f"'{path}' is no key file of privlab, or its header is damaged: expected {FORMAT}.")
+    if version != FORMAT:
+        raise PrivlabError(f"'{path}' has the format {version}; this privlab reads {FORMAT}. Use a newer privlab.")
+    try:
+        orders, shape = load(data), _shape(metadata["shape"])
+        if sorted(orders) != sorted(_NAMES) or {order.dtype for order in orders.values()} != {torch.int32}:
+            raise PrivlabError(f"expected int32 tensors {', '.join(_NAMES)}")
+        check_fits(orders := {name: order.long() for name, order in orders.items()}, shape)
+        if metadata["space"] not in SPACES:
+            raise PrivlabError(f"unknown space '{metadata['space']}'")
+        key = ModelKey(**orders, space=metadata["space"])  # pyright: ignore[reportArgumentType]
+        if metadata["fingerprint"] != shape.fingerprint:
+            raise PrivlabError("its fingerprint is another shape's")
+        if metadata["checksum"] != hashlib.sha256(canonical(key, shape)).hexdigest():
+            raise PrivlabError("its checksum is wrong")
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        reason = f"no '{error.args[0]}'" if isinstance(error, KeyError) else str(error).rstrip(".")
+        raise PrivlabError(f"The key file '{path}' is corrupted or truncated: {reason}. Restore a copy.") from error
+    return KeyFile(key, shape)
+
+
+def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Return a safetensors file whose bytes depend on nothing but its content: metadata are sorted."""
+    copies = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
+    data = save(copies, dict(metadata) or None)
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    if "__metadata__" in header:
+        header = {"__metadata__": dict(sorted(header.pop("__metadata__").items()))} | header
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join((len(text).to_bytes(8, "little"), text, memoryview(data)[8 + size :]))
+
+
+def write_new(path: Path, data: bytes, *, private: bool = False, overwrite: bool = False) -> None:
+    """Write a new file, or put it in the place of an old one at once; `private` gives it the mode 0600.
+
+    Raises:
+        PrivlabError: if the file exists and may not be overwritten, or cannot be written.
+    """
+    target = path.with_name(f".{path.name}.{os.getpid()}") if overwrite else path
+    made = False
+    try:
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
+        made = True
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if overwrite:
+            target.replace(path)
+    except FileExistsError as error:
+        raise PrivlabError(f"'{path}' exists already: choose another name, or --overwrite.") from error
+    except OSError as error:
+        if made:
+            target.unlink(missing_ok=True)
+        raise PrivlabError(f"'{path}' cannot be written: {error.strerror}.") from error
+
+
+def _tensor_bytes(key: ModelKey) -> bytes:
+    parts = []
+    for name, order in sorted(key.orders().items()):
+        parts.append(f"{name}:{'x'.join(map(str, order.shape))}\n".encode())
+        parts.append(order.cpu().numpy().astype("<i4").tobytes())
+    return b"".join(parts)
+
+
+def _read_private(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if os.name == "posix" and status.st_mode & 0o077:
+                mode = f"{stat.S_IMODE(status.st_mode):03o}"
+                raise PrivlabError(f"Others may read the key file '{path}' (mode {mode}): run chmod 600 {path}")
+            return file.read(_LARGEST)
+    except FileNotFoundError as error:
+        raise PrivlabError(f"No key file at '{path}'. `privlab keys new` makes one.") from error
+    except OSError as error:
+        raise PrivlabError(f"The key file '{path}' cannot be read: {error.strerror}.") from error
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """Return a file's metadata; none where it is no safetensors file."""
+    try:
+        found = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        return {str(name): str(value) for name, value in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return {}
+
+
+def _shape(text: str) -> ModelShape:
+    """Parse the canonical JSON of a shape; anything else is refused."""
+    content: dict[str, Any] = json.loads(text)
+    wanted = {field.name: field.type for field in fields(ModelShape)}
+    if {name: type(value) for name, value in content.items()} != wanted:
+        raise PrivlabError(f"its shape has not the fields {', '.join(wanted)}")
+    return ModelShape(**content)

@@ -1,0 +1,1 @@
+"""How near a reconstruction comes to its reference, and how well rows and keys were recovered."""

@@ -1,0 +1,134 @@
+"""Where the pretrained backbones of LPIPS come from: a file, a folder, torchvision's cache, or its download.
+
+A distance taken with a random backbone looks plausible and means nothing, so none is ever made up: what
+cannot be had is refused, and the hash of what was read goes with the metric.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError, unknown_name
+
+__all__ = ["BACKBONES", "Backbone", "LpipsUnavailable", "find_backbone", "load_features", "read_features"]
+
+_HOW = "Give the file, or the folder that holds it, with --lpips-weights PATH."
+
+
+class LpipsUnavailable(PrivlabError):
+    """The pretrained backbone of an LPIPS network is neither on this machine nor within reach."""
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """One of torchvision's networks as LPIPS uses it; below `min_side` pixels a pool has nothing left."""
+
+    prefix: str  # of the names of its files
+    weight: str  # torchvision's enum entry
+    min_side: int
+
+
+BACKBONES: dict[str, Backbone] = {
+    "alex": Backbone("alexnet", "AlexNet_Weights.IMAGENET1K_V1", min_side=31),
+    "vgg": Backbone("vgg16", "VGG16_Weights.IMAGENET1K_V1", min_side=16),
+    "squeeze": Backbone("squeezenet1_1", "SqueezeNet1_1_Weights.IMAGENET1K_V1", min_side=17),
+}
+
+
+def find_backbone(net: str, weights: Path | None = None, *, download: bool = True) -> Path:
+    """Return the file of the backbone of `net` ("alex", "vgg", "squeeze").
+
+    A given `weights` is that file, or a folder with a file named after the network (alexnet…, vgg16…,
+    squeezenet1_1…), and nothing else is tried. Without it: torchvision's cache, then with `download`
+    torchvision's download, unless HF_HUB_OFFLINE=1.
+
+    Raises:
+        PrivlabError: if there is no network of that name.
+        LpipsUnavailable: if the file is in none of these places; the message names them.
+    """
+    if net not in BACKBONES:
+        raise unknown_name("LPIPS network", net, BACKBONES)
+    if weights is None:
+        return _from_torchvision(net, download)
+    path = _in_folder(weights, BACKBONES[net].prefix) if weights.is_dir() else weights
+    if not path.is_file():
+        raise LpipsUnavailable(f"No pretrained backbone for lpips_{net}: found no file {path}. {_HOW}")
+    return path
+
+
+def read_features(path: Path) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors named `features.*` in a .safetensors or torch file, and the SHA-256 of the file.
+
+    Raises:
+        PrivlabError: if the file is truncated, holds code, or holds no tensors by name.
+    """
+    from privlab.victims.weights import read_state
+
+    features = {name: tensor for name, tensor in read_state(path).items() if name.startswith("features.")}
+    return features, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def load_features(trunk: torch.nn.Module, features: Mapping[str, Tensor], path: Path) -> None:
+    """Load `features.*` of torchvision into the slices of LPIPS's `trunk`, every tensor or none.
+
+    The slices keep torchvision's indices: `features.3.weight` is `slice2.3.weight`. The message names `path`.
+
+    Raises:
+        PrivlabError: if a tensor is missing, unexpected or of another shape; the message names it.
+    """
+    own = {f"features.{name.split('.', 1)[1]}": name for name in trunk.state_dict()}
+    shape = {name: trunk.state_dict()[slot].shape for name, slot in own.items()}
+    wrong = {
+        "missing": own.keys() - features.keys(),
+        "unexpected": features.keys() - own.keys(),
+        "mis-shaped": {name for name in own.keys() & features.keys() if features[name].shape != shape[name]},
+    }
+    if any(wrong.values()):
+        found = "; ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names)
+        raise PrivlabError(f"{path} does not fit this LPIPS network. Found: {found}.")
+    trunk.load_state_dict({own[name]: tensor for name, tensor in features.items()})
+
+
+def _in_folder(folder: Path, prefix: str) -> Path:
+    """Return the first file named after the network; where there is none, the pattern looked for."""
+    name = re.compile(rf"{prefix}(?!_bn)([-_].*)?\.(safetensors|pth|pt|bin)")
+    found = sorted(path for path in folder.iterdir() if name.fullmatch(path.name))
+    return found[0] if found else folder / f"{prefix}*.safetensors or {prefix}*.pth"
+
+
+def _from_torchvision(net: str, download: bool) -> Path:
+    import torchvision
+
+    url = torchvision.models.get_weight(BACKBONES[net].weight).url
+    path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
+    if not path.is_file() and (why := _download(url, path) if download else "was not tried"):
+        found = f"{path} does not exist, and {url} {why}"
+        raise LpipsUnavailable(f"No pretrained backbone for lpips_{net}: {found}. {_HOW}")
+    return path
+
+
+def _download(url: str, path: Path) -> str:
+    """Download into torchvision's cache; return why it failed, or an empty string."""
+    from privlab.victims.weights import offline, reachable
+
+    if offline():
+        return "was not tried (HF_HUB_OFFLINE is set)"
+    if not reachable(url):
+        return "cannot be reached"
+    sha256_start = path.stem.rpartition("-")[2]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(url, str(path), hash_prefix=sha256_start, progress=False)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the content has another hash
+        return f"failed ({error})"
+    return ""
+
+
+def _listed(names: set[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(sorted(names)[:most]) + more

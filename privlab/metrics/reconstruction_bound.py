@@ -1,0 +1,120 @@
+"""What differential privacy says of reconstruction: the share of successes that no attack may exceed.
+
+The prior π is uniform over m pictures that the adversary has; one of them, z, is the image of the client. The release
+is N(g_z, (σC)² I) with ‖g_z‖ ≤ C, as `gradient-noise` makes it of one image, T times. Without the image it would be
+N(0, (σC)² I), whatever z is: there every attack guesses, with no more than the success κ of the best fixed guess. So
+the sensitivity is that of an image's presence, C and not 2C, although what is hidden is which image it is.
+"""
+
+import math
+from collections.abc import Mapping
+from statistics import NormalDist
+
+import torch
+from jaxtyping import Float, Int
+from scipy.stats import beta
+from torch import Generator, Tensor
+
+from privlab.base.errors import PrivlabError
+
+__all__ = ["clopper_pearson", "fixed_guess", "gram", "identified", "success_bound"]
+
+
+def success_bound(prior: float, multiplier: float, releases: int = 1) -> float:
+    """Return Φ(Φ⁻¹(κ) + √T / σ): no attack succeeds more often, whatever it knows but the image.
+
+    It is the power of the best test of level κ between N(0, σ²) and N(1, σ²), by T draws.
+
+    Args:
+        prior: κ in [0, 1], the success of the best guess that does not see the release (see `fixed_guess`).
+        multiplier: σ, at least 0; the noise in units of the clipping norm C.
+        releases: T, at least 1; each may be chosen by what came of those before.
+
+    Raises:
+        PrivlabError: for a number out of range.
+
+    Source: Hayes, Mahloujifar & Balle (2023), "Bounding Training Data Reconstruction in DP-SGD": the blow-up function
+        of the Gaussian mechanism, with every example in every step; in closed form, Kaissis, Hayes, Ziller & Rueckert
+        (2023), "Bounding data reconstruction attacks with the hypothesis testing interpretation of differential
+        privacy"; its composition, Dong, Roth & Su (2022).
+    """
+    if not (0 <= prior <= 1 and multiplier >= 0 and releases >= 1):
+        raise PrivlabError(
+            "The reconstruction bound takes a prior in [0, 1], a multiplier ≥ 0 and releases ≥ 1. "
+            f"Found {prior:g}, {multiplier:g} and {releases}."
+        )
+    if prior in (0, 1):
+        return float(prior)
+    if multiplier == 0:
+        return 1.0
+    normal = NormalDist()
+    return normal.cdf(normal.inv_cdf(prior) + math.sqrt(releases) / multiplier)
+
+
+def fixed_guess(images: Float[Tensor, "m ..."], psnr: float) -> float:
+    """Return κ: an upper bound of the share of the images that one picture reaches at `psnr` dB or more.
+
+    A picture within the distance r of k images (r = 10^(−psnr/20), root mean square, for pixels in [0, 1]) has them
+    within 2r of each other: each of the k has k − 1 others that near. The greatest k for which some images have that,
+    among themselves, is the greatest core of the graph of near ones, plus one. No less than 1/m.
+
+    Raises:
+        PrivlabError: if there are no images.
+    """
+    if not len(images):
+        raise PrivlabError("The reconstruction bound needs at least one image of the prior. Found none.")
+    flat = images.flatten(1).double()
+    rms = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist") / math.sqrt(flat.shape[1])
+    near = rms <= 2 * 10 ** (-psnr / 20)
+    k = 1
+    while len(near):
+        fewest, i = near.sum(1).min(0)  # itself included
+        k = max(k, int(fewest))
+        rest = torch.arange(len(near)) != i
+        near = near[rest][:, rest]
+    return k / len(images)
+
+
+def clopper_pearson(hits: int, trials: int, level: float = 0.95) -> tuple[float, float]:
+    """Return the exact two-sided interval of a share, `hits` of `trials` having been counted.
+
+    Raises:
+        PrivlabError: for impossible counts.
+
+    Source: Clopper & Pearson (1934).
+    """
+    if not 0 <= hits <= trials or trials < 1:
+        raise PrivlabError(f"An interval needs 0 ≤ hits ≤ trials and a trial. Found {hits} of {trials}.")
+    tail = (1 - level) / 2
+    low = 0.0 if hits == 0 else float(beta.ppf(tail, hits, trials - hits + 1))
+    high = 1.0 if hits == trials else float(beta.ppf(1 - tail, hits + 1, trials - hits))
+    return low, high
+
+
+def gram(gradients: Mapping[str, Float[Tensor, "m ..."]]) -> Float[Tensor, "m m"]:
+    """Return the inner products of the gradients of m images, over all parameters."""
+    total = torch.zeros(())
+    for g in gradients.values():
+        flat = g.flatten(1).double()
+        total = total + flat @ flat.mT
+    return total
+
+
+def identified(products: Float[Tensor, "m m"], std: float, draws: int, generator: Generator) -> Int[Tensor, "m draws"]:
+    """Return which of m images the best attack takes for the one whose gradient was released with noise.
+
+    The attack has the m gradients g_j as they are released but for the noise, and takes the likeliest: the greatest
+    ⟨G, g_j⟩ − ‖g_j‖² / 2 of G = g_i + noise. Nothing of G but these m products counts, and the noise in them has the
+    covariance std² · ⟨g_j, g_k⟩: so no gradient need be drawn.
+
+    Args:
+        products: ⟨g_j, g_k⟩, of `gram`.
+        std: of the noise of an entry, above 0.
+        draws: of the noise, for each image.
+        generator: of the draws.
+    """
+    λ, Q = torch.linalg.eigh(products.double())
+    root = Q * λ.clamp_min(0).sqrt()
+    noise = torch.randn(len(products), draws, len(products), generator=generator, dtype=torch.float64) @ root.mT
+    scores = products.double()[:, None] + std * noise - products.diagonal().double() / 2
+    return scores.argmax(2)

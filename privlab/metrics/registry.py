@@ -1,0 +1,339 @@
+"""How near a reconstruction x comes to the reference y: one pure function per metric, one value per image.
+
+Images are RGB or grey in [0, 1] at the victim's resolution. Results are float64 and never averaged over the batch.
+Pixels outside [0, 1], NaN among them, are refused: such images are still normalised or were never
+clipped, and their scores would flatter a defense.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.metrics.lpips_backbones import BACKBONES, LpipsUnavailable, find_backbone, load_features, read_features
+from privlab.metrics.pair import FORMULAS, Pair, by, check_shapes
+
+__all__ = [
+    "DECIBELS",
+    "METRICS",
+    "MIRRORED",
+    "STRUCTURE",
+    "Learned",
+    "Lpips",
+    "LpipsUnavailable",
+    "Metric",
+    "correlation",
+    "fft2d",
+    "fft2d_mjp",
+    "gms_affine",
+    "load_lpips",
+    "mse",
+    "psnr",
+    "psnr_affine",
+    "psnr_region",
+    "score",
+    "ssim",
+    "ssim_skimage",
+]
+
+
+def mse(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Mean squared error per image, over channels and pixels: mean((x − y)²).
+
+    Range [0, 1], in squared units of pixels in [0, 1]; lower leaks.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+    """
+    return FORMULAS["mse"](Pair.of(x, y))
+
+
+def psnr(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Peak signal-to-noise ratio per image, in dB: −10 log₁₀ MSE(x, y).
+
+    Range [0, ∞]; higher leaks. Equal images give inf, which no ε hides.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+    """
+    return FORMULAS["psnr"](Pair.of(x, y))
+
+
+def psnr_region(
+    x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"], region: Bool[Tensor, "b h w"]
+) -> Float[Tensor, " b"]:
+    """PSNR per image over the pixels where `region` is True, in dB: −10 log₁₀ mean_region((x − y)²).
+
+    Range [0, ∞]; higher leaks. An image whose region is empty gives nan.
+
+    Raises:
+        PrivlabError: if the shapes do not fit or a pixel lies outside [0, 1].
+    """
+    pair = Pair.of(x, y)
+    if region.shape != x[:, 0].shape:
+        raise PrivlabError(f"region must be {by(x[:, 0])}, as the images are. Found {by(region)}.")
+    error = (pair.x - pair.y).square().mean(dim=1) * region
+    return -10 * (error.sum(dim=(1, 2)) / region.sum(dim=(1, 2))).log10()
+
+
+def ssim(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Structural similarity per image, in MJP's convention: the zero-padded map, averaged over all of it.
+
+    (2 μx μy + C₁)(2 σxy + C₂) / ((μx² + μy² + C₁)(σx² + σy² + C₂)), with C₁ = 0.01², C₂ = 0.03² and moments
+    under an 11 × 11 Gaussian window of σ = 1.5 (biased variances), per channel. Range [−1, 1]; higher leaks.
+    Outside the image are zeros in both, so that a border of 5 pixels is rated too similar: for images of 32
+    pixels a side that is half of the map.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+
+    Source: Wang et al. 2004; the padding is that of pytorch-ssim, which MJP's tables use.
+    """
+    return FORMULAS["ssim"](Pair.of(x, y))
+
+
+def ssim_skimage(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Structural similarity per image as scikit-image has it: the map of `ssim`, cropped by 5 pixels a side.
+
+    Equals `structural_similarity(gaussian_weights=True, sigma=1.5, use_sample_covariance=False,
+    data_range=1)`. Range [−1, 1]; higher leaks.
+
+    Raises:
+        PrivlabError: if an image is smaller than 11 × 11, the shapes differ, or a pixel lies outside [0, 1].
+
+    Source: Wang et al. 2004, in its authors' setting.
+    """
+    return FORMULAS["ssim_skimage"](Pair.of(x, y))
+
+
+def fft2d(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Cosine distance of the 2-D spectra per image: 1 − Re⟨F, G⟩ / (‖F‖ ‖G‖), each channel's DC set to zero.
+
+    By Parseval ⟨F, G⟩ = h w ⟨x, y⟩, and no DC is no mean: it is 1 minus the correlation of the pixels, each
+    channel less its mean, and says nothing that pixels do not. Range [0, 2], 1 for unrelated images; lower
+    leaks. Where both have constant channels only, nothing is left that could differ: 0. Where one of them has, it
+    has nothing in common with the other: 1.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+
+    Source: what the script of MJP (Ren et al. 2023) means to compute; see `fft2d_mjp` for what it computes.
+    """
+    return FORMULAS["fft2d"](Pair.of(x, y))
+
+
+def fft2d_mjp(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """FFT2D as MJP's script computes it: |1 − Σ F G / √(Σ F F · Σ G G)|, without a complex conjugate.
+
+    F, G are numpy's fft2 of x, y per channel; sums run over channels and frequencies. Without the conjugate,
+    Σ F(k) G(k) = h w Σ x(n) y(−n mod (h, w)): x is compared with y turned by 180°. Pixels in [0, 1] make all
+    three sums real and non-negative, and so the root is real; but Cauchy and Schwarz do not bound the ratio.
+    Range [0, ∞); lower leaks. Where Σ F F or Σ G G is 0 (a black image), it is undefined: nan or inf.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+
+    Source: the evaluation script of MJP (Ren et al. 2023), with the complex cosine distance of SciPy 1.0.
+    """
+    return FORMULAS["fft2d_mjp"](Pair.of(x, y))
+
+
+def psnr_affine(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """PSNR per image after the best gain and offset of each colour, in dB: −10 log₁₀ min_{g, o} mean((g x + o − y)²).
+
+    The least squares of a colour leave var(y) (1 − ρ²), with ρ the correlation of its pixels. Range [0, ∞], never below
+    `psnr`; higher leaks. It sees structure whose scale is lost, and a negative; a flat picture has −10 log₁₀ var(y).
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+
+    Source: ours; the fit is least squares.
+    """
+    return FORMULAS["psnr_affine"](Pair.of(x, y))
+
+
+def correlation(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Correlation of the pixels per image, without its sign, averaged over colours: mean_c |cov(x, y)| / (σ_x σ_y).
+
+    Range [0, 1]; higher leaks. Gains and offsets of colours leave it as it is, negative gains too. A constant colour
+    has nothing in common with one that varies, 0, and everything with another constant one, 1.
+
+    Raises:
+        PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
+
+    Source: Pearson's coefficient.
+    """
+    return FORMULAS["correlation"](Pair.of(x, y))
+
+
+def gms_affine(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Similarity of gradient magnitudes per image, after the best gain and offset: mean (2 m n + C) / (m² + n² + C).
+
+    m and n are the magnitudes of Prewitt's gradients of each colour of g x + o, as in `psnr_affine`, and of y, both
+    averaged over 2 × 2 pixels first; C = 170 / 255². Only pixels whose neighbours are all in the image count. Range
+    (0, 1]; higher leaks.
+
+    Raises:
+        PrivlabError: if an image is smaller than 6 × 6, the shapes differ, or a pixel lies outside [0, 1].
+
+    Source: Xue et al. 2014, Eq. 4, "Gradient magnitude similarity deviation", its mean; the fit is ours.
+    """
+    return FORMULAS["gms_affine"](Pair.of(x, y))
+
+
+@dataclass(frozen=True, eq=False)
+class Lpips:
+    """LPIPS with one pretrained backbone, and what identifies that backbone; called as `lpips(x, y)`."""
+
+    module: nn.Module
+    net: str  # alex, vgg or squeeze
+    sha256: str  # of the backbone's file
+    file: str  # its name
+
+    def __call__(self, x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+        """Learned perceptual distance per image: Σ_layers mean_hw Σ_c w_c (φ_c(x) − φ_c(y))².
+
+        φ are the unit-normalised features of 2 x − 1, in [−1, 1], as the network was trained; they are
+        computed in float32. Range [0, ∞); lower leaks.
+
+        Raises:
+            PrivlabError: if images are not RGB or grey, too small for the backbone, or a pixel lies outside [0, 1].
+
+        Source: Zhang et al. 2018; the `lpips` package, version 0.1 of the linear layers.
+        """
+        return _lpips(Pair.of(x, y), self)
+
+
+def load_lpips(net: str, weights: Path | None = None, device: torch.device | str = "cpu") -> Lpips:
+    """Return LPIPS with the pretrained backbone "alex", "vgg" or "squeeze"; never with a random one.
+
+    The backbone is the file `weights`, or is found in the folder `weights`; without it, in torchvision's
+    cache or by torchvision's download. Torch's global random state stays as it is.
+
+    Raises:
+        LpipsUnavailable: if the backbone is in none of these places.
+        PrivlabError: if there is no network of that name, or the file does not fit it.
+    """
+    path = find_backbone(net, weights)
+    features, sha256 = read_features(path)
+    module = _random_lpips(net)
+    load_features(module.get_submodule("net"), features, path)
+    return Lpips(module.requires_grad_(False).to(device), net, sha256, path.name)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row of `METRICS`: what a value means and how a table prints it."""
+
+    name: str
+    function: Callable[[Tensor, Tensor], Tensor] | None  # None: needs weights, see `load_lpips`, `load_embedding`
+    direction: Literal["higher leaks", "lower leaks", "utility"]
+    range: tuple[float, float]
+    decimals: int
+    source: str
+
+    @property
+    def arrow(self) -> str:
+        """The direction that leaks, as tables print it; utility has none."""
+        return {"higher leaks": "↑", "lower leaks": "↓", "utility": ""}[self.direction]
+
+
+_MJP = "Ren et al. 2023 (MJP)"
+_LPIPS = "Zhang et al. 2018 (LPIPS)"
+METRICS: dict[str, Metric] = {
+    "mse": Metric("mse", mse, "lower leaks", (0.0, 1.0), 4, "mean squared error"),
+    "psnr": Metric("psnr", psnr, "higher leaks", (0.0, math.inf), 2, "−10 log₁₀ MSE, in dB"),
+    "ssim": Metric("ssim", ssim, "higher leaks", (-1.0, 1.0), 4, f"Wang et al. 2004, zero padding: {_MJP}"),
+    "ssim_skimage": Metric("ssim_skimage", ssim_skimage, "higher leaks", (-1.0, 1.0), 4, "Wang et al. 2004"),
+    "fft2d": Metric("fft2d", fft2d, "lower leaks", (0.0, 2.0), 4, f"{_MJP}, conjugate and DC mended"),
+    "fft2d_mjp": Metric("fft2d_mjp", fft2d_mjp, "lower leaks", (0.0, math.inf), 4, f"{_MJP}, as released"),
+    "psnr_affine": Metric(
+        "psnr_affine", psnr_affine, "higher leaks", (0.0, math.inf), 2, "PSNR after the best gain and offset, in dB"
+    ),
+    "correlation": Metric("correlation", correlation, "higher leaks", (0.0, 1.0), 4, "Pearson's, without its sign"),
+    "gms_affine": Metric(
+        "gms_affine", gms_affine, "higher leaks", (0.0, 1.0), 4, "Xue et al. 2014, after the best gain and offset"
+    ),
+    "lpips_alex": Metric("lpips_alex", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
+    "lpips_vgg": Metric("lpips_vgg", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
+    "lpips_squeeze": Metric("lpips_squeeze", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
+    "f_sim": Metric("f_sim", None, "higher leaks", (-1.0, 1.0), 4, "F-SIM: Xu et al. 2024, Table 6"),
+}
+
+DECIBELS = ("psnr", "psnr_affine")
+"""The metrics in dB: exact reconstructions have as much as rounding leaves, or infinity."""
+
+STRUCTURE = ("psnr_affine", "correlation", "gms_affine")
+"""The metrics that no gain or offset of a colour changes: they see what is there where its scale is lost."""
+
+MIRRORED = {name: f"{name}_mirrored" for name in STRUCTURE}
+"""The columns of the same against the mirrored reference. Photographs are as likely as their mirrored selves, so that a
+picture that knows nothing of the image scores the same on both: what is more is a leak."""
+
+Learned = Callable[[Tensor, Tensor], Tensor]
+"""A metric with trained weights: (x, y) ↦ one value per image."""
+
+_AT_ONCE = 2
+"""Images that a CPU scores at a time: their maps stay in its cache, which halves the time of sixteen at once."""
+
+
+@torch.no_grad()
+def score(
+    x: Float[Tensor, "b c h w"],
+    y: Float[Tensor, "b c h w"],
+    metrics: Sequence[str],
+    learned: Mapping[str, Learned] = {},
+) -> dict[str, Float[Tensor, " b"]]:
+    """Return the wanted `metrics` by name, one value per image each, with what they share computed once.
+
+    `learned` holds the metrics that need trained weights: {"lpips_alex": load_lpips("alex")}.
+
+    Raises:
+        PrivlabError: if a metric is unknown, lacks its backbone or refuses the images.
+    """
+    for name in metrics:
+        _check_metric(name, learned)
+    check_shapes(x, y)
+    at_once = max(len(x), 1) if x.is_cuda else _AT_ONCE
+    pairs = (Pair.of(*images) for images in zip(x.split(at_once), y.split(at_once), strict=True))
+    parts = [{name: _value(name, pair, learned) for name in metrics} for pair in pairs]
+    return {name: torch.cat([part[name] for part in parts]) for name in metrics}
+
+
+def _lpips(pair: Pair, lpips: Lpips) -> Float[Tensor, " b"]:
+    _, c, h, w = pair.x.shape
+    side = BACKBONES[lpips.net].min_side
+    if c not in (1, 3) or min(h, w) < side:
+        raise PrivlabError(f"lpips_{lpips.net} needs images of at least 3×{side}×{side}. Found {c}×{h}×{w}.")
+    weight = next(lpips.module.parameters())
+    x, y = ((2 * image - 1).to(weight).expand(-1, 3, -1, -1) for image in (pair.x, pair.y))
+    return lpips.module(x, y).flatten().to(pair.x)
+
+
+def _random_lpips(net: str) -> nn.Module:
+    """Return LPIPS with its trained linear layers on a random trunk, for `load_features` to fill."""
+    import lpips
+
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        warnings.simplefilter("ignore")  # the package calls torchvision with the deprecated `pretrained=`
+        return lpips.LPIPS(net=net, pnet_rand=True, verbose=False)
+
+
+def _check_metric(name: str, learned: Mapping[str, Learned]) -> None:
+    if name not in METRICS:
+        raise unknown_name("metric", name, METRICS)
+    if name not in FORMULAS and name not in learned:
+        loader = "load_embedding('timm:NAME@FILE')" if name == "f_sim" else f"load_lpips('{name[6:]}')"
+        found = ", ".join(learned) or "none"
+        raise PrivlabError(f"{name} needs learned={{'{name}': {loader}}}. Found: {found}.")
+
+
+def _value(name: str, pair: Pair, learned: Mapping[str, Learned]) -> Float[Tensor, " b"]:
+    return FORMULAS[name](pair) if name in FORMULAS else learned[name](pair.x, pair.y).to(pair.x)

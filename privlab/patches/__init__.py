@@ -1,0 +1,1 @@
+"""Images as bags of patches, their masks, and permutations as index tensors."""

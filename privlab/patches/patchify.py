@@ -1,0 +1,155 @@
+"""Images as bags of patches: cutting, joining, permuting by index, and the block-wise mask of BEiT and MJP.
+
+Permutations are index tensors, never matrices: `order[i]` names the patch that slot i holds.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor
+
+from privlab.base.errors import PrivlabError
+
+__all__ = [
+    "blockwise_mask",
+    "jigsaw",
+    "patchify",
+    "permute",
+    "shuffled_pixels",
+    "shuffled_within",
+    "slots_to_pixels",
+    "unpatchify",
+]
+
+
+def patchify(images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n k"]:
+    """Cut images into rows of k = c·patch² values, in the order of a convolution's flattened weight.
+
+    Raises:
+        PrivlabError: if the sides are no multiples of `patch`.
+    """
+    _, c, h, w = images.shape
+    if h % patch or w % patch:
+        raise PrivlabError(f"Image sides must be multiples of the patch size {patch}. Found {h}×{w}.")
+    grid = images.reshape(-1, c, h // patch, patch, w // patch, patch)
+    return grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def unpatchify(patches: Float[Tensor, "b n k"], shape: tuple[int, int, int]) -> Float[Tensor, "b c h w"]:
+    """Join patches into images of `shape` (c, h, w); the inverse of `patchify`."""
+    c, h, w = shape
+    patch = math.isqrt(patches.shape[-1] // c)
+    grid = patches.reshape(-1, h // patch, w // patch, c, patch, patch)
+    return grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, c, h, w)
+
+
+def permute(images: Float[Tensor, "b c h w"], order: Int[Tensor, "b n"], patch: int) -> Float[Tensor, "b c h w"]:
+    """Rearrange patches so that slot i of the result holds patch `order[i]` of the image."""
+    patches, (_, c, h, w) = patchify(images, patch), images.shape
+    rows = order[..., None].expand(-1, -1, patches.shape[-1])
+    return unpatchify(patches.gather(1, rows), (c, h, w))
+
+
+def shuffled_within(mask: Bool[Tensor, " n"], draw: Generator) -> Int[Tensor, " n"]:
+    """Return the order that shuffles the masked slots among themselves (MJP, Alg. 1, line 4: JigsawPuzzle)."""
+    order = torch.arange(len(mask))
+    slots = mask.nonzero().squeeze(1)
+    order[slots] = slots[torch.randperm(len(slots), generator=draw)]
+    return order
+
+
+def jigsaw(
+    images: Float[Tensor, "b c h w"], patch: int, ratio: float, draws: Sequence[Generator]
+) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"], Bool[Tensor, "b n"]]:
+    """Return x̃, the order and the mask of each image, by a draw for each, or for each group of as many (MJP, Alg. 1).
+
+    Raises:
+        PrivlabError: if `ratio` is outside [0, 1].
+    """
+    group, grid = _shared(images, draws), (images.shape[2] // patch, images.shape[3] // patch)
+    masks = [blockwise_mask(grid, ratio, draw) for draw in draws]
+    orders = [shuffled_within(mask, draw) for mask, draw in zip(masks, draws, strict=True)]
+    order, mask = (torch.stack(each).to(images.device).repeat_interleave(group, 0) for each in (orders, masks))
+    return permute(images, order, patch), order, mask
+
+
+def shuffled_pixels(
+    images: Float[Tensor, "b c h w"], mask: Bool[Tensor, "b n"], patch: int, draws: Sequence[Generator]
+) -> Float[Tensor, "b c h w"]:
+    """Shuffle the pixels within each masked patch, colours together, by one order for all patches that share a draw.
+
+    There is a draw for each image, or for each group of as many.
+
+    Source: MLP-Mixer (Tolstikhin et al. 2021), Section 3.5: pixels within each patch, by a shared permutation.
+    """
+    drawn = torch.stack([torch.randperm(patch**2, generator=draw) for draw in draws]).to(images.device)
+    orders = drawn.repeat_interleave(_shared(images, draws), 0)
+    pixels, (_, c, h, w) = patchify(images, patch).unflatten(2, (-1, patch**2)), images.shape
+    moved = pixels.gather(3, orders[:, None, None].expand_as(pixels))
+    chosen = torch.where(mask[..., None, None], moved, pixels)
+    return unpatchify(chosen.flatten(2), (c, h, w))
+
+
+def _shared(images: Float[Tensor, "b c h w"], draws: Sequence[Generator]) -> int:
+    """Return how many images share a draw.
+
+    Raises:
+        PrivlabError: if they are not as many for each.
+    """
+    if not draws or len(images) % len(draws):
+        raise PrivlabError(f"{len(images)} images take as many draws, or a divisor of that. Found {len(draws)}.")
+    return len(images) // len(draws)
+
+
+def slots_to_pixels(
+    slots: Bool[Tensor, "b n"], grid: tuple[int, int], patch: int
+) -> Bool[Tensor, "b {grid[0]*patch} {grid[1]*patch}"]:
+    """Widen a mask over patch slots to a mask over pixels."""
+    square = slots.unflatten(1, grid)
+    return square.repeat_interleave(patch, 1).repeat_interleave(patch, 2)
+
+
+def blockwise_mask(
+    grid: tuple[int, int], ratio: float, draw: Generator, *, smallest: int = 8, aspect: float = 0.3
+) -> Bool[Tensor, " {grid[0]*grid[1]}"]:
+    """Mask about ratio·n slots of a grid by random rectangles (BEiT, Alg. 1; MJP, Alg. 1, line 3).
+
+    Blocks of s ~ U(smallest, left) slots and log-uniform aspect ratio in [aspect, 1/aspect] are laid down until
+    ⌊ratio·n⌋ slots are covered; `left` are still to be. A block that would cover more than `left` is drawn anew, so
+    the count is never above the target; it falls short only where ten draws in a row find no room. Where fewer than
+    `smallest` are left, s = left (BEiT's code draws s beyond that, and mostly in vain), and a block may span the grid.
+
+    Raises:
+        PrivlabError: if `ratio` is outside [0, 1].
+    """
+    if not 0 <= ratio <= 1:
+        raise PrivlabError(f"The mask ratio γ must be in [0, 1]. Found {ratio}.")
+    height, width = grid
+    target = int(ratio * height * width)
+    mask = torch.zeros(grid, dtype=torch.bool)
+    if target == height * width:
+        return ~mask.flatten()  # no rectangle smaller than the grid has to be found
+    while (left := target - int(mask.sum())) > 0:
+        if not _add_block(mask, left, smallest, aspect, draw):
+            break
+    return mask.flatten()
+
+
+def _add_block(mask: Bool[Tensor, "h w"], left: int, smallest: int, aspect: float, draw: Generator) -> bool:
+    """Cover at least one and at most `left` new slots by one rectangle; False after ten failures."""
+    height, width = mask.shape
+    for _ in range(10):
+        size, shape, top, side = torch.rand(4, generator=draw, dtype=torch.float64).tolist()
+        area = min(smallest, left) + size * (left - min(smallest, left))
+        ratio = math.exp((2 * shape - 1) * math.log(aspect))
+        h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if not (0 < h <= height and 0 < w <= width):
+            continue
+        t, s = int(top * (height - h + 1)), int(side * (width - w + 1))
+        block = mask[t : t + h, s : s + w]
+        if 0 < int((~block).sum()) <= left:
+            block[:] = True
+            return True
+    return False

@@ -1,0 +1,249 @@
+"""Re-assembly: where an adversary puts patches that a defense shuffled, from what it holds alone.
+
+By their borders, or by a position predictor that was trained on pictures of the same kind, with borders or without.
+Where patches carry position embeddings, attacks place them by these, and nothing is left to re-assemble.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.patches.patchify import patchify
+from privlab.reassembly.border_costs import border_costs
+from privlab.reassembly.predictors import PositionPredictor, load_predictor, predictor_file
+from privlab.reassembly.solver import ROUNDS, assemble
+from privlab.threat.protocols import Stolen
+from privlab.victims.zoo import placer
+
+__all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearranged", "standing"]
+
+BY_CHANCE = 3
+"""Patches of photographs that fit each other where a shuffle of all of them has put them: in a group, at most."""
+
+
+@runtime_checkable
+class Reassembly(Protocol):
+    """A frozen dataclass of hyper-parameters; calling it puts the patches of each image in order."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    def __call__(
+        self, patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], known: Bool[Tensor, "b n"]
+    ) -> Int[Tensor, "b n"]:
+        """Return the orders: slot s of image i is given patch `order[i, s]`, its own where `known`.
+
+        Args:
+            patches: reconstructed, in [0, 1], in the slots where they came to light.
+            grid: (h, w) with h · w = n.
+            known: marks the slots that are known to hold their own patch; none, where nothing says which were shuffled.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Borders:
+    """Put patches where their borders fit, by `privlab.reassembly.solver`, anchored on the slots that are known.
+
+    Where none is known, those are taken for known whose borders fit as they are, if there are any: `standing`.
+    Patches that are all alike, such as grey ones, have no order: they stay.
+
+    Args:
+        rounds: as in `privlab.reassembly.solver.assemble`.
+
+    Source: as cited in `privlab.reassembly.solver`.
+    """
+
+    name: ClassVar[str] = "border"
+    paper: ClassVar[str] = "ours; after Gallagher (2012), Paikin and Tal (2015)"
+
+    rounds: int = ROUNDS
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            PrivlabError: if `rounds` is negative.
+        """
+        if self.rounds < 0:
+            raise PrivlabError(f"rounds of re-assembly must be at least 0. Found {self.rounds}.")
+
+    def __call__(
+        self, patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], known: Bool[Tensor, "b n"]
+    ) -> Int[Tensor, "b n"]:
+        """Return the order of least border cost that is found for each image."""
+        return torch.stack([self._order(each, grid, row) for each, row in zip(patches, known, strict=True)])
+
+    def _order(
+        self, patches: Float[Tensor, "n c p p"], grid: tuple[int, int], known: Bool[Tensor, " n"]
+    ) -> Int[Tensor, " n"]:
+        if _alike(patches[~known]):
+            return torch.arange(len(patches), device=patches.device)
+        costs = border_costs(patches.float())
+        return assemble(costs, grid, known if known.any() else standing(costs, grid), rounds=self.rounds)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Put patches where a trained position predictor says that they belong.
+
+    Its −log p(slot | patch) stands beside the border costs in `privlab.reassembly.solver.assemble`; without these, the
+    patches are assigned to the slots so that the product of p is largest. Known slots are as in `Borders`.
+
+    Args:
+        weights: a `predictor.safetensors` of `privlab train`, or a predictor's name in the zoo; "auto" for that of the
+            zoo which is for these patches.
+        borders: whether border costs count too.
+        rounds: as in `privlab.reassembly.solver.assemble`.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    weights: str = "auto"
+    borders: bool = True
+    rounds: int = ROUNDS
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        Borders(self.rounds)
+
+    def file(self, grid: tuple[int, int], patch: int) -> Path:
+        """Return the file of the predictor for patches of this grid and side.
+
+        Raises:
+            PrivlabError: if there is none.
+        """
+        name = placer(self.name, grid, patch) if self.weights == "auto" else self.weights
+        if name is not None and (path := predictor_file(name)).is_file():
+            return path
+        (h, w), p = grid, patch
+        lack = f"Found no file '{name}'." if name else f"Its own are not for {h} × {w} patches of {p} × {p} pixels."
+        raise PrivlabError(
+            f"Re-assembly by {self.name} needs a trained predictor: `privlab train {self.name}` makes one, "
+            f"--set {self.name}.weights=FILE names it. {lack}"
+        )
+
+    def predictor(self, grid: tuple[int, int], patch: int) -> PositionPredictor:
+        """Return the predictor for patches of this grid and side.
+
+        Raises:
+            PrivlabError: if there is no such file, it holds none or one of another kind, or it is for other patches.
+        """
+        found = load_predictor(self.file(grid, patch))
+        if found.name != self.name:
+            raise PrivlabError(f"'{self.weights}' is a predictor of {found.name}. Use --reassembly {found.name}.")
+        found.check(grid, patch)
+        return found
+
+    @torch.no_grad()
+    def __call__(
+        self, patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], known: Bool[Tensor, "b n"]
+    ) -> Int[Tensor, "b n"]:
+        """Return the order of least cost that is found for each image.
+
+        Raises:
+            PrivlabError: as `predictor` does.
+        """
+        predictor, pixels = self.predictor(grid, patches.shape[-1]).to(patches.device), patches.float()
+        costs = torch.stack([border_costs(each) for each in pixels])
+        fixed = [row if row.any() else standing(each, grid) for each, row in zip(costs, known, strict=True)]
+        places = -predictor.scores(pixels, torch.stack(fixed)).mT
+        orders = []
+        for i, (row, cost) in enumerate(zip(fixed, costs, strict=True)):
+            if _alike(pixels[i, ~known[i]]):
+                orders.append(torch.arange(len(row), device=row.device))
+            elif self.borders:
+                orders.append(assemble(cost, grid, row, places=places[i], rounds=self.rounds))
+            else:
+                orders.append(_assigned(places[i], row))
+        return torch.stack(orders)
+
+
+@dataclass(frozen=True)
+class ByMp3(Predicted):
+    """Places by MP3: a predictor that was trained to order patches without any position embeddings.
+
+    Source: MP3 (Zhai et al., ICML 2022), Section 4.2.2; as an attack, ours.
+    """
+
+    name: ClassVar[str] = "mp3"
+    paper: ClassVar[str] = "ours; by MP3 (Zhai et al. 2022)"
+
+
+@dataclass(frozen=True)
+class ByDropPos(Predicted):
+    """Places by DropPos: a predictor that is told where the known patches stand, and reconstructs the other positions.
+
+    Source: DropPos (Wang et al., NeurIPS 2023), Section 3; as an attack, ours.
+    """
+
+    name: ClassVar[str] = "droppos"
+    paper: ClassVar[str] = "ours; by DropPos (Wang et al. 2023)"
+
+
+def rearranged(
+    stolen: Stolen, known: Bool[Tensor, "b n"] | None, by: Reassembly, grid: tuple[int, int], patch: int
+) -> Int[Tensor, "b n"]:
+    """Return the orders in which an adversary puts the patches of its reconstructions, from what it holds alone.
+
+    Args:
+        stolen: what an attack brought home; slots that are not `loose` hold their own patch, where it says which are.
+        known: the slots that the release shows to hold their own patch; None where it shows none.
+        by: how patches are put in order.
+        grid: (h, w), the patches of an image.
+        patch: the side of a patch, in pixels.
+    """
+    patches = patchify(stolen.images, patch).unflatten(2, (-1, patch, patch))
+    if stolen.loose is not None:
+        known = ~stolen.loose
+    elif known is None:
+        known = torch.zeros(patches.shape[:2], dtype=torch.bool, device=patches.device)
+    return by(patches, grid, known)
+
+
+def _alike(patches: Float[Tensor, "k c p p"]) -> bool:
+    return bool((patches == patches[:1]).all())
+
+
+def _assigned(places: Float[Tensor, "n n"], fixed: Bool[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Return the order of least cost of the pieces that are not fixed, each by itself."""
+    order, free = torch.arange(len(fixed), device=fixed.device), (~fixed).nonzero()[:, 0]
+    among = places[free][:, free].double().cpu().numpy()
+    order[free] = free[torch.from_numpy(linear_sum_assignment(among)[1]).to(free)]
+    return order
+
+
+def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tensor, " n"]:
+    """Mark the patches that stand where they belong, as far as their borders say: the largest group that fits.
+
+    Two neighbours fit if each is the other's best one in their direction. A group no larger than `BY_CHANCE` says
+    nothing: none is marked then.
+    """
+    n = costs.shape[-1]
+    alone = torch.eye(n, dtype=torch.bool, device=costs.device)
+    slots, edges = torch.arange(n, device=costs.device).view(grid), []
+    for cost, first, second in zip(costs, (slots[:, :-1], slots[:-1]), (slots[:, 1:], slots[1:]), strict=True):
+        a, b = first.flatten(), second.flatten()
+        cost = cost.masked_fill(alone, torch.inf)
+        fits = (cost.argmin(1)[a] == b) & (cost.argmin(0)[b] == a)
+        edges.append(torch.stack([a[fits], b[fits]]))
+    a, b = torch.cat(edges, 1).cpu().numpy()
+    _, group = connected_components(coo_array((np.ones(len(a)), (a, b)), (n, n)), directed=False)
+    size = np.bincount(group)
+    marked = torch.from_numpy(group == size.argmax()).to(costs.device)
+    return marked if size.max() > BY_CHANCE else torch.zeros_like(marked)
+
+
+REASSEMBLIES: dict[str, type[Reassembly]] = {kind.name: kind for kind in (Borders, ByMp3, ByDropPos)}
+"""The solvers by name."""

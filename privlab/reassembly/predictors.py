@@ -1,0 +1,345 @@
+"""Position predictors: networks that tell from the patches of a picture which slot each of them belongs to.
+
+A predictor is kept in one safetensors file, `predictor.safetensors`: its tensors, and under `privlab` in the metadata
+what it is built from, as JSON. It needs neither timm's registry nor training code to be read.
+"""
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from timm.layers import build_sincos2d_pos_embed
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.patches.patchify import patchify
+from privlab.victims.model import VictimModel
+from privlab.victims.zoo import shipped
+
+__all__ = [
+    "PREDICTORS",
+    "DropPosNetwork",
+    "Mp3Network",
+    "PositionPredictor",
+    "load_predictor",
+    "predictor_file",
+    "save_predictor",
+    "sincos",
+    "tiles",
+]
+
+LEFT_BEHIND = ("model.vit.head.", "model.vit.pos_embed", "model.unk_embed")
+"""What of a model no predictor reads."""
+
+
+class PositionPredictor(nn.Module):
+    """A ViT's patch embedding, class token, blocks and norm, with something on top that names a slot for each patch.
+
+    Raises:
+        PrivlabError: if the model is no plain ViT with one class token.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, model: VictimModel) -> None:
+        super().__init__()
+        self.model = model
+        with torch.device("meta"):
+            plain = _plain(_sizes(model))
+        if _shapes(model) != _shapes(plain):
+            raise PrivlabError(
+                "A position predictor is made of a plain ViT with one class token. Found "
+                f"{type(model.vit).__name__} with parts of its own, such as register tokens, layer scale or pooling."
+            )
+
+    @property
+    def slots(self) -> int:
+        """Return N, the number of slots."""
+        h, w = self.model.grid
+        return h * w
+
+    def check(self, grid: tuple[int, int], patch: int) -> None:
+        """Refuse patches that the predictor was not made for.
+
+        Raises:
+            PrivlabError: if the grid or the side of a patch is another one.
+        """
+        if (grid, patch) != (self.model.grid, self.model.patch):
+            (h, w), p = self.model.grid, self.model.patch
+            raise PrivlabError(
+                f"This {self.name} predictor is for {h} × {w} patches of {p} × {p} pixels. "
+                f"Found {grid[0]} × {grid[1]} of {patch} × {patch}."
+            )
+
+    def decoder(self) -> dict[str, int]:
+        """Return the sizes of what stands on the ViT, if there is a choice."""
+        return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a predictor's file holds."""
+        named = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        return {name: tensor for name, tensor in named.items() if not name.startswith(LEFT_BEHIND)}
+
+    def embed(self, patches: Float[Tensor, "b m c p p"]) -> Float[Tensor, "b m d"]:
+        """Return x E + b of patches in [0, 1], in any order; the victim's normalisation first."""
+        proj = self.model.vit.patch_embed.proj
+        return F.linear(self.model.normalise(patches).flatten(2), proj.weight.flatten(1), proj.bias)
+
+    @abstractmethod
+    def scores(self, patches: Float[Tensor, "b n c p p"], known: Bool[Tensor, "b n"]) -> Float[Tensor, "b n s"]:
+        """Return log p(slot s | patch i), of patches of which some are `known` to stand in their own slot."""
+
+
+class Mp3Network(PositionPredictor):
+    """MP3: no position embeddings; only context tokens give keys and values, all give queries; a linear head D → N.
+
+    Source: Zhai et al., ICML 2022, Section 3.2 and Algorithm 1. The class token, which that leaves out, is context.
+    """
+
+    name = "mp3"
+
+    def __init__(self, model: VictimModel) -> None:
+        super().__init__(model)
+        self.head = nn.Linear(model.vit.embed_dim, self.slots)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(
+        self, patches: Float[Tensor, "b n c p p"], context: Int[Tensor, "b m"] | None = None
+    ) -> Float[Tensor, "b n s"]:
+        """Return the logits of the slots for each patch.
+
+        Args:
+            patches: in [0, 1], in any order.
+            context: the numbers of the context patches of each picture, without repetition; by default all of them.
+        """
+        if context is None or context.shape[1] == self.slots:
+            return self._read(patches, None)
+        order = _first(context, self.slots)  # once: slices of the first rows are cheaper than gathers in every block
+        return _rows(self._read(_rows(patches, order), context.shape[1]), order.argsort(1))
+
+    def _read(self, patches: Float[Tensor, "b n c p p"], m: int | None) -> Float[Tensor, "b n s"]:
+        """Return the logits, the first m patches being context; None for all."""
+        vit, x = self.model.vit, self.embed(patches)
+        x = torch.cat([_class_token(vit, len(x)), x], 1)
+        for block in vit.blocks:
+            x = block(x) if m is None else masked_block(block, x, 1 + m)
+        return self.head(vit.norm(x[:, 1:]))
+
+    def scores(self, patches: Float[Tensor, "b n c p p"], known: Bool[Tensor, "b n"]) -> Float[Tensor, "b n s"]:
+        """Return log p with all patches as context; which are known makes no difference."""
+        return self(patches).log_softmax(2)
+
+
+class DropPosNetwork(PositionPredictor):
+    """DropPos: fixed 2-D sin-cos PEs, a learnable mask token where they are dropped; a decoder without PEs.
+
+    Args:
+        model: the encoder; PEs of its own are not read.
+        width: of the decoder.
+        depth: of the decoder, in blocks.
+        heads: of the decoder.
+
+    Raises:
+        PrivlabError: if the widths cannot be divided as sin-cos PEs and heads need it.
+
+    Source: Wang et al., NeurIPS 2023, Sections 3.1 and 3.2, Eq. 3; p₀, the PE of the class token, is zero as in MAE.
+    """
+
+    name = "droppos"
+    pe: Float[Tensor, "n d"]
+
+    def __init__(self, model: VictimModel, width: int = 512, depth: int = 2, heads: int = 16) -> None:
+        super().__init__(model)
+        wide = model.vit.embed_dim
+        if wide % 4 or width < 1 or depth < 0 or heads < 1 or width % heads:
+            raise PrivlabError(
+                "DropPos needs a ViT whose width is a multiple of 4, and a decoder whose width is one of its heads. "
+                f"Found {wide}, and a decoder of {depth} blocks, width {width} and {heads} heads."
+            )
+        self._decoder = {"width": width, "depth": depth, "heads": heads}
+        self.mask = nn.Parameter(torch.empty(1, 1, wide))
+        nn.init.normal_(self.mask, std=0.02)
+        self.register_buffer("pe", sincos(model.grid, wide), persistent=False)
+        self.lead = nn.Linear(wide, width)
+        self.blocks = nn.Sequential(*(Block(width, heads, qkv_bias=True) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, self.slots)
+        for part in (self.lead, *self.blocks.modules(), self.head):
+            if isinstance(part, nn.Linear):
+                nn.init.xavier_uniform_(part.weight)
+                nn.init.zeros_(part.bias)
+
+    def decoder(self) -> dict[str, int]:
+        """Return the sizes of the decoder."""
+        return dict(self._decoder)
+
+    def encode(
+        self, patches: Float[Tensor, "b m c p p"], places: Int[Tensor, "b m"], known: Bool[Tensor, "b m"]
+    ) -> Float[Tensor, "b t d"]:
+        """Return the encoder's output, class token first; the arguments are those of `forward`."""
+        vit = self.model.vit
+        x = self.embed(patches) + torch.where(known[..., None], self.pe[places], self.mask)
+        return vit.norm(vit.blocks(torch.cat([_class_token(vit, len(x)), x], 1)))
+
+    def forward(
+        self, patches: Float[Tensor, "b m c p p"], places: Int[Tensor, "b m"], known: Bool[Tensor, "b m"]
+    ) -> Float[Tensor, "b m s"]:
+        """Return the logits of the slots for each patch.
+
+        Args:
+            patches: in [0, 1], m ≤ N of a picture, in any order.
+            places: the slot of each patch; read only where `known`.
+            known: marks the patches that carry their PE; the others carry the mask token.
+        """
+        x = self.blocks(self.lead(self.encode(patches, places, known)))
+        return self.head(self.norm(x[:, 1:]))
+
+    def scores(self, patches: Float[Tensor, "b n c p p"], known: Bool[Tensor, "b n"]) -> Float[Tensor, "b n s"]:
+        """Return log p with the PEs of the patches that are known."""
+        places = torch.arange(known.shape[1], device=known.device).expand(len(known), -1)
+        return self(patches, places, known).log_softmax(2)
+
+
+PREDICTORS: dict[str, type[PositionPredictor]] = {kind.name: kind for kind in (Mp3Network, DropPosNetwork)}
+"""The kinds of predictors by name."""
+
+
+def masked_block(block: Any, x: Float[Tensor, "b t d"], m: int) -> Float[Tensor, "b t d"]:  # noqa: ANN401
+    """Apply timm's block with keys and values of the first m rows alone; those of the others are never computed.
+
+    Equal to dense attention with −∞ at the keys of all other rows.
+    """
+    x = x + block.drop_path1(block.ls1(_masked_attention(block.attn, block.norm1(x), m)))
+    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+
+
+def _masked_attention(attn: Any, x: Float[Tensor, "b t d"], m: int) -> Tensor:  # noqa: ANN401
+    d, wide, bias = x.shape[2], attn.qkv.weight, attn.qkv.bias
+    q = F.linear(x, wide[:d], None if bias is None else bias[:d])
+    k, v = F.linear(x[:, :m], wide[d:], None if bias is None else bias[d:]).chunk(2, 2)
+    q, k, v = (part.unflatten(2, (attn.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
+    fused = F.scaled_dot_product_attention if attn.fused_attn else _attention
+    return attn.proj(fused(q, k, v).transpose(1, 2).flatten(2))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q * q.shape[-1] ** -0.5) @ k.mT).softmax(-1) @ v
+
+
+def _first(chosen: Int[Tensor, "b m"], n: int) -> Int[Tensor, "b n"]:
+    """Return the orders of n rows in which the chosen ones come first."""
+    rank = torch.arange(n, 2 * n, device=chosen.device).repeat(len(chosen), 1)
+    return rank.scatter(1, chosen, torch.arange(chosen.shape[1], device=chosen.device).expand_as(chosen)).argsort(1)
+
+
+def _rows(x: Float[Tensor, "b n *k"], order: Int[Tensor, "b n"]) -> Float[Tensor, "b n *k"]:
+    """Return the rows of each matrix in its order; by index_select, whose backward pass is quick on a CPU."""
+    b, n = order.shape
+    flat = order + n * torch.arange(b, device=order.device)[:, None]
+    return x.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (b, n))
+
+
+def sincos(grid: tuple[int, int], width: int) -> Float[Tensor, "n d"]:
+    """Return the fixed 2-D sin-cos position embeddings of MAE, channels in timm's order."""
+    return build_sincos2d_pos_embed(list(grid), width)
+
+
+def tiles(images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n c p p"]:
+    """Cut images into patches, row by row."""
+    return patchify(images, patch).unflatten(2, (images.shape[1], patch, patch))
+
+
+def save_predictor(predictor: PositionPredictor, path: Path, *, half: bool = False) -> None:
+    """Write a predictor, which `load_predictor` reads; with `half`, in half precision."""
+    model, facts = predictor.model, {"predictor": predictor.name, "decoder": predictor.decoder()}
+    facts |= _sizes(model) | {"mean": model.mean.flatten().tolist(), "std": model.std.flatten().tolist()}
+    tensors = {name: tensor.half() if half else tensor for name, tensor in predictor.tensors().items()}
+    save_file(tensors, path, {"format": "pt", "privlab": json.dumps(facts)})
+
+
+def predictor_file(name: str) -> Path:
+    """Return the file of a predictor, by its name in the zoo or by its path."""
+    return shipped(name) or Path(name)
+
+
+def load_predictor(path: Path) -> PositionPredictor:
+    """Return the predictor of a file, in single precision, ready to be used; read once as long as it stays the same.
+
+    Raises:
+        PrivlabError: if the file is missing, damaged, or holds no position predictor.
+    """
+    if not path.is_file():
+        raise PrivlabError(f"No position predictor at '{path}'. `privlab train mp3|droppos` makes one.")
+    stamp = path.stat()
+    return _loaded(path, stamp.st_mtime_ns, stamp.st_size)
+
+
+@lru_cache(maxsize=4)
+def _loaded(path: Path, *stamp: int) -> PositionPredictor:
+    try:
+        with safe_open(path, "pt") as file:
+            facts = json.loads((file.metadata() or {})["privlab"])
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+        if facts["predictor"] not in PREDICTORS:
+            raise unknown_name("position predictor", str(facts["predictor"]), PREDICTORS)
+        with torch.device("meta"):  # nothing is drawn, and sizes that are lies take no memory
+            made = PREDICTORS[facts["predictor"]](_plain(facts), **facts["decoder"])
+        if _shapes(made) != {name: tuple(tensor.shape) for name, tensor in state.items()}:
+            raise PrivlabError("its tensors are not those of the network that it describes")
+        return _filled(facts, state)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PrivlabError(
+            f"'{path}' is no position predictor, such as the predictor.safetensors of `privlab train mp3`: {reason}."
+        ) from error
+
+
+def _filled(facts: Mapping[str, Any], state: Mapping[str, Tensor]) -> PositionPredictor:
+    with torch.random.fork_rng(devices=[]):
+        made = PREDICTORS[facts["predictor"]](_plain(facts), **facts["decoder"])
+    made.load_state_dict({name: tensor.float() for name, tensor in state.items()}, strict=False)
+    return made.eval().requires_grad_(False)
+
+
+def _sizes(model: VictimModel) -> dict[str, Any]:
+    """Return what the plain ViT of a predictor is built from."""
+    vit, (channels, height, width) = model.vit, model.image_shape
+    block: Any = vit.blocks[0]
+    return {
+        "img_size": [height, width],
+        "patch_size": model.patch,
+        "in_chans": channels,
+        "embed_dim": vit.embed_dim,
+        "depth": len(vit.blocks),
+        "num_heads": block.attn.num_heads,
+        "mlp_ratio": block.mlp.fc1.out_features / vit.embed_dim,
+    }
+
+
+def _plain(sizes: Mapping[str, Any]) -> VictimModel:
+    names = ("patch_size", "in_chans", "embed_dim", "depth", "num_heads", "mlp_ratio")
+    options: dict[str, Any] = {name: sizes[name] for name in names}
+    vit = VisionTransformer(**options, img_size=tuple(sizes["img_size"]), num_classes=1, pos_embed="none")
+    return VictimModel(vit, sizes.get("mean", (0.0,) * 3), sizes.get("std", (1.0,) * 3))
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that a predictor reads, by their names in it."""
+    prefix = "" if isinstance(module, PositionPredictor) else "model."
+    named = {prefix + name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    return {name: shape for name, shape in named.items() if not name.startswith(LEFT_BEHIND)}
+
+
+def _class_token(vit: VisionTransformer, b: int) -> Float[Tensor, "b 1 d"]:
+    assert vit.cls_token is not None
+    return vit.cls_token.expand(b, -1, -1)

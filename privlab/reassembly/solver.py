@@ -1,0 +1,300 @@
+"""Re-assembly of patches by their borders alone: no training, with anchors or without."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Generator, Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.reassembly.border_costs import FLOOR, border_costs
+
+__all__ = ["ROUNDS", "assemble", "solve_jigsaw"]
+
+DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))
+"""Right, left, down, up; direction d ^ 1 is the way back."""
+
+ROUNDS = 30
+"""Rounds of re-growth: about a quarter of a second for 196 pieces without anchors."""
+
+LEAST = 1e-6
+"""A change of the total cost below this is rounding."""
+
+Orders = Int[np.ndarray, " slots"]
+"""The piece in each slot, −1 where there is none."""
+
+
+def solve_jigsaw(
+    patches: Float[Tensor, "n c p p"],
+    grid: tuple[int, int],
+    anchors: Bool[Tensor, " k"] | None = None,
+    *,
+    floor: float = FLOOR,
+    rounds: int = ROUNDS,
+    seed: int = 0,
+) -> Int[Tensor, " n"]:
+    """Return the order that re-assembles an image from its patches in [0, 1]: slot s holds patch `order[s]`.
+
+    The arguments are those of `border_cost` and `assemble`.
+
+    Raises:
+        PrivlabError: if grid or anchors do not fit the patches, or a pixel is not finite.
+    """
+    return assemble(border_costs(patches, floor=floor), grid, anchors, rounds=rounds, seed=seed)
+
+
+def assemble(
+    costs: Float[Tensor, "2 n n"],
+    grid: tuple[int, int],
+    anchors: Bool[Tensor, " k"] | None = None,
+    *,
+    places: Float[Tensor, "n n"] | None = None,
+    rounds: int = ROUNDS,
+    seed: int = 0,
+) -> Int[Tensor, " n"]:
+    """Return the order of least total cost that is found: slot s holds piece `order[s]`.
+
+    Growth: the piece whose margin over its rivals is largest goes first, given the pieces that stand.
+    Descent: pieces in the slots of one colour of the chessboard do not touch, so their best arrangement given the
+    others is an assignment; then swaps of any two; and the best cyclic shift, where no slot is known.
+    Rounds: of the pieces that are each other's best neighbours, one connected fragment without a random rectangle
+    stays, the rest is grown anew, and what costs less is kept. With `places`, once with and once without them.
+
+    Pieces that are alike are told apart by chance.
+
+    Args:
+        costs: of piece j to the right of piece i, and below it; costs of several pictures cut alike may be added up.
+        grid: (h, w) with h · w = n.
+        anchors: marks, of all n, each piece i that is known to belong in slot i.
+        places: [s, j] is what piece j costs in slot s by itself, such as −log of a predictor's probability.
+        rounds: of growth after the first.
+        seed: of the rounds.
+
+    Raises:
+        PrivlabError: if grid or anchors do not fit the costs, or a cost is not finite.
+
+    Source: growth after Paikin and Tal, CVPR 2015; fragments after Pomeranz et al., CVPR 2011.
+    """
+    n = costs.shape[-1]
+    if grid[0] * grid[1] != n or (anchors is not None and len(anchors) != n):
+        count = "" if anchors is None else f" and {len(anchors)} anchors"
+        raise PrivlabError(f"A grid of {grid[0]} × {grid[1]} needs as many pieces and anchors. Found {n}{count}.")
+    if not (costs.isfinite().all() and (places is None or places.isfinite().all())):
+        raise PrivlabError("Costs of a jigsaw must be finite. Found nan or inf: are all pixels finite?")
+    fixed = np.zeros(n, bool) if anchors is None else anchors.cpu().numpy()
+    if n - fixed.sum() < 2:
+        return torch.arange(n, device=costs.device)
+    across, down = costs.detach().double().cpu().numpy()
+    four, draw = np.stack([across, across.T, down, down.T]), Generator().manual_seed(seed)
+    board = _board(four, np.zeros((n, n)) if places is None else places.detach().double().cpu().numpy(), grid)
+    order = _search(board, board if board.own.any() or fixed.any() else _room(board), fixed, rounds, draw)
+    if board.own.any() and not fixed.any():  # places that mislead: the frame may be found by the borders alone
+        bare = _board(four, np.zeros((n, n)), grid)
+        free = _settle(board, _search(bare, _room(bare), fixed, rounds, draw), np.arange(n), shift=False)
+        order = min(order, free, key=lambda found: _total(board, found))
+    return torch.from_numpy(order).to(costs.device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Board:
+    """h × w slots: `beside[d, s]` is the slot in direction d of s, −1 beyond the rim.
+
+    `costs[d, a, b]` is the cost of piece b in direction d of piece a, and `best[d, a]` the b for which it is least;
+    `own[s, a]` is what piece a costs in slot s whatever its neighbours.
+    """
+
+    shape: tuple[int, int]
+    beside: Int[np.ndarray, "4 slots"]
+    costs: Float[np.ndarray, "4 n n"]
+    own: Float[np.ndarray, "slots n"]
+    best: Int[np.ndarray, "4 n"]
+
+
+def _board(costs: Float[np.ndarray, "4 n n"], own: Float[np.ndarray, "slots n"], shape: tuple[int, int]) -> _Board:
+    h, w = shape
+    framed = np.pad(np.arange(h * w).reshape(h, w), 1, constant_values=-1)
+    beside = [framed[1 + y : 1 + y + h, 1 + x : 1 + x + w].ravel() for y, x in DIRECTIONS]
+    return _Board(shape, np.stack(beside), costs, own, _others(costs).argmin(2))
+
+
+def _room(board: _Board) -> _Board:
+    """Return a ground on which a picture may grow to any side from any slot."""
+    h, w = (2 * side - 1 for side in board.shape)
+    return _board(board.costs, np.zeros((h * w, board.own.shape[1])), (h, w))
+
+
+def _others(costs: Float[np.ndarray, "4 n n"]) -> Float[np.ndarray, "4 n n"]:
+    """Return the costs, infinite for a piece beside itself."""
+    return np.where(np.eye(costs.shape[1], dtype=bool), np.inf, costs)
+
+
+def _total(board: _Board, order: Orders) -> float:
+    rim = np.append(order, -1)[board.beside[::2]]
+    pairs = sum(c[order[p >= 0], p[p >= 0]].sum() for c, p in zip(board.costs[::2], rim, strict=True))
+    return float(pairs + board.own[np.arange(len(order)), order].sum())
+
+
+def _slot_costs(board: _Board, order: Orders) -> Float[np.ndarray, "slots n"]:
+    """Return what every piece would cost in every slot, given what stands around it."""
+    around = np.append(order, -1)[board.beside]
+    cost = board.own.copy()
+    for costs, piece in zip(board.costs, around, strict=True):
+        cost[piece >= 0] += costs[:, piece[piece >= 0]].T
+    return cost
+
+
+def _grow(board: _Board, order: Orders, window: tuple[int, int]) -> Int[np.ndarray, " n"]:
+    """Place the missing pieces, the surest first, so that all stand in some window; return what the window holds."""
+    order, cost = order.copy(), _slot_costs(board, order)
+    known = (np.append(order, -1)[board.beside] >= 0).sum(0)
+    free = np.setdiff1d(np.arange(cost.shape[1]), order)
+    rows, columns = np.divmod(np.arange(len(order)), board.shape[1])
+    while True:
+        inside = _within(rows, order >= 0, window[0]) & _within(columns, order >= 0, window[1])
+        if not len(free):
+            return order[inside]
+        slots = np.flatnonzero(inside & (order < 0) & (known > 0))
+        i, j = _surest(cost[np.ix_(slots, free)], known[slots, None])
+        piece, order[slots[i]] = free[j], free[j]
+        free = np.delete(free, j)
+        for costs, slot in zip(board.costs, board.beside[:, slots[i]], strict=True):
+            if slot >= 0:
+                cost[slot] += costs[piece]
+                known[slot] += 1
+
+
+def _within(places: np.ndarray, taken: np.ndarray, size: int) -> np.ndarray:
+    return (places > places[taken].max() - size) & (places < places[taken].min() + size)
+
+
+def _surest(cost: np.ndarray, known: np.ndarray) -> tuple[int, int]:
+    """Return the slot and the piece whose margin over other pieces and other slots is the largest."""
+    mean = cost / known
+    margin = (np.minimum(_rival(mean, 0), _rival(mean, 1)) - mean) * known
+    return divmod(int(margin.argmax()), cost.shape[1])
+
+
+def _rival(cost: np.ndarray, axis: int) -> np.ndarray:
+    """Return the least of the other costs along an axis."""
+    if cost.shape[axis] == 1:
+        return np.full_like(cost, np.inf)
+    first, second = np.split(np.partition(cost, 1, axis).take([0, 1], axis), 2, axis)
+    return np.where(cost == first, second, first)
+
+
+def _settle(board: _Board, order: Orders, movable: Int[np.ndarray, " k"], *, shift: bool) -> Orders:
+    """Go down to an arrangement that no assignment within a colour, no swap and no shift improves."""
+    before = np.inf
+    while (total := _total(board, order)) < before - LEAST:
+        before = total
+        for colour in (0, 1):
+            order = _assigned(board, order, movable[np.add(*np.divmod(movable, board.shape[1])) % 2 == colour])
+        order = _swapped(board, order, movable)
+        if shift:
+            order = _shifted(board, order)
+    return order
+
+
+def _assigned(board: _Board, order: Orders, slots: Int[np.ndarray, " k"]) -> Orders:
+    """Rearrange the pieces in slots that do not touch, at the least cost."""
+    order = order.copy()
+    order[slots] = order[slots][linear_sum_assignment(_slot_costs(board, order)[np.ix_(slots, order[slots])])[1]]
+    return order
+
+
+def _swapped(board: _Board, order: Orders, movable: Int[np.ndarray, " k"]) -> Orders:
+    """Swap the two pieces that gain the most, as long as any gain."""
+    order = order.copy()
+    while True:
+        cost = _slot_costs(board, order)[:, order]
+        own = cost.diagonal()
+        change = cost + cost.T - own - own[:, None] + _touching(board, order)
+        change = change[np.ix_(movable, movable)]
+        i, j = divmod(int(change.argmin()), len(movable))
+        if change[i, j] > -LEAST:
+            return order
+        order[movable[[i, j]]] = order[movable[[j, i]]]
+
+
+def _touching(board: _Board, order: Orders) -> Float[np.ndarray, "slots slots"]:
+    """Return what a swap's change misses where the two slots touch: each piece then stands beside the other."""
+    missed = np.zeros((len(order), len(order)))
+    for costs, beside in zip(board.costs[::2], board.beside[::2], strict=True):
+        a, b = np.flatnonzero(beside >= 0), beside[beside >= 0]
+        x, y = order[a], order[b]
+        missed[a, b] = missed[b, a] = costs[x, y] + costs[y, x] - costs[x, x] - costs[y, y]
+    return missed
+
+
+def _shifted(board: _Board, order: Orders) -> Orders:
+    """Return the cyclic shift that puts the rim where borders fit worst, rows and columns apart."""
+    square = order.reshape(board.shape)
+    across = board.costs[0][square, np.roll(square, -1, 1)].sum(0)
+    down = board.costs[2][square, np.roll(square, -1, 0)].sum(1)
+    return np.roll(square, (-down.argmax() - 1, -across.argmax() - 1), (0, 1)).ravel()
+
+
+def _search(board: _Board, ground: _Board, fixed: Bool[np.ndarray, " n"], rounds: int, draw: Generator) -> Orders:
+    """Grow, descend, and repeat; on a `ground` that leaves room on every side where no slot is known."""
+    movable, shift = np.flatnonzero(~fixed), ground is not board
+    start = np.where(fixed, np.arange(len(fixed)), -1) if fixed.any() else _first(board)
+    order = _settle(board, _regrown(board, ground, start), movable, shift=shift)
+    for _ in range(rounds):
+        count, fragments = _fragments(board, order)
+        if count == 1:
+            break
+        kept = fixed | _part(fragments, board.shape, draw)
+        trial = _settle(board, _regrown(board, ground, np.where(kept, order, -1)), movable, shift=shift)
+        order = min(order, trial, key=lambda found: _total(board, found))
+    return order
+
+
+def _first(board: _Board) -> Orders:
+    """Place one piece: in the surest slot if pieces have places, else the one with the surest neighbour in any."""
+    order = np.full(len(board.own), -1)
+    slot, piece = _surest(board.own, np.ones((len(order), 1), int))
+    if not board.own.any():
+        best, second = np.partition(_others(board.costs), 1, 2)[..., :2].transpose(2, 0, 1)
+        piece = int((second - best).max(0).argmax())
+    order[slot] = piece
+    return order
+
+
+def _regrown(board: _Board, ground: _Board, order: Orders) -> Orders:
+    """Grow what is missing around the pieces that stand: where they are, or anywhere on a larger ground."""
+    if ground is board:
+        return _grow(board, order, board.shape)
+    laid = np.full(len(ground.own), -1)
+    rows, columns = np.divmod(np.flatnonzero(order >= 0), board.shape[1])
+    laid[_centred(rows, ground.shape[0]) * ground.shape[1] + _centred(columns, ground.shape[1])] = order[order >= 0]
+    return _grow(ground, laid, board.shape)
+
+
+def _centred(places: Int[np.ndarray, " k"], size: int) -> Int[np.ndarray, " k"]:
+    return places - places.min() + (size - 1 - np.ptp(places)) // 2
+
+
+def _fragments(board: _Board, order: Orders) -> tuple[int, Int[np.ndarray, " n"]]:
+    """Number the connected groups of slots whose pieces are each other's best neighbours."""
+    edges = []
+    for d in (0, 2):
+        a, b = np.flatnonzero(board.beside[d] >= 0), board.beside[d][board.beside[d] >= 0]
+        mutual = (board.best[d][order[a]] == order[b]) & (board.best[d + 1][order[b]] == order[a])
+        edges.append(np.stack([a[mutual], b[mutual]]))
+    a, b = np.concatenate(edges, 1)
+    return connected_components(coo_array((np.ones(len(a)), (a, b)), (len(order),) * 2), directed=False)
+
+
+def _part(fragments: Int[np.ndarray, " n"], shape: tuple[int, int], draw: Generator) -> Bool[np.ndarray, " n"]:
+    """Return a fragment, drawn by its size, without a random rectangle of at most half the sides."""
+    slot, *box = torch.rand(5, generator=draw, dtype=torch.float64).tolist()
+    kept = fragments == fragments[int(slot * len(fragments))]
+    cut = np.zeros(shape, bool)
+    height, width = (1 + int(share * (side // 2)) for share, side in zip(box[:2], shape, strict=True))
+    top, left = int(box[2] * (shape[0] - height + 1)), int(box[3] * (shape[1] - width + 1))
+    cut[top : top + height, left : left + width] = True
+    return kept & ~cut.ravel() if (kept & ~cut.ravel()).any() else kept

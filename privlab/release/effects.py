@@ -1,0 +1,252 @@
+"""What defenses do, whatever their names are: as they declare it, or measured on images of the adversary's own.
+
+A defense's algorithm is public, so the adversary runs it under draws of its own, and looks where rows, columns and
+patches went and how far two releases of one image are apart.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from functools import cache, reduce
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from timm.models.vision_transformer import VisionTransformer
+from torch import Generator, Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.base.precision import full_precision
+from privlab.patches.patchify import permute
+from privlab.patches.permutations import inverse, permute_features, restore_features
+from privlab.threat.protocols import Defense, Draws, Effects, FeatureDefense, GradientDefense, Rows, Sent
+from privlab.threat.stack import Stack
+from privlab.victims.model import VictimModel
+
+__all__ = ["AnyDefense", "contradictions", "effects_of", "kinds_of", "measured", "stand_in"]
+
+AnyDefense = Defense | FeatureDefense | GradientDefense
+
+DRAWS = 8
+"""Releases of each image under which a defense is tried: what it does to one in ten it hardly hides."""
+
+AGREES = 0.05
+"""Relative distance of the measured deviation of a noise from `std`, within which the latter is taken at its word."""
+
+ALIKE = 1e-3
+"""Relative error of a release, beyond its noise, that is more than rounding."""
+
+ORDER: dict[Rows, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
+
+_KEPT: WeakKeyDictionary[VictimModel, dict[AnyDefense, Effects]] = WeakKeyDictionary()
+"""What was measured of each defense, for each living victim."""
+
+
+def effects_of(model: VictimModel, defense: Sequence[AnyDefense]) -> Effects:
+    """Return what stacked defenses do together to what clients of a model release.
+
+    Raises:
+        PrivlabError: if one that declares nothing does not run.
+    """
+    return reduce(_both, (_of_part(model, part) for part in defense), Effects())
+
+
+def kinds_of(part: AnyDefense) -> frozenset[str]:
+    """Return what kinds of effects a defense has on a model that stands in for any; none if it does not run."""
+    try:
+        return _of_part(stand_in(), part).kinds
+    except PrivlabError:
+        return frozenset()
+
+
+@cache
+def stand_in() -> VictimModel:
+    """Return a small model with 224 pixels and E_unk, for what does not depend on the victim."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        vit = VisionTransformer(img_size=224, patch_size=16, embed_dim=64, depth=1, num_heads=1, num_classes=2)
+        return VictimModel(vit.eval(), (0.5,) * 3, (0.5,) * 3, torch.zeros(1, 1, 64)).requires_grad_(False)
+
+
+def _of_part(model: VictimModel, part: AnyDefense) -> Effects:
+    declared = getattr(part, "acts_as", None)
+    if isinstance(declared, Effects):
+        return declared
+    if declared is not None:
+        kind = type(declared).__name__
+        raise PrivlabError(f"acts_as of defense '{part.name}' must be privlab.threat.protocols.Effects. Found {kind}.")
+    kept = _KEPT.setdefault(model, {})
+    try:
+        if part not in kept:
+            kept[part] = measured(model, part)
+    except TypeError:  # it has an option that cannot be hashed
+        return measured(model, part)
+    return kept[part]
+
+
+def _both(first: Effects, then: Effects) -> Effects:
+    """Return what two defenses do, one after the other.
+
+    The later mask is the one that is fed, so the patches that another part moved are no longer those under it.
+    """
+    moving = [each for each in (first, then) if each.patches != "kept"]
+    masking = [each for each in (first, then) if each.pe != "slot"]
+    patches = (
+        "kept" if not moving else moving[0].patches if len(moving) == 1 and masking in ([], moving) else "shuffled"
+    )
+    return Effects(
+        rows=_furthest(first.rows, then.rows),
+        columns=first.columns or then.columns,
+        noise_std=(first.noise_std**2 + then.noise_std**2) ** 0.5,
+        patches=patches,
+        pe=masking[-1].pe if masking else "slot",
+        one_order=bool(moving or masking) and all(each.one_order for each in (*moving, *masking)),
+        gradients=first.gradients if then.gradients == "kept" else then.gradients,
+        other=first.other or then.other,
+    )
+
+
+def measured(model: VictimModel, part: AnyDefense) -> Effects:
+    """Return what one defense does, as its releases of a few images show; what it declares is not looked at.
+
+    Raises:
+        PrivlabError: if it does not run.
+    """
+    try:
+        with torch.no_grad(), full_precision(), torch.random.fork_rng(devices=[]):
+            if isinstance(part, GradientDefense):
+                return _on_gradients(model, part)
+            if isinstance(part, FeatureDefense):
+                return _on_features(model, part)
+            return _on_images(model, part)
+    except PrivlabError:
+        raise
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise PrivlabError(f"Defense '{part.name}' does not run: {what}") from error
+
+
+def contradictions(model: VictimModel, part: AnyDefense, chance: float) -> list[str]:
+    """Return in what the releases of a defense are not what it declares in `acts_as`.
+
+    One that does nothing here, with these options, contradicts nothing. Of noise, `chance` is the factor in the
+    variance that says nothing.
+
+    Raises:
+        PrivlabError: if it does not run.
+    """
+    declared = getattr(part, "acts_as", None)
+    if type(declared) is not Effects:
+        return [f"{type(declared).__name__} declared instead of Effects"]
+    found = measured(model, part)
+    if found == Effects():
+        return []
+    wrong = []
+    for name in (field.name for field in fields(Effects)):
+        said, seen = getattr(declared, name), getattr(found, name)
+        near = name == "noise_std" and 1 / chance <= (seen / max(said, 1e-300)) ** 2 <= chance
+        if said != seen and not near:
+            wrong.append(f"{name}: {said} declared, {seen} measured")
+    return wrong
+
+
+def _on_images(model: VictimModel, part: Defense) -> Effects:
+    """Look at the order, the masks and the pixels of what is fed."""
+    images = _images(model)
+    moved = beyond = masked = other = False
+    one_order, kind = True, "unknown"
+    for draws in _draws(len(images)):
+        feed = Stack((part,)).feed(images, model.patch, draws.images, len(images))
+        away = feed.order != torch.arange(feed.order.shape[1], device=feed.order.device)
+        hidden = torch.zeros_like(away) if feed.masked_pe is None else feed.masked_pe
+        moved, beyond = moved or bool(away.any()), beyond or bool((away & ~hidden).any())
+        if hidden.any():
+            masked, kind = True, feed.replacement
+        one_order = one_order and bool((feed.order == feed.order[0]).all() and (hidden == hidden[0]).all())
+        other = other or not torch.equal(feed.images, permute(images, feed.order, model.patch))
+    patches = "kept" if not moved else "shuffled" if beyond else "masked"
+    pe = "slot" if not masked else "zero" if kind == "zero" else "unknown"
+    return Effects(patches=patches, pe=pe, one_order=one_order and (moved or masked), other=other)
+
+
+def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
+    """Look at where rows and columns come from, and at the rest: what differs from draw to draw is noise."""
+    tokens = model.embed(_images(model))
+    b = len(tokens)
+    sent = [part.send(Sent.plain(tokens.clone(), model.vit.num_prefix_tokens), draws) for draws in _draws(b)]
+    places: list[Rows] = [_rows(each) for each in sent]
+    plain = torch.stack([_restored(each) for each in sent])
+    variance = float(plain.diff(dim=0).double().square().mean() / 2)
+    off = float((plain - tokens).double().square().mean()) - variance
+    size = float(tokens.double().square().mean())
+    std, said = variance**0.5, getattr(part, "std", None)
+    if isinstance(said, int | float) and abs(std - said) <= AGREES * said:
+        std = said
+    return Effects(
+        rows=_furthest(*places),
+        columns=any(_permuted(each) for each in sent),
+        noise_std=std,
+        other=off > ALIKE**2 * size + AGREES * variance,
+    )
+
+
+def _furthest(*rows: Rows) -> Rows:
+    """Return where rows have gone furthest."""
+    return max(rows, key=lambda each: ORDER[each])
+
+
+def _rows(sent: Sent) -> Rows:
+    b, t = sent.source.shape
+    images = torch.arange(b, device=sent.source.device)[:, None]
+    order, slots = sent.source - t * images, torch.arange(t, device=sent.source.device)
+    if bool((sent.source // t != images).any()):
+        return "mixed"
+    if bool((order != order[0]).any()):
+        return "own"
+    return "kept" if torch.equal(order[0], slots) else "shared"
+
+
+def _permuted(sent: Sent) -> bool:
+    return sent.columns is not None and bool((sent.columns.diff() != 1).any())
+
+
+def _restored(sent: Sent) -> Float[Tensor, "b t d"]:
+    """Return the features with rows and columns where they were."""
+    features = restore_features(sent.features, columns=sent.columns) if sent.columns is not None else sent.features
+    return permute_features(features.flatten(0, 1), inverse(sent.source.flatten())).view_as(features)
+
+
+def _on_gradients(model: VictimModel, part: GradientDefense) -> Effects:
+    """Look at what two releases of one gradient have in common with each other, and with it."""
+    shapes = {"patch_embed.proj.weight": model.vit.patch_embed.proj.weight.shape}
+    if model.vit.pos_embed is not None:
+        shapes["pos_embed"] = model.vit.pos_embed.shape
+    seed = Generator().manual_seed(0)
+    true = {name: torch.randn(2, *shape, generator=seed).to(model.mean) for name, shape in shapes.items()}
+    one, two, *_ = (part.release({n: g.clone() for n, g in true.items()}, draws.images) for draws in _draws(2))
+    if any(not torch.equal(one[name], two[name]) for name in true):
+        return Effects(gradients="noisy")
+    if all(torch.equal(one[name], true[name]) for name in true):
+        return Effects()
+    pruned = all(bool(((one[name] == 0) | (one[name] == g)).all()) for name, g in true.items())
+    return Effects(gradients="pruned" if pruned else "rounded")
+
+
+def _images(model: VictimModel) -> Float[Tensor, "4 c h w"]:
+    """Return images of the adversary's own: noise, a gradient, patches of one colour each, and grey.
+
+    No two are alike, for what a defense does may depend on what it is given.
+    """
+    c, h, w = model.image_shape
+    seed = Generator().manual_seed(0)
+    slope = torch.linspace(0, 1, h)[:, None] * torch.linspace(0.2, 1, w)
+    colours = torch.rand(c, *model.grid, generator=seed)
+    colours = colours.repeat_interleave(model.patch, 1).repeat_interleave(model.patch, 2)
+    made = (torch.rand(c, h, w, generator=seed), slope.expand(c, h, w), colours, torch.full((c, h, w), 0.5))
+    return torch.stack(made).to(model.mean)
+
+
+def _draws(b: int) -> Iterator[Draws]:
+    """Yield draws of the adversary's own for b images."""
+    for number in range(DRAWS):
+        seeds = [torch.Generator().manual_seed(1000 * number + i) for i in range(b + 2)]
+        yield Draws(seeds[2:], seeds[0], seeds[1])

@@ -1,0 +1,72 @@
+"""What a client of split learning sends, and what its server sees of it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.base.precision import full_precision
+from privlab.patches.permutations import restore_features
+from privlab.release.effects import effects_of
+from privlab.threat.protocols import (
+    Capability,
+    Defense,
+    Draws,
+    FeatureDefense,
+    FeatureObservation,
+    Feed,
+    GradientDefense,
+    Sent,
+)
+from privlab.threat.stack import Stack
+from privlab.victims.model import VictimModel
+
+__all__ = ["granted_features", "observe_features", "predictions", "send"]
+
+
+def send(model: VictimModel, feed: Feed, stack: Stack, draws: Draws) -> Sent:
+    """Return what the client sends: its embedded tokens z₀ = F₁(x̃), after the parts that act on features."""
+    with torch.no_grad(), full_precision():
+        tokens = model.embed(feed.images, feed.masked_pe, feed.replacement)
+        return stack.send(tokens, model.vit.num_prefix_tokens, draws)
+
+
+def observe_features(
+    model: VictimModel, sent: Sent, stack: Stack, public: Float[Tensor, "m c h w"]
+) -> FeatureObservation:
+    """Return what the server sees of a batch, given the public base and images of its own."""
+    grants = granted_features(model, len(public), stack.parts)
+    return FeatureObservation(model, sent.features, stack.parts, public, grants)
+
+
+def granted_features(
+    model: VictimModel, public: int, defense: Sequence[Defense | FeatureDefense | GradientDefense] = ()
+) -> frozenset[Capability]:
+    """Return the capabilities of a server that knows the public `model` and has `public` images, under a defense."""
+    grants = {
+        Capability.KNOWS_WEIGHTS,
+        Capability.RELEASED_FEATURES,
+        Capability.KNOWS_DEFENSE,
+        Capability.QUERIES,
+    }
+    if public:
+        grants.add(Capability.AUXILIARY_IMAGES)
+    if effects_of(model, defense).rows != "mixed":
+        grants.add(Capability.OWN_ROWS)
+    if model.vit.pos_embed is not None:
+        grants.add(Capability.POSITION_EMBEDDINGS)
+    if model.vit.cls_token is not None:
+        grants.add(Capability.CLASS_TOKEN)
+    return frozenset(grants)
+
+
+def predictions(model: VictimModel, sent: Sent) -> Float[Tensor, "b y"]:
+    """Return the logits that the client gets: F₂ of what T makes of the sent features, put back in order (Eq. 2 and 5).
+
+    The server's keyed weights make T(Z) P_C of Z P_C (Theorem 4.4), so T is run on the features without P_C.
+    """
+    with torch.no_grad(), full_precision():
+        plain = replace(sent, features=restore_features(sent.features, columns=sent.columns), columns=None)
+        return model.head(plain.restored(model.backbone(plain.features)))

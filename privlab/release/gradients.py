@@ -1,0 +1,302 @@
+"""What clients release: the gradient of the loss of one image, or of the mean loss of a batch, by parameter name.
+
+One forward and one backward pass run through the activations only; the gradient of a weight then is a product
+of what its layer read and what flowed back into it, over the tokens of one release. No weight gradient is summed
+over releases and none is computed that nobody asked for.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from operator import attrgetter
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from timm.layers import Mlp
+from timm.models.vision_transformer import Block
+from torch import Generator, Tensor, nn
+
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base.precision import full_precision
+from privlab.patches.patchify import patchify
+from privlab.threat.protocols import Capability, Defense, FeatureDefense, Feed, GradientDefense, Observation
+from privlab.victims.model import AprilBlock, VictimModel
+
+__all__ = ["granted", "observe", "per_sample_gradients", "released_gradients", "released_parameters"]
+
+Rule = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""(layer, its input a, the gradient δ of its output) ↦ the gradient of one of its parameters, per release."""
+
+
+def released_parameters(model: VictimModel) -> frozenset[str]:
+    """Return the names of the parameters whose gradients a client of `model` releases and we can compute."""
+    layers = {
+        f"{path}.{name}"
+        for path, layer in model.vit.named_modules()
+        for name in _rules(layer)
+        if getattr(layer, name) is not None
+    }
+    homes = {name: model if name == "unk_embed" else model.vit for name in _EMBEDDING}
+    embedding = {name for name, home in homes.items() if attrgetter(name)(home) is not None}
+    return frozenset((layers | embedding) - model.frozen)
+
+
+def per_sample_gradients(
+    model: VictimModel, feed: Feed, labels: Int[Tensor, " b"], parameters: Iterable[str]
+) -> dict[str, Float[Tensor, "b ..."]]:
+    """Return ∂ℓ_i/∂θ of each fed image i for each named parameter θ, with ℓ the cross-entropy.
+
+    Raises:
+        PrivlabError: as in `released_gradients`.
+    """
+    return released_gradients(model, feed, labels, parameters)
+
+
+def released_gradients(
+    model: VictimModel,
+    feed: Feed,
+    labels: Int[Tensor, " n"],
+    parameters: Iterable[str],
+    images_per_release: int = 1,
+    *,
+    create_graph: bool = False,
+) -> dict[str, Float[Tensor, "r ..."]]:
+    """Return ∂ℓ/∂θ of each release for each named parameter θ, with ℓ the mean cross-entropy of its B images.
+
+    The n = r·B fed images are those of the releases in their order. A linear layer that reads a_n and whose output
+    receives δ_n gives ∂ℓ/∂W = Σ_n δ_n a_nᵀ, over the tokens of all B images. The embedding is the case a_n = x_n: with
+    g_n = ∂ℓ/∂z_n, ∂ℓ/∂W = Σ_n g_n x_nᵀ, ∂ℓ/∂E_pos[n] = g_n where slot n keeps its PE and 0 elsewhere, and ∂ℓ/∂E_unk
+    = Σ g_m over the other slots; of B images these add up.
+
+    With `create_graph` the result can be derived by the images; the model's attention must not be fused then.
+
+    Raises:
+        PrivlabError: if a parameter is not there, or belongs to a layer with no such rule, or B does not divide n.
+    """
+    B = images_per_release
+    if B < 1 or len(labels) % B:
+        raise PrivlabError(f"images_per_release must be a divisor of the {len(labels)} images. Found {B}.")
+    names = list(dict.fromkeys(parameters))
+    known = released_parameters(model)
+    for name in names:
+        if name not in known:
+            raise unknown_name("parameter with a per-image gradient", name, known)
+    layers = {name: name.rpartition(".")[::2] for name in names if name not in _EMBEDDING}
+    paths = sorted({path for path, _ in layers.values()})
+    with torch.set_grad_enabled(create_graph):
+        z = model.embed(feed.images, feed.masked_pe, feed.replacement)
+    with torch.enable_grad(), _tapped(model.vit, paths) as taps:
+        loss = F.cross_entropy(model.classify(z.requires_grad_()), labels, reduction="sum") / B
+        g, *δ_layers = torch.autograd.grad(loss, [z, *(taps[path][1] for path in paths)], create_graph=create_graph)
+    δ = dict(zip(paths, δ_layers, strict=True))
+    gradients = {}
+    for name in names:
+        if name in layers:
+            path, kind = layers[name]
+            layer = model.vit.get_submodule(path)
+            a = taps[path][0] if create_graph else taps[path][0].detach()
+            gradients[name] = _rules(layer)[kind](layer, _released(a, B), _released(δ[path], B))
+        else:
+            of_images = _EMBEDDING[name](model, feed, g)
+            gradients[name] = of_images if B == 1 else _released(of_images, B).sum(1)
+    return gradients
+
+
+def observe(
+    model: VictimModel,
+    feed: Feed | Float[Tensor, "b c h w"],
+    labels: Int[Tensor, " b"],
+    parameters: Iterable[str],
+    defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
+    draws: Sequence[Generator] = (),
+    images_per_release: int = 1,
+) -> Observation:
+    """Return what the adversary sees of clients that take one training step each, on one image or on a batch.
+
+    Args:
+        model: the victim's model; it is left as it is.
+        feed: what the clients feed it: what a defense makes of the private images, or images in [0, 1] as they are.
+        labels: the class indices of the images, known to the client.
+        parameters: the names of the gradients that the attacks read.
+        defense: the defenses at work, all of them public; those on gradients act here, one after the other.
+        draws: the secret generator of each release, for them.
+        images_per_release: B, the images whose mean loss one gradient is of: the first B are the first release.
+
+    Raises:
+        PrivlabError: as in `released_gradients`.
+    """
+    if isinstance(feed, Tensor):
+        feed = Feed.undefended(feed, model.patch)
+    on_gradients = [part for part in defense if isinstance(part, GradientDefense)]
+    with full_precision():
+        if on_gradients:
+            gradients = _defended(model, feed, labels, list(parameters), on_gradients, draws, images_per_release)
+        else:
+            gradients = released_gradients(model, feed, labels, parameters, images_per_release)
+    grants = granted(model, defense, images_per_release)
+    return Observation(model, gradients, grants, tuple(defense), images_per_release)
+
+
+_AT_ONCE = 2**26
+"""Entries of all released gradients that are held at once while a defense acts on them."""
+
+
+def _defended(
+    model: VictimModel,
+    feed: Feed,
+    labels: Int[Tensor, " b"],
+    names: Sequence[str],
+    defense: Sequence[GradientDefense],
+    draws: Sequence[Generator],
+    images_per_release: int,
+) -> dict[str, Float[Tensor, "r ..."]]:
+    """Return the named gradients of releases that are defended as a whole, computed for a few of them at a time."""
+    released = released_parameters(model) | set(names)
+    size = sum(parameter.numel() for parameter in model.vit.parameters())
+    r, B = max(1, _AT_ONCE // max(1, size)), images_per_release
+    kept: dict[str, list[Tensor]] = {name: [] for name in names}
+    for start in range(0, len(labels), max(r * B, 1)):
+        rows = slice(start, start + r * B)
+        gradients = released_gradients(model, feed.take(rows), labels[rows], sorted(released), B)
+        for part in defense:
+            gradients = part.release(gradients, draws[start // B : start // B + r])
+        for name, chunks in kept.items():
+            chunks.append(gradients[name])
+    return {name: torch.cat(chunks) for name, chunks in kept.items()}
+
+
+def granted(
+    model: VictimModel,
+    defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
+    images_per_release: int = 1,
+) -> frozenset[Capability]:
+    """Return the capabilities that released gradients of `model` grant, of one image or of a batch, under a defense."""
+    grants = {Capability.KNOWS_WEIGHTS, Capability.KNOWS_DEFENSE}
+    if images_per_release == 1:
+        grants.add(Capability.BATCH_SIZE_ONE)
+    if any(isinstance(part, GradientDefense) for part in defense):
+        grants.add(Capability.GRADIENT_DEFENSE)
+    released = released_parameters(model)
+    if "pos_embed" in released:
+        grants.add(Capability.LEARNABLE_PE_GRADIENT)
+        if not model.vit.no_embed_class:
+            grants.add(Capability.PE_OF_EVERY_TOKEN)
+    if isinstance(model.vit.blocks[0], AprilBlock):
+        grants.add(Capability.APRIL_BLOCK)
+    if _plain(model) and released >= _MLP:
+        grants.add(Capability.PLAIN_BLOCK)
+    return frozenset(grants)
+
+
+_MLP = {f"blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+
+
+def obstacles(model: VictimModel) -> dict[Capability, str]:
+    """Return why a model grants no capability that its kind has, where what the capability says does not tell."""
+    if isinstance(before := model.vit.norm_pre, nn.Identity):
+        return {}
+    return {
+        Capability.PLAIN_BLOCK: f"a pre-norm, {type(before).__name__} `norm_pre`, stands between the embedding and the "
+        "first block, as in CLIP's models"
+    }
+
+
+def _plain(model: VictimModel) -> bool:
+    """Return whether the embedded tokens enter a block of timm's plain kind as they are."""
+    first = model.vit.blocks[0]
+    if type(first) is not Block or type(first.mlp) is not Mlp or not isinstance(first.norm2, nn.LayerNorm):
+        return False
+    return isinstance(model.vit.norm_pre, nn.Identity) and isinstance(first.mlp.norm, nn.Identity)
+
+
+@contextmanager
+def _tapped(vit: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Record (input, output) of the named layers during the forward pass within the context."""
+    taps: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def hook(path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def record(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            taps[path] = (inputs[0], output)
+
+        return record
+
+    with ExitStack() as stack:
+        for path in paths:
+            stack.enter_context(vit.get_submodule(path).register_forward_hook(hook(path)))
+        yield taps
+
+
+def _released(x: Tensor, B: int) -> Tensor:
+    """View what is given for each image as r × B × …; as it is where each image is a release of its own."""
+    return x if B == 1 else x.unflatten(0, (-1, B))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """View an activation as r × n × d, with the n tokens of a release; a pooled one has a token for each image."""
+    return x.flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1)
+
+
+def _summed(_: nn.Module, a: Tensor, δ: Tensor) -> Tensor:
+    return _rows(δ).sum(1)
+
+
+def _linear_weight(_: nn.Module, a: Tensor, δ: Tensor) -> Tensor:
+    return _rows(δ).mT @ _rows(a)
+
+
+def _norm_weight(layer: nn.Module, a: Tensor, δ: Tensor) -> Tensor:
+    assert isinstance(layer, nn.LayerNorm)
+    return _rows(δ * F.layer_norm(a, layer.normalized_shape, eps=layer.eps)).sum(1)
+
+
+def _rules(layer: nn.Module) -> dict[str, Rule]:
+    """Return the rules for the parameters of a layer; none for a kind of layer that has no rule."""
+    if isinstance(layer, nn.Linear):
+        return {"weight": _linear_weight, "bias": _summed}
+    if isinstance(layer, nn.LayerNorm):
+        return {"weight": _norm_weight, "bias": _summed}
+    return {}
+
+
+def _pos_embed(model: VictimModel, feed: Feed, g: Tensor) -> Tensor:
+    assert model.vit.pos_embed is not None
+    rows = g[:, -model.vit.pos_embed.shape[1] :]
+    if feed.masked_pe is not None:
+        prefix = feed.masked_pe.new_zeros(len(g), rows.shape[1] - feed.masked_pe.shape[1])
+        rows = rows.masked_fill(torch.cat([prefix, feed.masked_pe], 1)[..., None], 0)
+    return rows.unsqueeze(1)
+
+
+def _unk_embed(model: VictimModel, feed: Feed, g: Tensor) -> Tensor:
+    if feed.masked_pe is None or feed.replacement == "zero":
+        return g.new_zeros(len(g), 1, 1, g.shape[-1])
+    return (g[:, -feed.masked_pe.shape[1] :] * feed.masked_pe[..., None]).sum(1)[:, None, None]
+
+
+def _cls_token(model: VictimModel, feed: Feed, g: Tensor) -> Tensor:
+    return g[:, None, :1]
+
+
+def _reg_token(model: VictimModel, feed: Feed, g: Tensor) -> Tensor:
+    prefix = model.vit.num_prefix_tokens
+    return g[:, None, prefix - model.vit.num_reg_tokens : prefix]
+
+
+def _proj_weight(model: VictimModel, feed: Feed, g: Tensor) -> Tensor:
+    X = patchify(model.normalise(feed.images), model.patch)
+    return (g[:, -X.shape[1] :].mT @ X).unflatten(2, model.vit.patch_embed.proj.weight.shape[1:])
+
+
+def _proj_bias(model: VictimModel, feed: Feed, g: Tensor) -> Tensor:
+    return g[:, model.vit.num_prefix_tokens :].sum(1)
+
+
+_EMBEDDING: dict[str, Callable[[VictimModel, Feed, Tensor], Tensor]] = {
+    "pos_embed": _pos_embed,
+    "unk_embed": _unk_embed,
+    "cls_token": _cls_token,
+    "reg_token": _reg_token,
+    "patch_embed.proj.weight": _proj_weight,
+    "patch_embed.proj.bias": _proj_bias,
+}
+"""(model, feed, g = ∂ℓ/∂z₀) ↦ the gradient of a parameter of the embedding, per image."""

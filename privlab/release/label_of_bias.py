@@ -1,0 +1,72 @@
+"""Labels from the gradient of the head's bias: what the cross-entropy of a softmax gives away in closed form.
+
+B images whose losses are summed release h_c = Σᵢ pᵢc − n_c for class c, with pᵢc ∈ (0, 1) the probability that the
+model gives class c for image i, and n_c the number of images of that class. The mean of the losses releases h / B.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+
+__all__ = ["certain_counts", "labels_of", "likely_labels"]
+
+_ROUNDING = 1e-3
+"""How far −h_c may lie above a whole number, for each image."""
+
+_BFLOAT16 = 2.0**-8
+"""How far it may lie above it relative to itself: what rounding to bfloat16 adds at most."""
+
+
+def certain_counts(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> Int[Tensor, " y"]:
+    """Return how many images of each class there are at least: n_c = Σᵢ pᵢc − h_c ≥ ⌈−h_c⌉.
+
+    Raises:
+        PrivlabError: if the batch size is below 1, or the gradient is not finite.
+    """
+    if batch_size < 1:
+        raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
+    if not head_bias_gradient.isfinite().all():
+        raise PrivlabError("The gradient of the head's bias must be finite. Found NaN or infinity.")
+    least = -head_bias_gradient.double() * (1 - _BFLOAT16) - _ROUNDING * batch_size
+    return least.ceil().clamp(min=0).long()
+
+
+def labels_of(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[int] | None:
+    """Return the labels of a batch in ascending order where the gradient determines them, otherwise None.
+
+    One image: its class alone has h_c = p_c − 1 < 0. More: where the counts that are certain make up the batch.
+
+    Raises:
+        PrivlabError: as in `certain_counts`.
+    """
+    counts = certain_counts(head_bias_gradient, batch_size)
+    if batch_size == 1:
+        least = int(head_bias_gradient.argmin())
+        return [least] if head_bias_gradient[least] < 0 else None
+    return _listed(counts) if int(counts.sum()) == batch_size else None
+
+
+def likely_labels(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[int]:
+    """Return the labels of a batch in ascending order, guessed where the gradient does not determine them.
+
+    Each image beyond the certain counts goes to the class whose n_c + h_c = Σᵢ pᵢc then is the least: exact for a model
+    that gives all classes the same probability, as an untrained one nearly does. Where the certain counts exceed the
+    batch, as noise makes them, those that explain the least are dropped.
+
+    Raises:
+        PrivlabError: as in `certain_counts`.
+    """
+    counts = certain_counts(head_bias_gradient, batch_size)
+    explained = counts + head_bias_gradient.double()
+    while (total := int(counts.sum())) != batch_size:
+        step = 1 if total < batch_size else -1
+        c = int(explained.argmin() if step > 0 else explained.masked_fill(counts == 0, -torch.inf).argmax())
+        counts[c] += step
+        explained[c] += step
+    return _listed(counts)
+
+
+def _listed(counts: Int[Tensor, " y"]) -> list[int]:
+    return torch.arange(len(counts), device=counts.device).repeat_interleave(counts).tolist()

@@ -1,0 +1,173 @@
+"""What an honest-but-curious server of split learning keeps: the features and gradients that it is sent.
+
+Format, version 1. A recording is a folder with one folder per session:
+
+    DIR/SESSION/session.json                    {"format": "privlab-recording", "version": 1, "session", "started", ...}
+    DIR/SESSION/step-00000012.safetensors       training step 12: `features`, and `gradient` = ∂ℓ/∂outputs if it came
+    DIR/SESSION/infer-00000003.safetensors      the third inference: `features`
+
+Each tensor is b × t × d, float32 or float64; the metadata of each file name its `kind` and `step`. `session.json` also
+holds the contract of the session, the server's model, and versions. Features come as they were sent: permuted, noisy.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.base.warnings import PrivlabWarning
+
+__all__ = ["Recorded", "Recorder", "SessionRecorder", "read_recording", "recorded_sessions"]
+
+_FORMAT, _VERSION = "privlab-recording", 1
+Kind = Literal["step", "infer"]
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """One batch that a server saw; `gradient` is ∂ℓ/∂outputs where a training step got so far."""
+
+    session: str
+    kind: Kind
+    number: int
+    features: Float[Tensor, "b t d"]
+    gradient: Float[Tensor, "b t d"] | None
+
+
+class Recorder:
+    """Writes a recording; when the disk is full, it stops for good, and says so once: serving goes on.
+
+    Args:
+        folder: of the recording; made if it is not there.
+        facts: about the server, for every `session.json`.
+        on_stop: is told why nothing more is recorded.
+
+    Raises:
+        PrivlabError: if the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any], on_stop: Callable[[str], None]) -> None:
+        self._folder, self._facts, self._on_stop, self._stopped = folder, facts, on_stop, False
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise PrivlabError(f"--record '{folder}' cannot be made: {error.strerror}. Give another.") from error
+
+    def session(self, name: str, facts: Mapping[str, Any]) -> "SessionRecorder":
+        """Return the recorder of a session, new or resumed."""
+        path = self._folder / name / "session.json"
+        if not path.exists():
+            started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            about = {"format": _FORMAT, "version": _VERSION, "session": name, "started": started}
+            self.write(path, (json.dumps(about | dict(self._facts) | dict(facts), indent=2) + "\n").encode())
+        return SessionRecorder(self, path.parent)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write one file, whole or not at all; after a failure, nothing any more."""
+        if self._stopped:
+            return
+        temporary = path.with_name(f".tmp-{path.name}")
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        except OSError as error:
+            self._stopped = True
+            temporary.unlink(missing_ok=True)
+            self._on_stop(f"Recording stopped: '{path}' cannot be written: {error.strerror}. The sessions go on.")
+
+
+class SessionRecorder:
+    """Writes what one session brings."""
+
+    def __init__(self, recorder: Recorder, folder: Path) -> None:
+        self._recorder, self._folder = recorder, folder
+        self._inferences = max((number for _, number, _ in _files(folder, "infer")), default=0)
+
+    def step(self, step: int, features: Float[Tensor, "b t d"], gradient: Float[Tensor, "b t d"] | None) -> None:
+        """Write a training step: what it brought, as far as it came."""
+        self._write("step", step, {"features": features} | ({} if gradient is None else {"gradient": gradient}))
+
+    def inference(self, features: Float[Tensor, "b t d"]) -> None:
+        """Write a batch that was sent for inference."""
+        self._inferences += 1
+        self._write("infer", self._inferences, {"features": features})
+
+    def _write(self, kind: Kind, number: int, tensors: Mapping[str, Tensor]) -> None:
+        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        data = save(held, {"format": _FORMAT, "version": str(_VERSION), "kind": kind, "step": str(number)})
+        self._recorder.write(self._folder / f"{kind}-{number:08d}.safetensors", data)
+
+
+def recorded_sessions(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what `session.json` says of each session of a recording, or of the one whose folder this is.
+
+    Raises:
+        PrivlabError: if there is no recording, or it has another version.
+    """
+    paths = [folder] if (folder / "session.json").exists() else sorted(p.parent for p in folder.glob("*/session.json"))
+    if not paths:
+        raise PrivlabError(f"'{folder}' holds no recording: expected what `privlab split serve --record` writes.")
+    return {str(path): _about(path / "session.json") for path in paths}
+
+
+def read_recording(folder: Path, kind: Kind | None = None) -> Iterator[Recorded]:
+    """Yield the batches of a recording, or of one session of it, by sessions, training before inference, in order.
+
+    Args:
+        folder: of the recording, or of one of its sessions.
+        kind: "step" for training alone, "infer" for inference alone.
+
+    Raises:
+        PrivlabError: if there is no recording, or it has another version.
+
+    Warns:
+        PrivlabWarning: for each file that is torn or not of this format; it is left out.
+    """
+    sessions = recorded_sessions(folder)
+    return (
+        batch
+        for path, about in sessions.items()
+        for each in (("step", "infer") if kind is None else (kind,))
+        for found, number, file in _files(Path(path), each)
+        if (batch := _batch(str(about["session"]), found, number, file)) is not None
+    )
+
+
+def _files(folder: Path, kind: Kind) -> list[tuple[Kind, int, Path]]:
+    names = [(path.stem.removeprefix(f"{kind}-"), path) for path in folder.glob(f"{kind}-*.safetensors")]
+    return sorted((kind, int(number), path) for number, path in names if number.isdecimal())
+
+
+def _about(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(path.read_bytes())
+        found = about["format"], about["version"], about["session"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PrivlabError(f"'{path}' cannot be read as a recording: {type(error).__name__}: {error}.") from error
+    if found[:2] != (_FORMAT, _VERSION):
+        raise PrivlabError(f"'{path}' must be {_FORMAT}, version {_VERSION}. Found {found[0]}, version {found[1]}.")
+    return about
+
+
+def _batch(session: str, kind: Kind, number: int, path: Path) -> Recorded | None:
+    try:
+        tensors = load(path.read_bytes())
+        features, gradient = tensors["features"], tensors.get("gradient")
+        for tensor in (features, features if gradient is None else gradient):
+            if tensor.ndim != 3 or tensor.dtype not in (torch.float32, torch.float64):
+                raise ValueError(f"expected b × t × d floats, found {tuple(tensor.shape)} of {tensor.dtype}")
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        warnings.warn(f"Left out '{path}': {' '.join(str(error).split())}.", PrivlabWarning, stacklevel=2)
+        return None
+    return Recorded(session, kind, number, features, gradient)

@@ -1,0 +1,42 @@
+"""Whether an image is the private one, told by the gradient that it gives itself: no private image is needed."""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from privlab.base.precision import full_precision
+from privlab.release.gradients import per_sample_gradients, released_parameters
+from privlab.threat.protocols import Feed, Observation
+
+__all__ = ["EXPLAINED", "residual", "unlit"]
+
+EXPLAINED = 0.05
+"""The residual below which a released gradient is taken for that of the reconstruction (notes/gradients.md)."""
+
+
+def residual(seen: Observation, images: Float[Tensor, "1 c h w"], label: int) -> float:
+    """Return ‖∇ℓ(images) − G‖ / ‖G‖ over the released gradients G that have a per-image rule; 0 is the client's own.
+
+    Slots whose position embedding has no gradient are fed as MJP feeds them: with E_unk where it has a gradient.
+    """
+    model, held = seen.model, seen.gradients
+    feed = Feed.undefended(images, model.patch)
+    masked = unlit(seen)
+    if masked.any():
+        unknown = "unk_embed" in held and bool(held["unk_embed"].any())
+        feed = replace(feed, masked_pe=masked[None], replacement="unknown" if unknown else "zero")
+    names = sorted(released_parameters(model) & held.keys())
+    with full_precision():
+        own = per_sample_gradients(model, feed, torch.tensor([label], device=images.device), names)
+    off = sum((own[name] - held[name]).double().square().sum() for name in names)
+    return float(torch.as_tensor(off).sqrt() / sum(held[name].double().square().sum() for name in names) ** 0.5)
+
+
+def unlit(seen: Observation) -> Bool[Tensor, " n"]:
+    """Return the patch slots whose position embedding has no gradient."""
+    height, width = seen.model.grid
+    if "pos_embed" not in seen.gradients:
+        return torch.zeros(height * width, dtype=torch.bool, device=seen.model.mean.device)
+    return (seen.gradients["pos_embed"][0, 0, -height * width :] == 0).all(1)

@@ -1,0 +1,102 @@
+"""Claims: what the paper printed, its attack here, and the worst case, as paired bars."""
+
+import math
+
+import matplotlib.figure
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from privlab.base.errors import PrivlabError
+from privlab.grids.definition import KNOWN, Figure
+from privlab.report.figures.data import Levels, case_names, notes, read_levels
+from privlab.report.figures.rows import Row, height, stack
+from privlab.report.figures.style import (
+    PUBLISHED,
+    SMALL,
+    WORST,
+    Role,
+    Scale,
+    axis_title,
+    canvas,
+    control_line,
+    dress,
+    filled,
+)
+from privlab.report.tables.formats import shown
+from privlab.report.tables.leakage import Score
+from privlab.report.tables.results import Results
+
+__all__ = ["draw_claim"]
+
+_BAR, _GAP = 0.11, 0.06
+"""Heights of a bar, and of the gap between cases, in inches."""
+
+
+def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
+    """Draw for each case what the paper printed, what its attack reaches here, and the worst case, with intervals.
+
+    The figures stand beside the bars, with the attack behind the worst case where it is not the same in all cases.
+
+    Raises:
+        PrivlabError: if no case has a published figure of the metric, or nothing was measured.
+    """
+    y, cases = figure.y, range(len(results.cases))
+    levels = read_levels(results, figure, y)
+    if all(math.isnan(levels.score(i, PUBLISHED, y).mean) for i in cases):
+        raise PrivlabError(f"The claim '{figure.name}' needs published figures of {y}. Found none in '{results.name}'.")
+    roles = [PUBLISHED, *levels.roles(y)]
+    scores = {(i, role): levels.score(i, role, y) for i in cases for role in roles}
+    control = levels.control(cases, y)
+    ends = (v for score in scores.values() for v in (score.mean, score.low, score.high))
+    scale = Scale.over([0.0, control, *ends], log=False)
+    names = case_names(levels, grouped=True)
+    rows = [
+        Row(case.group or "", name, len(roles) * _BAR, _GAP) for case, name in zip(results.cases, names, strict=True)
+    ]
+    picture, ax = canvas()
+    middles = stack(ax, rows)
+    ax.grid(axis="x")
+    behind = levels.attacks(cases, y)
+    several = len(set(behind.values())) > 1
+    for (case, role), score in scores.items():
+        at = middles[case] + (roles.index(role) - (len(roles) - 1) / 2) * _BAR
+        _draw_bar(ax, at, role, score, scale)
+        beside = _said(levels, case, role, y)
+        beside += f"  {behind[case]}" if several and role is WORST and case in behind else ""
+        ax.text(1.02, at, beside, transform=ax.get_yaxis_transform(), va="center", fontsize=SMALL - 0.5)
+    line = control_line(ax, control, scale, upright=True)
+    scale.apply(ax, "x")
+    ax.set_xlabel(axis_title(y))
+    handles = [*(_handle(levels, role, set(behind.values())) for role in roles), *line]
+    said = notes(levels, cases, f"Lines: {results.layout.interval * 100:g} % bootstrap intervals of the mean.")
+    dress(picture, height(rows), handles, said)
+    return picture
+
+
+def _draw_bar(ax: Axes, at: float, role: Role, score: Score, scale: Scale) -> None:
+    """Draw a bar and its interval; what was not measured has neither."""
+    if math.isnan(score.mean):
+        return
+    mean, low, high = scale.place([score.mean, score.low, score.high])
+    ax.barh(at, mean, 0.86 * _BAR, label=role.name, **filled(role))
+    if not np.isnan(low):
+        ax.plot([low, high], [at, at], color="black", linewidth=0.9, marker="|", markersize=2.5, label="_interval")
+
+
+def _said(levels: Levels, case: int, role: Role, metric: str) -> str:
+    """Return the figure that stands beside a bar, or why there is none."""
+    score, row = levels.score(case, role, metric), levels.row(case, role)
+    if row is not None and row.refused and not row.images and role is not WORST:
+        return "cannot run"
+    if not KNOWN[metric].arrow:  # in per cent
+        return shown(score.mean, 1)
+    return shown(score.mean, levels.results.layout.decimals.get(metric, KNOWN[metric].decimals))
+
+
+def _handle(levels: Levels, role: Role, behind: set[str]) -> Patch:
+    attack = levels.results.layout.paper_attack if role.kind == "paper" else None
+    if role is WORST and len(behind) == 1:
+        attack = next(iter(behind))
+    name = f"{role.name} ({attack})" if attack else role.name
+    return Patch(label=name, **filled(role))

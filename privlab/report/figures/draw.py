@@ -1,0 +1,78 @@
+"""The figures of an experiment, rebuilt from its records: vector files that a paper takes as they are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.grids.definition import FIGURES, KNOWN, Figure
+from privlab.report.figures.claim import draw_claim
+from privlab.report.figures.curve import draw_curve
+from privlab.report.figures.distribution import draw_distribution
+from privlab.report.figures.sheet import draw_sheet
+from privlab.report.figures.style import styled
+from privlab.report.figures.trade_off import draw_trade_off
+from privlab.report.tables.results import Results
+
+__all__ = ["draw", "write_figures"]
+
+_DRAW: Mapping[str, Callable[[Results, Figure], matplotlib.figure.Figure]] = {
+    "curve": draw_curve,
+    "trade-off": draw_trade_off,
+    "distribution": draw_distribution,
+    "sheet": draw_sheet,
+    "claim": draw_claim,
+}
+_NO_DATE: Mapping[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
+"""Formats, each with what keeps the time out of the file, so that the same records give the same bytes."""
+
+
+def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
+    """Draw a figure of the results.
+
+    Raises:
+        PrivlabError: if the kind or the metric is unknown, or the results lack what the figure shows: a numeric option
+            on x, values of the metric, a paper's figures, or pictures.
+    """
+    if figure.kind not in FIGURES:
+        raise unknown_name("figure", figure.kind, FIGURES)
+    if figure.y not in KNOWN:
+        raise unknown_name("metric", figure.y, KNOWN)
+    with styled():
+        return _DRAW[figure.kind](results, figure)
+
+
+def write_figures(results: Results, out: Path, formats: Sequence[str] = ("pdf", "svg")) -> list[Path]:
+    """Draw every figure of the results and write it to `out` as NAME.FORMAT; the same records give the same bytes.
+
+    Raises:
+        PrivlabError: if a figure cannot be drawn or written, or a format or name cannot be used.
+    """
+    _check(results.figures, formats)
+    written = []
+    for figure in results.figures:
+        picture = draw(results, figure)
+        for kind in formats:
+            path = out / f"{figure.name}.{kind}"
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+                with styled():
+                    picture.savefig(path, format=kind, metadata=_NO_DATE[kind])
+            except OSError as error:
+                raise PrivlabError(f"Cannot write the figure '{path}': {error.strerror or error}.") from None
+            written.append(path)
+    return written
+
+
+def _check(figures: Sequence[Figure], formats: Sequence[str]) -> None:
+    for kind in formats:
+        if kind not in _NO_DATE:
+            raise unknown_name("format of figures", kind, _NO_DATE)
+    names = [figure.name for figure in figures]
+    for name in names:
+        if names.count(name) > 1:
+            raise PrivlabError(f"Two figures are named '{name}': give each its own name.")
+        if name != Path(name).name or name in ("", ".", ".."):
+            raise PrivlabError(f"A figure's name must be that of a file, without a folder. Found '{name}'.")

@@ -1,0 +1,168 @@
+"""Contact sheets: reconstructions at the best, the median and the worst score, beside the private image."""
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+from PIL import Image
+
+from privlab.base.errors import PrivlabError
+from privlab.grids.definition import KNOWN, Figure
+from privlab.report.figures.data import case_names, check_leaks, notes, read_levels
+from privlab.report.figures.style import COLUMN, GREY, PAGE, SMALL, metric_title, wrapped
+from privlab.report.tables import leakage
+from privlab.report.tables.formats import shown
+from privlab.report.tables.per_image import named
+from privlab.report.tables.results import Results
+from privlab.stores.strips import Place, pngs
+
+__all__ = ["draw_sheet"]
+
+_RANKS = ("leakiest", "median", "least leaky")
+
+_DOTS = 240
+"""Pixels to an inch that a picture keeps at most, so that a sheet of photographs stays small."""
+
+_NARROW = 2
+"""Up to as many cases take a column of the paper, a line for each rank; more take a page, a line for each case."""
+
+_EDGE, _GAP, _BETWEEN, _LINE = 0.04, 0.04, 0.12, 0.088
+"""Inches around the sheet, between pictures, between ranks, and for a line of text."""
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """A picture and the lines under it; without a place there is none."""
+
+    place: Place | None
+    score: str = ""
+    attack: str = ""
+
+
+def draw_sheet(results: Results, figure: Figure) -> matplotlib.figure.Figure:
+    """Draw for each case three images: private, fed, as the paper's attack returns it, and as the worst case does.
+
+    They are the images with the leakiest, the median and the least leaky worst case, among those whose pictures were
+    kept. Scores stand beneath, with the attack behind the worst case.
+
+    Raises:
+        PrivlabError: if the metric is one of utility, nothing was measured, or no pictures were kept or can be read.
+    """
+    check_leaks(figure)
+    levels = read_levels(results, figure, figure.y)
+    ranked = {case: panels for case in range(len(results.cases)) if (panels := _ranked(results, case, figure.y))}
+    if not ranked:
+        raise PrivlabError(f"The sheet '{figure.name}' needs pictures. Found none in '{results.path}'.")
+    said = f"Numbers: {metric_title(figure.y)}. Images are ranked by their worst case."
+    names = case_names(levels)
+    titles = [names[case] for case in ranked] if len(results.cases) > 1 else [""]
+    return _draw(list(ranked.values()), titles, _heads(results), notes(levels, list(ranked), said))
+
+
+def _heads(results: Results) -> list[str]:
+    """Return what stands over the pictures of one image."""
+    paper = results.layout.paper_attack
+    return ["private", "fed", *([paper] if paper else []), "worst case"]
+
+
+def _ranked(results: Results, case: int, metric: str) -> list[list[_Panel]]:
+    """Return the pictures of the images at each rank, or nothing where none were kept."""
+    records = results.records.loc[results.records.case == case]
+    images = leakage.per_image(records, [metric], results.layout.geometry)
+    worst = images.loc[(images.attack == leakage.WORST) & images[metric].notna()]
+    worst = worst.loc[[results.picture(case, sha, "private") is not None for sha in worst.image]]
+    if worst.empty:
+        return []
+    order = worst.sort_values([metric, "image"], ascending=[KNOWN[metric].direction == "lower leaks", True])
+    scores = list(zip(order.image.tolist(), order[metric].tolist(), strict=True))
+    reached = leakage.worst_case(records, [metric], results.layout.geometry).drop_duplicates("image")
+    by = dict(zip(reached.image, zip(reached.attack, reached.geometry, strict=True), strict=True))
+    of_paper = images.loc[images.attack == results.layout.paper_attack].groupby("image")[metric].mean().to_dict()
+    chosen = [scores[place] for place in (0, (len(scores) - 1) // 2, -1)]
+    return [
+        _panels(results, (case, sha), metric, of_paper.get(sha, math.nan), (*by[sha], score)) for sha, score in chosen
+    ]
+
+
+def _panels(
+    results: Results, of: tuple[int, str], metric: str, of_paper: float, worst: tuple[str, str, float]
+) -> list[_Panel]:
+    """Return the pictures `of` an image in a case; `worst` is the attack behind the worst case, geometry, score."""
+    decimals = results.layout.decimals.get(metric, KNOWN[metric].decimals)
+    panels = [_Panel(results.picture(*of, what)) for what in ("private", "fed")]
+    if paper := results.layout.paper_attack:
+        panels.append(_Panel(results.picture(*of, paper), shown(of_paper, decimals)))
+    attack, geometry, score = worst
+    return [*panels, _Panel(results.picture(*of, attack), shown(score, decimals), named(attack, geometry))]
+
+
+def _draw(
+    cases: Sequence[Sequence[Sequence[_Panel]]], titles: Sequence[str], heads: Sequence[str], said: Sequence[str]
+) -> matplotlib.figure.Figure:
+    """Lay the pictures out, in inches from the top left corner."""
+    narrow = len(cases) <= _NARROW
+    width, blocks, left = (COLUMN, 1, _EDGE + 1.4 * _LINE) if narrow else (PAGE, len(_RANKS), _EDGE)
+    block = (width - left - _EDGE + _BETWEEN) / blocks
+    step = (block - _BETWEEN + _GAP) / len(heads)
+    picture = matplotlib.figure.Figure()
+    ax = picture.add_axes((0, 0, 1, 1), frameon=False)
+    y = _EDGE
+    for i in range(blocks):
+        if not narrow:
+            _write(ax, left + i * block + (block - _BETWEEN) / 2, y, _RANKS[i], weight="bold")
+        for j, head in enumerate(heads):
+            _write(ax, left + i * block + j * step + (step - _GAP) / 2, y + (0 if narrow else 1.3 * _LINE), head)
+    y += 1.3 * _LINE * (1 if narrow else 2)
+    for title, ranks in zip(titles, cases, strict=True):
+        if title:
+            _write(ax, left, y, title, ha="left", weight="bold")
+            y += 1.3 * _LINE
+        for i, panels in enumerate(ranks):
+            if narrow:
+                _write(ax, _EDGE + _LINE / 2, y + (step - _GAP) / 2, _RANKS[i], rotation=90, va="center")
+            for j, panel in enumerate(panels):
+                _show(ax, panel, left + (0 if narrow else i * block) + j * step, y, step - _GAP)
+            y += step + 2.1 * _LINE if narrow or i == len(_RANKS) - 1 else 0
+    text = wrapped(said, width)
+    _write(ax, left, y, text, ha="left", color=GREY, linespacing=1.25)
+    y += _LINE * (1.1 * text.count("\n") + 1.2) + _EDGE
+    picture.set_size_inches(width, y)
+    ax.set(xlim=(0, width), ylim=(y, 0), xticks=[], yticks=[], aspect="auto")
+    return picture
+
+
+def _write(ax: Axes, x: float, y: float, text: str, ha: str = "center", va: str = "top", **style: Any) -> None:  # noqa: ANN401
+    ax.text(x, y, text, ha=ha, va=va, fontsize=SMALL, **style)
+
+
+def _show(ax: Axes, panel: _Panel, x: float, y: float, side: float) -> None:
+    """Draw a picture within a square of that side, and what is written under it."""
+    if panel.place is None:
+        _write(ax, x + side / 2, y + side / 2, "no picture", va="center", color=GREY)
+    else:
+        pixels = _read(panel.place, side)
+        high, wide = (side * n / max(pixels.shape[:2]) for n in pixels.shape[:2])
+        x0, y0 = x + (side - wide) / 2, y + (side - high) / 2
+        ax.imshow(pixels, extent=(x0, x0 + wide, y0 + high, y0), interpolation="none")
+    _write(ax, x + side / 2, y + side + 0.2 * _LINE, panel.score)
+    if len(panel.attack) * SMALL / 110 < side:  # about its width in inches
+        _write(ax, x + side / 2, y + side + 1.2 * _LINE, panel.attack)
+    else:
+        _write(ax, x + side, y + side + 1.2 * _LINE, panel.attack, ha="right")
+
+
+def _read(place: Place, side: float) -> NDArray[np.uint8]:
+    """Return the pixels of a picture, made smaller where it has more than `_DOTS` to an inch."""
+    try:
+        with Image.open(io.BytesIO(pngs([place])[0])) as image:
+            image.thumbnail((round(side * _DOTS), round(side * _DOTS)), Image.Resampling.BOX)
+            return np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:  # as Pillow says that a file is torn
+        reason = getattr(error, "strerror", None) or "it is no image"
+        raise PrivlabError(f"Cannot read the picture '{place.file}': {reason}.") from None

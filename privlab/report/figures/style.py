@@ -1,0 +1,266 @@
+"""How figures look: one style for all kinds, readable in grey, and axes that know the leaky direction."""
+
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import matplotlib.style
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from numpy.typing import NDArray
+
+from privlab.grids.definition import KNOWN
+
+__all__ = [
+    "COLUMN",
+    "GREY",
+    "MARKERS",
+    "MEASURED",
+    "OTHER",
+    "PAGE",
+    "PALETTE",
+    "PAPER",
+    "PUBLISHED",
+    "SMALL",
+    "WORST",
+    "Role",
+    "Scale",
+    "axis_title",
+    "canvas",
+    "control_line",
+    "dress",
+    "filled",
+    "look",
+    "metric_title",
+    "option_title",
+    "styled",
+    "wrapped",
+]
+
+COLUMN, PAGE = 3.3, 6.9
+"""Widths of a paper's column and of its page, in inches."""
+
+SMALL = 5.5
+"""Size of the smallest text, in points."""
+
+GREY = "0.35"
+_CONTROL: dict[str, Any] = {"color": GREY, "linestyle": (0, (1, 1.5)), "linewidth": 0.7}
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7A5C00")
+MARKERS = ("o", "s", "^", "D", "v", "p", "<", ">")
+"""Colours that the colour-blind can tell apart (Okabe and Ito 2008), and the marker of each, for print in grey."""
+
+_STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so that a figure is the same everywhere
+    "font.size": 7,
+    "axes.labelsize": 7,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "0.88",
+    "grid.linewidth": 0.5,
+    "xtick.labelsize": 6,
+    "ytick.labelsize": 6,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.minor.size": 1.2,
+    "ytick.minor.size": 1.2,
+    "xtick.minor.width": 0.4,
+    "ytick.minor.width": 0.4,
+    "legend.fontsize": 6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.0,
+    "lines.markersize": 4.0,
+    "hatch.linewidth": 0.5,
+    "pdf.fonttype": 42,  # TrueType: text stays text, and publishers take it
+    "svg.hashsalt": "privlab",
+    "savefig.dpi": 300,
+}
+
+
+def styled() -> AbstractContextManager[None]:
+    """Return the context in which figures are drawn and written; a user's own settings hold again after it."""
+    return matplotlib.style.context(["default", _STYLE])
+
+
+@dataclass(frozen=True)
+class Role:
+    """Whose figure a mark shows: told apart by fill, line and hatch, and only then by colour.
+
+    `kind` is that of the row of the leakage table.
+    """
+
+    kind: Literal["published", "paper", "worst", "attack"]
+    name: str
+    color: str
+    face: str
+    fill: Literal["none", "full", "bottom"]
+    line: str
+    marker: str
+    hatch: str
+
+
+PAPER = Role("paper", "paper's attack", "#0072B2", "#B7D7EA", "none", "-", "o", "/////")
+WORST = Role("worst", "worst case", "#D55E00", "#D55E00", "full", "--", "s", "")
+PUBLISHED = Role("published", "as published", "#000000", "#FFFFFF", "bottom", "none", "D", "")
+OTHER = Role("attack", "other attack", "#000000", "#FFFFFF", "full", "none", ".", "\\\\\\")
+MEASURED = Role("worst", "measured here", "#0072B2", "#B7D7EA", "full", "-", "o", "/////")
+"""The paper's attack, run here; the worst case; what the paper printed; other attacks; and utility, which no attack
+changes."""
+
+_TITLES = {
+    "mse": "MSE",
+    "psnr": "PSNR (dB)",
+    "psnr_affine": "PSNR after gain and offset (dB)",
+    "correlation": "correlation of pixels",
+    "gms_affine": "similarity of gradient magnitudes",
+    "ssim": "SSIM",
+    "ssim_skimage": "SSIM (scikit-image)",
+    "fft2d": "FFT2D",
+    "fft2d_mjp": "FFT2D (MJP)",
+    "lpips_alex": "LPIPS",
+    "lpips_vgg": "LPIPS (VGG)",
+    "lpips_squeeze": "LPIPS (SqueezeNet)",
+    "f_sim": "F-SIM",
+    "placement_accuracy": "patches placed",
+    "neighbour_accuracy": "neighbours placed",
+    "key_recovered": "key recovered",
+    "correct": "accuracy (%)",
+}
+_OPTIONS = {
+    "gamma": "γ (share of patches shuffled)",
+    "std": "standard deviation of the noise",
+    "sigma": "σ of the blur (pixels)",
+    "radius": "radius kept (cycles per pixel)",
+    "share": "share of tokens shuffled",
+}
+_LEAKS = {"higher leaks": "{}   leakier →", "lower leaks": "{}   ← leakier", "utility": "{}   more useful →"}
+
+
+def metric_title(metric: str) -> str:
+    """Return a metric's name and unit."""
+    return _TITLES.get(metric, metric.replace("_", " "))
+
+
+def axis_title(metric: str, beside: str = "") -> str:
+    """Return a metric's name and unit, and where it leaks; turned upright, the arrow points up or down."""
+    return _LEAKS[KNOWN[metric].direction].format(metric_title(metric) + (f", {beside}" if beside else ""))
+
+
+def option_title(option: str) -> str:
+    """Return the title of an option's axis."""
+    return _OPTIONS.get(option, option.replace("_", " "))
+
+
+def canvas() -> tuple[Figure, Axes]:
+    """Return an empty figure with one pair of axes, which `dress` gives its size."""
+    figure = Figure(layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def dress(figure: Figure, height: float, handles: Sequence[Artist], said: Iterable[str], columns: int = 2) -> None:
+    """Put the legend above the axes and what a reader must know under them; the axes keep that height, in inches."""
+    figure.legends.clear()
+    figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=2.6, columnspacing=1.2)
+    text = wrapped(said, COLUMN)
+    figure.supxlabel(text, fontsize=SMALL, color=GREY, x=0.01, ha="left", linespacing=1.25)
+    rows = -(-len(handles) // columns)
+    figure.set_size_inches(COLUMN, height + 0.13 * rows + 0.095 * (text.count("\n") + 1) + 0.52)
+
+
+def wrapped(lines: Iterable[str], inches: float) -> str:
+    """Return lines of the small size, wrapped to that width."""
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, int(inches * 24), break_on_hyphens=False))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where scores stand on an axis: infinite ones at `top`, and zeros of a logarithmic axis at `bottom`."""
+
+    log: bool
+    finite: tuple[float, float]
+    top: float | None = None
+    bottom: float | None = None
+
+    @classmethod
+    def of(cls, metric: str, values: Iterable[float]) -> "Scale":
+        """Return the scale of a metric: logarithmic for errors over several decades, as of attacks that are exact."""
+        return cls.over(values, log=KNOWN[metric].direction == "lower leaks")
+
+    @classmethod
+    def over(cls, values: Iterable[float], *, log: bool) -> "Scale":
+        """Return the scale of an axis: logarithmic, if allowed, where values ≥ 0 span more than two decades."""
+        known = [value for value in values if not math.isnan(value)]
+        finite = [value for value in known if math.isfinite(value)] or [0.0, 1.0]
+        positive = [value for value in finite if value > 0]
+        low, high = min(finite), max(finite)
+        log = log and low >= 0 and bool(positive) and high > 100 * min(positive)
+        top = bottom = None
+        if math.inf in known:
+            top = high * 10 if log else high + 0.15 * ((high - low) or abs(high) or 1.0)
+        if log:
+            bottom = min(positive) / 10 if low == 0 else None
+            low = min(positive)
+        return cls(log, (low, high), top, bottom)
+
+    def at(self, value: float) -> float:
+        """Return where a score is drawn."""
+        return float(self.place([value])[0])
+
+    def place(self, values: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return where scores are drawn."""
+        placed = np.array(values, dtype=float)
+        if self.top is not None:
+            placed = np.where(np.isposinf(placed), self.top, placed)
+        return placed if self.bottom is None else np.where(placed <= 0, self.bottom, placed)
+
+    def apply(self, ax: Axes, which: Literal["x", "y"]) -> None:
+        """Give an axis this scale, and name the places of ∞ and 0 beside the ticks of what is finite."""
+        axis = ax.xaxis if which == "x" else ax.yaxis
+        if self.log:
+            ax.set(**{f"{which}scale": "log"})
+        ends = {place: name for place, name in ((self.bottom, "0"), (self.top, "∞")) if place is not None}
+        if ends:
+            low, high = axis.get_view_interval()
+            ticks = [t for t in axis.get_majorticklocs() if max(low, self._least) <= t <= min(high, self.finite[1])]
+            names = list(axis.get_major_formatter().format_ticks(ticks))
+            axis.set_ticks([*ticks, *ends], [*names, *ends.values()])
+
+    @property
+    def _least(self) -> float:
+        return self.finite[0] if self.bottom is not None else -math.inf
+
+
+def control_line(ax: Axes, level: float, scale: Scale, *, upright: bool = False) -> list[Line2D]:
+    """Draw the level of the leakiest control, if it was measured; return its part of the legend."""
+    if math.isnan(level):
+        return []
+    place = scale.at(level)
+    line = (ax.axvline if upright else ax.axhline)(place, zorder=2.1, label="leakiest control", **_CONTROL)
+    return [line]
+
+
+def filled(role: Role) -> dict[str, Any]:
+    """Return how the bars of a role look."""
+    return {"facecolor": role.face, "hatch": role.hatch, "edgecolor": "black", "linewidth": 0.5}
+
+
+def look(role: Role, color: str | None = None, marker: str | None = None) -> dict[str, Any]:
+    """Return how the marks of a role look: line and fill tell roles apart, the marker (and colour) groups."""
+    return {
+        "color": color or role.color,
+        "marker": marker or role.marker,
+        "linestyle": role.line,
+        "fillstyle": role.fill,
+        "markerfacecoloralt": "white",
+        "markeredgewidth": 0.5 if role.fill == "full" else 0.8,
+        "markeredgecolor": "white" if role.fill == "full" else color or role.color,  # marks that overlap stay apart
+        "label": role.name,
+    }

@@ -1,0 +1,199 @@
+"""The page: one self-contained HTML file of a directory of results, to read and to click."""
+
+import base64
+import hashlib
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+import privlab
+from privlab.base.errors import PrivlabError
+from privlab.evaluation.records import CONTROL
+from privlab.images.decode import one_line
+from privlab.report.page.data import Images, case_names, leaks, page_data, scores_of
+from privlab.report.page.pictures import Album, albums, order_of
+from privlab.report.page.verdict import flags, lead_text, verdict
+from privlab.report.tables.leakage import leakage
+from privlab.report.tables.members import apart_lines, apart_of
+from privlab.report.tables.per_image import lead_metric
+from privlab.report.tables.power import power_of, scope
+from privlab.report.tables.results import Results
+
+__all__ = ["write_page"]
+
+
+def write_page(results: Results, out: Path) -> Path:
+    """Write the page of the results to the file `out` and return its path; nothing but `results` is read.
+
+    Raises:
+        PrivlabError: if the file cannot be written.
+    """
+    page = _environment().from_string(_part("page.html")).render(_context(results))
+    draft = out.with_name(f".{out.name}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(page, encoding="utf-8", errors="backslashreplace", newline="\n")
+        draft.replace(out)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise PrivlabError(f"The page '{out}' cannot be written: {one_line(error)}. Give another file.") from None
+    return out
+
+
+def _environment() -> Environment:
+    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+
+
+def _part(name: str) -> str:
+    return (files("privlab.report.page") / name).read_text("utf-8")
+
+
+def _context(results: Results) -> dict[str, Any]:
+    """Return what the template is filled with."""
+    css, js = _part("page.css"), _part("page.js")
+    rows, lead = leakage(results), lead_metric(results.layout.columns)
+    return {
+        "title": results.title,
+        "source": results.source,
+        "path": results.path.name,
+        "version": privlab.__version__,
+        "css": Markup(css),
+        "js": Markup(js),
+        "hashes": {"css": _digest(css), "js": _digest(js)},
+        "counts": _counts(results),
+        "paper_attack": results.layout.paper_attack,
+        "interval": f"{results.layout.interval:.0%}",
+        "lead": [*lead_text(results, rows, lead), scope(results.records)],
+        "power": power_of(results),
+        "lead_metric": lead,
+        "members": apart_lines(apart_of(results)),
+        "flags": flags(results, rows, lead),
+        "verdicts": [verdict(results, rows, name) for name in results.layout.columns if leaks(name)],
+        "tables": _tables(results),
+        "facts": json.dumps(_shortened(results.facts), indent=2, ensure_ascii=False, default=str),
+        "command": _command(results.facts.get("command")),
+    } | _pictured(results, lead)
+
+
+def _pictured(results: Results, lead: str) -> dict[str, Any]:
+    """Return the data of the script, the albums, and a sentence on how many pictures the page holds."""
+    if results.records.empty:
+        return {"data": "", "albums": {}, "pictures": ""}
+    images = Images.of(results.records)
+    scores = scores_of(results, images)
+    held = albums(results, images, scores, order_of(scores, lead, len(images.names)))
+    fed = any(what.endswith("/fed") for album in held.values() for what in album.of)
+    kept = "pictures" if (results.path / "pictures").is_dir() else "strips"
+    return {
+        "data": _script(page_data(results, images, scores, lead, fed=fed, kept=kept)),
+        "albums": {number: _script(asdict(album)) for number, album in held.items()},
+        "pictures": _held(held, len(images.names), kept),
+    }
+
+
+def _script(data: object) -> Markup:
+    """Return JSON that ends no script element: no <, no & and no > stands in it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+def _digest(text: str) -> str:
+    """Return the hash by which the page's own policy lets a script or a style run."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _held(held: Mapping[int, Album], images: int, kept: str) -> str:
+    """Return how many images are shown, and how."""
+    shown = [album for album in held.values() if album.of]
+    if not shown:
+        return "No pictures were kept in this directory."
+    whole = sum(album.whole for album in shown)
+    alone = sum(not album.whole and all(what.endswith("/private") for what in album.of) for album in shown)
+    parts = [f"{whole:,} of {images:,} images are shown in full size"]
+    if whole < len(shown):
+        parts.append(f"{len(shown) - whole - alone:,} as thumbnails")
+    if alone:
+        parts.append(f"{alone:,} without their reconstructions")
+    if len(shown) < images:
+        parts.append(f"{images - len(shown):,} have no picture")
+    text = ", ".join(parts) + "."
+    if whole < len(shown):
+        text += f" The others lie in the directory, under {kept}/. Best, median and worst scores come first."
+    if unread := sum(album.unread for album in held.values()):
+        text += f" {unread:,} files could not be read as pictures."
+    return text
+
+
+def _counts(results: Results) -> list[tuple[str, int]]:
+    """Return what there is, as names and numbers."""
+    records = results.records
+    control = records.attack.str.startswith(CONTROL).astype(bool)
+    return [
+        ("cases", len(results.cases)),
+        ("images", records[["image", "image_sha256"]].drop_duplicates().shape[0]),
+        ("attacks", records.attack[~control].nunique()),
+        ("controls", records.attack[control].nunique()),
+        ("records", len(records)),
+        ("failed", int((records.status != "ok").sum())),
+    ]
+
+
+_STATED = ("victim", "weights", "block", "defense", "setting", "release", "label_origin")
+_RUN = ("started", "written", "seconds", "status", "engine", "workers")
+_STATED += ("seed", "draw", "dtype", "device", "privlab_version")
+
+
+def _tables(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return what was run, the paper's conditions, versions and hardware, as tables of two columns."""
+    facts, records = results.facts, results.records
+    run = [(name.replace("_", " "), _distinct(records[name])) for name in _STATED if name in records]
+    run += [(name, str(facts[name])) for name in _RUN if facts.get(name) is not None]
+    run += [("images", str((facts.get("images") or {}).get("source") or ""))]
+    run += [("commit", ", ".join(f"{name} {value}" for name, value in (facts.get("commit") or {}).items()))]
+    options = [", ".join(f"{name} {value}" for name, value in case.options.items()) for case in results.cases]
+    tables = [
+        ("What was run", [(name, value) for name, value in run if value]),
+        ("Cases", list(zip(case_names(results), options, strict=True))),
+        ("The paper's conditions", [(name, str(value)) for name, value in results.conditions.items()]),
+        ("Versions", _pairs(facts.get("versions"))),
+        ("Hardware", _pairs(facts.get("hardware"))),
+    ]
+    return [(name, rows) for name, rows in tables if rows]
+
+
+def _distinct(values: pd.Series) -> str:
+    found = [str(value) for value in values.dropna().unique()]
+    return ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
+
+
+def _pairs(facts: object) -> list[tuple[str, str]]:
+    if not isinstance(facts, Mapping):
+        return []
+    return [(str(name), "not there" if value is None else str(value)) for name, value in facts.items()]
+
+
+def _shortened(facts: object) -> object:
+    """Return the facts with long lists cut: those of the images' hashes would hide everything else."""
+    if isinstance(facts, Mapping):
+        return {str(name): _shortened(value) for name, value in facts.items()}
+    if isinstance(facts, list | tuple):
+        rest = [f"… {len(facts) - _LISTED} more"] if len(facts) > _LISTED else []
+        return [_shortened(value) for value in facts[:_LISTED]] + rest
+    return facts
+
+
+_LISTED = 20
+
+
+def _command(command: str | Sequence[str] | None) -> str:
+    return command or "" if isinstance(command, str | None) else shlex.join(command)

@@ -1,0 +1,186 @@
+"""What the script of the page reads: the scores of each attack on each case, image by image."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from privlab.evaluation.records import CONTROL
+from privlab.grids.definition import KNOWN
+from privlab.report.tables.leakage import Row, leakage
+from privlab.report.tables.per_image import named, per_image, worst_case
+from privlab.report.tables.results import Results
+
+__all__ = ["Images", "Scores", "case_names", "decimals", "leaks", "page_data", "scores_of", "title"]
+
+_ACRONYMS = {"mse", "psnr", "ssim", "fft2d", "lpips"}
+
+
+def title(metric: str) -> str:
+    """Return a metric's name as a heading, with the arrow of the direction that leaks."""
+    words = metric.replace("f_sim", "F-SIM").replace("mjp", "(MJP)").split("_")
+    return " ".join([*(word.upper() if word in _ACRONYMS else word for word in words), KNOWN[metric].arrow]).strip()
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """The images of all records: their names and hashes, by number; `number` finds one by the key of `per_image`."""
+
+    names: Sequence[str]
+    hashes: Sequence[str]
+    number: Mapping[str, int]
+
+    @classmethod
+    def of(cls, records: pd.DataFrame) -> "Images":
+        """Number the images in the order of the records; one without a hash goes by its name."""
+        found = records[["image", "image_sha256"]].fillna("").astype(str)
+        found["key"] = found.image_sha256.where(found.image_sha256 != "", "name:" + found.image)
+        found = found.drop_duplicates("key")
+        number = {key: i for i, key in enumerate(found.key)}
+        return cls(list(found.image), list(found.image_sha256), number)
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """The scores of one row of the leakage table: for each image, by its number, one row of `values`.
+
+    `by` names for the worst case the attack that reached each value; `failed` says why an image has no score.
+    """
+
+    row: Row
+    geometry: str
+    values: pd.DataFrame
+    by: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)
+
+
+def scores_of(results: Results, images: Images) -> list[Scores]:
+    """Return the scores of all cases under the layout's geometry, then those of attacks under the other geometries."""
+    own = results.layout.geometry
+    attacked = results.records[~results.records.attack.str.startswith(CONTROL)]
+    others = [str(name) for name in attacked.geometry.dropna().unique() if name != own]
+    return [
+        scores
+        for geometry in (own, *others)
+        for scores in _under(replace(results, layout=replace(results.layout, geometry=geometry)), images)
+        if geometry == own or (scores.row.kind != "control" and len(scores.values))
+    ]
+
+
+def _under(results: Results, images: Images) -> Iterator[Scores]:
+    metrics, geometry = results.layout.columns, results.layout.geometry
+    found = per_image(results.records, metrics, geometry)
+    found = found[found.scored & (found.image != "")]
+    numbers = found.image.map(images.number)
+    values = dict(list(found.set_index(numbers)[list(metrics)].groupby([np.asarray(found[name]) for name in _KEY])))
+    failed, reached = _failed(results, images), _reached(results, images)
+    nothing = found.iloc[:0][list(metrics)]
+    for row in leakage(results):
+        if row.kind not in ("attack", "control", "worst"):
+            continue
+        key = (row.case, row.attack, "" if row.kind == "worst" else row.external or "")
+        scored = values.get(key, nothing).sort_index()
+        by = {}
+        if row.kind == "worst":
+            by = {name: [reached.get((row.case, name, image)) for image in scored.index] for name in metrics}
+        place = "in_place" if row.kind == "control" else geometry
+        yield Scores(row, place, scored, by, failed.get((row.case, row.attack or "", place), {}))
+
+
+_KEY = ["case", "attack", "external"]
+
+
+def _failed(results: Results, images: Images) -> dict[tuple[int, str, str], dict[int, str]]:
+    """Return the reasons of failed images by case, attack and geometry."""
+    reasons: dict[tuple[int, str, str], dict[int, str]] = {}
+    rows = results.records[results.records.status != "ok"].fillna({"image": "", "image_sha256": "", "reason": ""})
+    for row in rows.itertuples():
+        number = images.number[row.image_sha256 or f"name:{row.image}"]
+        reasons.setdefault((row.case, row.attack, row.geometry), {})[number] = row.reason or "no reason is recorded"
+    return reasons
+
+
+def _reached(results: Results, images: Images) -> dict[tuple[int, str, int], str]:
+    """Return the attack behind each worst case, by case, metric and image; the first by name where several tie."""
+    found = worst_case(results.records, results.layout.columns, results.layout.geometry)
+    found = found.drop_duplicates(["case", "image", "metric"])
+    keys = zip(found.case, found.metric, found.image.map(images.number), strict=True)
+    return dict(zip(keys, map(named, found.attack, found.geometry), strict=True))
+
+
+def page_data(
+    results: Results, images: Images, scores: Sequence[Scores], lead: str, *, fed: bool, kept: str
+) -> dict[str, Any]:
+    """Return what the script reads. An infinite score is "inf", one that was not measured null.
+
+    `lead` is the metric that is shown first; `fed` says whether there are pictures of what the client fed, `kept` in
+    which folder pictures lie.
+    """
+    known = results.records.dropna(subset=["setting"]).groupby("case").setting.unique()
+    settings = {case: ", ".join(map(str, values)) for case, values in known.items()}
+    return {
+        "lead": lead,
+        "geometry": results.layout.geometry,
+        "fed": fed,
+        "kept": kept,
+        "metrics": [
+            {"name": name, "head": title(name), "decimals": decimals(results, name), "leaks": leaks(name)}
+            for name in results.layout.columns
+        ],
+        "cases": [
+            {"name": name, "group": case.group, "setting": settings.get(i, "")}
+            for i, (case, name) in enumerate(zip(results.cases, case_names(results), strict=True))
+        ],
+        "images": [[name, sha[:16]] for name, sha in zip(images.names, images.hashes, strict=True)],
+        "sets": [_set(one, results.layout.columns) for one in scores],
+    }
+
+
+def case_names(results: Results) -> list[str]:
+    """Return the label of each case, with its group where another case has the same label."""
+    count = Counter(case.label for case in results.cases)
+    return [
+        f"{case.label}, {case.group}" if case.group and count[case.label] > 1 else case.label for case in results.cases
+    ]
+
+
+def decimals(results: Results, metric: str) -> int:
+    """Return the decimals that a metric is shown with."""
+    return results.layout.decimals.get(metric, KNOWN[metric].decimals)
+
+
+def leaks(metric: str) -> int:
+    """Return 1 where a higher value leaks, −1 where a lower one does, 0 for a utility."""
+    return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[metric].direction, 0)
+
+
+def _set(one: Scores, metrics: Sequence[str]) -> dict[str, Any]:
+    """Return one row of the table with its images: `at` has their numbers, `values` a list for each metric."""
+    row = one.row
+    found = {name: row.scores[name] for name in metrics}
+    return {
+        "case": row.case,
+        "attack": row.attack,
+        "kind": row.kind,
+        "geometry": one.geometry,
+        "external": row.external,
+        "refused": None if row.kind == "worst" else row.refused.get(row.attack or ""),
+        "n": row.images,
+        "exact": row.exact,
+        "failed": sorted(one.failed.items()),
+        "means": {name: [_plain(score.mean), _plain(score.low), _plain(score.high)] for name, score in found.items()},
+        "at": list(one.values.index),
+        "values": {name: [_plain(value) for value in one.values[name]] for name in metrics},
+        "by": one.by or None,
+    }
+
+
+def _plain(value: float) -> float | str | None:
+    """Return a number as JSON can hold it, to 6 digits."""
+    if math.isnan(value):
+        return None
+    return float(f"{value:.6g}") if math.isfinite(value) else "inf" if value > 0 else "-inf"

@@ -1,0 +1,143 @@
+"""The pictures that the page holds: thumbnails of all images, and as many in full size as a budget allows."""
+
+import base64
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from PIL import Image
+
+from privlab.report.page.data import Images, Scores
+from privlab.report.tables.results import Results
+from privlab.stores.strips import Place, pngs
+
+__all__ = ["FULL_BUDGET", "SMALL_BUDGET", "Album", "albums", "order_of"]
+
+FULL_BUDGET, SMALL_BUDGET = 40_000_000, 24_000_000
+"""Characters of a page that pictures in full size may take, and thumbnails. Every image that has a picture keeps the
+thumbnail of its private image, budget or not."""
+
+_SMALL = 112  # the longer side of a thumbnail, in pixels
+_SMALL_QUALITY, _FULL_QUALITY = 60, 80
+
+
+@dataclass(frozen=True, eq=False)
+class Album:
+    """The pictures of one image as data URIs; equal ones are held once.
+
+    `of` gives the place of "CASE/WHAT" in both lists. `full` is None where only the thumbnail is held, and empty where
+    the thumbnail is the picture itself, unchanged. `unread` files were no pictures.
+    """
+
+    of: Mapping[str, int]
+    small: Sequence[str]
+    full: Sequence[str | None]
+    unread: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Return whether everything is held in full size."""
+        return None not in self.full
+
+
+def order_of(scores: Sequence[Scores], metric: str, images: int) -> list[int]:
+    """Return the numbers of all images: first those at the best, the median and the worst score of each attack."""
+    extremes = []
+    for one in scores:
+        if one.row.kind != "control":
+            found = one.values[metric].dropna().sort_values(kind="stable").index
+            extremes += [int(found[i]) for i in (0, len(found) // 2, -1) if len(found)]
+    return list(dict.fromkeys([*extremes, *range(images)]))
+
+
+def albums(results: Results, images: Images, scores: Sequence[Scores], order: Iterable[int]) -> dict[int, Album]:
+    """Return the album of each image that has a picture, by number, until the budgets are spent in this `order`.
+
+    Then come thumbnails alone, and then the thumbnail of the private image alone.
+    """
+    wanted = {case: ["private", "fed"] for case in range(len(results.cases))}
+    for one in scores:
+        if one.row.kind == "attack" and one.row.attack and one.row.attack not in wanted[one.row.case]:
+            wanted[one.row.case].append(one.row.attack)
+
+    def read(number: int, *, small: bool, full: bool) -> Album:
+        return _album(_places(results, images.hashes[number], wanted, private=not small), full=full)
+
+    found: dict[int, Album] = {}
+    left_small, left_full = SMALL_BUDGET, FULL_BUDGET
+    numbers, workers = iter(order), min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as pool:
+        while batch := list(islice(numbers, 2 * workers)):
+            small = left_small > 0
+            made = pool.map(partial(read, small=small, full=left_full > 0), batch)
+            for number, album in zip(batch, made, strict=True):
+                if (spent := sum(len(one or "") for one in album.full)) > left_full:
+                    album, left_full = replace(album, full=[one and None for one in album.full]), 0
+                else:
+                    left_full -= spent
+                if small and (spent := sum(map(len, album.small))) > left_small:
+                    album, left_small = read(number, small=False, full=False), 0
+                elif small:
+                    left_small -= spent
+                if album.of or album.unread:
+                    found[number] = album
+    return found
+
+
+def _places(
+    results: Results, sha: str, wanted: Mapping[int, Sequence[str]], *, private: bool
+) -> dict[Path, dict[str, Place]]:
+    """Return where the pictures of an image lie, by their files: a strip holds several."""
+    found: dict[Path, dict[str, Place]] = {}
+    for case, whats in wanted.items() if sha else ():
+        for what in whats[:1] if private else whats:
+            if place := results.picture(case, sha, what):
+                found.setdefault(place.file, {})[f"{case}/{what}"] = place
+    return found
+
+
+def _album(places: Mapping[Path, Mapping[str, Place]], *, full: bool) -> Album:
+    of: dict[str, int] = {}
+    small: list[str] = []
+    large: list[str | None] = []
+    known: dict[bytes, int] = {}
+    unread = 0
+    for of_file in places.values():
+        try:
+            for what, data in zip(of_file, pngs([*of_file.values()]), strict=True):
+                if data not in known:
+                    pair = _encoded(data, full=full)
+                    known[data] = len(small)
+                    small.append(pair[0])
+                    large.append(pair[1])
+                of[what] = known[data]
+        except (OSError, ValueError, SyntaxError):  # as Pillow says that a file is torn
+            unread += 1
+    return Album(of, small, large, unread)
+
+
+def _encoded(data: bytes, *, full: bool) -> tuple[str, str | None]:
+    """Return the thumbnail, and the picture in full size where it is wanted; a small picture is its own thumbnail."""
+    with Image.open(io.BytesIO(data), formats=["PNG"]) as opened:
+        if max(opened.size) <= _SMALL:
+            opened.load()
+            return _uri("png", data), ""
+        picture = opened.convert("RGB")
+    large = _jpeg(picture, _FULL_QUALITY) if full else None
+    picture.thumbnail((_SMALL, _SMALL), reducing_gap=1.0)
+    return _jpeg(picture, _SMALL_QUALITY), large
+
+
+def _jpeg(picture: Image.Image, quality: int) -> str:
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=quality)
+    return _uri("jpeg", file.getvalue())
+
+
+def _uri(kind: str, data: bytes) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -1,0 +1,1 @@
+"""Records as tables of leakage, with flags, verdict figures and comparisons."""

@@ -1,0 +1,163 @@
+"""Which cells of a table moved between two runs by more than their interval: the guard against regressions."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+
+from privlab.evaluation.records import EXACT_DB
+from privlab.grids.definition import KNOWN
+from privlab.metrics.registry import DECIBELS
+from privlab.report.tables.leakage import Measured, Score, measured
+from privlab.report.tables.per_image import SINGLE, per_image
+from privlab.report.tables.results import Results
+from privlab.report.tables.sheet import heading, shown
+
+__all__ = ["Moved", "compare"]
+
+_ROUNDING = 1e-6
+"""Relative differences below are those of float32, on another machine or in another order."""
+
+_NOTHING = 1e-8
+"""Differences below are those of exact reconstructions, whose errors are all rounding."""
+
+_KEY = ["case", "attack", "external", "image"]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A cell that moved: an attack (or the worst case) on a case, by one metric.
+
+    `old` and `new` are the means; of failures, the numbers of images. `difference` is new − old over the `images` that
+    both runs have, with its interval; where they have none in common, it is that of the means, and `images` is 0.
+    """
+
+    case: str
+    group: str | None
+    attack: str
+    metric: str
+    what: Literal["moved", "only in the old run", "only in the new run", "more failures"]
+    old: float
+    new: float
+    difference: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    images: int = 0
+
+    @property
+    def leaks_more(self) -> bool | None:
+        """Whether the new run leaks more; None where that cannot be said."""
+        if self.what != "moved" or not KNOWN[self.metric].arrow or math.isnan(self.difference):
+            return None
+        return (self.difference > 0) == (KNOWN[self.metric].direction == "higher leaks")
+
+    def __str__(self) -> str:
+        case = f"{self.group}, {self.case}" if self.group else self.case
+        if self.what == "more failures":
+            return f"{case}, {self.attack}: {self.new:g} images failed, {self.old:g} before"
+        n = KNOWN[self.metric].decimals
+        where = f"{case}, {self.attack}: {heading(self.metric)}"
+        if self.what != "moved":
+            return f"{where} {self.what}: {shown(self.new if math.isnan(self.old) else self.old, n)}"
+        interval = "" if math.isnan(self.low) else f" [{shown(self.low, n)}, {shown(self.high, n)}]"
+        over = f"over {self.images} image{'s' if self.images > 1 else ''}" if self.images else "no image in common"
+        more = {True: ", leaks more", False: ", leaks less", None: ""}[self.leaks_more]
+        moved = f"moved by {shown(self.difference, n)}{interval}, {over}{more}"
+        return f"{where} {shown(self.old, n)} → {shown(self.new, n)}, {moved}"
+
+
+def compare(old: Results, new: Results) -> list[Moved]:
+    """Return the cells that moved by more than their interval, that one run alone has, or in which more images failed.
+
+    A cell moved where the bootstrap interval of its difference, paired by image, does not hold zero. Where the runs
+    have no image in common, the interval is that of two independent means (Zou and Donner 2008); where one image is
+    all there is, every difference counts. Both runs are read with the new one's layout, without their controls; cases
+    are matched by group and label. Finite PSNRs beyond 100 dB count as 100: such reconstructions are exact.
+    """
+    layout = new.layout
+    metrics = tuple(dict.fromkeys((*layout.columns, *old.layout.columns)))
+    places = {name: i for i, name in enumerate(dict.fromkeys((*_names(new), *_names(old))))}
+    first, second = (_images(results, metrics, layout.geometry, places) for results in (old, new))
+    frames = (first, second, _paired(first, second, metrics))
+    before, after, between = (dict(measured(frame, metrics, layout.interval)) for frame in frames)
+    names = list(places)
+    moved = []
+    for key in sorted(before.keys() | after.keys()):
+        group, label, _ = names[key[0]]
+        place = (label, group, f"{key[1]} (external)" if key[2] else key[1])
+        moved += _of_cell(place, before.get(key), after.get(key), between.get(key), metrics)
+    return moved
+
+
+_Name = tuple[str | None, str, int]
+_Place = tuple[str, str | None, str]
+
+
+def _names(results: Results) -> list[_Name]:
+    """Return what names each case: its group, its label, and a number if there are several of that name."""
+    seen: Counter[tuple[str | None, str]] = Counter()
+    names = []
+    for case in results.cases:
+        names.append((case.group, case.label, seen[case.group, case.label]))
+        seen[case.group, case.label] += 1
+    return names
+
+
+def _images(results: Results, metrics: tuple[str, ...], geometry: str, places: Mapping[_Name, int]) -> pd.DataFrame:
+    """Return the scores by image, without the controls, exact ones alike; cases are numbered by their names."""
+    found = per_image(results.records, metrics, geometry)
+    found = found.loc[~found.control & (found.image != "") & (found.attack != SINGLE)]  # one of the others
+    numbers = np.array([places[name] for name in _names(results)], dtype="int64")
+    for name in (name for name in DECIBELS if name in metrics):
+        found[name] = found[name].clip(upper=EXACT_DB).where(found[name] < math.inf, found[name])
+    return found.assign(case=numbers[found.case.to_numpy()]).sort_values(_KEY)
+
+
+def _paired(old: pd.DataFrame, new: pd.DataFrame, metrics: tuple[str, ...]) -> pd.DataFrame:
+    """Return new − old for each cell and image that both have."""
+    both = old.merge(new, on=_KEY, suffixes=("_old", "_new")).sort_values(_KEY)
+    pairs = both[_KEY].assign(scored=True, failed=False)
+    for name in metrics:
+        was, now = both[f"{name}_old"].to_numpy(), both[f"{name}_new"].to_numpy()
+        with np.errstate(invalid="ignore"):
+            pairs[name] = np.where(was == now, 0.0, now - was)  # two infinite figures are the same
+    return pairs
+
+
+def _of_cell(
+    place: _Place, old: Measured | None, new: Measured | None, both: Measured | None, metrics: tuple[str, ...]
+) -> Iterator[Moved]:
+    """Yield what moved in one cell."""
+    absent = Score(math.nan)
+    nothing: Measured = (dict.fromkeys(metrics, absent), 0, 0)
+    (was, _, failed_before), (now, _, failed_now), (paired, _, _) = old or nothing, new or nothing, both or nothing
+    if old and new and failed_now > failed_before:
+        yield Moved(*place, "failed", "more failures", float(failed_before), float(failed_now))
+    for name in metrics:
+        before, after = was[name], now[name]
+        if before.images and after.images:
+            change = paired[name] if paired[name].images else _unpaired(before, after)
+            if not _still(before, after, change):
+                ends = (change.mean, change.low, change.high, change.images)
+                yield Moved(*place, name, "moved", before.mean, after.mean, *ends)
+        elif before.images or after.images:
+            what = "only in the new run" if after.images else "only in the old run"
+            yield Moved(*place, name, what, before.mean, after.mean)
+
+
+def _still(old: Score, new: Score, change: Score) -> bool:
+    """Say whether a change is within its interval, or within rounding."""
+    finite = [abs(score.mean) for score in (old, new) if math.isfinite(score.mean)]
+    return abs(change.mean) <= max([_NOTHING, *(_ROUNDING * mean for mean in finite)]) or change.low <= 0 <= change.high
+
+
+def _unpaired(old: Score, new: Score) -> Score:
+    """Return the difference of two independent means, its interval recovered from theirs; of 0 common images."""
+    difference = 0.0 if old.mean == new.mean else new.mean - old.mean
+    low = difference - math.hypot(new.mean - new.low, old.high - old.mean)
+    high = difference + math.hypot(new.high - new.mean, old.mean - old.low)
+    return Score(difference, low, high)

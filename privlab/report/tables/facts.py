@@ -1,0 +1,157 @@
+"""What the rules of red flags look at: the scores of each case, and what its rows state."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import pandas as pd
+
+from privlab.evaluation.records import CONTROL, EXACT_DB
+from privlab.grids.definition import KNOWN
+from privlab.metrics.registry import DECIBELS, MIRRORED, STRUCTURE
+from privlab.report.tables.knowledge import kinds_in, knows, undone
+from privlab.report.tables.measure import Measure, structure
+from privlab.report.tables.per_image import SINGLE, WORST, leakiest_geometries, per_image
+from privlab.report.tables.sheet import shown, unit_of
+
+__all__ = ["SAME", "Facts", "cut"]
+
+_MOST = 3
+_NAMED = ("case", "attack", "geometry", "image", "image_sha256", "status", "external")
+SAME = [
+    *("victim", "weights_sha256", "block", "release", "setting", "defense", "defense_params"),
+    *("attack", "geometry", "conditions"),
+]
+"""What two records have in common of which the attacks may differ in their budgets alone."""
+_NEEDED = (*SAME, "attack_params", "seed", "draw", "weights", "reason", "batch_images")
+_NEEDED += ("victim_params", "label_origin", "beyond_range")
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What the rules look at."""
+
+    records: pd.DataFrame
+    names: Sequence[str]
+    metric: str
+    geometry: str
+
+    @classmethod
+    def of(cls, records: pd.DataFrame, names: Sequence[str], metric: str, geometry: str) -> "Facts":
+        """Return the facts of records; columns that they lack are null."""
+        named = [name for name in _NAMED if name in records]
+        there = records.reindex(columns=list(dict.fromkeys([*named, *_NEEDED, metric, *STRUCTURE, *MIRRORED.values()])))
+        return cls(there, names, metric, geometry)
+
+    @property
+    def sign(self) -> int:
+        """Return 1 where a higher value leaks, −1 where a lower one does, 0 for a utility."""
+        return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[self.metric].direction, 0)
+
+    @cached_property
+    def own(self) -> pd.Series:
+        """Return which rows are of attacks, and not of controls."""
+        return ~self.records.attack.str.startswith(CONTROL).astype(bool)
+
+    @cached_property
+    def images(self) -> pd.DataFrame:
+        """Return the images of each case, attack and control that were scored, without what is chosen among attacks."""
+        found = per_image(self.records, list(dict.fromkeys([self.metric, *STRUCTURE])), self.geometry)
+        return found.loc[found.scored & ~found.attack.isin([WORST, SINGLE])]
+
+    @cached_property
+    def scored(self) -> pd.DataFrame:
+        """Return those of the attacks."""
+        return self.images.loc[~self.images.control.astype(bool)]
+
+    @cached_property
+    def means(self) -> Mapping[int, Mapping[str, float]]:
+        """Return the mean over the images of each attack and control that was scored, by case.
+
+        An attack counts in the geometry in which it leaks most, of those that an adversary can make.
+        """
+        means = self.images.groupby(["case", "attack"], sort=False).agg(mean=(self.metric, "mean"))["mean"]
+        table: dict[int, dict[str, float]] = {}
+        best = leakiest_geometries(self.records, [self.metric], self.geometry)
+        for case, attack, mean in zip(best.case.tolist(), best.attack, best["value"].tolist(), strict=True):
+            table.setdefault(case, {}).setdefault(attack, mean)  # our own stand before external ones
+        for (case, attack), mean in means.to_dict().items():
+            table.setdefault(case, {}).setdefault(attack, mean)
+        return table
+
+    @cached_property
+    def defenses(self) -> Mapping[int, frozenset[str]]:
+        """Return the parts of each case's defense; cases without one are left out."""
+        pairs = self.records[["case", "defense"]].dropna().drop_duplicates()
+        parts: dict[int, frozenset[str]] = {}
+        for case, name in pairs.itertuples(index=False):
+            parts[case] = parts.get(case, frozenset()) | {part for part in name.split("+") if part != "none"}
+        return {case: found for case, found in parts.items() if found}
+
+    def attacks(self, case: int) -> dict[str, float]:
+        """Return the attacks that were scored on a case, with their means."""
+        return {name: mean for name, mean in self.means.get(case, {}).items() if not name.startswith(CONTROL)}
+
+    def beaten(self, case: int) -> tuple[str, dict[str, float]]:
+        """Return the leakiest control of a case, and the attacks whose mean is no better."""
+        means = self.means.get(case, {})
+        best = self.leakiest({name: mean for name, mean in means.items() if name.startswith(CONTROL)})
+        if best is None:
+            return "", {}
+        bar = self.sign * means[best]
+        return best, {name: mean for name, mean in self.attacks(case).items() if self.sign * mean <= bar}
+
+    @cached_property
+    def structure(self) -> Mapping[int, Mapping[str, Measure]]:
+        """Return the attacks that leak structure, by case; images are those of the geometry that is asked for."""
+        images = {int(str(case)): rows for case, rows in self.images.groupby("case")}
+        return {case: structure(images[case], [*self.attacks(case)]) if case in images else {} for case in self.means}
+
+    def rank(self, mean: float) -> float:
+        """Return a mean as a number that is higher where more leaks, to the decimals that a table shows."""
+        mean = min(mean, EXACT_DB) if self.metric in DECIBELS else mean
+        return self.sign * round(mean, KNOWN[self.metric].decimals)
+
+    def leakiest(self, means: Mapping[str, float]) -> str | None:
+        """Return which of these leaks most."""
+        known = [name for name, mean in means.items() if mean == mean]  # NaN is not itself
+        return max(known, key=lambda name: self.sign * means[name], default=None) if self.sign else None
+
+    def said(self, name: str, mean: float) -> str:
+        """Return a name with its mean, and what that is in."""
+        unit = unit_of(self.metric)
+        return f"{name} {shown(mean, KNOWN[self.metric].decimals)} {unit}"
+
+    def where(self, cases: Iterable[int]) -> str:
+        """Return the names of cases."""
+        names = [self.names[case] for case in cases]
+        return "every case" if len(names) == len(self.names) else cut(names)
+
+    def grouped(self, found: Mapping[int, str]) -> list[str]:
+        """Return what is found of cases, each text once, with its cases if there are several to name."""
+        if len(self.names) == 1:
+            return [*found.values()]
+        return [
+            f"{text} ({self.where(case for case, other in found.items() if other == text)})"
+            for text in dict.fromkeys(found.values())
+        ]
+
+    def knows(self, attack: str, case: int) -> bool:
+        """Return whether all parts of a defense are undone in what is scored: by the attack, or by the geometry."""
+        return knows(undone(attack, self.cases[case], self.geometry), self.defenses[case], self.kinds[case])
+
+    @cached_property
+    def cases(self) -> Mapping[int, pd.DataFrame]:
+        """Return the records of each case."""
+        return {int(str(case)): rows for case, rows in self.records.groupby("case")}
+
+    @cached_property
+    def kinds(self) -> Mapping[int, Mapping[str, frozenset[str]]]:
+        """Return what kinds of effects the parts of each case's defense have that are not privlab's own."""
+        return {case: kinds_in(self.cases[case], parts) for case, parts in self.defenses.items()}
+
+
+def cut(texts: Sequence[str]) -> str:
+    """Join texts; of many say how many more there are."""
+    more = f"; {len(texts) - _MOST} more" if len(texts) > _MOST else ""
+    return "; ".join(texts[:_MOST]) + more

@@ -1,0 +1,290 @@
+"""Red flags: what weakens a verdict, read from records alone. A rule stands here once, for tables and for the page."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from privlab.attacks import attacks as installed
+from privlab.defenses import defenses
+from privlab.report.page.data import case_names
+from privlab.report.tables.facts import SAME, Facts, cut
+from privlab.report.tables.knowledge import declared, knows
+from privlab.report.tables.per_image import lead_metric, per_image
+from privlab.report.tables.results import Results
+from privlab.threat.protocols import AttackClass, Capability
+
+__all__ = ["DETERMINISTIC", "FEWEST", "RULES", "Flag", "flag_lines", "flags_of", "red_flags", "structure_cases"]
+
+DETERMINISTIC = frozenset(
+    {"none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"},
+)
+"""The defenses that draw nothing; any other one, those of other packages too, is taken to draw at random."""
+
+BUDGETS = frozenset({"steps", "rounds", "iterations", "max_iterations", "starts", "restarts", "num_trials", "inner"})
+"""Options of attacks of which more is more work; of a path such as optim.max_iterations the last part counts."""
+
+NOTHING = "what is released is zero or not finite"
+"""The reason of a record that had nothing to attack."""
+
+FEWEST = 20
+"""Images of a case below which its means say little, and no attack's failure says anything."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A way in which a verdict is weakened, and where."""
+
+    head: str
+    items: Sequence[str]
+
+
+def red_flags(
+    records: pd.DataFrame, names: Sequence[str], metric: str = "psnr", geometry: str = "in_place"
+) -> list[Flag]:
+    """Return the flags that the rules raise, in the order of `RULES`; those without an item are left out.
+
+    `names` are those of the cases, `records.case` their numbers. Attacks are compared by one metric, in one geometry.
+    """
+    facts = Facts.of(records, names, metric, geometry)
+    return [Flag(head, items) for head, rule in RULES.items() if (items := rule(facts))]
+
+
+def flags_of(results: Results) -> list[Flag]:
+    """Return the red flags of results, by their lead metric."""
+    layout = results.layout
+    return red_flags(results.records, case_names(results), lead_metric(layout.columns), layout.geometry)
+
+
+def structure_cases(results: Results) -> set[int]:
+    """Return the cases of which an attack leaks structure, whatever its scale."""
+    layout = results.layout
+    facts = Facts.of(results.records, case_names(results), lead_metric(layout.columns), layout.geometry)
+    return {case for case, found in facts.structure.items() if found}
+
+
+def flag_lines(flags: Sequence[Flag]) -> list[str]:
+    """Return the flags as lines of text, and what none of them proves."""
+    lines = [f"flag: {flag.head}: {cut(flag.items)}" for flag in flags]
+    return [*lines, "An attack that fails is no evidence of privacy."] if lines else []
+
+
+def _no_adaptive_attack(facts: Facts) -> list[str]:
+    found: dict[int, str] = {}
+    for case, parts in facts.defenses.items():
+        if not any(facts.knows(attack, case) for attack in facts.attacks(case)):
+            rows = facts.records.loc[facts.records.case == case]
+            kinds = facts.kinds[case]
+            able = [
+                name
+                for name, kind in installed().items()
+                if knows(declared(name), parts, kinds) and _fits(kind, parts, rows)
+            ]
+            shuffled = knows(frozenset({"jigsaw"}), parts, kinds) and "features" not in rows.release.unique()
+            able += ["geometry reassembled"] if shuffled else []
+            said = f"{', '.join(able)} not scored" if able else "no attack is written against it"
+            found[case] = f"{'+'.join(sorted(parts))}: {said}"
+    return facts.grouped(found)
+
+
+def _fits(kind: AttackClass, parts: frozenset[str], rows: pd.DataFrame) -> bool:
+    """Return whether an attack is of what was released in a case, as far as its rows state it.
+
+    That is features, or gradients: of one image or of several, with one of these defenses on them where it needs one.
+    """
+    on_features = Capability.RELEASED_FEATURES in kind.requires
+    if {"features", "gradients"} & {*rows.release} == {"gradients" if on_features else "features"}:
+        return False
+    if not on_features and (rows.batch_images > 1).any() and Capability.BATCH_SIZE_ONE in kind.requires:
+        return False
+    acts = any(hasattr(defenses().get(part), "release") for part in parts)
+    return acts or Capability.GRADIENT_DEFENSE not in kind.requires
+
+
+def _weaker(facts: Facts) -> list[str]:
+    lines = []
+    for case in facts.defenses:
+        scored = facts.attacks(case)
+        knowing = {name: mean for name, mean in scored.items() if facts.knows(name, case)}
+        others = {name: mean for name, mean in scored.items() if name not in knowing}
+        adaptive, plain = facts.leakiest(knowing), facts.leakiest(others)
+        if adaptive and plain and facts.rank(scored[adaptive]) < facts.rank(scored[plain]):
+            weak, strong = facts.said(adaptive, scored[adaptive]), facts.said(plain, scored[plain])
+            lines.append(f"{facts.names[case]}: {weak} leaks less than {strong}")
+    return lines
+
+
+def _worse_with_more(facts: Facts) -> list[str]:
+    """Compare an attack with itself where nothing but its budget differs, on the images that both have."""
+    own = facts.records.loc[(facts.records.geometry == facts.geometry) & facts.records.attack_params.notna()]
+    kinds = own.loc[:, [*SAME, "attack_params", "case"]].drop_duplicates([*SAME, "attack_params"])
+    lines = []
+    for _, same in kinds.groupby(SAME, dropna=False, sort=False):
+        if len(same) < 2 or not facts.sign:
+            continue
+        runs = [(_split(row.attack_params), row) for row in same.itertuples()]
+        for (rest, less), low in runs:
+            for (other, more), high in runs:
+                if rest == other and less.keys() == more.keys() and less != more and _at_least(more, less):
+                    before, after = _paired(facts, own, low, high)
+                    if facts.rank(after) < facts.rank(before):
+                        weak, strong = facts.said(_named(more, less), after), facts.said(_named(less, more), before)
+                        lines.append(
+                            f"{facts.names[high.case]}: {low.attack} with {weak} leaks less than with {strong}"
+                        )
+    return lines
+
+
+def _paired(facts: Facts, own: pd.DataFrame, *runs: Any) -> tuple[float, float]:  # noqa: ANN401
+    """Return the means of two runs over the images that both have."""
+    found = []
+    for run in runs:
+        rows = own.loc[(own.case == run.case) & (own.attack == run.attack) & (own.attack_params == run.attack_params)]
+        images = per_image(rows, [facts.metric], facts.geometry)
+        found.append(images[images.attack == run.attack].groupby("image")[facts.metric].mean().dropna())
+    common = found[0].index.intersection(found[1].index)
+    return float(found[0][common].mean()), float(found[1][common].mean())
+
+
+def _split(params: str) -> tuple[dict[str, object], dict[str, float]]:
+    """Return the options of an attack that are no budget, and those that are; breaching's are pairs under `config`."""
+    given: dict[str, Any] = json.loads(params)
+    flat = {name: value for name, value in given.items() if name != "config"} | dict(given.get("config") or ())
+    budget = {
+        name: float(value)
+        for name, value in flat.items()
+        if name.rpartition(".")[2] in BUDGETS and isinstance(value, int | float)
+    }
+    return {name: value for name, value in flat.items() if name not in budget}, budget
+
+
+def _at_least(more: Mapping[str, float], less: Mapping[str, float]) -> bool:
+    return all(more[name] >= less[name] for name in less)
+
+
+def _named(budget: Mapping[str, float], other: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in budget.items() if other[name] != value)
+
+
+def _one_draw(facts: Facts) -> list[str]:
+    own = facts.records.loc[facts.own, ["case", "seed", "draw"]]
+    draws = own.dropna().drop_duplicates().groupby("case").size()
+    drawn = {case: "+".join(sorted(parts - DETERMINISTIC)) for case, parts in facts.defenses.items()}
+    return facts.grouped({case: parts for case, parts in drawn.items() if parts and draws.get(case) == 1})
+
+
+def _shown_nothing(facts: Facts) -> list[str]:
+    lines = []
+    for case in facts.means:
+        best, beaten = facts.beaten(case)
+        if found := {name: mean for name, mean in beaten.items() if name not in facts.structure[case]}:
+            said = ", ".join(facts.said(name, mean) for name, mean in found.items())
+            verb = "does" if len(found) == 1 else "do"
+            lines.append(f"{facts.names[case]}: {said} {verb} not beat {facts.said(best, facts.means[case][best])}")
+    return lines
+
+
+def _structure_alone(facts: Facts) -> list[str]:
+    """Name what leaks structure, whose scale is lost, so that the lead metric shows nothing."""
+    lines = []
+    for case in facts.means:
+        best, beaten = facts.beaten(case)
+        seen = {name: one for name, one in facts.structure[case].items() if name in beaten}
+        for name, one in seen.items():
+            bar = facts.said(best, facts.means[case][best])
+            lines.append(
+                f"{facts.names[case]}: {facts.said(name, beaten[name])} does not beat {bar}, but it shows structure "
+                f"without its scale ({one})"
+            )
+    return lines
+
+
+def _nothing_released(facts: Facts) -> list[str]:
+    rows = facts.records[facts.records.reason == NOTHING]
+    counts = rows.groupby("case").image.nunique().to_dict()
+    return facts.grouped({case: _some(count, "image") for case, count in counts.items()})
+
+
+def _failed(facts: Facts) -> list[str]:
+    failed = facts.records.loc[(facts.records.status != "ok") & (facts.records.reason != NOTHING)]
+    lines = []
+    for case in sorted(failed.case.unique().tolist()):
+        rows = failed.loc[failed.case == case]
+        reasons = rows.reason.fillna("no reason is recorded").value_counts()
+        more = f", and {_some(len(reasons) - 1, 'other reason')}" if len(reasons) > 1 else ""
+        reason = reasons.index[0].rstrip(".")
+        lines.append(f"{facts.names[case]}: {_some(rows.image.nunique(), 'image')}, {reason}{more}")
+    return lines
+
+
+def _random_weights(facts: Facts) -> list[str]:
+    rows = facts.records.loc[facts.records.weights == "random", ["case", "victim"]].drop_duplicates("case")
+    return facts.grouped({case: str(victim) for case, victim in rows.itertuples(index=False)})
+
+
+def _few_images(facts: Facts) -> list[str]:
+    """Count the different images that an attack was scored on; where none ran, another flag says so."""
+    own = facts.scored.loc[facts.scored.image != ""]
+    counts = own.groupby("case").image.nunique().to_dict()
+    return facts.grouped({case: _some(n, "image") for case, n in counts.items() if n < FEWEST})
+
+
+def _predicted_labels(facts: Facts) -> list[str]:
+    rows = facts.records.loc[facts.records.release != "features"]  # what is embedded depends on no label
+    named = rows.image_sha256.where(rows.image_sha256.fillna("") != "", rows.image)
+    told = rows.assign(named=named).loc[rows.label_origin == "predicted"]
+    counts = told.groupby("case").named.nunique().to_dict()
+    return facts.grouped({case: f"of {_some(n, 'image')}" for case, n in counts.items()})
+
+
+def _untrained_unknown(facts: Facts) -> list[str]:
+    """Name the origins of E_unk where a defense feeds it and no training has shaped it."""
+    stated = facts.records.loc[facts.records.victim_params.notna(), ["case", "victim_params", "defense_params"]]
+    found: dict[int, str] = {}
+    for case, victim, defense in stated.drop_duplicates().itertuples(index=False):
+        origin = json.loads(victim).get("unk_embed")
+        if origin not in (None, "trained") and '"masked_pe": "unknown"' in (defense or ""):
+            found[case] = f"E_unk {origin}"
+    return facts.grouped(found)
+
+
+def _no_attack(facts: Facts) -> list[str]:
+    tried = {*facts.records.case[facts.own]}
+    without = [case for case in range(len(facts.names)) if case not in tried]
+    return [facts.where(without)] if without and not facts.records.empty else []
+
+
+def _beyond_range(facts: Facts) -> list[str]:
+    """Return the attacks of each case of which every row is of one beyond its range, with the reason of each."""
+    found: dict[int, str] = {}
+    own = facts.records.loc[facts.own & (facts.records.status == "ok")]
+    for case, rows in own.groupby("case", sort=True):
+        if rows.beyond_range.notna().all():
+            reasons = rows.drop_duplicates("attack")[["attack", "beyond_range"]]
+            found[int(str(case))] = ", ".join(f"{name}: {why}" for name, why in reasons.itertuples(index=False))
+    return facts.grouped(found)
+
+
+def _some(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+RULES: Mapping[str, Callable[[Facts], list[str]]] = {
+    "No attack ran": _no_attack,
+    "Outside its stated range": _beyond_range,
+    "No better than a control": _shown_nothing,
+    "Structure without its scale": _structure_alone,
+    "No adaptive attack": _no_adaptive_attack,
+    "Adaptive attack weaker": _weaker,
+    "More budget, less leakage": _worse_with_more,
+    "One draw": _one_draw,
+    "Nothing released": _nothing_released,
+    "Failed": _failed,
+    "Random weights": _random_weights,
+    "Untrained E_unk": _untrained_unknown,
+    "Predicted labels": _predicted_labels,
+    "Few images": _few_images,
+}
+"""The rule that raises each flag; README's "Red flags" says it in words."""

@@ -1,0 +1,258 @@
+"""A leakage table as text: LaTeX, Markdown, CSV, JSON, and for a terminal."""
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from privlab.base.errors import unknown_name
+from privlab.grids.definition import KNOWN, Layout
+from privlab.report.tables.leakage import Row
+from privlab.report.tables.per_image import BOUND
+from privlab.report.tables.sheet import Caption, Cell, Sheet, behind, heading, images, row_name, shown
+from privlab.report.tables.tex import to_tex
+
+__all__ = ["FORMATS", "Caption", "heading", "render", "shown"]
+__all__ += ["plain_data", "to_csv", "to_json", "to_latex", "to_markdown", "to_rich"]
+
+FORMATS = ("latex", "csv", "markdown", "json")
+
+_DOCUMENT = r"""\documentclass{article}
+\usepackage{booktabs,graphicx}
+\usepackage[paperwidth=210mm,paperheight=%(height)dmm,margin=15mm]{geometry}
+\pagestyle{empty}
+\begin{document}
+\noindent\textbf{%(title)s}\par\bigskip
+\noindent\footnotesize
+\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%%
+%(tabular)s}
+%(notes)s\end{document}
+"""
+
+_BARE = Caption()
+
+
+def render(
+    form: str, rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, standalone: bool = False
+) -> str:
+    """Return the rows, all of a `leakage` or its `headline`, in one of `FORMATS`; `standalone` is for LaTeX.
+
+    Raises:
+        PrivlabError: for an unknown format.
+    """
+    if form == "latex":
+        return to_latex(rows, layout, caption, standalone=standalone)
+    if form == "markdown":
+        return to_markdown(rows, layout, caption)
+    if form == "json":
+        return to_json(rows, layout, caption)
+    if form == "csv":
+        return to_csv(rows, layout, caption)
+    raise unknown_name("format", form, FORMATS)
+
+
+def to_latex(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, standalone: bool = False) -> str:
+    r"""Return a tabular for \input, which needs booktabs, and its notes; or a whole document of one page that fits it.
+
+    Each case is a line, under which stand its rows; means and intervals have columns of their own, to be aligned.
+    """
+    sheet = Sheet(rows, layout, caption)
+    heads = "".join(rf" & \multicolumn{{2}}{{c}}{{{to_tex(heading(name))}}}" for name in layout.columns)
+    across = rf"\multicolumn{{{2 + 2 * len(layout.columns)}}}{{@{{}}l@{{}}}}"
+    pairs = r"r@{\,}l" * len(layout.columns)
+    lines = [rf"\begin{{tabular}}{{@{{}}lr{pairs}@{{}}}}"]
+    lines += [r"\toprule", rf" & images{heads} \\"]
+    above = "head"
+    for kind, row in sheet.lines():
+        if above == "head" or kind == "group":
+            lines.append(r"\midrule")
+        elif kind == "case" and above == "row":
+            lines.append(r"\addlinespace")
+        if kind == "row":
+            name = to_tex(row_name(row, layout)) + _tex_mark(sheet.mark(row))
+            cells = [rf"\quad {name}", to_tex(images(row)), *(_tex_cell(*cell) for cell in sheet.cells(row))]
+            lines.append(" & ".join(cells) + r" \\")
+        else:
+            text = rf"\textit{{{to_tex(row.group or '')}}}" if kind == "group" else to_tex(row.label)
+            lines.append(rf"{across}{{{text}}} \\")
+        above = kind
+    tabular = "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
+    notes = "".join(rf"\noindent{_tex_mark(mark)} {to_tex(text)}\par" + "\n" for mark, text in sheet.notes())
+    notes = "\\par\\smallskip{\\footnotesize\\raggedright\n" + notes + "}\n" if notes else ""
+    if not standalone:
+        return f"{tabular}\n{notes}"
+    height = 50 + 4 * (len(lines) + sum(1 + len(text) // 90 for _, text in sheet.notes()))
+    parts = {"height": max(297, height), "title": to_tex(caption.title) or "~", "tabular": tabular, "notes": notes}
+    return _DOCUMENT % parts
+
+
+def to_markdown(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
+    """Return a table of GitHub's Markdown, its title above and its notes below."""
+    sheet = Sheet(rows, layout, caption)
+    empty = [""] * (1 + len(layout.columns))
+    lines = [["case", "", "images", *(_markdown(heading(name)) for name in layout.columns)]]
+    lines.append([":--", ":--", *["--:"] * (1 + len(layout.columns))])
+    label = ""
+    for kind, row in sheet.lines():
+        if kind == "group":
+            lines.append([f"**{_markdown(row.group or '')}**", "", *empty])
+        elif kind == "case":
+            label = _markdown(row.label)
+        else:
+            cells = [
+                (f"**{mean}**" if bold else mean) + (f" ± {interval}" if interval else "")
+                for mean, interval, bold in sheet.cells(row)
+            ]
+            mark = f"<sup>{mark}</sup>" if (mark := sheet.mark(row)) else ""
+            lines.append([label, _markdown(row_name(row, layout)) + mark, images(row), *cells])
+            label = ""
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    notes = "".join(f"\n{f'<sup>{mark}</sup> ' if mark else ''}{_markdown(text)}\n" for mark, text in sheet.notes())
+    return (f"**{_markdown(caption.title)}**\n\n" if caption.title else "") + table + notes
+
+
+def to_csv(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
+    """Return one line per row, figures in full: METRIC, METRIC_low, METRIC_high, METRIC_images and METRIC_leakiest.
+
+    The last says, for a worst case, on how many images each attack reached it, and which the best single attack is;
+    beside a worst case stands the verdict, if there are any. What was not measured is empty.
+    """
+    out = io.StringIO()
+    write = csv.writer(out, lineterminator="\n").writerow
+    facts = ["group", "case", "row", "attack", "images", "exact", "failed", "refused", "external"]
+    facts += ["verdict"] if caption.verdicts else []
+    ends = ("", "_low", "_high", "_images", "_leakiest")
+    write([*facts, *(name + end for name in layout.columns for end in ends)])
+    for row in rows:
+        refused = "; ".join(f"{attack}: {reason}" for attack, reason in row.refused.items())
+        line = [row.group, row.label, row.kind, row.attack, row.images, row.exact, row.failed, refused, row.external]
+        if caption.verdicts:
+            line.append(caption.verdicts.get(row.case) if row.kind == "worst" else None)
+        for name in layout.columns:
+            score = row.scores[name]
+            leakiest = "; ".join(f"{attack}: {count}" for attack, count in row.leakiest.get(name, {}).items())
+            ends = ["" if math.isnan(value) else repr(value) for value in (score.mean, score.low, score.high)]
+            line += [*ends, score.images, leakiest]
+        write([" ".join(value.split()) if isinstance(value, str) else value for value in line])
+    return out.getvalue()
+
+
+def to_json(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
+    """Return the rows as data; null is not measured, an infinite figure "Infinity"."""
+    metrics = {name: KNOWN[name].direction for name in layout.columns}
+    about = {"metrics": metrics, "interval": layout.interval, "geometry": layout.geometry, "worst_case": BOUND}
+    table = asdict(caption) | about | {"rows": [asdict(row) for row in rows]}
+    return json.dumps(plain_data(table), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+
+
+def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, stacked: bool = False) -> Table:
+    """Lay the table out for a terminal: a line for each case, published, paper's attack, worst case, best attack.
+
+    `stacked` gives each row a line of its own, with its interval: for a narrow terminal, or all the rows of a leakage.
+    """
+    sheet = Sheet(rows, layout, caption)
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    (_stacked if stacked else _side_by_side)(sheet, table)
+    notes = sheet.notes(intervals=stacked)
+    table.title = Text(caption.title) if caption.title else None
+    table.caption = Text("\n".join(f"({mark}) {text}" if mark else text for mark, text in notes))
+    table.title_justify = table.caption_justify = "left"
+    return table
+
+
+def _stacked(sheet: Sheet, table: Table) -> None:
+    """Lay out each row under a line for its case, intervals under their means."""
+    table.add_column("case")
+    table.add_column("images", justify="right")
+    for name in sheet.layout.columns:
+        table.add_column(heading(name), justify="right", no_wrap=True)
+    for kind, row in sheet.lines():
+        if kind == "row":
+            name = row_name(row, sheet.layout) + (f" ({mark})" if (mark := sheet.mark(row)) else "")
+            counts = images(row).replace(" (", "\n(")
+            table.add_row(Text("  " + name.replace(": ", ":\n    ")), counts, *map(_text, sheet.cells(row)))
+        elif kind == "group":
+            table.add_section()
+            table.add_row(Text(row.group or "", "italic"))
+        else:
+            table.add_row(Text(row.label))
+
+
+def _side_by_side(sheet: Sheet, table: Table) -> None:
+    """Lay out a line for each case: under every metric what was published and the best of what was measured."""
+    cases: dict[int, dict[str, Row]] = {}
+    for row in sheet.rows:
+        cases.setdefault(row.case, {})[row.kind] = row
+    attack = next((row.attack for row in sheet.rows if row.kind == "paper"), None)
+    heads = {"published": "paper", "paper": attack or "", "worst": "worst", "single": "single"}
+    kinds = [kind for kind in heads if any(kind in rows for rows in cases.values())]
+    table.add_column("case", min_width=min(32, max((len(row.label) for row in sheet.rows), default=0)))
+    for name in sheet.layout.columns:
+        for kind in kinds:
+            above = heading(name) if kind == kinds[0] else ""
+            table.add_column(f"{above}\n{heads[kind]}", justify="right", no_wrap=True)
+    table.add_column("images", justify="right")
+    table.add_column("worst case by")
+    if "single" in kinds:
+        table.add_column("best single attack")
+    for kind, row in sheet.lines():
+        rows = cases[row.case]
+        if kind == "group":
+            table.add_section()
+            table.add_row(Text(row.group or "", "italic"))
+        elif kind == "case":
+            marks = dict.fromkeys(mark for kind in kinds if kind in rows and (mark := sheet.mark(rows[kind])))
+            cells = [
+                _text((mean, "", bold))
+                for name in sheet.layout.columns
+                for mean, _, bold in (
+                    sheet.cell(rows[kind], name) if kind in rows else ("", "", False) for kind in kinds
+                )
+            ]
+            worst = rows.get("worst", row)
+            label = row.label + (f" ({','.join(marks)})" if marks else "")
+            of = ("worst", "single") if "single" in kinds else ("worst",)
+            by = [Text(behind(rows[kind], sheet.layout) if kind in rows else "") for kind in of]
+            table.add_row(Text(label), *cells, images(worst), *by)
+
+
+def _text(cell: Cell) -> Text:
+    mean, interval, bold = cell
+    return Text.assemble((mean, "bold" if bold else ""), f"\n± {interval}" if interval else "")
+
+
+def plain_data(value: object) -> object:
+    """Return data as JSON may hold them."""
+    if isinstance(value, Mapping):
+        return {key: plain_data(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _markdown(text: str) -> str:
+    """Escape what Markdown or HTML would read as markup."""
+    return re.sub(r"([\\`*_{}\[\]<>#|~$&])", r"\\\1", " ".join(text.split()))
+
+
+def _tex_cell(mean: str, interval: str, bold: bool) -> str:
+    mean, interval = (re.sub(r"e([+-])0?(\d+)$", _tex_power, to_tex(figure)) for figure in (mean, interval))
+    mean = rf"\textbf{{\boldmath {mean}}}" if bold else mean
+    return f"{mean} & " + (rf"\scriptsize$\pm$\,{interval}" if interval else "")
+
+
+def _tex_power(found: re.Match[str]) -> str:
+    return rf"$\cdot10^{{{found[1].lstrip('+')}{found[2]}}}$"
+
+
+def _tex_mark(mark: str) -> str:
+    return rf"\textsuperscript{{{mark}}}" if mark else ""

@@ -1,0 +1,59 @@
+"""Which defenses an attack knows: by their names, or by what they do, as others of their kinds that it knows."""
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cache
+
+import pandas as pd
+
+from privlab.attacks import attacks as installed
+from privlab.base.errors import PrivlabError
+from privlab.defenses import DEFENSES, defenses
+from privlab.release.effects import kinds_of
+
+__all__ = ["declared", "kinds_in", "knows", "undefended", "undone"]
+
+Kinds = Mapping[str, frozenset[str]]
+"""Kinds of effects by the name of a defense; of those alone that are not privlab's own."""
+
+
+def declared(attack: str) -> frozenset[str]:
+    """Return the defenses that an attack declares to be written against; one that is not installed has none."""
+    return frozenset(getattr(installed().get(attack), "knows", ()))
+
+
+def undefended(attack: str) -> str:
+    """Return what an attack declares to be where nothing is defended: another attack, or itself."""
+    return str(getattr(installed().get(attack), "undefended", attack))
+
+
+def undone(attack: str, rows: pd.DataFrame, geometry: str) -> frozenset[str]:
+    """Return the defenses that are undone in what is scored: by the attack, and by a geometry of its `rows`."""
+    scored = rows.geometry[rows.attack == attack]
+    return declared(attack) | ({"jigsaw"} if geometry != "in_place" or (scored == "reassembled").any() else frozenset())
+
+
+def knows(known: frozenset[str], parts: Iterable[str], kinds: Kinds) -> bool:
+    """Return whether who knows some defenses knows all these: by name, or as others of their kinds."""
+    others = frozenset[str]().union(*(kinds_of(DEFENSES[name]()) for name in known & DEFENSES.keys()))
+    return all(part in known or (bool(kinds.get(part)) and kinds[part] <= others) for part in parts)
+
+
+def kinds_in(rows: pd.DataFrame, parts: frozenset[str]) -> Kinds:
+    """Return what kinds of effects the parts of a case's defense have, with the options that its records state."""
+    stated = rows.reindex(columns=["defense_params"]).defense_params
+    params = stated.iloc[0] if len(stated) else None
+    return {part: _kinds(part, params, alone=len(parts) == 1) for part in parts - DEFENSES.keys()}
+
+
+@cache
+def _kinds(part: str, params: str | None, *, alone: bool) -> frozenset[str]:
+    kind = defenses().get(part)
+    if kind is None or not isinstance(params, str):
+        return frozenset()
+    given = json.loads(params)
+    options = given if alone else given.get(part, {})
+    try:
+        return kinds_of(kind(**options))
+    except (PrivlabError, TypeError):  # this version of it has other options
+        return frozenset()

@@ -1,0 +1,292 @@
+"""The rows of a leakage table: what a paper printed, its attack here, the best single attack, and the worst case."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+
+from privlab.evaluation.records import CONTROL, CONTROLS
+from privlab.grids.definition import KNOWN
+from privlab.report.tables.per_image import (
+    CELL,
+    SINGLE,
+    WORST,
+    Floats,
+    Scored,
+    Segments,
+    Single,
+    Whole,
+    groups,
+    named,
+    per_image,
+    worst_case,
+)
+from privlab.report.tables.results import Results
+
+__all__ = ["SINGLE", "WORST", "Measured", "Row", "Score"]
+__all__ += ["bootstrap", "conditions_that_differ", "headline", "leakage", "measured", "per_image", "worst_case"]
+
+Kind = Literal["published", "paper", "worst", "single", "attack", "control"]
+_RESAMPLES = 2000
+_BLOCKS = 2048
+"""Above as many images, blocks of images are resampled: the interval's width stays right to about 1/√(2 · 2048)."""
+_SEED = 20230617
+_AT_ONCE = 2**23
+"""Numbers of one resampling that are held in memory together."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A mean over `images`, with the confidence interval [low, high]; NaN is not known, and never zero."""
+
+    mean: float
+    low: float = float("nan")
+    high: float = float("nan")
+    images: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a leakage table.
+
+    `images` have a score; `failed` ones have a failed record, be it in one of several draws, or of the worst case under
+    any attack. `leakiest` says by metric, for the worst case, on how many images each attack reached it; all that tie
+    count; for the best single attack which one it is; "april (reassembled)" is not scored as it is. `exact` images have
+    every grey level right; None where PSNR was not measured. `refused` says why attacks cannot run here; `external` is
+    the reference of what was measured elsewhere.
+    """
+
+    case: int
+    label: str
+    group: str | None
+    kind: Kind
+    attack: str | None
+    scores: Mapping[str, Score]
+    images: int = 0
+    failed: int = 0
+    leakiest: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    external: str | None = None
+    exact: int | None = None
+
+
+Measured = tuple[Mapping[str, Score], int, int]
+"""What was measured in one cell, an attack on a case: its scores, the images that have one, those that failed."""
+
+_Cell = tuple[Measured, int | None]
+"""What was measured, and how many of the images are exact."""
+
+
+def leakage(results: Results) -> list[Row]:
+    """Return the rows of all cases, in their order.
+
+    A case has its published figures (if there are any), the paper's attack (if the layout names one), the worst case,
+    the best single attack by the lead metric, every attack that ran or was refused, and the controls. Scores are
+    averaged over the draws of an image, then over the images; the worst case takes each image's leakiest score over
+    attacks, draws and the geometries that an adversary can make, by each metric's own direction. The interval is that
+    of `bootstrap`: the same records, in any order, give the same rows.
+    """
+    layout = results.layout
+    scored = Scored.of(results.records, layout.columns, layout.geometry)
+    images = scored.images
+    counts = scored.reached.groupby(["case", "metric", "attack", "geometry"], sort=True).size().reset_index()
+    leakiest: dict[int, dict[str, dict[str, int]]] = {}
+    for case, metric, attack, geometry, count in counts.to_numpy().tolist():
+        leakiest.setdefault(case, {}).setdefault(metric, {})[named(attack, geometry)] = count
+    exact = images.loc[images.image != ""].groupby(CELL).exact.sum(min_count=1).dropna().to_dict()
+    cells: dict[int, dict[tuple[str, str], _Cell]] = {}
+    for (case, attack, external), cell in measured(images, layout.columns, layout.interval):
+        count = exact.get((case, attack, external))
+        cells.setdefault(case, {})[attack, external] = (cell, None if count is None else int(count))
+    return [
+        row
+        for case in range(len(results.cases))
+        for row in _rows(results, case, cells.get(case, {}), leakiest.get(case, {}), scored.single.get(case))
+    ]
+
+
+def headline(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that a paper's table shows: published, the paper's attack, the worst case, the best attack."""
+    return [row for row in rows if row.kind in ("published", "paper", "worst", "single")]
+
+
+def conditions_that_differ(results: Results) -> list[str]:
+    """Return a line for each condition of the paper's that is not met here, as "weights: paper: … / here: …".
+
+    The paper's conditions are free text: a line is left out only where what was run is certain to be the same.
+    """
+    lines = []
+    for name, paper in results.conditions.items():
+        here, same = _here(results, name, paper)
+        if not same:
+            lines.append(f"{name}: paper: {paper} / here: {here}")
+    if results.layout.geometry != "in_place" and "geometry" not in results.conditions:
+        lines.append(f"geometry: paper: in_place / here: {results.layout.geometry}")
+    attack = results.layout.paper_attack
+    lines += [
+        f"attack on {case.label}: paper: {attack} / here: refused: {reason}"
+        for case in results.cases
+        for name, reason in case.refused.items()
+        if name == attack
+    ]
+    return lines
+
+
+_COLUMN_OF = {"labels": "label_origin", "model": "victim", "models": "victim", "victims": "victim"}
+_TRUE_LABELS = {"folder", "file", "dataset"}
+
+
+def _here(results: Results, name: str, paper: str) -> tuple[str, bool]:
+    """Return what a condition is here, and whether it is certain to be the paper's."""
+    records, said = results.records, paper.casefold().replace("_", "-")
+    own = records if "external" not in records else records.loc[records.external.isna()]
+    if name == "images":
+        source = (results.facts.get("images") or {}).get("source")
+        counts = own.loc[own.status == "ok"].groupby("case").image_sha256.nunique()
+        least, most = int(counts.min() if len(counts) else 0), int(counts.max() if len(counts) else 0)
+        here = (f"{least}" if least == most else f"{least} to {most}") + (f" of {source}" if source else "")
+        return here, here.casefold() == paper.casefold()
+    if name == "attack":
+        attack = results.layout.paper_attack
+        return attack or "none is named", attack is not None and attack in said
+    if name == "geometry":
+        return results.layout.geometry, results.layout.geometry.replace("_", "-") in said.replace(" ", "-")
+    column = _COLUMN_OF.get(name, name)
+    if name == "block" and results.layout.paper_attack is not None:
+        own = own.loc[own.attack == results.layout.paper_attack]
+    if column in own:
+        found = sorted(map(str, own[column].dropna().unique()))
+    else:
+        found = list(dict.fromkeys(str(case.options[name]) for case in results.cases if name in case.options))
+    if not found:
+        return "not recorded", False
+    trained = name == "weights" and said == "trained" and all(v.startswith(("pretrained:", "file:")) for v in found)
+    truth = name == "labels" and said in ("true", "ground truth") and set(found) <= _TRUE_LABELS
+    return ", ".join(found), trained or truth or [value.casefold().replace("_", "-") for value in found] == [said]
+
+
+def bootstrap(values: Floats, starts: Whole, level: float) -> tuple[Floats, Floats]:
+    """Return the ends of the percentile bootstrap interval of the mean of each segment values[starts[i]:starts[i + 1]].
+
+    The means of 2000 resamples are cut at the shares (1 ± level) / 2; the generator is seeded by the segment's length,
+    so equal segments have equal intervals, and scores of the same images are resampled alike. An infinite value makes
+    a resample that holds it infinite. A segment of one value has no interval: NaN.
+    """
+    sizes = np.diff(np.append(starts, len(values)))
+    low, high = np.full(len(starts), np.nan), np.full(len(starts), np.nan)
+    for size in np.unique(sizes[sizes > 1]).tolist():
+        of_size = np.flatnonzero(sizes == size)
+        step = max(1, _AT_ONCE // max(size, _RESAMPLES))
+        for chunk in (of_size[i : i + step] for i in range(0, len(of_size), step)):
+            found = values[starts[chunk][:, None] + np.arange(size)]
+            low[chunk], high[chunk] = _percentiles(found, level)
+    return low, high
+
+
+def _percentiles(values: Floats, level: float) -> tuple[Floats, Floats]:
+    """Return the ends of the interval for each row of (segments × images)."""
+    blocks = min(values.shape[1], _BLOCKS)
+    weights = _weights(values.shape[1], blocks)
+    finite = np.isfinite(values)
+    sums = _folded(np.where(finite, values, 0.0), blocks) @ weights
+    means = sums / (_folded(np.ones((1, values.shape[1])), blocks) @ weights)
+    for infinity in (np.inf, -np.inf):
+        if (at := values == infinity).any():
+            means[_folded(at.astype(float), blocks) @ weights > 0] = infinity
+    cut = int((1 - level) / 2 * (_RESAMPLES - 1))
+    means.partition((cut, _RESAMPLES - 1 - cut), axis=1)
+    least, most = values.min(axis=1), values.max(axis=1)  # sums round: the mean of equal values may miss them
+    return means[:, cut].clip(least, most), means[:, -1 - cut].clip(least, most)
+
+
+def _folded(values: Floats, blocks: int) -> Floats:
+    """Add up every `blocks`-th column."""
+    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % blocks)))
+    return padded.reshape(len(values), -1, blocks).sum(axis=1)
+
+
+@lru_cache(maxsize=4)
+def _weights(size: int, blocks: int) -> Floats:
+    """Return how often each block is in each resample (blocks × resamples)."""
+    drawn = np.random.default_rng([_SEED, size]).integers(blocks, size=(_RESAMPLES, blocks))
+    drawn += np.arange(_RESAMPLES)[:, None] * blocks
+    counts = np.bincount(drawn.ravel(), minlength=_RESAMPLES * blocks)
+    return np.ascontiguousarray(counts.reshape(_RESAMPLES, blocks).T, dtype=np.float64)
+
+
+def measured(
+    images: pd.DataFrame, metrics: Sequence[str], level: float
+) -> Iterator[tuple[tuple[int, str, str], Measured]]:
+    """Yield (case, attack, external) and what was measured there, from a table like that of `per_image`."""
+    group, keys = groups(images, CELL)
+    known = (images.image != "").to_numpy(bool)
+    count, failed = (
+        np.bincount(group, images[name].to_numpy(bool) & known, minlength=len(keys)).astype(int).tolist()
+        for name in ("scored", "failed")
+    )
+    scores: dict[str, dict[int, Score]] = {}
+    for name in metrics:
+        of = Segments.of(images[name].to_numpy(), group, ascending=False)
+        columns = (of.group, of.means(), *bootstrap(of.values, of.starts, level), of.sizes)
+        cells = zip(*(column.tolist() for column in columns), strict=True)
+        scores[name] = {cell: Score(mean, low, high, n) for cell, mean, low, high, n in cells}
+    for i, key in enumerate(zip(keys.case.tolist(), keys.attack.tolist(), keys.external.tolist(), strict=True)):
+        of_cell = {name: scores[name].get(i, Score(float("nan"))) for name in metrics}
+        yield key, (of_cell, count[i], failed[i])
+
+
+def _rows(
+    results: Results,
+    case: int,
+    cells: Mapping[tuple[str, str], _Cell],
+    leakiest: Mapping[str, Mapping[str, int]],
+    single: Single | None,
+) -> Iterator[Row]:
+    facts, layout = results.cases[case], results.layout
+    nothing: _Cell = (({name: Score(float("nan")) for name in layout.columns}, 0, 0), None)
+
+    def row(
+        kind: Kind,
+        attack: str | None,
+        cell: _Cell,
+        external: str = "",
+        refused: Mapping[str, str] = {},
+        leakiest: Mapping[str, Mapping[str, int]] = {},
+    ) -> Row:
+        (scores, count, failed), exact = cell
+        of = (case, facts.label, facts.group, kind, attack, scores, count, failed)
+        return Row(*of, leakiest, refused, external or None, exact)
+
+    if facts.published:
+        printed = {name: _published(name, facts.published) for name in (*layout.columns, *facts.published)}
+        yield row("published", None, ((printed, 0, 0), None))
+    attacks = [key for key in cells if key[0] not in (WORST, SINGLE) and not key[0].startswith(CONTROL)]
+    attacks.sort(key=lambda key: (key[0] != layout.paper_attack, key))
+    if (paper := layout.paper_attack) is not None:
+        key = next((key for key in attacks if key[0] == paper), (paper, ""))
+        refused = {paper: facts.refused[paper]} if paper in facts.refused and key not in cells else {}
+        yield row("paper", paper, cells.get(key, nothing), key[1], refused)
+    taken = (key[1] for key in attacks if key[1] and cells[key][0][1])  # figures of no image are in no worst case
+    elsewhere = "; ".join(dict.fromkeys(taken))
+    worst = cells.get((WORST, ""), nothing)
+    yield row("worst", WORST, worst, elsewhere, facts.refused, leakiest)
+    if single is not None:
+        cell = cells[SINGLE, ""]
+        by = {name: {single.name: score.images} for name, score in cell[0][0].items() if score.images}
+        yield row("single", SINGLE, cell, single.external, {}, by)
+    for key in attacks:
+        yield row("attack", key[0], cells[key], key[1])
+    for attack, reason in sorted(facts.refused.items()):
+        if attack not in {name for name, _ in attacks}:
+            yield row("attack", attack, nothing, "", {attack: reason})
+    controls = [key for key in cells if key[0].startswith(CONTROL)]
+    for key in sorted(controls, key=lambda key: (CONTROLS.index(key[0]) if key[0] in CONTROLS else len(CONTROLS), key)):
+        yield row("control", key[0], cells[key], key[1])
+
+
+def _published(name: str, printed: Mapping[str, float]) -> Score:
+    value = printed.get(name, float("nan"))
+    return Score(value / 100 if KNOWN[name].direction == "utility" and value > 1 else value)  # printed in per cent

@@ -1,0 +1,114 @@
+"""What an attack leaks beside the leakiest control of the same images, with the interval of the difference."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from privlab.evaluation.records import CONTROL
+from privlab.grids.definition import KNOWN
+from privlab.metrics.registry import MIRRORED, STRUCTURE
+from privlab.report.tables.leakage import Score, bootstrap
+from privlab.report.tables.sheet import shown, unit_of
+
+__all__ = ["Measure", "measure", "structure"]
+
+_MIRRORED = "the mirrored image"
+"""The control that an attack is for itself: its picture beside the image as a mirror shows it."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What an attack leaks by one metric, beside the leakiest control of the same images.
+
+    `ahead` counts the images on which it leaks more, `exact` those that it gives back but for rounding; `gain` is the
+    mean of what it leaks more, positive where it does, with the interval that the verdict goes by.
+    """
+
+    attack: str
+    metric: str
+    score: Score
+    control: str
+    control_mean: float
+    ahead: int
+    exact: int
+    gain: Score
+
+    @property
+    def leaks(self) -> bool:
+        """Return whether more leaks than from the control, beyond the interval, or an image altogether."""
+        return self.gain.low > 0 or self.exact > 0
+
+    def __str__(self) -> str:
+        """Return the figures in words."""
+        unit = unit_of(self.metric)
+        n, score = KNOWN[self.metric].decimals, self.score
+        interval = f" [{shown(score.low, n)}, {shown(score.high, n)}]" if score.low == score.low else ""
+        exactly = f", {self.exact} exactly" if self.exact else ""
+        return (
+            f"{self.ahead} of {score.images} images{exactly}; {shown(score.mean, n)}{interval} {unit} "
+            f"against {shown(self.control_mean, n)} of {self.control}"
+        )
+
+
+def measure(images: pd.DataFrame, attack: str, metric: str, level: float, shown_level: float) -> Measure | None:
+    """Return what an attack leaks beside the leakiest control of its images; None without a control, or a score.
+
+    A metric of `STRUCTURE` has the mirrored image as one more control, and says nothing without it: of two pictures
+    that have nothing in common the smoother one has more of these.
+    """
+    sign = 1 if KNOWN[metric].direction == "higher leaks" else -1
+    known = images.loc[images[metric].notna()]
+    pivoted = {"index": "image", "columns": "attack", "aggfunc": _leakiest_of(sign), "sort": True}
+    wide = known.pivot_table(values=metric, **pivoted)
+    if attack not in wide:
+        return None
+    if metric in MIRRORED:
+        own = known.loc[known.attack == attack]
+        if MIRRORED[metric] not in own or own[MIRRORED[metric]].isna().any():
+            return None
+        wide[_MIRRORED] = own.groupby("image")[MIRRORED[metric]].agg(_leakiest_of(sign))
+    controls = [name for name in wide if str(name).startswith(CONTROL) or name == _MIRRORED]
+    wide = wide.loc[wide[attack].notna(), [attack, *controls]].dropna(axis=1, how="all")
+    controls = [name for name in controls if name in wide and wide[name].notna().all()]
+    if not controls or controls == [_MIRRORED]:
+        return None
+    control = max(controls, key=lambda name: sign * wide[name].mean())
+    values = wide[attack].to_numpy(np.float64)
+    gain = sign * (values - wide[control].to_numpy(np.float64))
+    return Measure(
+        attack,
+        metric,
+        _score(values, shown_level),
+        str(control),
+        float(wide[control].mean()),
+        ahead=int((gain > 0).sum()),
+        exact=int(known.exact[known.attack == attack].sum()) if metric == "psnr" else 0,
+        gain=_score(gain, level),
+    )
+
+
+def _leakiest_of(sign: int) -> str:
+    return "max" if sign > 0 else "min"
+
+
+def _score(values: "np.ndarray[tuple[int], np.dtype[np.float64]]", level: float) -> Score:
+    low, high = bootstrap(values, np.zeros(1, dtype=np.intp), level)
+    return Score(float(values.mean()), float(low[0]), float(high[0]), len(values))
+
+
+def structure(images: pd.DataFrame, attacks: Sequence[str], level: float = 0.95) -> dict[str, Measure]:
+    """Return the attacks that leak structure, beyond the interval of their difference, each by the metric that says so.
+
+    `images` are rows of `per_image` with the metrics of `STRUCTURE` that were measured; the level is shared by all that
+    is tried (Bonferroni).
+    """
+    names = [name for name in STRUCTURE if name in images and images[name].notna().any()]
+    each = 1 - (1 - level) / max(len(names) * len(attacks), 1)
+    tried = [(attack, measure(images, attack, name, each, level)) for name in names for attack in attacks]
+    found: dict[str, Measure] = {}
+    for attack, one in tried:
+        if one is not None and one.gain.low > 0:
+            found.setdefault(attack, one)
+    return found

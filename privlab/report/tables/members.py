@@ -1,0 +1,84 @@
+"""Photographs that the victim saw in training and those that it did not, apart: what was measured of each."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from privlab.grids.definition import KNOWN
+from privlab.report.page.data import case_names
+from privlab.report.tables.per_image import WORST, lead_metric, per_image
+from privlab.report.tables.results import Results
+from privlab.report.tables.sheet import shown
+
+__all__ = ["Apart", "apart", "apart_lines", "apart_of"]
+
+_WORDS = {"seen": "seen in training", "not seen": "not seen", "unknown": "unknown"}
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The mean and the standard deviation (n − 1) of one attack over the images of one case and membership."""
+
+    case: str
+    member: str
+    attack: str
+    metric: str
+    images: int
+    mean: float
+    std: float
+
+
+def apart(
+    records: pd.DataFrame, names: Sequence[str], paper: str | None, metric: str, geometry: str = "in_place"
+) -> list[Apart]:
+    """Return what the paper's attack and the worst case have on members, on others, and on what is not known.
+
+    `names` are those of the cases, `records.case` their numbers. There is nothing where no membership is known.
+    """
+    if "member" not in records or records.member.isna().all():
+        return []
+    known = records.loc[records.image_sha256.fillna("").ne("") & records.member.notna()]
+    member = known.drop_duplicates(["case", "image_sha256"]).set_index(["case", "image_sha256"]).member.to_dict()
+    images = per_image(records, [metric], geometry)
+    images = images[images.scored & images.attack.isin([paper, WORST]) & images.external.eq("") & images.image.ne("")]
+    told = [member.get(pair, "unknown") for pair in zip(images.case, images.image, strict=True)]
+    groups = dict(list(images.assign(member=told).groupby(["case", "member", "attack"])[metric]))
+    return [
+        Apart(names[case], word, attack, metric, int(of.count()), float(of.mean()), float(of.std()))
+        for case in range(len(names))
+        for word in _WORDS
+        for attack in dict.fromkeys([paper or WORST, WORST])
+        if (of := groups.get((case, word, attack))) is not None
+    ]
+
+
+def apart_of(results: Results) -> list[Apart]:
+    """Return `apart` of results, by their lead metric."""
+    layout = results.layout
+    lead = lead_metric(layout.columns)
+    return apart(results.records, case_names(results), layout.paper_attack, lead, layout.geometry)
+
+
+def apart_lines(rows: Sequence[Apart]) -> list[str]:
+    """Return a line for each case; counts are those of the images."""
+    several = len({row.case for row in rows}) > 1
+    lines = []
+    for case in dict.fromkeys(row.case for row in rows):
+        of_case = [row for row in rows if row.case == case]
+        parts = [
+            f"{_WORDS[word]}: " + ", ".join(_said(row) for row in of_case if row.member == word)
+            for word in dict.fromkeys(row.member for row in of_case)
+        ]
+        where = f"{case}: " if several else ""
+        metric = of_case[0].metric.replace("_", " ").upper()
+        lines.append(f"members apart, as the manifest states them ({metric}, mean ± standard deviation): {where}")
+        lines[-1] += "; ".join(parts)
+    return lines
+
+
+def _said(row: Apart) -> str:
+    decimals = KNOWN[row.metric].decimals
+    spread = f" ± {shown(row.std, decimals)}" if math.isfinite(row.std) else ""
+    return f"{row.attack} {shown(row.mean, decimals)}{spread} ({row.images} image{'s' * (row.images != 1)})"

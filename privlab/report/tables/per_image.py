@@ -1,0 +1,287 @@
+"""The scores of every image: of each attack and control, of the best single attack, and of the worst case over all."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from privlab.evaluation.records import CONTROL, CONTROLS, GEOMETRIES, exact_db
+from privlab.grids.definition import KNOWN
+from privlab.metrics.registry import MIRRORED
+
+__all__ = ["BOUND", "CELL", "SINGLE", "WORST", "Floats", "Scored", "Segments", "Single", "Whole"]
+__all__ += ["groups", "lead_metric", "leakiest_geometries", "named", "per_image", "sign_of", "worst_case"]
+
+WORST = "worst case"
+"""The name of the bound that takes, for each image, the attack that leaks most."""
+
+BOUND = "the best attack of each image, chosen by the evaluator: an upper bound"
+"""What the worst case is: no adversary can tell which attack came nearest."""
+
+SINGLE = "best single attack"
+"""The name of the attack with the leakiest mean over the images, in the geometry in which it leaks most."""
+
+CELL = ["case", "attack", "external"]
+
+Floats = NDArray[np.float64]
+Whole = NDArray[np.intp]
+
+_LARGEST = (3, 384, 384)
+"""What is taken for images whose size is not recorded: the largest input of timm's plain ViTs."""
+
+
+def lead_metric(columns: Sequence[str]) -> str:
+    """Return the metric by which attacks are compared: PSNR where it is a column, or else the first one that leaks."""
+    leaky = [name for name in columns if KNOWN[name].direction != "utility"]
+    return "psnr" if "psnr" in columns else (leaky or list(columns))[0]
+
+
+def sign_of(metric: str) -> int:
+    """Return 1 where a higher value leaks, −1 where a lower one does, 0 for a utility."""
+    return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[metric].direction, 0)
+
+
+def named(attack: str, geometry: str) -> str:
+    """Return an attack with the geometry of its score, where it is not scored as it is: "april (reassembled)"."""
+    return attack if geometry == GEOMETRIES[0] else f"{attack} ({geometry})"
+
+
+def per_image(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
+    """Return a row per case, attack and image, one for its worst case (`WORST`), one under the best attack (`SINGLE`).
+
+    Columns: case, attack, external (its reference, or empty), image (its SHA-256, or else its name), control, scored,
+    failed, the metrics, averaged over the draws that were scored, and exact: 1 where every draw is exact (of a worst
+    case: any attack), 0 where not, NaN where PSNR was not measured. Beside metrics of `STRUCTURE` stand those against
+    the mirrored image (`MIRRORED`) where records have them. A worst case is `failed` where any attack failed.
+    Attacks are scored in one geometry; of `worst_case` and `leakiest_geometries`, the others say in which ones.
+    """
+    return Scored.of(records, metrics, geometry).images
+
+
+def worst_case(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
+    """Return the leakiest score of each case, image and metric over all attacks and draws, and the attack behind it.
+
+    Columns: case, image, metric, value, attack, geometry; a row for each attack that reached the value. Scores are
+    taken in every geometry that an adversary can make, the oracle's where that is the geometry asked for. Controls,
+    failed rows and figures of no known image have no part in it, nor have metrics of utility.
+    """
+    return _reached(_pool(_tidy(records, metrics, geometry)), metrics)
+
+
+def leakiest_geometries(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
+    """Return each attack that was scored on a case in the geometry that an adversary can make in which it leaks most.
+
+    Columns: case, attack, external, geometry, value (the mean over the images, by the lead metric), images. Where the
+    oracle is asked for, that is the geometry of all.
+    """
+    return _leakiest(_by_geometry(_pool(_tidy(records, metrics, geometry)), metrics), lead_metric(metrics))
+
+
+@dataclass(frozen=True)
+class Single:
+    """Which attack is the best single one of a case: its name, with its geometry, and its reference if it has one."""
+
+    name: str
+    external: str
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Records, read once: the table of `per_image`, that of `worst_case`, and the best single attack of each case.
+
+    That is the attack with the leakiest mean over the images, by the lead metric, of all that were scored on half as
+    many images as any other one, or more.
+    """
+
+    images: pd.DataFrame
+    reached: pd.DataFrame
+    single: Mapping[int, Single]
+
+    @classmethod
+    def of(cls, records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> "Scored":
+        """Read the records of one geometry, and those that the worst case and the best attack are taken from."""
+        rows = _tidy(records, metrics, geometry)
+        pool = _pool(rows)
+        reached, of_geometry = _reached(pool, metrics), _by_geometry(pool, metrics)
+        measured = [*metrics, *(name for name in MIRRORED.values() if name in rows), "exact"]
+        means = _averaged(rows.loc[rows.geometry == geometry], [*CELL, "image", "control"], measured)
+        best = _best(of_geometry, lead_metric(metrics))
+        names = map(named, best.attack, best.geometry)
+        single = dict(zip(best.case.tolist(), map(Single, names, best.external), strict=True))
+        if not means.empty:
+            worst = _worst(pool, reached, metrics).reindex(columns=means.columns)
+            chosen = of_geometry.merge(best[[*CELL, "geometry"]], on=[*CELL, "geometry"])
+            chosen = chosen.assign(attack=SINGLE, external="", control=False).reindex(columns=means.columns)
+            kinds = means.dtypes.to_dict()
+            means = pd.concat([means, worst.astype(kinds), chosen.astype(kinds)], ignore_index=True)
+        return cls(means.sort_values([*CELL, "image"], ignore_index=True), reached, single)
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Measured values in ascending order within their groups; `group` names the one that starts at each of `starts`."""
+
+    values: Floats
+    starts: Whole
+    group: Whole
+
+    @classmethod
+    def of(cls, values: Floats, group: Whole, *, ascending: bool = True) -> "Segments":
+        """Leave out what was not measured; without `ascending` a group keeps its order."""
+        kept = ~np.isnan(values)
+        values, group = values[kept], group[kept]
+        order = np.lexsort((values, group)) if ascending else np.argsort(group, kind="stable")
+        values, group = values[order], group[order]
+        starts = np.flatnonzero(np.diff(group, prepend=-1))
+        return cls(values, starts, group[starts])
+
+    @property
+    def sizes(self) -> Whole:
+        """Return the number of values of each group."""
+        return np.diff(np.append(self.starts, len(self.values)))
+
+    def means(self) -> Floats:
+        """Return the mean of each group, never outside its values by rounding; NaN for infinities of both signs."""
+        if not len(self.starts):
+            return np.empty(0)
+        with np.errstate(invalid="ignore"):
+            sums = np.add.reduceat(self.values, self.starts)
+        least, most = (end.reduceat(self.values, self.starts) for end in (np.minimum, np.maximum))
+        return (sums / self.sizes).clip(least, most)
+
+
+def groups(rows: pd.DataFrame, by: list[str]) -> tuple[Whole, pd.DataFrame]:
+    """Return the number of each row's group, in the order of the keys, and the keys."""
+    group = rows.groupby(by, sort=True).ngroup().to_numpy(np.intp)
+    _, first = np.unique(group, return_index=True)
+    return group, rows.iloc[first][by].reset_index(drop=True)
+
+
+def _tidy(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> pd.DataFrame:
+    """Return the rows of a geometry, and of all that an adversary can make, with no null in what names them.
+
+    No failure has a score.
+    """
+    attacks, names = pd.factorize(records.attack, sort=True)
+    control = np.array([str(name).startswith(CONTROL) for name in names], dtype=bool)[attacks]
+    several = {geometry} if geometry == GEOMETRIES[1] else {geometry, GEOMETRIES[0], GEOMETRIES[2]}
+    wanted = np.where(control, _controls(records, control, geometry), records.geometry.isin(several))
+    rows, control = records.loc[wanted], control[wanted]
+    sha = rows.image_sha256.fillna("")
+    unread = (sha == "").to_numpy(bool) & (rows.status != "ok").to_numpy(bool)  # a file that cannot be read has no hash
+    ok = (rows.status == "ok").to_numpy(bool)
+    laid: dict[str, object] = {
+        "case": rows.case.to_numpy("int64"),
+        "attack": rows.attack,
+        "geometry": rows.geometry.mask(control, geometry),
+        "external": rows.external.fillna("") if "external" in rows else "",
+        "image": sha.mask(unread, "name:" + rows.image.fillna("").astype(str)),
+        "control": control,
+        "scored": ok,
+        "failed": ~ok,
+    }
+    absent = np.full(len(rows), np.nan)
+    wanted = [*metrics, *(MIRRORED[name] for name in metrics if name in MIRRORED and MIRRORED[name] in rows)]
+    scores = {name: rows[name].to_numpy("float64", na_value=np.nan) if name in rows else absent for name in wanted}
+    scores["exact"] = _exact(rows)
+    return pd.DataFrame(laid | {name: np.where(ok, value, np.nan) for name, value in scores.items()}, index=rows.index)
+
+
+def _controls(records: pd.DataFrame, control: NDArray[np.bool_], geometry: str) -> NDArray[np.bool_]:
+    """Return which rows are the controls of a geometry: its own, and as they are those that have none in it.
+
+    Shuffled patches in the order of an oracle are the private image: they are no control of it.
+    """
+    plain = control & (records.geometry.isna() | (records.geometry == GEOMETRIES[0])).to_numpy(bool)
+    own = control & (records.geometry == geometry).to_numpy(bool)
+    if geometry == GEOMETRIES[1]:
+        plain &= (records.attack != CONTROLS[2]).to_numpy(bool)
+    if own.any() and geometry != GEOMETRIES[0]:
+        key = [name for name in ("case", "attack", "image_sha256", "image", "seed", "draw") if name in records]
+        at = np.flatnonzero(plain | own)
+        rows = records.iloc[at][key].astype(object)
+        of_image = pd.MultiIndex.from_frame(rows.where(rows.notna(), ""))
+        plain[at] &= ~of_image.isin(of_image[own[at]])
+    return plain | own
+
+
+def _exact(rows: pd.DataFrame) -> Floats:
+    """Return 1 where a PSNR leaves no pixel a grey level off, 0 where it may, NaN where there is none."""
+    psnr = rows.psnr.to_numpy("float64", na_value=np.nan) if "psnr" in rows else np.full(len(rows), np.nan)
+    stated = rows.victim_params.astype(object).fillna("{}") if "victim_params" in rows else pd.Series("{}", rows.index)
+    codes, victims = pd.factorize(stated)
+    levels = [exact_db(math.prod(json.loads(victim).get("input", _LARGEST))) for victim in victims]
+    return np.where(np.isnan(psnr), np.nan, psnr > np.array([*levels, math.inf])[codes])
+
+
+def _pool(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return what the worst case and the best single attack are taken from."""
+    return rows.loc[~rows.control & (rows.image != "")]
+
+
+def _worst(pool: pd.DataFrame, reached: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
+    # What is of use to the client has no leakiest value: an image's worst case shows the mean over all attacks.
+    worst = _averaged(pool, ["case", "image"], [name for name in metrics if not KNOWN[name].arrow])
+    best = reached.drop_duplicates(["case", "image", "metric"])
+    wide = best.pivot(index=["case", "image"], columns="metric", values="value").reset_index()
+    exact = pool.groupby(["case", "image"]).exact.max().reset_index()
+    worst = worst.merge(wide, how="left", on=["case", "image"]).merge(exact, how="left", on=["case", "image"])
+    return worst.assign(attack=WORST, external="", control=False)
+
+
+def _best(images: pd.DataFrame, lead: str) -> pd.DataFrame:
+    """Return the best single attack of each case, as `Scored` has it, as a row of `leakiest_geometries`."""
+    found = _leakiest(images, lead)
+    found = found.loc[found["value"].notna() & (2 * found.images >= found.groupby("case").images.transform("max"))]
+    found = found if sign_of(lead) else found.iloc[:0]
+    return found.sort_values("value", ascending=sign_of(lead) < 0, kind="stable").drop_duplicates("case")
+
+
+def _by_geometry(pool: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
+    return _averaged(pool, [*CELL, "geometry", "image"], [*metrics, "exact"])
+
+
+def _leakiest(images: pd.DataFrame, lead: str) -> pd.DataFrame:
+    """Return `leakiest_geometries`; of two that leak alike the first one by name, which is `in_place`."""
+    cells = images.loc[images.scored].groupby([*CELL, "geometry"])[lead].agg(["mean", "count"]).reset_index()
+    cells = cells.rename(columns={"mean": "value", "count": "images"}).sort_values([*CELL, "geometry"])
+    if sign_of(lead):
+        cells = cells.sort_values("value", ascending=sign_of(lead) < 0, kind="stable")
+    return cells.drop_duplicates(CELL).sort_values(CELL, ignore_index=True)
+
+
+def _reached(pool: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
+    group, _ = groups(pool, ["case", "image"])
+    found, columns = [], ["case", "image", "metric", "value", "attack", "geometry"]
+    for name in metrics:
+        if not KNOWN[name].arrow:
+            continue
+        values = -sign_of(name) * pool[name].to_numpy()
+        segments = Segments.of(values, group)
+        best = np.full(group.max(initial=-1) + 1, np.nan)
+        best[segments.group] = segments.values[segments.starts]
+        hit = values == best[group]
+        at = pool.loc[hit, ["case", "image", "attack", "geometry"]]
+        found.append(at.assign(metric=name, value=-sign_of(name) * values[hit]))
+    if not found:
+        return pd.DataFrame(columns=columns).astype({"case": "int64", "value": "float64"})
+    ordered = pd.concat(found).sort_values(["case", "image", "metric", "attack", "geometry"])
+    return ordered.drop_duplicates(["case", "image", "metric", "attack"], ignore_index=True).reindex(columns=columns)
+
+
+def _averaged(rows: pd.DataFrame, by: list[str], metrics: Sequence[str]) -> pd.DataFrame:
+    """Return one row per group: its mean scores, and whether any row was scored, and failed."""
+    group, keys = groups(rows, by)
+    for name in ("scored", "failed"):
+        keys[name] = np.bincount(group, rows[name].to_numpy(), minlength=len(keys)) > 0
+    for name in metrics:
+        segments = Segments.of(rows[name].to_numpy(), group)
+        keys[name] = np.nan
+        keys.loc[segments.group, name] = segments.means()
+    if "exact" in metrics:  # in every draw
+        keys["exact"] = keys.exact.where(keys.exact.isna(), (keys.exact == 1).astype(float))
+    return keys

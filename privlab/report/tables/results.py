@@ -1,0 +1,168 @@
+"""What a directory of records holds, as tables, figures and pages read it."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from privlab.base.errors import PrivlabError
+from privlab.evaluation.records import CONTROLS
+from privlab.grids.definition import KNOWN, Figure, Layout
+from privlab.stores.store import RunDirectory
+from privlab.stores.strips import Place, places_of
+
+__all__ = ["CaseFacts", "Results", "beside", "by_case", "load_results", "papers_attack"]
+
+
+@dataclass(frozen=True, eq=False)
+class CaseFacts:
+    """One row of the experiment: its name, what it differs in, a paper's figures, and the attacks that cannot run."""
+
+    label: str
+    group: str | None = None
+    options: Mapping[str, str | float | int] = field(default_factory=dict)
+    published: Mapping[str, float] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """An experiment with its records; `records.case` names the case of each row by its place in `cases`."""
+
+    name: str
+    title: str
+    source: str | None
+    cases: tuple[CaseFacts, ...]
+    layout: Layout
+    figures: tuple[Figure, ...]
+    conditions: Mapping[str, str]
+    records: pd.DataFrame
+    facts: Mapping[str, Any]
+    path: Path
+
+    def picture(self, case: int, image_sha256: str, what: str) -> Place | None:
+        """Return where the picture of an image in a case lies: "private", "fed", or an attack's name; None if nowhere.
+
+        `privlab table` keeps PNGs, `privlab attack` strips.
+        """
+        attack = CONTROLS[0] if what in ("private", "fed") else what
+        suffix = f"-{what}" if what in ("private", "fed") else ""
+        for cell in self._cells.get((case, attack), ()):
+            path = self.path / "pictures" / image_sha256[:16] / f"{cell}{suffix}.png"
+            if path.exists():
+                return Place(path)
+            if place := self._strips.get((f"{cell}{suffix}", image_sha256)):
+                return place
+        return None
+
+    @cached_property
+    def _strips(self) -> Mapping[tuple[str, str], Place]:
+        files = (file for file in sorted((self.path / "strips").glob("*.png")) if file.is_file())
+        return {panel: place for file in files for panel, place in places_of(file).items()}
+
+    @cached_property
+    def _cells(self) -> Mapping[tuple[int, str], list[str]]:
+        pairs = self.records[["case", "attack", "cell"]].drop_duplicates()
+        return pairs.groupby(["case", "attack"]).cell.agg(list).to_dict()
+
+
+def load_results(path: Path) -> Results:
+    """Read the results of a directory that `privlab table` or `privlab attack` wrote.
+
+    Raises:
+        PrivlabError: if it holds no run.
+    """
+    run = RunDirectory(path)
+    facts, records = run.read_run(), run.store.frame()
+    return _of_experiment(path, facts, records) if "experiment" in facts else _of_run(path, facts, records)
+
+
+def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
+    """Return the records that the experiment asked for last; others of the store belong to earlier versions of it."""
+    experiment, lists = facts["experiment"], facts["image_lists"]
+    wanted = pd.DataFrame(
+        [
+            (case, cell, job["images"])
+            for case, of_case in enumerate(facts["cases"])
+            for job in of_case["jobs"]
+            for cell in job["cells"].values()
+        ],
+        columns=["case", "cell", "images"],
+    ).drop_duplicates()
+    image = records.image_sha256.where(records.image_sha256.fillna("").ne(""), records.image)
+    own = records.assign(image_id=image).merge(wanted, on="cell", how="inner")
+    listed = {name: set(images) for name, images in lists.items()}
+    inside = pd.Series(False, index=own.index)
+    for name, images in listed.items():
+        inside |= (own.images == name) & own.image_id.isin(images)
+    own = own.loc[inside]
+    if (members := facts.get("members")) is not None:  # what is said now stands, whatever it was when they were made
+        said = [members[name].get(image) for name, image in zip(own.images, own.image_id, strict=True)]
+        own = own.assign(member=pd.Series(said, own.index, dtype=object))
+    own = own.drop(columns=["image_id", "images"])
+    labels = {case["label"]: number for number, case in enumerate(facts["cases"])}
+    foreign = records[records.external.notna()]
+    named = foreign.conditions.map(lambda text: labels.get(json.loads(text).get("case")))
+    foreign = foreign.assign(case=named).loc[named.notna()]
+    layout = experiment["layout"]
+    return Results(
+        name=experiment["name"],
+        title=experiment["title"],
+        source=experiment["source"],
+        cases=tuple(
+            CaseFacts(case["label"], case["group"], case["options"], case["published"], case["refused"])
+            for case in facts["cases"]
+        ),
+        layout=Layout(**layout | {"columns": tuple(layout["columns"])}),
+        figures=tuple(Figure(**figure) for figure in experiment["figures"]),
+        conditions=experiment["conditions"],
+        records=pd.concat([own, foreign], ignore_index=True).astype({"case": int}) if len(foreign) else own,
+        facts=facts,
+        path=path,
+    )
+
+
+def by_case(records: pd.DataFrame) -> tuple[pd.DataFrame, tuple[CaseFacts, ...]]:
+    """Return the records of one `privlab attack` with their case: one for each victim, setting and defense."""
+    keys = ["victim", "setting", "defense"]
+    found = records.loc[:, keys].drop_duplicates().itertuples(index=False)
+    cases = (CaseFacts(f"{row.victim}, setting {row.setting}, {row.defense}", options=row._asdict()) for row in found)
+    return records.assign(case=records.groupby(keys, sort=False).ngroup()), tuple(cases)
+
+
+def papers_attack(attacks: Iterable[str]) -> str | None:
+    """Return which of the attacks the papers of the defenses print: MJP's, or Permutation Equivariance's."""
+    there = set(attacks)
+    return next((name for name in ("april", "inversion-mae") if name in there), None)
+
+
+def beside(metrics: Iterable[str]) -> set[str]:
+    """Return the metrics that tables leave to the records, as the one that MJP prints is measured too."""
+    there = set(metrics)
+    return {name for name, printed in {"fft2d": "fft2d_mjp", "ssim_skimage": "ssim"}.items() if printed in there}
+
+
+def _of_run(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
+    """Return the records of one `privlab attack`."""
+    spec = facts.get("specification")
+    if spec is None:
+        raise PrivlabError(f"'{path}' is no run of privlab: its run.json has neither experiment nor specification.")
+    cased, cases = by_case(records)
+    own = [name for name in spec["metrics"] if name in KNOWN]
+    columns = tuple(name for name in own if name not in beside(own))
+    return Results(
+        name=path.name,
+        title=" × ".join(dict.fromkeys([*records.victim.unique(), *records.defense.unique()])),
+        source=None,
+        cases=cases,
+        layout=Layout(columns=columns or tuple(spec["metrics"]), paper_attack=papers_attack(records.attack.unique())),
+        figures=(),
+        conditions={},
+        records=cased,
+        facts=facts,
+        path=path,
+    )

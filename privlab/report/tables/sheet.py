@@ -1,0 +1,222 @@
+"""A leakage table as plain text, before any markup: what stands in each cell, under which head, with which notes."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from privlab.evaluation.records import CONTROLS
+from privlab.grids.definition import KNOWN, Layout
+from privlab.report.tables.leakage import Row, conditions_that_differ
+from privlab.report.tables.per_image import BOUND, SINGLE, WORST, lead_metric
+from privlab.report.tables.results import Results
+
+__all__ = ["OF_ADVERSARIES", "OF_EXACT", "OF_ORACLE", "OF_WORST", "of_single"]
+__all__ += ["Caption", "Cell", "Sheet", "behind", "counted", "heading", "images", "row_name", "shown", "unit_of"]
+
+OF_WORST = f"{WORST}: {BOUND}; its leakiest score over all attacks and draws, by each metric's own direction"
+OF_ADVERSARIES = "both: as it is, or reassembled (the adversary put patches in order), whichever leaks more"
+OF_EXACT = (
+    "exact: the PSNR leaves no grey level wrong (above 54.15 dB + 10 log₁₀ of the number of values); "
+    "a mean PSNR over exact images is one of rounding"
+)
+OF_ORACLE = (
+    "oracle: before scoring, the evaluator put the patches that were moved where they fit the image best, for attacks "
+    f"and controls alike; {CONTROLS[2]} would be the image itself, and is left out"
+)
+_BOOTSTRAP = "by bootstrap over the images"
+_MEASURED = ("paper", "worst", "single", "attack")
+
+
+@dataclass(frozen=True)
+class Caption:
+    """What stands around a table: its title; the paper of the published figures; lines below, as on conditions.
+
+    `verdicts` has a line for each case, by its number.
+    """
+
+    title: str = ""
+    source: str | None = None
+    remarks: tuple[str, ...] = ()
+    verdicts: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, results: Results) -> "Caption":
+        """Return the caption of results; its remarks are the conditions that differ from the paper's."""
+        return cls(results.title, results.source, tuple(conditions_that_differ(results)))
+
+
+def of_single(metrics: Sequence[str]) -> str:
+    """Return what the best single attack is."""
+    by = heading(lead_metric(metrics)).rstrip(" ↑↓")
+    return f"{SINGLE}: that with the leakiest mean over the images, by {by}, as the evaluator finds it"
+
+
+def heading(metric: str) -> str:
+    """Return a metric as the head of a column, with the arrow that leaks: "PSNR ↑"."""
+    short = {"placement_accuracy": "placed", "neighbour_accuracy": "neighbours", "f_sim": "F-SIM"}
+    short |= {"fft2d_mjp": "FFT2D (MJP)"}
+    first, _, rest = metric.partition("_")
+    acronym = f"{first.upper()} {rest}" if rest not in ("", "alex") else first.upper()
+    name = short.get(metric) or (acronym if first in ("mse", "psnr", "ssim", "fft2d", "lpips") else metric)
+    return f"{name.replace('_', ' ')} {KNOWN[metric].arrow}".rstrip()
+
+
+def unit_of(metric: str) -> str:
+    """Return what stands behind a figure of a metric: "dB", or the metric's name where it has no unit."""
+    return "dB" if metric == "psnr" else "dB of psnr_affine" if metric == "psnr_affine" else metric
+
+
+def shown(value: float, decimals: int) -> str:
+    """Return a figure as a table prints it: "n/a" for NaN, "∞", and powers of ten where the decimals would print 0."""
+    if not math.isfinite(value):
+        return "n/a" if math.isnan(value) else "∞" if value > 0 else "−∞"
+    form = f".{decimals}f" if value == 0 or abs(value) >= 10**-decimals else ".1e"  # 0.0000 would hide an exact attack
+    return ("−" if value < 0 else "") + f"{abs(value):{form}}"
+
+
+Cell = tuple[str, str, bool]
+"""A mean, its interval or an empty text, and whether it is in bold."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sheet:
+    """The rows as text, before any markup."""
+
+    rows: Sequence[Row]
+    layout: Layout
+    caption: Caption
+
+    def lines(self) -> Iterator[tuple[Literal["group", "case", "row"], Row]]:
+        """Yield the rows, each new group and case before its first row."""
+        above = None
+        for row in self.rows:
+            if row.group is not None and (above is None or above.group != row.group):
+                yield "group", row
+            if above is None or (above.group, above.case) != (row.group, row.case):
+                yield "case", row
+            yield "row", row
+            above = row
+
+    def cells(self, row: Row) -> list[Cell]:
+        """Return what stands in each column of a row."""
+        return [self.cell(row, name) for name in self.layout.columns]
+
+    def cell(self, row: Row, name: str) -> Cell:
+        """Return what a row has of one metric."""
+        score, decimals = row.scores[name], self._decimals(name)
+        mean, reach = shown(score.mean, decimals), max(score.high - score.mean, score.mean - score.low)
+        interval = shown(reach, decimals) if math.isfinite(reach) else ""
+        return mean, interval, row.kind in _MEASURED and self._leakiest.get((row.group, name)) == mean
+
+    def mark(self, row: Row) -> str:
+        """Return the letters of a row's footnotes."""
+        return ",".join(self._marks[text] for text in _footnotes(row))
+
+    def notes(self, *, intervals: bool = True) -> list[tuple[str, str]]:
+        """Return the lines under the table, with their marks; general ones have none. `intervals`: are they shown."""
+        kinds = {row.kind for row in self.rows}
+        shares = "; a share says how often an attack reaches it, over images and columns"
+        shared = any("%" in behind(row, self.layout) for row in self.rows)
+        reassembled = self.layout.geometry != "oracle" and any(
+            "(reassembled)" in attack for row in self.rows for of in row.leakiest.values() for attack in of
+        )
+        interval = any(math.isfinite(row.scores[name].low) for row in self.rows for name in self.layout.columns)
+        within = "column and group" if any(row.group is not None for row in self.rows) else "column"
+        general = [
+            ("published" in kinds and self.caption.source, f"published: {self.caption.source}"),
+            ("worst" in kinds, OF_WORST + (shares if shared else "")),
+            ("single" in kinds, of_single(self.layout.columns)),
+            (reassembled, OF_ADVERSARIES),
+            (any(row.exact for row in self.rows), OF_EXACT),
+            (
+                interval and intervals,
+                f"±: farther end of the {100 * self.layout.interval:g} % interval of the mean, {_BOOTSTRAP}",
+            ),
+            (self._leakiest, f"bold: the leakiest figure, measured here, of its {within}"),
+            (self.layout.geometry == "oracle", OF_ORACLE),
+            (self.layout.geometry == "reassembled", "reassembled: before scoring, the adversary put patches in order"),
+        ]
+        own = [(mark, text) for text, mark in self._marks.items()]
+        said = [text for holds, text in general if holds]
+        cases = {row.case: f"{row.group} {row.label}" if row.group else row.label for row in self.rows}
+        told = self.caption.verdicts
+        said += [f"verdict: {label}: {told[case]}" for case, label in cases.items() if case in told]
+        return own + [("", text) for text in (*said, *self.caption.remarks)]
+
+    def _decimals(self, name: str) -> int:
+        return self.layout.decimals.get(name, KNOWN[name].decimals)
+
+    @cached_property
+    def _marks(self) -> dict[str, str]:
+        """Return a letter for each different footnote."""
+        texts = dict.fromkeys(text for row in self.rows for text in _footnotes(row))
+        return {text: _letters(i) for i, text in enumerate(texts)}
+
+    @cached_property
+    def _leakiest(self) -> dict[tuple[str | None, str], str]:
+        """Return the leakiest figure that was measured here of each group and metric, as it is printed."""
+        best: dict[tuple[str | None, str], float] = {}
+        for row in self.rows if self.layout.bold else ():
+            for name in self.layout.columns if row.kind in _MEASURED else ():
+                mean, direction = row.scores[name].mean, KNOWN[name].direction
+                if direction != "utility" and not math.isnan(mean):
+                    leakier = max if direction == "higher leaks" else min
+                    best[row.group, name] = leakier(mean, best.get((row.group, name), mean))
+        return {(group, name): shown(mean, self._decimals(name)) for (group, name), mean in best.items()}
+
+
+def _footnotes(row: Row) -> list[str]:
+    """Return what must be said of a row: why attacks cannot run, and what was measured elsewhere."""
+    attacks: dict[str, list[str]] = {}
+    for attack, reason in row.refused.items():
+        attacks.setdefault(reason, []).append(attack)
+    without = "not among the attacks: " if row.kind == "worst" else "cannot run: "
+    refused = [without + "; ".join(f"{', '.join(names)} ({reason})" for reason, names in attacks.items())]
+    what = "over results measured elsewhere too" if row.kind == "worst" else "external, measured elsewhere"
+    return (refused if attacks else []) + ([f"{what}: {row.external}"] if row.external else [])
+
+
+def _letters(number: int) -> str:
+    """Return a, b, … z, aa, ab and so on."""
+    return (_letters(number // 26 - 1) if number >= 26 else "") + chr(ord("a") + number % 26)
+
+
+def row_name(row: Row, layout: Layout) -> str:
+    """Return what a row is of its case, with the attacks behind a worst case or a best attack."""
+    external = " (external)" if row.external and row.kind != "worst" else ""
+    if row.kind == "published":
+        return "published"
+    if row.kind in ("worst", "single"):
+        attacks = behind(row, layout)
+        return (WORST if row.kind == "worst" else SINGLE) + (f": {attacks}" if attacks else "")
+    attack = (row.attack or "").replace(":", ": ")
+    return (f"paper's attack: {attack}" if row.kind == "paper" else attack) + external
+
+
+def behind(row: Row, layout: Layout) -> str:
+    """Return the attacks that reach the worst case most often, with their share of all images and columns."""
+    counts: dict[str, int] = {}
+    for name in layout.columns:
+        for attack, count in row.leakiest.get(name, {}).items():
+            counts[attack] = counts.get(attack, 0) + count
+    scored = sum(row.scores[name].images for name in layout.columns if name in row.leakiest)
+    order = sorted(counts, key=lambda attack: (-counts[attack], attack))
+    if len(order) < 2:
+        return "".join(order)
+    more = f", {len(order) - 2} more" if len(order) > 2 else ""
+    return ", ".join(f"{attack} {counts[attack] / scored:.0%}".replace("%", " %") for attack in order[:2]) + more
+
+
+def images(row: Row) -> str:
+    """Return the numbers of images scored, and of those that are exact and that failed."""
+    if not row.images and not row.failed:
+        return "—"
+    return counted(row.images, row.exact, row.failed)
+
+
+def counted(images: int, exact: int | None, failed: int) -> str:
+    """Return numbers of images: "20 (18 exact, 1 failed)"."""
+    more = [f"{count} {what}" for count, what in ((exact, "exact"), (failed, "failed")) if count]
+    return f"{images}" + (f" ({', '.join(more)})" if more else "")

@@ -1,0 +1,241 @@
+"""The table of a run: a row for each attack, the best one and the worst case, with mean and spread over the images."""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich import box
+from rich.table import Table
+
+from privlab.defenses import Jigsaw
+from privlab.evaluation.records import CONTROL, GEOMETRIES
+from privlab.evaluation.scoring import UNDEFINED
+from privlab.evaluation.specification import Specification, defense_of
+from privlab.metrics.placement import PLACEMENT
+from privlab.metrics.registry import METRICS
+from privlab.release.effects import effects_of
+from privlab.report.tables.flags import Flag, red_flags
+from privlab.report.tables.members import Apart, apart
+from privlab.report.tables.per_image import SINGLE, WORST, Scored, lead_metric, named
+from privlab.report.tables.power import scope
+from privlab.report.tables.results import beside, by_case, papers_attack
+from privlab.report.tables.sheet import OF_ADVERSARIES, OF_EXACT, OF_ORACLE, OF_WORST, counted, of_single
+from privlab.runs.attack import Outcome
+
+__all__ = ["KNOWN", "explanations", "flags", "members", "not_measured", "shown_metrics", "summarise", "to_rich"]
+__all__ += ["verdicts"]
+
+KNOWN = METRICS | PLACEMENT
+"""What a column of the table may be."""
+
+_SETTINGS = {
+    "a": "a, nothing is defended, and the private image x is the reference",
+    "b": "b, the defense is at work, and x̃, what the client fed, is the reference: an order that is lost costs nothing",
+    "c": "c, the defense is at work, and the private image x is the reference",
+}
+"""What is fed and what reconstructions are compared with (MJP, section 5.4)."""
+
+_KINDS = ("paper", "worst", "single", "attack", "control")
+
+
+def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
+    """Return one row per victim, setting and attack: `n` images scored, `failed` ones, METRIC and METRIC_std of each.
+
+    Each victim and setting has the paper's attack, the worst case, the best single attack by the lead metric, the other
+    attacks in the order in which they ran, and the controls (`kind`). Scores are averaged over the draws of an image;
+    the worst case takes its leakiest one over attacks, draws and the geometries that an adversary can make, by each
+    metric's own direction; `leakiest` says by the lead metric on how many images each attack reached it, and which is
+    the best single one. `exact` counts the images of which every grey level is right; None without PSNR. The spread is
+    the standard deviation over the images (n − 1); what no image has is NaN.
+    """
+    cased, cases = by_case(records)
+    there = cased.loc[(cased.geometry == geometry) | cased.attack.str.startswith(CONTROL)]
+    names = [*metrics, *(name for name in PLACEMENT if there[name].notna().any())]
+    scored, lead = Scored.of(cased, names, geometry), lead_metric(names)
+    images = scored.images
+    groups = images.groupby(["case", "attack"], sort=False)
+    table = groups.agg(n=("scored", "sum"), failed=("failed", "sum"))
+    for name in names:
+        table[name] = groups[name].mean()
+        table[f"{name}_std"] = groups[name].std()
+    exact = groups.exact.sum(min_count=1).dropna().astype(int).to_dict()
+    reached = scored.reached.loc[scored.reached.metric == lead]
+    who = [named(attack, where) for attack, where in zip(reached.attack, reached.geometry, strict=True)]
+    behind = {(case, WORST): dict(Counter(np.array(who)[reached.case == case].tolist())) for case in range(len(cases))}
+    behind |= {(case, SINGLE): {one.name: int(table.n[case, SINGLE])} for case, one in scored.single.items()}
+    blocks = there.dropna(subset=["block"]).groupby(["case", "attack"]).block.first().to_dict()
+    rows = [
+        {
+            **cases[case].options,
+            **{"block": blocks.get((case, attack)), "attack": attack, "kind": kind},
+            "leakiest": behind.get((case, attack)),
+            **table.loc[(case, attack)].to_dict(),
+            "exact": exact.get((case, attack)),
+        }
+        for case in range(len(cases))
+        for kind, attack in _ordered(there.attack[there.case == case].unique().tolist())
+        if (case, attack) in table.index
+    ]
+    counts = pd.Series([row.pop("exact") for row in rows], dtype=object)
+    return pd.DataFrame(rows).astype({"n": int, "failed": int}).assign(exact=counts)
+
+
+def elsewhere(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
+    """Return what the paper's attack, the worst case and the best attack have in the other geometries, a line for each.
+
+    By the lead metric; what a geometry does not change is left out.
+    """
+    lead, lines = lead_metric(metrics), []
+    here = _leading(summarise(records, [lead], geometry), lead)
+    for other in [name for name in GEOMETRIES if name != geometry and (records.geometry == name).any()]:
+        there = _leading(summarise(records, [lead], other), lead)
+        if found := {name: value for name, value in there.items() if here.get(name) != value}:
+            told = "; ".join(f"{name} {value}" for name, value in found.items())
+            lines.append(f"geometry {other} (--geometry {other}), {_title(lead)}: {told}")
+    return lines
+
+
+def _leading(table: pd.DataFrame, lead: str) -> dict[str, str]:
+    """Return the lead metric of the first rows of each case, by their names, in words."""
+    rows = table.loc[table.kind.isin(["paper", "worst", "single"])].to_dict("records")
+    several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
+    return {" ".join([*(str(row[c]) for c in several), row["attack"]]): _value(row, lead, " ± ") for row in rows}
+
+
+def explanations(table: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
+    """Return what the first rows of the table are, and what its scores stand on, a line for each."""
+    reassembled = any("(reassembled)" in name for behind in table.leakiest if behind for name in behind)
+    settings = [said for setting, said in _SETTINGS.items() if (table.setting == setting).any()]
+    return [
+        f"Settings: {'; '.join(settings)}.",
+        OF_WORST,
+        of_single(metrics),
+        *([OF_ADVERSARIES] if reassembled and geometry != GEOMETRIES[1] else []),
+        *([OF_ORACLE] if geometry == GEOMETRIES[1] else []),
+        *([OF_EXACT] if any(table.exact) else []),
+    ]
+
+
+def flags(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Flag]:
+    """Return the red flags of a run."""
+    cased, cases = by_case(records)
+    return red_flags(cased, [case.label for case in cases], lead_metric(metrics), geometry)
+
+
+def members(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Apart]:
+    """Return what a run has on members of the training data and on others, apart."""
+    cased, cases = by_case(records)
+    paper = papers_attack(records.attack.unique())
+    return apart(cased, [case.label for case in cases], paper, lead_metric(metrics), geometry)
+
+
+def _ordered(attacks: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the name of each row of a victim and setting, in their order."""
+    paper = papers_attack(attacks)
+    kinds = {attack: "control" if attack.startswith(CONTROL) else "attack" for attack in attacks}
+    kinds |= {WORST: "worst", SINGLE: "single"} | ({paper: "paper"} if paper else {})
+    yield from sorted(((kind, attack) for attack, kind in kinds.items()), key=lambda pair: _KINDS.index(pair[0]))
+
+
+def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
+    """Return the metrics that the table shows, in the order of MJP's Table 5; the records hold the others too.
+
+    Where features are released, what was measured of rows, keys and utility follows.
+    """
+    order = (
+        *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "ssim", "ssim_skimage"),
+        *("lpips_alex", "lpips_vgg", "lpips_squeeze", "f_sim"),
+    )
+    shown = [name for name in order if name in metrics and name not in beside(metrics)]
+    return [*shown, *(name for name in PLACEMENT if name in table)]
+
+
+def not_measured(outcome: Outcome, shown: Sequence[str]) -> list[str]:
+    """Return why figures of the shown metrics are n/a, or over fewer images than there are: one line for each."""
+    scored = outcome.records.loc[outcome.records.status == "ok"]
+    tried = " " + scored.metrics.fillna("") + " "
+    reasons = {name: f"{reason.partition(':')[0]}; see the warning" for name, reason in outcome.missing.items()}
+    reasons |= {
+        name: f"for {count} of {len(scored)} records: {reason}"
+        for name, reason in UNDEFINED.items()
+        if name in shown and (count := int((scored[name].isna() & tried.str.contains(f" {name} ", regex=False)).sum()))
+    }
+    return [f"{name}: n/a ({reasons[name]})" for name in shown if name in reasons]
+
+
+def verdicts(outcome: Outcome) -> list[str]:
+    """Return one line per victim that says what the numbers stand on, and one for the threat model."""
+    spec = outcome.spec
+    lines = []
+    for base in outcome.victims:
+        at_work = [defense_of(spec, base, setting) for setting in spec.settings]
+        parts = (part for stack in at_work for part in stack.parts)
+        shuffles = [part for part in parts if effects_of(base.model, [part]).patches != "kept"]
+        told = (f"γ = {part.gamma:g}" if isinstance(part, Jigsaw) else f"shuffled by {part.name}" for part in shuffles)
+        gamma = ", ".join(dict.fromkeys(told)) or "no jigsaw"
+        defense = ", ".join(f"{d!r} in setting {s}" for s, d in zip(spec.settings, at_work, strict=True))
+        unknown = f", E_unk {base.weights.unknown}" if base.weights.unknown else ""
+        origin = f"weights {base.weights.origin}{unknown} (SHA-256 {base.weights.sha256[:12]})"
+        lines.append(f"{base.name}: {origin}; defense {defense}; {gamma}; seed {spec.seed}{_how(spec)}")
+    return [*lines, scope(outcome.records)]
+
+
+def _how(spec: Specification) -> str:
+    """Return what else of a run its numbers stand on."""
+    draws = f"; {spec.draws} draws of each image" if spec.draws > 1 else ""
+    batch = f"; {spec.gradient_batch} images in one gradient" if spec.gradient_batch > 1 else ""
+    return draws + batch + ("; FORCED: attacks run where their formulas do not hold" if spec.force else "")
+
+
+def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = False) -> Table:
+    """Lay the table out for a terminal; the arrow shows the leaky direction of each metric.
+
+    `stacked` puts the spread under the mean, for a narrow terminal.
+    """
+    several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
+    shown = (
+        Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+        if stacked
+        else Table(header_style="bold")
+    )
+    for column in (*several, "attack", "block"):
+        shown.add_column(column, no_wrap=True)
+    for name in metrics:
+        shown.add_column(f"{_title(name)} {KNOWN[name].arrow}", justify="right", no_wrap=True)
+    shown.add_column("images", justify="right")
+    for row in table.to_dict("records"):
+        values = [_value(row, name, "\n± " if stacked else " ± ") for name in metrics]
+        images = counted(row["n"], row["exact"], row["failed"])
+        name = row["attack"] + (f"\n({about})" if (about := _about(row)) else "")
+        block = row["block"] if isinstance(row["block"], str) else "—"  # controls have none
+        shown.add_row(*(str(row[c]) for c in several), name, block, *values, images)
+    return shown
+
+
+def _about(row: Mapping[Hashable, Any]) -> str:
+    """Return what stands under a name: that an attack is the paper's; which attacks are behind the worst case."""
+    if row["leakiest"] is None:
+        return "the paper's" if row["kind"] == "paper" else ""
+    order = sorted(row["leakiest"].items(), key=lambda pair: -pair[1])
+    said = [(name.replace(" (", ",\n").rstrip(")"), n) for name, n in order]  # "april (reassembled)" in two lines
+    return said[0][0] if len(said) == 1 else ",\n".join(f"{name} {n} of {row['n']}" for name, n in said)
+
+
+def _title(name: str) -> str:
+    if name in PLACEMENT:
+        return {"placement_accuracy": "placed", "neighbour_accuracy": "neighbours"}.get(name, name.replace("_", " "))
+    first, _, rest = name.upper().partition("_")
+    if name == "fft2d_mjp":
+        return "FFT2D (MJP)"
+    return first if rest in ("", "ALEX") else f"{first} {rest.lower()}"
+
+
+def _value(row: Mapping[Hashable, Any], name: str, between: str) -> str:
+    mean, spread, n = row[name], row[f"{name}_std"], KNOWN[name].decimals
+    if math.isnan(mean):
+        return "n/a"
+    shape = f".{n}f" if abs(mean) >= 10**-n or mean == 0 else ".1e"  # 0.0000 would not tell 85 dB from 140 dB
+    return f"{mean:{shape}}" + ("" if math.isnan(spread) else f"{between}{spread:{shape}}")

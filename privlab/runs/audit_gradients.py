@@ -1,0 +1,333 @@
+"""An audit of a released gradient in a file: what could be made of a real training step. No private image is needed."""
+
+import math
+import re
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.attacks import attacks as installed_attacks
+from privlab.base.environment import commit, hardware, pick_device, versions
+from privlab.base.errors import PrivlabError, first
+from privlab.base.precision import full_precision
+from privlab.base.warnings import PrivlabWarning, collected
+from privlab.evaluation.check import beyond_range, brought, check_reconstruction
+from privlab.evaluation.pipeline import Panel
+from privlab.evaluation.specification import Specification, applicable, defense_of, stands_in
+from privlab.release.gradient_file import Released, check_fit, check_head, head_of, observation, read_released
+from privlab.release.labels_by_rank import Told, told_labels
+from privlab.release.residual import EXPLAINED, residual, unlit
+from privlab.release.updates import labels_of_signs, update_in
+from privlab.runs.audit_reference import Judge, Row, as_fed
+from privlab.stores.store import RunDirectory
+from privlab.stores.strips import save_strip, strip_name, to_png
+from privlab.threat.protocols import Attack, Capability, Observation, check_capabilities
+from privlab.victims.named import Victim, victim
+
+__all__ = ["GradientAudit", "audit_gradients"]
+
+_GIVE_WEIGHTS = "Give --weights the client's, saved at that step, before the optimiser's."
+
+
+@dataclass(frozen=True, eq=False)
+class GradientAudit:
+    """What an audit left: a row for each attack, the red flags, and the directory of the pictures.
+
+    A row has `residual` where the reconstruction could be checked by the gradient that it gives, and scores where there
+    is a reference; `missing` says of each metric that could not be computed why. `reference` says how the client
+    preprocessed the reference, where that is not as the victim does.
+    """
+
+    rows: Sequence[Row]
+    flags: Sequence[str]
+    labels: Sequence[int] | None
+    warnings: Sequence[str]
+    path: Path
+    missing: Mapping[str, str] = field(default_factory=dict)
+    reference: str | None = None
+
+
+def audit_gradients(
+    file: Path,
+    spec: Specification,
+    *,
+    device: str = "auto",
+    out: Path,
+    overwrite: bool = False,
+    reference: Path | None = None,
+    command: str | None = None,
+) -> GradientAudit:
+    """Run every attack that the file grants; write each reconstruction as a PNG, and `run.json`.
+
+    `spec` names one victim, the client's model with the weights of that step, and the defense that the client is known
+    to use: "auto" is MJP where the model has E_unk, else none. `block` "auto" is the stock block: a client trains one
+    model, and no attack may choose another.
+
+    Args:
+        file: what `privlab.capture.capture` wrote.
+        spec: the victim, the attacks, and the metrics if there is a reference.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        out: the run directory.
+        overwrite: whether an earlier run in `out` gives way.
+        reference: the private image, to score by, preprocessed as the victim does or, where that does not give the
+            released gradient and one of the usual ways does, as that does; without it a reconstruction is checked by
+            the gradient that it gives, and image priors learn from all bundled photographs: whether one of them is
+            private cannot be known.
+        command: that `run.json` states.
+
+    Raises:
+        PrivlabError: for a file that cannot be read, does not fit the victim or contradicts itself, an attack that was
+            asked for and needs more than the file grants, or a reference that is no picture.
+    """
+    spec = replace(spec, block="stock" if spec.block == "auto" else spec.block, release="gradients")
+    messages: list[str] = []
+    with collected(messages):
+        released = read_released(file)
+        base = victim(
+            spec.models[0],
+            weights=spec.weights,
+            block=spec.block,
+            img_size=spec.img_size,
+            seed=spec.seed,
+            classes=spec.classes,
+        ).to(pick_device(device))
+        check_fit(released, base.model)
+        if spec.defense == "auto" and not base.has_mjp:
+            spec = replace(spec, defense="none")
+        defense = defense_of(spec, base, "c")
+        knows = _knows_weights(released, base)
+        update = update_in(released.gradients, base.model if knows else None, released.batch_size, released.source)
+        if update is not None:
+            _warn(update)
+        head = head_of(released) if update is None and check_head(released) and not released.is_zero else None
+        seen = observation(released, base.model, defense=defense.parts, knows_weights=knows)
+        attacks = _attacks(spec, base, seen, released)
+        judge = None if reference is None else Judge.of(reference, spec, base)
+        if judge is not None:
+            seen = replace(seen, photographs=judge.photographs(base.preprocessing))
+        run = RunDirectory.create(out, overwrite=overwrite)
+        told = None if head is None else _told(base, seen)
+        labels = told.labels if told is not None and told.all_certain else None
+        made = [_attack(attack, seen, released, labels) for attack in attacks]
+        told_of_reference = None
+        if judge is not None and labels is not None:
+            judge, told_of_reference = as_fed(judge, base, seen, labels[0], made)
+        rows: list[Row] = [] if judge is None else [judge.control()]
+        panels: list[Panel] = []
+        for row, images in made:
+            rows.append(row)
+            if images is not None:
+                name = row["attack"]
+                row["files"] = [_write(run, name, i, image) for i, image in enumerate(images.cpu())]
+                row |= {} if judge is None else judge(images)
+                panels += [Panel(name, image, (name,)) for image in images.cpu()]
+    if judge is not None:
+        messages += [f"{name} is n/a: {reason}" for name, reason in judge.missing.items()]
+        strip = judge.strip(panels)
+        run.write_file(f"strips/{strip_name(0, strip)}", partial(save_strip, strip))
+    found = _flags(released, seen, base, told, rows, changed=update is not None, named=spec.attacks is not None)
+    facts = _facts(spec, base, released) | ({} if command is None else {"command": command})
+    facts |= {"labels": labels, "flags": found, "warnings": messages, "reference": told_of_reference}
+    run.write_run(facts | {"attacks": [_plain(row) for row in rows]})
+    return GradientAudit(rows, found, labels, messages, out, {} if judge is None else judge.missing, told_of_reference)
+
+
+def _knows_weights(released: Released, base: Victim) -> bool:
+    """Return whether the victim's weights are, for all we know, those of the client at that step."""
+    if released.weights_sha256 is None:
+        _warn(
+            f"{released.source} states no weights_sha256: {base.weights.origin} are taken for the client's, on trust."
+        )
+    elif released.weights_sha256 != base.weights.sha256:
+        _warn(
+            f"{_other_weights(released, base)}: attacks that need the weights are left out, and no reconstruction can "
+            f"be checked. {_GIVE_WEIGHTS}"
+        )
+        return False
+    return True
+
+
+def _other_weights(released: Released, base: Victim) -> str:
+    """Return that the hashes of the client's weights and of the victim's differ."""
+    assert released.weights_sha256 is not None
+    return (
+        f"{released.source} was taken at other weights (SHA-256 {released.weights_sha256[:12]}) than "
+        f"{base.weights.origin} ({base.weights.sha256[:12]})"
+    )
+
+
+def _attacks(spec: Specification, base: Victim, seen: Observation, released: Released) -> list[Attack]:
+    """Return the attacks that the file grants.
+
+    Raises:
+        PrivlabError: if one was asked for by name and cannot run.
+
+    Warns:
+        PrivlabWarning: for the others that cannot run, by reason.
+    """
+    cells, refused = applicable(spec, base, stand_ins=True)
+    able: list[Attack] = []
+    for attack in (cast(Attack, attack) for cell in cells for attack in cell.attacks):
+        try:
+            check_capabilities(attack, seen.grants, force=spec.force)
+        except PrivlabError as refusal:
+            refused[attack.name] = str(refusal)
+            continue
+        if lacking := [name for name in attack.parameters if name not in {"*", *seen.gradients}]:
+            refused[attack.name] = f"Attack '{attack.name}' reads gradients that the file lacks: {', '.join(lacking)}."
+        else:
+            able.append(attack)
+    if spec.attacks is not None and refused:
+        name, refusal = next(iter(refused.items()))
+        lacks = installed_attacks()[name].requires - seen.grants
+        if Capability.BATCH_SIZE_ONE in lacks and (asked := _on_request(seen)):
+            refusal += f" Of {released.batch_size} images in one gradient --attack {asked[0]} can be tried."
+        if lacks == {Capability.KNOWS_WEIGHTS}:
+            refusal = f"Attack '{name}' needs the client's weights. {_other_weights(released, base)}. {_GIVE_WEIGHTS}"
+        raise PrivlabError(refusal)
+    by_reason: dict[str, list[str]] = {}
+    for name, refusal in refused.items():
+        by_reason.setdefault(refusal.removeprefix(f"Attack '{name}' "), []).append(name)
+    for reason, names in by_reason.items():
+        _warn(f"Left out: {', '.join(names)}. {'It' if len(names) == 1 else 'Each'} {reason}")
+    running = {attack.name for attack in able}
+    return [attack for attack in able if spec.attacks is not None or not stands_in(attack, running)]
+
+
+def _on_request(seen: Observation) -> list[str]:
+    """Return the attacks on gradients that run by name alone, and are granted what they need."""
+    return [
+        name
+        for name, kind in installed_attacks().items()
+        if getattr(kind, "named_only", False)
+        and not getattr(kind, "obstacle", "")
+        and not kind.requires - seen.grants
+        and {*getattr(kind, "parameters", ())} <= {"*", *seen.gradients}
+    ]
+
+
+def _attack(
+    attack: Attack, seen: Observation, released: Released, labels: Sequence[int] | None
+) -> tuple[Row, Float[Tensor, "r c h w"] | None]:
+    """Run one attack; a failure is a row too. One image is checked by its own gradient, where its label is known."""
+    row: Row = {"attack": attack.name, "block": "april" if Capability.APRIL_BLOCK in seen.grants else "stock"}
+    if released.is_zero:
+        return row | {"status": "failed", "reason": "what is released is zero"}, None
+    start = time.perf_counter()
+    try:
+        if (beyond := beyond_range(attack, seen)) is not None:
+            row["beyond_range"] = beyond
+        with full_precision():
+            stolen = brought(attack, seen)
+        alone = Capability.BATCH_SIZE_ONE in attack.requires  # forced on a batch, it returns one image
+        check_reconstruction(stolen.images, (1 if alone else seen.images_per_release, *seen.model.image_shape))
+    except Exception as error:
+        kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
+        return row | {"status": "failed", "reason": f"{attack.name}: {kind}{error}".splitlines()[0]}, None
+    images = stolen.images
+    row |= {"status": "ok", "images": len(images), "seconds": round(time.perf_counter() - start, 4)}
+    darkest, lightest = images.flatten(2).aminmax(dim=2)
+    row["blank"] = bool((lightest - darkest < 1 / 255).all())
+    if released.batch_size == len(images) == 1 and labels is not None and Capability.KNOWS_WEIGHTS in seen.grants:
+        row["residual"] = residual(seen, images, labels[0])
+        row["explained"] = row["residual"] < EXPLAINED
+    return row, images
+
+
+def _told(base: Victim, seen: Observation) -> Told | None:
+    """Return the labels that the head's gradient tells; its weights tell more, where they are the client's."""
+    held = {name: g[0] for name, g in seen.gradients.items()}
+    if Capability.KNOWS_WEIGHTS not in seen.grants:
+        held.pop("head.weight", None)
+    return told_labels(base.model.vit.head, held, seen.images_per_release)
+
+
+def _write(run: RunDirectory, attack: str, number: int, image: Float[Tensor, "c h w"]) -> str:
+    name = f"pictures/{re.sub(r'[^A-Za-z0-9_.-]+', '-', attack)}-{number}.png"
+    run.write_file(name, lambda path: path.write_bytes(to_png(image)))
+    return name
+
+
+def _flags(
+    released: Released,
+    seen: Observation,
+    base: Victim,
+    told: Told | None,
+    rows: Sequence[Row],
+    *,
+    changed: bool,
+    named: bool,
+) -> list[str]:
+    """Return the red flags: what weakens a verdict on this file, and what it gives away without any attack.
+
+    `told` are the labels that the head's gradient gives away, where it can be relied on; `changed` says that what
+    was released is no gradient as it was, `named` that attacks were asked for by name.
+    """
+    if released.is_zero:
+        return ["zero gradient: nothing was released, so nothing can be said of privacy"]
+    found = []
+    masked, width = unlit(seen), base.model.vit.embed_dim
+    if masked.all():
+        found.append("position embeddings: their gradient is zero throughout, and closed forms have no equations")
+    elif masked.any():
+        found.append(
+            f"visible mask: {int(masked.sum())} of {len(masked)} position embeddings have no gradient, as under MJP: "
+            "which patches were shuffled is public"
+        )
+    if len(masked) >= width:
+        found.append(f"more tokens than equations: N = {len(masked)} ≥ D = {width}, so closed forms are not exact")
+    if released.batch_size > 1:
+        found.append(
+            f"{released.batch_size} images in one gradient: attacks for one image do not run, "
+            "which is no evidence of privacy"
+        )
+    tried = named or changed or (released.batch_size == 1 and any("block" in row for row in rows))
+    if not tried and (asked := _on_request(seen)):
+        found.append(f"not tried, as these searches run by name alone: {first(asked, 3)}. Add --attack {asked[0]}")
+    if changed and (mean := head_of(released)) is not None and (seen_by := labels_of_signs(mean, released.batch_size)):
+        found.append(
+            "labels given away by signs in the gradient of the head, if they are not smoothed: "
+            f"{first(map(str, seen_by), 16)}"
+        )
+    if told is not None and told.certain:
+        among = "" if told.all_certain else "among them "
+        found.append(f"labels given away by the gradient of the head: {among}{first(map(str, told.certain), 16)}")
+    if told is not None and not told.all_certain:
+        found.append(f"labels, guessed where they are not given away: {first(map(str, told.labels), 16)}")
+    if base.weights.is_random:
+        found.append("random weights: leakage of trained weights differs")
+    beyond = [f"{row['attack']} ({row['beyond_range']})" for row in rows if "beyond_range" in row]
+    if beyond:
+        found.append(f"outside their stated range, so that a failure says nothing: {'; '.join(beyond)}")
+    if not any("block" in row for row in rows):
+        found.append("no attack ran on this file, which is no evidence of privacy")
+    return found
+
+
+def _facts(spec: Specification, base: Victim, released: Released) -> Row:
+    stated = {"file": released.source, "batch_size": released.batch_size, "reduction": released.reduction}
+    stated |= {"model": released.model, "weights_sha256": released.weights_sha256}
+    return {
+        "specification": asdict(spec),
+        "victim": {"name": base.name, "block": base.block, "weights": asdict(base.weights)} | base.params(),
+        "released": stated | {"gradients": len(released.gradients), "without_gradient": sorted(released.without)},
+        "versions": versions(),
+        "hardware": hardware(base.model.mean.device),
+        "commit": commit(),
+    }
+
+
+def _plain(row: Row) -> Row:
+    """Return a row that JSON can hold: an infinite PSNR is "Infinity"."""
+    return {key: "Infinity" if value == math.inf else value for key, value in row.items()}
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, PrivlabWarning, stacklevel=3)

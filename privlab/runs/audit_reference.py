@@ -1,0 +1,131 @@
+"""The private image that a user holds beside a released gradient: scores by it, as the client preprocessed it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.base.precision import full_precision
+from privlab.evaluation.pipeline import Panel, Strip
+from privlab.evaluation.records import CONTROLS
+from privlab.evaluation.setup import learned_metrics, public_images
+from privlab.evaluation.specification import Specification
+from privlab.images.client_preprocessing import nearest
+from privlab.images.decode import Picture
+from privlab.images.open import Preprocessing, open_images
+from privlab.images.photographs import apart_from
+from privlab.images.public import Others
+from privlab.metrics.registry import Learned, psnr, score
+from privlab.release.effects import effects_of
+from privlab.release.residual import EXPLAINED, residual, unlit
+from privlab.threat.protocols import Observation
+from privlab.victims.named import Victim
+
+__all__ = ["Judge", "Row", "as_fed"]
+
+Row = dict[str, Any]
+
+_MUCH_NEARER = 10.0
+"""PSNR by which one preprocessing is nearer to what was fed than another that gives its gradient too, in dB."""
+
+
+@dataclass(frozen=True, eq=False)
+class Judge:
+    """Scores reconstructions against the private image, which the user has."""
+
+    picture: Picture
+    image: Float[Tensor, "1 c h w"]
+    public: Float[Tensor, "m c h w"]
+    metrics: Sequence[str]
+    learned: Mapping[str, Learned]
+    missing: Mapping[str, str]
+
+    @classmethod
+    def of(cls, reference: Path, spec: Specification, base: Victim) -> "Judge":
+        """Read the reference: as it is where it has the victim's input size, else as the victim's preprocessing has it.
+
+        Raises:
+            PrivlabError: if it is no picture.
+        """
+        picture = next(iter(open_images(reference)))
+        if picture.pixels is None:
+            raise PrivlabError(f"--reference must be one readable picture. Found {picture.name}: {picture.problem}")
+        device = base.model.mean.device
+        learned, missing = learned_metrics(spec, device, [base])
+        public = public_images(spec.public, spec.public_limit, base.preprocessing, device)
+        own = base.preprocessing(picture.pixels).to(device)
+        others = torch.stack([public[key] for key in Others(public).beside(picture.sha256, own)])
+        metrics = [name for name in spec.metrics if name not in missing]
+        fed = replace(base.preprocessing, crop_pct=1.0) if _fits(picture.pixels, base) else base.preprocessing
+        image = fed(picture.pixels)[None].to(base.model.mean)
+        return cls(picture, image, others.to(base.model.mean), metrics, learned, missing)
+
+    def __call__(self, images: Float[Tensor, "r c h w"]) -> Row:
+        """Return the scores of the reconstruction that is nearest to the private image."""
+        nearest = (images - self.image).square().mean((1, 2, 3)).argmin()
+        with full_precision():
+            scores = score(images[nearest : nearest + 1], self.image, self.metrics, self.learned)
+        return {name: float(value) for name, value in scores.items()}
+
+    def photographs(self, cut: Preprocessing) -> tuple[str, ...] | None:
+        """Return the bundled photographs that priors may learn from, if the private image is one of them."""
+        assert self.picture.pixels is not None
+        return apart_from([self.picture.sha256], cut(self.picture.pixels)[None], cut)[0]
+
+    def control(self) -> Row:
+        """Return the row of the mean public photograph: what "nothing leaks" looks like."""
+        return {"attack": CONTROLS[0], "status": "ok"} | self(self.public.mean(0, keepdim=True))
+
+    def strip(self, panels: Sequence[Panel]) -> Strip:
+        """Return the private image beside what was reconstructed."""
+        private = Panel("private", self.image[0].cpu(), ("private image",))
+        return Strip(self.picture.name, self.picture.sha256, "audit", ((private, *panels),))
+
+
+def as_fed(
+    judge: Judge, base: Victim, seen: Observation, label: int, made: Sequence[tuple[Row, Tensor | None]]
+) -> tuple[Judge, str | None]:
+    """Return the judge by the reference as the client preprocessed it, and what there is to say of that.
+
+    Nothing is where no reconstruction gives the released gradient, where a defense changed what was fed, and where the
+    reference gives that gradient too and none of the usual preprocessings comes nearer.
+    """
+    proven = [(row["residual"], row["attack"], x) for row, x in made if x is not None and row.get("explained")]
+    effects, pixels = effects_of(seen.model, seen.defense), judge.picture.pixels
+    if not proven or pixels is None or effects.patches != "kept" or effects.other or unlit(seen).any():
+        return judge, None
+    proof, name, fed = min(proven, key=lambda each: each[0])
+    found, tried = nearest(pixels, base.preprocessing, fed)
+    image, kept = found.image.to(fed), base.preprocessing
+    (own, left), (before, after) = (
+        [residual(seen, x, label) for x in (judge.image, image)],
+        [float(psnr(fed, x)) for x in (judge.image, image)],
+    )
+    how = "as it is" if _fits(pixels, base) else f"crop_pct {kept.crop_pct:g}, {kept.interpolation}"
+    otherwise = (
+        f"the client preprocessed it otherwise than {base.name} does ({how}: residual {own:.2g}, {name} at "
+        f"{before:.2f} dB)"
+    )
+    if left < EXPLAINED and (own >= EXPLAINED or after > before + _MUCH_NEARER):
+        return replace(judge, image=image), (
+            f"{otherwise}. It gives the released gradient {found.how} (residual {left:.2g}, {name} at {after:.2f} dB): "
+            "scores are by that."
+        )
+    if own < EXPLAINED:
+        return judge, None
+    return judge, (
+        f"{otherwise} and in none of {tried} usual ways (the nearest, {found.how}: residual {left:.2g}, {name} at "
+        f"{after:.2f} dB), or it is another picture. {name} gives the released gradient (residual {proof:.2g}), the "
+        "reference does not: low scores say nothing here."
+    )
+
+
+def _fits(pixels: Image.Image, base: Victim) -> bool:
+    """Return whether a picture has the size of a victim's input: it is what was fed, and nothing is to be cut off."""
+    return (pixels.height, pixels.width) == base.preprocessing.size

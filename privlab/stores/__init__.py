@@ -1,0 +1,1 @@
+"""Run directories: records as Parquet parts, strips, and their maintenance."""

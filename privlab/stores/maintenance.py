@@ -1,0 +1,149 @@
+"""What is done to stores besides writing and reading: checks, merges, and results that were measured elsewhere."""
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from filecmp import cmp
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from privlab.base.errors import PrivlabError
+from privlab.evaluation.records import EXACT_DB
+from privlab.metrics.registry import DECIBELS, METRICS
+from privlab.stores.store import KEY, RunDirectory, Store, part_frame
+
+__all__ = ["Checked", "Conflict", "case_labels", "check", "existing", "merge"]
+
+_CLOSE = 1e-4
+"""Relative difference of two scores of one record beyond which they contradict each other: float32 rounds."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two scores of one record that differ by more than rounding."""
+
+    cell: str
+    image: str
+    metric: str
+    ours: float
+    theirs: float
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        return f"conflict: {self.image}, cell {self.cell}: {self.metric} is {self.ours:g} and {self.theirs:g}"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a store holds: rows as they lie in its parts, records (each counted once), and what is wrong.
+
+    `external` records were measured elsewhere; those of them that are of no image count as none.
+    """
+
+    parts: int
+    rows: int
+    records: int
+    failed: int
+    cells: int
+    images: int
+    external: int
+    conflicts: tuple[Conflict, ...]
+    unfinished: tuple[str, ...]
+
+
+def check(path: Path) -> Checked:
+    """Read every part of a store, and say what it holds.
+
+    Raises:
+        PrivlabError: if there is no store.
+
+    Warns:
+        PrivlabWarning: for each file that is torn or foreign, which is set aside.
+    """
+    store = existing(path)
+    rows = part_frame(store.read())
+    once = store.frame()
+    return Checked(
+        parts=len(store.parts()),
+        rows=len(rows),
+        records=len(once),
+        failed=int((once.status != "ok").sum()),
+        cells=once.cell.nunique(),
+        images=rows.image_id[rows.image_id.fillna("") != ""].nunique(),
+        external=int(once.external.notna().sum()),
+        conflicts=tuple(_conflicts(rows)),
+        unfinished=tuple(sorted(file.name for file in path.rglob(".tmp-*"))),
+    )
+
+
+def case_labels(path: Path) -> dict[str, str]:
+    """Return the labels of the cases that each cell of an experiment belongs to; nothing where there is none."""
+    facts = RunDirectory(path).read_run() if (path / "run.json").exists() else {}
+    labels: dict[str, list[str]] = {}
+    for case in facts.get("cases", ()) if "experiment" in facts else ():
+        for cell in {cell for job in case["jobs"] for cell in job["cells"].values()}:
+            labels.setdefault(cell, []).append(f"{case['group'] or ''} {case['label']}".strip())
+    return {cell: "; ".join(of_cell) for cell, of_cell in labels.items()}
+
+
+def merge(target: Path, sources: Sequence[Path]) -> list[Conflict]:
+    """Copy what other directories hold into one, parts, pictures and kept reconstructions; nothing is replaced.
+
+    Returns:
+        the scores of records that two of them made, where they differ by more than rounding.
+
+    Raises:
+        PrivlabError: if a directory holds no store, or the target cannot be written.
+    """
+    stores = [existing(source) for source in sources]
+    run = RunDirectory.create(target, resume=True)
+    for store in stores:
+        for file in _files(store.path):
+            name = file.relative_to(store.path)
+            if file.suffix == ".parquet" and (target / name).exists() and not cmp(target / name, file, shallow=False):
+                name = name.with_stem(f"{name.stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}")
+            if not (target / name).exists():
+                run.write_file(str(name), lambda temporary, file=file: shutil.copyfile(file, temporary))
+    if not run.is_run():
+        first = next((source for source in sources if (source / "run.json").exists()), None)
+        if first is not None:
+            run.write_run(RunDirectory(first).read_run())
+            run.write_manifests({file.name: file.read_text("utf-8") for file in RunDirectory(first).manifests})
+    return list(_conflicts(part_frame(run.store.read())))
+
+
+def _files(path: Path) -> Iterator[Path]:
+    for pattern in ("records/part-*.parquet", "kept/*.safetensors", "pictures/*/*.png", "strips/*.png"):
+        yield from sorted(path.glob(pattern))
+
+
+def existing(path: Path) -> Store:
+    """Return the store of a directory.
+
+    Raises:
+        PrivlabError: if there is none.
+    """
+    if not (path / "records").is_dir():
+        raise PrivlabError(f"'{path}' holds no records: give the directory of a run.")
+    return Store(path)
+
+
+def _conflicts(rows: pd.DataFrame) -> Iterator[Conflict]:
+    """Yield the scores of one record that differ between its rows."""
+    again = rows[rows.duplicated(KEY, keep=False) & rows.cell.notna() & (rows.status == "ok")].copy()
+    metrics = [name for name in METRICS if name in rows]
+    if again.empty:
+        return
+    exact = [name for name in DECIBELS if name in again]
+    again[exact] = again[exact].clip(upper=EXACT_DB)
+    groups = again.groupby(KEY, sort=False, dropna=False)[metrics]
+    least, most = groups.min(), groups.max()
+    with np.errstate(invalid="ignore"):
+        apart = (most - least) > _CLOSE * most.abs().clip(lower=1e-3)
+    for place, column in np.argwhere(apart.to_numpy()):
+        cell, image, *_ = least.index[place]
+        ours, theirs = float(least.iat[place, column]), float(most.iat[place, column])
+        yield Conflict(str(cell), str(image), metrics[column], ours, theirs)

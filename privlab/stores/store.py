@@ -1,0 +1,297 @@
+"""The run directory is the store: records as Parquet parts that are only ever added, `run.json`, and pictures.
+
+A part is written under a temporary name, synced and renamed, so it is there whole or not at all. There is no lock:
+several processes may add parts at once, and a record that two of them made counts once.
+"""
+
+import json
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from privlab.base.errors import PrivlabError
+from privlab.base.files import unwritable, write_whole
+from privlab.base.warnings import PrivlabWarning
+from privlab.evaluation.records import COLUMNS, SCHEMA
+
+__all__ = ["KEY", "RunDirectory", "Store", "merged", "part_frame"]
+
+KEY = ["cell", "image_id", "geometry", "batch"]
+"""What makes a record one of its kind; `image_id` is the image's hash, or its name where it could not be read."""
+
+_KEYED = 3
+"""The first version of the records whose rows have a key; what later ones add is null in those before."""
+
+_SET_ASIDE = "set-aside"
+
+
+@dataclass(frozen=True)
+class Store:
+    """The records of a directory, written by one process or by several, now or in an earlier version."""
+
+    path: Path
+
+    @property
+    def records(self) -> Path:
+        """Return the folder of the records."""
+        return self.path / "records"
+
+    def parts(self) -> list[Path]:
+        """Return the parts, in the order in which one process wrote them."""
+        return sorted(self.records.glob("part-*.parquet"))
+
+    def add(self, rows: pa.Table) -> Path | None:
+        """Add rows as one Parquet part, whole or not at all; nothing for no rows.
+
+        Raises:
+            PrivlabError: if the disk is full or the directory cannot be written.
+        """
+        if not len(rows):
+            return None
+        part = self.records / f"part-{len(self.parts()):06d}-{uuid.uuid4().hex[:12]}.parquet"
+        write_whole(part, lambda temporary: pq.write_table(rows, temporary))
+        return part
+
+    def read(self, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return these columns of all rows, in this version's schema; strings come dictionary-encoded.
+
+        Warns:
+            PrivlabWarning: for each file that is torn or foreign, which is set aside, and for rows of older versions.
+        """
+        wanted = list(COLUMNS.names if columns is None else columns)
+        asked = list(dict.fromkeys([*wanted, "schema"]))
+        parts = self.parts()
+        for file in sorted(self.records.glob("[!._]*")):
+            if file.is_file() and not file.match("part-*.parquet"):
+                self._leave_out(file, "its name is none of a part")
+        try:
+            table = _read(parts, asked)
+        except (pa.ArrowException, OSError):  # one of them is no part
+            table = None
+        if table is None or table["schema"].null_count:
+            table = _read(list(self._sound(parts, asked)), asked)
+        return _migrated(table, self.path).select(wanted)
+
+    def frame(self) -> pd.DataFrame:
+        """Return every record once: rows of one record that hold different metrics are joined."""
+        return merged(part_frame(self.read()))
+
+    def _sound(self, parts: Sequence[Path], columns: Sequence[str]) -> Iterator[Path]:
+        """Yield the parts that can be read; the others are set aside, never deleted."""
+        for part in parts:
+            try:
+                if {"schema", "attack", "image"} <= set(pq.read_schema(part).names):
+                    _read([part], columns)
+                    yield part
+                    continue
+                reason = "it holds no records"
+            except FileNotFoundError:  # another process has set it aside
+                continue
+            except (pa.ArrowException, OSError) as error:
+                reason = str(error).partition("\n")[0].rstrip(".")
+            self._leave_out(part, reason)
+
+    def _leave_out(self, file: Path, reason: str) -> None:
+        where = self._put_aside(file)
+        warnings.warn(f"{file.name} is no part of a store ({reason}): {where}.", PrivlabWarning, stacklevel=4)
+
+    def _put_aside(self, file: Path) -> str:
+        if not (self.path / "run.json").exists():
+            return "left out"  # all of this may be somebody else's
+        aside = self.path / _SET_ASIDE
+        try:
+            aside.mkdir(exist_ok=True)
+            there = (aside / file.name).exists()
+            file.rename(aside / (f"{file.stem}-{uuid.uuid4().hex[:8]}{file.suffix}" if there else file.name))
+        except OSError:  # a read-only store
+            return "left out"
+        return f"moved to {aside}"
+
+
+def part_frame(table: pa.Table) -> pd.DataFrame:
+    """Return rows as a data frame with plain strings and the column `image_id` that `KEY` needs."""
+    frame = pd.DataFrame(table.cast(pa.schema([COLUMNS.field(name) for name in table.column_names])).to_pandas())
+    unread = frame.image_sha256.eq("") | frame.image_sha256.isna()
+    return frame.assign(image_id=frame.image_sha256.where(~unread, frame.image))
+
+
+def merged(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return every record once, in the order of first rows: finished rows win, gaps are filled by the others."""
+    again = frame.duplicated(KEY, keep=False) & frame.cell.notna()  # rows of earlier versions have no key
+    if again.any():
+        several = frame[again].assign(place=frame.index[again], failed=frame.status[again] != "ok")
+        groups = several.sort_values(["failed", "place"]).groupby(KEY, sort=False, dropna=False)
+        joined = groups.first()
+        joined["metrics"] = groups.metrics.agg(lambda names: " ".join(sorted(set(" ".join(names.dropna()).split()))))
+        joined.loc[~joined.failed, "reason"] = None
+        joined["place"] = groups.place.min()
+        joined = joined.reset_index().set_index("place")[frame.columns].astype(frame.dtypes)
+        frame = pd.concat([frame.loc[~again], joined]).sort_index()
+    return frame.drop(columns="image_id").reset_index(drop=True)
+
+
+def _read(parts: Sequence[Path], columns: Sequence[str]) -> pa.Table:
+    """Return these columns of all parts; what is read is packed as it comes, for there may be ten thousand parts."""
+    fields = [COLUMNS.field(name) for name in columns]
+    strings = [field.name for field in fields if pa.types.is_string(field.type)]
+    coded = pa.schema([f.with_type(pa.dictionary(pa.int32(), f.type)) if f.name in strings else f for f in fields])
+    tables = [coded.empty_table()]
+    for start in range(0, len(parts), 128):
+        group: list[pa.Table] = []
+        for part in parts[start : start + 128]:
+            table = None
+            with suppress(KeyError):  # it lacks one of the columns
+                table = pq.ParquetFile(part, read_dictionary=strings, pre_buffer=False).read(columns, use_threads=False)
+            if table is None or table.schema != coded:  # of an older version, or of other hands
+                form = ds.ParquetFileFormat(ds.ParquetReadOptions(dictionary_columns=strings))
+                table = ds.dataset(str(part), schema=coded, format=form).to_table(list(columns))
+            group.append(table.replace_schema_metadata())
+        tables.append(pa.concat_tables(group).unify_dictionaries().combine_chunks())
+    return pa.concat_tables(tables)
+
+
+def _migrated(table: pa.Table, path: Path) -> pa.Table:
+    """Return the rows in this version's schema.
+
+    Rows of version 2 and before state no conditions and have no key: they can be shown and scored, but a plan does not
+    take them as done.
+
+    Raises:
+        PrivlabError: for rows of a version that is yet to come.
+    """
+    versions = set(table["schema"].unique().to_pylist())
+    if newer := sorted(v for v in versions if v > SCHEMA):
+        raise PrivlabError(f"'{path}' holds records of schema {newer[0]}, and this privlab knows {SCHEMA}: update it.")
+    if older := sorted(v for v in versions if v < _KEYED):
+        warnings.warn(
+            f"'{path}' holds records of schema {older[0]}: they are shown as they are, and no plan takes them as done.",
+            PrivlabWarning,
+            stacklevel=3,
+        )
+    return table
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """A directory that a run writes: `run.json`, `manifest.csv`, `records/*.parquet`, `strips/*.png`, `pictures/…`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, *, overwrite: bool = False, resume: bool = False) -> "RunDirectory":
+        """Make the directory, or take an empty one; an earlier run gives way, or goes on, only if told so.
+
+        Raises:
+            PrivlabError: if it holds another run or foreign files, or cannot be written.
+        """
+        run = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            held = sorted(entry.name for entry in path.iterdir() if not entry.is_dir() or any(entry.iterdir()))
+            if run.is_run():
+                if overwrite:
+                    run._clear()
+                elif not resume:
+                    raise PrivlabError(f"'{path}' holds another run. Use --overwrite, or another --out.")
+            elif held and not (resume and run.store.parts()):
+                raise PrivlabError(f"'{path}' holds files of something else ({held[0]}). Give a new or empty --out.")
+            run.store.records.mkdir(exist_ok=True)
+            if not resume:
+                run.strips.mkdir(exist_ok=True)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        return run
+
+    @property
+    def store(self) -> Store:
+        """Return the records."""
+        return Store(self.path)
+
+    @property
+    def strips(self) -> Path:
+        """Return the folder of the strips."""
+        return self.path / "strips"
+
+    @property
+    def manifests(self) -> list[Path]:
+        """Return the manifests of the run's images: manifest.csv, and manifest-1.csv and so on."""
+        found = sorted(self.path.glob("manifest*.csv"))
+        return [
+            file for file in found if re.fullmatch(r"manifest(-[1-9]\d*)?\.csv", file.name)
+        ]  # others are the user's
+
+    def write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add records as one Parquet part, whole or not at all.
+
+        Raises:
+            PrivlabError: if the disk is full or the directory cannot be written.
+        """
+        self.store.add(pa.Table.from_pylist(list(records), schema=COLUMNS))
+
+    def write_run(self, facts: Mapping[str, Any]) -> None:
+        """Write `run.json`, whole or not at all.
+
+        Raises:
+            PrivlabError: if the disk is full or the directory cannot be written.
+        """
+        text = json.dumps(facts, indent=2, ensure_ascii=False, sort_keys=False) + "\n"
+        write_whole(self.path / "run.json", lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
+
+    def write_manifests(self, manifests: Mapping[str, str]) -> None:
+        """Write manifests by the names of their files, each whole or not at all; those of earlier images go.
+
+        Raises:
+            PrivlabError: if the disk is full or the directory cannot be written.
+        """
+        for name, text in manifests.items():
+            write_whole(self.path / name, lambda temporary, text=text: temporary.write_text(text, "utf-8", newline=""))
+        for file in self.manifests:
+            if file.name not in manifests:
+                file.unlink(missing_ok=True)
+
+    def read_run(self) -> dict[str, Any]:
+        """Return `run.json`.
+
+        Raises:
+            PrivlabError: if there is none, or it cannot be read.
+        """
+        try:
+            return json.loads((self.path / "run.json").read_bytes())
+        except FileNotFoundError:
+            raise PrivlabError(f"'{self.path}' is no run: it has no run.json. Give the directory of a run.") from None
+        except (OSError, ValueError) as error:
+            raise PrivlabError(f"Cannot read '{self.path / 'run.json'}': {error}.") from None
+
+    def write_file(self, name: str, save: Callable[[Path], object]) -> None:
+        """Write a file of the run, such as a picture, by `save(path)`, whole or not at all."""
+        path = self.path / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        write_whole(path, save, durable=False)
+
+    def is_run(self) -> bool:
+        """Return whether a run was written here."""
+        try:
+            held = json.loads((self.path / "run.json").read_bytes())
+            return "specification" in held or "experiment" in held
+        except (FileNotFoundError, TypeError, ValueError):  # none, or one of another program
+            return False
+
+    def _clear(self) -> None:
+        for folder in (self.store.records, self.strips, self.path / "pictures", self.path / "kept"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for file in (*self.manifests, self.path / "run.json"):
+            file.unlink()

@@ -1,0 +1,128 @@
+"""Strips: private image | what the client fed | each reconstruction, with the scores written underneath.
+
+The PNG of a strip says in its text which panel lies where, so that a page can cut the pictures out again.
+"""
+
+import io
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxtyping import Float
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+
+from privlab.evaluation.pipeline import Panel, Strip
+
+__all__ = ["Place", "places_of", "pngs", "save_strip", "strip_name", "to_png"]
+
+_SIDE, _GAP, _LINE, _FONT = 224, 8, 18, 14
+_TEXT = "privlab strip"  # the keyword of a strip's text
+
+Box = tuple[int, int, int, int]
+"""Left, top, right and bottom, in pixels."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a picture lies: in a PNG of its own, or in a `box` of a strip, which shows it `scale` times as large."""
+
+    file: Path
+    box: Box | None = None
+    scale: int = 1
+
+
+def strip_name(index: int, strip: Strip) -> str:
+    """Return the file name of the strip of the image with number `index`."""
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(strip.image).with_suffix("").as_posix()).strip("-")
+    victim = re.sub(r"[^A-Za-z0-9_.-]+", "-", strip.victim)
+    return f"{victim}-{index:05d}-{stem[-60:]}.png"
+
+
+def save_strip(strip: Strip, path: Path) -> None:
+    """Draw a strip on white, and write it as a PNG with a text from which `places_of` reads where its panels lie.
+
+    Small images are enlarged by whole pixels, so that nothing is smoothed away.
+    """
+    height, width = strip.rows[0][0].image.shape[1:]
+    scale = max(1, _SIDE // max(height, width))
+    cell = (max(width * scale, _SIDE) + _GAP, height * scale + _GAP + _LINE * _lines(strip.rows))
+    columns = max(len(row) for row in strip.rows)
+    canvas = Image.new("RGB", (_GAP + columns * cell[0], _GAP + len(strip.rows) * cell[1]), "white")
+    boxes = {
+        panel.name: _draw(canvas, panel, (_GAP + c * cell[0], _GAP + r * cell[1]), scale)
+        for r, row in enumerate(strip.rows)
+        for c, panel in enumerate(row)
+    }
+    text = PngInfo()
+    text.add_text(_TEXT, json.dumps({"image": strip.image_sha256, "scale": scale, "panels": boxes}))
+    canvas.save(path, "PNG", pnginfo=text)
+
+
+def places_of(path: Path) -> dict[tuple[str, str], Place]:
+    """Return where the panels of a strip lie, by their name and the hash of the image.
+
+    There are none in a strip of an earlier version, and in a file that is torn, foreign or contradicts itself.
+    """
+    try:
+        with Image.open(path, formats=["PNG"]) as png:  # pixels are not read yet
+            told, (width, height) = json.loads(png.info[_TEXT]), png.size
+        image, scale = str(told["image"]), int(told["scale"])
+        boxes = {str(name): (int(x0), int(y0), int(x1), int(y1)) for name, (x0, y0, x1, y1) in told["panels"].items()}
+    except Exception:  # a foreign file may say anything
+        return {}
+    inside = all(0 <= x0 < x1 <= width and 0 <= y0 < y1 <= height for x0, y0, x1, y1 in boxes.values())
+    whole = scale > 0 and all((x1 - x0) % scale == (y1 - y0) % scale == 0 for x0, y0, x1, y1 in boxes.values())
+    return {(name, image): Place(path, box, scale) for name, box in boxes.items()} if inside and whole else {}
+
+
+def pngs(places: Sequence[Place]) -> list[bytes]:
+    """Return pictures of one file, each as the bytes of a PNG in its own size; a strip is decoded once.
+
+    Raises:
+        OSError, SyntaxError or ValueError: as Pillow says that a strip is torn.
+    """
+    file = places[0].file
+    if places[0].box is None:
+        return [file.read_bytes()]
+    with Image.open(file, formats=["PNG"]) as strip:
+        return [_png(_cut(strip, place)) for place in places]
+
+
+def _cut(strip: Image.Image, place: Place) -> Image.Image:
+    found = strip.crop(place.box)
+    return found.resize((found.width // place.scale, found.height // place.scale), Image.Resampling.NEAREST)
+
+
+def _lines(rows: Sequence[Sequence[Panel]]) -> int:
+    return max(len(panel.caption) for row in rows for panel in row)
+
+
+def _draw(canvas: Image.Image, panel: Panel, corner: tuple[int, int], scale: int) -> Box:
+    """Draw a panel with its lines, and return where its picture lies."""
+    picture = _picture(panel.image)
+    picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+    canvas.paste(picture, corner)
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_FONT)
+    for i, line in enumerate(panel.caption):
+        draw.text((corner[0], corner[1] + picture.height + 2 + i * _LINE), line, "black", font)
+    return (*corner, corner[0] + picture.width, corner[1] + picture.height)
+
+
+def to_png(image: Float[Tensor, "c h w"]) -> bytes:
+    """Return an image in [0, 1] as the bytes of a PNG; quick to write rather than small."""
+    return _png(_picture(image))
+
+
+def _png(picture: Image.Image) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _picture(image: Float[Tensor, "c h w"]) -> Image.Image:
+    levels = (image * 255).round().byte()
+    return Image.fromarray(levels.expand(3, -1, -1).permute(1, 2, 0).numpy())  # grey in three equal colours

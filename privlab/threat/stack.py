@@ -1,0 +1,89 @@
+"""Several defenses at once: those on images one after the other, then those on features or on gradients."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.base.errors import PrivlabError
+from privlab.threat.protocols import Defense, Draws, FeatureDefense, Feed, GradientDefense, Sent
+
+__all__ = ["Stack"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The defenses of a client, in the order in which they act; none is the undefended client.
+
+    `parts` on images act before the embedding, `parts` on features after it, `parts` on gradients on what is released,
+    whatever their order in between.
+    """
+
+    parts: tuple[Defense | FeatureDefense | GradientDefense, ...]
+
+    @property
+    def on_images(self) -> tuple[Defense, ...]:
+        """Return the parts that act on images."""
+        return tuple(part for part in self.parts if not isinstance(part, FeatureDefense | GradientDefense))
+
+    @property
+    def on_features(self) -> tuple[FeatureDefense, ...]:
+        """Return the parts that act on features."""
+        return tuple(part for part in self.parts if isinstance(part, FeatureDefense))
+
+    @property
+    def on_gradients(self) -> tuple[GradientDefense, ...]:
+        """Return the parts that act on released gradients."""
+        return tuple(part for part in self.parts if isinstance(part, GradientDefense))
+
+    @property
+    def name(self) -> str:
+        """Return the names of the parts, joined by +."""
+        return "+".join(part.name for part in self.parts)
+
+    def params(self) -> dict[str, object]:
+        """Return the options of the one part, or those of each part by its name."""
+        if len(self.parts) == 1:
+            return asdict(self.parts[0])
+        return {part.name: asdict(part) for part in self.parts}
+
+    def __repr__(self) -> str:
+        """Return the parts as they are written, each with its remark, if it has one: the ε that noise buys."""
+        remarks = ((part, getattr(part, "remark", str)()) for part in self.parts)
+        return " + ".join(f"{part!r} ({remark})" if remark else repr(part) for part, remark in remarks)
+
+    def feed(
+        self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator], images_per_release: int = 1
+    ) -> Feed:
+        """Return what the clients feed their models: one part's images are the next part's.
+
+        A part that draws `per` batch gets one draw for each release: that of its first image.
+        """
+        feed = Feed.undefended(images, patch)
+        for part in self.on_images:
+            own = draws[::images_per_release] if getattr(part, "per", "image") == "batch" else draws
+            feed = _after(feed, part(feed.images, patch, own))
+        return feed
+
+    def send(self, tokens: Float[Tensor, "b t d"], prefix: int, draws: Draws) -> Sent:
+        """Return what the client sends of its embedded tokens.
+
+        Raises:
+            PrivlabError: if a part acts on gradients, which are not what is sent.
+        """
+        if self.on_gradients:
+            raise PrivlabError(f"Defense '{self.on_gradients[0].name}' acts on gradients. Found features sent.")
+        sent = Sent.plain(tokens, prefix)
+        for part in self.on_features:
+            sent = part.send(sent, draws)
+        return sent
+
+
+def _after(first: Feed, then: Feed) -> Feed:
+    """Return the feed of two parts: slot i holds patch `then.order[i]` of what the first part fed."""
+    moved = torch.gather(first.moved, 1, then.order) | then.moved
+    if then.masked_pe is None:
+        then = replace(then, masked_pe=first.masked_pe, replacement=first.replacement)
+    return replace(then, order=torch.gather(first.order, 1, then.order), moved=moved)

@@ -1,0 +1,29 @@
+"""What victims and position predictors are trained to do: one objective, one file."""
+
+from privlab.training.objectives.base import Lesson, Objective
+from privlab.training.objectives.classify import Classify
+from privlab.training.objectives.dal import DALS, Dal
+from privlab.training.objectives.droppos import TrainDropPos
+from privlab.training.objectives.finetune import Finetune
+from privlab.training.objectives.mjp import TrainMjp
+from privlab.training.objectives.mp3 import TrainMp3
+from privlab.training.objectives.probe import Probe
+
+__all__ = [
+    "DALS",
+    "OBJECTIVES",
+    "Classify",
+    "Dal",
+    "Finetune",
+    "Lesson",
+    "Objective",
+    "Probe",
+    "TrainDropPos",
+    "TrainMjp",
+    "TrainMp3",
+]
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    kind.name: kind for kind in (Classify, TrainMjp, TrainMp3, TrainDropPos, Finetune, Probe)
+}
+"""The objectives by name."""

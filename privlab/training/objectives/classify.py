@@ -1,0 +1,81 @@
+"""`classify`: cross-entropy of a ViT on labelled pictures, as DeiT is trained."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from privlab.base.errors import PrivlabError
+from privlab.victims.classifiers import Classifier
+
+__all__ = ["Classify"]
+
+
+@dataclass(frozen=True)
+class Classify:
+    """Tell classes apart: L_CE with label smoothing ε, on mixed pictures where asked.
+
+    Args:
+        smoothing: ε, the share of a label that is spread over all classes, in [0, 1).
+        mixup: α of Mixup's Beta(α, α); 0 for none.
+        cutmix: α of CutMix's; 0 for none. With both, each batch is mixed by one of them, drawn evenly.
+
+    Raises:
+        PrivlabError: for numbers out of range.
+
+    Source: DeiT (Touvron et al. 2021); MJP, Table 7.
+    """
+
+    name: ClassVar[str] = "classify"
+    paper: ClassVar[str] = "DeiT (Touvron et al. 2021)"
+
+    smoothing: float = 0.1
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not 0 <= self.smoothing < 1:
+            raise PrivlabError(f"smoothing must be in [0, 1). Found {self.smoothing}.")
+        for key in ("mixup", "cutmix"):
+            if getattr(self, key) < 0:
+                raise PrivlabError(f"{key} must be at least 0. Found {getattr(self, key)}.")
+
+    @property
+    def labelled(self) -> bool:
+        """Return whether it needs labels."""
+        return True
+
+    def module(self, model: Any) -> nn.Module:  # noqa: ANN401  # a `Classifier`, or what a kind of it takes
+        """Return the victim alone."""
+        return model
+
+    def batch(
+        self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: Classifier, draw: Generator
+    ) -> tuple[Tensor, ...]:
+        """Return pictures, and labels as rows of probabilities."""
+        return self.mixed(images, F.one_hot(labels, model.classes).float(), draw)
+
+    def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
+        """Return L_CE."""
+        images, labels = batch
+        return self.cross_entropy(module(images), labels)
+
+    def cross_entropy(self, logits: Float[Tensor, "b y"], labels: Float[Tensor, "b y"]) -> Float[Tensor, ""]:
+        """Return the mean of −Σ ((1 − ε) y + ε / Y) log p over the batch."""
+        return F.cross_entropy(logits, labels, label_smoothing=self.smoothing)
+
+    def mixed(
+        self, images: Float[Tensor, "b c h w"], labels: Float[Tensor, "b y"], draw: Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Mix each picture and its label with another's, by torchvision, which draws from the loop's seeded state."""
+        from torchvision.transforms.v2 import CutMix, MixUp
+
+        kinds = [kind(alpha=a) for kind, a in ((MixUp, self.mixup), (CutMix, self.cutmix)) if a]
+        if not kinds or len(images) < 2:
+            return images, labels
+        images, labels = kinds[int(torch.randint(len(kinds), (), generator=draw))](images, labels)
+        return images, labels

@@ -1,0 +1,71 @@
+"""`mp3`: masked patch position prediction, without labels and without position embeddings."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from privlab.base.errors import PrivlabError
+from privlab.reassembly.predictors import Mp3Network, tiles
+from privlab.training.objectives.base import set_drop_path
+from privlab.victims.model import VictimModel
+
+__all__ = ["TrainMp3", "some_of"]
+
+
+@dataclass(frozen=True)
+class TrainMp3:
+    """L = −E log p(slot i | patch i), over all patches, of which a random share 1 − η is context.
+
+    Args:
+        eta: η, in [0, 1): 0.5 for CIFAR-100, 0.8 for Tiny ImageNet, 0.75 for ImageNet-1K in the paper.
+        drop_path: rate of the last block, in [0, 1); it grows linearly over the blocks.
+
+    Raises:
+        PrivlabError: for numbers out of range.
+
+    Source: MP3 (Zhai et al., ICML 2022), Sections 3.2 and 4.2, Algorithm 1.
+    """
+
+    name: ClassVar[str] = "mp3"
+    paper: ClassVar[str] = "MP3 (Zhai et al. 2022), Alg. 1"
+
+    eta: float = 0.75
+    drop_path: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        for key, sign in (("eta", " (η)"), ("drop_path", "")):
+            if not 0 <= getattr(self, key) < 1:
+                raise PrivlabError(f"{key}{sign} must be in [0, 1). Found {getattr(self, key)}.")
+
+    @property
+    def labelled(self) -> bool:
+        """Return whether it needs labels."""
+        return False
+
+    def module(self, model: VictimModel) -> nn.Module:
+        """Return the predictor on the victim's ViT, whose position embeddings, if it has any, are not used."""
+        set_drop_path(model, self.drop_path)
+        return Mp3Network(model)
+
+    def batch(
+        self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: VictimModel, draw: Generator
+    ) -> tuple[Tensor, ...]:
+        """Return patches, and which of each picture are context."""
+        patches = tiles(images, model.patch)
+        return patches, some_of(patches.shape[1], 1 - self.eta, len(patches), draw)
+
+    def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
+        """Return the mean cross-entropy of the slots."""
+        logits = module(*batch)
+        own = torch.arange(logits.shape[1], device=logits.device).repeat(len(logits))
+        return F.cross_entropy(logits.flatten(0, 1), own)
+
+
+def some_of(n: int, share: float, b: int, draw: Generator) -> Int[Tensor, "b m"]:
+    """Return, b times, a random share of n numbers, at least one, in a random order."""
+    return torch.rand(b, n, generator=draw).argsort(1)[:, : max(1, round(share * n))]

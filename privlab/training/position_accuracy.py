@@ -1,0 +1,76 @@
+"""How often a position predictor is right, by what is hidden from it."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor
+
+from privlab.base.rng import draw_for
+from privlab.images.examples import Examples
+from privlab.reassembly.predictors import DropPosNetwork, Mp3Network, PositionPredictor
+from privlab.training.objectives.droppos import TrainDropPos
+from privlab.training.objectives.mp3 import TrainMp3
+
+__all__ = ["DROPPED", "HIDDEN", "position_accuracy"]
+
+HIDDEN = (0.0, 0.25, 0.5, 0.75)
+"""η, or γ, at which position predictors are judged."""
+
+DROPPED = (0.25, 0.5, 0.75, 0.95)
+"""γ_pos at which DropPos is judged (Tables S3 to S5)."""
+
+
+@torch.no_grad()
+def position_accuracy(
+    predictor: PositionPredictor,
+    data: Examples,
+    *,
+    seed: int = 0,
+    batch: int = 250,
+    hidden: Sequence[float] = HIDDEN,
+) -> dict[str, float]:
+    """Return the shares of patches whose likeliest slot is their own, in [0, 1], by what is hidden.
+
+    Of MP3, over all patches, `accuracy_eta_E` for each η of `hidden`, and `accuracy` at η = 0; of DropPos, over the
+    patches whose PE is dropped, `accuracy_gamma_G_pos_P` for each γ of `hidden` and each γ_pos of `DROPPED`, and their
+    mean as `accuracy`.
+
+    Source: MP3, Figure 3; DropPos, Section 4.1 and Tables S3 to S5.
+    """
+    predictor.eval()
+    hits: dict[str, Int[Tensor, " 2"]] = {}
+    for rows in torch.arange(len(data)).split(batch):
+        images, draw = data.pixels(rows).to(predictor.model.mean), draw_for(seed, str(int(rows[0])), "positions")
+        for name, right in _right(predictor, images, data.labels[rows], hidden, draw).items():
+            counts = torch.tensor([int(right.sum()), right.numel()])
+            hits[name] = hits.get(name, torch.zeros_like(counts)) + counts
+    shares = {name: int(right) / int(of) for name, (right, of) in hits.items()}
+    mean = sum(shares.values()) / len(shares)
+    return {"accuracy": shares.get("accuracy_eta_0", mean)} | shares
+
+
+def _right(
+    predictor: PositionPredictor,
+    images: Float[Tensor, "b c h w"],
+    labels: Int[Tensor, " b"],
+    hidden: Sequence[float],
+    draw: Generator,
+) -> dict[str, Bool[Tensor, " k"]]:
+    """Return, under each name, which patches of a batch are told right."""
+    found = {}
+    if isinstance(predictor, Mp3Network):
+        for eta in hidden:
+            patches, context = TrainMp3(eta=eta).batch(images, labels, predictor.model, draw)
+            guess = predictor(patches, context.to(patches.device)).argmax(2)
+            found[f"accuracy_eta_{eta:g}"] = (guess == torch.arange(guess.shape[1]).to(guess)).flatten()
+    if isinstance(predictor, DropPosNetwork):
+        for gamma, dropped in itertools.product(hidden, DROPPED):
+            objective = TrainDropPos(gamma=gamma, gamma_pos=dropped)
+            made = objective.batch(images, labels, predictor.model, draw)[:3]
+            patches, visible, known = (each.to(images.device) for each in made)
+            seen = patches[torch.arange(len(patches)).to(visible)[:, None], visible]
+            guess = predictor(seen, visible, known).argmax(2)
+            found[f"accuracy_gamma_{gamma:g}_pos_{dropped:g}"] = (guess == visible)[~known]
+    return found

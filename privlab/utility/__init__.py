@@ -1,0 +1,1 @@
+"""What a classifier is worth: accuracy, consistency under shuffles, robustness."""

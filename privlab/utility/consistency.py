@@ -1,0 +1,89 @@
+"""What a classifier is worth, and how little it minds a shuffle: top-1, Diff. Norm. and Consistency of MJP."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base.rng import draw_for
+from privlab.images.examples import Examples
+from privlab.patches.patchify import jigsaw
+from privlab.victims.classifiers import Classifier, told_of
+
+__all__ = ["Batch", "Worth", "worth", "worth_by_gamma"]
+
+Batch = tuple[Int[Tensor, " b"], Float[Tensor, "b c h w"], Int[Tensor, " b"]]
+"""Places of pictures, which key their draws; the pictures, in [0, 1]; their labels."""
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Means over `images` pictures; the last three under a jigsaw of γ = `gamma`.
+
+    Args:
+        accuracy: top-1 on the pictures as they are, in [0, 1].
+        diff_norm: ‖F_cls(x) − F_cls(x̃)‖₂² (MJP, Eq. 6).
+        consistency: share of the pictures whose predicted class stays (Eq. 7).
+        shuffled_accuracy: top-1 on x̃ (Figure 3).
+    """
+
+    images: int
+    gamma: float
+    accuracy: float
+    diff_norm: float
+    consistency: float
+    shuffled_accuracy: float
+
+
+def worth(model: Classifier, data: Examples, *, gamma: float = 0.15, seed: int = 0, batch: int = 250) -> Worth:
+    """Return what a classifier is worth on labelled pictures, as `worth_by_gamma` does for one γ: Table 1's."""
+    batches = ((rows, data.pixels(rows), data.labels[rows]) for rows in torch.arange(len(data)).split(batch))
+    return worth_by_gamma(model, batches, (gamma,), seed=seed)[0]
+
+
+@torch.no_grad()
+def worth_by_gamma(
+    model: Classifier, batches: Iterable[Batch], gammas: Sequence[float], *, seed: int = 0, per: str = "image"
+) -> list[Worth]:
+    """Return what a classifier is worth on labelled pictures for each γ.
+
+    x̃ holds E_unk at the masked slots where the model has it; elsewhere each slot keeps its own PE. A model with index
+    embeddings is told the order.
+
+    Args:
+        model: the classifier.
+        batches: the pictures.
+        gammas: shares of the slots, in [0, 1].
+        seed: of the draws.
+        per: "image" draws x̃ for each picture, whatever the batch; "batch" one mask and order for each batch, as the
+            authors' code does, by the draw of its first picture.
+
+    Source: MJP (CVPR 2023), Section 5.1, Eq. 6 and 7; γ at inference as in Figure 3.
+
+    Raises:
+        PrivlabError: if there is no picture, a γ is outside [0, 1] or `per` is unknown.
+    """
+    if per not in ("batch", "image"):
+        raise unknown_name("per", per, ("batch", "image"))
+    model.eval()
+    count, totals = 0, torch.zeros(len(gammas), 4, dtype=torch.float64)
+    for rows, pixels, numbers in batches:
+        images, labels = pixels.to(model.mean), numbers.to(model.mean.device)
+        plain = model.features(images)
+        first = model.logits(plain).argmax(1)
+        for total, gamma in zip(totals, gammas, strict=True):
+            keys = rows[:1] if per == "batch" else rows
+            draws = [draw_for(seed, str(row), "worth") for row in keys.tolist()]
+            shuffled, order, masked = jigsaw(images, model.patch, gamma, draws)
+            moved = model.features(shuffled, told_of(model, masked, order, unknown=model.unk_embed is not None))
+            second = model.logits(moved).argmax(1)
+            norm = (plain - moved).double().square().sum(1).sum()
+            hits = [(first == labels).sum(), norm, (first == second).sum(), (second == labels).sum()]
+            total += torch.stack([each.double().cpu() for each in hits])
+        count += len(rows)
+    if not count:
+        raise PrivlabError("There is no picture to judge on.")
+    return [Worth(count, gamma, *total) for gamma, total in zip(gammas, (totals / count).tolist(), strict=True)]

@@ -1,0 +1,238 @@
+"""timm's VisionTransformer as a victim: pixels in [0, 1] at its input, the position embedding chosen per slot."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from timm.layers import PatchEmbed
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from privlab.base.errors import PrivlabError
+from privlab.patches.patchify import unpatchify
+
+__all__ = ["AprilBlock", "VictimModel", "april_twin", "check_plain"]
+
+
+class AprilBlock(nn.Module):
+    """A block without pre-norm and without skips: attention acts on the embeddings themselves.
+
+    x ↦ MLP(LN₂(Attention(x))), as the published numbers of APRIL and MJP were made (breaching's model).
+    """
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.attn, self.ls1, self.drop_path1 = block.attn, block.ls1, block.drop_path1
+        self.norm2, self.mlp, self.ls2, self.drop_path2 = block.norm2, block.mlp, block.ls2, block.drop_path2
+
+    def forward(self, x: Float[Tensor, "b n d"]) -> Float[Tensor, "b n d"]:
+        """Apply attention, then the MLP."""
+        x = self.drop_path1(self.ls1(self.attn(x)))
+        return self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+
+
+class VictimModel(nn.Module):
+    """A timm VisionTransformer that takes pixels in [0, 1] and may replace the PE of some slots by E_unk.
+
+    The embedding is z₀ = [cls; x¹E; …; xᴺE] + E_pos (MJP, Eq. 3). At the slots that `masked_pe` marks, the rows
+    of E_pos are replaced by the shared `unk_embed` (E_unk; Eq. 4, 5), or by zero. Parameters that `vit` does not train
+    (`frozen`) have no gradient that a client would release.
+
+    Raises:
+        PrivlabError: if the patches are not embedded linearly, or the model is a subclass with tokens of its own.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        vit: VisionTransformer,
+        mean: Sequence[float],
+        std: Sequence[float],
+        unk_embed: Float[Tensor, "1 1 d"] | None = None,
+    ) -> None:
+        check_plain(vit)
+        super().__init__()
+        _check(vit)
+        self.vit = vit
+        self.frozen = frozenset(name for name, parameter in vit.named_parameters() if not parameter.requires_grad)
+        self.unk_embed = None if unk_embed is None else nn.Parameter(unk_embed)
+        like = vit.patch_embed.proj.weight.detach()
+        self.register_buffer("mean", like.new_tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", like.new_tensor(std).view(-1, 1, 1), persistent=False)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return the patterns by which timm tells the layers: embedding, blocks, and the rest (BEiT, MAE)."""
+        stem = r"^(?:unk_embed|vit\.(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre))"
+        return {"stem": stem, "blocks": [(r"^vit\.blocks\.(\d+)", None)]}
+
+    @property
+    def patch(self) -> int:
+        """Return the side of a patch, in pixels."""
+        return self.vit.patch_embed.patch_size[0]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Return the patches in a column and in a row."""
+        return self.vit.patch_embed.grid_size
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Return (c, h, w) of the input."""
+        height, width = self.grid
+        return self.vit.patch_embed.proj.in_channels, height * self.patch, width * self.patch
+
+    @property
+    def classes(self) -> int:
+        """Return the number of classes."""
+        return self.vit.num_classes
+
+    @property
+    def slot_pe(self) -> Float[Tensor, "n d"] | None:
+        """Return the PEs of the patches, if there are any."""
+        pe = self.vit.pos_embed
+        return None if pe is None else pe[0, -self.vit.patch_embed.num_patches :]
+
+    def slots(self, masked: Bool[Tensor, "b n"]) -> Bool[Tensor, "b n"]:
+        """Return which PEs belong to patches that are masked: a ViT's patch has one."""
+        return masked
+
+    def normalise(self, images: Float[Tensor, "*b c h w"]) -> Float[Tensor, "*b c h w"]:
+        """Return (images − mean) / std."""
+        return (images - self.mean) / self.std
+
+    def to_images(self, patches: Float[Tensor, "b n k"]) -> Float[Tensor, "b c h w"]:
+        """Turn rows of normalised patches into images, clipped to [0, 1], in the model's precision."""
+        images = unpatchify(patches.to(self.mean.dtype), self.image_shape)
+        return (images * self.std + self.mean).clamp(0, 1)
+
+    def embed(
+        self,
+        images: Float[Tensor, "b c h w"],
+        masked_pe: Bool[Tensor, "b n"] | None = None,
+        replacement: Literal["unknown", "zero"] = "unknown",
+    ) -> Float[Tensor, "b t d"]:
+        """Return the tokens z₀ that the first block sees, before any dropout (MJP, Eq. 3 to 5).
+
+        Raises:
+            PrivlabError: if E_unk is asked for and the model has none.
+        """
+        vit = self.vit
+        patches = vit.patch_embed.proj(self.normalise(images)).flatten(2).mT
+        b, n, _ = patches.shape
+        prefix = [p.expand(b, -1, -1) for p in (vit.cls_token, vit.reg_token) if p is not None]
+        tokens = torch.cat([*prefix, patches], 1)
+        if vit.pos_embed is None:
+            return tokens
+        pe = vit.pos_embed.expand(b, -1, -1)
+        if masked_pe is not None:
+            slots = torch.where(masked_pe[..., None], self._replacement(replacement), pe[:, -n:])
+            pe = torch.cat([pe[:, :-n], slots], 1)
+        free = tokens.shape[1] - pe.shape[1]  # prefix tokens that carry no PE (timm's no_embed_class)
+        return torch.cat([tokens[:, :free], tokens[:, free:] + pe], 1)
+
+    def _replacement(self, kind: Literal["unknown", "zero"]) -> Tensor:
+        if kind == "zero":
+            return self.mean.new_zeros(())
+        if self.unk_embed is None:
+            raise PrivlabError("MJP puts E_unk at the masked slots, and this model has none. Use a `_mjp` victim.")
+        return self.unk_embed
+
+    def classify(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b y"]:
+        """Return the logits of embedded tokens."""
+        vit = self.vit
+        x = vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens)))
+        x = _last(vit, vit.blocks[:-1](x))
+        return vit.forward_head(vit.norm(x))
+
+    def backbone(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Return T(z₀): what the server of split learning computes, every token kept."""
+        vit = self.vit
+        return vit.blocks(vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens))))
+
+    def head(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b y"]:
+        """Return F₂(T(z₀)): the logits that the client computes of what comes back."""
+        return self.vit.forward_head(self.vit.norm(tokens))
+
+    def features(
+        self, images: Float[Tensor, "b c h w"], masked_pe: Bool[Tensor, "b n"] | None = None
+    ) -> Float[Tensor, "b d"]:
+        """Return what the classifier reads: F_cls, normalised."""
+        return self.vit.forward_head(self.vit.norm(self.backbone(self.embed(images, masked_pe))), pre_logits=True)
+
+    def logits(self, features: Float[Tensor, "b d"]) -> Float[Tensor, "b y"]:
+        """Return the logits of `features`."""
+        return self.vit.head(features)
+
+    def forward(
+        self,
+        images: Float[Tensor, "b c h w"],
+        masked_pe: Bool[Tensor, "b n"] | None = None,
+        replacement: Literal["unknown", "zero"] = "unknown",
+    ) -> Float[Tensor, "b y"]:
+        """Return the logits of images in [0, 1]; the arguments are those of `embed`."""
+        return self.classify(self.embed(images, masked_pe, replacement))
+
+
+def _last(vit: VisionTransformer, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b _ d"]:
+    """Apply the last block; where the head reads the class token alone, its MLP runs on that token alone.
+
+    The other tokens would be thrown away, forward and backward: a twentieth of the work of twelve blocks.
+    """
+    block = vit.blocks[-1]
+    if type(block) is not Block or vit.global_pool != "token" or vit.attn_pool is not None:
+        return block(x)
+    x = (x + block.drop_path1(block.ls1(block.attn(block.norm1(x)))))[:, :1]
+    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+
+
+def april_twin(model: VictimModel) -> VictimModel:
+    """Return a copy whose first block has neither pre-norm nor skip.
+
+    Raises:
+        PrivlabError: if something stands between the embedding and the attention, or the block is unknown.
+    """
+    twin = copy.deepcopy(model)
+    first, before = twin.vit.blocks[0], twin.vit.norm_pre
+    if type(first) is not Block or not isinstance(before, nn.Identity):
+        raise PrivlabError(
+            "--block april needs timm's plain Block right after the embedding. "
+            f"Found {type(first).__name__} after {type(before).__name__}: use --block stock."
+        )
+    twin.vit.blocks[0] = AprilBlock(first)
+    return twin
+
+
+def check_plain(vit: object) -> None:
+    """Check that a victim is made of timm's VisionTransformer itself.
+
+    Raises:
+        PrivlabError: with the class that was found, and where it comes from.
+    """
+    if type(vit) is not VisionTransformer:
+        kind = type(vit)
+        whence = "" if kind.__module__ == "builtins" else f" of {kind.__module__}"
+        raise PrivlabError(
+            f"A victim is one of timm's VisionTransformer. Found {kind.__name__}{whence}: give a name of "
+            "`privlab list victims`, timm:NAME, or what timm.create_model makes of a plain ViT or DeiT."
+        )
+
+
+def _check(vit: VisionTransformer) -> None:
+    if not isinstance(vit.head, nn.Linear):
+        raise PrivlabError(
+            f"A victim classifies. Found a model without classifier (num_classes = {vit.num_classes}): --classes N, or "
+            "classes=N in Python, gives it an untrained one."
+        )
+    embed, proj = vit.patch_embed, getattr(vit.patch_embed, "proj", None)
+    plain = type(embed) is PatchEmbed and isinstance(embed.norm, nn.Identity) and embed.grid_size is not None
+    if not plain or not isinstance(proj, nn.Conv2d) or len({*proj.kernel_size, *proj.stride}) > 1:
+        raise PrivlabError(
+            "A victim embeds square patches that do not overlap linearly, and has an input size. "
+            f"Found {type(embed).__name__} with {proj} and grid {embed.grid_size}."
+        )
+    if proj.in_channels not in (1, 3):
+        raise PrivlabError(f"A victim takes RGB or grey images. Found a model with {proj.in_channels} input channels.")

@@ -1,0 +1,391 @@
+"""Victims: named timm ViTs (`deit_s_mjp` …) with weights of stated origin and their own preprocessing."""
+
+import copy
+import warnings
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import timm
+import torch
+from timm.data import resolve_model_data_config
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base.plugins import with_plugins
+from privlab.base.warnings import PrivlabWarning
+from privlab.images.open import Preprocessing
+from privlab.victims import weights as stored
+from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
+from privlab.victims.zoo import BACKBONES, BASE, COMPACT, ZOO, shipped
+
+__all__ = ["ARCHITECTURES", "Victim", "Weights", "pretrained", "resolve", "victim", "victim_names", "weights_file"]
+
+ARCHITECTURES: dict[str, str] = {
+    "vit_ti": "vit_tiny_patch16_224",
+    "vit_s": "vit_small_patch16_224",
+    "vit_b": "vit_base_patch16_224",
+    "deit_ti": "deit_tiny_patch16_224",
+    "deit_s": "deit_small_patch16_224",
+    "deit_b": "deit_base_patch16_224",
+    "cifar_vit": "cifar_vit",
+    "tiny_vit": "tiny_vit",
+}
+"""Our name -> timm's, or that of a compact one of ours (`privlab.victims.zoo`).
+
+Each also comes as NAME_nope (no position embeddings) and NAME_mjp (with E_unk).
+"""
+
+UnknownOrigin = Literal["trained", "mean-pe", "random"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where a victim's weights come from.
+
+    `origin` is "random", "pretrained:TIMM_NAME", "file:NAME" or "given"; `unknown` says where E_unk comes from.
+    """
+
+    origin: str
+    sha256: str
+    unknown: UnknownOrigin | None = None
+
+    @property
+    def is_random(self) -> bool:
+        """Return whether nothing was learnt."""
+        return self.origin == "random"
+
+
+@dataclass(frozen=True, eq=False)
+class Victim:
+    """A model under attack, and everything that identifies it in a record."""
+
+    name: str
+    architecture: str
+    model: VictimModel
+    preprocessing: Preprocessing
+    weights: Weights
+
+    @property
+    def block(self) -> Literal["stock", "april"]:
+        """Return which first block the model has."""
+        return "april" if isinstance(self.model.vit.blocks[0], AprilBlock) else "stock"
+
+    @property
+    def has_mjp(self) -> bool:
+        """Return whether the model has the unknown position embedding of MJP."""
+        return self.model.unk_embed is not None
+
+    def with_block(self, block: str) -> "Victim":
+        """Return this victim, or its twin with the april block and the same weights."""
+        if block == self.block:
+            return self
+        if block == "stock":
+            raise PrivlabError("A victim with the april block has no stock block to go back to.")
+        return _twin(self)
+
+    def to(self, device: torch.device | str) -> "Victim":
+        """Return this victim on another device."""
+        if self.model.mean.device == torch.device(device):
+            return self
+        return replace(self, model=copy.deepcopy(self.model).to(device))
+
+    def params(self) -> dict[str, object]:
+        """Return what a record states besides name and weights, as plain data."""
+        vit, (channels, height, width) = self.model.vit, self.model.image_shape
+        return {
+            "architecture": self.architecture,
+            "input": [channels, height, width],
+            "patch": self.model.patch,
+            "width": vit.embed_dim,
+            "depth": len(vit.blocks),
+            "mean": list(self.preprocessing.mean),
+            "std": list(self.preprocessing.std),
+            "unk_embed": self.weights.unknown,
+        }
+
+
+@lru_cache(maxsize=2)
+def _twin(victim: Victim) -> Victim:
+    """Return the twin with the april block, made once: case after case of an experiment asks for it."""
+    return replace(victim, model=april_twin(victim.model))
+
+
+def victim_names() -> list[str]:
+    """Return the names of all victims, those of other packages included (`privlab.victims.named`)."""
+    ours = [name + variant for name in ARCHITECTURES for variant in ("", "_nope", "_mjp")]
+    return [*dict.fromkeys([*ours, *ZOO]), *with_plugins({}, "privlab.victims.named")]
+
+
+def victim(
+    model: str | VisionTransformer,
+    *,
+    weights: str | Path = "auto",
+    block: str = "stock",
+    img_size: int | None = None,
+    seed: int = 0,
+    start: bool = False,
+    classes: int | None = None,
+) -> Victim:
+    """Make a victim from a name or from a timm model of your own, which is copied and left as it is.
+
+    Args:
+        model: a name of `victim_names()`, "timm:NAME", or a VisionTransformer.
+        weights: "auto" (pretrained where they can be had, else random, with a warning), "pretrained", "random",
+            or a file in timm's, the MJP authors' or privlab's layout. A model of your own keeps its own weights.
+        block: "stock" or "april" (first block without pre-norm and without skip).
+        img_size: the side of the input, in pixels, a multiple of the patches'; the position embeddings are resized as
+            timm does. A model of your own keeps its size.
+        seed: of random weights.
+        start: whether weights are but the start of a training: position embeddings that they lack begin as random
+            ones do, with a warning, and are no error.
+        classes: of the head that a model without classifier is given, random, with a warning; of random weights, those
+            of the whole model.
+
+    Raises:
+        PrivlabError: for an unknown name, weights that do not fit, a model that is no plain ViT, or one that has other
+            classes.
+
+    Warns:
+        PrivlabWarning: for weights that weaken a verdict: random ones, an untrained E_unk, dropped PEs.
+    """
+    if block not in ("stock", "april"):
+        raise unknown_name("block", block, ("stock", "april"))
+    if classes is not None and classes < 1:
+        raise PrivlabError(f"classes must be a positive number. Found {classes}.")
+    if isinstance(model, str):
+        made = _named(model, str(weights), img_size, seed, start=start, classes=classes)
+    else:
+        made = _own(model, weights, seed, classes)
+    _, height, width = made.model.image_shape
+    if img_size is not None and (height, width) != (img_size, img_size):
+        patch = made.model.patch
+        right = (
+            f"a model of your own keeps its {height}×{width} pixels"
+            if isinstance(model, VisionTransformer)
+            else f"an image is cut into patches of {patch}×{patch} pixels, so give a multiple, such as {height}"
+        )
+        raise PrivlabError(f"--img-size {img_size} does not fit {made.name}: {right}.")
+    return made.with_block(block)
+
+
+def _own(vit: VisionTransformer, weights: str | Path, seed: int, classes: int | None) -> Victim:
+    check_plain(vit)
+    if weights != "auto":
+        raise PrivlabError(f"A model of your own keeps its weights. Found weights '{weights}': leave that out.")
+    name = getattr(vit, "pretrained_cfg", {}).get("architecture") or type(vit).__name__
+    copied = copy.deepcopy(vit)
+    if classes is not None and vit.num_classes == 0:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            copied.reset_classifier(classes)
+        _warn(_untrained(name, classes))
+    _check_classes(name, copied, classes)
+    return _assemble(name, name, copied, "given")
+
+
+def _untrained(name: str, classes: int) -> str:
+    return f"{name} has no classifier; a random one of {classes} classes is UNTRAINED, and so are its labels."
+
+
+def _check_classes(name: str, vit: VisionTransformer, classes: int | None) -> None:
+    if classes not in (None, vit.num_classes):
+        raise PrivlabError(
+            f"--classes gives a head to a model that has none. Found {classes}, and {name} has {vit.num_classes}: "
+            "leave it out."
+        )
+
+
+def _named(name: str, weights: str, img_size: int | None, seed: int, *, start: bool, classes: int | None) -> Victim:
+    if name in (plugins := with_plugins({}, "privlab.victims.named")):
+        return replace(_own(plugins[name](), weights, seed, classes), name=name)
+    architecture, variant = resolve(name)
+    path = weights_file(name, architecture, weights, seed)
+    if path is not None:
+        trained = name if architecture in COMPACT else architecture
+        origin = f"pretrained:{trained}" if weights in ("auto", "pretrained") else f"file:{path.name}"
+        return _trained(name, architecture, variant, path, origin, img_size, start, seed, classes)
+    vit = _create(architecture, variant, img_size, seed=seed, classes=classes)
+    if variant == "_mjp":
+        _warn(f"{name}: E_unk is random too, UNTRAINED.")
+        return _assemble(name, architecture, vit, "random", _random_unknown(vit, seed), "random")
+    return _assemble(name, architecture, vit, "random")
+
+
+def weights_file(name: str, architecture: str, weights: str, seed: int) -> Path | None:
+    """Return the file of the weights that are asked for; None for random ones, with a warning."""
+    if weights not in ("auto", "pretrained", "random"):
+        return Path(weights)
+    reason = ", as asked."
+    if weights != "random":
+        try:
+            return pretrained(name, architecture)
+        except stored.WeightsUnavailable as error:
+            if weights == "pretrained":
+                raise PrivlabError(f"--weights pretrained: {error}") from error
+            reason = f": {error}"
+    _warn(f"{name} has RANDOM weights (seed {seed}){reason} Leakage of trained weights differs.")
+    return None
+
+
+def pretrained(name: str, architecture: str) -> Path:
+    """Return the file of trained weights: of the zoo, or timm's.
+
+    Raises:
+        WeightsUnavailable: if there are none.
+    """
+    if architecture not in COMPACT:
+        return stored.pretrained_file(architecture)
+    if path := shipped(name):
+        return path
+    raise stored.WeightsUnavailable(f"this package holds no trained weights of {name}; `privlab train` makes some.")
+
+
+def _trained(
+    name: str,
+    architecture: str,
+    variant: str,
+    path: Path,
+    origin: str,
+    img_size: int | None,
+    start: bool,
+    seed: int,
+    classes: int | None,
+) -> Victim:
+    """Return a victim with the weights of a file; it may lack PEs with `start`, a head with `classes`."""
+    state, unknown = stored.from_any_layout(stored.read_state(path))
+    own = _classes(state)
+    drawn = start or (own is None and classes is not None)
+    vit = _create(architecture, variant, img_size, seed=seed if drawn else 0, classes=own or classes, grey=_grey(state))
+    _check_classes(name, vit, classes)
+    if own is None and classes is not None:
+        _warn(_untrained(name, classes))
+        state |= {f"head.{key}": value.detach() for key, value in vit.head.named_parameters()}
+    if start and vit.pos_embed is not None and "pos_embed" not in state:
+        _warn(f"{name}: the weights hold no position embeddings; they begin as timm draws them, UNTRAINED.")
+        state["pos_embed"] = vit.pos_embed.detach()
+    if variant == "_nope" and state.pop("pos_embed", None) is not None:
+        _warn(f"{name}: the weights were trained with position embeddings, which are left out here.")
+    if unknown is not None and variant != "_mjp":
+        raise PrivlabError(
+            f"The weights of {path.name} hold E_unk of MJP (unexpected: unk_embed), which {name} lacks. "
+            f"Use a `_mjp` victim, such as {name.removesuffix('_nope')}_mjp."
+        )
+    stored.fit(vit, state, path.name, resize=img_size is not None)
+    if unknown is not None and unknown.numel() != vit.embed_dim:
+        shapes = f"unk_embed {tuple(unknown.shape)} instead of {(1, 1, vit.embed_dim)}"
+        raise PrivlabError(f"The weights of {path.name} do not fit this model. mis-shaped: {shapes}.")
+    if unknown is not None:
+        return _assemble(name, architecture, vit, origin, unknown.float().reshape(1, 1, -1), "trained")
+    if variant != "_mjp":
+        return _assemble(name, architecture, vit, origin)
+    _warn(f"{name}: the weights hold no E_unk; the mean position embedding stands in, UNTRAINED.")
+    return _assemble(name, architecture, vit, origin, _mean_pe(vit), "mean-pe")
+
+
+def resolve(name: str) -> tuple[str, str]:
+    """Return timm's name of the architecture and our variant of it."""
+    if name.startswith("timm:"):
+        architecture, variant = name.removeprefix("timm:"), ""
+        if not timm.is_model(architecture.split(".")[0]):
+            raise unknown_name("timm model", architecture, timm.list_models(["vit_*", "deit*"]))
+        tagged = timm.list_pretrained(f"{architecture.split('.')[0]}.*")
+        if "." in architecture and architecture not in tagged:
+            raise unknown_name("timm model", architecture, tagged)
+        return architecture, variant
+    for variant in ("_mjp", "_nope", ""):
+        base = name.removesuffix(variant)
+        if base in ARCHITECTURES and base + variant == name:
+            return ARCHITECTURES[base], variant
+    if name in ZOO:
+        return ZOO[name].architecture, ZOO[name].variant
+    if name.removesuffix("_mjp") in BACKBONES:
+        raise PrivlabError(
+            f"This needs a plain ViT, timm's VisionTransformer. Found {name}: `privlab evaluate` and `privlab train "
+            f"classify|mjp{'|finetune' if name.endswith('_relpos') else ''}` take it, nothing else."
+        )
+    raise unknown_name("model", name, [*victim_names(), "timm:NAME"])
+
+
+def _create(
+    architecture: str,
+    variant: str,
+    img_size: int | None,
+    *,
+    seed: int = 0,
+    classes: int | None = None,
+    grey: bool = False,
+) -> VisionTransformer:
+    """Build the architecture with random weights, leaving torch's global random state alone."""
+    options: dict[str, Any] = dict(COMPACT.get(architecture, {})) | (
+        {} if classes is None else {"num_classes": classes}
+    )
+    if img_size is not None:
+        options["img_size"] = img_size
+    if grey:
+        options["in_chans"] = 1
+    if variant == "_nope":
+        options["pos_embed"] = "none"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            made = timm.create_model(BASE if architecture in COMPACT else architecture, **options)
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise PrivlabError(
+                f"timm cannot build {architecture} with {options or 'its defaults'}: {reason}"
+            ) from error
+    if not isinstance(made, VisionTransformer):
+        raise PrivlabError(f"privlab attacks timm's VisionTransformer. Found {architecture}, a {type(made).__name__}.")
+    return made
+
+
+def _grey(state: stored.State) -> bool:
+    proj = state.get("patch_embed.proj.weight")
+    return proj is not None and proj.ndim == 4 and proj.shape[1] == 1
+
+
+def _classes(state: stored.State) -> int | None:
+    head = state.get("head.weight")
+    return None if head is None or head.ndim != 2 else len(head)
+
+
+def _random_unknown(vit: VisionTransformer, seed: int) -> Tensor:
+    """Draw E_unk as timm draws position embeddings."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.init.trunc_normal_(torch.empty(1, 1, vit.embed_dim), std=0.02)
+
+
+def _mean_pe(vit: VisionTransformer) -> Tensor:
+    assert vit.pos_embed is not None
+    return vit.pos_embed.detach()[:, -vit.patch_embed.num_patches :].mean(1, keepdim=True)
+
+
+def _assemble(
+    name: str,
+    architecture: str,
+    vit: VisionTransformer,
+    origin: str,
+    unknown: Tensor | None = None,
+    unknown_origin: UnknownOrigin | None = None,
+) -> Victim:
+    config = resolve_model_data_config(vit)
+    if getattr(getattr(vit.patch_embed, "proj", None), "in_channels", 3) == 1:
+        config |= {key: (sum(config[key]) / len(config[key]),) for key in ("mean", "std")}
+    state = dict(vit.state_dict()) | ({} if unknown is None else {"unk_embed": unknown})
+    model = VictimModel(vit.eval(), config["mean"], config["std"], unknown).requires_grad_(False)
+    preprocessing = Preprocessing(
+        size=model.image_shape[1:],
+        mean=config["mean"],
+        std=config["std"],
+        crop_pct=config["crop_pct"],
+        interpolation=config["interpolation"],
+    )
+    return Victim(name, architecture, model, preprocessing, Weights(origin, stored.hash_of(state), unknown_origin))
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, PrivlabWarning, stacklevel=5)

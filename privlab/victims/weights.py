@@ -1,0 +1,265 @@
+"""Weights: where they come from, whether they fit, and their hash. Nothing is ever unpickled."""
+
+import hashlib
+import os
+import pickle
+import threading
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from timm.models import swin_transformer
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+from torch import Tensor, nn
+
+from privlab.base.errors import PrivlabError
+
+__all__ = [
+    "WeightsUnavailable",
+    "cache_folder",
+    "fill",
+    "fit",
+    "from_any_layout",
+    "hash_of",
+    "of_swin",
+    "offline",
+    "own_layout",
+    "pretrained_file",
+    "reachable",
+    "read_state",
+    "save",
+]
+
+State = dict[str, Tensor]
+
+
+class WeightsUnavailable(PrivlabError):
+    """Pretrained weights cannot be had here; the message says what was looked for."""
+
+
+def cache_folder(kind: str) -> Path:
+    """Return the folder of what privlab keeps of one kind: below `PRIVLAB_CACHE`, else in the user's cache."""
+    if root := os.environ.get("PRIVLAB_CACHE"):
+        return Path(root) / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "privlab" / kind
+
+
+def offline() -> bool:
+    """Return whether the user forbids downloads (`HF_HUB_OFFLINE`)."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+def reachable(url: str, seconds: float = 5) -> bool:
+    """Return whether the host of `url` answers within `seconds`, name resolution included."""
+    answers: list[bool] = []
+
+    def probe() -> None:
+        request = urllib.request.Request(url, method="HEAD")
+        try:
+            urllib.request.urlopen(request, timeout=seconds).close()
+        except urllib.error.HTTPError as answer:  # the host is there, whatever it thinks of HEAD
+            answer.close()
+        except OSError:
+            return
+        answers.append(True)
+
+    # A resolver that hangs heeds no timeout: leave it behind in a daemon thread.
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return bool(answers)
+
+
+def read_state(path: Path) -> State:
+    """Read a state dict from a safetensors or torch file, without running any code in it.
+
+    Raises:
+        PrivlabError: if the file is missing, truncated, holds code, or holds no tensors by name.
+    """
+    if not path.is_file():
+        raise PrivlabError(f"No weights file at '{path}'. Give a file, auto, pretrained or random.")
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch finds odd in a file it either reads or refuses
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise PrivlabError(
+            f"'{path}' is refused: it holds code or is no torch file, and privlab reads tensors only. "
+            "Save its state_dict as safetensors."
+        ) from error
+    except Exception as error:  # on a damaged file, torch raises nearly anything
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PrivlabError(f"'{path}' cannot be read as weights; it may be truncated ({reason}).") from error
+    for key in ("model", "state_dict"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    named = content.items() if isinstance(content, Mapping) else ()
+    state = {k: v for k, v in named if isinstance(k, str) and isinstance(v, Tensor)}
+    if not state:
+        raise PrivlabError(f"'{path}' holds no state dict: expected tensors by name, found {type(content).__name__}.")
+    return state
+
+
+def from_any_layout(state: State) -> tuple[State, Tensor | None]:
+    """Return a state in timm's layout, and E_unk (1 × 1 × D) if there is one.
+
+    Known are timm's names, privlab's own (timm's and `unk_embed`), and the MJP authors', where `pos_embed.weight`
+    has the rows class token, N patches, unknown, and DAL adds the training-only `dlocr.*`; checkpoints of `privlab
+    train` count as privlab's own.
+    """
+    named = {_bare(name): tensor for name, tensor in state.items()}
+    state = {name: tensor for name, tensor in named.items() if not name.startswith(("dlocr.", "dal."))}
+    unknown = state.pop("unk_embed", None)
+    table = state.get("pos_embed.weight")
+    if table is not None and table.ndim == 2:
+        del state["pos_embed.weight"]
+        state["pos_embed"], unknown = table[None, :-1], table[None, -1:]
+    return state, unknown
+
+
+def _bare(name: str) -> str:
+    """Return a tensor's name without what wraps the model: DDP, the victim, and its regressor in a checkpoint."""
+    for wrapper in ("module.", "victim.", "vit.", "net."):
+        name = name.removeprefix(wrapper)
+    return name
+
+
+def own_layout(model: nn.Module) -> State:
+    """Return what is stored of a model, in privlab's own layout: timm's names, and `unk_embed` for E_unk."""
+    return {_bare(name): tensor for name, tensor in model.state_dict().items()}
+
+
+def fit(vit: VisionTransformer, state: State, source: str, *, resize: bool = False) -> None:
+    """Load a state in timm's layout into `vit`; with `resize`, position embeddings are resized as timm does.
+
+    Raises:
+        PrivlabError: with the names of the missing, unexpected and mis-shaped tensors.
+    """
+    want = vit.state_dict()
+    proj = "patch_embed.proj.weight"
+    foreign = proj not in state or state[proj].shape != want[proj].shape
+    resized = "pos_embed" in state and "pos_embed" in want and state["pos_embed"].shape != want["pos_embed"].shape
+    if not foreign and (resize or not resized):
+        # A grid that cannot be: the shapes below say so.
+        with suppress(RuntimeError, ValueError, IndexError, AssertionError):
+            state = checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
+    fill(vit, state, source, " (--img-size resizes position embeddings)" if resized and not resize else "")
+
+
+def of_swin(net: SwinTransformer, state: State, *, resize: bool) -> State:
+    """Return a state under timm's names; its relative position biases are resized where that is asked for."""
+    want, proj = net.state_dict(), "patch_embed.proj.weight"
+    fixed = [k for k in want if k == proj or (not resize and k.endswith("relative_position_bias_table"))]
+    if any(k in state and state[k].shape != want[k].shape for k in fixed):
+        return state
+    # What cannot be: the names and shapes in the refusal say so.
+    with suppress(AttributeError, RuntimeError, ValueError, IndexError, AssertionError):
+        return swin_transformer.checkpoint_filter_fn(state, net)
+    return state
+
+
+def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
+    """Load a state under the network's own names; `hint` ends the refusal of what does not fit.
+
+    Raises:
+        PrivlabError: with the names of the missing, unexpected and mis-shaped tensors.
+    """
+    want = net.state_dict()
+    shapes = [
+        f"{k} {tuple(state[k].shape)} instead of {tuple(want[k].shape)}"
+        for k in want
+        if k in state and state[k].shape != want[k].shape
+    ]
+    problems = {
+        "missing": [k for k in want if k not in state and not k.endswith("num_batches_tracked")],
+        "unexpected": [k for k in state if k not in want],
+        "mis-shaped": shapes,
+    }
+    found = "; ".join(f"{kind}: {_first(names)}" for kind, names in problems.items() if names)
+    if not want.keys() & state.keys():
+        raise PrivlabError(
+            f"{source} holds the weights of another kind of network: {_first([*state], 3)}, and none of this model's, "
+            f"{_first([*want], 3)}."
+        )
+    theirs, ours = (_shape_of_vit(of) for of in (state, want))
+    if theirs and ours and theirs[0] != ours[0]:
+        raise PrivlabError(f"{source} holds the weights of {_vit(*theirs)}, and this model is {_vit(*ours)}.")
+    if found:
+        raise PrivlabError(f"The weights of {source} do not fit this model. {found}{hint}.")
+    try:
+        net.load_state_dict(state)
+    except RuntimeError as error:  # tensors that are sparse or quantised
+        raise PrivlabError(f"The weights of {source} cannot be copied into this model: {error}.") from error
+
+
+def _shape_of_vit(state: State) -> tuple[int, int] | None:
+    """Return the width and the depth of a ViT's weights; None of what is no ViT."""
+    proj = state.get("patch_embed.proj.weight")
+    blocks = {name.split(".")[1] for name in state if name.startswith("blocks.")}
+    return (proj.shape[0], len(blocks)) if proj is not None and proj.dim() == 4 and blocks else None
+
+
+def _vit(width: int, depth: int) -> str:
+    size = {(192, 12): "-Ti", (384, 12): "-S", (768, 12): "-B", (1024, 24): "-L"}.get((width, depth), "")
+    return f"a ViT{size} (D = {width}, {depth} blocks)"
+
+
+def _first(names: list[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def hash_of(state: Mapping[str, Tensor]) -> str:
+    """Return SHA-256 over names, dtypes, shapes and bytes of all tensors, in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def save(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write weights in privlab's own layout: safetensors, timm's names, `unk_embed` for E_unk."""
+    save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, path, {"format": "pt"})
+
+
+def pretrained_file(architecture: str, *, download: bool = True) -> Path:
+    """Return timm's pretrained weights of an architecture, from its caches or, with `download`, from the hub.
+
+    Raises:
+        WeightsUnavailable: if they are neither cached nor to be had, with the reason.
+    """
+    from huggingface_hub import constants, hf_hub_download
+    from timm.models import get_pretrained_cfg
+
+    config = get_pretrained_cfg(architecture)
+    if config is None or not config.has_weights:
+        raise WeightsUnavailable(f"timm has no pretrained weights for {architecture}.")
+    legacy = Path(torch.hub.get_dir()) / "checkpoints" / str(config.url).rpartition("/")[2]
+    if legacy.suffix in (".pth", ".pt", ".safetensors") and legacy.is_file():
+        return legacy
+    if not config.hf_hub_id:
+        raise WeightsUnavailable(f"the pretrained weights of {architecture} are not in timm's cache ({legacy}).")
+    name = config.hf_hub_filename or "model.safetensors"
+    with suppress(OSError, ValueError):  # not cached
+        return Path(hf_hub_download(config.hf_hub_id, name, local_files_only=True))
+    if not download:
+        raise WeightsUnavailable(f"{config.hf_hub_id} is not in the cache.")
+    if offline():
+        raise WeightsUnavailable(f"{config.hf_hub_id} is not in the cache, and HF_HUB_OFFLINE forbids a download.")
+    if not reachable(constants.ENDPOINT):
+        raise WeightsUnavailable(f"{config.hf_hub_id} is not in the cache, and {constants.ENDPOINT} cannot be reached.")
+    try:
+        return Path(hf_hub_download(config.hf_hub_id, name))
+    except Exception as error:  # whatever the hub's transport raises, the weights are not to be had
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise WeightsUnavailable(f"{config.hf_hub_id} cannot be downloaded ({reason}).") from error

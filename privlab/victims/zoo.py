@@ -1,0 +1,126 @@
+"""The compact networks that come with privlab: their shapes, and their trained weights where the package holds them."""
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+__all__ = ["BACKBONES", "BASE", "COMPACT", "PLACERS", "ZOO", "Entry", "Placer", "placer", "shipped"]
+
+_CIFAR: dict[str, Any] = {
+    "img_size": 32,
+    "patch_size": 4,
+    "embed_dim": 128,
+    "depth": 4,
+    "num_heads": 4,
+    "num_classes": 10,
+    "pretrained_cfg_overlay": {
+        "input_size": (3, 32, 32),
+        "crop_pct": 1.0,
+        "mean": (0.5, 0.5, 0.5),
+        "std": (0.5, 0.5, 0.5),
+        "num_classes": 10,
+    },
+}
+
+_TINY: dict[str, Any] = _CIFAR | {
+    "img_size": 64,
+    "patch_size": 8,
+    "num_classes": 200,
+    "pretrained_cfg_overlay": _CIFAR["pretrained_cfg_overlay"] | {"input_size": (3, 64, 64), "num_classes": 200},
+}
+
+BASE = "vit_tiny_patch16_224"
+COMPACT: dict[str, dict[str, Any]] = {"cifar_vit": _CIFAR, "tiny_vit": _TINY}
+"""Our name of an architecture -> what it changes of timm's `BASE`. N = 64 tokens are fewer than D = 128, MJP's too."""
+
+_CIFAR_SWIN: dict[str, Any] = {
+    "img_size": 32,
+    "patch_size": 2,
+    "embed_dim": 48,
+    "depths": (2, 2, 2),
+    "num_heads": (2, 4, 8),
+    "window_size": 4,
+    "num_classes": 10,
+    "pretrained_cfg_overlay": _CIFAR["pretrained_cfg_overlay"],
+}
+_CIFAR_RESNET: dict[str, Any] = {
+    "channels": (32, 64, 128, 256),
+    "num_classes": 10,
+    "pretrained_cfg_overlay": _CIFAR["pretrained_cfg_overlay"],
+}
+
+BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
+    "swin_t": ("swin_tiny_patch4_window7_224", {}),
+    "swin_s": ("swin_small_patch4_window7_224", {}),
+    "swin_b": ("swin_base_patch4_window7_224", {}),
+    "cifar_swin": ("swin_tiny_patch4_window7_224", _CIFAR_SWIN),
+    "resnet50": ("resnet50", {}),
+    "cifar_resnet": ("resnet18", _CIFAR_RESNET),
+    "cifar_vit_idx": (BASE, _CIFAR),
+    "vit_ti_idx": ("vit_tiny_patch16_224", {}),
+    "deit_ti_idx": ("deit_tiny_patch16_224", {}),
+    "deit_s_idx": ("deit_small_patch16_224", {}),
+    "cifar_vit_relpos": (BASE, _CIFAR | {"pos_embed": "none"}),
+    "vit_ti_relpos": ("vit_tiny_patch16_224", {"pos_embed": "none"}),
+    "vit_s_relpos": ("vit_small_patch16_224", {"pos_embed": "none"}),
+    "vit_b_relpos": ("vit_base_patch16_224", {"pos_embed": "none"}),
+}
+"""Our name of what is trained and judged, but not attacked -> timm's, and what it changes of that.
+
+The Swins also come as NAME_mjp (with absolute position embeddings and E_unk); NAME_relpos has relative ones alone,
+NAME_idx also embeddings of the patches' own indices (IDX of MJP's Table 4).
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A victim of the zoo: its architecture, its variant ("", "_nope" or "_mjp") and one line on its training."""
+
+    architecture: str
+    variant: str
+    about: str
+
+
+ZOO: dict[str, Entry] = {
+    "cifar_vit": Entry("cifar_vit", "", "plain"),
+    "cifar_vit_early": Entry("cifar_vit", "", "plain, after one epoch"),
+    "cifar_vit_nope": Entry("cifar_vit", "_nope", "without position embeddings"),
+    "cifar_vit_mjp": Entry("cifar_vit", "_mjp", "fine-tuned with MJP at γ = 0.03"),
+    "cifar_vit_mjp27": Entry("cifar_vit", "_mjp", "fine-tuned with MJP at γ = 0.27"),
+    "cifar_vit_mp3": Entry("cifar_vit", "", "MP3-pretrained, fine-tuned"),
+    "cifar_vit_droppos": Entry("cifar_vit", "", "DropPos-pretrained, fine-tuned"),
+}
+"""The victims of the zoo by name."""
+
+
+@dataclass(frozen=True)
+class Placer:
+    """A position predictor of the zoo: its kind ("mp3" or "droppos"), and the compact ViT whose patches it places."""
+
+    kind: str
+    architecture: str
+
+
+PLACERS: dict[str, Placer] = {
+    "cifar_mp3": Placer("mp3", "cifar_vit"),
+    "cifar_droppos": Placer("droppos", "cifar_vit"),
+    "tiny_mp3": Placer("mp3", "tiny_vit"),
+    "tiny_droppos": Placer("droppos", "tiny_vit"),
+}
+"""The position predictors of the zoo by name."""
+
+
+def placer(kind: str, grid: tuple[int, int], patch: int) -> str | None:
+    """Return the predictor of the zoo for patches of this grid and side; None where there is none."""
+    for name, each in PLACERS.items():
+        side, own = (COMPACT[each.architecture][key] for key in ("img_size", "patch_size"))
+        if (each.kind, own, (side // own,) * 2) == (kind, patch, grid):
+            return name
+    return None
+
+
+def shipped(name: str) -> Path | None:
+    """Return the weights of a victim or a position predictor of the zoo; None where this package holds none."""
+    path = Path(str(resources.files("privlab.victims.zoo_weights") / f"{name}.safetensors"))
+    return path if path.is_file() else None
