@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from privlab.images.open import open_images
+    from privlab.release.capture import capture
     from privlab.release.gradients import observe
     from privlab.runs.attack import attack
     from privlab.victims.named import Victim, victim
 
-__all__ = ["Victim", "__version__", "attack", "observe", "open_images", "victim"]
+__all__ = ["Victim", "__version__", "attack", "capture", "observe", "open_images", "victim"]
 
 __version__ = version("privlab")
 
 _HOME = {
+    "capture": "privlab.release.capture",
     "attack": "privlab.runs.attack",
     "observe": "privlab.release.gradients",
     "open_images": "privlab.images.open",

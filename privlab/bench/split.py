@@ -30,8 +30,8 @@ from privlab.victims.named import Victim, victim
 
 if TYPE_CHECKING:
     from privlab.split import Client, Learner
-    from privlab.split.data import Batches
-    from privlab.split.train import StepDone
+    from privlab.split.client.data import Batches
+    from privlab.split.client.train import StepDone
 
 __all__ = ["bench_split", "serve_child"]
 
@@ -181,7 +181,7 @@ def _served(name: str, folder: Path, device: torch.device, every: int) -> "Itera
 
 def _learner(subject: Victim, defense: str, batch: int, device: torch.device) -> "Learner":
     from privlab.split import Contract, Learner
-    from privlab.split.job import stack_of
+    from privlab.split.client.job import stack_of
 
     vit = subject.model.vit
     tokens = vit.num_prefix_tokens + vit.patch_embed.num_patches
@@ -191,7 +191,7 @@ def _learner(subject: Victim, defense: str, batch: int, device: torch.device) ->
 
 def _batches(images: UInt8[Tensor, "n c h w"]) -> "Batches":
     """Return all of the images, with the labels 0, 1, …, as every step's batch."""
-    from privlab.split.data import Batches, Dataset
+    from privlab.split.client.data import Batches, Dataset
 
     names = tuple(map(str, range(len(images))))
     return Batches(Dataset(names, images, torch.arange(len(images)), "", {}), len(images))

@@ -15,7 +15,7 @@ from privlab.cli.keys import keys
 from privlab.cli.machine import bench, doctor, list_
 from privlab.cli.models import models
 from privlab.cli.report import figures, report
-from privlab.cli.split import split
+from privlab.cli.split.commands import split
 from privlab.cli.store import store
 from privlab.cli.study import finetune_study, study
 from privlab.cli.table import table

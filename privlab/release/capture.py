@@ -1,6 +1,6 @@
 """The gradient of a training step of your own, in a file that `privlab attack --gradients` audits.
 
-    from privlab.capture import capture
+    from privlab import capture
 
     loss.backward()
     capture(model, "update.safetensors", batch_size=len(images), reduction="mean")

@@ -71,7 +71,7 @@ def audit_gradients(
     model, and no attack may choose another.
 
     Args:
-        file: what `privlab.capture.capture` wrote.
+        file: what `privlab.capture` wrote.
         spec: the victim, the attacks, and the metrics if there is a reference.
         device: "auto", "cpu", "cuda" or "cuda:N".
         out: the run directory.

@@ -124,7 +124,7 @@ def test_the_loss_gap_is_between_the_wire_and_training_in_one_process(monkeypatc
     said = [7.0, 6.5, 8.0]
 
     def train(name: str, learner: Any, batches: Any, steps: int, every: int, on_step: Callable[[Any], None]) -> None:
-        from privlab.split.train import StepDone
+        from privlab.split.client.train import StepDone
 
         seen.append(batches[1])
         for step, loss in enumerate(said, 1):

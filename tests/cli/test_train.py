@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from privlab.images.open import open_images
 from privlab.training import read_examples
 from privlab.training.objectives import OBJECTIVES
-from privlab.training.train import PRESETS, Course, _set_up
+from privlab.training.train_victim import PRESETS, Course, _set_up
 from privlab.utility.consistency import worth
 from privlab.victims.named import victim
 from privlab.victims.weights import hash_of

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from privlab.cli import cli
 
@@ -94,27 +95,28 @@ def make(directory: Path, inputs: Path | None) -> None:
         make_inputs(directory / "inputs")
     else:
         shutil.copytree(inputs / "inputs", directory / "inputs")
-    given = directory / "inputs"
+    os.chdir(directory)  # so that what a command is given has one name in both stores
+    given = Path("inputs")
     for name, arguments in RUNS.items():
-        run(directory, name, "attack", *arguments, "--json", "--out", str(directory / name))
+        run(directory, name, "attack", *arguments, "--json", "--out", name)
     step = ("attack", "--gradients", str(given / "update.safetensors"), "--model", "cifar_vit", "--json")
-    run(directory, "step", *step, "--out", str(directory / "step"))
-    run(directory, "scored", *step, "--reference", str(given / "0.png"), "--out", str(directory / "scored"))
+    run(directory, "step", *step, "--out", "step")
+    run(directory, "scored", *step, "--reference", str(given / "0.png"), "--out", "scored")
     recorded = ("attack", "--features", str(given / "recording"), "--model", "cifar_vit", "--public-limit", "24")
-    run(directory, "recorded", *recorded, "--json", "--out", str(directory / "recorded"))
-    run(directory, "quick", "table", "quick", "--json", "--out", str(directory / "quick"))
+    run(directory, "recorded", *recorded, "--json", "--out", "recorded")
+    run(directory, "quick", "table", "quick", "--json", "--out", "quick")
     for form in ("latex", "csv", "markdown"):
-        run(directory, f"quick-{form}", "table", "quick", "--format", form, "--out", str(directory / "quick"))
+        run(directory, f"quick-{form}", "table", "quick", "--format", form, "--out", "quick")
     for defense in DEFENSES:
         run(directory, f"admit-{defense}", "admit", defense, "--json")
     for what in ("attacks", "defenses", "victims", "metrics", "experiments"):
         run(directory, f"list-{what}", "list", what, "--json")
-    judged = ("evaluate", "--model", "cifar_vit,cifar_vit_mjp", "--images", str(given / "classes"), "--json")
+    judged = ("evaluate", "--model", "cifar_vit,cifar_vit_mjp", "--data", str(given / "classes"), "--json")
     run(directory, "evaluate", *judged)
     for recipe in ("classify", "mjp", "mp3", "droppos"):
         model = ("--model", "cifar_vit" if recipe == "classify" else "cifar_vit_mjp")
         lesson = ("train", recipe, *model, "--data", str(given / "classes"), "--preset", "small", "--epochs", "1")
-        options = ("--batch-size", "4", "--precision", "32-true", "--out", str(directory / recipe))
+        options = ("--batch-size", "4", "--precision", "32-true", "--out", recipe)
         run(directory, f"train-{recipe}", *lesson, *options)
 
 
@@ -144,6 +146,12 @@ def make_inputs(given: Path) -> None:
     with torch.no_grad():
         features = vit._pos_embed(vit.patch_embed(normalised))
     session.inference(features[:4])
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    """Return whether two files hold the same tensors, to the last bit; the order of their metadata is left to chance."""
+    a, b = load_file(one), load_file(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def records(store: Path) -> pa.Table | None:
@@ -176,7 +184,11 @@ def differences(one: Path, other: Path) -> Iterator[str]:
     names = {path.relative_to(root) for root in (one, other) for path in root.rglob("*") if path.is_file()}
     for name in sorted(name for name in names if not {"inputs", "cache"} & set(name.parts)):
         a, b = one / name, other / name
-        if "records" in name.parts or name.name in ("run.json", ".lock") or name.suffix in (".ckpt", ".jsonl"):
+        if (
+            "records" in name.parts
+            or name.name in ("run.json", "log.csv", ".lock")
+            or name.suffix in (".ckpt", ".jsonl")
+        ):
             continue
         if not (a.exists() and b.exists()):
             yield f"{name}: only in {one if a.exists() else other}"
@@ -184,11 +196,11 @@ def differences(one: Path, other: Path) -> Iterator[str]:
             yield f"{name}: another picture"
         elif name.suffix in (".txt", ".tex", ".csv") and stripped(a.read_text()) != stripped(b.read_text()):
             yield f"{name}: another text"
-        elif name.suffix == ".safetensors" and a.read_bytes() != b.read_bytes():
+        elif name.suffix == ".safetensors" and not same_tensors(a, b):
             yield f"{name}: other weights"
     for store in sorted({path.parent.name for root in (one, other) for path in root.glob("*/records")}):
         a, b = records(one / store), records(other / store)
-        if a is None or b is None or not a.equals(b):
+        if (a is None) != (b is None) or (a is not None and not a.equals(b)):
             yield f"{store}: other records"
 
 

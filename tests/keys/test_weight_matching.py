@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from scipy.optimize import linear_sum_assignment
 from timm.layers import GluMlp, SwiGLU
 from timm.models.vision_transformer import ResPostBlock, VisionTransformer
-from torch import Tensor
+from torch import Generator, Tensor
 
 from privlab.attacks.weights import weight_matching
 from privlab.attacks.weights.weight_matching import (
@@ -22,7 +22,6 @@ from privlab.attacks.weights.weight_matching import (
 )
 from privlab.base.errors import PrivlabError
 from privlab.keys.algebra import ModelKey, ModelShape, apply_key, new_key
-from privlab.tampering import add_noise, prune, quantise
 
 State = dict[str, Tensor]
 attack = WeightMatching()
@@ -32,6 +31,31 @@ attack = WeightMatching()
 def trained(shared: Callable[[str], object]) -> State:
     """Return the trained ViT-Ti."""
     return load_file(shared("weights/vit_tiny_patch16_224.safetensors"))
+
+
+def add_noise(state: State, ratio: float, draw: Generator) -> State:
+    """Return W + ratio · std(W) · ε for every tensor, ε ~ N(0, 1)."""
+    return {
+        name: W + ratio * W.std(correction=0) * torch.randn(W.shape, generator=draw, dtype=W.dtype)
+        for name, W in state.items()
+    }
+
+
+def prune(state: State, share: float) -> State:
+    """Return the weights with the smallest `share` of each tensor's magnitudes set to zero."""
+
+    def pruned(W: Tensor) -> Tensor:
+        flat = W.flatten().clone()
+        flat[flat.abs().argsort()[: round(share * W.numel())]] = 0
+        return flat.view_as(W)
+
+    return {name: pruned(W) for name, W in state.items()}
+
+
+def quantise(state: State) -> State:
+    """Return weights rounded to integers in ±127 (int8), one scale per tensor, and back: s · round(W / s)."""
+    scales = {name: (W.abs().max() / 127).clamp_min(torch.finfo(W.dtype).tiny) for name, W in state.items()}
+    return {name: (W / scales[name]).round() * scales[name] for name, W in state.items()}
 
 
 def draw(seed: int = 0) -> torch.Generator:
@@ -179,48 +203,6 @@ def test_a_curve_has_a_row_for_each_point(trained: State) -> None:
 
 def test_recovered_fractions_are_counted() -> None:
     assert recovered_fraction(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 3, 2])) == 0.5
-
-
-# ---- tampering
-
-
-def test_noise_has_the_standard_deviation_that_was_asked_for() -> None:
-    state = {"a": 3 * torch.randn(200, 500, generator=draw(1), dtype=torch.float64)}
-    noise = add_noise(state, 0.5, draw(2))["a"] - state["a"]
-    assert noise.std() == pytest.approx(1.5, rel=0.01)
-    assert noise.mean() == pytest.approx(0, abs=0.02)
-    assert torch.equal(add_noise(state, 0.0, draw())["a"], state["a"])
-
-
-@given(share=st.floats(0, 1), n=st.integers(1, 40), seed=st.integers(0, 99))
-def test_pruning_takes_the_smallest(share: float, n: int, seed: int) -> None:
-    W = torch.randn(n, 3, generator=draw(seed))
-    found = prune({"a": W}, share)["a"]
-    gone = found == 0
-    assert gone.sum() == round(share * W.numel())
-    assert torch.equal(found[~gone], W[~gone])
-    assert not gone.any() or gone.all() or W[gone].abs().max() <= W[~gone].abs().min()
-
-
-def test_quantised_weights_are_within_half_a_step() -> None:
-    W = torch.randn(30, 30, generator=draw(3), dtype=torch.float64)
-    found, step = quantise({"a": W, "zero": W * 0}), W.abs().max() / 127
-    assert (found["a"] - W).abs().max() <= step / 2 + 1e-12
-    assert len(found["a"].unique()) <= 255
-    assert torch.equal(found["zero"], W * 0)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: add_noise({}, -1.0, draw()), "must be 0 or more. Found -1.0"),
-        (lambda: prune({}, 1.5), r"must be in \[0, 1\]\. Found 1.5"),
-        (lambda: quantise({}, 0), "one level or more. Found 0"),
-    ],
-)
-def test_tampering_refuses_what_makes_no_sense(call: Callable[[], State], message: str) -> None:
-    with pytest.raises(PrivlabError, match=message):
-        call()
 
 
 # ---- what is refused

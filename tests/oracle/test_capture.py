@@ -165,7 +165,8 @@ def test_what_the_file_says(tiny_model: Made, crops: Tensor, tmp_path: Path) -> 
 
 
 def test_capture_brings_nothing_heavy() -> None:
-    code = "import privlab.capture, sys; print(*({'timm', 'torchvision', 'pandas', 'breaching'} & sys.modules.keys()))"
+    heavy = "{'timm', 'torchvision', 'pandas', 'breaching'}"
+    code = f"from privlab import capture; import sys; print(*({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.strip() == b""
 
 

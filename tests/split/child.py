@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from privlab.split.client import Client, Remote
-from privlab.split.contract import Contract
-from privlab.split.data import Batches, Dataset
-from privlab.split.job import stack_of
-from privlab.split.learner import Learner
-from privlab.split.server import Server
-from privlab.split.server import serve as run_server
-from privlab.split.sessions import Limits
-from privlab.split.train import Trainer
+from privlab.split.client.client import Client, Remote
+from privlab.split.client.data import Batches, Dataset
+from privlab.split.client.job import stack_of
+from privlab.split.client.learner import Learner
+from privlab.split.client.train import Trainer
+from privlab.split.protocol.contract import Contract
+from privlab.split.server.server import Server
+from privlab.split.server.server import serve as run_server
+from privlab.split.server.sessions import Limits
 from privlab.victims.named import Victim, victim
 
 TOKEN = "t" * 40

@@ -135,7 +135,9 @@ class Child:
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a maker of processes, forked from a fresh one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["privlab.split.job", "privlab.split.server", "privlab.cli.split"])
+    context.set_forkserver_preload(
+        ["privlab.split.client.job", "privlab.split.server.server", "privlab.cli.split.commands"]
+    )
     here = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("forks"))  # it would import the checkout's own folder, not what is installed
     try:
@@ -190,7 +192,7 @@ def stream(tiny: SimpleNamespace) -> Callable[..., tuple[str, str]]:
     """Return a way to send raw messages in one stream: the status and the words with which the server ends it."""
     import grpc
 
-    from privlab.split.server import METHOD
+    from privlab.split.server.server import METHOD
 
     def send(address: str, *messages: bytes, token: str | None = f"Bearer {tiny.TOKEN}") -> tuple[str, str]:
         metadata = () if token is None else (("authorization", token),)

@@ -14,11 +14,11 @@ from torch.testing import assert_close
 
 from privlab.base.errors import PrivlabError
 from privlab.images.open import Preprocessing, open_images
-from privlab.split.client import Lost, Rebuffed, Traffic
-from privlab.split.data import Batches, load
-from privlab.split.infer import infer
-from privlab.split.patience import Patience
-from privlab.split.summary import inference_summary, training_summary
+from privlab.split.client.client import Lost, Rebuffed, Traffic
+from privlab.split.client.data import Batches, load
+from privlab.split.client.infer import infer
+from privlab.split.client.patience import Patience
+from privlab.split.client.summary import inference_summary, training_summary
 from privlab.threat.protocols import Draws
 
 DEFENSES = ["none", "row-permutation", "column-permutation", "row-permutation+column-permutation"]
@@ -103,7 +103,7 @@ def test_a_trained_run_answers_as_it_learnt(server: Any, client: Any, tiny: Any,
         trainer = tiny.Trainer(learner, client(running), tmp_path)
         trainer.train(tiny.batches(), tiny.STEPS)
         answers = infer(learner, client(running), data, session=trainer.session)
-        from privlab.split.checkpoint import Checkpoints
+        from privlab.split.protocol.checkpoint import Checkpoints
 
         tensors = Checkpoints(tmp_path / "state" / trainer.session[:12]).read(tiny.STEPS)[0]
     model = learner.model

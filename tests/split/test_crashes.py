@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from privlab.split.checkpoint import Checkpoints, read
-from privlab.split.client import Remote
+from privlab.split.client.client import Remote
+from privlab.split.protocol.checkpoint import Checkpoints, read
 
 CLIENTS = "client.safetensors"
 

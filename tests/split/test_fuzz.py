@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from privlab.split.contract import Refusal
-from privlab.split.server import METHOD
-from privlab.split.split_pb2 import Contract as Terms
-from privlab.split.split_pb2 import Open, Request, Save, Tensors
-from privlab.split.wire import pack, unpack
+from privlab.split.protocol.contract import Refusal
+from privlab.split.protocol.split_pb2 import Contract as Terms
+from privlab.split.protocol.split_pb2 import Open, Request, Save, Tensors
+from privlab.split.protocol.wire import pack, unpack
+from privlab.split.server.server import METHOD
 
 FEATURES = torch.linspace(-1, 1, 2 * 17 * 32).view(2, 17, 32)
 REFUSALS = {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "NOT_FOUND", "OUT_OF_RANGE"}

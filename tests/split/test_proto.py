@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from privlab.split import split_pb2
+from privlab.split.protocol import split_pb2
 
 FOLDER = Path(split_pb2.__file__).resolve().parent
-NAME = "privlab/split/split.proto"
+NAME = "privlab/split/protocol/split.proto"
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from privlab.base.errors import PrivlabError
-from privlab.split.client import Lost
-from privlab.split.contract import Contract
-from privlab.split.server import Server
-from privlab.split.sessions import Limits
-from privlab.split.split_pb2 import Contract as Terms
-from privlab.split.split_pb2 import Open, Request, Save, Tensors
-from privlab.split.wire import pack, pack_state
+from privlab.split.client.client import Lost
+from privlab.split.protocol.contract import Contract
+from privlab.split.protocol.split_pb2 import Contract as Terms
+from privlab.split.protocol.split_pb2 import Open, Request, Save, Tensors
+from privlab.split.protocol.wire import pack, pack_state
+from privlab.split.server.server import Server
+from privlab.split.server.sessions import Limits
 
 NORM = "blocks.0.norm1.weight"
 FEATURES = torch.linspace(-1, 1, 2 * 17 * 32).view(2, 17, 32)

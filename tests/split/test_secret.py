@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from privlab.split.secret import batch_draws, generator, new_secret
+from privlab.split.protocol.secret import batch_draws, generator, new_secret
 
 
 def drawn(rng: torch.Generator, n: int = 50) -> torch.Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from privlab.base.errors import PrivlabError
-from privlab.split.security import is_loopback, make_token, read_token, split_address
+from privlab.split.protocol.security import is_loopback, make_token, read_token, split_address
 
 
 def test_a_token_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from privlab.base.errors import PrivlabError
-from privlab.split.client import Lost, Rebuffed
-from privlab.split.sessions import Limits
+from privlab.split.client.client import Lost, Rebuffed
+from privlab.split.server.sessions import Limits
 
 FEATURES = torch.linspace(-1, 1, 2 * 17 * 32).view(2, 17, 32)
 
@@ -46,7 +46,7 @@ def test_a_silent_client_is_saved_and_sent_away_and_may_come_back(server: Any, c
 def test_a_server_that_fails_at_a_request_goes_on_with_the_others(
     server: Any, client: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from privlab.split.session import Session
+    from privlab.split.server.session import Session
 
     whole = Session.forward
 

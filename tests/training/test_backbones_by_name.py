@@ -15,7 +15,7 @@ from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
 from privlab.cli import _status
 from privlab.training import Examples
-from privlab.training.train import Course, teach
+from privlab.training.train_victim import Course, teach
 from privlab.utility.consistency import worth
 from privlab.utility.evaluate import Exam, judge
 from privlab.victims.classifiers import IndexedViT, Pupil, SwinModel, classifier

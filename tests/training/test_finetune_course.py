@@ -14,7 +14,7 @@ from torch import Generator
 
 from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
-from privlab.training.train import Course, _set_up, teach
+from privlab.training.train_victim import Course, _set_up, teach
 from privlab.victims.classifiers import RelativeViT, classifier
 from privlab.victims.named import victim
 from privlab.victims.weights import hash_of, own_layout, save

@@ -32,7 +32,7 @@ from privlab.training import Augmentation, Compute, Examples, Plan, train
 from privlab.training.objectives import Lesson, TrainDropPos, TrainMp3
 from privlab.training.objectives.droppos import smoothing
 from privlab.training.position_accuracy import position_accuracy
-from privlab.training.train import PRESETS, Course, teach
+from privlab.training.train_victim import PRESETS, Course, teach
 from privlab.victims.model import VictimModel
 from privlab.victims.named import victim
 

@@ -8,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base.precision import full_precision
-from privlab.split.client import Client, Lost, Remote, Traffic
-from privlab.split.data import Dataset
-from privlab.split.learner import Learner
-from privlab.split.patience import Patience
-from privlab.split.secret import batch_draws
+from privlab.split.client.client import Client, Lost, Remote, Traffic
+from privlab.split.client.data import Dataset
+from privlab.split.client.learner import Learner
+from privlab.split.client.patience import Patience
+from privlab.split.protocol.secret import batch_draws
 
 __all__ = ["infer"]
 

@@ -15,7 +15,7 @@ from privlab.base.warnings import PrivlabWarning
 from privlab.cli.common import err, print_json, print_table
 
 if TYPE_CHECKING:
-    from privlab.split.train import StepDone
+    from privlab.split.client.train import StepDone
 
 __all__ = [
     "print_event",

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.split.client import Traffic
-from privlab.split.data import Batches, Dataset
-from privlab.split.learner import Learner
+from privlab.split.client.client import Traffic
+from privlab.split.client.data import Batches, Dataset
+from privlab.split.client.learner import Learner
 
 __all__ = ["inference_summary", "training_summary"]
 

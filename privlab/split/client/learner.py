@@ -11,10 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from privlab.keys.algebra import ModelShape, apply_key, residual_only
-from privlab.split import checkpoint
-from privlab.split.backbone import Backbone, own_parameters
-from privlab.split.contract import Contract
-from privlab.split.secret import batch_draws
+from privlab.split.protocol import checkpoint
+from privlab.split.protocol.backbone import Backbone, own_parameters
+from privlab.split.protocol.contract import Contract
+from privlab.split.protocol.secret import batch_draws
 from privlab.threat.protocols import Draws, Sent
 from privlab.threat.stack import Stack
 from privlab.victims.model import VictimModel

@@ -14,13 +14,13 @@ import torch
 
 from privlab.base.errors import PrivlabError
 from privlab.release.recording import Recorder
-from privlab.split.backbone import Backbone
-from privlab.split.checkpoint import Checkpoints
-from privlab.split.contract import Contract, Refusal
-from privlab.split.live import Live
-from privlab.split.session import Session
-from privlab.split.split_pb2 import Open
-from privlab.split.wire import HEADER
+from privlab.split.protocol.backbone import Backbone
+from privlab.split.protocol.checkpoint import Checkpoints
+from privlab.split.protocol.contract import Contract, Refusal
+from privlab.split.protocol.split_pb2 import Open
+from privlab.split.protocol.wire import HEADER
+from privlab.split.server.live import Live
+from privlab.split.server.session import Session
 from privlab.victims.named import Victim
 from privlab.victims.weights import hash_of
 

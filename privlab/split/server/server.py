@@ -20,13 +20,13 @@ from privlab.base.environment import versions
 from privlab.base.errors import PrivlabError
 from privlab.base.precision import full_precision
 from privlab.release.recording import Recorder
-from privlab.split.checkpoint import private_folder
-from privlab.split.contract import Refusal
-from privlab.split.inbox import Inbox
-from privlab.split.live import Live
-from privlab.split.security import RequireToken, ServerTls, is_loopback
-from privlab.split.sessions import Limits, Sessions
-from privlab.split.split_pb2 import Reply, Request
+from privlab.split.protocol.checkpoint import private_folder
+from privlab.split.protocol.contract import Refusal
+from privlab.split.protocol.inbox import Inbox
+from privlab.split.protocol.security import RequireToken, ServerTls, is_loopback
+from privlab.split.protocol.split_pb2 import Reply, Request
+from privlab.split.server.live import Live
+from privlab.split.server.sessions import Limits, Sessions
 from privlab.victims.named import Victim
 
 __all__ = ["METHOD", "SERVICE", "Event", "Server", "serve"]

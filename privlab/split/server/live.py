@@ -7,11 +7,11 @@ import torch
 
 from privlab.base.errors import PrivlabError
 from privlab.release.recording import SessionRecorder
-from privlab.split.checkpoint import Checkpoints
-from privlab.split.contract import Refusal
-from privlab.split.session import Session
-from privlab.split.split_pb2 import Opened, Reply, Request, Saved, Tensors
-from privlab.split.wire import HEADER, pack, unpack, unpack_state
+from privlab.split.protocol.checkpoint import Checkpoints
+from privlab.split.protocol.contract import Refusal
+from privlab.split.protocol.split_pb2 import Opened, Reply, Request, Saved, Tensors
+from privlab.split.protocol.wire import HEADER, pack, unpack, unpack_state
+from privlab.split.server.session import Session
 
 __all__ = ["Live"]
 

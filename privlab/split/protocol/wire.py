@@ -12,7 +12,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError, deserialize
 from torch import Tensor
 
-from privlab.split.contract import Contract, Refusal
+from privlab.split.protocol.contract import Contract, Refusal
 
 __all__ = ["HEADER", "chunks", "pack", "pack_state", "unpack", "unpack_state"]
 

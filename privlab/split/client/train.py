@@ -8,11 +8,11 @@ from typing import Any
 
 from privlab.base.errors import PrivlabError
 from privlab.base.precision import full_precision
-from privlab.split.backbone import Backbone
-from privlab.split.client import Client, Lost, Remote, Traffic
-from privlab.split.data import Batches
-from privlab.split.learner import Learner
-from privlab.split.patience import Patience
+from privlab.split.client.client import Client, Lost, Remote, Traffic
+from privlab.split.client.data import Batches
+from privlab.split.client.learner import Learner
+from privlab.split.client.patience import Patience
+from privlab.split.protocol.backbone import Backbone
 from privlab.victims.weights import hash_of
 
 __all__ = ["CHECKPOINT", "StepDone", "Trainer"]

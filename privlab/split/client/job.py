@@ -12,11 +12,11 @@ from privlab.base.options import configured, read_options
 from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import defenses
 from privlab.images.open import ImageSource, open_images
-from privlab.split import checkpoint
-from privlab.split.contract import Contract
-from privlab.split.learner import Learner
-from privlab.split.secret import new_secret
-from privlab.split.train import CHECKPOINT
+from privlab.split.client.learner import Learner
+from privlab.split.client.train import CHECKPOINT
+from privlab.split.protocol import checkpoint
+from privlab.split.protocol.contract import Contract
+from privlab.split.protocol.secret import new_secret
 from privlab.threat.stack import Stack
 from privlab.victims.named import Victim, victim
 

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from privlab.base.errors import PrivlabError
 from privlab.cli.common import common, print_json, progress_bar
-from privlab.cli.split_output import (
+from privlab.cli.split.output import (
     print_event,
     print_inference,
     print_training,
@@ -27,8 +27,8 @@ from privlab.cli.split_output import (
 
 if TYPE_CHECKING:
     from privlab.split import Client
-    from privlab.split.data import Batches, Dataset
-    from privlab.split.job import Job, Started
+    from privlab.split.client.data import Batches, Dataset
+    from privlab.split.client.job import Job, Started
 
 __all__ = ["split"]
 
@@ -201,7 +201,7 @@ def train(
 ) -> None:
     """Train the embedding and the head here, and the backbone on the server."""
     from privlab.split import Trainer
-    from privlab.split.summary import training_summary
+    from privlab.split.client.summary import training_summary
 
     client = _client(options)
     started = _taken_up(context, resume, device) if resume else _begun(options | {"epochs": epochs}, device)
@@ -240,8 +240,9 @@ def infer(
     **options: Any,  # noqa: ANN401
 ) -> int:
     """Classify images: the embedding and the head are here, the backbone is on the server."""
-    from privlab.split import Traffic, infer
-    from privlab.split.summary import inference_summary
+    from privlab.split import Traffic
+    from privlab.split.client import infer
+    from privlab.split.client.summary import inference_summary
 
     client, traffic = _client(options), Traffic()
     started = _taken_up(context, run, device) if run else _begun(options, device)
@@ -270,7 +271,7 @@ def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -
     """Make an authority with certificates for a server and a client in FOLDER, to try TLS out."""
     if importlib.util.find_spec("cryptography") is None:
         raise PrivlabError("Making certificates needs cryptography: pip install 'privlab[split]'.")
-    from privlab.split.certificate import make_certificates
+    from privlab.split.protocol.certificate import make_certificates
 
     paths = make_certificates(folder, host, float(days))
     if as_json:
@@ -297,7 +298,7 @@ def _client(options: dict[str, Any]) -> "Client":
 
 def _begun(options: dict[str, Any], device: str) -> "Started":
     from privlab.base.environment import pick_device
-    from privlab.split.job import Job, started
+    from privlab.split.client.job import Job, started
 
     with shown_warnings():
         return started(Job.of(options), pick_device(device))
@@ -314,7 +315,7 @@ _FREE = {
 def _taken_up(context: click.Context, folder: Path, device: str) -> "Started":
     """Return an earlier run; options that shaped it cannot be given anew."""
     from privlab.base.environment import pick_device
-    from privlab.split.job import resumed
+    from privlab.split.client.job import resumed
 
     free = _FREE[str(context.command.name)]
     for parameter in context.command.params:
@@ -326,9 +327,9 @@ def _taken_up(context: click.Context, folder: Path, device: str) -> "Started":
 
 def _batches(started: "Started", folder: Path, *, resuming: bool) -> "Batches":
     """Read the images, and make the folder of the client's checkpoint."""
-    from privlab.split.checkpoint import private_folder
-    from privlab.split.data import Batches
-    from privlab.split.train import CHECKPOINT
+    from privlab.split.client.data import Batches
+    from privlab.split.client.train import CHECKPOINT
+    from privlab.split.protocol.checkpoint import private_folder
 
     if not resuming and (folder / CHECKPOINT).exists():
         raise PrivlabError(f"'{folder}' holds another run: --resume it, or give another --out.")
@@ -342,7 +343,7 @@ def _batches(started: "Started", folder: Path, *, resuming: bool) -> "Batches":
 
 def _read(job: "Job", started: "Started") -> "Dataset":
     """Read a job's images, with labels that the victim predicts if that is asked for."""
-    from privlab.split.data import load
+    from privlab.split.client.data import load
 
     with progress_bar("reading") as progress:
         data = load(job.source(), started.victim.preprocessing, progress)

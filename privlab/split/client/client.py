@@ -13,14 +13,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base.errors import PrivlabError
-from privlab.split.contract import Contract
-from privlab.split.inbox import Inbox
-from privlab.split.security import ClientTls, is_loopback, split_address
-from privlab.split.server import METHOD
-from privlab.split.sessions import VERSION
-from privlab.split.split_pb2 import Contract as ContractMessage
-from privlab.split.split_pb2 import Open, Reply, Request, Save
-from privlab.split.wire import chunks, pack, pack_state, unpack
+from privlab.split.protocol.contract import Contract
+from privlab.split.protocol.inbox import Inbox
+from privlab.split.protocol.security import ClientTls, is_loopback, split_address
+from privlab.split.protocol.split_pb2 import Contract as ContractMessage
+from privlab.split.protocol.split_pb2 import Open, Reply, Request, Save
+from privlab.split.protocol.wire import chunks, pack, pack_state, unpack
+from privlab.split.server.server import METHOD
+from privlab.split.server.sessions import VERSION
 
 __all__ = ["Client", "Lost", "Rebuffed", "Remote", "Traffic"]
 

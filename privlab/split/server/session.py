@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.split.backbone import Backbone
-from privlab.split.checkpoint import optimizer_state, restore_optimizer
-from privlab.split.contract import Contract, Refusal
+from privlab.split.protocol.backbone import Backbone
+from privlab.split.protocol.checkpoint import optimizer_state, restore_optimizer
+from privlab.split.protocol.contract import Contract, Refusal
 
 __all__ = ["Session"]
 

@@ -1,0 +1,1 @@
+"""`privlab split`: commands and what they print."""

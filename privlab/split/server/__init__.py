@@ -1,0 +1,1 @@
+"""The server: it holds the backbone and serves sessions, which it may record."""

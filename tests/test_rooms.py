@@ -1,0 +1,71 @@
+"""The house plan: rooms depend one way, attacks and defenses do not know each other, and no room is too large."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("attacks", "defenses", "experiments")
+"""Packages of privlab that lie beside it in the repository."""
+
+
+def modules(folder: Path) -> list[Path]:
+    """Return the modules directly in a folder."""
+    return [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+
+
+def rooms() -> list[Path]:
+    """Return every folder that is a package."""
+    return sorted(path.parent for top in ("privlab", *FOLDERS) for path in (ROOT / top).rglob("__init__.py"))
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """Return a folder that holds the source of privlab as it is installed: in one piece."""
+    sources = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.png")
+    shutil.copytree(ROOT / "privlab", tmp_path / "privlab", ignore=sources)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tmp_path / "privlab" / name, ignore=sources)
+    return tmp_path
+
+
+def lint(house: Path) -> subprocess.CompletedProcess[str]:
+    """Check the contracts of pyproject.toml on a house."""
+    command = (sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()")
+    options = ("--config", str(ROOT / "pyproject.toml"), "--no-cache")
+    return subprocess.run([*command, *options], cwd=house, capture_output=True, text=True, check=False)
+
+
+def test_the_contracts_hold(house: Path) -> None:
+    done = lint(house)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("base/errors.py", "from privlab.images import decode"),
+        ("attacks/gradients/april.py", "from privlab.defenses.images import mjp"),
+        ("attacks/gradients/april.py", "from privlab.metrics import registry"),
+        ("victims/model.py", "from privlab.evaluation import pipeline"),
+    ],
+)
+def test_a_contract_that_is_broken_is_seen(house: Path, module: str, line: str) -> None:
+    with (house / "privlab" / module).open("a", encoding="utf-8") as file:
+        file.write(f"\n{line}\n")
+    assert lint(house).returncode == 1
+
+
+def test_no_module_lies_outside_a_room() -> None:
+    assert modules(ROOT / "privlab") == []
+
+
+def test_no_room_is_too_large() -> None:
+    assert {room.name: len(modules(room)) for room in rooms() if len(modules(room)) > 14} == {}
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    assert [room for room in rooms() if not (room / "__init__.py").read_text(encoding="utf-8").startswith('"""')] == []
