@@ -149,7 +149,7 @@ def make_inputs(given: Path) -> None:
 
 
 def same_tensors(one: Path, other: Path) -> bool:
-    """Return whether two files hold the same tensors, to the last bit; the order of their metadata is left to chance."""
+    """Return whether two files hold the same tensors, to the last bit; metadata may be in any order."""
     a, b = load_file(one), load_file(other)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
