@@ -19,7 +19,7 @@ from privlab.attacks.gradients.patch_gradient_prior import PatchGradientPrior
 from privlab.attacks.gradients.token_separation import TokenSeparation
 from privlab.attacks.weights.weight_matching import WeightMatching
 from privlab.base.plugins import with_plugins
-from privlab.threat.protocols import AttackClass
+from privlab.threat.attack_protocols import AttackClass
 
 __all__ = [
     "ATTACKS",

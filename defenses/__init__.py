@@ -15,7 +15,7 @@ from privlab.defenses.images.jigsaw import Jigsaw
 from privlab.defenses.images.low_pass import LowPass
 from privlab.defenses.images.mjp import Mjp
 from privlab.defenses.images.undefended import Undefended
-from privlab.threat.protocols import DefenseClass
+from privlab.threat.defense_protocols import DefenseClass
 
 __all__ = [
     "DEFENSES",

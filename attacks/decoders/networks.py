@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from privlab.base.errors import PrivlabError
 from privlab.patches.patchify import patchify, unpatchify
-from privlab.threat.protocols import Rows
+from privlab.threat.effects import Rows
 from privlab.victims.model import VictimModel
 
 __all__ = [

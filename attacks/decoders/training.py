@@ -24,7 +24,8 @@ from privlab.base.rng import draw_for
 from privlab.base.warnings import PrivlabWarning
 from privlab.patches.patchify import permute
 from privlab.release.features import send
-from privlab.threat.protocols import Defense, Draws, FeatureDefense, GradientDefense
+from privlab.threat.client import Draws
+from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
 from privlab.threat.stack import Stack
 from privlab.training import Compute, Listener, Plan, train
 from privlab.victims.model import VictimModel

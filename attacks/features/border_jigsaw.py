@@ -8,7 +8,8 @@ from privlab.attacks.rows.reassembly import by_borders
 from privlab.base.errors import PrivlabError
 from privlab.reassembly.predictors import load_predictor, predictor_file
 from privlab.reassembly.solver import ROUNDS
-from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import FeatureObservation, Stolen
 
 __all__ = ["BorderJigsaw"]
 

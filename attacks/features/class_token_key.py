@@ -10,7 +10,8 @@ from torch import Tensor
 
 from privlab.attacks.rows.placement import effects, known_tokens, undone
 from privlab.attacks.rows.reassembly import reassembled
-from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import FeatureObservation, Stolen
 
 __all__ = ["ClassTokenKey"]
 

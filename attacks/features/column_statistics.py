@@ -11,7 +11,8 @@ from torch import Tensor
 from privlab.attacks.rows.placement import effects, undone
 from privlab.attacks.rows.reassembly import reassembled
 from privlab.base.errors import PrivlabError
-from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import FeatureObservation, Stolen
 
 __all__ = ["ColumnStatistics"]
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from privlab.attacks.rows.placement import effects, known_tokens, undone, warn_of_moves
 from privlab.attacks.solvers.linear import PRIORS, invert_rows
 from privlab.base.errors import PrivlabError, unknown_name
-from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import FeatureObservation, Stolen
 
 __all__ = ["FeatureOptimisation", "LeastSquares"]
 

@@ -8,7 +8,8 @@ import torch
 from privlab.attacks.decoders.training import DecoderSpec, decoder_for
 from privlab.base.errors import PrivlabError
 from privlab.release.effects import effects_of
-from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import FeatureObservation, Stolen
 from privlab.training import Plan
 
 __all__ = ["InversionConv", "InversionMae", "InversionSet", "InversionToken"]

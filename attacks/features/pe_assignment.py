@@ -8,7 +8,8 @@ from torch import Tensor
 
 from privlab.attacks.rows.placement import known_tokens, undone, warn_of_moves
 from privlab.attacks.rows.reassembly import by_embeddings, placed
-from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import FeatureObservation, Stolen
 
 __all__ = ["PEAssignment"]
 

@@ -11,7 +11,9 @@ from privlab.attacks.rows.placement import effects, known_tokens, patch_law, pla
 from privlab.attacks.rows.reassembly import inverted, pixels, summed_costs
 from privlab.base.errors import PrivlabError
 from privlab.reassembly.solver import ROUNDS, assemble
-from privlab.threat.protocols import Capability, FeatureObservation, Rows, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.effects import Rows
+from privlab.threat.observations import FeatureObservation, Stolen
 
 __all__ = ["RowAlignment"]
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, warn_of_limits
 from privlab.base.warnings import PrivlabWarning
-from privlab.threat.protocols import Capability, Observation
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import Observation
 
 __all__ = ["April"]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from privlab.attacks.gradients.gradient_matching import GradientMatching
-from privlab.threat.protocols import Capability
+from privlab.threat.capabilities import Capability
 
 __all__ = ["GradientLikelihood"]
 

@@ -26,15 +26,11 @@ from privlab.base.warnings import PrivlabWarning
 from privlab.patches.patchify import patchify, unpatchify
 from privlab.release.gradients import released_gradients, released_parameters
 from privlab.release.labels_by_rank import told_labels
-from privlab.threat.protocols import (
-    Attack,
-    Capability,
-    Feed,
-    GradientDefense,
-    Observation,
-    Stolen,
-    check_capabilities,
-)
+from privlab.threat.attack_protocols import Attack, check_capabilities
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Feed
+from privlab.threat.defense_protocols import GradientDefense
+from privlab.threat.observations import Observation, Stolen
 from privlab.victims.model import VictimModel
 from privlab.victims.weights import hash_of
 

@@ -24,7 +24,8 @@ from privlab.attacks.tokens.slots import (
     patches_of_tokens,
     placed,
 )
-from privlab.threat.protocols import Capability, Observation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import Observation, Stolen
 from privlab.victims.model import VictimModel
 
 __all__ = ["MjpFull"]

@@ -10,7 +10,8 @@ from torch import Tensor
 from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, slot_gradients, too_many, warn_of_limits
 from privlab.attacks.solvers.prior import PRIORS, Smoothness, photograph_gradients, photograph_windows
 from privlab.base.errors import PrivlabError, unknown_name
-from privlab.threat.protocols import Capability, Observation
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import Observation
 
 __all__ = ["MjpSubspace", "Subspace", "subspace"]
 

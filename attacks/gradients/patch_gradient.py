@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, slot_gradients, too_many, warn_of_limits
-from privlab.threat.protocols import Capability, Observation
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import Observation
 
 __all__ = ["PatchGradient"]
 

@@ -18,7 +18,9 @@ from privlab.attacks.solvers.least_squares import (
 )
 from privlab.attacks.solvers.prior import Smoothness, conjugate_gradients, photograph_gradients
 from privlab.base.errors import PrivlabError
-from privlab.threat.protocols import Capability, GradientDefense, Observation
+from privlab.threat.capabilities import Capability
+from privlab.threat.defense_protocols import GradientDefense
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 
 __all__ = ["PatchGradientAdaptive", "Release", "masked_slots", "posterior"]

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, slot_gradients, warn_of_limits
 from privlab.attacks.solvers.prior import Map, Smoothness, conjugate_gradients, photograph_gradients
 from privlab.base.errors import PrivlabError
-from privlab.threat.protocols import Capability, Observation
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 
 __all__ = ["Free", "PatchGradientPrior", "whole"]

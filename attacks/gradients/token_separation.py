@@ -34,7 +34,8 @@ from privlab.attacks.tokens.slots import (
 )
 from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
-from privlab.threat.protocols import Capability, Observation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import Observation, Stolen
 from privlab.victims.model import VictimModel
 
 __all__ = ["TokenSeparation"]

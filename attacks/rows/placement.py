@@ -11,7 +11,8 @@ from privlab.base.errors import PrivlabError
 from privlab.base.warnings import PrivlabWarning
 from privlab.patches.permutations import restore_features
 from privlab.release.effects import effects_of
-from privlab.threat.protocols import Effects, FeatureObservation, Rows
+from privlab.threat.effects import Effects, Rows
+from privlab.threat.observations import FeatureObservation
 from privlab.victims.model import VictimModel
 
 __all__ = [

@@ -13,7 +13,8 @@ from privlab.patches.patchify import patchify
 from privlab.reassembly.border_costs import FLOOR, border_cost, border_costs
 from privlab.reassembly.predictors import PositionPredictor
 from privlab.reassembly.solver import ROUNDS, assemble
-from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import FeatureObservation, Stolen
 from privlab.victims.model import VictimModel
 
 __all__ = ["by_borders", "by_embeddings", "inverted", "pixels", "placed", "reassembled", "summed_costs"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from privlab.base.warnings import PrivlabWarning
 from privlab.release.effects import effects_of
-from privlab.threat.protocols import Observation
+from privlab.threat.observations import Observation
 
 __all__ = [
     "RTOL",

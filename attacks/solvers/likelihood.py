@@ -8,7 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from privlab.attacks.solvers.least_squares import RTOL
-from privlab.threat.protocols import GradientDefense, Observation
+from privlab.threat.defense_protocols import GradientDefense
+from privlab.threat.observations import Observation
 
 __all__ = ["Likelihood"]
 

@@ -14,7 +14,7 @@ from privlab.attacks.tokens.equations import Mlp, Near, Separated, separate
 from privlab.base.errors import PrivlabError
 from privlab.base.rng import draw_for
 from privlab.base.warnings import PrivlabWarning
-from privlab.threat.protocols import Observation
+from privlab.threat.observations import Observation
 
 __all__ = ["FC1", "FC2", "TokenSearch"]
 

@@ -16,7 +16,7 @@ from privlab.attacks.tokens.equations import NOISE, Mlp, Near, normalised
 from privlab.patches.patchify import patchify
 from privlab.reassembly.border_costs import border_costs
 from privlab.reassembly.solver import assemble
-from privlab.threat.protocols import Observation
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 
 __all__ = [

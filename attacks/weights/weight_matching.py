@@ -30,7 +30,7 @@ from torch import Tensor
 from privlab.base.errors import PrivlabError
 from privlab.keys.algebra import ModelKey, ModelShape
 from privlab.keys.layouts import VIT, Layout
-from privlab.threat.protocols import Capability
+from privlab.threat.capabilities import Capability
 
 __all__ = ["RecoveredOrder", "WeightMatching", "WeightObservation", "recovered_fraction", "recovery_curve"]
 

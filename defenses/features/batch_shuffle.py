@@ -7,7 +7,8 @@ import torch
 
 from privlab.base.errors import PrivlabError
 from privlab.patches.permutations import bits
-from privlab.threat.protocols import Draws, Effects, Sent
+from privlab.threat.client import Draws, Sent
+from privlab.threat.effects import Effects
 
 __all__ = ["BatchShuffle"]
 

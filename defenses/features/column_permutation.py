@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from privlab.patches.permutations import bits, draw_orders, permute_features
-from privlab.threat.protocols import Draws, Effects, Sent
+from privlab.threat.client import Draws, Sent
+from privlab.threat.effects import Effects
 
 __all__ = ["ColumnPermutation"]
 

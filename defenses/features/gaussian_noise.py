@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 
 from privlab.base.errors import PrivlabError
-from privlab.threat.protocols import Draws, Effects, Sent
+from privlab.threat.client import Draws, Sent
+from privlab.threat.effects import Effects
 
 __all__ = ["GaussianNoise"]
 

@@ -7,7 +7,8 @@ import torch
 
 from privlab.base.errors import unknown_name
 from privlab.patches.permutations import bits, draw_orders, permute_features
-from privlab.threat.protocols import Draws, Effects, Sent
+from privlab.threat.client import Draws, Sent
+from privlab.threat.effects import Effects
 
 __all__ = ["RowPermutation"]
 

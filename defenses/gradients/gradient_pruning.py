@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.base.errors import PrivlabError
-from privlab.threat.protocols import Effects
+from privlab.threat.effects import Effects
 
 __all__ = ["GradientPruning"]
 

@@ -10,7 +10,8 @@ from torch import Generator, Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
 from privlab.base.errors import PrivlabError
-from privlab.threat.protocols import Effects, Feed
+from privlab.threat.client import Feed
+from privlab.threat.effects import Effects
 
 __all__ = ["Blur"]
 

@@ -9,7 +9,8 @@ from torch import Generator, Tensor
 
 from privlab.base.errors import PrivlabError, unknown_name
 from privlab.patches.patchify import jigsaw
-from privlab.threat.protocols import Effects, Feed
+from privlab.threat.client import Feed
+from privlab.threat.effects import Effects
 
 __all__ = ["Jigsaw"]
 

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.base.errors import PrivlabError
-from privlab.threat.protocols import Effects, Feed
+from privlab.threat.client import Feed
+from privlab.threat.effects import Effects
 
 __all__ = ["LowPass"]
 

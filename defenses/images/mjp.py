@@ -9,7 +9,8 @@ from torch import Generator, Tensor
 
 from privlab.base.errors import unknown_name
 from privlab.defenses.images.jigsaw import Jigsaw
-from privlab.threat.protocols import Effects, Feed
+from privlab.threat.client import Feed
+from privlab.threat.effects import Effects
 
 __all__ = ["Mjp"]
 

@@ -7,7 +7,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.threat.protocols import Effects, Feed
+from privlab.threat.client import Feed
+from privlab.threat.effects import Effects
 
 __all__ = ["Undefended"]
 

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from privlab.base.errors import PrivlabError
 from privlab.images.open import Preprocessing, batches, open_images
-from privlab.threat.protocols import Draws
+from privlab.threat.client import Draws
 
 __all__ = ["Images", "check_folder", "fresh_head", "load_split", "loss_of", "mirrored", "new_draws"]
 

@@ -27,7 +27,7 @@ from privlab.images.open import batches
 from privlab.metrics.reconstruction_bound import clopper_pearson, fixed_guess, gram, identified, success_bound
 from privlab.release.gradients import per_sample_gradients, released_parameters
 from privlab.stores.store import RunDirectory
-from privlab.threat.protocols import Feed
+from privlab.threat.client import Feed
 from privlab.victims.named import Victim, victim
 
 __all__ = ["BoundStudy", "study", "to_markdown"]

@@ -23,7 +23,7 @@ from privlab.base.precision import full_precision
 from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import defenses
 from privlab.images.open import Preprocessing, open_images
-from privlab.threat.protocols import Defense, FeatureDefense, GradientDefense
+from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
 from privlab.victims.model import VictimModel
 from privlab.victims.named import victim
 

@@ -31,16 +31,10 @@ from privlab.patches.permutations import restore_features
 from privlab.release.effects import AnyDefense, contradictions
 from privlab.release.features import observe_features
 from privlab.release.gradients import granted, observe, per_sample_gradients, released_parameters
-from privlab.threat.protocols import (
-    Defense,
-    Draws,
-    Effects,
-    FeatureDefense,
-    Feed,
-    GradientDefense,
-    Sent,
-    check_capabilities,
-)
+from privlab.threat.attack_protocols import check_capabilities
+from privlab.threat.client import Draws, Feed, Sent
+from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
+from privlab.threat.effects import Effects
 from privlab.threat.stack import Stack
 from privlab.victims.model import VictimModel
 

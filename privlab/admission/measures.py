@@ -12,7 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from privlab.patches.patchify import patchify, unpatchify
-from privlab.threat.protocols import Feed
+from privlab.threat.client import Feed
 from privlab.victims.model import VictimModel
 
 __all__ = [

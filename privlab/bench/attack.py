@@ -26,7 +26,8 @@ from privlab.images.open import open_images
 from privlab.metrics.registry import score
 from privlab.release.gradients import observe
 from privlab.runs.attack import Progress
-from privlab.threat.protocols import Attack, Observation
+from privlab.threat.attack_protocols import Attack
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 from privlab.victims.named import Victim, victim
 

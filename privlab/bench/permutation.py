@@ -18,7 +18,8 @@ from privlab.metrics.placement import placement_accuracy
 from privlab.patches.permutations import draw_orders, permute_features, restore_features
 from privlab.release.features import observe_features, send
 from privlab.runs.attack import Progress
-from privlab.threat.protocols import Draws, FeatureObservation, Feed, Sent
+from privlab.threat.client import Draws, Feed, Sent
+from privlab.threat.observations import FeatureObservation
 from privlab.threat.stack import Stack
 from privlab.victims.named import Victim, victim
 

@@ -36,7 +36,7 @@ from privlab.release.gradients import observe
 from privlab.report.page.build import write_page
 from privlab.report.tables.results import load_results
 from privlab.runs.attack import Progress
-from privlab.threat.protocols import Attack
+from privlab.threat.attack_protocols import Attack
 
 __all__ = ["bench_table", "resume_child"]
 

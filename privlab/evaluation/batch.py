@@ -16,7 +16,8 @@ from privlab.evaluation.records import Record
 from privlab.images.decode import Picture
 from privlab.images.open import Chunk, Preprocessing
 from privlab.images.photographs import apart_from, common
-from privlab.threat.protocols import FeatureObservation, Feed, Observation, Sent
+from privlab.threat.client import Feed, Sent
+from privlab.threat.observations import FeatureObservation, Observation
 from privlab.victims.model import VictimModel
 
 __all__ = ["Batch", "Seen", "Trial", "attacked_together", "batch_key", "labelled", "taken"]

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from privlab.base.errors import PrivlabError
-from privlab.threat.protocols import Attack, FeatureAttack, FeatureObservation, Observation, Stolen
+from privlab.threat.attack_protocols import Attack, FeatureAttack
+from privlab.threat.observations import FeatureObservation, Observation, Stolen
 
 __all__ = ["beyond_range", "brought", "check_reconstruction"]
 

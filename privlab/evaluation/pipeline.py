@@ -29,16 +29,10 @@ from privlab.metrics.placement import as_sent, assigned, crosses, matched
 from privlab.metrics.registry import Learned
 from privlab.release.features import observe_features, predictions, send
 from privlab.release.gradients import observe
-from privlab.threat.protocols import (
-    Attack,
-    Capability,
-    Draws,
-    FeatureAttack,
-    FeatureObservation,
-    Observation,
-    Sent,
-    Stolen,
-)
+from privlab.threat.attack_protocols import Attack, FeatureAttack
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Draws, Sent
+from privlab.threat.observations import FeatureObservation, Observation, Stolen
 from privlab.victims.named import Victim
 
 __all__ = ["Evaluator", "Panel", "Scored", "Strip"]

@@ -29,7 +29,8 @@ from privlab.metrics.registry import MIRRORED, Learned, psnr_region, score
 from privlab.patches.patchify import permute, slots_to_pixels
 from privlab.reassembly.methods import Borders, Reassembly, rearranged
 from privlab.release.effects import effects_of
-from privlab.threat.protocols import Observation, Sent, Stolen
+from privlab.threat.client import Sent
+from privlab.threat.observations import Observation, Stolen
 from privlab.victims.model import VictimModel
 
 __all__ = ["UNDEFINED", "Scorer", "Scores", "known_slots"]

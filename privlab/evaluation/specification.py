@@ -15,16 +15,9 @@ from privlab.metrics.registry import METRICS
 from privlab.reassembly.methods import REASSEMBLIES, Borders, Predicted, Reassembly
 from privlab.release.features import granted_features
 from privlab.release.gradients import granted, obstacles, released_parameters
-from privlab.threat.protocols import (
-    Attack,
-    AttackClass,
-    Capability,
-    Defense,
-    FeatureAttack,
-    FeatureDefense,
-    GradientDefense,
-    check_capabilities,
-)
+from privlab.threat.attack_protocols import Attack, AttackClass, FeatureAttack, check_capabilities
+from privlab.threat.capabilities import Capability
+from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
 from privlab.threat.stack import Stack
 from privlab.victims.named import Victim
 

@@ -23,7 +23,7 @@ from privlab.evaluation.specification import Cell, Specification
 from privlab.images.decode import LabelOrigin, Picture
 from privlab.images.open import ImageSource, chunk_of
 from privlab.stores.strips import to_png
-from privlab.threat.protocols import Stolen
+from privlab.threat.observations import Stolen
 
 __all__ = ["Reference", "Result", "Task", "joined", "references", "run_task"]
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from privlab.metrics.registry import Metric
 from privlab.patches.patchify import patchify, unpatchify
-from privlab.threat.protocols import Sent, Stolen
+from privlab.threat.client import Sent
+from privlab.threat.observations import Stolen
 
 __all__ = [
     "PLACEMENT",

@@ -21,7 +21,7 @@ from privlab.patches.patchify import patchify
 from privlab.reassembly.border_costs import border_costs
 from privlab.reassembly.predictors import PositionPredictor, load_predictor, predictor_file
 from privlab.reassembly.solver import ROUNDS, assemble
-from privlab.threat.protocols import Stolen
+from privlab.threat.observations import Stolen
 from privlab.victims.zoo import placer
 
 __all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearranged", "standing"]

@@ -18,7 +18,9 @@ from privlab.base.errors import PrivlabError
 from privlab.base.precision import full_precision
 from privlab.patches.patchify import permute
 from privlab.patches.permutations import inverse, permute_features, restore_features
-from privlab.threat.protocols import Defense, Draws, Effects, FeatureDefense, GradientDefense, Rows, Sent
+from privlab.threat.client import Draws, Sent
+from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
+from privlab.threat.effects import Effects, Rows
 from privlab.threat.stack import Stack
 from privlab.victims.model import VictimModel
 
@@ -73,7 +75,7 @@ def _of_part(model: VictimModel, part: AnyDefense) -> Effects:
         return declared
     if declared is not None:
         kind = type(declared).__name__
-        raise PrivlabError(f"acts_as of defense '{part.name}' must be privlab.threat.protocols.Effects. Found {kind}.")
+        raise PrivlabError(f"acts_as of defense '{part.name}' must be privlab.threat.effects.Effects. Found {kind}.")
     kept = _KEPT.setdefault(model, {})
     try:
         if part not in kept:

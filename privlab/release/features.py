@@ -10,16 +10,10 @@ from torch import Tensor
 from privlab.base.precision import full_precision
 from privlab.patches.permutations import restore_features
 from privlab.release.effects import effects_of
-from privlab.threat.protocols import (
-    Capability,
-    Defense,
-    Draws,
-    FeatureDefense,
-    FeatureObservation,
-    Feed,
-    GradientDefense,
-    Sent,
-)
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Draws, Feed, Sent
+from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
+from privlab.threat.observations import FeatureObservation
 from privlab.threat.stack import Stack
 from privlab.victims.model import VictimModel
 

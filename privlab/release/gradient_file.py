@@ -17,7 +17,9 @@ from privlab.base.warnings import PrivlabWarning
 from privlab.release.capture import FORMAT, REDUCTIONS, VERSION
 from privlab.release.gradients import granted
 from privlab.release.updates import partial_training
-from privlab.threat.protocols import Capability, Defense, FeatureDefense, GradientDefense, Observation
+from privlab.threat.capabilities import Capability
+from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 from privlab.victims.weights import from_any_layout
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from privlab.base.precision import full_precision
 from privlab.release.gradients import per_sample_gradients, released_parameters
-from privlab.threat.protocols import Feed, Observation
+from privlab.threat.client import Feed
+from privlab.threat.observations import Observation
 
 __all__ = ["EXPLAINED", "residual", "unlit"]
 

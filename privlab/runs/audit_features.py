@@ -20,7 +20,8 @@ from privlab.evaluation.specification import Specification, defense_of, plan
 from privlab.release.features import granted_features
 from privlab.release.recording import Recorded, read_recording, recorded_sessions
 from privlab.stores.store import RunDirectory
-from privlab.threat.protocols import FeatureAttack, FeatureObservation
+from privlab.threat.attack_protocols import FeatureAttack
+from privlab.threat.observations import FeatureObservation
 from privlab.victims.named import Victim, victim
 
 __all__ = ["Audit", "audit"]

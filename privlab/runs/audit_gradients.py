@@ -28,7 +28,9 @@ from privlab.release.updates import labels_of_signs, update_in
 from privlab.runs.audit_reference import Judge, Row, as_fed
 from privlab.stores.store import RunDirectory
 from privlab.stores.strips import save_strip, strip_name, to_png
-from privlab.threat.protocols import Attack, Capability, Observation, check_capabilities
+from privlab.threat.attack_protocols import Attack, check_capabilities
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import Observation
 from privlab.victims.named import Victim, victim
 
 __all__ = ["GradientAudit", "audit_gradients"]

@@ -24,7 +24,7 @@ from privlab.images.public import Others
 from privlab.metrics.registry import Learned, psnr, score
 from privlab.release.effects import effects_of
 from privlab.release.residual import EXPLAINED, residual, unlit
-from privlab.threat.protocols import Observation
+from privlab.threat.observations import Observation
 from privlab.victims.named import Victim
 
 __all__ = ["Judge", "Row", "as_fed"]

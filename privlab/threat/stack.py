@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.base.errors import PrivlabError
-from privlab.threat.protocols import Defense, Draws, FeatureDefense, Feed, GradientDefense, Sent
+from privlab.threat.client import Draws, Feed, Sent
+from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
 
 __all__ = ["Stack"]
 

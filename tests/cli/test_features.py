@@ -13,7 +13,8 @@ from PIL import Image
 
 from privlab.attacks import ATTACKS
 from privlab.release.recording import Recorder
-from privlab.threat.protocols import Capability, FeatureObservation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import FeatureObservation, Stolen
 from privlab.victims.named import victim
 
 LARGE = ("--img-size", "64")

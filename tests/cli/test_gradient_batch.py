@@ -26,7 +26,8 @@ from privlab.images.decode import Picture
 from privlab.images.public import Others
 from privlab.metrics.placement import assigned
 from privlab.patches.patchify import patchify, unpatchify
-from privlab.threat.protocols import Capability, Observation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import Observation, Stolen
 from privlab.victims.named import victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")

@@ -21,7 +21,8 @@ from privlab.attacks import ATTACKS, PatchGradient
 from privlab.images.open import open_images
 from privlab.images.sources import SAMPLES
 from privlab.release.capture import capture
-from privlab.threat.protocols import Capability, Observation
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import Observation
 from privlab.victims.named import victim
 from privlab.victims.weights import save
 

@@ -14,7 +14,7 @@ from privlab.images.open import batches, open_images
 from privlab.metrics.reconstruction_bound import clopper_pearson, fixed_guess, success_bound
 from privlab.release.gradients import per_sample_gradients, released_parameters
 from privlab.report.figures.bound import draw_bound
-from privlab.threat.protocols import Feed
+from privlab.threat.client import Feed
 from privlab.victims.named import victim
 
 VICTIM = ("--model", "vit_ti", "--weights", "random", "--img-size", "32")

@@ -17,7 +17,7 @@ from privlab.evaluation.scoring import Scorer
 from privlab.evaluation.specification import Cell, Specification, applicable
 from privlab.images.decode import Picture
 from privlab.images.open import Chunk, Preprocessing
-from privlab.threat.protocols import FeatureObservation, Observation, Stolen
+from privlab.threat.observations import FeatureObservation, Observation, Stolen
 from privlab.victims.model import VictimModel
 from privlab.victims.named import Victim, Weights
 

@@ -12,7 +12,10 @@ from privlab.base.errors import PrivlabError
 from privlab.defenses import BatchShuffle, GradientNoise, RowPermutation
 from privlab.release.features import granted_features
 from privlab.release.gradients import granted, observe
-from privlab.threat.protocols import FORCEABLE, Capability, FeatureObservation, Feed, Observation, check_capabilities
+from privlab.threat.attack_protocols import check_capabilities
+from privlab.threat.capabilities import FORCEABLE, Capability
+from privlab.threat.client import Feed
+from privlab.threat.observations import FeatureObservation, Observation
 from privlab.victims.model import VictimModel, april_twin
 
 Model = Callable[..., VictimModel]

@@ -13,7 +13,7 @@ from privlab.evaluation.batch import Batch, Trial
 from privlab.evaluation.pipeline import Evaluator
 from privlab.images.decode import Picture
 from privlab.images.open import Chunk
-from privlab.threat.protocols import Draws, Feed, Sent
+from privlab.threat.client import Draws, Feed, Sent
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

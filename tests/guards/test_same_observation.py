@@ -12,7 +12,8 @@ from privlab.evaluation.scoring import known_slots
 from privlab.evaluation.specification import Specification, applicable
 from privlab.patches.patchify import permute
 from privlab.reassembly.methods import Borders, rearranged
-from privlab.threat.protocols import Capability, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import Stolen
 from privlab.victims.named import Victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")

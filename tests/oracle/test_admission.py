@@ -25,7 +25,8 @@ from privlab.defenses import (
 )
 from privlab.patches.permutations import permute_features
 from privlab.release import gradients
-from privlab.threat.protocols import Draws, Effects, Feed, Sent
+from privlab.threat.client import Draws, Feed, Sent
+from privlab.threat.effects import Effects
 from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]

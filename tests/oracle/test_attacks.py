@@ -18,7 +18,10 @@ from privlab.images.open import open_images
 from privlab.metrics.registry import psnr, psnr_region
 from privlab.patches.patchify import slots_to_pixels
 from privlab.release.gradients import granted, observe
-from privlab.threat.protocols import Attack, Capability, FeatureAttack, Feed, Observation, check_capabilities
+from privlab.threat.attack_protocols import Attack, FeatureAttack, check_capabilities
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Feed
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel, april_twin
 from privlab.victims.named import Victim, victim
 

@@ -25,7 +25,8 @@ from privlab.base.options import configured, read_options
 from privlab.metrics.registry import psnr
 from privlab.release.gradients import granted, observe, released_parameters
 from privlab.release.label_of_bias import certain_counts, labels_of, likely_labels
-from privlab.threat.protocols import Attack, Observation
+from privlab.threat.attack_protocols import Attack
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel, april_twin
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)

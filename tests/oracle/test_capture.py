@@ -25,7 +25,9 @@ from privlab.release.capture import capture
 from privlab.release.gradient_file import HEAD, Released, check_fit, check_head, head_of, observation, read_released
 from privlab.release.gradients import observe, released_parameters
 from privlab.release.residual import EXPLAINED, residual
-from privlab.threat.protocols import Capability, Feed, Observation
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Feed
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 from privlab.victims.named import victim
 from privlab.victims.weights import hash_of

@@ -33,7 +33,8 @@ from privlab.defenses import (
 from privlab.release.effects import effects_of, kinds_of, measured
 from privlab.release.features import observe_features, send
 from privlab.report.tables.flags import red_flags
-from privlab.threat.protocols import Draws, Effects, Feed, Sent
+from privlab.threat.client import Draws, Feed, Sent
+from privlab.threat.effects import Effects
 from privlab.threat.stack import Stack
 from privlab.victims.model import VictimModel
 

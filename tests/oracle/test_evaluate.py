@@ -27,7 +27,9 @@ from privlab.evaluation.scoring import Scorer
 from privlab.metrics.registry import MIRRORED, STRUCTURE
 from privlab.report.tables.per_image import SINGLE, WORST, named
 from privlab.report.tables.summary import flags, summarise, to_rich
-from privlab.threat.protocols import Capability, Feed, Observation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Feed
+from privlab.threat.observations import Observation, Stolen
 from privlab.victims.named import victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")

@@ -24,15 +24,11 @@ from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, Row
 from privlab.images.open import Preprocessing, open_images
 from privlab.metrics.placement import key_recovered, neighbour_accuracy, placement_accuracy
 from privlab.release.features import granted_features
-from privlab.threat.protocols import (
-    Capability,
-    Draws,
-    FeatureAttack,
-    FeatureDefense,
-    FeatureObservation,
-    Sent,
-    Stolen,
-)
+from privlab.threat.attack_protocols import FeatureAttack
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Draws, Sent
+from privlab.threat.defense_protocols import FeatureDefense
+from privlab.threat.observations import FeatureObservation, Stolen
 from privlab.victims.model import VictimModel
 from privlab.victims.named import victim
 

@@ -21,7 +21,9 @@ from privlab.images.open import batches, open_images
 from privlab.metrics.placement import placement_accuracy
 from privlab.metrics.registry import psnr
 from privlab.release.features import observe_features, send
-from privlab.threat.protocols import Capability, Draws, FeatureObservation, Sent
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Draws, Sent
+from privlab.threat.observations import FeatureObservation
 from privlab.threat.stack import Stack
 from privlab.victims.model import VictimModel
 from privlab.victims.named import victim

@@ -22,7 +22,9 @@ from privlab.defenses import RowPermutation
 from privlab.metrics.placement import placement_accuracy
 from privlab.metrics.registry import psnr
 from privlab.release.features import granted_features
-from privlab.threat.protocols import Draws, FeatureDefense, FeatureObservation, Sent
+from privlab.threat.client import Draws, Sent
+from privlab.threat.defense_protocols import FeatureDefense
+from privlab.threat.observations import FeatureObservation
 from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]

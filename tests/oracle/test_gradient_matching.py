@@ -23,7 +23,9 @@ from privlab.defenses import GradientPruning, Mjp
 from privlab.metrics.registry import psnr, psnr_region
 from privlab.patches.patchify import patchify, slots_to_pixels
 from privlab.release.gradients import observe, released_gradients, released_parameters
-from privlab.threat.protocols import Defense, Feed, GradientDefense, Observation, Stolen
+from privlab.threat.client import Feed
+from privlab.threat.defense_protocols import Defense, GradientDefense
+from privlab.threat.observations import Observation, Stolen
 from privlab.threat.stack import Stack
 from privlab.training import Progress, listening, tell
 from privlab.victims.model import VictimModel

@@ -17,7 +17,8 @@ from privlab.base.errors import PrivlabError
 from privlab.metrics.placement import assigned, in_best_order
 from privlab.metrics.registry import psnr
 from privlab.release.gradients import granted, observe, released_parameters
-from privlab.threat.protocols import Observation, check_capabilities
+from privlab.threat.attack_protocols import check_capabilities
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 from privlab.victims.named import victim
 

@@ -29,7 +29,10 @@ from privlab.metrics.registry import psnr
 from privlab.patches.patchify import patchify
 from privlab.release.effects import effects_of
 from privlab.release.features import observe_features, send
-from privlab.threat.protocols import Capability, Draws, FeatureObservation, Sent, check_capabilities
+from privlab.threat.attack_protocols import check_capabilities
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Draws, Sent
+from privlab.threat.observations import FeatureObservation
 from privlab.threat.stack import Stack
 from privlab.training import Plan, Progress, listening
 from privlab.victims.model import VictimModel

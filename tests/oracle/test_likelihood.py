@@ -17,7 +17,8 @@ from privlab.defenses import GradientNoise, GradientPruning
 from privlab.metrics.registry import psnr
 from privlab.patches.patchify import patchify
 from privlab.release.gradients import observe, released_parameters
-from privlab.threat.protocols import GradientDefense, Observation
+from privlab.threat.defense_protocols import GradientDefense
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]

@@ -31,7 +31,10 @@ from privlab.metrics.placement import in_best_order
 from privlab.metrics.registry import psnr, psnr_region
 from privlab.patches.patchify import patchify, permute, slots_to_pixels
 from privlab.release.gradients import granted, observe
-from privlab.threat.protocols import Capability, Feed, Observation, check_capabilities
+from privlab.threat.attack_protocols import check_capabilities
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Feed
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel, april_twin
 from privlab.victims.named import victim
 

@@ -17,7 +17,8 @@ from privlab.defenses import Mjp
 from privlab.metrics.registry import psnr_region
 from privlab.patches.patchify import patchify, slots_to_pixels, unpatchify
 from privlab.release.gradients import observe
-from privlab.threat.protocols import Feed, Observation
+from privlab.threat.client import Feed
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 
 

@@ -25,7 +25,7 @@ from privlab.evaluation.specification import Specification, applicable
 from privlab.images.open import open_images
 from privlab.metrics.registry import psnr
 from privlab.release.gradients import granted, observe, obstacles, released_parameters
-from privlab.threat.protocols import Capability
+from privlab.threat.capabilities import Capability
 from privlab.victims.model import VictimModel
 from privlab.victims.named import victim
 from privlab.victims.weights import save

@@ -17,7 +17,8 @@ from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisatio
 from privlab.metrics.registry import psnr, psnr_region
 from privlab.patches.patchify import slots_to_pixels
 from privlab.release.gradients import observe
-from privlab.threat.protocols import GradientDefense, Observation
+from privlab.threat.defense_protocols import GradientDefense
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]

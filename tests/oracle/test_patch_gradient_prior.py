@@ -22,7 +22,7 @@ from privlab.images.open import open_images
 from privlab.metrics.registry import psnr
 from privlab.patches.patchify import patchify
 from privlab.release.gradients import observe
-from privlab.threat.protocols import Observation
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 from privlab.victims.named import victim
 

@@ -21,7 +21,8 @@ from privlab.images.decode import Picture
 from privlab.images.open import Preprocessing, open_images
 from privlab.images.photographs import apart_from, common, kin, photographs
 from privlab.images.sources import SAMPLES, sample_file
-from privlab.threat.protocols import Capability, FeatureObservation, Observation, Stolen
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import FeatureObservation, Observation, Stolen
 from privlab.victims.model import VictimModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")

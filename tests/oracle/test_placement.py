@@ -16,7 +16,8 @@ from privlab.metrics.placement import (
 )
 from privlab.patches.patchify import patchify
 from privlab.patches.permutations import draw_orders, inverse
-from privlab.threat.protocols import Sent, Stolen
+from privlab.threat.client import Sent
+from privlab.threat.observations import Stolen
 
 B, PREFIX, GRID = 2, 1, (3, 4)
 N = GRID[0] * GRID[1]

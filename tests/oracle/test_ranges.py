@@ -21,7 +21,8 @@ from privlab.attacks import (
 )
 from privlab.evaluation.check import beyond_range
 from privlab.release.gradients import granted
-from privlab.threat.protocols import Capability, Observation
+from privlab.threat.capabilities import Capability
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel, april_twin
 
 PATCH = "patch_embed.proj.weight"

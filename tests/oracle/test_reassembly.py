@@ -28,7 +28,9 @@ from privlab.patches.patchify import patchify
 from privlab.reassembly.border_costs import border_costs
 from privlab.reassembly.methods import REASSEMBLIES, Borders, Reassembly, standing
 from privlab.release.gradients import observe
-from privlab.threat.protocols import Defense, Feed, GradientDefense, Sent, Stolen
+from privlab.threat.client import Feed, Sent
+from privlab.threat.defense_protocols import Defense, GradientDefense
+from privlab.threat.observations import Stolen
 from privlab.threat.stack import Stack
 from privlab.victims.model import VictimModel
 from privlab.victims.named import Victim, victim

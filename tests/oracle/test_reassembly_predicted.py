@@ -20,7 +20,8 @@ from privlab.metrics.placement import placed_share, placement_accuracy
 from privlab.reassembly.methods import REASSEMBLIES, Borders, ByDropPos, ByMp3, Predicted, Reassembly
 from privlab.reassembly.predictors import Mp3Network, PositionPredictor, save_predictor, tiles
 from privlab.release.features import granted_features
-from privlab.threat.protocols import Draws, FeatureObservation, Sent
+from privlab.threat.client import Draws, Sent
+from privlab.threat.observations import FeatureObservation
 from privlab.training import Augmentation, Examples, Plan, train
 from privlab.training.objectives import Lesson, TrainDropPos, TrainMp3
 from privlab.victims.model import VictimModel

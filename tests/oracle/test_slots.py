@@ -23,7 +23,7 @@ from privlab.attacks.tokens.slots import (
 )
 from privlab.patches.patchify import patchify
 from privlab.release.gradients import observe
-from privlab.threat.protocols import Observation
+from privlab.threat.observations import Observation
 from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]

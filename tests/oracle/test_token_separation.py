@@ -22,7 +22,8 @@ from privlab.evaluation.specification import Specification, applicable
 from privlab.metrics.placement import assigned, in_best_order
 from privlab.metrics.registry import psnr
 from privlab.release.gradients import granted, observe, released_parameters
-from privlab.threat.protocols import Observation, Stolen, check_capabilities
+from privlab.threat.attack_protocols import check_capabilities
+from privlab.threat.observations import Observation, Stolen
 from privlab.threat.stack import Stack
 from privlab.victims.model import VictimModel, april_twin
 from privlab.victims.named import victim

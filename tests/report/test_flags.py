@@ -15,7 +15,7 @@ from privlab.attacks import ATTACKS
 from privlab.defenses import DEFENSES
 from privlab.report.tables.flags import BUDGETS, DETERMINISTIC, NOTHING, RULES, Flag, flag_lines, red_flags
 from privlab.report.tables.per_image import lead_metric
-from privlab.threat.protocols import Draws
+from privlab.threat.client import Draws
 from privlab.threat.stack import Stack
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")

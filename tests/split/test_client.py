@@ -19,7 +19,7 @@ from privlab.split.client.data import Batches, load
 from privlab.split.client.infer import infer
 from privlab.split.client.patience import Patience
 from privlab.split.client.summary import inference_summary, training_summary
-from privlab.threat.protocols import Draws
+from privlab.threat.client import Draws
 
 DEFENSES = ["none", "row-permutation", "column-permutation", "row-permutation+column-permutation"]
 CUT = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic")

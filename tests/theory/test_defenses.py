@@ -13,7 +13,7 @@ from privlab.base.errors import PrivlabError
 from privlab.defenses import DEFENSES, Jigsaw, LowPass, Mjp, Undefended, defenses
 from privlab.patches.patchify import patchify, permute
 from privlab.patches.permutations import inverse
-from privlab.threat.protocols import Defense, FeatureDefense, GradientDefense
+from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
 from privlab.threat.stack import Stack
 from privlab.victims.model import VictimModel
 

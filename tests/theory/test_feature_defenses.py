@@ -24,7 +24,9 @@ from privlab.defenses import (
 )
 from privlab.patches.permutations import bits, draw_orders, permute_features, restore_features
 from privlab.release.features import granted_features, observe_features, predictions, send
-from privlab.threat.protocols import Capability, Defense, Draws, FeatureDefense, Feed, Sent
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Draws, Feed, Sent
+from privlab.threat.defense_protocols import Defense, FeatureDefense
 from privlab.threat.stack import Stack
 
 B, T, D = 3, 6, 8

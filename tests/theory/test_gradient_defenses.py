@@ -16,7 +16,9 @@ from privlab.base.rng import draw_for
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp, Undefended
 from privlab.release import gradients
 from privlab.release.gradients import observe, per_sample_gradients, released_parameters
-from privlab.threat.protocols import Capability, Draws, Feed, GradientDefense
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Draws, Feed
+from privlab.threat.defense_protocols import GradientDefense
 from privlab.threat.stack import Stack
 from privlab.victims.model import VictimModel
 

@@ -16,7 +16,8 @@ from privlab.base.precision import full_precision
 from privlab.base.rng import draw_for
 from privlab.defenses import GradientSign, Jigsaw, Mjp, Undefended
 from privlab.release.gradients import granted, observe, per_sample_gradients, released_parameters
-from privlab.threat.protocols import Capability, Feed
+from privlab.threat.capabilities import Capability
+from privlab.threat.client import Feed
 from privlab.victims.model import VictimModel, april_twin
 from privlab.victims.named import ARCHITECTURES, victim
 

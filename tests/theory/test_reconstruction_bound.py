@@ -17,7 +17,7 @@ from privlab.defenses import GradientNoise
 from privlab.metrics.reconstruction_bound import clopper_pearson, fixed_guess, gram, identified, success_bound
 from privlab.metrics.registry import psnr
 from privlab.release.gradients import observe, per_sample_gradients, released_parameters
-from privlab.threat.protocols import Feed
+from privlab.threat.client import Feed
 from privlab.victims.model import VictimModel
 
 Model = Callable[..., VictimModel]

@@ -14,7 +14,8 @@ from privlab.report.tables.facts import SAME, Facts, cut
 from privlab.report.tables.knowledge import declared, knows
 from privlab.report.tables.per_image import lead_metric, per_image
 from privlab.report.tables.results import Results
-from privlab.threat.protocols import AttackClass, Capability
+from privlab.threat.attack_protocols import AttackClass
+from privlab.threat.capabilities import Capability
 
 __all__ = ["DETERMINISTIC", "FEWEST", "RULES", "Flag", "flag_lines", "flags_of", "red_flags", "structure_cases"]
 

@@ -15,7 +15,7 @@ from privlab.split.protocol import checkpoint
 from privlab.split.protocol.backbone import Backbone, own_parameters
 from privlab.split.protocol.contract import Contract
 from privlab.split.protocol.secret import batch_draws
-from privlab.threat.protocols import Draws, Sent
+from privlab.threat.client import Draws, Sent
 from privlab.threat.stack import Stack
 from privlab.victims.model import VictimModel
 

@@ -1,0 +1,50 @@
+"""Capabilities: what the adversary is granted, as declared data."""
+
+from enum import Enum
+
+__all__ = ["FORCEABLE", "Capability"]
+
+
+class Capability(str, Enum):
+    """One thing the adversary is granted; observations grant them, attacks require them."""
+
+    KNOWS_WEIGHTS = "knows_weights"
+    BATCH_SIZE_ONE = "batch_size_one"
+    LEARNABLE_PE_GRADIENT = "learnable_pe_gradient"
+    PE_OF_EVERY_TOKEN = "pe_of_every_token"
+    APRIL_BLOCK = "april_block"
+    PLAIN_BLOCK = "plain_block"
+    RELEASED_FEATURES = "released_features"
+    POSITION_EMBEDDINGS = "position_embeddings"
+    CLASS_TOKEN = "class_token"
+    AUXILIARY_IMAGES = "auxiliary_images"
+    OWN_ROWS = "own_rows"
+    QUERIES = "queries"
+    KNOWS_DEFENSE = "knows_defense"
+    GRADIENT_DEFENSE = "gradient_defense"
+
+    @property
+    def meaning(self) -> str:
+        """Return what the capability says, in one clause."""
+        return _MEANING[self]
+
+
+_MEANING = {
+    Capability.KNOWS_WEIGHTS: "the weights of the model are known",
+    Capability.BATCH_SIZE_ONE: "each released gradient belongs to one image",
+    Capability.LEARNABLE_PE_GRADIENT: "the gradient of a learnable position embedding is released",
+    Capability.PE_OF_EVERY_TOKEN: "the class token has a position embedding too",
+    Capability.APRIL_BLOCK: "the first block has neither pre-norm nor skip (--block april)",
+    Capability.PLAIN_BLOCK: "the first block is timm's own (--block stock), and its gradients are released",
+    Capability.RELEASED_FEATURES: "the features that the client sends are seen, as in split learning",
+    Capability.POSITION_EMBEDDINGS: "the features carry position embeddings, which are known",
+    Capability.CLASS_TOKEN: "the row of the class token is among the features",
+    Capability.AUXILIARY_IMAGES: "public images like the private ones are at hand",
+    Capability.OWN_ROWS: "every row stays with its image (no batch-shuffle)",
+    Capability.QUERIES: "the client's embedding can be run on images of the adversary's own",
+    Capability.KNOWS_DEFENSE: "the defense's algorithm and its parameters are known, its draws are not",
+    Capability.GRADIENT_DEFENSE: "a defense acts on the released gradient (noise, pruning, fewer bits)",
+}
+
+FORCEABLE = frozenset({Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE})
+"""What a forced run may lack: the formula can still be evaluated, it only does not hold."""
