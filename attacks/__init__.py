@@ -18,8 +18,8 @@ from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdapt
 from privlab.attacks.gradients.patch_gradient_prior import PatchGradientPrior
 from privlab.attacks.gradients.token_separation import TokenSeparation
 from privlab.attacks.weights.weight_matching import WeightMatching
-from privlab.base.plugins import with_plugins
-from privlab.threat.attack_protocols import AttackClass
+from privlab.base import with_plugins
+from privlab.threat import AttackClass
 
 __all__ = [
     "ATTACKS",

@@ -1,6 +1,6 @@
 """Defenses: one file, one defense; on images before the embedding, or on what leaves: features or gradients."""
 
-from privlab.base.plugins import with_plugins
+from privlab.base import with_plugins
 from privlab.defenses.features.batch_shuffle import BatchShuffle
 from privlab.defenses.features.column_permutation import ColumnPermutation
 from privlab.defenses.features.gaussian_noise import GaussianNoise
@@ -15,7 +15,7 @@ from privlab.defenses.images.jigsaw import Jigsaw
 from privlab.defenses.images.low_pass import LowPass
 from privlab.defenses.images.mjp import Mjp
 from privlab.defenses.images.undefended import Undefended
-from privlab.threat.defense_protocols import DefenseClass
+from privlab.threat import DefenseClass
 
 __all__ = [
     "DEFENSES",

@@ -10,11 +10,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from privlab.images.open import open_images
+    from privlab.images import open_images
+    from privlab.release import observe
     from privlab.release.capture import capture
-    from privlab.release.gradients import observe
     from privlab.runs.attack import attack
-    from privlab.victims.named import Victim, victim
+    from privlab.victims import Victim, victim
 
 __all__ = ["Victim", "__version__", "attack", "capture", "observe", "open_images", "victim"]
 

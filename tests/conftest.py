@@ -9,8 +9,8 @@ from hypothesis import settings
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from privlab.images.open import Preprocessing, open_images
-from privlab.victims.model import VictimModel
+from privlab.images import Preprocessing, open_images
+from privlab.victims import VictimModel
 
 settings.register_profile("untimed", deadline=None)  # no test depends on how busy a machine is
 settings.load_profile("untimed")

@@ -17,10 +17,11 @@ from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from privlab.base.errors import PrivlabError
-from privlab.patches.patchify import patchify, unpatchify
-from privlab.threat.effects import Rows
-from privlab.victims.model import VictimModel
+from privlab.base import PrivlabError
+from privlab.patches import unpatchify
+from privlab.patches.patchify import patchify
+from privlab.threat import Rows
+from privlab.victims import VictimModel
 
 __all__ = [
     "DECODERS",

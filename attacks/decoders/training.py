@@ -17,19 +17,12 @@ from safetensors.torch import save_file
 from torch import Generator, Tensor, nn
 
 from privlab.attacks.decoders.networks import DECODERS, Decoder, Release, Shape
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.files import write_whole
-from privlab.base.precision import full_precision
-from privlab.base.rng import draw_for
-from privlab.base.warnings import PrivlabWarning
-from privlab.patches.patchify import permute
-from privlab.release.features import send
-from privlab.threat.client import Draws
-from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.threat.stack import Stack
+from privlab.base import PrivlabError, PrivlabWarning, draw_for, full_precision, unknown_name, write_whole
+from privlab.patches import permute
+from privlab.release import send
+from privlab.threat import Defense, Draws, FeatureDefense, GradientDefense, Stack
 from privlab.training import Compute, Listener, Plan, train
-from privlab.victims.model import VictimModel
-from privlab.victims.weights import cache_folder, hash_of
+from privlab.victims import VictimModel, cache_folder, hash_of
 
 __all__ = ["DecoderSpec", "decoder_for", "decoder_key", "released", "train_decoder"]
 

@@ -3,13 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from privlab.attacks.rows.placement import warn_of_moves
-from privlab.attacks.rows.reassembly import by_borders
-from privlab.base.errors import PrivlabError
-from privlab.reassembly.predictors import load_predictor, predictor_file
-from privlab.reassembly.solver import ROUNDS
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import FeatureObservation, Stolen
+from privlab.attacks.rows import by_borders, warn_of_moves
+from privlab.base import PrivlabError
+from privlab.reassembly import ROUNDS, load_predictor, predictor_file
+from privlab.threat import Capability, FeatureObservation, Stolen
 
 __all__ = ["BorderJigsaw"]
 

@@ -8,10 +8,8 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.attacks.rows.placement import effects, known_tokens, undone
-from privlab.attacks.rows.reassembly import reassembled
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import FeatureObservation, Stolen
+from privlab.attacks.rows import effects, known_tokens, reassembled, undone
+from privlab.threat import Capability, FeatureObservation, Stolen
 
 __all__ = ["ClassTokenKey"]
 

@@ -8,11 +8,9 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.attacks.rows.placement import effects, undone
-from privlab.attacks.rows.reassembly import reassembled
-from privlab.base.errors import PrivlabError
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import FeatureObservation, Stolen
+from privlab.attacks.rows import effects, reassembled, undone
+from privlab.base import PrivlabError
+from privlab.threat import Capability, FeatureObservation, Stolen
 
 __all__ = ["ColumnStatistics"]
 

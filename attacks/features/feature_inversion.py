@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.attacks.rows.placement import effects, known_tokens, undone, warn_of_moves
-from privlab.attacks.solvers.linear import PRIORS, invert_rows
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import FeatureObservation, Stolen
+from privlab.attacks.rows import effects, known_tokens, undone, warn_of_moves
+from privlab.attacks.solvers import invert_rows
+from privlab.attacks.solvers.linear import PRIORS
+from privlab.base import PrivlabError, unknown_name
+from privlab.threat import Capability, FeatureObservation, Stolen
 
 __all__ = ["FeatureOptimisation", "LeastSquares"]
 

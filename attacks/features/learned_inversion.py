@@ -5,11 +5,10 @@ from typing import ClassVar
 
 import torch
 
-from privlab.attacks.decoders.training import DecoderSpec, decoder_for
-from privlab.base.errors import PrivlabError
-from privlab.release.effects import effects_of
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import FeatureObservation, Stolen
+from privlab.attacks.decoders import DecoderSpec, decoder_for
+from privlab.base import PrivlabError
+from privlab.release import effects_of
+from privlab.threat import Capability, FeatureObservation, Stolen
 from privlab.training import Plan
 
 __all__ = ["InversionConv", "InversionMae", "InversionSet", "InversionToken"]

@@ -6,10 +6,8 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from privlab.attacks.rows.placement import known_tokens, undone, warn_of_moves
-from privlab.attacks.rows.reassembly import by_embeddings, placed
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import FeatureObservation, Stolen
+from privlab.attacks.rows import by_embeddings, known_tokens, placed, undone, warn_of_moves
+from privlab.threat import Capability, FeatureObservation, Stolen
 
 __all__ = ["PEAssignment"]
 

@@ -7,13 +7,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.attacks.rows.placement import effects, known_tokens, patch_law, place_rows, undone, warn_of_moves
-from privlab.attacks.rows.reassembly import inverted, pixels, summed_costs
-from privlab.base.errors import PrivlabError
-from privlab.reassembly.solver import ROUNDS, assemble
-from privlab.threat.capabilities import Capability
-from privlab.threat.effects import Rows
-from privlab.threat.observations import FeatureObservation, Stolen
+from privlab.attacks.rows import (
+    effects,
+    inverted,
+    known_tokens,
+    patch_law,
+    pixels,
+    place_rows,
+    summed_costs,
+    undone,
+    warn_of_moves,
+)
+from privlab.base import PrivlabError
+from privlab.reassembly import ROUNDS, assemble
+from privlab.threat import Capability, FeatureObservation, Rows, Stolen
 
 __all__ = ["RowAlignment"]
 

@@ -8,10 +8,9 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, warn_of_limits
-from privlab.base.warnings import PrivlabWarning
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Observation
+from privlab.attacks.solvers import RTOL, ridge_inverse, warn_of_limits
+from privlab.base import PrivlabWarning
+from privlab.threat import Capability, Observation
 
 __all__ = ["April"]
 

@@ -18,11 +18,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from privlab.attacks.gradients.april import April
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.release.labels_by_rank import told_labels
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
+from privlab.base import PrivlabError, unknown_name
+from privlab.release import told_labels
+from privlab.threat import Capability, Observation
+from privlab.victims import VictimModel
 
 __all__ = ["BREACHING", "Breaching", "Classifier", "contained"]
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from privlab.attacks.gradients.gradient_matching import GradientMatching
-from privlab.threat.capabilities import Capability
+from privlab.threat import Capability
 
 __all__ = ["GradientLikelihood"]
 

@@ -16,23 +16,23 @@ from privlab.attacks.gradients.mjp_subspace import MjpSubspace, subspace
 from privlab.attacks.gradients.patch_gradient import PatchGradient
 from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive, masked_slots
 from privlab.attacks.gradients.patch_gradient_prior import PatchGradientPrior
-from privlab.attacks.solvers.descent import OPTIMISERS, Kept, descend
-from privlab.attacks.solvers.least_squares import feeds_unknown, shares_mask, slot_gradients
-from privlab.attacks.solvers.likelihood import Likelihood
-from privlab.attacks.solvers.prior import Smoothness, photograph_gradients
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.rng import draw_for
-from privlab.base.warnings import PrivlabWarning
-from privlab.patches.patchify import patchify, unpatchify
-from privlab.release.gradients import released_gradients, released_parameters
-from privlab.release.labels_by_rank import told_labels
-from privlab.threat.attack_protocols import Attack, check_capabilities
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Feed
-from privlab.threat.defense_protocols import GradientDefense
-from privlab.threat.observations import Observation, Stolen
-from privlab.victims.model import VictimModel
-from privlab.victims.weights import hash_of
+from privlab.attacks.solvers import (
+    OPTIMISERS,
+    Kept,
+    Likelihood,
+    Smoothness,
+    descend,
+    feeds_unknown,
+    photograph_gradients,
+    shares_mask,
+    slot_gradients,
+)
+from privlab.base import PrivlabError, PrivlabWarning, draw_for, unknown_name
+from privlab.patches import unpatchify
+from privlab.patches.patchify import patchify
+from privlab.release import released_gradients, released_parameters, told_labels
+from privlab.threat import Attack, Capability, Feed, GradientDefense, Observation, Stolen, check_capabilities
+from privlab.victims import VictimModel, hash_of
 
 __all__ = ["GradientMatching", "Match", "mismatch"]
 

@@ -9,24 +9,24 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from privlab.attacks.gradients.mjp_subspace import MjpSubspace, Subspace, subspace
-from privlab.attacks.solvers.least_squares import RTOL, replacement, slot_gradients, too_many
-from privlab.attacks.solvers.prior import Smoothness, photograph_gradients
-from privlab.attacks.tokens.equations import Separated
-from privlab.attacks.tokens.search import FC1, FC2, TokenSearch
-from privlab.attacks.tokens.slots import (
+from privlab.attacks.solvers import RTOL, Smoothness, photograph_gradients, replacement, slot_gradients, too_many
+from privlab.attacks.tokens import (
+    FC1,
+    FC2,
     PROJ,
     QKV,
     Reads,
+    Separated,
     Slots,
     Solved,
+    TokenSearch,
     first_block,
     guesses,
     patches_of_tokens,
     placed,
 )
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Observation, Stolen
-from privlab.victims.model import VictimModel
+from privlab.threat import Capability, Observation, Stolen
+from privlab.victims import VictimModel
 
 __all__ = ["MjpFull"]
 

@@ -7,11 +7,19 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, slot_gradients, too_many, warn_of_limits
-from privlab.attacks.solvers.prior import PRIORS, Smoothness, photograph_gradients, photograph_windows
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Observation
+from privlab.attacks.solvers import (
+    RTOL,
+    Smoothness,
+    photograph_gradients,
+    photograph_windows,
+    ridge_inverse,
+    slot_gradients,
+    too_many,
+    warn_of_limits,
+)
+from privlab.attacks.solvers.prior import PRIORS
+from privlab.base import PrivlabError, unknown_name
+from privlab.threat import Capability, Observation
 
 __all__ = ["MjpSubspace", "Subspace", "subspace"]
 

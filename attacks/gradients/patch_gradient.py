@@ -6,9 +6,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, slot_gradients, too_many, warn_of_limits
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Observation
+from privlab.attacks.solvers import RTOL, ridge_inverse, slot_gradients, too_many, warn_of_limits
+from privlab.threat import Capability, Observation
 
 __all__ = ["PatchGradient"]
 

@@ -8,20 +8,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.gradients.mjp_subspace import MjpSubspace, subspace
-from privlab.attacks.solvers.least_squares import (
+from privlab.attacks.solvers import (
     RTOL,
+    Smoothness,
+    conjugate_gradients,
     hides_places,
+    photograph_gradients,
     ridge_inverse,
     slot_gradients,
     too_many,
     warn_of_limits,
 )
-from privlab.attacks.solvers.prior import Smoothness, conjugate_gradients, photograph_gradients
-from privlab.base.errors import PrivlabError
-from privlab.threat.capabilities import Capability
-from privlab.threat.defense_protocols import GradientDefense
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
+from privlab.base import PrivlabError
+from privlab.threat import Capability, GradientDefense, Observation
+from privlab.victims import VictimModel
 
 __all__ = ["PatchGradientAdaptive", "Release", "masked_slots", "posterior"]
 

@@ -8,12 +8,19 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, slot_gradients, warn_of_limits
-from privlab.attacks.solvers.prior import Map, Smoothness, conjugate_gradients, photograph_gradients
-from privlab.base.errors import PrivlabError
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
+from privlab.attacks.solvers import (
+    RTOL,
+    Smoothness,
+    conjugate_gradients,
+    photograph_gradients,
+    ridge_inverse,
+    slot_gradients,
+    warn_of_limits,
+)
+from privlab.attacks.solvers.prior import Map
+from privlab.base import PrivlabError
+from privlab.threat import Capability, Observation
+from privlab.victims import VictimModel
 
 __all__ = ["Free", "PatchGradientPrior", "whole"]
 

@@ -11,18 +11,26 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from privlab.attacks.gradients.patch_gradient_adaptive import masked_slots
-from privlab.attacks.rows.placement import known_tokens
-from privlab.attacks.solvers.least_squares import hides_places, replacement, ridge_inverse, shares_mask
-from privlab.attacks.solvers.prior import Smoothness, photograph_gradients
-from privlab.attacks.tokens.equations import Separated
-from privlab.attacks.tokens.grouping import by_image
-from privlab.attacks.tokens.search import FC1, FC2, TokenSearch
-from privlab.attacks.tokens.slots import (
+from privlab.attacks.rows import known_tokens
+from privlab.attacks.solvers import (
+    Smoothness,
+    hides_places,
+    photograph_gradients,
+    replacement,
+    ridge_inverse,
+    shares_mask,
+)
+from privlab.attacks.tokens import (
+    FC1,
+    FC2,
     PROJ,
     QKV,
     Reads,
+    Separated,
     Slots,
     Solved,
+    TokenSearch,
+    by_image,
     embeddings_of_tokens,
     first_block,
     patches_of_tokens,
@@ -32,11 +40,9 @@ from privlab.attacks.tokens.slots import (
     sharpened_patches,
     slots_of_tokens,
 )
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Observation, Stolen
-from privlab.victims.model import VictimModel
+from privlab.base import PrivlabError, PrivlabWarning
+from privlab.threat import Capability, Observation, Stolen
+from privlab.victims import VictimModel
 
 __all__ = ["TokenSeparation"]
 

@@ -7,13 +7,11 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
-from privlab.patches.permutations import restore_features
-from privlab.release.effects import effects_of
-from privlab.threat.effects import Effects, Rows
-from privlab.threat.observations import FeatureObservation
-from privlab.victims.model import VictimModel
+from privlab.base import PrivlabError, PrivlabWarning
+from privlab.patches import restore_features
+from privlab.release import effects_of
+from privlab.threat import Effects, FeatureObservation, Rows
+from privlab.victims import VictimModel
 
 __all__ = [
     "effects",

@@ -7,15 +7,13 @@ from scipy.optimize import linear_sum_assignment
 from torch import Generator, Tensor
 
 from privlab.attacks.rows.placement import effects, known_tokens, patch_law, place_rows, row_costs, undone
-from privlab.attacks.solvers.linear import invert_rows
-from privlab.base.errors import PrivlabError
+from privlab.attacks.solvers import invert_rows
+from privlab.base import PrivlabError
 from privlab.patches.patchify import patchify
-from privlab.reassembly.border_costs import FLOOR, border_cost, border_costs
-from privlab.reassembly.predictors import PositionPredictor
-from privlab.reassembly.solver import ROUNDS, assemble
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import FeatureObservation, Stolen
-from privlab.victims.model import VictimModel
+from privlab.reassembly import FLOOR, ROUNDS, PositionPredictor, assemble, border_cost
+from privlab.reassembly.border_costs import border_costs
+from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.victims import VictimModel
 
 __all__ = ["by_borders", "by_embeddings", "inverted", "pixels", "placed", "reassembled", "summed_costs"]
 

@@ -13,10 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning
 from privlab.training import Checkpoints, Progress, tell
-from privlab.victims.weights import cache_folder
+from privlab.victims import cache_folder
 
 __all__ = ["OPTIMISERS", "Adam", "Kept", "Lbfgs", "Optimiser", "State", "descend"]
 

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base.warnings import PrivlabWarning
-from privlab.release.effects import effects_of
-from privlab.threat.observations import Observation
+from privlab.base import PrivlabWarning
+from privlab.release import effects_of
+from privlab.threat import Observation
 
 __all__ = [
     "RTOL",

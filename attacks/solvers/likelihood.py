@@ -8,8 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from privlab.attacks.solvers.least_squares import RTOL
-from privlab.threat.defense_protocols import GradientDefense
-from privlab.threat.observations import Observation
+from privlab.threat import GradientDefense, Observation
 
 __all__ = ["Likelihood"]
 

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks.solvers.least_squares import ridge_inverse
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.victims.model import VictimModel
+from privlab.base import PrivlabError, unknown_name
+from privlab.victims import VictimModel
 
 __all__ = ["PRIORS", "Prior", "invert_rows", "patch_statistics"]
 

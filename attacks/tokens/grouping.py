@@ -7,9 +7,9 @@ from timm.models.vision_transformer import Attention, Block
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from privlab.attacks.rows.placement import known_tokens
+from privlab.attacks.rows import known_tokens
 from privlab.attacks.tokens.slots import Linear, Slots, projection
-from privlab.victims.model import VictimModel
+from privlab.victims import VictimModel
 
 __all__ = ["by_image", "grouped", "memberships"]
 

@@ -11,10 +11,8 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from privlab.attacks.tokens.equations import Mlp, Near, Separated, separate
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
-from privlab.base.warnings import PrivlabWarning
-from privlab.threat.observations import Observation
+from privlab.base import PrivlabError, PrivlabWarning, draw_for
+from privlab.threat import Observation
 
 __all__ = ["FC1", "FC2", "TokenSearch"]
 

@@ -10,14 +10,14 @@ from scipy.optimize import linear_sum_assignment
 from timm.models.vision_transformer import Attention, Block
 from torch import Tensor, nn
 
-from privlab.attacks.rows.placement import known_tokens
-from privlab.attacks.solvers.prior import conjugate_gradients
+from privlab.attacks.rows import known_tokens
+from privlab.attacks.solvers import conjugate_gradients
 from privlab.attacks.tokens.equations import NOISE, Mlp, Near, normalised
 from privlab.patches.patchify import patchify
+from privlab.reassembly import assemble
 from privlab.reassembly.border_costs import border_costs
-from privlab.reassembly.solver import assemble
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
+from privlab.threat import Observation
+from privlab.victims import VictimModel
 
 __all__ = [
     "PROJ",

@@ -27,10 +27,9 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.keys.algebra import ModelKey, ModelShape
-from privlab.keys.layouts import VIT, Layout
-from privlab.threat.capabilities import Capability
+from privlab.base import PrivlabError
+from privlab.keys import VIT, Layout, ModelKey, ModelShape
+from privlab.threat import Capability
 
 __all__ = ["RecoveredOrder", "WeightMatching", "WeightObservation", "recovered_fraction", "recovery_curve"]
 

@@ -5,10 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from privlab.base.errors import PrivlabError
-from privlab.patches.permutations import bits
-from privlab.threat.client import Draws, Sent
-from privlab.threat.effects import Effects
+from privlab.base import PrivlabError
+from privlab.patches import bits
+from privlab.threat import Draws, Effects, Sent
 
 __all__ = ["BatchShuffle"]
 

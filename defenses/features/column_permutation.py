@@ -3,9 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from privlab.patches.permutations import bits, draw_orders, permute_features
-from privlab.threat.client import Draws, Sent
-from privlab.threat.effects import Effects
+from privlab.patches import bits, draw_orders, permute_features
+from privlab.threat import Draws, Effects, Sent
 
 __all__ = ["ColumnPermutation"]
 

@@ -5,10 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from privlab.base.errors import unknown_name
-from privlab.patches.permutations import bits, draw_orders, permute_features
-from privlab.threat.client import Draws, Sent
-from privlab.threat.effects import Effects
+from privlab.base import unknown_name
+from privlab.patches import bits, draw_orders, permute_features
+from privlab.threat import Draws, Effects, Sent
 
 __all__ = ["RowPermutation"]
 

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.threat.effects import Effects
+from privlab.base import PrivlabError
+from privlab.threat import Effects
 
 __all__ = ["GradientPruning"]
 

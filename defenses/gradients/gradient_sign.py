@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.threat.effects import Effects
+from privlab.threat import Effects
 
 __all__ = ["GradientSign"]
 

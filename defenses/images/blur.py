@@ -9,9 +9,8 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
-from privlab.base.errors import PrivlabError
-from privlab.threat.client import Feed
-from privlab.threat.effects import Effects
+from privlab.base import PrivlabError
+from privlab.threat import Effects, Feed
 
 __all__ = ["Blur"]
 

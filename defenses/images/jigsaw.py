@@ -7,10 +7,9 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.patches.patchify import jigsaw
-from privlab.threat.client import Feed
-from privlab.threat.effects import Effects
+from privlab.base import PrivlabError, unknown_name
+from privlab.patches import jigsaw
+from privlab.threat import Effects, Feed
 
 __all__ = ["Jigsaw"]
 

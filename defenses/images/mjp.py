@@ -7,10 +7,9 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base.errors import unknown_name
+from privlab.base import unknown_name
 from privlab.defenses.images.jigsaw import Jigsaw
-from privlab.threat.client import Feed
-from privlab.threat.effects import Effects
+from privlab.threat import Effects, Feed
 
 __all__ = ["Mjp"]
 

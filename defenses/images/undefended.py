@@ -7,8 +7,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.threat.client import Feed
-from privlab.threat.effects import Effects
+from privlab.threat import Effects, Feed
 
 __all__ = ["Undefended"]
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from privlab.base.errors import PrivlabError
-from privlab.images.open import Preprocessing, batches, open_images
-from privlab.threat.client import Draws
+from privlab.base import PrivlabError
+from privlab.images import Preprocessing, batches, open_images
+from privlab.threat import Draws
 
 __all__ = ["Images", "check_folder", "fresh_head", "load_split", "loss_of", "mirrored", "new_draws"]
 

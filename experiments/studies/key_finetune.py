@@ -19,14 +19,12 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 
 from privlab.attacks.weights.weight_matching import WeightMatching, WeightObservation, recovered_fraction
-from privlab.base.errors import unknown_name
-from privlab.base.files import write_whole
+from privlab.base import unknown_name, write_whole
 from privlab.experiments.studies.data import Images, check_folder, fresh_head, load_split, loss_of, mirrored
-from privlab.keys.algebra import ModelKey, ModelShape, apply_key, new_key
-from privlab.patches.permutations import permute_features, restore_features
+from privlab.keys import ModelKey, ModelShape, apply_key, new_key
+from privlab.patches import permute_features, restore_features
 from privlab.training import Compute, Plan, Progress, train
-from privlab.victims.model import VictimModel
-from privlab.victims.named import Victim, victim
+from privlab.victims import Victim, VictimModel, victim
 
 __all__ = ["MANNERS", "PUBLISHED", "FinetuneStudy", "finetune_study"]
 

@@ -16,19 +16,14 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.files import write_whole
-from privlab.base.precision import full_precision
-from privlab.base.rng import draw_for
-from privlab.evaluation.batch import labelled
-from privlab.evaluation.setup import source_of
-from privlab.evaluation.specification import Specification
-from privlab.images.open import batches
-from privlab.metrics.reconstruction_bound import clopper_pearson, fixed_guess, gram, identified, success_bound
-from privlab.release.gradients import per_sample_gradients, released_parameters
-from privlab.stores.store import RunDirectory
-from privlab.threat.client import Feed
-from privlab.victims.named import Victim, victim
+from privlab.base import PrivlabError, draw_for, full_precision, write_whole
+from privlab.evaluation import Specification, labelled, source_of
+from privlab.images import batches
+from privlab.metrics import clopper_pearson, fixed_guess, gram, identified, success_bound
+from privlab.release import per_sample_gradients, released_parameters
+from privlab.stores import RunDirectory
+from privlab.threat import Feed
+from privlab.victims import Victim, victim
 
 __all__ = ["BoundStudy", "study", "to_markdown"]
 

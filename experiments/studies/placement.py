@@ -13,15 +13,12 @@ from jaxtyping import Float
 from scipy.stats import bootstrap
 from torch import Tensor
 
-from privlab.base.environment import versions
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.files import write_whole
-from privlab.base.options import configured, read_options
-from privlab.base.rng import draw_for
-from privlab.images.open import Chunk, Preprocessing, batches, open_images
-from privlab.metrics.placement import adjacent_share, placed_share
-from privlab.patches.patchify import jigsaw, patchify
-from privlab.reassembly.methods import REASSEMBLIES, Predicted, Reassembly
+from privlab.base import PrivlabError, configured, draw_for, read_options, unknown_name, versions, write_whole
+from privlab.images import Chunk, Preprocessing, batches, open_images
+from privlab.metrics import adjacent_share, placed_share
+from privlab.patches import jigsaw
+from privlab.patches.patchify import patchify
+from privlab.reassembly import REASSEMBLIES, Predicted, Reassembly
 
 __all__ = ["PlacementStudy", "study", "to_rows"]
 

@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
-from privlab.base.errors import PrivlabError
-from privlab.base.files import write_whole
-from privlab.images.open import chunk_of, open_images
-from privlab.victims.model import VictimModel
-from privlab.victims.named import Victim, victim
+from privlab.base import PrivlabError, write_whole
+from privlab.images import chunk_of, open_images
+from privlab.victims import Victim, VictimModel, victim
 
 __all__ = [
     "PUBLISHED_MAE",

@@ -17,23 +17,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.functional import to_pil_image
 
-from privlab.base.files import write_whole
-from privlab.base.rng import draw_for
+from privlab.base import draw_for, write_whole
 from privlab.experiments.studies.position_embeddings import attention_weights
-from privlab.images.open import open_images
-from privlab.patches.patchify import permute, shuffled_within
-from privlab.reassembly.predictors import (
-    DropPosNetwork,
-    Mp3Network,
-    PositionPredictor,
-    load_predictor,
-    predictor_file,
-    tiles,
-)
+from privlab.images import open_images
+from privlab.patches import permute, shuffled_within
+from privlab.reassembly import DropPosNetwork, Mp3Network, PositionPredictor, load_predictor, predictor_file, tiles
 from privlab.training import Examples, read_examples
 from privlab.training.position_accuracy import DROPPED, HIDDEN, position_accuracy
-from privlab.victims.weights import hash_of
-from privlab.victims.zoo import shipped
+from privlab.victims import hash_of, shipped
 
 __all__ = [
     "ETAS",

@@ -17,8 +17,8 @@ import pandas as pd
 import torch
 from torch import Generator, Tensor
 
-from privlab.base.errors import unknown_name
-from privlab.evaluation.specification import Specification, defense_of
+from privlab.base import unknown_name
+from privlab.evaluation import Specification, defense_of
 from privlab.experiments.studies.data import (
     Images,
     check_folder,
@@ -28,14 +28,13 @@ from privlab.experiments.studies.data import (
     mirrored,
     new_draws,
 )
-from privlab.release.features import predictions, send
-from privlab.runs.attack import execute, specify
-from privlab.stores.store import RunDirectory
-from privlab.threat.stack import Stack
+from privlab.release import predictions, send
+from privlab.runs import execute, specify
+from privlab.stores import RunDirectory
+from privlab.threat import Stack
 from privlab.training import Compute, Plan, train
+from privlab.victims import Victim, VictimModel, victim
 from privlab.victims import weights as stored
-from privlab.victims.model import VictimModel
-from privlab.victims.named import Victim, victim
 
 __all__ = ["METHODS", "PUBLISHED", "Study", "study", "to_markdown"]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from privlab.base.errors import unknown_name
+from privlab.base import unknown_name
 
 __all__ = ["experiment_names", "find_experiment"]
 

@@ -17,15 +17,11 @@ from torch import Tensor
 
 from privlab.admission.claims import Check, OnFeatures, OnGradients, OnImages, Subject
 from privlab.admission.measures import apart
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.options import configured, read_options
-from privlab.base.precision import full_precision
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, configured, full_precision, read_options, unknown_name
 from privlab.defenses import defenses
-from privlab.images.open import Preprocessing, open_images
-from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.victims.model import VictimModel
-from privlab.victims.named import victim
+from privlab.images import Preprocessing, open_images
+from privlab.threat import Defense, FeatureDefense, GradientDefense
+from privlab.victims import VictimModel, victim
 
 __all__ = ["MODEL", "Check", "admit", "admit_named"]
 

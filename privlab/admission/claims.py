@@ -25,18 +25,29 @@ from privlab.admission.measures import (
     worse_than_best,
 )
 from privlab.attacks import LeastSquares, PatchGradient
-from privlab.metrics.registry import psnr
-from privlab.patches.patchify import permute
-from privlab.patches.permutations import restore_features
-from privlab.release.effects import AnyDefense, contradictions
-from privlab.release.features import observe_features
-from privlab.release.gradients import granted, observe, per_sample_gradients, released_parameters
-from privlab.threat.attack_protocols import check_capabilities
-from privlab.threat.client import Draws, Feed, Sent
-from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.threat.effects import Effects
-from privlab.threat.stack import Stack
-from privlab.victims.model import VictimModel
+from privlab.metrics import psnr
+from privlab.patches import permute, restore_features
+from privlab.release import (
+    AnyDefense,
+    contradictions,
+    granted,
+    observe,
+    observe_features,
+    per_sample_gradients,
+    released_parameters,
+)
+from privlab.threat import (
+    Defense,
+    Draws,
+    Effects,
+    FeatureDefense,
+    Feed,
+    GradientDefense,
+    Sent,
+    Stack,
+    check_capabilities,
+)
+from privlab.victims import VictimModel
 
 __all__ = ["Check", "OnFeatures", "OnGradients", "OnImages", "Subject"]
 

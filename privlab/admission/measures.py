@@ -11,9 +11,10 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from privlab.patches.patchify import patchify, unpatchify
-from privlab.threat.client import Feed
-from privlab.victims.model import VictimModel
+from privlab.patches import unpatchify
+from privlab.patches.patchify import patchify
+from privlab.threat import Feed
+from privlab.victims import VictimModel
 
 __all__ = [
     "STEP",

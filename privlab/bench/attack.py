@@ -16,20 +16,15 @@ from PIL import Image, ImageChops
 from torch import Tensor
 
 from privlab.attacks import April, PatchGradient
-from privlab.base.environment import hardware, pick_device, versions
-from privlab.base.errors import PrivlabError
-from privlab.base.precision import full_precision
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, full_precision, hardware, pick_device, versions
 from privlab.bench.breaching_april import BreachingApril
 from privlab.bench.common import Bench, median_seconds, pictures
-from privlab.images.open import open_images
-from privlab.metrics.registry import score
-from privlab.release.gradients import observe
+from privlab.images import open_images
+from privlab.metrics import score
+from privlab.release import observe
 from privlab.runs.attack import Progress
-from privlab.threat.attack_protocols import Attack
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
-from privlab.victims.named import Victim, victim
+from privlab.threat import Attack, Observation
+from privlab.victims import Victim, VictimModel, victim
 
 __all__ = ["bench_attack"]
 

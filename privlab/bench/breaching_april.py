@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from privlab.attacks.gradients.breaching_attacks import Classifier, contained
-from privlab.base.precision import full_precision
-from privlab.victims.model import VictimModel
+from privlab.base import full_precision
+from privlab.victims import VictimModel
 
 __all__ = ["BreachingApril"]
 

@@ -12,8 +12,8 @@ from PIL import ImageChops
 from rich.table import Table
 from torch import Tensor
 
-from privlab.images.open import open_images
-from privlab.victims.named import Victim
+from privlab.images import open_images
+from privlab.victims import Victim
 
 __all__ = ["Bench", "median_seconds", "peak_memory", "pictures", "timed"]
 

@@ -21,12 +21,10 @@ from jaxtyping import UInt8
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
-from privlab.base.environment import hardware, pick_device, versions
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, hardware, pick_device, versions
 from privlab.bench.common import Bench, peak_memory, pictures, timed
 from privlab.runs.attack import Progress
-from privlab.victims.named import Victim, victim
+from privlab.victims import Victim, victim
 
 if TYPE_CHECKING:
     from privlab.split import Client, Learner

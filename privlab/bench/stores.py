@@ -12,12 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageChops
 
-from privlab.base.errors import PrivlabError
-from privlab.grids.definition import Experiment, read_experiment
-from privlab.grids.fill import Options, prepare
-from privlab.grids.tasks import Reference, Result, run_task
-from privlab.images.open import open_images
-from privlab.stores.store import RunDirectory
+from privlab.base import PrivlabError
+from privlab.grids import Experiment, Options, Reference, Result, prepare, read_experiment, run_task
+from privlab.images import open_images
+from privlab.stores import RunDirectory
 
 __all__ = ["experiment_file", "finished_run", "photographs"]
 

@@ -18,25 +18,19 @@ from pathlib import Path
 
 import torch
 
-from privlab.base.environment import hardware, pick_device, versions
-from privlab.base.errors import PrivlabError
-from privlab.base.precision import full_precision
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, full_precision, hardware, pick_device, versions
 from privlab.bench.common import Bench, median_seconds, peak_memory, timed
 from privlab.bench.first_paint import find_chromium, first_paint
 from privlab.bench.stores import experiment_file, finished_run, photographs
-from privlab.evaluation.records import CONTROLS, GEOMETRIES
-from privlab.evaluation.setup import source_of, subject_of
-from privlab.grids.definition import Experiment, read_experiment
-from privlab.grids.engines import Engine
-from privlab.grids.fill import Options, fill, prepare
-from privlab.grids.tasks import Result
-from privlab.images.open import batches, open_images
-from privlab.release.gradients import observe
-from privlab.report.page.build import write_page
-from privlab.report.tables.results import load_results
+from privlab.evaluation import CONTROLS, GEOMETRIES, source_of, subject_of
+from privlab.grids import Engine, Experiment, Options, Result, prepare, read_experiment
+from privlab.grids.fill import fill
+from privlab.images import batches, open_images
+from privlab.release import observe
+from privlab.report.page import write_page
+from privlab.report.tables import load_results
 from privlab.runs.attack import Progress
-from privlab.threat.attack_protocols import Attack
+from privlab.threat import Attack
 
 __all__ = ["bench_table", "resume_child"]
 

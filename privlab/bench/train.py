@@ -9,16 +9,12 @@ from timm.optim import create_optimizer_v2
 from torch import Generator, nn
 from torch.nn import functional as F
 
-from privlab.base.environment import hardware, pick_device, versions
-from privlab.base.options import configured
-from privlab.base.rng import draw_for
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabWarning, configured, draw_for, hardware, pick_device, versions
 from privlab.bench.common import Bench, median_seconds
 from privlab.runs.attack import Progress
 from privlab.training import Augmentation, Compute, Examples, Plan, train
 from privlab.training.objectives import OBJECTIVES, Lesson
-from privlab.victims.model import VictimModel
-from privlab.victims.named import victim
+from privlab.victims import VictimModel, victim
 
 __all__ = ["bench_train"]
 

@@ -6,7 +6,7 @@ import traceback
 import click
 
 from privlab import __version__
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.cli.admit import admit
 from privlab.cli.attack import attack
 from privlab.cli.common import err

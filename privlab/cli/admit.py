@@ -24,7 +24,7 @@ __all__ = ["admit"]
 @common
 def admit(defense: str, as_json: bool, **options: Any) -> int:  # noqa: ANN401
     """Check that a defense releases what it says and nothing else; exit status 1 where a check fails."""
-    from privlab.admission.admit import admit_named
+    from privlab.admission import admit_named
 
     with err.status(f"admitting {defense}"):
         checks = admit_named(defense, **options)

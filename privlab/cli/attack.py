@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.cli.audit import audit_features, audit_gradient_file
 from privlab.cli.common import (
     EVERY,
@@ -28,8 +28,8 @@ from privlab.cli.common import (
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from privlab.report.tables.power import PowerVerdict
-    from privlab.runs.attack import Outcome
+    from privlab.report.tables import PowerVerdict
+    from privlab.runs import Outcome
 
 __all__ = ["attack"]
 
@@ -134,14 +134,19 @@ def attack(
         return audit_gradient_file(context, gradients, path, context.params)
     if reference is not None:
         raise PrivlabError("--reference is the private image of a --gradients file. Give that file, or use --images.")
-    from privlab.evaluation.records import check_geometry
-    from privlab.evaluation.specification import admissions
-    from privlab.report.tables.flags import flag_lines
-    from privlab.report.tables.formats import plain_data
-    from privlab.report.tables.members import apart_lines
-    from privlab.report.tables.per_image import BOUND
-    from privlab.report.tables.summary import KNOWN, flags, members, shown_metrics, summarise, verdicts
-    from privlab.runs.attack import execute, specify
+    from privlab.evaluation import admissions, check_geometry
+    from privlab.report.tables import (
+        BOUND,
+        KNOWN,
+        apart_lines,
+        flag_lines,
+        plain_data,
+        shown_metrics,
+        summarise,
+        verdicts,
+    )
+    from privlab.report.tables.summary import flags, members
+    from privlab.runs import execute, specify
 
     options |= {"public": public, "options": options_}
     spec = specify(model, setting, attack=attack, images=images, metrics=metrics, **options)
@@ -212,11 +217,9 @@ def _batch_size(text: str) -> int | None:
 
 def _judged(path: Path, geometry: str) -> tuple[list[str], "list[PowerVerdict]"]:
     """Return what the page of a run says of it in sentences, and the verdict on each case."""
-    from privlab.report.page.verdict import lead_text
+    from privlab.report.page import lead_text
+    from privlab.report.tables import lead_metric, load_results, power_of
     from privlab.report.tables.leakage import leakage
-    from privlab.report.tables.per_image import lead_metric
-    from privlab.report.tables.power import power_of
-    from privlab.report.tables.results import load_results
 
     results = load_results(path)
     results = replace(results, layout=replace(results.layout, geometry=geometry))
@@ -226,7 +229,8 @@ def _judged(path: Path, geometry: str) -> tuple[list[str], "list[PowerVerdict]"]
 def _print_attack(
     outcome: "Outcome", table: "DataFrame", geometry: str, said: Sequence[str], below: Sequence[str]
 ) -> None:
-    from privlab.report.tables.summary import elsewhere, explanations, not_measured, shown_metrics, to_rich, verdicts
+    from privlab.report.tables import explanations, not_measured, shown_metrics, verdicts
+    from privlab.report.tables.summary import elsewhere, to_rich
 
     shown = shown_metrics(outcome.spec.metrics, table)
     wide = to_rich(table, shown)

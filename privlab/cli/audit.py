@@ -9,11 +9,11 @@ import click
 from click.core import ParameterSource
 from rich.table import Table
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.cli.common import command_line, err, plain, print_json, print_table, progress_bar
 
 if TYPE_CHECKING:
-    from privlab.runs.audit_gradients import GradientAudit
+    from privlab.runs import GradientAudit
 
 __all__ = ["audit_features", "audit_gradient_file"]
 
@@ -26,8 +26,7 @@ _SCORING = {"metrics", "lpips_weights", "embedding", "public", "public_limit"}
 
 def audit_features(context: click.Context, folder: Path, path: Path, options: Mapping[str, Any]) -> int:
     """Attack recorded features, of which no private image is known, and print what was made of them."""
-    from privlab.runs.attack import specify
-    from privlab.runs.audit_features import audit
+    from privlab.runs import audit, specify
 
     _refuse(context, _FEATURES, "--features: there is no private image. Leave it out.")
     spec = specify(options["model"], "c", attack=options["attack"], release="features", **_science(options))
@@ -59,7 +58,7 @@ def audit_features(context: click.Context, folder: Path, path: Path, options: Ma
 
 def audit_gradient_file(context: click.Context, file: Path, path: Path, options: Mapping[str, Any]) -> int:
     """Attack a released gradient, with the private image at hand or without, and print what was made of it."""
-    from privlab.runs.attack import specify
+    from privlab.runs import specify
     from privlab.runs.audit_gradients import audit_gradients
 
     _refuse(context, _GRADIENTS | _SCORING, "--gradients: the file is one training step. Leave it out.")
@@ -118,7 +117,7 @@ def _check_one(models: Sequence[str], option: str) -> None:
 def _print_gradients(found: "GradientAudit", metrics: Sequence[str]) -> None:
     from pandas import DataFrame
 
-    from privlab.report.tables.summary import KNOWN, shown_metrics
+    from privlab.report.tables import KNOWN, shown_metrics
 
     shown = shown_metrics(metrics, DataFrame(found.rows)) if metrics else []
     table = Table("attack", "residual", header_style="bold")

@@ -134,7 +134,7 @@ def print_json(value: object) -> None:
 @contextmanager
 def warned() -> Iterator[None]:
     """Print what weakens a verdict as lines of its own, each once."""
-    from privlab.base.warnings import collected
+    from privlab.base import collected
 
     messages: list[str] = []
     with collected(messages):

@@ -42,10 +42,9 @@ def evaluate(
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Top-1, Diff. Norm. and Consistency (MJP, Eq. 6 and 7) against γ, and robustness to corruptions and outliers."""
-    from privlab.base.environment import pick_device
-    from privlab.base.options import read_numbers
-    from privlab.report.figures.gamma import check_ending, draw_by_gamma, write_figure
-    from privlab.utility.evaluate import Exam, judge
+    from privlab.base import pick_device, read_numbers
+    from privlab.report.figures import check_ending, draw_by_gamma, write_figure
+    from privlab.utility import Exam, judge
 
     if figure is not None:
         check_ending(figure)

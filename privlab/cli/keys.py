@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.cli.common import common, err, print_json
 
 __all__ = ["keys"]
@@ -44,9 +44,7 @@ def _say(as_json: bool, **facts: object) -> None:
 @common
 def new(model: str, heads: int | None, space: str, out: Path, overwrite: bool, as_json: bool) -> None:
     """Draw a key from the operating system's random numbers and write it to a file of mode 0600."""
-    from privlab.keys.algebra import new_key
-    from privlab.keys.encryption import shape_of_model
-    from privlab.keys.key_file import KeyFile, save_key
+    from privlab.keys import KeyFile, new_key, save_key, shape_of_model
 
     shape = shape_of_model(model, heads)
     stored = KeyFile(new_key(shape, space), shape)
@@ -59,7 +57,7 @@ def new(model: str, heads: int | None, space: str, out: Path, overwrite: bool, a
 @common
 def show(key: Path, as_json: bool) -> None:
     """Say what a key fits and how large its space is; the key itself is never shown."""
-    from privlab.keys.key_file import load_key
+    from privlab.keys import load_key
 
     _say(as_json, key=str(key), **load_key(key).facts())
 
@@ -70,8 +68,7 @@ def show(key: Path, as_json: bool) -> None:
 @common
 def check(key: Path, model: str, as_json: bool) -> None:
     """Check a key file, and that it fits a model; of an encrypted one, that it is the one it was encrypted with."""
-    from privlab.keys.encryption import check_fingerprint, check_model, is_file, read_model, shape_of_model
-    from privlab.keys.key_file import load_key
+    from privlab.keys import check_fingerprint, check_model, is_file, load_key, read_model, shape_of_model
 
     stored = load_key(key)
     sealed = False
@@ -97,8 +94,7 @@ def encrypt(
     model: Path, key: Path, out: Path, owner: Path | None, keep_embedding: bool, overwrite: bool, as_json: bool
 ) -> None:
     """Permute the weights of MODEL (safetensors or torch) by a key, for timm to load as they are."""
-    from privlab.keys.encryption import encrypt_file, read_model
-    from privlab.keys.key_file import load_key
+    from privlab.keys import encrypt_file, load_key, read_model
 
     if keep_embedding == (owner is not None):
         raise PrivlabError("Give --owner FILE for what stays with you, or --keep-embedding; one of the two.")
@@ -118,8 +114,7 @@ def encrypt(
 @common
 def decrypt(encrypted: Path, key: Path, owner: Path | None, out: Path, overwrite: bool, as_json: bool) -> None:
     """Write the model that ENCRYPTED was made of, bit by bit."""
-    from privlab.keys.encryption import decrypt_file, read_model
-    from privlab.keys.key_file import load_key
+    from privlab.keys import decrypt_file, load_key, read_model
 
     stored, model = load_key(key), read_model(encrypted)
     if model.seal is None:
@@ -138,8 +133,7 @@ def decrypt(encrypted: Path, key: Path, owner: Path | None, out: Path, overwrite
 @common
 def rekey(encrypted: Path, key: Path, new_key: Path, out: Path, overwrite: bool, as_json: bool) -> None:
     """Write ENCRYPTED under another key; its owner's file stays valid."""
-    from privlab.keys.encryption import read_model, rekey_file
-    from privlab.keys.key_file import load_key
+    from privlab.keys import load_key, read_model, rekey_file
 
     seal = rekey_file(read_model(encrypted), load_key(key), load_key(new_key), out, overwrite=overwrite)
     _say(as_json, encrypted=str(out), key_id=seal.key_id)
@@ -164,8 +158,7 @@ def recover(
 ) -> None:
     """Recover the key of ENCRYPTED against the public model that it was made from (weight matching)."""
     from privlab.attacks.weights.weight_matching import WeightMatching, WeightObservation, recovered_fraction
-    from privlab.keys.encryption import check_model, public_state, read_model
-    from privlab.keys.key_file import load_key, save_key
+    from privlab.keys import check_model, load_key, public_state, read_model, save_key
 
     truth, model = None if key is None else load_key(key), read_model(encrypted)
     if truth is not None:

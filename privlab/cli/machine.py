@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from privlab.base.errors import unknown_name
+from privlab.base import unknown_name
 from privlab.cli.common import common, err, print_json, print_rows, print_table, progress_bar
 
 __all__ = ["bench", "doctor", "list_"]
@@ -27,7 +27,7 @@ def list_(what: str, as_json: bool) -> None:
 @common
 def doctor(lpips_weights: Path | None, as_json: bool) -> None:
     """Say what this machine has, and what is missing for which feature."""
-    from privlab.inventory.doctor import examine
+    from privlab.inventory import examine
 
     with err.status("examining"):
         rows = examine(lpips_weights)

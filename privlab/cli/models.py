@@ -23,7 +23,7 @@ def models() -> None:
 @common
 def list_(as_json: bool) -> None:
     """The zoo, timm's models of our architectures, and what was imported; no network is asked."""
-    from privlab.victims.catalogue import models as found
+    from privlab.victims import models as found
 
     rows = found()
     if as_json:
@@ -41,7 +41,7 @@ def list_(as_json: bool) -> None:
 @common
 def show(name: str, as_json: bool) -> int:
     """The card of NAME, or of a file of weights, and whether the weights are those of the card."""
-    from privlab.victims.catalogue import show as found
+    from privlab.victims import show as found
 
     facts = found(name)
     if as_json:
@@ -74,7 +74,7 @@ def _lines(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 @common
 def fetch(name: str, as_json: bool) -> None:
     """Fetch the pretrained weights of NAME from timm's hub into its cache."""
-    from privlab.victims.catalogue import fetch as found
+    from privlab.victims import fetch as found
 
     path = found(name)
     if as_json:
@@ -90,7 +90,7 @@ def fetch(name: str, as_json: bool) -> None:
 @common
 def import_(file: Path, name: str, img_size: int | None, as_json: bool) -> None:
     """Check FILE (timm's, the MJP authors' or privlab's layout), keep it as safetensors, and print where."""
-    from privlab.victims.catalogue import import_weights
+    from privlab.victims import import_weights
 
     with warned():
         path, card = import_weights(file, name, img_size=img_size)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.cli.common import common, err, print_json
 from privlab.cli.store import warned
 
@@ -19,8 +19,8 @@ _FORMATS = ("pdf", "svg", "png")
 @common
 def report(directory: Path, out: Path | None, as_json: bool) -> None:
     """Write one self-contained HTML page on the run in DIRECTORY."""
-    from privlab.report.page.build import write_page
-    from privlab.report.tables.results import load_results
+    from privlab.report.page import write_page
+    from privlab.report.tables import load_results
 
     with warned():
         path = write_page(load_results(directory), out or directory / "report.html")
@@ -34,8 +34,8 @@ def report(directory: Path, out: Path | None, as_json: bool) -> None:
 @common
 def figures(directory: Path, out: Path | None, formats: str, as_json: bool) -> None:
     """Draw the figures that the experiment of the run in DIRECTORY asks for."""
-    from privlab.report.figures.draw import write_figures
-    from privlab.report.tables.results import load_results
+    from privlab.report.figures import write_figures
+    from privlab.report.tables import load_results
 
     wanted = formats.split(",")
     if unknown := [name for name in wanted if name not in _FORMATS]:

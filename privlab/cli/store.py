@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.cli.common import common, err, plain, print_json, print_rows
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _SUFFIXES = (".csv", ".parquet", ".json")
 @contextmanager
 def warned() -> Iterator[None]:
     """Say each of privlab's warnings in one line."""
-    from privlab.base.warnings import collected
+    from privlab.base import collected
 
     messages: list[str] = []
     try:
@@ -45,8 +45,8 @@ def store() -> None:
 @common
 def check(directory: Path, as_json: bool) -> int:
     """Read every part; what is torn or foreign is set aside, and contradictions are reported."""
-    from privlab.base.warnings import collected
-    from privlab.stores.maintenance import check as checked
+    from privlab.base import collected
+    from privlab.stores import check as checked
 
     messages: list[str] = []
     with collected(messages):
@@ -73,7 +73,7 @@ def check(directory: Path, as_json: bool) -> int:
 @common
 def show(directory: Path, limit: int, as_json: bool) -> None:
     """Show records: what was run on which image, and how it scored."""
-    from privlab.stores.maintenance import case_labels, existing
+    from privlab.stores import case_labels, existing
 
     with warned():
         frame = existing(directory).frame()
@@ -96,8 +96,8 @@ def show(directory: Path, limit: int, as_json: bool) -> None:
 @common
 def export(directory: Path, file: Path, as_json: bool) -> None:
     """Write all records, each once, into one FILE: .csv, .parquet or .json (one object a line)."""
-    from privlab.base.files import write_whole
-    from privlab.stores.maintenance import existing
+    from privlab.base import write_whole
+    from privlab.stores import existing
 
     if file.suffix not in _SUFFIXES:
         raise PrivlabError(f"FILE must end in {', '.join(_SUFFIXES)}. Found '{file.name}'.")
@@ -129,8 +129,8 @@ def _json_lines(frame: "DataFrame") -> str:
 @common
 def merge(target: Path, sources: tuple[Path, ...], as_json: bool) -> int:
     """Copy what SOURCES hold into TARGET; nothing is replaced, contradictions are reported."""
-    from privlab.stores.maintenance import check as checked
-    from privlab.stores.maintenance import merge as merged
+    from privlab.stores import check as checked
+    from privlab.stores import merge as merged
 
     with warned():
         conflicts = merged(target, sources)
@@ -150,7 +150,7 @@ def merge(target: Path, sources: tuple[Path, ...], as_json: bool) -> int:
 @common
 def add_external(directory: Path, file: Path, as_json: bool) -> None:
     """Take results measured elsewhere from a TOML FILE: numbers with a reference, or a folder of reconstructions."""
-    from privlab.grids.external import add_external as add
+    from privlab.grids import add_external as add
 
     count = add(directory, file)
     if as_json:

@@ -6,7 +6,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.cli.common import common, err, print_json, print_rows, print_table, warned
 
 __all__ = ["finetune_study", "study"]
@@ -43,7 +43,7 @@ def split_privacy(
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Table 6 of Permutation Equivariance: utility and leakage of split learning under each defense."""
-    from privlab.base.environment import pick_device
+    from privlab.base import pick_device
     from privlab.experiments.studies.split_privacy import Study, to_markdown
     from privlab.experiments.studies.split_privacy import study as run
 
@@ -82,7 +82,7 @@ def finetune_study(
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Fine-tune an encrypted model with and without its key, and look for the key meanwhile (Table 7, Figure 4)."""
-    from privlab.base.environment import pick_device
+    from privlab.base import pick_device
     from privlab.experiments.studies.key_finetune import PUBLISHED, FinetuneStudy
     from privlab.experiments.studies.key_finetune import finetune_study as run
 
@@ -125,7 +125,7 @@ def position_embeddings(
     """What position embeddings know: Tables 6 and 8, Figures 1, 4, 7 and 8 of MJP."""
     from privlab.experiments.studies.position_embeddings import PositionStudy, to_rows
     from privlab.experiments.studies.position_embeddings import study as run
-    from privlab.report.figures.positions import draw_positions
+    from privlab.report.figures import draw_positions
 
     plan = PositionStudy(models=tuple(models.split(",")), weights=tuple(weights.split(",")), **options)
     with warned():
@@ -161,7 +161,7 @@ def position_predictors(
     """What position predictors can do, and how: Figures 2, 3, 8, 9 of MP3, Figure 3 and Tables S3 to S5 of DropPos."""
     from privlab.experiments.studies.position_predictors import PredictorStudy, to_rows
     from privlab.experiments.studies.position_predictors import study as run
-    from privlab.report.figures.predictors import draw_predictors
+    from privlab.report.figures import draw_predictors
 
     facts = run(PredictorStudy(predictors=predictors, **options), out, say=lambda line: err.print(line, markup=False))
     paths = draw_predictors(out, figures)
@@ -224,7 +224,7 @@ def noise_bound(figures: str, out: Path, as_json: bool, **options: Any) -> None:
     """What attacks of RUN on gradient-noise achieved, beside the bound of DP-SGD that no attack may cross."""
     from privlab.experiments.studies.noise_bound import BoundStudy, to_markdown
     from privlab.experiments.studies.noise_bound import study as run
-    from privlab.report.figures.bound import draw_bound
+    from privlab.report.figures import draw_bound
 
     with warned():
         facts = run(BoundStudy(**options), out, say=lambda line: err.print(line, markup=False))

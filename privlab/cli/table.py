@@ -11,15 +11,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.cli.common import EVERY, MANIFEST, OFFSET, command_line, common, err, fits, print_json, print_table
 from privlab.cli.store import warned
 
 if TYPE_CHECKING:
-    from privlab.grids.fill import Options
-    from privlab.grids.layout import Grid
-    from privlab.grids.tasks import Result, Task
-    from privlab.report.tables.results import Results
+    from privlab.grids import Grid, Options, Result, Task
+    from privlab.report.tables import Results
 
 __all__ = ["table"]
 
@@ -70,9 +68,9 @@ def table(
 ) -> int:
     """Run what EXPERIMENT (a TOML file, or a name of `privlab list experiments`) still lacks, and print its table."""
     from privlab.experiments.tables.named import find_experiment
-    from privlab.grids.definition import CHOICE, read_experiment
-    from privlab.grids.fill import fill, prepare
-    from privlab.report.tables.results import load_results
+    from privlab.grids import CHOICE, prepare, read_experiment
+    from privlab.grids.fill import fill
+    from privlab.report.tables import load_results
 
     file = find_experiment(experiment)
     named = {name: options.pop(name) for name in (*CHOICE, "weights", "lpips_weights")}
@@ -97,9 +95,7 @@ def table(
 
 
 def _options(given: dict[str, Any]) -> "Options":
-    from privlab.grids.engines import Engine
-    from privlab.grids.fill import Options
-    from privlab.grids.layout import Share
+    from privlab.grids import Engine, Options, Share
 
     number, slash, count = given["shard"].partition("/")
     if not (slash and number.isdecimal() and count.isdecimal()):
@@ -153,7 +149,7 @@ def _progress(how: "Options") -> Iterator[Any]:
 
 def _show_plan(grid: "Grid", tasks: Sequence["Task"], as_json: bool) -> None:
     """Print each case with its cells, what is done and what the rest costs, measured on one image of each kind."""
-    from privlab.grids.fill import costs
+    from privlab.grids import costs
 
     with err.status("measuring one image of each kind"):
         rows = costs(grid, tasks)
@@ -180,15 +176,22 @@ def _show_plan(grid: "Grid", tasks: Sequence["Task"], as_json: bool) -> None:
 def _print_results(
     results: "Results", format_: str | None, standalone: bool, all_attacks: bool, other: "Results | None"
 ) -> int:
-    from privlab.report.page.verdict import lead_text
+    from privlab.report.page import lead_text
+    from privlab.report.tables import (
+        Caption,
+        apart_lines,
+        apart_of,
+        flag_lines,
+        flags_of,
+        headline,
+        lead_metric,
+        power_of,
+        render,
+        scope,
+    )
     from privlab.report.tables.compare import compare as against
-    from privlab.report.tables.flags import flag_lines, flags_of
-    from privlab.report.tables.formats import render, to_rich
-    from privlab.report.tables.leakage import headline, leakage
-    from privlab.report.tables.members import apart_lines, apart_of
-    from privlab.report.tables.per_image import lead_metric
-    from privlab.report.tables.power import power_of, scope
-    from privlab.report.tables.sheet import Caption
+    from privlab.report.tables.formats import to_rich
+    from privlab.report.tables.leakage import leakage
 
     rows, caption = leakage(results), Caption.of(results)
     lead = lead_text(results, rows, lead_metric(results.layout.columns))

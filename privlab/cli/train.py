@@ -53,7 +53,7 @@ __all__ = ["train"]
 @click.pass_context
 def train(context: click.Context, device: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
     """Train a victim by RECIPE: classify, mjp, mp3, droppos, finetune or probe; all that comes of it goes to --out."""
-    from privlab.base.environment import pick_device
+    from privlab.base import pick_device
     from privlab.training.train_victim import Course, teach
 
     if options["test"] == "none":

@@ -1,1 +1,5 @@
 """The pipeline: a specification becomes observations, reconstructions, scores and records."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -9,16 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from privlab.base.precision import full_precision
-from privlab.base.rng import draw_for
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabWarning, draw_for, full_precision
 from privlab.evaluation.records import Record
-from privlab.images.decode import Picture
-from privlab.images.open import Chunk, Preprocessing
-from privlab.images.photographs import apart_from, common
-from privlab.threat.client import Feed, Sent
-from privlab.threat.observations import FeatureObservation, Observation
-from privlab.victims.model import VictimModel
+from privlab.images import Chunk, Picture, Preprocessing, apart_from, common
+from privlab.threat import FeatureObservation, Feed, Observation, Sent
+from privlab.victims import VictimModel
 
 __all__ = ["Batch", "Seen", "Trial", "attacked_together", "batch_key", "labelled", "taken"]
 

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.threat.attack_protocols import Attack, FeatureAttack
-from privlab.threat.observations import FeatureObservation, Observation, Stolen
+from privlab.base import PrivlabError
+from privlab.threat import Attack, FeatureAttack, FeatureObservation, Observation, Stolen
 
 __all__ = ["beyond_range", "brought", "check_reconstruction"]
 

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabWarning
 from privlab.evaluation.batch import Batch
 from privlab.evaluation.records import CONTROLS
-from privlab.images.public import Others
-from privlab.patches.patchify import permute
+from privlab.images import Others
+from privlab.patches import permute
 
 __all__ = ["Controls"]
 

@@ -14,26 +14,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.precision import full_precision
-from privlab.base.rng import draw_for
+from privlab.base import PrivlabError, draw_for, full_precision
 from privlab.evaluation.batch import Batch, Seen, Trial, attacked_together, labelled, taken
 from privlab.evaluation.check import beyond_range, brought, check_reconstruction
 from privlab.evaluation.controls import Controls
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.evaluation.scoring import Scorer, known_slots
 from privlab.evaluation.specification import Cell, Specification, reassembly_of
-from privlab.images.open import Chunk, Picture
-from privlab.images.public import Others
-from privlab.metrics.placement import as_sent, assigned, crosses, matched
-from privlab.metrics.registry import Learned
-from privlab.release.features import observe_features, predictions, send
-from privlab.release.gradients import observe
-from privlab.threat.attack_protocols import Attack, FeatureAttack
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Draws, Sent
-from privlab.threat.observations import FeatureObservation, Observation, Stolen
-from privlab.victims.named import Victim
+from privlab.images import Chunk, Others, Picture
+from privlab.metrics import Learned, as_sent, assigned, crosses, matched
+from privlab.release import observe, observe_features, predictions, send
+from privlab.threat import Attack, Capability, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
+from privlab.victims import Victim
 
 __all__ = ["Evaluator", "Panel", "Scored", "Strip"]
 

@@ -13,14 +13,14 @@ import pandas as pd
 import pyarrow as pa
 
 import privlab
-from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base import PrivlabError, unknown_name
 from privlab.defenses import Jigsaw
 from privlab.evaluation.specification import Cell, Specification, defense_of, part_of, reassembly_of
-from privlab.images.decode import Picture, as_text, one_line
-from privlab.reassembly.methods import Borders, Predicted
-from privlab.release.effects import effects_of, kinds_of
-from privlab.threat.stack import Stack
-from privlab.victims.named import Victim
+from privlab.images import Picture, as_text, one_line
+from privlab.reassembly import Borders, Predicted
+from privlab.release import effects_of, kinds_of
+from privlab.threat import Stack
+from privlab.victims import Victim
 
 __all__ = [
     "COLUMNS",

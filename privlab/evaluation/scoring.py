@@ -10,12 +10,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive, Release
-from privlab.attacks.solvers.least_squares import shares_mask
-from privlab.base.precision import full_precision
-from privlab.base.warnings import PrivlabWarning
+from privlab.attacks.solvers import shares_mask
+from privlab.base import PrivlabWarning, full_precision
 from privlab.evaluation.batch import Trial
 from privlab.evaluation.records import GEOMETRIES
-from privlab.metrics.placement import (
+from privlab.metrics import (
+    MIRRORED,
+    Learned,
     adjacent_share,
     crosses,
     displaced,
@@ -24,14 +25,14 @@ from privlab.metrics.placement import (
     neighbour_accuracy,
     placed_share,
     placement_accuracy,
+    psnr_region,
+    score,
 )
-from privlab.metrics.registry import MIRRORED, Learned, psnr_region, score
-from privlab.patches.patchify import permute, slots_to_pixels
-from privlab.reassembly.methods import Borders, Reassembly, rearranged
-from privlab.release.effects import effects_of
-from privlab.threat.client import Sent
-from privlab.threat.observations import Observation, Stolen
-from privlab.victims.model import VictimModel
+from privlab.patches import permute, slots_to_pixels
+from privlab.reassembly import Borders, Reassembly, rearranged
+from privlab.release import effects_of
+from privlab.threat import Observation, Sent, Stolen
+from privlab.victims import VictimModel
 
 __all__ = ["UNDEFINED", "Scorer", "Scores", "known_slots"]
 

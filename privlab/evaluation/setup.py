@@ -9,17 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning, collected
+from privlab.base import PrivlabError, PrivlabWarning, collected
 from privlab.evaluation.records import Rows
 from privlab.evaluation.specification import Cell, Specification, applicable, defense_of, reassembly_of
+from privlab.images import ImageSource, Preprocessing, check_labels, open_images
 from privlab.images.datasets import imagenet_classes
-from privlab.images.manifest import check_labels
-from privlab.images.open import ImageSource, Preprocessing, open_images
-from privlab.metrics.embedding import load_embedding
-from privlab.metrics.lpips_backbones import LpipsUnavailable
-from privlab.metrics.registry import Learned, load_lpips, score
-from privlab.victims.named import Victim, victim
+from privlab.metrics import Learned, LpipsUnavailable, load_embedding, load_lpips, score
+from privlab.victims import Victim, victim
 
 __all__ = ["Subject", "learned_metrics", "public_images", "source_of", "subject_of"]
 

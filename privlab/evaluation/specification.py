@@ -6,20 +6,25 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.options import configured, read_options
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, configured, read_options, unknown_name
 from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
-from privlab.images.open import check_choice
-from privlab.metrics.registry import METRICS
-from privlab.reassembly.methods import REASSEMBLIES, Borders, Predicted, Reassembly
-from privlab.release.features import granted_features
-from privlab.release.gradients import granted, obstacles, released_parameters
-from privlab.threat.attack_protocols import Attack, AttackClass, FeatureAttack, check_capabilities
-from privlab.threat.capabilities import Capability
-from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.threat.stack import Stack
-from privlab.victims.named import Victim
+from privlab.images import check_choice
+from privlab.metrics import METRICS
+from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
+from privlab.release import granted, granted_features, released_parameters
+from privlab.release.gradients import obstacles
+from privlab.threat import (
+    Attack,
+    AttackClass,
+    Capability,
+    Defense,
+    FeatureAttack,
+    FeatureDefense,
+    GradientDefense,
+    Stack,
+    check_capabilities,
+)
+from privlab.victims import Victim
 
 __all__ = [
     "RELEASES",

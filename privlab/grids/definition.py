@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.evaluation.specification import Specification
-from privlab.metrics.placement import PLACEMENT
-from privlab.metrics.registry import METRICS, STRUCTURE
+from privlab.base import PrivlabError, unknown_name
+from privlab.evaluation import Specification
+from privlab.metrics import METRICS, PLACEMENT, STRUCTURE
 
 if sys.version_info >= (3, 11):
     import tomllib

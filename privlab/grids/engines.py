@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base import PrivlabError, unknown_name
 from privlab.grids.tasks import Result, Task, run_task
 
 __all__ = ["ENGINES", "Engine", "run_tasks"]

@@ -20,17 +20,12 @@ from timm.models import get_pretrained_cfg
 from torchvision.transforms.functional import to_tensor
 
 import privlab
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.evaluation.records import COLUMNS, CONTROL, GEOMETRIES, SCHEMA, Record, cell_key
-from privlab.evaluation.specification import SETTINGS, Specification
+from privlab.base import PrivlabError, unknown_name
+from privlab.evaluation import COLUMNS, CONTROL, GEOMETRIES, SCHEMA, SETTINGS, Record, Specification, cell_key
 from privlab.grids.definition import KNOWN
-from privlab.images.decode import Picture, as_text
-from privlab.images.open import ImageSource, Preprocessing, open_images
-from privlab.metrics.embedding import load_embedding
-from privlab.metrics.lpips_backbones import LpipsUnavailable
-from privlab.metrics.registry import METRICS, Learned, load_lpips, score
-from privlab.stores.store import RunDirectory, Store, merged, part_frame
-from privlab.stores.strips import to_png
+from privlab.images import ImageSource, Picture, Preprocessing, as_text, open_images
+from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
+from privlab.stores import RunDirectory, Store, merged, part_frame, to_png
 
 if sys.version_info >= (3, 11):
     import tomllib

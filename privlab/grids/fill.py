@@ -8,14 +8,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from privlab.base.environment import commit, hardware, pick_device, versions
-from privlab.base.errors import PrivlabError
-from privlab.evaluation.records import CONTROLS
+from privlab.base import PrivlabError, commit, hardware, pick_device, versions
+from privlab.evaluation import CONTROLS
 from privlab.grids.definition import Experiment
 from privlab.grids.engines import Engine, run_tasks
 from privlab.grids.layout import Grid, Share, lay_out, missing
 from privlab.grids.tasks import Result, Task, joined, run_task
-from privlab.stores.store import RunDirectory, Store
+from privlab.stores import RunDirectory, Store
 
 __all__ = ["Options", "Progress", "costs", "fill", "prepare"]
 

@@ -12,17 +12,13 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning, collected
-from privlab.evaluation.batch import batch_key
-from privlab.evaluation.records import CONTROLS
-from privlab.evaluation.setup import learned_for, source_of, subject_of
-from privlab.evaluation.specification import Specification
+from privlab.base import PrivlabError, PrivlabWarning, collected
+from privlab.evaluation import CONTROLS, Specification, batch_key, source_of, subject_of
+from privlab.evaluation.setup import learned_for
 from privlab.grids.definition import Experiment
 from privlab.grids.tasks import Reference, Task, references
-from privlab.images.manifest import to_csv
-from privlab.images.open import ImageSource
-from privlab.stores.store import Store
+from privlab.images import ImageSource, to_csv
+from privlab.stores import Store
 
 __all__ = ["Grid", "Job", "Share", "lay_out", "missing"]
 

@@ -14,16 +14,12 @@ import pyarrow as pa
 import torch
 from safetensors.torch import load_file, save
 
-from privlab.base.environment import pick_device
-from privlab.base.warnings import collected
-from privlab.evaluation.pipeline import Evaluator, Strip
-from privlab.evaluation.records import COLUMNS
-from privlab.evaluation.setup import learned_for, source_of, subject_of
-from privlab.evaluation.specification import Cell, Specification
-from privlab.images.decode import LabelOrigin, Picture
-from privlab.images.open import ImageSource, chunk_of
-from privlab.stores.strips import to_png
-from privlab.threat.observations import Stolen
+from privlab.base import collected, pick_device
+from privlab.evaluation import COLUMNS, Cell, Evaluator, Specification, Strip, source_of, subject_of
+from privlab.evaluation.setup import learned_for
+from privlab.images import ImageSource, LabelOrigin, Picture, chunk_of
+from privlab.stores import to_png
+from privlab.threat import Stolen
 
 __all__ = ["Reference", "Result", "Task", "joined", "references", "run_task"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from timm.data import ImageNetInfo
 
-from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base import PrivlabError, unknown_name
 from privlab.images.decode import LabelOrigin, Picture, damaged, one_line, picture_from_bytes, picture_from_image
 from privlab.images.sources import ImageSource
 

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 
 __all__ = ["LabelOrigin", "Picture", "as_text", "damaged", "one_line"]
 __all__ += ["picture_from_bytes", "picture_from_image", "read_picture"]

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 
 __all__ = ["Augmentation", "Examples"]
 

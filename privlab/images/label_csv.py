@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.images.decode import Picture, one_line
 from privlab.images.sources import ImageSource
 

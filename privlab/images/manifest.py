@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base import PrivlabError, unknown_name
 from privlab.images.decode import LabelOrigin, Picture, as_text, one_line
 from privlab.images.label_csv import label_of
 from privlab.images.sources import ImageSource

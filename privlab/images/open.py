@@ -11,7 +11,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base import PrivlabError, unknown_name
 from privlab.images import datasets, sources
 from privlab.images.decode import Picture, read_picture
 from privlab.images.label_csv import relabelled

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.images.decode import read_picture
 from privlab.images.open import Preprocessing, open_images
 from privlab.images.sources import SAMPLES, sample_file

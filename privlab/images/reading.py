@@ -15,8 +15,7 @@ from jaxtyping import Int, UInt8
 from PIL import Image
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.files import write_whole
+from privlab.base import PrivlabError, write_whole
 from privlab.images.decode import Picture, one_line
 from privlab.images.examples import Examples
 from privlab.images.sources import ImageSource

@@ -9,7 +9,7 @@ from itertools import groupby, islice, zip_longest
 from pathlib import Path
 from typing import NoReturn
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.images.decode import MAX_BYTES, LabelOrigin, Picture, picture_from_image, read_picture
 
 __all__ = ["ImageSource", "files", "folder", "sample_file", "samples"]

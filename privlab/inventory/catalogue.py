@@ -6,10 +6,9 @@ from dataclasses import fields
 from privlab.attacks import attacks
 from privlab.defenses import defenses
 from privlab.experiments.tables.named import experiment_names, find_experiment
-from privlab.grids.definition import read_experiment
-from privlab.metrics.placement import PLACEMENT
-from privlab.metrics.registry import METRICS
-from privlab.victims.named import ARCHITECTURES, victim_names
+from privlab.grids import read_experiment
+from privlab.metrics import METRICS, PLACEMENT
+from privlab.victims import ARCHITECTURES, victim_names
 
 __all__ = ["catalogue"]
 

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import torch
 
-from privlab.base.environment import versions
-from privlab.base.errors import PrivlabError
-from privlab.metrics.lpips_backbones import BACKBONES, find_backbone
-from privlab.victims.named import ARCHITECTURES
-from privlab.victims.weights import WeightsUnavailable, pretrained_file
+from privlab.base import PrivlabError, versions
+from privlab.metrics import BACKBONES, find_backbone
+from privlab.victims import ARCHITECTURES, WeightsUnavailable, pretrained_file
 
 __all__ = ["examine"]
 

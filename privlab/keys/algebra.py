@@ -38,9 +38,9 @@ from timm.layers import GluMlp, Mlp, SwiGLU
 from timm.models.vision_transformer import Attention, Block, ResPostBlock, VisionTransformer
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base import PrivlabError, unknown_name
 from privlab.keys.layouts import VIT, Layout
-from privlab.patches.permutations import bits, inverse
+from privlab.patches import bits, inverse
 
 __all__ = [
     "SPACES",

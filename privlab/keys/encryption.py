@@ -19,12 +19,12 @@ from safetensors import SafetensorError, safe_open
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.keys.algebra import ModelShape, apply_key, remove_key
 from privlab.keys.key_file import KeyFile, to_bytes, write_new
 from privlab.keys.layouts import VIT
+from privlab.victims import from_any_layout, hash_of, pretrained_file, read_state
 from privlab.victims import named as victims
-from privlab.victims.weights import from_any_layout, hash_of, pretrained_file, read_state
 
 __all__ = [
     "FORMAT",

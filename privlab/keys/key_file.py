@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.keys.algebra import SPACES, ModelKey, ModelShape, check_fits, key_bits, residual_bits
 
 __all__ = ["FORMAT", "KeyFile", "canonical", "key_id", "load_key", "save_key", "to_bytes", "write_new"]

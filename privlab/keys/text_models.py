@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.keys.algebra import ModelShape
 from privlab.keys.layouts import Layout, affine, linear
 

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from timm.data import resolve_model_data_config
 from torch import Tensor, nn
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.victims.weights import hash_of, read_state
+from privlab.base import PrivlabError, unknown_name
+from privlab.victims import hash_of, read_state
 
 __all__ = ["Embedding", "load_embedding"]
 

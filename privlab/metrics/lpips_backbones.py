@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base import PrivlabError, unknown_name
 
 __all__ = ["BACKBONES", "Backbone", "LpipsUnavailable", "find_backbone", "load_features", "read_features"]
 
@@ -67,7 +67,7 @@ def read_features(path: Path) -> tuple[dict[str, Tensor], str]:
     Raises:
         PrivlabError: if the file is truncated, holds code, or holds no tensors by name.
     """
-    from privlab.victims.weights import read_state
+    from privlab.victims import read_state
 
     features = {name: tensor for name, tensor in read_state(path).items() if name.startswith("features.")}
     return features, hashlib.sha256(path.read_bytes()).hexdigest()
@@ -114,7 +114,7 @@ def _from_torchvision(net: str, download: bool) -> Path:
 
 def _download(url: str, path: Path) -> str:
     """Download into torchvision's cache; return why it failed, or an empty string."""
-    from privlab.victims.weights import offline, reachable
+    from privlab.victims import offline, reachable
 
     if offline():
         return "was not tried (HF_HUB_OFFLINE is set)"

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.metrics.window import RADIUS, gaussian
 
 __all__ = ["FORMULAS", "Pair", "by", "check_shapes"]

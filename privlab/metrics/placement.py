@@ -8,9 +8,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from privlab.metrics.registry import Metric
-from privlab.patches.patchify import patchify, unpatchify
-from privlab.threat.client import Sent
-from privlab.threat.observations import Stolen
+from privlab.patches import unpatchify
+from privlab.patches.patchify import patchify
+from privlab.threat import Sent, Stolen
 
 __all__ = [
     "PLACEMENT",

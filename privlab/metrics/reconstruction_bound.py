@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from scipy.stats import beta
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 
 __all__ = ["clopper_pearson", "fixed_guess", "gram", "identified", "success_bound"]
 

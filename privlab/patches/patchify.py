@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 
 __all__ = [
     "blockwise_mask",

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 
 __all__ = ["FLOOR", "border_cost", "border_costs"]
 

@@ -16,13 +16,13 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.patches.patchify import patchify
 from privlab.reassembly.border_costs import border_costs
 from privlab.reassembly.predictors import PositionPredictor, load_predictor, predictor_file
 from privlab.reassembly.solver import ROUNDS, assemble
-from privlab.threat.observations import Stolen
-from privlab.victims.zoo import placer
+from privlab.threat import Stolen
+from privlab.victims import placer
 
 __all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearranged", "standing"]
 

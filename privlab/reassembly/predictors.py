@@ -20,10 +20,9 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base import PrivlabError, unknown_name
 from privlab.patches.patchify import patchify
-from privlab.victims.model import VictimModel
-from privlab.victims.zoo import shipped
+from privlab.victims import VictimModel, shipped
 
 __all__ = [
     "PREDICTORS",

@@ -10,7 +10,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.reassembly.border_costs import FLOOR, border_costs
 
 __all__ = ["ROUNDS", "assemble", "solve_jigsaw"]

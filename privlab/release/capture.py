@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 
 __all__ = ["FORMAT", "REDUCTIONS", "VERSION", "capture"]
 
@@ -92,10 +92,7 @@ def capture(
 
 def _hash(model: nn.Module) -> str:
     """Return the hash that a victim with these weights has."""
-    from privlab.victims.weights import (  # brings timm, which the maker of a ViT has loaded already
-        from_any_layout,
-        hash_of,
-    )
+    from privlab.victims import from_any_layout, hash_of
 
     state, unknown = from_any_layout({_WRAPPERS.sub("", key): value for key, value in model.state_dict().items()})
     return hash_of(state if unknown is None else state | {"unk_embed": unknown.reshape(1, 1, -1)})

@@ -14,15 +14,10 @@ from jaxtyping import Float
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.precision import full_precision
-from privlab.patches.patchify import permute
-from privlab.patches.permutations import inverse, permute_features, restore_features
-from privlab.threat.client import Draws, Sent
-from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.threat.effects import Effects, Rows
-from privlab.threat.stack import Stack
-from privlab.victims.model import VictimModel
+from privlab.base import PrivlabError, full_precision
+from privlab.patches import inverse, permute, permute_features, restore_features
+from privlab.threat import Defense, Draws, Effects, FeatureDefense, GradientDefense, Rows, Sent, Stack
+from privlab.victims import VictimModel
 
 __all__ = ["AnyDefense", "contradictions", "effects_of", "kinds_of", "measured", "stand_in"]
 

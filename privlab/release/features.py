@@ -7,15 +7,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base.precision import full_precision
-from privlab.patches.permutations import restore_features
+from privlab.base import full_precision
+from privlab.patches import restore_features
 from privlab.release.effects import effects_of
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Draws, Feed, Sent
-from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.threat.observations import FeatureObservation
-from privlab.threat.stack import Stack
-from privlab.victims.model import VictimModel
+from privlab.threat import (
+    Capability,
+    Defense,
+    Draws,
+    FeatureDefense,
+    FeatureObservation,
+    Feed,
+    GradientDefense,
+    Sent,
+    Stack,
+)
+from privlab.victims import VictimModel
 
 __all__ = ["granted_features", "observe_features", "predictions", "send"]
 

@@ -12,16 +12,12 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError, first
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, first
 from privlab.release.capture import FORMAT, REDUCTIONS, VERSION
 from privlab.release.gradients import granted
 from privlab.release.updates import partial_training
-from privlab.threat.capabilities import Capability
-from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
-from privlab.victims.weights import from_any_layout
+from privlab.threat import Capability, Defense, FeatureDefense, GradientDefense, Observation
+from privlab.victims import VictimModel, from_any_layout
 
 __all__ = ["HEAD", "Released", "check_fit", "check_head", "head_of", "observation", "read_released"]
 

@@ -16,14 +16,10 @@ from timm.layers import Mlp
 from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.precision import full_precision
+from privlab.base import PrivlabError, full_precision, unknown_name
 from privlab.patches.patchify import patchify
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Feed
-from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.threat.observations import Observation
-from privlab.victims.model import AprilBlock, VictimModel
+from privlab.threat import Capability, Defense, FeatureDefense, Feed, GradientDefense, Observation
+from privlab.victims import AprilBlock, VictimModel
 
 __all__ = ["granted", "observe", "per_sample_gradients", "released_gradients", "released_parameters"]
 

@@ -24,8 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning
 
 __all__ = ["Recorded", "Recorder", "SessionRecorder", "read_recording", "recorded_sessions"]
 

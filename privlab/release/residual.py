@@ -6,10 +6,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from privlab.base.precision import full_precision
+from privlab.base import full_precision
 from privlab.release.gradients import per_sample_gradients, released_parameters
-from privlab.threat.client import Feed
-from privlab.threat.observations import Observation
+from privlab.threat import Feed, Observation
 
 __all__ = ["EXPLAINED", "residual", "unlit"]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from privlab.base.errors import first
-from privlab.victims.model import VictimModel
+from privlab.base import first
+from privlab.victims import VictimModel
 
 __all__ = ["Signs", "decay_of", "labels_of_signs", "partial_training", "sgd_rate", "signs_of", "update_in"]
 

@@ -16,23 +16,36 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from privlab.attacks import attacks
-from privlab.base.environment import commit, hardware, pick_device, versions
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.options import stated
-from privlab.base.warnings import PrivlabWarning, collected
+from privlab.base import (
+    PrivlabError,
+    PrivlabWarning,
+    collected,
+    commit,
+    hardware,
+    pick_device,
+    stated,
+    unknown_name,
+    versions,
+)
 from privlab.defenses import defenses
-from privlab.evaluation.pipeline import Evaluator, Scored
-from privlab.evaluation.records import Record, to_frame
-from privlab.evaluation.setup import learned_metrics, public_images, source_of
-from privlab.evaluation.specification import Cell, Specification, defense_of, plan, reassembly_of
-from privlab.images.manifest import to_csv
-from privlab.images.open import ImageSource, Picture, batches
-from privlab.metrics.embedding import Embedding
-from privlab.metrics.registry import Learned, Lpips
-from privlab.stores.store import RunDirectory
-from privlab.stores.strips import save_strip, strip_name
-from privlab.victims.model import check_plain
-from privlab.victims.named import Victim, victim
+from privlab.evaluation import (
+    Cell,
+    Evaluator,
+    Record,
+    Scored,
+    Specification,
+    defense_of,
+    learned_metrics,
+    plan,
+    public_images,
+    reassembly_of,
+    source_of,
+    to_frame,
+)
+from privlab.images import ImageSource, Picture, batches, to_csv
+from privlab.metrics import Embedding, Learned, Lpips
+from privlab.stores import RunDirectory, save_strip, strip_name
+from privlab.victims import Victim, check_plain, victim
 
 __all__ = ["Outcome", "attack", "execute", "specify"]
 

@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 from torchvision.utils import save_image
 
-from privlab.base.environment import hardware, pick_device, versions
-from privlab.base.errors import PrivlabError
-from privlab.base.precision import full_precision
-from privlab.base.warnings import collected
-from privlab.evaluation.check import brought, check_reconstruction
-from privlab.evaluation.setup import public_images
-from privlab.evaluation.specification import Specification, defense_of, plan
-from privlab.release.features import granted_features
-from privlab.release.recording import Recorded, read_recording, recorded_sessions
-from privlab.stores.store import RunDirectory
-from privlab.threat.attack_protocols import FeatureAttack
-from privlab.threat.observations import FeatureObservation
-from privlab.victims.named import Victim, victim
+from privlab.base import PrivlabError, collected, full_precision, hardware, pick_device, versions
+from privlab.evaluation import Specification, brought, check_reconstruction, defense_of, plan, public_images
+from privlab.release import Recorded, granted_features, read_recording, recorded_sessions
+from privlab.stores import RunDirectory
+from privlab.threat import FeatureAttack, FeatureObservation
+from privlab.victims import Victim, victim
 
 __all__ = ["Audit", "audit"]
 

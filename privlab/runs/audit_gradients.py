@@ -14,24 +14,46 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base.environment import commit, hardware, pick_device, versions
-from privlab.base.errors import PrivlabError, first
-from privlab.base.precision import full_precision
-from privlab.base.warnings import PrivlabWarning, collected
-from privlab.evaluation.check import beyond_range, brought, check_reconstruction
-from privlab.evaluation.pipeline import Panel
-from privlab.evaluation.specification import Specification, applicable, defense_of, stands_in
-from privlab.release.gradient_file import Released, check_fit, check_head, head_of, observation, read_released
-from privlab.release.labels_by_rank import Told, told_labels
-from privlab.release.residual import EXPLAINED, residual, unlit
-from privlab.release.updates import labels_of_signs, update_in
+from privlab.base import (
+    PrivlabError,
+    PrivlabWarning,
+    collected,
+    commit,
+    first,
+    full_precision,
+    hardware,
+    pick_device,
+    versions,
+)
+from privlab.evaluation import (
+    Panel,
+    Specification,
+    applicable,
+    beyond_range,
+    brought,
+    check_reconstruction,
+    defense_of,
+    stands_in,
+)
+from privlab.release import (
+    EXPLAINED,
+    Released,
+    Told,
+    check_fit,
+    check_head,
+    head_of,
+    labels_of_signs,
+    observation,
+    read_released,
+    told_labels,
+    unlit,
+    update_in,
+)
+from privlab.release.residual import residual
 from privlab.runs.audit_reference import Judge, Row, as_fed
-from privlab.stores.store import RunDirectory
-from privlab.stores.strips import save_strip, strip_name, to_png
-from privlab.threat.attack_protocols import Attack, check_capabilities
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Observation
-from privlab.victims.named import Victim, victim
+from privlab.stores import RunDirectory, save_strip, strip_name, to_png
+from privlab.threat import Attack, Capability, Observation, check_capabilities
+from privlab.victims import Victim, victim
 
 __all__ = ["GradientAudit", "audit_gradients"]
 

@@ -10,22 +10,14 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.precision import full_precision
-from privlab.evaluation.pipeline import Panel, Strip
-from privlab.evaluation.records import CONTROLS
-from privlab.evaluation.setup import learned_metrics, public_images
-from privlab.evaluation.specification import Specification
-from privlab.images.client_preprocessing import nearest
-from privlab.images.decode import Picture
-from privlab.images.open import Preprocessing, open_images
-from privlab.images.photographs import apart_from
-from privlab.images.public import Others
-from privlab.metrics.registry import Learned, psnr, score
-from privlab.release.effects import effects_of
-from privlab.release.residual import EXPLAINED, residual, unlit
-from privlab.threat.observations import Observation
-from privlab.victims.named import Victim
+from privlab.base import PrivlabError, full_precision
+from privlab.evaluation import CONTROLS, Panel, Specification, Strip, learned_metrics, public_images
+from privlab.images import Others, Picture, Preprocessing, apart_from, nearest, open_images
+from privlab.metrics import Learned, psnr, score
+from privlab.release import EXPLAINED, effects_of, unlit
+from privlab.release.residual import residual
+from privlab.threat import Observation
+from privlab.victims import Victim
 
 __all__ = ["Judge", "Row", "as_fed"]
 

@@ -1,1 +1,5 @@
 """Run directories: records as Parquet parts, strips, and their maintenance."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from privlab.base.errors import PrivlabError
-from privlab.evaluation.records import EXACT_DB
-from privlab.metrics.registry import DECIBELS, METRICS
+from privlab.base import PrivlabError
+from privlab.evaluation import EXACT_DB
+from privlab.metrics import DECIBELS, METRICS
 from privlab.stores.store import KEY, RunDirectory, Store, part_frame
 
 __all__ = ["Checked", "Conflict", "case_labels", "check", "existing", "merge"]

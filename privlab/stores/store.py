@@ -20,10 +20,8 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from privlab.base.errors import PrivlabError
-from privlab.base.files import unwritable, write_whole
-from privlab.base.warnings import PrivlabWarning
-from privlab.evaluation.records import COLUMNS, SCHEMA
+from privlab.base import PrivlabError, PrivlabWarning, unwritable, write_whole
+from privlab.evaluation import COLUMNS, SCHEMA
 
 __all__ = ["KEY", "RunDirectory", "Store", "merged", "part_frame"]
 

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from privlab.evaluation.pipeline import Panel, Strip
+from privlab.evaluation import Panel, Strip
 
 __all__ = ["Place", "places_of", "pngs", "save_strip", "strip_name", "to_png"]
 

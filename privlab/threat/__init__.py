@@ -1,1 +1,5 @@
 """The threat model in types: capabilities, observations, and what attacks and defenses declare."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_ch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.threat.capabilities import FORCEABLE, Capability
 from privlab.threat.observations import FeatureObservation, Observation, Stolen
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from privlab.patches.permutations import inverse, permute_features, restore_features
+from privlab.patches import inverse, permute_features, restore_features
 
 __all__ = ["Draws", "Feed", "Sent"]
 

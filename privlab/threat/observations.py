@@ -15,7 +15,7 @@ from torch import Tensor
 
 from privlab.threat.capabilities import Capability
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.victims.model import VictimModel
+from privlab.victims import VictimModel
 
 __all__ = ["FeatureObservation", "Observation", "Stolen"]
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.threat.client import Draws, Feed, Sent
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
 

@@ -1,7 +1,6 @@
 """The one training loop, its checkpoints and its log."""
 
-from privlab.images.examples import Augmentation, Examples
-from privlab.images.reading import read_examples
+from privlab.images import Augmentation, Examples, read_examples
 from privlab.training.checkpoint import Checkpoints
 from privlab.training.loop import listening, tell, train
 from privlab.training.plan import Compute, Listener, Paced, Plan, Progress, Recipe

@@ -18,9 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.files import sha256_of, sync
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, sha256_of, sync
 
 __all__ = ["Checkpoints"]
 

@@ -4,7 +4,7 @@ import csv
 from dataclasses import astuple, fields
 from pathlib import Path
 
-from privlab.base.files import write_whole
+from privlab.base import write_whole
 from privlab.training.plan import Progress
 
 __all__ = ["append", "forget_after"]

@@ -23,9 +23,7 @@ from safetensors.torch import save_file
 from timm.utils import ModelEmaV3
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.files import write_whole
-from privlab.base.rng import draw_for
+from privlab.base import PrivlabError, draw_for, write_whole
 from privlab.training import log
 from privlab.training.checkpoint import Checkpoints
 from privlab.training.plan import Compute, Listener, Paced, Plan, Progress, Recipe

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Generator, Tensor, nn
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 
 __all__ = ["Compute", "Listener", "Paced", "Plan", "Progress", "Recipe"]
 

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from privlab.base.rng import draw_for
-from privlab.images.examples import Examples
-from privlab.reassembly.predictors import DropPosNetwork, Mp3Network, PositionPredictor
+from privlab.base import draw_for
+from privlab.images import Examples
+from privlab.reassembly import DropPosNetwork, Mp3Network, PositionPredictor
 from privlab.training.objectives.droppos import TrainDropPos
 from privlab.training.objectives.mp3 import TrainMp3
 

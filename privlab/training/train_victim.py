@@ -19,21 +19,26 @@ import torch
 from torch import nn
 
 from privlab import __version__
-from privlab.base.environment import hardware, versions
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.files import write_whole
-from privlab.base.options import configured, read_options
-from privlab.base.warnings import PrivlabWarning, collected
-from privlab.images.open import open_images
-from privlab.reassembly.predictors import PositionPredictor, save_predictor
+from privlab.base import (
+    PrivlabError,
+    PrivlabWarning,
+    collected,
+    configured,
+    hardware,
+    read_options,
+    unknown_name,
+    versions,
+    write_whole,
+)
+from privlab.images import open_images
+from privlab.reassembly import PositionPredictor, save_predictor
 from privlab.training import Augmentation, Compute, Examples, Listener, Plan, read_examples, train
 from privlab.training.objectives import OBJECTIVES, Lesson, Objective, Probe
 from privlab.training.objectives.probe import Head, probe_accuracy
 from privlab.training.position_accuracy import position_accuracy
-from privlab.utility.consistency import worth
+from privlab.utility import worth
+from privlab.victims import Pupil, Victim, classifier, victim
 from privlab.victims import weights as stored
-from privlab.victims.classifiers import Pupil, classifier
-from privlab.victims.named import Victim, victim
 
 __all__ = ["PRESETS", "Course", "Preset", "teach"]
 

@@ -7,11 +7,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.rng import draw_for
-from privlab.images.examples import Examples
-from privlab.patches.patchify import jigsaw
-from privlab.victims.classifiers import Classifier, told_of
+from privlab.base import PrivlabError, draw_for, unknown_name
+from privlab.images import Examples
+from privlab.patches import jigsaw
+from privlab.victims import Classifier, told_of
 
 __all__ = ["Batch", "Worth", "worth", "worth_by_gamma"]
 

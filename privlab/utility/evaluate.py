@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base import PrivlabError, unknown_name
+from privlab.images import ImageSource, open_images
 from privlab.images.datasets import imagenet_classes
-from privlab.images.open import ImageSource, open_images
 from privlab.utility import robustness
 from privlab.utility.consistency import Batch, worth_by_gamma
 from privlab.utility.robustness import ALEXNET, Classes, Outputs, Show
-from privlab.victims.classifiers import Pupil, classifier
-from privlab.victims.named import Victim
+from privlab.victims import Pupil, Victim, classifier
 
 __all__ = ["GAMMAS", "Exam", "judge"]
 

@@ -11,10 +11,9 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.images.open import ImageSource, batches, open_images
-from privlab.victims.classifiers import Pupil
-from privlab.victims.named import Victim
+from privlab.base import PrivlabError
+from privlab.images import ImageSource, batches, open_images
+from privlab.victims import Pupil, Victim
 
 __all__ = [
     "ALEXNET",

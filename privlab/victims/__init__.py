@@ -1,1 +1,5 @@
 """Victims: named timm ViTs with weights of stated origin, and other classifiers that are trained and judged."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

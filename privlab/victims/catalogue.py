@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.files import write_whole
+from privlab.base import PrivlabError, unknown_name, write_whole
 from privlab.victims import weights as stored
 from privlab.victims.named import ARCHITECTURES, pretrained, resolve, victim
 from privlab.victims.zoo import COMPACT, PLACERS, ZOO, shipped

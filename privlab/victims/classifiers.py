@@ -19,10 +19,9 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.warnings import PrivlabWarning
-from privlab.images.open import Preprocessing
-from privlab.patches.patchify import slots_to_pixels
+from privlab.base import PrivlabError, PrivlabWarning, unknown_name
+from privlab.images import Preprocessing
+from privlab.patches import slots_to_pixels
 from privlab.victims import weights as stored
 from privlab.victims.model import VictimModel
 from privlab.victims.named import UnknownOrigin, Victim, Weights, resolve, victim, victim_names, weights_file

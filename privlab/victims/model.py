@@ -10,8 +10,8 @@ from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base.errors import PrivlabError
-from privlab.patches.patchify import unpatchify
+from privlab.base import PrivlabError
+from privlab.patches import unpatchify
 
 __all__ = ["AprilBlock", "VictimModel", "april_twin", "check_plain"]
 

@@ -13,10 +13,8 @@ from timm.data import resolve_model_data_config
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.plugins import with_plugins
-from privlab.base.warnings import PrivlabWarning
-from privlab.images.open import Preprocessing
+from privlab.base import PrivlabError, PrivlabWarning, unknown_name, with_plugins
+from privlab.images import Preprocessing
 from privlab.victims import weights as stored
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
 from privlab.victims.zoo import BACKBONES, BASE, COMPACT, ZOO, shipped

@@ -18,7 +18,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 
 __all__ = [
     "WeightsUnavailable",

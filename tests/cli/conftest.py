@@ -16,10 +16,9 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 from privlab.cli import _status
-from privlab.images.open import open_images
+from privlab.images import open_images
 from privlab.release.capture import capture
-from privlab.victims.named import victim
-from privlab.victims.weights import save
+from privlab.victims import save, victim
 
 TINY = ("--model", "vit_ti", "--weights", "random", "--img-size", "32", "--no-strips")
 

@@ -11,10 +11,9 @@ from pandas.testing import assert_frame_equal
 from PIL import Image
 
 from privlab.attacks import ATTACKS
-from privlab.base.errors import PrivlabError
-from privlab.evaluation.records import COLUMNS, EXACT_DB, GEOMETRIES
-from privlab.evaluation.specification import Specification, applicable
-from privlab.victims.named import victim
+from privlab.base import PrivlabError
+from privlab.evaluation import COLUMNS, EXACT_DB, GEOMETRIES, Specification, applicable
+from privlab.victims import victim
 
 TIMES = ["seconds_observe", "seconds_attack", "seconds_score"]
 CONTROLS = ["control:mean", "control:other", "control:shuffled", "control:flat"]

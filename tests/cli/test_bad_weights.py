@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from privlab.victims.weights import save
+from privlab.victims import save
 
 State = dict[str, Tensor]
 

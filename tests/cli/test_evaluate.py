@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from privlab.images.open import open_images
-from privlab.utility.evaluate import Exam, judge
-from privlab.utility.robustness import natural, outlier_aupr, outputs
-from privlab.victims.named import victim
+from privlab.images import open_images
+from privlab.utility import Exam, judge, natural, outlier_aupr, outputs
+from privlab.victims import victim
 
 SMALL = ("evaluate", "--weights", "random", "--device", "cpu")
 CIFAR = (*SMALL, "--model", "cifar_vit", "--split", "none")

@@ -12,10 +12,9 @@ import torch
 from PIL import Image
 
 from privlab.attacks import ATTACKS
-from privlab.release.recording import Recorder
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import FeatureObservation, Stolen
-from privlab.victims.named import victim
+from privlab.release import Recorder
+from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.victims import victim
 
 LARGE = ("--img-size", "64")
 

@@ -17,18 +17,14 @@ from torch import Tensor
 
 import privlab
 from privlab.attacks import ATTACKS
-from privlab.base.warnings import PrivlabWarning
-from privlab.evaluation.batch import Batch
-from privlab.evaluation.controls import Controls
-from privlab.evaluation.records import CONTROLS, Rows
-from privlab.evaluation.specification import Specification, plan
-from privlab.images.decode import Picture
-from privlab.images.public import Others
-from privlab.metrics.placement import assigned
-from privlab.patches.patchify import patchify, unpatchify
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Observation, Stolen
-from privlab.victims.named import victim
+from privlab.base import PrivlabWarning
+from privlab.evaluation import CONTROLS, Batch, Controls, Rows, Specification, plan
+from privlab.images import Others, Picture
+from privlab.metrics import assigned
+from privlab.patches import unpatchify
+from privlab.patches.patchify import patchify
+from privlab.threat import Capability, Observation, Stolen
+from privlab.victims import victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

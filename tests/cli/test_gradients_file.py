@@ -18,13 +18,11 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from privlab.attacks import ATTACKS, PatchGradient
-from privlab.images.open import open_images
+from privlab.images import open_images
 from privlab.images.sources import SAMPLES
 from privlab.release.capture import capture
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Observation
-from privlab.victims.named import victim
-from privlab.victims.weights import save
+from privlab.threat import Capability, Observation
+from privlab.victims import save, victim
 
 State = dict[str, Tensor]
 ROOT = Path(__file__).parents[2]

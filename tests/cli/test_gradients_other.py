@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torchvision.transforms import Compose, InterpolationMode, Resize, ToTensor
 
-from privlab.victims.weights import save
+from privlab.victims import save
 
 State = dict[str, Tensor]
 BILINEAR = InterpolationMode.BILINEAR

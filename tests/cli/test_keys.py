@@ -10,8 +10,7 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
-from privlab.keys.algebra import residual_only
-from privlab.keys.key_file import load_key, save_key
+from privlab.keys import load_key, residual_only, save_key
 
 Cli = Callable[..., object]
 

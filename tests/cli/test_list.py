@@ -10,8 +10,8 @@ import pytest
 from privlab import __version__
 from privlab.attacks import attacks
 from privlab.defenses import defenses
-from privlab.report.tables.summary import KNOWN
-from privlab.victims.named import victim_names
+from privlab.report.tables import KNOWN
+from privlab.victims import victim_names
 
 LISTED = {
     "victims": ([*victim_names(), "timm:NAME"], {"name", "timm", "variant"}),

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import privlab
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 
 FAST = ("--attack", "april,patch-gradient", "--metrics", "mse,psnr")
 TIMES = ["seconds_observe", "seconds_attack", "seconds_score"]
@@ -245,7 +245,7 @@ def test_manifest_within_the_run_that_gives_way(attack: Callable[..., Any], tmp_
 def test_interrupted_run_has_the_manifest_of_what_it_read(
     attack: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from privlab.stores.store import RunDirectory
+    from privlab.stores import RunDirectory
 
     write, calls = RunDirectory.write_records, []
 

@@ -10,11 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from privlab.victims import ZOO, hash_of, victim
 from privlab.victims import catalogue as shelf
 from privlab.victims import named as victims
-from privlab.victims.named import victim
-from privlab.victims.weights import hash_of
-from privlab.victims.zoo import ZOO
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,8 @@ from pandas.testing import assert_frame_equal
 from timm.models.vision_transformer import VisionTransformer
 
 import privlab
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
-from privlab.evaluation.records import COLUMNS
+from privlab.base import PrivlabError, PrivlabWarning
+from privlab.evaluation import COLUMNS
 
 OPTIONS: dict[str, Any] = {"weights": "random", "img_size": 32}
 

@@ -11,8 +11,8 @@ from privlab.attacks import ATTACKS
 from privlab.base import plugins as registry
 from privlab.cli import _status, cli
 from privlab.defenses import DEFENSES
-from privlab.evaluation.records import COLUMNS
-from privlab.metrics.registry import METRICS
+from privlab.evaluation import COLUMNS
+from privlab.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

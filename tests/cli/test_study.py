@@ -10,8 +10,8 @@ from weakref import ref
 import pytest
 
 from privlab.experiments.studies import split_privacy
+from privlab.runs import Outcome
 from privlab.runs import attack as run
-from privlab.runs.attack import Outcome
 
 pytest.importorskip("lightning_fabric")
 

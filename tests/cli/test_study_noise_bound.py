@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 import torch
 
-from privlab.base.errors import PrivlabError
-from privlab.images.open import batches, open_images
-from privlab.metrics.reconstruction_bound import clopper_pearson, fixed_guess, success_bound
-from privlab.release.gradients import per_sample_gradients, released_parameters
-from privlab.report.figures.bound import draw_bound
-from privlab.threat.client import Feed
-from privlab.victims.named import victim
+from privlab.base import PrivlabError
+from privlab.images import batches, open_images
+from privlab.metrics import clopper_pearson, fixed_guess, success_bound
+from privlab.release import per_sample_gradients, released_parameters
+from privlab.report.figures import draw_bound
+from privlab.threat import Feed
+from privlab.victims import victim
 
 VICTIM = ("--model", "vit_ti", "--weights", "random", "--img-size", "32")
 NOISE = ("--defense", "gradient-noise", "--attack", "patch-gradient", "--labels", "predicted", "--metrics", "psnr")

@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.experiments.studies.position_embeddings import cosines
-from privlab.report.figures.positions import draw_positions
-from privlab.victims.named import victim
+from privlab.report.figures import draw_positions
+from privlab.victims import victim
 
 TINY = ("study", "pe", "--model", "vit_ti,cifar_vit", "--weights", "random", "--img-size", "32", "--no-umap")
 

@@ -13,8 +13,8 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from privlab.reassembly.predictors import Mp3Network, save_predictor
-from privlab.victims.model import VictimModel
+from privlab.reassembly import Mp3Network, save_predictor
+from privlab.victims import VictimModel
 
 SMALL = ("study", "placement", "--img-size", "16", "--patch", "4")
 

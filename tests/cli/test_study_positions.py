@@ -10,12 +10,11 @@ import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.experiments.studies.position_predictors import ETAS
-from privlab.reassembly.predictors import DropPosNetwork, Mp3Network, save_predictor
-from privlab.report.figures.predictors import draw_predictors
-from privlab.victims.model import VictimModel
-from privlab.victims.weights import hash_of
+from privlab.reassembly import DropPosNetwork, Mp3Network, save_predictor
+from privlab.report.figures import draw_predictors
+from privlab.victims import VictimModel, hash_of
 
 
 def model() -> VictimModel:

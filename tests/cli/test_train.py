@@ -16,13 +16,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from privlab.images.open import open_images
+from privlab.images import open_images
 from privlab.training import read_examples
 from privlab.training.objectives import OBJECTIVES
 from privlab.training.train_victim import PRESETS, Course, _set_up
-from privlab.utility.consistency import worth
-from privlab.victims.named import victim
-from privlab.victims.weights import hash_of
+from privlab.utility import worth
+from privlab.victims import hash_of, victim
 
 CLI = Callable[..., "Result"]  # noqa: F821  # of conftest, which test modules cannot import
 FEW = ("--model", "cifar_vit_mjp", "--preset", "small", "--batch-size", "4", "--precision", "32-true")

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import save_file
 
-from privlab.victims.named import victim
+from privlab.victims import victim
 
 CLI = Callable[..., "Result"]  # noqa: F821  # of conftest, which test modules cannot import
 FEW = ("--preset", "small", "--batch-size", "4", "--epochs", "1", "--precision", "32-true")

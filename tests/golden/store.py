@@ -122,10 +122,10 @@ def make(directory: Path, inputs: Path | None) -> None:
 
 def make_inputs(given: Path) -> None:
     """Write photographs of two classes, a recorded step of training and recorded features."""
-    from privlab.images.open import open_images
+    from privlab.images import open_images
+    from privlab.release import Recorder
     from privlab.release.capture import capture
-    from privlab.release.recording import Recorder
-    from privlab.victims.named import victim
+    from privlab.victims import victim
 
     base = victim("cifar_vit")
     model = base.model

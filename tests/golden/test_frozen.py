@@ -5,9 +5,9 @@ import hashlib
 import pytest
 import torch
 
-from privlab.base.rng import draw_for
-from privlab.images.open import open_images
-from privlab.patches.patchify import blockwise_mask, shuffled_within
+from privlab.base import draw_for
+from privlab.images import open_images
+from privlab.patches import blockwise_mask, shuffled_within
 
 SHA = hashlib.sha256(b"privlab").hexdigest()
 

@@ -19,11 +19,11 @@ import pytest
 import torch
 from PIL import Image
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.cli import _status
-from privlab.grids.definition import Experiment, read_experiment
-from privlab.grids.fill import Options, fill, prepare
-from privlab.stores.store import Store
+from privlab.grids import Experiment, Options, prepare, read_experiment
+from privlab.grids.fill import fill
+from privlab.stores import Store
 
 TINY = {
     **{"model": "vit_ti", "weights": "random", "img_size": 32, "setting": "a"},

@@ -14,13 +14,10 @@ from typing import Any
 
 import pytest
 
-from privlab.base.errors import PrivlabError
-from privlab.grids import engines
-from privlab.grids.definition import Experiment, read_experiment
-from privlab.grids.engines import ENGINES, Engine
-from privlab.grids.fill import fill, prepare
-from privlab.grids.tasks import Result, Task
-from privlab.stores.store import Store
+from privlab.base import PrivlabError
+from privlab.grids import ENGINES, Engine, Experiment, Result, Task, engines, prepare, read_experiment
+from privlab.grids.fill import fill
+from privlab.stores import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.experiments.tables.named import experiment_names, find_experiment
-from privlab.grids.definition import KNOWN, Experiment, Layout, read_experiment
-from privlab.metrics.registry import METRICS, STRUCTURE
+from privlab.grids import KNOWN, Experiment, Layout, read_experiment
+from privlab.metrics import METRICS, STRUCTURE
 
 SHORT = '[run]\nmodel = "vit_ti"\n'
 

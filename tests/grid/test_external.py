@@ -14,18 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from privlab.base.errors import PrivlabError
-from privlab.grids.definition import Experiment
-from privlab.grids.external import _Scorer, _Stated, add_external, case_names
-from privlab.images.open import Preprocessing, read_picture
-from privlab.metrics.lpips_backbones import LpipsUnavailable
-from privlab.metrics.registry import METRICS, score
+from privlab.base import PrivlabError
+from privlab.grids import Experiment, add_external, case_names
+from privlab.grids.external import _Scorer, _Stated
+from privlab.images import Preprocessing, read_picture
+from privlab.metrics import METRICS, LpipsUnavailable, score
+from privlab.report.tables import Results, load_results
 from privlab.report.tables.leakage import leakage
-from privlab.report.tables.results import Results, load_results
-from privlab.stores.maintenance import check
-from privlab.stores.store import RunDirectory, Store
-from privlab.stores.strips import to_png
-from privlab.victims.named import victim
+from privlab.stores import RunDirectory, Store, check, to_png
+from privlab.victims import victim
 
 CASES = """
 [[case]]

@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 
-from privlab.base.errors import PrivlabError
-from privlab.grids import engines
-from privlab.grids.definition import read_experiment
-from privlab.grids.fill import fill, prepare
-from privlab.grids.tasks import Result
-from privlab.stores.maintenance import check
-from privlab.stores.store import Store
+from privlab.base import PrivlabError
+from privlab.grids import Result, engines, prepare, read_experiment
+from privlab.grids.fill import fill
+from privlab.stores import Store, check
 
 KILLS = 50
 IMAGES = 40

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from privlab.base.errors import PrivlabError
-from privlab.stores.store import Store
+from privlab.base import PrivlabError
+from privlab.stores import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 FORCED = {"attack": ["breaching:modern"], "set": ["optim.max_iterations=1", "restarts.num_trials=1"]}

@@ -15,14 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from privlab.base.errors import PrivlabError
-from privlab.evaluation.batch import batch_key
-from privlab.evaluation.records import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA
-from privlab.evaluation.specification import Specification
-from privlab.grids.definition import Experiment, Layout
-from privlab.grids.layout import Grid, Job, Share, missing
-from privlab.grids.tasks import Reference, Task, joined
-from privlab.stores.store import Store
+from privlab.base import PrivlabError
+from privlab.evaluation import COLUMNS, CONTROLS, GEOMETRIES, SCHEMA, Specification, batch_key
+from privlab.grids import Experiment, Grid, Job, Layout, Reference, Share, Task, joined, missing
+from privlab.stores import Store
 
 ATTACKS = ("april", "patch-gradient", "least-squares")
 METRICS = ("mse", "psnr", "ssim")

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from privlab.base.errors import PrivlabError
-from privlab.evaluation.records import CONTROLS
-from privlab.grids.definition import Experiment
-from privlab.grids.fill import prepare
-from privlab.grids.layout import lay_out
+from privlab.base import PrivlabError
+from privlab.evaluation import CONTROLS
+from privlab.grids import Experiment, lay_out, prepare
 
 CPU = torch.device("cpu")
 

@@ -11,14 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from privlab.base.errors import PrivlabError
-from privlab.evaluation.records import COLUMNS
-from privlab.grids.definition import Experiment, read_experiment
-from privlab.grids.layout import lay_out
-from privlab.report.tables.members import apart_lines, apart_of
-from privlab.report.tables.results import load_results
-from privlab.stores.maintenance import merge
-from privlab.stores.store import Store
+from privlab.base import PrivlabError
+from privlab.evaluation import COLUMNS
+from privlab.grids import Experiment, lay_out, read_experiment
+from privlab.report.tables import apart_lines, apart_of, load_results
+from privlab.stores import Store, merge
 
 CPU = torch.device("cpu")
 
@@ -193,7 +190,8 @@ def test_older_store_without_the_column_goes_on(
 def test_picture_that_changes_under_way_is_a_failure_of_its_own(
     write: Callable[..., Path], options: Callable[..., Any], picture: Callable[..., Path], tmp_path: Path
 ) -> None:
-    from privlab.grids.fill import fill, prepare
+    from privlab.grids import prepare
+    from privlab.grids.fill import fill
 
     for seed, name in enumerate("ab"):
         picture(tmp_path / "own" / f"{name}.png", seed)

@@ -11,11 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
-from privlab.evaluation.records import COLUMNS, SCHEMA
-from privlab.stores.maintenance import Checked, Conflict, check, existing, merge
-from privlab.stores.store import RunDirectory, Store
+from privlab.base import PrivlabError, PrivlabWarning
+from privlab.evaluation import COLUMNS, SCHEMA
+from privlab.stores import Checked, Conflict, RunDirectory, Store, check, existing, merge
 
 
 def row(image: int = 0, **values: Any) -> dict[str, Any]:

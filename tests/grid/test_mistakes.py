@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from privlab.base.errors import PrivlabError
-from privlab.grids.definition import Experiment, read_experiment
+from privlab.base import PrivlabError
+from privlab.grids import Experiment, read_experiment
 
 SHORT = '[run]\nmodel = "vit_ti"\n'
 

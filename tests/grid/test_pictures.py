@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from privlab.evaluation.pipeline import Panel, Strip
+from privlab.evaluation import Panel, Strip
 from privlab.grids import tasks
 
 

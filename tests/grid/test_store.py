@@ -18,12 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from privlab.base import files
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
-from privlab.evaluation.records import COLUMNS, SCHEMA
-from privlab.stores.maintenance import check
-from privlab.stores.store import KEY, RunDirectory, Store, merged, part_frame
+from privlab.base import PrivlabError, PrivlabWarning, files
+from privlab.evaluation import COLUMNS, SCHEMA
+from privlab.stores import KEY, RunDirectory, Store, check, merged, part_frame
 
 SYNC = files.sync  # the real one: conftest.py replaces it
 

@@ -10,9 +10,9 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from privlab.evaluation.records import COLUMNS, SCHEMA
-from privlab.grids.definition import read_experiment
-from privlab.stores.store import Store
+from privlab.evaluation import COLUMNS, SCHEMA
+from privlab.grids import read_experiment
+from privlab.stores import Store
 
 CASES = """
 [[case]]

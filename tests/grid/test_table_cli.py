@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from privlab.grids.definition import read_experiment
-from privlab.stores.store import Store
+from privlab.grids import read_experiment
+from privlab.stores import Store
 
 CASES = """
 [[case]]

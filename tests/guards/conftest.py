@@ -9,17 +9,11 @@ import pytest
 from torch import Tensor
 
 from privlab.attacks import ATTACKS
+from privlab.evaluation import Batch, Cell, Evaluator, Record, Scored, Scorer, Specification, Trial, applicable
 from privlab.evaluation import pipeline as evaluate
-from privlab.evaluation.batch import Batch, Trial
-from privlab.evaluation.pipeline import Evaluator, Scored
-from privlab.evaluation.records import Record
-from privlab.evaluation.scoring import Scorer
-from privlab.evaluation.specification import Cell, Specification, applicable
-from privlab.images.decode import Picture
-from privlab.images.open import Chunk, Preprocessing
-from privlab.threat.observations import FeatureObservation, Observation, Stolen
-from privlab.victims.model import VictimModel
-from privlab.victims.named import Victim, Weights
+from privlab.images import Chunk, Picture, Preprocessing
+from privlab.threat import FeatureObservation, Observation, Stolen
+from privlab.victims import Victim, VictimModel, Weights
 
 CUT = Preprocessing(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
 SHORT = {

@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import ATTACKS
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.defenses import BatchShuffle, GradientNoise, RowPermutation
-from privlab.release.features import granted_features
-from privlab.release.gradients import granted, observe
-from privlab.threat.attack_protocols import check_capabilities
-from privlab.threat.capabilities import FORCEABLE, Capability
-from privlab.threat.client import Feed
-from privlab.threat.observations import FeatureObservation, Observation
-from privlab.victims.model import VictimModel, april_twin
+from privlab.release import granted, granted_features, observe
+from privlab.threat import FORCEABLE, Capability, FeatureObservation, Feed, Observation, check_capabilities
+from privlab.victims import VictimModel, april_twin
 
 Model = Callable[..., VictimModel]
 ALL = frozenset(Capability)

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from privlab.evaluation.batch import Batch, Trial
-from privlab.evaluation.pipeline import Evaluator
-from privlab.images.decode import Picture
-from privlab.images.open import Chunk
-from privlab.threat.client import Draws, Feed, Sent
+from privlab.evaluation import Batch, Evaluator, Trial
+from privlab.images import Chunk, Picture
+from privlab.threat import Draws, Feed, Sent
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

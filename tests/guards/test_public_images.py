@@ -8,11 +8,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.evaluation.specification import Specification
-from privlab.images.open import open_images
-from privlab.images.public import Others
-from privlab.runs.audit_reference import Judge
+from privlab.base import PrivlabError
+from privlab.evaluation import Specification
+from privlab.images import Others, open_images
+from privlab.runs import Judge
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

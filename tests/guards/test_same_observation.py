@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import ATTACKS
-from privlab.evaluation.scoring import known_slots
-from privlab.evaluation.specification import Specification, applicable
-from privlab.patches.patchify import permute
-from privlab.reassembly.methods import Borders, rearranged
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Stolen
-from privlab.victims.named import Victim
+from privlab.evaluation import Specification, applicable, known_slots
+from privlab.patches import permute
+from privlab.reassembly import Borders, rearranged
+from privlab.threat import Capability, Stolen
+from privlab.victims import Victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

@@ -12,20 +12,21 @@ from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.keys.algebra import ModelShape, new_key
-from privlab.keys.encryption import (
+from privlab.base import PrivlabError
+from privlab.keys import (
+    KeyFile,
+    ModelShape,
     check_model,
     decrypt_file,
     encrypt_file,
+    new_key,
     public_state,
     read_model,
     rekey_file,
     shape_of_model,
 )
-from privlab.keys.key_file import KeyFile
-from privlab.patches.permutations import permute_features, restore_features
-from privlab.victims.weights import save
+from privlab.patches import permute_features, restore_features
+from privlab.victims import save
 
 OWNERS = {"cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"}
 OWNERS |= {f"{module}.{kind}" for module in ("norm", "head") for kind in ("weight", "bias")}

@@ -10,8 +10,8 @@ import torch
 from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelScalingBlock, VisionTransformer
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.keys.algebra import (
+from privlab.base import PrivlabError
+from privlab.keys import (
     ModelKey,
     ModelShape,
     apply_key,

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
+from privlab.keys import ModelKey, ModelShape, canonical, key_id, load_key, new_key, save_key, to_bytes, write_new
 from privlab.keys import key_file as keyfile
-from privlab.keys.algebra import ModelKey, ModelShape, new_key
-from privlab.keys.key_file import canonical, key_id, load_key, save_key, to_bytes, write_new
 
 SHAPE = ModelShape(width=4, depth=1, heads=2, head_dim=2, hidden=3)
 KEY = ModelKey(

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
-from privlab.keys.algebra import ModelKey, apply_key, new_key, remove_key, residual_only
-from privlab.keys.text_models import text_layout, text_shape
-from privlab.patches.permutations import draw_orders, permute_features, restore_features
+from privlab.base import PrivlabError
+from privlab.keys import ModelKey, apply_key, new_key, remove_key, residual_only, text_layout, text_shape
+from privlab.patches import draw_orders, permute_features, restore_features
 
 transformers = pytest.importorskip("transformers")
 exact = {"rtol": 1e-9, "atol": 1e-9}

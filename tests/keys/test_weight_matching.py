@@ -20,8 +20,8 @@ from privlab.attacks.weights.weight_matching import (
     recovered_fraction,
     recovery_curve,
 )
-from privlab.base.errors import PrivlabError
-from privlab.keys.algebra import ModelKey, ModelShape, apply_key, new_key
+from privlab.base import PrivlabError
+from privlab.keys import ModelKey, ModelShape, apply_key, new_key
 
 State = dict[str, Tensor]
 attack = WeightMatching()

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from privlab.admission.admit import Check, admit, admit_named
-from privlab.base.errors import PrivlabError
+from privlab.admission import Check, admit_named
+from privlab.admission.admit import admit
+from privlab.base import PrivlabError
 from privlab.defenses import (
     DEFENSES,
     GaussianNoise,
@@ -23,11 +24,10 @@ from privlab.defenses import (
     Mjp,
     RowPermutation,
 )
-from privlab.patches.permutations import permute_features
+from privlab.patches import permute_features
 from privlab.release import gradients
-from privlab.threat.client import Draws, Feed, Sent
-from privlab.threat.effects import Effects
-from privlab.victims.model import VictimModel
+from privlab.threat import Draws, Effects, Feed, Sent
+from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
 Admit = Callable[..., dict[str, Check]]

@@ -10,20 +10,14 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import ATTACKS, April, PatchGradient, attacks
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Mjp, Undefended
-from privlab.images.open import open_images
-from privlab.metrics.registry import psnr, psnr_region
-from privlab.patches.patchify import slots_to_pixels
-from privlab.release.gradients import granted, observe
-from privlab.threat.attack_protocols import Attack, FeatureAttack, check_capabilities
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Feed
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel, april_twin
-from privlab.victims.named import Victim, victim
+from privlab.images import open_images
+from privlab.metrics import psnr, psnr_region
+from privlab.patches import slots_to_pixels
+from privlab.release import granted, observe
+from privlab.threat import Attack, Capability, FeatureAttack, Feed, Observation, check_capabilities
+from privlab.victims import Victim, VictimModel, april_twin, victim
 
 Model = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]

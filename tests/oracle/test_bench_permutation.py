@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabWarning
 from privlab.bench import permutation
 from privlab.bench.common import Bench, median_seconds, peak_memory
-from privlab.metrics.placement import placement_accuracy
-from privlab.patches.permutations import draw_orders, permute_features, restore_features
-from privlab.victims.named import victim
+from privlab.metrics import placement_accuracy
+from privlab.patches import draw_orders, permute_features, restore_features
+from privlab.victims import victim
 
 few = settings(max_examples=40)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])

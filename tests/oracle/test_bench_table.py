@@ -12,18 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning
 from privlab.bench import stores, table
 from privlab.bench.first_paint import find_chromium, first_paint
 from privlab.bench.stores import experiment_file, finished_run, photographs
 from privlab.bench.table import _a_core_each, _Pace
-from privlab.evaluation.records import COLUMNS
-from privlab.grids.definition import Experiment
-from privlab.grids.fill import Options, fill, prepare
-from privlab.images.open import open_images
-from privlab.report.tables.results import load_results
-from privlab.stores.store import KEY, RunDirectory, Store
+from privlab.evaluation import COLUMNS
+from privlab.grids import Experiment, Options, prepare
+from privlab.grids.fill import fill
+from privlab.images import open_images
+from privlab.report.tables import load_results
+from privlab.stores import KEY, RunDirectory, Store
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 TABLES = '[[case]]\nlabel = "a"\nsetting = "a"\n\n[[case]]\nlabel = "c"\nsetting = "c"\n'

@@ -20,14 +20,11 @@ from torch.testing import assert_close
 
 from privlab.attacks import April
 from privlab.attacks.gradients.breaching_attacks import BREACHING, Breaching, _shipped_config, contained
-from privlab.base.errors import PrivlabError
-from privlab.base.options import configured, read_options
-from privlab.metrics.registry import psnr
-from privlab.release.gradients import granted, observe, released_parameters
-from privlab.release.label_of_bias import certain_counts, labels_of, likely_labels
-from privlab.threat.attack_protocols import Attack
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel, april_twin
+from privlab.base import PrivlabError, configured, read_options
+from privlab.metrics import psnr
+from privlab.release import certain_counts, granted, labels_of, likely_labels, observe, released_parameters
+from privlab.threat import Attack, Observation
+from privlab.victims import VictimModel, april_twin
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 LABEL = torch.tensor([3])

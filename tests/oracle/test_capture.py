@@ -17,20 +17,25 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.attacks import MjpSubspace, PatchGradient
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import Mjp
-from privlab.metrics.registry import psnr
+from privlab.metrics import psnr
+from privlab.release import (
+    EXPLAINED,
+    HEAD,
+    Released,
+    check_fit,
+    check_head,
+    head_of,
+    observation,
+    observe,
+    read_released,
+    released_parameters,
+)
 from privlab.release.capture import capture
-from privlab.release.gradient_file import HEAD, Released, check_fit, check_head, head_of, observation, read_released
-from privlab.release.gradients import observe, released_parameters
-from privlab.release.residual import EXPLAINED, residual
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Feed
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
-from privlab.victims.named import victim
-from privlab.victims.weights import hash_of
+from privlab.release.residual import residual
+from privlab.threat import Capability, Feed, Observation
+from privlab.victims import VictimModel, hash_of, victim
 
 Made = Callable[..., VictimModel]
 

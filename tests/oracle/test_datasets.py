@@ -13,8 +13,8 @@ import torch
 import torchvision
 from PIL import Image
 
-from privlab.base.errors import PrivlabError
-from privlab.images.open import Picture, open_images
+from privlab.base import PrivlabError
+from privlab.images import Picture, open_images
 
 
 def pixels(picture: Picture) -> np.ndarray:

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from privlab.base.errors import PrivlabError
-from privlab.images import decode
-from privlab.images.decode import Picture, picture_from_image, read_picture
+from privlab.base import PrivlabError
+from privlab.images import Picture, decode, picture_from_image, read_picture
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -15,9 +15,8 @@ import torch
 
 import privlab
 from privlab.attacks import BorderJigsaw, FeatureOptimisation, LeastSquares, PEAssignment, RowAlignment
+from privlab.base import PrivlabError, PrivlabWarning
 from privlab.base import plugins as registry
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
 from privlab.defenses import (
     DEFENSES,
     BatchShuffle,
@@ -30,13 +29,10 @@ from privlab.defenses import (
     Mjp,
     RowPermutation,
 )
-from privlab.release.effects import effects_of, kinds_of, measured
-from privlab.release.features import observe_features, send
-from privlab.report.tables.flags import red_flags
-from privlab.threat.client import Draws, Feed, Sent
-from privlab.threat.effects import Effects
-from privlab.threat.stack import Stack
-from privlab.victims.model import VictimModel
+from privlab.release import effects_of, kinds_of, measured, observe_features, send
+from privlab.report.tables import red_flags
+from privlab.threat import Draws, Effects, Feed, Sent, Stack
+from privlab.victims import VictimModel
 
 Make = Callable[..., VictimModel]
 ROOT = Path(__file__).parents[2] / "defenses"

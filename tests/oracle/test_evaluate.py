@@ -21,16 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import privlab
 from privlab.attacks import MjpSubspace, PatchGradient
 from privlab.defenses import Jigsaw
-from privlab.evaluation.batch import Trial
-from privlab.evaluation.records import CONTROLS, GEOMETRIES
-from privlab.evaluation.scoring import Scorer
-from privlab.metrics.registry import MIRRORED, STRUCTURE
-from privlab.report.tables.per_image import SINGLE, WORST, named
-from privlab.report.tables.summary import flags, summarise, to_rich
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Feed
-from privlab.threat.observations import Observation, Stolen
-from privlab.victims.named import victim
+from privlab.evaluation import CONTROLS, GEOMETRIES, Scorer, Trial
+from privlab.metrics import MIRRORED, STRUCTURE
+from privlab.report.tables import SINGLE, WORST, named, summarise
+from privlab.report.tables.summary import flags, to_rich
+from privlab.threat import Capability, Feed, Observation, Stolen
+from privlab.victims import victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 SMALL = {"weights": "random", "img_size": 32, "limit": 3, "metrics": "psnr,ssim"}

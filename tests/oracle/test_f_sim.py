@@ -10,9 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
-from privlab.metrics.embedding import load_embedding
-from privlab.metrics.registry import score
+from privlab.base import PrivlabError
+from privlab.metrics import load_embedding, score
 
 NAME = "vit_tiny_patch16_224"
 

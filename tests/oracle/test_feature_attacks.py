@@ -18,19 +18,14 @@ from privlab.attacks.features.class_token_key import ClassTokenKey
 from privlab.attacks.features.column_statistics import ColumnStatistics, _by_swaps
 from privlab.attacks.features.pe_assignment import PEAssignment
 from privlab.attacks.features.row_alignment import RowAlignment
-from privlab.attacks.rows.placement import effects, known_tokens, patch_law, place_rows, row_costs
-from privlab.base.errors import PrivlabError
+from privlab.attacks.rows import effects, known_tokens, patch_law, place_rows, row_costs
+from privlab.base import PrivlabError
 from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, RowPermutation
-from privlab.images.open import Preprocessing, open_images
-from privlab.metrics.placement import key_recovered, neighbour_accuracy, placement_accuracy
-from privlab.release.features import granted_features
-from privlab.threat.attack_protocols import FeatureAttack
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Draws, Sent
-from privlab.threat.defense_protocols import FeatureDefense
-from privlab.threat.observations import FeatureObservation, Stolen
-from privlab.victims.model import VictimModel
-from privlab.victims.named import victim
+from privlab.images import Preprocessing, open_images
+from privlab.metrics import key_recovered, neighbour_accuracy, placement_accuracy
+from privlab.release import granted_features
+from privlab.threat import Capability, Draws, FeatureAttack, FeatureDefense, FeatureObservation, Sent, Stolen
+from privlab.victims import VictimModel, victim
 
 Model = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]

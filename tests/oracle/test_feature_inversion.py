@@ -14,19 +14,15 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks.features.feature_inversion import FeatureOptimisation, LeastSquares
-from privlab.attacks.solvers.linear import ENOUGH, invert_rows, patch_statistics
-from privlab.base.errors import PrivlabError
+from privlab.attacks.solvers import invert_rows, patch_statistics
+from privlab.attacks.solvers.linear import ENOUGH
+from privlab.base import PrivlabError
 from privlab.defenses import GaussianNoise
-from privlab.images.open import batches, open_images
-from privlab.metrics.placement import placement_accuracy
-from privlab.metrics.registry import psnr
-from privlab.release.features import observe_features, send
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Draws, Sent
-from privlab.threat.observations import FeatureObservation
-from privlab.threat.stack import Stack
-from privlab.victims.model import VictimModel
-from privlab.victims.named import victim
+from privlab.images import batches, open_images
+from privlab.metrics import placement_accuracy, psnr
+from privlab.release import observe_features, send
+from privlab.threat import Capability, Draws, FeatureObservation, Sent, Stack
+from privlab.victims import VictimModel, victim
 
 Make = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]

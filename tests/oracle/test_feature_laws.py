@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributions import Normal
 from torch.testing import assert_close
 
-from privlab.attacks.rows.placement import LEAST, RIDGE, known_tokens, patch_law, row_costs
-from privlab.victims.model import VictimModel
+from privlab.attacks.rows import known_tokens, patch_law, row_costs
+from privlab.attacks.rows.placement import LEAST, RIDGE
+from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
 

@@ -16,16 +16,13 @@ from privlab.attacks.features.class_token_key import _prefix_rows
 from privlab.attacks.features.column_statistics import ColumnStatistics, _by_moments, _by_products
 from privlab.attacks.features.pe_assignment import PEAssignment
 from privlab.attacks.features.row_alignment import RowAlignment, _drift, _posterior
-from privlab.attacks.rows.placement import known_tokens, patch_law
-from privlab.attacks.solvers.linear import patch_statistics
+from privlab.attacks.rows import known_tokens, patch_law
+from privlab.attacks.solvers import patch_statistics
 from privlab.defenses import RowPermutation
-from privlab.metrics.placement import placement_accuracy
-from privlab.metrics.registry import psnr
-from privlab.release.features import granted_features
-from privlab.threat.client import Draws, Sent
-from privlab.threat.defense_protocols import FeatureDefense
-from privlab.threat.observations import FeatureObservation
-from privlab.victims.model import VictimModel
+from privlab.metrics import placement_accuracy, psnr
+from privlab.release import granted_features
+from privlab.threat import Draws, FeatureDefense, FeatureObservation, Sent
+from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
 SQUARE = {"img_size": 32, "patch_size": 8, "embed_dim": 208}

@@ -13,22 +13,17 @@ from torch.testing import assert_close
 from privlab.attacks import GradientMatching, MjpSubspace, PatchGradient
 from privlab.attacks.gradients.breaching_attacks import Classifier, contained
 from privlab.attacks.gradients.gradient_matching import Match, mismatch
-from privlab.attacks.solvers.descent import OPTIMISERS, Lbfgs
-from privlab.base.errors import PrivlabError
-from privlab.base.options import configured, read_options
-from privlab.base.rng import draw_for
-from privlab.base.warnings import PrivlabWarning
+from privlab.attacks.solvers import OPTIMISERS, Lbfgs
+from privlab.base import PrivlabError, PrivlabWarning, configured, draw_for, read_options
 from privlab.cli.common import progress_bar
 from privlab.defenses import GradientPruning, Mjp
-from privlab.metrics.registry import psnr, psnr_region
-from privlab.patches.patchify import patchify, slots_to_pixels
-from privlab.release.gradients import observe, released_gradients, released_parameters
-from privlab.threat.client import Feed
-from privlab.threat.defense_protocols import Defense, GradientDefense
-from privlab.threat.observations import Observation, Stolen
-from privlab.threat.stack import Stack
+from privlab.metrics import psnr, psnr_region
+from privlab.patches import slots_to_pixels
+from privlab.patches.patchify import patchify
+from privlab.release import observe, released_gradients, released_parameters
+from privlab.threat import Defense, Feed, GradientDefense, Observation, Stack, Stolen
 from privlab.training import Progress, listening, tell
-from privlab.victims.model import VictimModel
+from privlab.victims import VictimModel
 
 SMALL = {"img_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
 """N = 4 patches of K = 48 values."""

@@ -10,17 +10,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privlab.attacks.gradients.token_separation import TokenSeparation
-from privlab.attacks.rows.placement import known_tokens
-from privlab.attacks.tokens.grouping import grouped, memberships
-from privlab.attacks.tokens.slots import first_block
-from privlab.base.errors import PrivlabError
-from privlab.metrics.placement import assigned, in_best_order
-from privlab.metrics.registry import psnr
-from privlab.release.gradients import granted, observe, released_parameters
-from privlab.threat.attack_protocols import check_capabilities
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
-from privlab.victims.named import victim
+from privlab.attacks.rows import known_tokens
+from privlab.attacks.tokens import first_block, grouped, memberships
+from privlab.base import PrivlabError
+from privlab.metrics import assigned, in_best_order, psnr
+from privlab.release import granted, observe, released_parameters
+from privlab.threat import Observation, check_capabilities
+from privlab.victims import VictimModel, victim
 
 NAMES = (*TokenSeparation.parameters, *TokenSeparation.if_released)
 PATCH = "patch_embed.proj.weight"

@@ -15,9 +15,8 @@ from PIL import Image
 from timm.data.transforms_factory import create_transform
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
-from privlab.images import sources
-from privlab.images.open import ImageSource, Preprocessing, batches, open_images
+from privlab.base import PrivlabError
+from privlab.images import ImageSource, Preprocessing, batches, open_images, sources
 
 GREY = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic")
 

@@ -11,32 +11,27 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab.attacks.decoders.networks import DECODERS, Decoder, Shape, Whitening
-from privlab.attacks.decoders.training import (
+from privlab.attacks.decoders import (
+    DECODERS,
+    Decoder,
     DecoderSpec,
-    Inversion,
+    Shape,
     decoder_for,
     decoder_key,
     released,
     train_decoder,
 )
+from privlab.attacks.decoders.networks import Whitening
+from privlab.attacks.decoders.training import Inversion
 from privlab.attacks.features.learned_inversion import InversionConv, InversionMae, InversionSet, InversionToken
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, Jigsaw, LowPass, RowPermutation
-from privlab.metrics.placement import placement_accuracy
-from privlab.metrics.registry import psnr
+from privlab.metrics import placement_accuracy, psnr
 from privlab.patches.patchify import patchify
-from privlab.release.effects import effects_of
-from privlab.release.features import observe_features, send
-from privlab.threat.attack_protocols import check_capabilities
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Draws, Sent
-from privlab.threat.observations import FeatureObservation
-from privlab.threat.stack import Stack
+from privlab.release import effects_of, observe_features, send
+from privlab.threat import Capability, Draws, FeatureObservation, Sent, Stack, check_capabilities
 from privlab.training import Plan, Progress, listening
-from privlab.victims.model import VictimModel
-from privlab.victims.weights import cache_folder
+from privlab.victims import VictimModel, cache_folder
 
 Make = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
-from privlab.images.open import Preprocessing, open_images
-from privlab.patches.patchify import blockwise_mask, patchify, shuffled_within
-from privlab.patches.permutations import inverse
-from privlab.reassembly.border_costs import border_cost, border_costs
-from privlab.reassembly.solver import assemble, solve_jigsaw
+from privlab.base import PrivlabError
+from privlab.images import Preprocessing, open_images
+from privlab.patches import blockwise_mask, inverse, shuffled_within
+from privlab.patches.patchify import patchify
+from privlab.reassembly import assemble, border_cost, solve_jigsaw
+from privlab.reassembly.border_costs import border_costs
 
 Photographs = Callable[[int, int], Tensor]
 

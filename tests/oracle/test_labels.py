@@ -7,9 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from privlab.base.errors import PrivlabError
-from privlab.release.label_of_bias import certain_counts
-from privlab.release.labels_by_rank import Told, told_labels
+from privlab.base import PrivlabError
+from privlab.release import Told, certain_counts, told_labels
 
 seeds = st.integers(0, 2**31)
 

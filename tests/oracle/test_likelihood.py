@@ -10,16 +10,14 @@ from torch.testing import assert_close
 
 from privlab.attacks import GradientLikelihood, PatchGradient, PatchGradientAdaptive
 from privlab.attacks.gradients.gradient_matching import Match
-from privlab.attacks.solvers.least_squares import RTOL
-from privlab.attacks.solvers.likelihood import Likelihood
-from privlab.base.rng import draw_for
+from privlab.attacks.solvers import RTOL, Likelihood
+from privlab.base import draw_for
 from privlab.defenses import GradientNoise, GradientPruning
-from privlab.metrics.registry import psnr
+from privlab.metrics import psnr
 from privlab.patches.patchify import patchify
-from privlab.release.gradients import observe, released_parameters
-from privlab.threat.defense_protocols import GradientDefense
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
+from privlab.release import observe, released_parameters
+from privlab.threat import GradientDefense, Observation
+from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
 SMALL = {"img_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}

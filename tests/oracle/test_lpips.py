@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
-from privlab.metrics.lpips_backbones import BACKBONES
-from privlab.metrics.registry import Lpips, LpipsUnavailable, load_lpips, score
+from privlab.base import PrivlabError
+from privlab.metrics import BACKBONES, Lpips, LpipsUnavailable, load_lpips, score
 
 WEIGHTS = Path(__file__).parents[2].parent / "shared" / "weights"
 

@@ -9,10 +9,9 @@ import pytest
 
 import privlab
 from privlab.attacks import PatchGradient, attacks
-from privlab.base.errors import PrivlabError
-from privlab.base.options import configured, stated
+from privlab.base import PrivlabError, configured, stated
 from privlab.defenses import GradientNoise, Jigsaw, Mjp, defenses
-from privlab.runs.attack import specify
+from privlab.runs import specify
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 SMALL = {"weights": "random", "img_size": 32, "limit": 2, "metrics": "psnr"}

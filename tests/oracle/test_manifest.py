@@ -12,12 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from privlab.base.errors import PrivlabError
-from privlab.evaluation.specification import Specification
-from privlab.grids.tasks import references
-from privlab.images.decode import Picture
-from privlab.images.manifest import chosen, read_manifest, to_csv
-from privlab.images.open import ImageSource, Preprocessing, batches, open_images
+from privlab.base import PrivlabError
+from privlab.evaluation import Specification
+from privlab.grids import references
+from privlab.images import ImageSource, Picture, Preprocessing, batches, chosen, open_images, read_manifest, to_csv
 
 A, B, C = (hashlib.sha256(name.encode()).hexdigest() for name in "abc")
 

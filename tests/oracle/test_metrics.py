@@ -16,10 +16,8 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
-from privlab.metrics import registry as metrics
-from privlab.metrics import window
-from privlab.metrics.registry import (
+from privlab.base import PrivlabError
+from privlab.metrics import (
     METRICS,
     correlation,
     fft2d,
@@ -32,7 +30,9 @@ from privlab.metrics.registry import (
     score,
     ssim,
     ssim_skimage,
+    window,
 )
+from privlab.metrics import registry as metrics
 
 WITHOUT_WEIGHTS = [name for name, metric in METRICS.items() if metric.function]
 Function = Callable[[Tensor, Tensor], Tensor]

@@ -13,30 +13,29 @@ from torch.testing import assert_close
 from privlab.attacks.gradients.mjp_full import MjpFull
 from privlab.attacks.gradients.mjp_subspace import MjpSubspace
 from privlab.attacks.gradients.patch_gradient import PatchGradient
-from privlab.attacks.tokens.equations import Mlp, Separated, Spans, normalised, outside, separate, start
-from privlab.attacks.tokens.slots import (
+from privlab.attacks.tokens import (
+    Mlp,
     Reads,
+    Separated,
     Slots,
+    Spans,
     first_block,
     guesses,
+    normalised,
     placed,
+    separate,
     sharpened_patches,
     slots_of_tokens,
 )
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
-from privlab.base.warnings import PrivlabWarning
+from privlab.attacks.tokens.equations import outside, start
+from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Jigsaw, Mjp
-from privlab.metrics.placement import in_best_order
-from privlab.metrics.registry import psnr, psnr_region
-from privlab.patches.patchify import patchify, permute, slots_to_pixels
-from privlab.release.gradients import granted, observe
-from privlab.threat.attack_protocols import check_capabilities
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Feed
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel, april_twin
-from privlab.victims.named import victim
+from privlab.metrics import in_best_order, psnr, psnr_region
+from privlab.patches import permute, slots_to_pixels
+from privlab.patches.patchify import patchify
+from privlab.release import granted, observe
+from privlab.threat import Capability, Feed, Observation, check_capabilities
+from privlab.victims import VictimModel, april_twin, victim
 
 SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
 

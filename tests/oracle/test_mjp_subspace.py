@@ -9,17 +9,16 @@ from torch.testing import assert_close
 
 from privlab.attacks.gradients.mjp_subspace import MjpSubspace, Subspace, subspace
 from privlab.attacks.gradients.patch_gradient import PatchGradient
-from privlab.attacks.solvers.prior import PRIORS, Smoothness, photograph_gradients
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
-from privlab.base.warnings import PrivlabWarning
+from privlab.attacks.solvers import Smoothness, photograph_gradients
+from privlab.attacks.solvers.prior import PRIORS
+from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Mjp
-from privlab.metrics.registry import psnr_region
-from privlab.patches.patchify import patchify, slots_to_pixels, unpatchify
-from privlab.release.gradients import observe
-from privlab.threat.client import Feed
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
+from privlab.metrics import psnr_region
+from privlab.patches import slots_to_pixels, unpatchify
+from privlab.patches.patchify import patchify
+from privlab.release import observe
+from privlab.threat import Feed, Observation
+from privlab.victims import VictimModel
 
 
 def seen_under(model: VictimModel, images: Tensor, gamma: float) -> tuple[Feed, Observation]:

@@ -19,16 +19,14 @@ from torch import Tensor, nn
 
 import privlab
 from privlab.attacks import PatchGradient
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
-from privlab.evaluation.specification import Specification, applicable
-from privlab.images.open import open_images
-from privlab.metrics.registry import psnr
-from privlab.release.gradients import granted, observe, obstacles, released_parameters
-from privlab.threat.capabilities import Capability
-from privlab.victims.model import VictimModel
-from privlab.victims.named import victim
-from privlab.victims.weights import save
+from privlab.base import PrivlabError, PrivlabWarning
+from privlab.evaluation import Specification, applicable
+from privlab.images import open_images
+from privlab.metrics import psnr
+from privlab.release import granted, observe, released_parameters
+from privlab.release.gradients import obstacles
+from privlab.threat import Capability
+from privlab.victims import VictimModel, save, victim
 
 Vit = Callable[..., VisionTransformer]
 

@@ -10,16 +10,14 @@ from torch.testing import assert_close
 
 from privlab.attacks import MjpSubspace, PatchGradient, PatchGradientAdaptive
 from privlab.attacks.gradients.patch_gradient_adaptive import Release, _improved, _objective, posterior
-from privlab.attacks.solvers.prior import Smoothness
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
+from privlab.attacks.solvers import Smoothness
+from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp
-from privlab.metrics.registry import psnr, psnr_region
-from privlab.patches.patchify import slots_to_pixels
-from privlab.release.gradients import observe
-from privlab.threat.defense_protocols import GradientDefense
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
+from privlab.metrics import psnr, psnr_region
+from privlab.patches import slots_to_pixels
+from privlab.release import observe
+from privlab.threat import GradientDefense, Observation
+from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
 

@@ -12,19 +12,15 @@ from torch.testing import assert_close
 
 from privlab.attacks import PatchGradient, PatchGradientPrior
 from privlab.attacks.gradients.patch_gradient_prior import _CHECKS, _WHOLE, Free, _preconditioner, whole
-from privlab.attacks.solvers.least_squares import RTOL, slot_gradients
-from privlab.attacks.solvers.prior import Smoothness, photograph_gradients
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
-from privlab.base.warnings import PrivlabWarning
+from privlab.attacks.solvers import RTOL, Smoothness, photograph_gradients, slot_gradients
+from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Mjp
-from privlab.images.open import open_images
-from privlab.metrics.registry import psnr
+from privlab.images import open_images
+from privlab.metrics import psnr
 from privlab.patches.patchify import patchify
-from privlab.release.gradients import observe
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
-from privlab.victims.named import victim
+from privlab.release import observe
+from privlab.threat import Observation
+from privlab.victims import VictimModel, victim
 
 Model = Callable[..., VictimModel]
 Photographs = Callable[[int, int], Tensor]

@@ -15,15 +15,14 @@ from torch.testing import assert_close
 
 import privlab
 from privlab.attacks.gradients.patch_gradient import PatchGradient
-from privlab.attacks.solvers.prior import PRIORS, photograph_gradients, photograph_windows
-from privlab.base.errors import PrivlabError
-from privlab.images.decode import Picture
-from privlab.images.open import Preprocessing, open_images
-from privlab.images.photographs import apart_from, common, kin, photographs
-from privlab.images.sources import SAMPLES, sample_file
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import FeatureObservation, Observation, Stolen
-from privlab.victims.model import VictimModel
+from privlab.attacks.solvers import photograph_gradients, photograph_windows
+from privlab.attacks.solvers.prior import PRIORS
+from privlab.base import PrivlabError
+from privlab.images import Picture, Preprocessing, apart_from, common, kin, open_images, sample_file
+from privlab.images.photographs import photographs
+from privlab.images.sources import SAMPLES
+from privlab.threat import Capability, FeatureObservation, Observation, Stolen
+from privlab.victims import VictimModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from privlab.metrics.placement import (
+from privlab.metrics import (
     as_sent,
     displaced,
     in_best_order,
@@ -14,10 +14,9 @@ from privlab.metrics.placement import (
     neighbour_accuracy,
     placement_accuracy,
 )
+from privlab.patches import draw_orders, inverse
 from privlab.patches.patchify import patchify
-from privlab.patches.permutations import draw_orders, inverse
-from privlab.threat.client import Sent
-from privlab.threat.observations import Stolen
+from privlab.threat import Sent, Stolen
 
 B, PREFIX, GRID = 2, 1, (3, 4)
 N = GRID[0] * GRID[1]

@@ -20,7 +20,7 @@ from privlab.experiments.studies.position_embeddings import (
     principal,
     umap_plane,
 )
-from privlab.victims.model import VictimModel
+from privlab.victims import VictimModel
 
 GRID = (5, 6)
 

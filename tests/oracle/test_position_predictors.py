@@ -22,11 +22,11 @@ from privlab.experiments.studies.position_predictors import (
     relative,
     untrained,
 )
-from privlab.patches.patchify import permute, shuffled_within
-from privlab.reassembly.predictors import DropPosNetwork, Mp3Network, PositionPredictor, tiles
-from privlab.report.figures.predictors import laid
+from privlab.patches import permute, shuffled_within
+from privlab.reassembly import DropPosNetwork, Mp3Network, PositionPredictor, tiles
+from privlab.report.figures import laid
 from privlab.training import Examples
-from privlab.victims.model import VictimModel
+from privlab.victims import VictimModel
 
 LEVELS = torch.arange(16) / 16
 """The red of the patch in each of 4 × 4 slots."""

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.attacks.solvers.prior import PRIORS, Smoothness, Windows, photograph_gradients, photograph_windows
-from privlab.patches.patchify import slots_to_pixels, unpatchify
-from privlab.victims.model import VictimModel
+from privlab.attacks.solvers import Smoothness, Windows, photograph_gradients, photograph_windows
+from privlab.attacks.solvers.prior import PRIORS
+from privlab.patches import slots_to_pixels, unpatchify
+from privlab.victims import VictimModel
 
 INSIDE = torch.tensor([[True, True, True, False], [True, False, True, True]])
 

@@ -19,11 +19,10 @@ from privlab.attacks import (
     PatchGradientPrior,
     TokenSeparation,
 )
-from privlab.evaluation.check import beyond_range
-from privlab.release.gradients import granted
-from privlab.threat.capabilities import Capability
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel, april_twin
+from privlab.evaluation import beyond_range
+from privlab.release import granted
+from privlab.threat import Capability, Observation
+from privlab.victims import VictimModel, april_twin
 
 PATCH = "patch_embed.proj.weight"
 Make = Callable[..., Observation]

@@ -15,25 +15,27 @@ from torch.testing import assert_close
 
 import privlab
 from privlab.attacks import MjpFull
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.defenses import GradientNoise, GradientPruning, Jigsaw, LowPass, Mjp
-from privlab.evaluation.batch import Trial
-from privlab.evaluation.pipeline import Evaluator
-from privlab.evaluation.records import GEOMETRIES, Rows, check_geometry
-from privlab.evaluation.scoring import Scorer, known_slots
-from privlab.evaluation.specification import Specification, plan
-from privlab.images.open import Preprocessing, batches, open_images
-from privlab.metrics.placement import adjacent_share, neighbour_accuracy, placed_share, placement_accuracy
+from privlab.evaluation import (
+    GEOMETRIES,
+    Evaluator,
+    Rows,
+    Scorer,
+    Specification,
+    Trial,
+    check_geometry,
+    known_slots,
+    plan,
+)
+from privlab.images import Preprocessing, batches, open_images
+from privlab.metrics import adjacent_share, neighbour_accuracy, placed_share, placement_accuracy
 from privlab.patches.patchify import patchify
+from privlab.reassembly import REASSEMBLIES, Borders, Reassembly, standing
 from privlab.reassembly.border_costs import border_costs
-from privlab.reassembly.methods import REASSEMBLIES, Borders, Reassembly, standing
-from privlab.release.gradients import observe
-from privlab.threat.client import Feed, Sent
-from privlab.threat.defense_protocols import Defense, GradientDefense
-from privlab.threat.observations import Stolen
-from privlab.threat.stack import Stack
-from privlab.victims.model import VictimModel
-from privlab.victims.named import Victim, victim
+from privlab.release import observe
+from privlab.threat import Defense, Feed, GradientDefense, Sent, Stack, Stolen
+from privlab.victims import Victim, VictimModel, victim
 
 Photographs = Callable[[int, int], Tensor]
 Model = Callable[..., VictimModel]

@@ -13,19 +13,27 @@ from torch import Generator, Tensor
 
 import privlab
 from privlab.attacks.features.border_jigsaw import BorderJigsaw
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.defenses import Jigsaw, RowPermutation
-from privlab.evaluation.specification import Specification
-from privlab.metrics.placement import placed_share, placement_accuracy
-from privlab.reassembly.methods import REASSEMBLIES, Borders, ByDropPos, ByMp3, Predicted, Reassembly
-from privlab.reassembly.predictors import Mp3Network, PositionPredictor, save_predictor, tiles
-from privlab.release.features import granted_features
-from privlab.threat.client import Draws, Sent
-from privlab.threat.observations import FeatureObservation
+from privlab.evaluation import Specification
+from privlab.metrics import placed_share, placement_accuracy
+from privlab.reassembly import (
+    REASSEMBLIES,
+    Borders,
+    ByDropPos,
+    ByMp3,
+    Mp3Network,
+    PositionPredictor,
+    Predicted,
+    Reassembly,
+    save_predictor,
+    tiles,
+)
+from privlab.release import granted_features
+from privlab.threat import Draws, FeatureObservation, Sent
 from privlab.training import Augmentation, Examples, Plan, train
 from privlab.training.objectives import Lesson, TrainDropPos, TrainMp3
-from privlab.victims.model import VictimModel
-from privlab.victims.zoo import shipped
+from privlab.victims import VictimModel, shipped
 
 GRID, PATCH = (4, 4), 4
 

@@ -10,8 +10,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import to_tensor
 
-from privlab.images.client_preprocessing import nearest, usual
-from privlab.images.open import Preprocessing, open_images
+from privlab.images import Preprocessing, nearest, open_images, usual
 
 CUT = Preprocessing(size=(32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.9, interpolation="bicubic")
 

@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
-from privlab.patches.patchify import blockwise_mask, permute, shuffled_within
+from privlab.base import PrivlabError, draw_for
+from privlab.patches import blockwise_mask, permute, shuffled_within
 from privlab.training import Examples
-from privlab.utility.consistency import worth, worth_by_gamma
-from privlab.utility.robustness import (
+from privlab.utility import (
     ALEXNET,
     Corrupted,
     Outputs,
@@ -26,9 +24,10 @@ from privlab.utility.robustness import (
     mean_corruption_error,
     natural,
     outlier_aupr,
+    worth,
+    worth_by_gamma,
 )
-from privlab.victims.model import VictimModel
-from privlab.victims.named import victim
+from privlab.victims import VictimModel, victim
 
 
 @pytest.fixture(scope="module")

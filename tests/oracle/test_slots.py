@@ -10,21 +10,12 @@ from torch.nn.functional import pad
 from torch.testing import assert_close
 
 from privlab.attacks.gradients.token_separation import TokenSeparation
-from privlab.attacks.tokens.equations import Mlp, normalised
-from privlab.attacks.tokens.slots import (
-    Reads,
-    Slots,
-    _assigned,
-    _equations,
-    _sharpened,
-    embeddings_of_tokens,
-    first_block,
-    slots_of_tokens,
-)
+from privlab.attacks.tokens import Mlp, Reads, Slots, embeddings_of_tokens, first_block, normalised, slots_of_tokens
+from privlab.attacks.tokens.slots import _assigned, _equations, _sharpened
 from privlab.patches.patchify import patchify
-from privlab.release.gradients import observe
-from privlab.threat.observations import Observation
-from privlab.victims.model import VictimModel
+from privlab.release import observe
+from privlab.threat import Observation
+from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
 

@@ -12,21 +12,14 @@ from torch.nn.functional import normalize
 from torch.testing import assert_close
 
 from privlab.attacks.gradients.token_separation import TokenSeparation
-from privlab.attacks.tokens.equations import Mlp, separate
-from privlab.attacks.tokens.slots import QKV, Reads, embeddings_of_tokens, first_block
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
-from privlab.base.warnings import PrivlabWarning
+from privlab.attacks.tokens import QKV, Mlp, Reads, embeddings_of_tokens, first_block, separate
+from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Jigsaw, Mjp
-from privlab.evaluation.specification import Specification, applicable
-from privlab.metrics.placement import assigned, in_best_order
-from privlab.metrics.registry import psnr
-from privlab.release.gradients import granted, observe, released_parameters
-from privlab.threat.attack_protocols import check_capabilities
-from privlab.threat.observations import Observation, Stolen
-from privlab.threat.stack import Stack
-from privlab.victims.model import VictimModel, april_twin
-from privlab.victims.named import victim
+from privlab.evaluation import Specification, applicable
+from privlab.metrics import assigned, in_best_order, psnr
+from privlab.release import granted, observe, released_parameters
+from privlab.threat import Observation, Stack, Stolen, check_capabilities
+from privlab.victims import VictimModel, april_twin, victim
 
 SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
 PATCH = "patch_embed.proj.weight"

@@ -8,19 +8,8 @@ from torch import Generator, Tensor
 from torch.nn.functional import normalize
 from torch.testing import assert_close
 
-from privlab.attacks.tokens.equations import (
-    Mlp,
-    Near,
-    Spans,
-    backward,
-    distinct,
-    guessed,
-    outside,
-    refine,
-    separate,
-    start,
-)
-from privlab.attacks.tokens.slots import row_space
+from privlab.attacks.tokens import Mlp, Near, Spans, row_space, separate
+from privlab.attacks.tokens.equations import backward, distinct, guessed, outside, refine, start
 
 D, M, COUNT = 24, 96, 6
 

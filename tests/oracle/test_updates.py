@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from privlab.release.updates import decay_of, labels_of_signs, partial_training, sgd_rate, signs_of, update_in
-from privlab.victims.model import VictimModel
-from privlab.victims.named import victim
+from privlab.release import decay_of, labels_of_signs, partial_training, sgd_rate, signs_of, update_in
+from privlab.victims import VictimModel, victim
 
 Gradients = dict[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -15,12 +15,9 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning
+from privlab.victims import ARCHITECTURES, ZOO, AprilBlock, VictimModel, april_twin, victim, victim_names
 from privlab.victims import weights as stored
-from privlab.victims.model import AprilBlock, VictimModel, april_twin
-from privlab.victims.named import ARCHITECTURES, victim, victim_names
-from privlab.victims.zoo import ZOO
 
 quiet = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 Vit = Callable[..., VisionTransformer]

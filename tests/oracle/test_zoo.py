@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from privlab.base.warnings import PrivlabWarning
-from privlab.images.open import open_images
-from privlab.reassembly.predictors import load_predictor
+from privlab.base import PrivlabWarning
+from privlab.images import open_images
+from privlab.reassembly import load_predictor
 from privlab.training import read_examples
 from privlab.training.position_accuracy import position_accuracy
-from privlab.utility.consistency import worth
-from privlab.victims.catalogue import show
-from privlab.victims.named import victim
-from privlab.victims.weights import hash_of, read_state
-from privlab.victims.zoo import PLACERS, ZOO, shipped
+from privlab.utility import worth
+from privlab.victims import PLACERS, ZOO, hash_of, read_state, shipped, show, victim
 
 SHIPPED = [name for name in ZOO if shipped(name)]
 CIFAR, TINY_IMAGENET = "data/cifar10_jpeg.parquet", "data/tiny_imagenet_25k.parquet"

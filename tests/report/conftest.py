@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from privlab.grids.definition import Layout
-from privlab.report.tables.results import CaseFacts, Results
+from privlab.grids import Layout
+from privlab.report.tables import CaseFacts, Results
 
 CHROMIUM = str(Path(__file__).with_name("chromium.py"))
 LEVELS = {

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure as Picture
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from privlab.grids.definition import Layout
-from privlab.report.tables.results import CaseFacts, Results
+from privlab.grids import Layout
+from privlab.report.tables import CaseFacts, Results
 
 IMAGES = [f"{i:064x}" for i in range(7)]
 GAMMAS = (0.03, 0.27, 0.9)

@@ -18,14 +18,14 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from privlab import attack
-from privlab.evaluation.pipeline import Panel, Strip
-from privlab.grids.definition import Figure
-from privlab.images.open import read_picture
+from privlab.evaluation import Panel, Strip
+from privlab.grids import Figure
+from privlab.images import read_picture
 from privlab.report.figures.draw import draw
-from privlab.report.page.build import write_page
-from privlab.report.tables.results import Results, load_results
-from privlab.stores.strips import Place, places_of, pngs, save_strip, to_png
-from privlab.victims.named import victim
+from privlab.report.page import write_page
+from privlab.report.tables import Results, load_results
+from privlab.stores import Place, places_of, pngs, save_strip, to_png
+from privlab.victims import victim
 
 ATTACKS = ("april", "patch-gradient")
 VICTIM: Mapping[str, Any] = {"weights": "random", "img_size": 64}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from privlab.report.page.build import write_page
-from privlab.report.tables.results import Results
+from privlab.report.page import write_page
+from privlab.report.tables import Results
 
 Maker = Callable[..., Results]
 Open = Callable[..., Any]

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from privlab.grids.definition import Layout
-from privlab.report.tables.compare import Moved, compare
-from privlab.report.tables.leakage import WORST
-from privlab.report.tables.results import CaseFacts, Results
+from privlab.grids import Layout
+from privlab.report.tables import WORST, CaseFacts, Moved, Results
+from privlab.report.tables.compare import compare
 
 LAYOUT = Layout(columns=("mse", "psnr"), paper_attack="april")
 

@@ -18,13 +18,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Picture
 from PIL import Image
 
-from privlab.base.errors import PrivlabError
-from privlab.grids.definition import Figure
-from privlab.report.figures.draw import draw, write_figures
-from privlab.report.figures.style import Scale
+from privlab.base import PrivlabError
+from privlab.grids import Figure
+from privlab.report.figures import Scale, write_figures
+from privlab.report.figures.draw import draw
+from privlab.report.tables import CaseFacts, Results
 from privlab.report.tables.leakage import leakage
-from privlab.report.tables.results import CaseFacts, Results
-from privlab.stores.strips import Place
+from privlab.stores import Place
 
 drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("drawing.py"))))
 IMAGES, TABLE_5, bars, curves, grey, groups, line, lines, made, naive, record, said, table, texts, visible = (

@@ -17,13 +17,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure as Picture
 
-from privlab.base.errors import PrivlabError
-from privlab.grids.definition import Figure, Layout
+from privlab.base import PrivlabError
+from privlab.grids import Figure, Layout
+from privlab.report.figures import MARKERS, PALETTE, place_labels
 from privlab.report.figures.draw import draw
-from privlab.report.figures.labels import place_labels
-from privlab.report.figures.style import MARKERS, PALETTE
+from privlab.report.tables import CaseFacts, Results
 from privlab.report.tables.leakage import leakage
-from privlab.report.tables.results import CaseFacts, Results
 
 drawing = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("drawing.py"))))
 IMAGES, GAMMAS, TABLE_5, curves, groups, line, made, naive, record, said, table, texts = (

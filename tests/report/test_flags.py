@@ -13,10 +13,9 @@ from torch import Generator
 
 from privlab.attacks import ATTACKS
 from privlab.defenses import DEFENSES
-from privlab.report.tables.flags import BUDGETS, DETERMINISTIC, NOTHING, RULES, Flag, flag_lines, red_flags
-from privlab.report.tables.per_image import lead_metric
-from privlab.threat.client import Draws
-from privlab.threat.stack import Stack
+from privlab.report.tables import DETERMINISTIC, RULES, Flag, flag_lines, lead_metric, red_flags
+from privlab.report.tables.flags import BUDGETS, NOTHING
+from privlab.threat import Draws, Stack
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 NAMES = ["plain", "defended"]

@@ -15,10 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from privlab.base.errors import PrivlabError
-from privlab.grids.definition import KNOWN, Layout
-from privlab.report.tables.formats import (
+from privlab.base import PrivlabError
+from privlab.grids import KNOWN, Layout
+from privlab.report.tables import (
     FORMATS,
+    SINGLE,
+    WORST,
+    Caption,
+    CaseFacts,
+    Results,
+    Row,
+    Score,
     heading,
     render,
     shown,
@@ -26,12 +33,10 @@ from privlab.report.tables.formats import (
     to_json,
     to_latex,
     to_markdown,
-    to_rich,
+    to_tex,
 )
-from privlab.report.tables.leakage import SINGLE, WORST, Kind, Row, Score
-from privlab.report.tables.results import CaseFacts, Results
-from privlab.report.tables.sheet import Caption
-from privlab.report.tables.tex import to_tex
+from privlab.report.tables.formats import to_rich
+from privlab.report.tables.leakage import Kind
 
 LAYOUT = Layout(columns=("mse", "psnr"), decimals={"psnr": 1}, paper_attack="april")
 CAPTION = Caption("Table 5", "MJP (2023)", ("weights: paper: trained / here: random",))

@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from privlab.evaluation.records import exact_db
-from privlab.grids.definition import Layout
-from privlab.report.tables.leakage import (
+from privlab.evaluation import exact_db
+from privlab.grids import Layout
+from privlab.report.tables import (
     SINGLE,
     WORST,
+    CaseFacts,
+    Results,
     Row,
     Score,
     bootstrap,
     conditions_that_differ,
     headline,
-    leakage,
-    per_image,
+    leakiest_geometries,
     worst_case,
 )
-from privlab.report.tables.per_image import leakiest_geometries
-from privlab.report.tables.results import CaseFacts, Results
+from privlab.report.tables.leakage import leakage, per_image
 
 LAYOUT = Layout(columns=("mse", "psnr", "correct"), paper_attack="april")
 COLUMNS = ["case", "attack", "geometry", "image", "image_sha256", "status", "reason", "seed", "draw", "external"]

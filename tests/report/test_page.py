@@ -14,11 +14,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from privlab.base.errors import PrivlabError
-from privlab.grids.definition import Layout
+from privlab.base import PrivlabError
+from privlab.grids import Layout
 from privlab.report.page import pictures as page_pictures
-from privlab.report.page.build import write_page
-from privlab.report.tables.results import CaseFacts, Results
+from privlab.report.page import write_page
+from privlab.report.tables import CaseFacts, Results
 
 Maker = Callable[..., Results]
 HOSTILE = (

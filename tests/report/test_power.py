@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from privlab.report.tables.power import PowerVerdict, power, scope
+from privlab.report.tables import PowerVerdict, scope
+from privlab.report.tables.power import power
 
 NAMES = ["plain", "defended"]
 LEVELS = {

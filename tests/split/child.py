@@ -22,7 +22,7 @@ from privlab.split.protocol.contract import Contract
 from privlab.split.server.server import Server
 from privlab.split.server.server import serve as run_server
 from privlab.split.server.sessions import Limits
-from privlab.victims.named import Victim, victim
+from privlab.victims import Victim, victim
 
 TOKEN = "t" * 40
 SECRET = "5e" * 32

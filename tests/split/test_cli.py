@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from privlab.cli import _status
-from privlab.release.recording import read_recording
+from privlab.release import read_recording
 
 MODEL = ("--model", "vit_ti", "--weights", "random", "--img-size", "32")
 

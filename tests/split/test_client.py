@@ -12,14 +12,14 @@ import torch
 from PIL import Image
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
-from privlab.images.open import Preprocessing, open_images
+from privlab.base import PrivlabError
+from privlab.images import Preprocessing, open_images
 from privlab.split.client.client import Lost, Rebuffed, Traffic
 from privlab.split.client.data import Batches, load
 from privlab.split.client.infer import infer
 from privlab.split.client.patience import Patience
 from privlab.split.client.summary import inference_summary, training_summary
-from privlab.threat.client import Draws
+from privlab.threat import Draws
 
 DEFENSES = ["none", "row-permutation", "column-permutation", "row-permutation+column-permutation"]
 CUT = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic")
@@ -85,7 +85,7 @@ def test_answers_are_those_of_the_model_itself(defense: str, server: Any, client
 
 
 def test_what_is_asked_twice_is_permuted_otherwise(server: Any, client: Any, tiny: Any, tmp_path: Path) -> None:
-    from privlab.release.recording import read_recording
+    from privlab.release import read_recording
 
     learner, data = tiny.learner("row-permutation"), tiny.batches().data
     with server(record=tmp_path / "rec") as (running, _):

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
-from privlab.release.recording import Recorder, read_recording, recorded_sessions
+from privlab.base import PrivlabError, PrivlabWarning
+from privlab.release import Recorder, read_recording, recorded_sessions
 
 FEATURES = torch.linspace(-1, 1, 2 * 17 * 32).view(2, 17, 32)
 

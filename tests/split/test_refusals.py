@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.split.client.client import Lost
 from privlab.split.protocol.contract import Contract
 from privlab.split.protocol.split_pb2 import Contract as Terms

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.split.protocol.security import is_loopback, make_token, read_token, split_address
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.split.client.client import Lost, Rebuffed
 from privlab.split.server.sessions import Limits
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.split.protocol.backbone import Backbone, own_parameters
 from privlab.split.protocol.checkpoint import Checkpoints, private_folder, read, write
 from privlab.split.protocol.contract import Contract, Refusal

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.split.client.client import Lost, Rebuffed
 from privlab.split.protocol.security import ClientTls, ServerTls
 

@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.defenses import DEFENSES, Jigsaw, LowPass, Mjp, Undefended, defenses
-from privlab.patches.patchify import patchify, permute
-from privlab.patches.permutations import inverse
-from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
-from privlab.threat.stack import Stack
-from privlab.victims.model import VictimModel
+from privlab.patches import inverse, permute
+from privlab.patches.patchify import patchify
+from privlab.threat import Defense, FeatureDefense, GradientDefense, Stack
+from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
 

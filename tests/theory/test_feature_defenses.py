@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.defenses import (
     BatchShuffle,
     Blur,
@@ -22,12 +22,9 @@ from privlab.defenses import (
     Mjp,
     RowPermutation,
 )
-from privlab.patches.permutations import bits, draw_orders, permute_features, restore_features
-from privlab.release.features import granted_features, observe_features, predictions, send
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Draws, Feed, Sent
-from privlab.threat.defense_protocols import Defense, FeatureDefense
-from privlab.threat.stack import Stack
+from privlab.patches import bits, draw_orders, permute_features, restore_features
+from privlab.release import granted_features, observe_features, predictions, send
+from privlab.threat import Capability, Defense, Draws, FeatureDefense, Feed, Sent, Stack
 
 B, T, D = 3, 6, 8
 PERMUTATIONS = [

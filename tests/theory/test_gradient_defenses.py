@@ -11,16 +11,11 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
+from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp, Undefended
-from privlab.release import gradients
-from privlab.release.gradients import observe, per_sample_gradients, released_parameters
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Draws, Feed
-from privlab.threat.defense_protocols import GradientDefense
-from privlab.threat.stack import Stack
-from privlab.victims.model import VictimModel
+from privlab.release import gradients, observe, per_sample_gradients, released_parameters
+from privlab.threat import Capability, Draws, Feed, GradientDefense, Stack
+from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
 EVERY = [GradientNoise(), GradientPruning(), *(GradientQuantisation(dtype=d) for d in ("bf16", "fp16", "int8"))]

@@ -11,15 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
-from privlab.base.precision import full_precision
-from privlab.base.rng import draw_for
+from privlab.base import PrivlabError, draw_for, full_precision
 from privlab.defenses import GradientSign, Jigsaw, Mjp, Undefended
-from privlab.release.gradients import granted, observe, per_sample_gradients, released_parameters
-from privlab.threat.capabilities import Capability
-from privlab.threat.client import Feed
-from privlab.victims.model import VictimModel, april_twin
-from privlab.victims.named import ARCHITECTURES, victim
+from privlab.release import granted, observe, per_sample_gradients, released_parameters
+from privlab.threat import Capability, Feed
+from privlab.victims import ARCHITECTURES, VictimModel, april_twin, victim
 
 Model = Callable[..., VictimModel]
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch import Generator
 from torch.testing import assert_close
 
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
-from privlab.patches.patchify import blockwise_mask, patchify, permute, shuffled_within, slots_to_pixels, unpatchify
-from privlab.patches.permutations import inverse
+from privlab.base import PrivlabError, draw_for
+from privlab.patches import blockwise_mask, inverse, permute, shuffled_within, slots_to_pixels, unpatchify
+from privlab.patches.patchify import patchify
 
 SIDES = st.integers(1, 6)
 

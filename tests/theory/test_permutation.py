@@ -18,9 +18,9 @@ from timm.models.vision_transformer import Attention, ResPostBlock
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.keys.algebra import ModelKey, ModelShape, apply_key, new_key, remove_key, residual_only
-from privlab.patches.permutations import bits, draw_orders, inverse, permute_features, restore_features
-from privlab.victims.model import VictimModel
+from privlab.keys import ModelKey, ModelShape, apply_key, new_key, remove_key, residual_only
+from privlab.patches import bits, draw_orders, inverse, permute_features, restore_features
+from privlab.victims import VictimModel
 
 
 class GatedAttention(Attention):

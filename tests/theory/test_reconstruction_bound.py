@@ -11,14 +11,12 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import PatchGradient, PatchGradientAdaptive
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
+from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise
-from privlab.metrics.reconstruction_bound import clopper_pearson, fixed_guess, gram, identified, success_bound
-from privlab.metrics.registry import psnr
-from privlab.release.gradients import observe, per_sample_gradients, released_parameters
-from privlab.threat.client import Feed
-from privlab.victims.model import VictimModel
+from privlab.metrics import clopper_pearson, fixed_guess, gram, identified, psnr, success_bound
+from privlab.release import observe, per_sample_gradients, released_parameters
+from privlab.threat import Feed
+from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
 LEVEL = 0.9999

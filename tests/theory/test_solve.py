@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Generator
 from torch.testing import assert_close
 
-from privlab.attacks.solvers.least_squares import RTOL, ridge_inverse, warn_of_limits
-from privlab.base.warnings import PrivlabWarning
+from privlab.attacks.solvers import RTOL, ridge_inverse, warn_of_limits
+from privlab.base import PrivlabWarning
 
 SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 12))
 

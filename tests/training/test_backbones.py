@@ -9,13 +9,13 @@ import timm
 import torch
 from torch import Generator, Tensor, nn
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.patches.patchify import patchify
 from privlab.training import Augmentation, Compute, Examples, Plan, Progress, train
 from privlab.training.loop import _optimiser
 from privlab.training.objectives import DALS, Classify, Lesson, TrainMjp
-from privlab.utility.consistency import worth, worth_by_gamma
-from privlab.victims.classifiers import Backbone, SwinModel, classifier
+from privlab.utility import worth, worth_by_gamma
+from privlab.victims import Backbone, SwinModel, classifier
 
 STILL = Augmentation(flip=False, shift=0)
 COLOURS: tuple[Any, Any] = ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))

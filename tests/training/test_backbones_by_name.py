@@ -11,16 +11,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning
 from privlab.cli import _status
 from privlab.training import Examples
 from privlab.training.train_victim import Course, teach
-from privlab.utility.consistency import worth
-from privlab.utility.evaluate import Exam, judge
-from privlab.victims.classifiers import IndexedViT, Pupil, SwinModel, classifier
-from privlab.victims.named import victim
-from privlab.victims.weights import own_layout, save
+from privlab.utility import Exam, judge, worth
+from privlab.victims import IndexedViT, Pupil, SwinModel, classifier, own_layout, save, victim
 
 
 def pictures(n: int = 6) -> Examples:

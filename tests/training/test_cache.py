@@ -13,10 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from privlab.base.errors import PrivlabError
-from privlab.images import reading
-from privlab.images.decode import Picture
-from privlab.images.open import ImageSource, open_images
+from privlab.base import PrivlabError
+from privlab.images import ImageSource, Picture, open_images, reading
 from privlab.training import Examples, read_examples
 
 SIDE = (12, 12)

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Generator
 
-from privlab.base.errors import PrivlabError
-from privlab.images import reading
+from privlab.base import PrivlabError
+from privlab.images import open_images, reading
 from privlab.images.examples import _shifted
-from privlab.images.open import open_images
 from privlab.training import Augmentation, read_examples
 
 

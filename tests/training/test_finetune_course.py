@@ -12,12 +12,9 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Generator
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning
 from privlab.training.train_victim import Course, _set_up, teach
-from privlab.victims.classifiers import RelativeViT, classifier
-from privlab.victims.named import victim
-from privlab.victims.weights import hash_of, own_layout, save
+from privlab.victims import RelativeViT, classifier, hash_of, own_layout, save, victim
 
 quiet = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

@@ -14,14 +14,12 @@ from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning
 from privlab.training import Augmentation, Compute, Examples, Plan, train
 from privlab.training.loop import _optimiser
 from privlab.training.objectives import Classify, Finetune, Lesson, Probe, TrainMjp
 from privlab.training.objectives.probe import Head, probe_accuracy
-from privlab.victims.classifiers import RelativeViT, classifier
-from privlab.victims.model import VictimModel
+from privlab.victims import RelativeViT, VictimModel, classifier
 
 STILL = Augmentation(flip=False, shift=0)
 

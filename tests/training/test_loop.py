@@ -19,8 +19,7 @@ from lightning_fabric import Fabric
 from safetensors.torch import load_file
 from torch import Generator, Tensor, nn
 
-from privlab.base.errors import PrivlabError
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning
 from privlab.training import Checkpoints, Compute, Plan, Progress, listening, train
 from privlab.training.loop import _rows
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.reassembly.predictors import PositionPredictor, tiles
+from privlab.base import PrivlabError
+from privlab.reassembly import PositionPredictor, tiles
 from privlab.training import Augmentation, Examples, Plan, train
 from privlab.training.objectives import Lesson
 from privlab.training.objectives.mp3_speech import SPEECH, as_pictures, log_mel, speech_model

@@ -16,25 +16,23 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor, nn
 
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
-from privlab.reassembly.predictors import (
+from privlab.base import PrivlabError, draw_for
+from privlab.reassembly import (
     DropPosNetwork,
     Mp3Network,
     PositionPredictor,
     load_predictor,
-    masked_block,
     save_predictor,
     sincos,
     tiles,
 )
+from privlab.reassembly.predictors import masked_block
 from privlab.training import Augmentation, Compute, Examples, Plan, train
 from privlab.training.objectives import Lesson, TrainDropPos, TrainMp3
 from privlab.training.objectives.droppos import smoothing
 from privlab.training.position_accuracy import position_accuracy
 from privlab.training.train_victim import PRESETS, Course, teach
-from privlab.victims.model import VictimModel
-from privlab.victims.named import victim
+from privlab.victims import VictimModel, victim
 
 STILL = Augmentation(flip=False, shift=0)
 

@@ -8,12 +8,12 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.patches.patchify import blockwise_mask, patchify, shuffled_within
+from privlab.base import PrivlabError
+from privlab.patches import blockwise_mask, shuffled_within
+from privlab.patches.patchify import patchify
 from privlab.training import Augmentation, Examples, Plan, train
 from privlab.training.objectives import DALS, Classify, Dal, Lesson, TrainMjp
-from privlab.victims.classifiers import Classifier, IndexedViT
-from privlab.victims.model import VictimModel
+from privlab.victims import Classifier, IndexedViT, VictimModel
 
 STILL = Augmentation(flip=False, shift=0)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.cli.common import common, print_json, progress_bar
 from privlab.cli.split.output import (
     print_event,
@@ -144,10 +144,10 @@ def serve(
     **options: Any,  # noqa: ANN401
 ) -> None:
     """Hold the backbone T for clients, until SIGTERM or Ctrl-C."""
-    from privlab.base.environment import pick_device
+    from privlab.base import pick_device
     from privlab.split import Limits, Server, ServerTls, make_token
     from privlab.split import serve as run
-    from privlab.victims.named import victim
+    from privlab.victims import victim
 
     if (tls_cert is None) != (tls_key is None) or (tls_client_ca and not tls_cert):
         raise PrivlabError("TLS needs both --tls-cert and --tls-key.")
@@ -297,7 +297,7 @@ def _client(options: dict[str, Any]) -> "Client":
 
 
 def _begun(options: dict[str, Any], device: str) -> "Started":
-    from privlab.base.environment import pick_device
+    from privlab.base import pick_device
     from privlab.split.client.job import Job, started
 
     with shown_warnings():
@@ -314,7 +314,7 @@ _FREE = {
 
 def _taken_up(context: click.Context, folder: Path, device: str) -> "Started":
     """Return an earlier run; options that shaped it cannot be given anew."""
-    from privlab.base.environment import pick_device
+    from privlab.base import pick_device
     from privlab.split.client.job import resumed
 
     free = _FREE[str(context.command.name)]

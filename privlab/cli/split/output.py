@@ -11,7 +11,7 @@ import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabWarning
 from privlab.cli.common import err, print_json, print_table
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from privlab.base.errors import PrivlabError
-from privlab.metrics.reconstruction_bound import success_bound
+from privlab.base import PrivlabError
+from privlab.metrics import success_bound
 from privlab.report.figures.gamma import check_ending, write_figure
 from privlab.report.figures.style import MARKERS, PALETTE, canvas, dress, styled
 

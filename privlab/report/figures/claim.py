@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from privlab.base.errors import PrivlabError
-from privlab.grids.definition import KNOWN, Figure
+from privlab.base import PrivlabError
+from privlab.grids import KNOWN, Figure
 from privlab.report.figures.data import Levels, case_names, notes, read_levels
 from privlab.report.figures.rows import Row, height, stack
 from privlab.report.figures.style import (
@@ -23,9 +23,7 @@ from privlab.report.figures.style import (
     dress,
     filled,
 )
-from privlab.report.tables.formats import shown
-from privlab.report.tables.leakage import Score
-from privlab.report.tables.results import Results
+from privlab.report.tables import Results, Score, shown
 
 __all__ = ["draw_claim"]
 

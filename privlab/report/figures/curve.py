@@ -9,8 +9,8 @@ import matplotlib.figure
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.grids.definition import Figure
+from privlab.base import PrivlabError, unknown_name
+from privlab.grids import Figure
 from privlab.report.figures.data import Levels, notes, read_levels
 from privlab.report.figures.style import (
     GREY,
@@ -27,8 +27,7 @@ from privlab.report.figures.style import (
     look,
     option_title,
 )
-from privlab.report.tables.leakage import Score
-from privlab.report.tables.results import CaseFacts, Results
+from privlab.report.tables import CaseFacts, Results, Score
 
 __all__ = ["draw_curve"]
 

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from privlab.base.errors import PrivlabError
-from privlab.grids.definition import KNOWN, Figure
+from privlab.base import PrivlabError
+from privlab.grids import KNOWN, Figure
 from privlab.report.figures.style import MEASURED, PAPER, PUBLISHED, WORST, Role
-from privlab.report.tables.leakage import Row, Score, leakage
-from privlab.report.tables.results import Results
+from privlab.report.tables import Results, Row, Score
+from privlab.report.tables.leakage import leakage
 
 __all__ = ["Levels", "case_names", "check_leaks", "notes", "read_levels"]
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
-from privlab.grids.definition import Figure
+from privlab.grids import Figure
 from privlab.report.figures.data import Levels, case_names, check_leaks, notes, read_levels
 from privlab.report.figures.rows import Row, height, stack
 from privlab.report.figures.style import (
@@ -26,8 +26,7 @@ from privlab.report.figures.style import (
     dress,
     filled,
 )
-from privlab.report.tables import leakage
-from privlab.report.tables.results import Results
+from privlab.report.tables import Results, leakage
 
 __all__ = ["draw_distribution"]
 

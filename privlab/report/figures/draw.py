@@ -6,15 +6,15 @@ from typing import Any
 
 import matplotlib.figure
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.grids.definition import FIGURES, KNOWN, Figure
+from privlab.base import PrivlabError, unknown_name
+from privlab.grids import FIGURES, KNOWN, Figure
 from privlab.report.figures.claim import draw_claim
 from privlab.report.figures.curve import draw_curve
 from privlab.report.figures.distribution import draw_distribution
 from privlab.report.figures.sheet import draw_sheet
 from privlab.report.figures.style import styled
 from privlab.report.figures.trade_off import draw_trade_off
-from privlab.report.tables.results import Results
+from privlab.report.tables import Results
 
 __all__ = ["draw", "write_figures"]
 

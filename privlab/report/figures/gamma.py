@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.report.figures.style import MARKERS, PAGE, PALETTE, styled
 
 __all__ = ["check_ending", "draw_by_gamma", "write_figure"]

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.report.figures.gamma import check_ending, write_figure
 from privlab.report.figures.style import MARKERS, PAGE, PALETTE, SMALL, styled
 

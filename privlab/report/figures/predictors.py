@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.report.figures.gamma import check_ending, write_figure
 from privlab.report.figures.style import GREY, MARKERS, PAGE, PALETTE, SMALL, styled
 

@@ -12,15 +12,12 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 from PIL import Image
 
-from privlab.base.errors import PrivlabError
-from privlab.grids.definition import KNOWN, Figure
+from privlab.base import PrivlabError
+from privlab.grids import KNOWN, Figure
 from privlab.report.figures.data import case_names, check_leaks, notes, read_levels
 from privlab.report.figures.style import COLUMN, GREY, PAGE, SMALL, metric_title, wrapped
-from privlab.report.tables import leakage
-from privlab.report.tables.formats import shown
-from privlab.report.tables.per_image import named
-from privlab.report.tables.results import Results
-from privlab.stores.strips import Place, pngs
+from privlab.report.tables import Results, leakage, named, shown
+from privlab.stores import Place, pngs
 
 __all__ = ["draw_sheet"]
 

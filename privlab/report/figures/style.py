@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from privlab.grids.definition import KNOWN
+from privlab.grids import KNOWN
 
 __all__ = [
     "COLUMN",

@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.grids.definition import KNOWN, Figure
+from privlab.base import PrivlabError, unknown_name
+from privlab.grids import KNOWN, Figure
 from privlab.report.figures.data import Levels, case_names, notes, read_levels
 from privlab.report.figures.labels import place_labels
 from privlab.report.figures.style import (
@@ -24,7 +24,7 @@ from privlab.report.figures.style import (
     dress,
     look,
 )
-from privlab.report.tables.results import Results
+from privlab.report.tables import Results
 
 __all__ = ["draw_trade_off"]
 

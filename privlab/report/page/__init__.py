@@ -1,1 +1,5 @@
 """The self-contained HTML page of a run."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -16,17 +16,14 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 import privlab
-from privlab.base.errors import PrivlabError
-from privlab.evaluation.records import CONTROL
-from privlab.images.decode import one_line
+from privlab.base import PrivlabError
+from privlab.evaluation import CONTROL
+from privlab.images import one_line
 from privlab.report.page.data import Images, case_names, leaks, page_data, scores_of
 from privlab.report.page.pictures import Album, albums, order_of
 from privlab.report.page.verdict import flags, lead_text, verdict
+from privlab.report.tables import Results, apart_lines, apart_of, lead_metric, power_of, scope
 from privlab.report.tables.leakage import leakage
-from privlab.report.tables.members import apart_lines, apart_of
-from privlab.report.tables.per_image import lead_metric
-from privlab.report.tables.power import power_of, scope
-from privlab.report.tables.results import Results
 
 __all__ = ["write_page"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from privlab.evaluation.records import CONTROL
-from privlab.grids.definition import KNOWN
-from privlab.report.tables.leakage import Row, leakage
-from privlab.report.tables.per_image import named, per_image, worst_case
-from privlab.report.tables.results import Results
+from privlab.evaluation import CONTROL
+from privlab.grids import KNOWN
+from privlab.report.tables import Results, Row, named, worst_case
+from privlab.report.tables.leakage import leakage
+from privlab.report.tables.per_image import per_image
 
 __all__ = ["Images", "Scores", "case_names", "decimals", "leaks", "page_data", "scores_of", "title"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from PIL import Image
 
 from privlab.report.page.data import Images, Scores
-from privlab.report.tables.results import Results
-from privlab.stores.strips import Place, pngs
+from privlab.report.tables import Results
+from privlab.stores import Place, pngs
 
 __all__ = ["FULL_BUDGET", "SMALL_BUDGET", "Album", "albums", "order_of"]
 

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from privlab.grids.definition import KNOWN
+from privlab.grids import KNOWN
 from privlab.report.page.data import case_names, decimals, leaks, title
-from privlab.report.tables.flags import Flag, flags_of, structure_cases
-from privlab.report.tables.leakage import Row, Score, conditions_that_differ
-from privlab.report.tables.results import Results
+from privlab.report.tables import Flag, Results, Row, Score, conditions_that_differ, flags_of, structure_cases
 
 __all__ = ["Verdict", "flags", "lead_text", "verdict"]
 

@@ -1,1 +1,5 @@
 """Records as tables of leakage, with flags, verdict figures and comparisons."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

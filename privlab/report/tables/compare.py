@@ -9,9 +9,9 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from privlab.evaluation.records import EXACT_DB
-from privlab.grids.definition import KNOWN
-from privlab.metrics.registry import DECIBELS
+from privlab.evaluation import EXACT_DB
+from privlab.grids import KNOWN
+from privlab.metrics import DECIBELS
 from privlab.report.tables.leakage import Measured, Score, measured
 from privlab.report.tables.per_image import SINGLE, per_image
 from privlab.report.tables.results import Results

@@ -6,9 +6,9 @@ from functools import cached_property
 
 import pandas as pd
 
-from privlab.evaluation.records import CONTROL, EXACT_DB
-from privlab.grids.definition import KNOWN
-from privlab.metrics.registry import DECIBELS, MIRRORED, STRUCTURE
+from privlab.evaluation import CONTROL, EXACT_DB
+from privlab.grids import KNOWN
+from privlab.metrics import DECIBELS, MIRRORED, STRUCTURE
 from privlab.report.tables.knowledge import kinds_in, knows, undone
 from privlab.report.tables.measure import Measure, structure
 from privlab.report.tables.per_image import SINGLE, WORST, leakiest_geometries, per_image

@@ -9,13 +9,12 @@ import pandas as pd
 
 from privlab.attacks import attacks as installed
 from privlab.defenses import defenses
-from privlab.report.page.data import case_names
+from privlab.report.page import case_names
 from privlab.report.tables.facts import SAME, Facts, cut
 from privlab.report.tables.knowledge import declared, knows
 from privlab.report.tables.per_image import lead_metric, per_image
 from privlab.report.tables.results import Results
-from privlab.threat.attack_protocols import AttackClass
-from privlab.threat.capabilities import Capability
+from privlab.threat import AttackClass, Capability
 
 __all__ = ["DETERMINISTIC", "FEWEST", "RULES", "Flag", "flag_lines", "flags_of", "red_flags", "structure_cases"]
 

@@ -12,8 +12,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from privlab.base.errors import unknown_name
-from privlab.grids.definition import KNOWN, Layout
+from privlab.base import unknown_name
+from privlab.grids import KNOWN, Layout
 from privlab.report.tables.leakage import Row
 from privlab.report.tables.per_image import BOUND
 from privlab.report.tables.sheet import Caption, Cell, Sheet, behind, heading, images, row_name, shown

@@ -7,9 +7,9 @@ from functools import cache
 import pandas as pd
 
 from privlab.attacks import attacks as installed
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.defenses import DEFENSES, defenses
-from privlab.release.effects import kinds_of
+from privlab.release import kinds_of
 
 __all__ = ["declared", "kinds_in", "knows", "undefended", "undone"]
 

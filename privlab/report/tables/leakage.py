@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from privlab.evaluation.records import CONTROL, CONTROLS
-from privlab.grids.definition import KNOWN
+from privlab.evaluation import CONTROL, CONTROLS
+from privlab.grids import KNOWN
 from privlab.report.tables.per_image import (
     CELL,
     SINGLE,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from privlab.evaluation.records import CONTROL
-from privlab.grids.definition import KNOWN
-from privlab.metrics.registry import MIRRORED, STRUCTURE
+from privlab.evaluation import CONTROL
+from privlab.grids import KNOWN
+from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.report.tables.leakage import Score, bootstrap
 from privlab.report.tables.sheet import shown, unit_of
 

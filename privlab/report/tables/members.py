@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from privlab.grids.definition import KNOWN
-from privlab.report.page.data import case_names
+from privlab.grids import KNOWN
+from privlab.report.page import case_names
 from privlab.report.tables.per_image import WORST, lead_metric, per_image
 from privlab.report.tables.results import Results
 from privlab.report.tables.sheet import shown

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from privlab.evaluation.records import CONTROL, CONTROLS, GEOMETRIES, exact_db
-from privlab.grids.definition import KNOWN
-from privlab.metrics.registry import MIRRORED
+from privlab.evaluation import CONTROL, CONTROLS, GEOMETRIES, exact_db
+from privlab.grids import KNOWN
+from privlab.metrics import MIRRORED
 
 __all__ = ["BOUND", "CELL", "SINGLE", "WORST", "Floats", "Scored", "Segments", "Single", "Whole"]
 __all__ += ["groups", "lead_metric", "leakiest_geometries", "named", "per_image", "sign_of", "worst_case"]

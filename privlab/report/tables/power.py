@@ -13,9 +13,9 @@ from typing import Literal
 
 import pandas as pd
 
-from privlab.grids.definition import KNOWN
-from privlab.metrics.registry import MIRRORED, STRUCTURE
-from privlab.report.page.data import case_names
+from privlab.grids import KNOWN
+from privlab.metrics import MIRRORED, STRUCTURE
+from privlab.report.page import case_names
 from privlab.report.tables.flags import FEWEST
 from privlab.report.tables.knowledge import kinds_in, knows, undefended, undone
 from privlab.report.tables.measure import Measure, measure

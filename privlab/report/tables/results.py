@@ -9,11 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from privlab.base.errors import PrivlabError
-from privlab.evaluation.records import CONTROLS
-from privlab.grids.definition import KNOWN, Figure, Layout
-from privlab.stores.store import RunDirectory
-from privlab.stores.strips import Place, places_of
+from privlab.base import PrivlabError
+from privlab.evaluation import CONTROLS
+from privlab.grids import KNOWN, Figure, Layout
+from privlab.stores import Place, RunDirectory, places_of
 
 __all__ = ["CaseFacts", "Results", "beside", "by_case", "load_results", "papers_attack"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from privlab.evaluation.records import CONTROLS
-from privlab.grids.definition import KNOWN, Layout
+from privlab.evaluation import CONTROLS
+from privlab.grids import KNOWN, Layout
 from privlab.report.tables.leakage import Row, conditions_that_differ
 from privlab.report.tables.per_image import BOUND, SINGLE, WORST, lead_metric
 from privlab.report.tables.results import Results

@@ -11,19 +11,16 @@ from rich import box
 from rich.table import Table
 
 from privlab.defenses import Jigsaw
-from privlab.evaluation.records import CONTROL, GEOMETRIES
-from privlab.evaluation.scoring import UNDEFINED
-from privlab.evaluation.specification import Specification, defense_of
-from privlab.metrics.placement import PLACEMENT
-from privlab.metrics.registry import METRICS
-from privlab.release.effects import effects_of
+from privlab.evaluation import CONTROL, GEOMETRIES, UNDEFINED, Specification, defense_of
+from privlab.metrics import METRICS, PLACEMENT
+from privlab.release import effects_of
 from privlab.report.tables.flags import Flag, red_flags
 from privlab.report.tables.members import Apart, apart
 from privlab.report.tables.per_image import SINGLE, WORST, Scored, lead_metric, named
 from privlab.report.tables.power import scope
 from privlab.report.tables.results import beside, by_case, papers_attack
 from privlab.report.tables.sheet import OF_ADVERSARIES, OF_EXACT, OF_ORACLE, OF_WORST, counted, of_single
-from privlab.runs.attack import Outcome
+from privlab.runs import Outcome
 
 __all__ = ["KNOWN", "explanations", "flags", "members", "not_measured", "shown_metrics", "summarise", "to_rich"]
 __all__ += ["verdicts"]

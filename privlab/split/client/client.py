@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.split.protocol.contract import Contract
 from privlab.split.protocol.inbox import Inbox
 from privlab.split.protocol.security import ClientTls, is_loopback, split_address

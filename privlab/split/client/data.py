@@ -9,10 +9,9 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from privlab.base.errors import PrivlabError
-from privlab.base.rng import draw_for
-from privlab.images.open import ImageSource, Preprocessing, batches
-from privlab.victims.model import VictimModel
+from privlab.base import PrivlabError, draw_for
+from privlab.images import ImageSource, Preprocessing, batches
+from privlab.victims import VictimModel
 
 __all__ = ["Batches", "Dataset", "load"]
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base.precision import full_precision
+from privlab.base import full_precision
 from privlab.split.client.client import Client, Lost, Remote, Traffic
 from privlab.split.client.data import Dataset
 from privlab.split.client.learner import Learner

@@ -7,18 +7,16 @@ from typing import Any
 
 import torch
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.options import configured, read_options
-from privlab.base.warnings import PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, configured, read_options, unknown_name
 from privlab.defenses import defenses
-from privlab.images.open import ImageSource, open_images
+from privlab.images import ImageSource, open_images
 from privlab.split.client.learner import Learner
 from privlab.split.client.train import CHECKPOINT
 from privlab.split.protocol import checkpoint
 from privlab.split.protocol.contract import Contract
 from privlab.split.protocol.secret import new_secret
-from privlab.threat.stack import Stack
-from privlab.victims.named import Victim, victim
+from privlab.threat import Stack
+from privlab.victims import Victim, victim
 
 __all__ = ["Job", "Started", "resumed", "stack_of", "started"]
 

@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from privlab.keys.algebra import ModelShape, apply_key, residual_only
+from privlab.keys import ModelShape, apply_key, residual_only
 from privlab.split.protocol import checkpoint
 from privlab.split.protocol.backbone import Backbone, own_parameters
 from privlab.split.protocol.contract import Contract
 from privlab.split.protocol.secret import batch_draws
-from privlab.threat.client import Draws, Sent
-from privlab.threat.stack import Stack
-from privlab.victims.model import VictimModel
+from privlab.threat import Draws, Sent, Stack
+from privlab.victims import VictimModel
 
 __all__ = ["Learner"]
 

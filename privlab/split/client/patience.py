@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.split.client.client import Lost, Rebuffed
 
 __all__ = ["Patience"]

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from privlab.base.errors import PrivlabError
-from privlab.base.precision import full_precision
+from privlab.base import PrivlabError, full_precision
 from privlab.split.client.client import Client, Lost, Remote, Traffic
 from privlab.split.client.data import Batches
 from privlab.split.client.learner import Learner
 from privlab.split.client.patience import Patience
 from privlab.split.protocol.backbone import Backbone
-from privlab.victims.weights import hash_of
+from privlab.victims import hash_of
 
 __all__ = ["CHECKPOINT", "StepDone", "Trainer"]
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from privlab.victims.model import VictimModel
+from privlab.victims import VictimModel
 
 __all__ = ["Backbone", "own_parameters"]
 

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from privlab.base.errors import PrivlabError
-from privlab.base.files import write_whole
+from privlab.base import PrivlabError, write_whole
 
 __all__ = ["Checkpoints", "optimizer_state", "private_folder", "read", "restore_optimizer", "write"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from privlab.base.errors import PrivlabError, unknown_name
+from privlab.base import PrivlabError, unknown_name
 
 __all__ = ["DTYPES", "OPTIMIZERS", "Contract", "Refusal"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Generator
 
-from privlab.threat.client import Draws
+from privlab.threat import Draws
 
 __all__ = ["batch_draws", "generator", "new_secret"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 
 __all__ = ["ClientTls", "RequireToken", "ServerTls", "is_loopback", "make_token", "read_token", "split_address"]
 

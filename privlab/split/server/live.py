@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from privlab.base.errors import PrivlabError
-from privlab.release.recording import SessionRecorder
+from privlab.base import PrivlabError
+from privlab.release import SessionRecorder
 from privlab.split.protocol.checkpoint import Checkpoints
 from privlab.split.protocol.contract import Refusal
 from privlab.split.protocol.split_pb2 import Opened, Reply, Request, Saved, Tensors

@@ -16,10 +16,8 @@ from filelock import FileLock, Timeout
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from privlab.base.environment import versions
-from privlab.base.errors import PrivlabError
-from privlab.base.precision import full_precision
-from privlab.release.recording import Recorder
+from privlab.base import PrivlabError, full_precision, versions
+from privlab.release import Recorder
 from privlab.split.protocol.checkpoint import private_folder
 from privlab.split.protocol.contract import Refusal
 from privlab.split.protocol.inbox import Inbox
@@ -27,7 +25,7 @@ from privlab.split.protocol.security import RequireToken, ServerTls, is_loopback
 from privlab.split.protocol.split_pb2 import Reply, Request
 from privlab.split.server.live import Live
 from privlab.split.server.sessions import Limits, Sessions
-from privlab.victims.named import Victim
+from privlab.victims import Victim
 
 __all__ = ["METHOD", "SERVICE", "Event", "Server", "serve"]
 

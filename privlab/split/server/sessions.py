@@ -12,8 +12,8 @@ from threading import Lock
 
 import torch
 
-from privlab.base.errors import PrivlabError
-from privlab.release.recording import Recorder
+from privlab.base import PrivlabError
+from privlab.release import Recorder
 from privlab.split.protocol.backbone import Backbone
 from privlab.split.protocol.checkpoint import Checkpoints
 from privlab.split.protocol.contract import Contract, Refusal
@@ -21,8 +21,7 @@ from privlab.split.protocol.split_pb2 import Open
 from privlab.split.protocol.wire import HEADER
 from privlab.split.server.live import Live
 from privlab.split.server.session import Session
-from privlab.victims.named import Victim
-from privlab.victims.weights import hash_of
+from privlab.victims import Victim, hash_of
 
 __all__ = ["VERSION", "Limits", "Sessions"]
 

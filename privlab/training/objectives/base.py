@@ -10,10 +10,8 @@ from jaxtyping import Float, Int
 from timm.layers import DropPath
 from torch import Generator, Tensor, nn
 
-from privlab.images.examples import Augmentation, Examples
-from privlab.victims.classifiers import Classifier
-from privlab.victims.model import VictimModel
-from privlab.victims.weights import hash_of
+from privlab.images import Augmentation, Examples
+from privlab.victims import Classifier, VictimModel, hash_of
 
 __all__ = ["Lesson", "Objective", "set_drop_path"]
 

@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base.errors import PrivlabError
-from privlab.victims.classifiers import Classifier
+from privlab.base import PrivlabError
+from privlab.victims import Classifier
 
 __all__ = ["Classify"]
 

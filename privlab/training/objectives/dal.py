@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from privlab.base.errors import unknown_name
+from privlab.base import unknown_name
 
 __all__ = ["DALS", "Dal"]
 

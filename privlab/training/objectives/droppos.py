@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base.errors import PrivlabError
-from privlab.reassembly.predictors import DropPosNetwork, tiles
+from privlab.base import PrivlabError
+from privlab.reassembly import DropPosNetwork, tiles
 from privlab.training.objectives.mp3 import some_of
-from privlab.victims.model import VictimModel
+from privlab.victims import VictimModel
 
 __all__ = ["TrainDropPos", "smoothing"]
 

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from privlab.base.errors import PrivlabError
+from privlab.base import PrivlabError
 from privlab.training.objectives.base import set_drop_path
 from privlab.training.objectives.classify import Classify
-from privlab.victims.classifiers import Classifier
+from privlab.victims import Classifier
 
 __all__ = ["Finetune"]
 

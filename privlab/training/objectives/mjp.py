@@ -6,11 +6,11 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.patches.patchify import jigsaw, shuffled_pixels
+from privlab.base import PrivlabError, unknown_name
+from privlab.patches import jigsaw, shuffled_pixels
 from privlab.training.objectives.classify import Classify
 from privlab.training.objectives.dal import DALS, Dal
-from privlab.victims.classifiers import Classifier, told_of
+from privlab.victims import Classifier, told_of
 
 __all__ = ["TrainMjp"]
 

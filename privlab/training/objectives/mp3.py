@@ -8,10 +8,10 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base.errors import PrivlabError
-from privlab.reassembly.predictors import Mp3Network, tiles
+from privlab.base import PrivlabError
+from privlab.reassembly import Mp3Network, tiles
 from privlab.training.objectives.base import set_drop_path
-from privlab.victims.model import VictimModel
+from privlab.victims import VictimModel
 
 __all__ = ["TrainMp3", "some_of"]
 

@@ -12,10 +12,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.nn import functional as F
 
-from privlab.base.errors import PrivlabError
-from privlab.patches.patchify import unpatchify
+from privlab.base import PrivlabError
+from privlab.patches import unpatchify
 from privlab.training.objectives.droppos import TrainDropPos
-from privlab.victims.model import VictimModel
+from privlab.victims import VictimModel
 
 __all__ = ["SPEECH", "as_pictures", "log_mel", "speech_model"]
 

@@ -8,11 +8,10 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base.errors import PrivlabError, unknown_name
-from privlab.base.rng import draw_for
-from privlab.images.examples import Examples
+from privlab.base import PrivlabError, draw_for, unknown_name
+from privlab.images import Examples
 from privlab.training.objectives.mp3 import some_of
-from privlab.victims.model import VictimModel
+from privlab.victims import VictimModel
 
 __all__ = ["TARGETS", "Head", "Probe", "probe_accuracy"]
 

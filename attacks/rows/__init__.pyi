@@ -1,0 +1,14 @@
+from .placement import effects as effects
+from .placement import known_tokens as known_tokens
+from .placement import patch_law as patch_law
+from .placement import place_rows as place_rows
+from .placement import row_costs as row_costs
+from .placement import undone as undone
+from .placement import warn_of_moves as warn_of_moves
+from .reassembly import by_borders as by_borders
+from .reassembly import by_embeddings as by_embeddings
+from .reassembly import inverted as inverted
+from .reassembly import pixels as pixels
+from .reassembly import placed as placed
+from .reassembly import reassembled as reassembled
+from .reassembly import summed_costs as summed_costs

@@ -1,0 +1,2 @@
+from .admit import admit_named as admit_named
+from .claims import Check as Check

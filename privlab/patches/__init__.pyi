@@ -1,0 +1,12 @@
+from .patchify import blockwise_mask as blockwise_mask
+from .patchify import jigsaw as jigsaw
+from .patchify import permute as permute
+from .patchify import shuffled_pixels as shuffled_pixels
+from .patchify import shuffled_within as shuffled_within
+from .patchify import slots_to_pixels as slots_to_pixels
+from .patchify import unpatchify as unpatchify
+from .permutations import bits as bits
+from .permutations import draw_orders as draw_orders
+from .permutations import inverse as inverse
+from .permutations import permute_features as permute_features
+from .permutations import restore_features as restore_features

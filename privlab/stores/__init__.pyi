@@ -1,0 +1,17 @@
+from .maintenance import Checked as Checked
+from .maintenance import Conflict as Conflict
+from .maintenance import case_labels as case_labels
+from .maintenance import check as check
+from .maintenance import existing as existing
+from .maintenance import merge as merge
+from .store import KEY as KEY
+from .store import RunDirectory as RunDirectory
+from .store import Store as Store
+from .store import merged as merged
+from .store import part_frame as part_frame
+from .strips import Place as Place
+from .strips import places_of as places_of
+from .strips import pngs as pngs
+from .strips import save_strip as save_strip
+from .strips import strip_name as strip_name
+from .strips import to_png as to_png

@@ -1,0 +1,14 @@
+from .consistency import worth as worth
+from .consistency import worth_by_gamma as worth_by_gamma
+from .evaluate import Exam as Exam
+from .evaluate import judge as judge
+from .robustness import ALEXNET as ALEXNET
+from .robustness import Corrupted as Corrupted
+from .robustness import Outputs as Outputs
+from .robustness import aupr as aupr
+from .robustness import aurra as aurra
+from .robustness import corruption_errors as corruption_errors
+from .robustness import mean_corruption_error as mean_corruption_error
+from .robustness import natural as natural
+from .robustness import outlier_aupr as outlier_aupr
+from .robustness import outputs as outputs
