@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from io import StringIO
 from types import FrameType
 from typing import Any, ClassVar, NoReturn, TypeAlias
@@ -23,7 +24,7 @@ from privlab.release import told_labels
 from privlab.threat import Capability, Observation
 from privlab.victims import VictimModel
 
-__all__ = ["BREACHING", "Breaching", "Classifier", "contained"]
+__all__ = ["BREACHING", "Breaching", "Classifier", "contained", "require_breaching"]
 
 Scalar: TypeAlias = bool | int | float | str | None
 
@@ -61,11 +62,12 @@ class Breaching:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the configuration's keys.
+        """Check that breaching is installed, and the configuration's keys.
 
         Raises:
-            PrivlabError: for a key that the attack's configuration does not have.
+            PrivlabError: if it is not, or for a key that the attack's configuration does not have.
         """
+        require_breaching()
         for key, _ in self.config:
             if key not in (known := self.config_types()):
                 raise unknown_name(f"option of {self.name}", key, known)
@@ -150,6 +152,16 @@ class Classifier(nn.Module):
         return self.model(inputs)
 
 
+def require_breaching() -> None:
+    """Refuse to go on without breaching, which is an extra: with Hydra it bounds what else can be installed.
+
+    Raises:
+        PrivlabError: if it is not installed.
+    """
+    if find_spec("breaching") is None:
+        raise PrivlabError("breaching's attacks need the extra: pip install 'privlab[breaching]'.")
+
+
 @contextmanager
 def contained() -> Iterator[None]:
     """Keep what breaching and Hydra print, warn of and leave behind within.
@@ -214,6 +226,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 @cache
 def _shipped_config(name: str) -> Any:  # noqa: ANN401  # omegaconf's own type is not known before it is imported
     """Return the configuration of an attack as breaching ships it; not to be written to."""
+    require_breaching()
     with contained():
         import breaching
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from privlab.attacks.gradients.breaching_attacks import Classifier, contained
+from privlab.attacks.gradients.breaching_attacks import Classifier, contained, require_breaching
 from privlab.base import full_precision
 from privlab.victims import VictimModel
 
@@ -51,6 +51,7 @@ class BreachingApril:
 
 def _breaching(model: nn.Module, device: torch.device) -> tuple[Any, Any]:
     """Return breaching's client and attack with its own configuration."""
+    require_breaching()
     with contained():
         import breaching
         from breaching.cases.users import UserSingleStep

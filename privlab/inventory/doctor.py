@@ -18,6 +18,7 @@ __all__ = ["examine"]
 Row = Mapping[str, str]
 
 _EXTRAS = {
+    "breaching": "the attacks breaching:NAME, privlab bench attack",
     "datasets": "--images hf:NAME",
     "split": "privlab split",
     "training": "the attacks inversion-…",
@@ -34,7 +35,11 @@ _EXTRAS = {
 def examine(lpips_weights: Path | None = None) -> list[Row]:
     """Return rows of what, whether it is there ("ok" or "missing"), what was found, and what it is for."""
     return [
-        *(_row(name, found is not None, found or "not installed", _use(name)) for name, found in versions().items()),
+        *(
+            _row(name, found is not None, found or "not installed", _use(name))
+            for name, found in versions().items()
+            if name not in _EXTRAS
+        ),
         _row("threads", True, f"{torch.get_num_threads()} of {os.cpu_count()} cores", "speed on a CPU"),
         _row("gpu", torch.cuda.is_available(), _gpu(), "--device cuda"),
         _row("disk", True, f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here", "run directories"),
@@ -49,7 +54,7 @@ def _row(what: str, there: bool, found: str, use: str) -> Row:
 
 
 def _use(package: str) -> str:
-    return {"breaching": "privlab bench attack", "lpips": "the metrics lpips_*"}.get(package, "everything")
+    return {"lpips": "the metrics lpips_*"}.get(package, "everything")
 
 
 def _extra(name: str, use: str) -> Row:

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from privlab.attacks.gradients.breaching_attacks import BREACHING
+from privlab.attacks.gradients.breaching_attacks import BREACHING, _shipped_config
 
 SHORT = ("--limit", "2", "--metrics", "psnr", "--set", "optim.max_iterations=2")
 
@@ -70,3 +70,15 @@ def test_the_list_says_which_run_on_vits(cli: Callable[..., Any]) -> None:
     for name, kind in BREACHING.items():
         assert ("not on ViTs: " in rows[name]["paper"]) == bool(kind.obstacle)
         assert ("; runs on ViTs" in rows[name]["paper"]) != bool(kind.obstacle)
+
+
+@pytest.mark.parametrize("options", [(), ("--set", "optim.max_iterations=2")])
+def test_without_breaching_it_is_said_before_the_run(
+    options: tuple[str, ...], attack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an extra; everything else runs without it."""
+    monkeypatch.setattr("privlab.attacks.gradients.breaching_attacks.find_spec", lambda name: None)
+    _shipped_config.cache_clear()
+    extra = "breaching's attacks need the extra: pip install 'privlab[breaching]'."
+    assert attack("--attack", "breaching:tag", *options).error == extra
+    assert attack("--limit", "1", "--metrics", "psnr").status == 0
