@@ -331,7 +331,7 @@ def test_what_has_no_meaning_is_one_line(
 
 def test_the_documented_loop_runs(audit: Callable[..., Any], state: State, tmp_path: Path) -> None:
     """The README's three lines and the page's loop, as printed."""
-    for page in (ROOT / "README.md", ROOT / "experiments" / "gradients.md"):
+    for page in (ROOT / "README.md", ROOT / "experiments" / "notes" / "gradients.md"):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
         (code,) = [block for block in blocks if "loss.backward()" in block]
         vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
