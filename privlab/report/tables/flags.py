@@ -99,7 +99,7 @@ def _fits(kind: AttackClass, parts: frozenset[str], rows: pd.DataFrame) -> bool:
         return False
     if not on_features and (rows.batch_images > 1).any() and Capability.BATCH_SIZE_ONE in kind.requires:
         return False
-    acts = any(acts_on(kind) == "gradients" for part in parts if (kind := defenses().get(part)))
+    acts = any(acts_on(made) == "gradients" for part in parts if (made := defenses().get(part)))
     return acts or Capability.GRADIENT_DEFENSE not in kind.requires
 
 
