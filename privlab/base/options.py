@@ -101,7 +101,7 @@ def _split(option: str, names: Iterable[str]) -> tuple[str, str, str]:
 
 def _types(kind: type[Any]) -> dict[str, Any]:
     """Return the type of each option of a class."""
-    more = kind.config_types() if isinstance(kind, Configured) else {}
+    more = dict(kind.config_types()) if isinstance(kind, Configured) else {}
     return {key: wanted for key, wanted in _own_types(kind).items() if not more or key != "config"} | more
 
 
