@@ -32,6 +32,7 @@ from privlab.metrics import (
     ssim,
     ssim_skimage,
 )
+from privlab.pair import FORMULAS, Pair
 
 WITHOUT_WEIGHTS = [name for name, metric in METRICS.items() if metric.function]
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -342,3 +343,10 @@ def test_values_lie_in_their_stated_ranges(h: int, w: int, c: int, seed: int) ->
     for name, values in score(x, y, WITHOUT_WEIGHTS).items():
         low, high = METRICS[name].range
         assert ((values >= low) & (values <= high)).all(), name
+
+
+def test_rounding_takes_no_correlation_beyond_one() -> None:
+    x = torch.rand(400, 3, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = FORMULAS["correlation"](Pair.of(x, 0.7 * x + 0.1))
+    assert found.max() == 1
+    assert found.min() > 1 - 1e-12
