@@ -45,6 +45,7 @@ def test_a_frozen_embedding_is_completed_to_nearly_the_least_total_variation(tin
     for _ in range(20):
         best = prior.fill(best, Y.expand(3, -1, -1), free=found, inside=found, steps=100, epsilon=0.07)
     before, after, least = (variation(model, each) for each in (known, done, best))
+    assert_close(prior.sparse_energy(done, 0.07), after)
     assert (after < (1 + 5e-4) * least).all()
     assert (before > 1.1 * least).all()
 
