@@ -215,7 +215,7 @@ def test_heads_are_told_apart_by_either_kind_of_units(told: str, tiny_vit: Calla
         if ".qkv." in name:
             parts = tensor.view(3, 3, 16, -1)  # queries, keys and values; heads
             for part in parts[2:] if told == "qk" else parts[:2]:
-                part[:, 1:] = part[:, :1].clone()
+                part[1:] = part[:1].clone()
         elif "attn.proj.weight" in name and told == "qk":
             tensor.view(48, 3, 16)[:, 1:] = tensor.view(48, 3, 16)[:, :1].clone()
     shape, base = ModelShape.of(vit), vit.state_dict()
