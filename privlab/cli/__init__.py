@@ -8,7 +8,7 @@ import click
 from privlab import __version__
 from privlab.cli.admit import admit
 from privlab.cli.attack import attack
-from privlab.cli.common import err
+from privlab.cli.common import Commands, err
 from privlab.cli.evaluate import evaluate
 from privlab.cli.keys import keys
 from privlab.cli.machine import bench, doctor, list_
@@ -58,7 +58,7 @@ def _complain(message: str, debug: bool) -> int:
     return 2
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(version)s")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
 def cli() -> None:

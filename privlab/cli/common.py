@@ -2,13 +2,11 @@
 
 import json
 import math
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,6 +23,7 @@ __all__ = [
     "EVERY",
     "MANIFEST",
     "OFFSET",
+    "Commands",
     "command_line",
     "common",
     "err",
@@ -45,6 +44,16 @@ MANIFEST = "Use the images that it names, checked by SHA-256: columns name, sha2
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+class Commands(click.Group):
+    """A group whose help has the first sentence of each command, whole, which click cuts to one line."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the names of the commands, and what each does."""
+        with formatter.section("Commands"):
+            rows = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+            formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in rows if each])
+
+
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that every command has."""
     as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
@@ -60,9 +69,8 @@ class _Count(MofNCompleteColumn):
 
 
 def command_line(context: click.Context) -> str:
-    """Return the command as it was typed, but without the folders of absolute paths: they are the machine's."""
-    words = context.find_root().obj or ()
-    return shlex.join(["privlab", *(re.sub(r"(?<![^=@])/.*", lambda path: Path(path[0]).name, word) for word in words)])
+    """Return the command as it was typed, quoted, so that it runs when it is pasted into a shell."""
+    return shlex.join(["privlab", *(context.find_root().obj or ())])
 
 
 @contextmanager

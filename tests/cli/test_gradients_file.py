@@ -56,7 +56,7 @@ def test_a_step_is_audited_without_its_image(
     )
     facts = json.loads((tmp_path / "audit" / "run.json").read_text())
     assert facts["specification"]["defense"] == "none"
-    assert facts["command"].startswith("privlab attack --gradients update.safetensors --model vit_ti ")
+    assert facts["command"].startswith(f"privlab attack --gradients {tmp_path}/update.safetensors --model vit_ti ")
     assert facts["attacks"] == told["attacks"]
     assert facts["released"]["batch_size"] == 1
     shown = audit(step(), "--overwrite", "--attack", "patch-gradient")
