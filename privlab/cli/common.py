@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,10 +25,13 @@ __all__ = [
     "MANIFEST",
     "OFFSET",
     "Commands",
+    "Interrupted",
     "command_line",
     "common",
     "err",
     "fits",
+    "interruptible",
+    "kept_images",
     "plain",
     "print_json",
     "print_rows",
@@ -71,6 +75,31 @@ class _Count(MofNCompleteColumn):
 def command_line(context: click.Context) -> str:
     """Return the command as it was typed, quoted, so that it runs when it is pasted into a shell."""
     return shlex.join(["privlab", *(context.find_root().obj or ())])
+
+
+class Interrupted(Exception):
+    """Ctrl-C; the message says what was kept, and how to go on."""
+
+
+@contextmanager
+def interruptible(kept: Callable[[], str]) -> Iterator[None]:
+    """Let an interrupt say what was kept and how to go on.
+
+    Raises:
+        Interrupted: with what `kept` returns.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(kept()) from error
+
+
+def kept_images(path: Path) -> int:
+    """Return of how many images a run directory has records."""
+    from privlab.store import Store
+
+    images = Store(path).read(["image_sha256", "image"]).to_pylist()
+    return len({row["image_sha256"] or row["image"] for row in images})
 
 
 @contextmanager

@@ -11,7 +11,19 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from privlab.cli.common import EVERY, MANIFEST, OFFSET, command_line, common, err, fits, print_json, print_table
+from privlab.cli.common import (
+    EVERY,
+    MANIFEST,
+    OFFSET,
+    command_line,
+    common,
+    err,
+    fits,
+    interruptible,
+    kept_images,
+    print_json,
+    print_table,
+)
 from privlab.cli.store import warned
 from privlab.errors import PrivlabError
 
@@ -91,7 +103,7 @@ def table(
         other = None if compare is None else load_results(compare)
         grid, tasks = prepare(parsed, path, how)
     command = command_line(click.get_current_context())
-    with _progress(how) as progress:
+    with interruptible(lambda: _kept(path)), _progress(how) as progress:
         messages = fill(
             grid, tasks, path, how, command=command, say=lambda line: err.print(line, markup=False), progress=progress
         )
@@ -100,6 +112,13 @@ def table(
     with warned():
         results = load_results(path)
     return _print_results(results, "json" if as_json else format_, standalone, all_attacks, other)
+
+
+def _kept(path: Path) -> str:
+    """Return what an interrupted run has left, and how to go on."""
+    images = kept_images(path)
+    there = f"records of {images} {'image' if images == 1 else 'images'}" if images else "no records yet"
+    return f"'{path}' keeps what was finished: {there}. The same command goes on where it was."
 
 
 def _options(given: dict[str, Any]) -> "Options":
