@@ -161,6 +161,23 @@ def test_the_command_of_a_run_is_what_was_typed_and_runs_again(
     assert (again.status, json.loads(again.out)["run"]) == (0, str(tmp_path / "my run"))
 
 
+def test_the_verdict_of_the_page_stands_in_the_terminal_and_in_json(
+    attack: Callable[..., Any], cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    options = ("--model", "vit_ti_mjp", "--setting", "a,c", "--attack", "april,patch-gradient", "--overwrite")
+    shown, told = attack(*options), json.loads(attack(*options, "--json").out)
+    assert cli("report", tmp_path / "run").status == 0
+    page = " ".join(html.unescape((tmp_path / "run" / "report.html").read_text("utf-8")).split())
+    sentence = told["verdict"][0]
+    assert sentence.startswith("By PSNR, ")
+    assert "the paper's" in sentence
+    assert sentence in page
+    assert sentence in shown.out.splitlines()
+    for cell in told["verdicts"]:
+        assert f"verdict: {cell['label']}: {cell['word']}{cell['why']}" in shown.out.splitlines()
+        assert f"{cell['word']}{cell['why']}" in page
+
+
 def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
     """FFT2D as MJP has it is a correlation, and a black picture has none: that is said where other n/a's are told."""
     Image.new("RGB", (40, 36)).save(photos / "black.png")
