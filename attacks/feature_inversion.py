@@ -109,8 +109,9 @@ def _slope_of_misfit(
     images: Float[Tensor, "b c h w"], W: Float[Tensor, "d k"], wanted: Float[Tensor, "b n d"], patch: int
 ) -> Float[Tensor, "b c h w"]:
     """Return ∂(‖X Wᵀ − wanted‖² / D)/∂x of each image by two products, not a convolution's backward pass."""
+    _, c, h, w = images.shape
     residual = patchify(images, patch) @ W.mT - wanted
-    return unpatchify(residual @ W * (2 / residual[0].numel()), tuple(images.shape[1:]))
+    return unpatchify(residual @ W * (2 / residual[0].numel()), (c, h, w))
 
 
 def _slope_of_variation(images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
