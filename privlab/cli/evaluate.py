@@ -41,7 +41,7 @@ def evaluate(
     as_json: bool,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """Top-1, Diff. Norm. and Consistency (MJP, Eq. 6 and 7) against γ, and robustness to corruptions and outliers."""
+    """Measure what victims are worth: top-1, Consistency and Diff-Norm against γ, corruptions, outliers."""
     from privlab.judgement import Exam, judge
     from privlab.machine import pick_device
     from privlab.options import read_numbers

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from privlab.cli.common import common, print_json, progress_bar
+from privlab.cli.common import Commands, common, print_json, progress_bar
 from privlab.cli.split_output import (
     print_event,
     print_inference,
@@ -105,7 +105,7 @@ _SERVER = _options(
 )  # fmt: skip
 
 
-@click.group()
+@click.group(cls=Commands)
 def split() -> None:
     """Train and run a model with its backbone on a server that sees permuted features alone."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's core would write pages where we write a line

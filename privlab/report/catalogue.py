@@ -10,6 +10,7 @@ from privlab.experiments.named import experiment_names, find_experiment
 from privlab.metrics import METRICS
 from privlab.placement import PLACEMENT
 from privlab.victims import ARCHITECTURES, victim_names
+from privlab.zoo import ZOO
 
 __all__ = ["catalogue"]
 
@@ -27,6 +28,8 @@ def _victims() -> list[Row]:
     for name in victim_names():
         base = name.removesuffix("_nope").removesuffix("_mjp")
         note = variants.get(name.removeprefix(base), "") if base in ARCHITECTURES else "from another package"
+        if name in ZOO:
+            note, base = f"trained, comes with privlab: {ZOO[name].about}", ZOO[name].architecture
         rows.append({"name": name, "timm": ARCHITECTURES.get(base, ""), "variant": note})
     return [*rows, {"name": "timm:NAME", "timm": "NAME", "variant": "any VisionTransformer of timm"}]
 
