@@ -9,7 +9,7 @@ from privlab.experiments.tables.named import experiment_names, find_experiment
 from privlab.grids import read_experiment
 from privlab.metrics import METRICS, PLACEMENT
 from privlab.threat import acts_on, declared_by_attack
-from privlab.victims import ARCHITECTURES, victim_names
+from privlab.victims import ARCHITECTURES, ZOO, victim_names
 
 __all__ = ["catalogue"]
 
@@ -27,6 +27,8 @@ def _victims() -> list[Row]:
     for name in victim_names():
         base = name.removesuffix("_nope").removesuffix("_mjp")
         note = variants.get(name.removeprefix(base), "") if base in ARCHITECTURES else "from another package"
+        if name in ZOO:
+            note, base = f"trained, comes with privlab: {ZOO[name].about}", ZOO[name].architecture
         rows.append({"name": name, "timm": ARCHITECTURES.get(base, ""), "variant": note})
     return [*rows, {"name": "timm:NAME", "timm": "NAME", "variant": "any VisionTransformer of timm"}]
 

@@ -55,7 +55,7 @@ def test_a_step_is_audited_without_its_image(
     )
     facts = json.loads((tmp_path / "audit" / "run.json").read_text())
     assert facts["specification"]["defense"] == "none"
-    assert facts["command"].startswith("privlab attack --gradients update.safetensors --model vit_ti ")
+    assert facts["command"].startswith(f"privlab attack --gradients {tmp_path}/update.safetensors --model vit_ti ")
     assert facts["attacks"] == told["attacks"]
     assert facts["released"]["batch_size"] == 1
     shown = audit(step(), "--overwrite", "--attack", "patch-gradient")
@@ -145,24 +145,17 @@ class Odd:
     def __call__(self, seen: Observation) -> Tensor:
         """Return the pictures."""
         grey = torch.full((1, *seen.model.image_shape), 0.5)
-        return {"none": grey, "shape": grey[..., :-1], "nan": grey.where(grey > 1, torch.nan)}[self.kind]
+        return {"none": grey, "nan": grey.where(grey > 1, torch.nan)}[self.kind]
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("shape", "odd: the attack returned (1, 3, 32, 31) instead of (1, 3, 32, 32)"),
-        ("nan", "odd: the attack returned values that are not finite"),
-    ],
-)
-def test_what_is_no_picture_spares_the_other_attacks(
-    audit: Callable[..., Any], step: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
+def test_what_is_not_finite_spares_the_other_attacks(
+    audit: Callable[..., Any], step: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ATTACKS, "odd", Odd)
-    done = audit(step(), "--attack", "odd,patch-gradient", "--set", f"odd.kind={kind}", "--json")
+    done = audit(step(), "--attack", "odd,patch-gradient", "--set", "odd.kind=nan", "--json")
     assert done.status == 2
     odd, exact = json.loads(done.out)["attacks"]
-    assert (odd["status"], odd["reason"]) == ("failed", reason)
+    assert (odd["status"], odd["reason"]) == ("failed", "odd: the attack returned values that are not finite")
     assert (exact["status"], exact["explained"]) == ("ok", True)
 
 

@@ -110,6 +110,9 @@ def test_show(cli: Any, made: Any) -> None:
     assert said.err == f"{ROWS - 4} more; --limit shows them, `privlab store export` writes all.\n"
     rows = json.loads(cli("store", "show", made[1], "--json", "--limit", 100).out)
     assert len(rows) == ROWS
+    first = [row["psnr"] for row in rows[:4]]
+    assert all(f" {value:.4g} " in said.out for value in first)
+    assert not any(repr(value)[:8] in said.out for value in first)
     columns = {"case", "victim", "defense", "setting", "attack", "geometry", "image", "psnr", "ssim", "status"}
     assert set(rows[0]) == columns
     assert [row["case"] for row in rows] == ["plain"] * 18 + ["shuffled"] * 30

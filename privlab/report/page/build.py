@@ -52,7 +52,7 @@ def _environment() -> Environment:
 
 
 def _part(name: str) -> str:
-    return (files("privlab.report.page") / name).read_text("utf-8")
+    return (files("privlab.report.page.build") / name).read_text("utf-8")
 
 
 def _context(results: Results) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _context(results: Results) -> dict[str, Any]:
     return {
         "title": results.title,
         "source": results.source,
-        "path": results.path.name,
+        "path": shlex.quote(str(results.path)),
         "version": privlab.__version__,
         "css": Markup(css),
         "js": Markup(js),
