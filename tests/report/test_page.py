@@ -17,7 +17,7 @@ import pytest
 from privlab.base import PrivlabError
 from privlab.grids import Layout
 from privlab.report.page import write_page
-from privlab.report.page.build import pictures as page_pictures
+from privlab.report.page import pictures as page_pictures
 from privlab.report.tables import CaseFacts, Results
 
 Maker = Callable[..., Results]
