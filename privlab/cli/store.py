@@ -106,6 +106,8 @@ def export(directory: Path, file: Path, as_json: bool) -> None:
 
     if file.suffix not in _SUFFIXES:
         raise PrivlabError(f"FILE must end in {', '.join(_SUFFIXES)}. Found '{file.name}'.")
+    if not file.absolute().parent.is_dir():
+        raise PrivlabError(f"There is no folder '{file.parent}'. Give FILE in a folder that is there.")
     with warned():
         frame = existing(directory).frame()
     writers = {

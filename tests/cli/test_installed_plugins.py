@@ -12,7 +12,7 @@ import pytest
 
 from privlab.base import plugins as registry
 
-ROWS = (Path(__file__).parents[2] / "defenses" / "row_permutation.py").read_text(encoding="utf-8")
+ROWS = (Path(__file__).parents[2] / "defenses" / "features" / "row_permutation.py").read_text(encoding="utf-8")
 
 CODE = '''
 from dataclasses import dataclass

@@ -126,14 +126,15 @@ def test_half_precision_is_judged_as_it_is_stored(cli: CLI, data: Path, tmp_path
 KILLED = """
 import os, signal, sys
 from privlab.cli import _status
+from privlab.base import files
 from privlab.training import checkpoint
-real = checkpoint._flush
+real = files.sync
 def flush(path, n=[0]):
     n[0] += 1
     if n[0] == {at}:
         os.kill(os.getpid(), signal.SIGKILL)
     real(path)
-checkpoint._flush = flush
+checkpoint.sync = files.sync = flush
 _status(sys.argv[1:])
 """
 

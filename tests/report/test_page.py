@@ -16,8 +16,8 @@ import pytest
 
 from privlab.base import PrivlabError
 from privlab.grids import Layout
-from privlab.report.page import write_page
 from privlab.report.page import pictures as page_pictures
+from privlab.report.page import write_page
 from privlab.report.tables import CaseFacts, Results
 
 Maker = Callable[..., Results]

@@ -240,8 +240,7 @@ def infer(
     **options: Any,  # noqa: ANN401
 ) -> int:
     """Classify images: the embedding and the head are here, the backbone is on the server."""
-    from privlab.split import Traffic
-    from privlab.split.client import infer
+    from privlab.split import Traffic, infer
     from privlab.split.client.summary import inference_summary
 
     client, traffic = _client(options), Traffic()

@@ -52,7 +52,7 @@ def _environment() -> Environment:
 
 
 def _part(name: str) -> str:
-    return (files("privlab.report.page.build") / name).read_text("utf-8")
+    return (files("privlab.report.page") / name).read_text("utf-8")
 
 
 def _context(results: Results) -> dict[str, Any]:
