@@ -18,8 +18,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError
-from privlab.patches import unpatchify
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify, unpatchify
 from privlab.threat import Rows
 from privlab.victims import VictimModel
 

@@ -28,8 +28,7 @@ from privlab.attacks.solvers import (
     slot_gradients,
 )
 from privlab.base import PrivlabError, PrivlabWarning, draw_for, unknown_name
-from privlab.patches import unpatchify
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify, unpatchify
 from privlab.release import released_gradients, released_parameters, told_labels
 from privlab.threat import Attack, Capability, Feed, GradientDefense, Observation, Stolen, check_capabilities
 from privlab.victims import VictimModel, hash_of

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from privlab.attacks.rows.placement import effects, known_tokens, patch_law, place_rows, row_costs, undone
 from privlab.attacks.solvers import invert_rows
 from privlab.base import PrivlabError
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify
 from privlab.reassembly import FLOOR, ROUNDS, PositionPredictor, assemble, border_cost
 from privlab.reassembly.border_costs import border_costs
 from privlab.threat import Capability, FeatureObservation, Stolen

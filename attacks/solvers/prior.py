@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.images.photographs import photographs
-from privlab.patches import slots_to_pixels, unpatchify
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify, slots_to_pixels, unpatchify
 from privlab.victims import VictimModel
 
 __all__ = ["PRIORS", "Smoothness", "Windows", "conjugate_gradients", "photograph_gradients", "photograph_windows"]

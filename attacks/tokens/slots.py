@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from privlab.attacks.rows import known_tokens
 from privlab.attacks.solvers import conjugate_gradients
 from privlab.attacks.tokens.equations import NOISE, Mlp, Near, normalised
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify
 from privlab.reassembly import assemble
 from privlab.reassembly.border_costs import border_costs
 from privlab.threat import Observation

@@ -16,8 +16,7 @@ from torch import Tensor
 from privlab.base import PrivlabError, configured, draw_for, read_options, unknown_name, versions, write_whole
 from privlab.images import Chunk, Preprocessing, batches, open_images
 from privlab.metrics import adjacent_share, placed_share
-from privlab.patches import jigsaw
-from privlab.patches.patchify import patchify
+from privlab.patches import jigsaw, patchify
 from privlab.reassembly import REASSEMBLIES, Predicted, Reassembly
 
 __all__ = ["PlacementStudy", "study", "to_rows"]

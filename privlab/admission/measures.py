@@ -11,8 +11,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from privlab.patches import unpatchify
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify, unpatchify
 from privlab.threat import Feed
 from privlab.victims import VictimModel
 

@@ -8,8 +8,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from privlab.metrics.registry import Metric
-from privlab.patches import unpatchify
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify, unpatchify
 from privlab.threat import Sent, Stolen
 
 __all__ = [

@@ -17,7 +17,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify
 from privlab.reassembly.border_costs import border_costs
 from privlab.reassembly.predictors import PositionPredictor, load_predictor, predictor_file
 from privlab.reassembly.solver import ROUNDS, assemble

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from privlab.base import PrivlabError, unknown_name
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify
 from privlab.victims import VictimModel, shipped
 
 __all__ = [

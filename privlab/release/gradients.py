@@ -17,7 +17,7 @@ from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, full_precision, unknown_name
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify
 from privlab.threat import Capability, Defense, FeatureDefense, Feed, GradientDefense, Observation
 from privlab.victims import AprilBlock, VictimModel
 

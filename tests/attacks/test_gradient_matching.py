@@ -18,8 +18,7 @@ from privlab.base import PrivlabError, PrivlabWarning, configured, draw_for, rea
 from privlab.cli.common import progress_bar
 from privlab.defenses import GradientPruning, Mjp
 from privlab.metrics import psnr, psnr_region
-from privlab.patches import slots_to_pixels
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify, slots_to_pixels
 from privlab.release import observe, released_gradients, released_parameters
 from privlab.threat import Defense, Feed, GradientDefense, Observation, Stack, Stolen
 from privlab.training import Progress, listening, tell

@@ -27,7 +27,7 @@ from privlab.attacks.features.learned_inversion import InversionConv, InversionM
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, Jigsaw, LowPass, RowPermutation
 from privlab.metrics import placement_accuracy, psnr
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify
 from privlab.release import effects_of, observe_features, send
 from privlab.threat import Capability, Draws, FeatureObservation, Sent, Stack, check_capabilities
 from privlab.training import Plan, Progress, listening

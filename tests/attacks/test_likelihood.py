@@ -14,7 +14,7 @@ from privlab.attacks.solvers import RTOL, Likelihood
 from privlab.base import draw_for
 from privlab.defenses import GradientNoise, GradientPruning
 from privlab.metrics import psnr
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify
 from privlab.release import observe, released_parameters
 from privlab.threat import GradientDefense, Observation
 from privlab.victims import VictimModel

@@ -31,8 +31,7 @@ from privlab.attacks.tokens.equations import outside, start
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Jigsaw, Mjp
 from privlab.metrics import in_best_order, psnr, psnr_region
-from privlab.patches import permute, slots_to_pixels
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify, permute, slots_to_pixels
 from privlab.release import granted, observe
 from privlab.threat import Capability, Feed, Observation, check_capabilities
 from privlab.victims import VictimModel, april_twin, victim

@@ -14,8 +14,7 @@ from privlab.attacks.solvers.prior import PRIORS
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Mjp
 from privlab.metrics import psnr_region
-from privlab.patches import slots_to_pixels, unpatchify
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify, slots_to_pixels, unpatchify
 from privlab.release import observe
 from privlab.threat import Feed, Observation
 from privlab.victims import VictimModel

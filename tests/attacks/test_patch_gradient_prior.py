@@ -17,7 +17,7 @@ from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Mjp
 from privlab.images import open_images
 from privlab.metrics import psnr
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify
 from privlab.release import observe
 from privlab.threat import Observation
 from privlab.victims import VictimModel, victim

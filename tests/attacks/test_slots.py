@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from privlab.attacks.gradients.token_separation import TokenSeparation
 from privlab.attacks.tokens import Mlp, Reads, Slots, embeddings_of_tokens, first_block, normalised, slots_of_tokens
 from privlab.attacks.tokens.slots import _assigned, _equations, _sharpened
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify
 from privlab.release import observe
 from privlab.threat import Observation
 from privlab.victims import VictimModel

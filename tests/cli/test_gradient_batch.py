@@ -21,8 +21,7 @@ from privlab.base import PrivlabWarning
 from privlab.evaluation import CONTROLS, Batch, Controls, Rows, Specification, plan
 from privlab.images import Others, Picture
 from privlab.metrics import assigned
-from privlab.patches import unpatchify
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify, unpatchify
 from privlab.threat import Capability, Observation, Stolen
 from privlab.victims import victim
 

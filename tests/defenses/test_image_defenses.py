@@ -11,8 +11,7 @@ from torch.testing import assert_close
 
 from privlab.base import PrivlabError
 from privlab.defenses import DEFENSES, Jigsaw, LowPass, Mjp, Undefended, defenses
-from privlab.patches import inverse, permute
-from privlab.patches.patchify import patchify
+from privlab.patches import inverse, patchify, permute
 from privlab.threat import Defense, FeatureDefense, GradientDefense, Stack
 from privlab.victims import VictimModel
 

@@ -14,8 +14,7 @@ from privlab.metrics import (
     neighbour_accuracy,
     placement_accuracy,
 )
-from privlab.patches import draw_orders, inverse
-from privlab.patches.patchify import patchify
+from privlab.patches import draw_orders, inverse, patchify
 from privlab.threat import Sent, Stolen
 
 B, PREFIX, GRID = 2, 1, (3, 4)

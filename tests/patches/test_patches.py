@@ -11,8 +11,7 @@ from torch import Generator
 from torch.testing import assert_close
 
 from privlab.base import PrivlabError, draw_for
-from privlab.patches import blockwise_mask, inverse, permute, shuffled_within, slots_to_pixels, unpatchify
-from privlab.patches.patchify import patchify
+from privlab.patches import blockwise_mask, inverse, patchify, permute, shuffled_within, slots_to_pixels, unpatchify
 
 SIDES = st.integers(1, 6)
 

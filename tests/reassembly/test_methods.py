@@ -30,7 +30,7 @@ from privlab.evaluation import (
 )
 from privlab.images import Preprocessing, batches, open_images
 from privlab.metrics import adjacent_share, neighbour_accuracy, placed_share, placement_accuracy
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify
 from privlab.reassembly import REASSEMBLIES, Borders, Reassembly, standing
 from privlab.reassembly.border_costs import border_costs
 from privlab.release import observe

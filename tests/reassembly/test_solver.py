@@ -15,8 +15,7 @@ from torch.testing import assert_close
 
 from privlab.base import PrivlabError
 from privlab.images import Preprocessing, open_images
-from privlab.patches import blockwise_mask, inverse, shuffled_within
-from privlab.patches.patchify import patchify
+from privlab.patches import blockwise_mask, inverse, patchify, shuffled_within
 from privlab.reassembly import assemble, border_cost, solve_jigsaw
 from privlab.reassembly.border_costs import border_costs
 

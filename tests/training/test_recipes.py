@@ -9,8 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
-from privlab.patches import blockwise_mask, shuffled_within
-from privlab.patches.patchify import patchify
+from privlab.patches import blockwise_mask, patchify, shuffled_within
 from privlab.training import Augmentation, Examples, Plan, train
 from privlab.training.objectives import DALS, Classify, Dal, Lesson, TrainMjp
 from privlab.victims import Classifier, IndexedViT, VictimModel

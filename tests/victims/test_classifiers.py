@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError
-from privlab.patches.patchify import patchify
+from privlab.patches import patchify
 from privlab.training import Augmentation, Compute, Examples, Plan, Progress, train
 from privlab.training.loop import _optimiser
 from privlab.training.objectives import DALS, Classify, Lesson, TrainMjp
