@@ -11,8 +11,7 @@ from privlab.attacks.gradients import token_separation
 from privlab.attacks.gradients.token_separation import TokenSeparation, _completed, _inverted, _prior
 from privlab.attacks.solvers import Smoothness, photograph_gradients
 from privlab.attacks.tokens import projection
-from privlab.patches import cutting as patchify
-from privlab.patches import unpatchify
+from privlab.patches import patchify, unpatchify
 from privlab.release import observe, released_parameters
 from privlab.threat import Observation
 from privlab.victims import VictimModel
