@@ -33,6 +33,8 @@ def contracts(house: Path) -> int:
 
 def types(house: Path, root: Path, files: Sequence[str]) -> int:
     """Return the exit status of pyright, and name the files as they lie in the repository."""
+    if any(Path(file).parts[0] == "tests" for file in files):
+        shutil.copytree(root / "tests", house / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     inside = [str(Path("privlab", file) if Path(file).parts[0] in BESIDE else file) for file in files]
     command = (sys.executable, "-m", "pyright", "--pythonpath", sys.executable, *(inside or ["privlab"]))
     done = subprocess.run(command, cwd=house, capture_output=True, text=True, check=False)
