@@ -1,11 +1,15 @@
 """The house plan: rooms depend one way, attacks and defenses do not know each other, and no room is too large."""
 
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from privlab.threat import AttackDeclarations, DefenseDeclarations
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("attacks", "defenses", "experiments")
@@ -69,3 +73,11 @@ def test_no_room_is_too_large() -> None:
 
 def test_every_room_says_what_it_is_for() -> None:
     assert [room for room in rooms() if not (room / "__init__.py").read_text(encoding="utf-8").startswith('"""')] == []
+
+
+def test_what_plugins_declare_is_read_in_one_place() -> None:
+    names = {field.name for kind in (AttackDeclarations, DefenseDeclarations) for field in fields(kind)}
+    read = re.compile(r"""(?:get|has)attr\([^,()]+(?:\([^()]*\))?, "(\w+)\"""")
+    sources = [path for top in ("privlab", *FOLDERS) for path in (ROOT / top).rglob("*.py")]
+    elsewhere = [path for path in sources if names & {*read.findall(path.read_text(encoding="utf-8"))}]
+    assert elsewhere == []

@@ -1,4 +1,5 @@
 from .descent import OPTIMISERS as OPTIMISERS
+from .descent import Adam as Adam
 from .descent import Kept as Kept
 from .descent import Lbfgs as Lbfgs
 from .descent import descend as descend

@@ -145,7 +145,8 @@ class Lbfgs(Optimiser):
     ) -> tuple[Bool[Tensor, " p"], Float[Tensor, "p q"], Float[Tensor, " p"], Float[Tensor, "p q"]]:
         """Return which problems a share of the direction lowers, and all points, values and slopes after that.
 
-        The share is that of the least of the parabola through the value, its slope and the value last tried.
+        The share is that of the least of the parabola through the value, its slope and the value last tried: about a
+        half of the last share or less, and no less than a tenth.
         """
         x, value, slope = (state[name].clone() for name in ("x", "value", "slope"))
         lower, down, share = torch.zeros_like(state["stuck"]), _dot(slope, direction), torch.ones_like(value)
@@ -158,7 +159,7 @@ class Lbfgs(Optimiser):
             there, slope_there = evaluate(tried, rows)
             rise = there - value[rows]
             least = -fall * t / (2 * (rise / t - fall))
-            share[rows] = least.nan_to_num(0.0).clamp(0.1 * t, 0.5 * t)
+            share[rows] = least.nan_to_num(0.0).maximum(0.1 * t)
             fine = rise <= self.enough * t * fall  # not where it is NaN
             kept = rows[fine]
             lower[kept], x[kept], value[kept], slope[kept] = True, tried[fine], there[fine], slope_there[fine]

@@ -290,7 +290,7 @@ def refine(
         b = better[:, None]
         α, slope, r = (torch.where(b, new, old) for new, old in ((next_α, α), (next_slope, slope), (next_r, r)))
         form, t, cost = torch.where(b, next_form, form), torch.where(b, next_t, t), torch.where(better, next_cost, cost)
-        λ = torch.where(better, λ / 5, λ * 4).clamp(1e-9, 1e4)
+        λ = torch.where(better, λ / 5, λ * 4)
         if idle == _PATIENCE:
             break
     return α

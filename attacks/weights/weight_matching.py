@@ -7,8 +7,8 @@ j of the residual stream and b_i what the public one holds of feature i, both sc
 
 where c is the key's order and α = 1 for the untouched model, less after fine-tuning, noise, pruning, quantisation.
 
-1. Features that no order of heads or units changes: norm weights, biases, and the moments, norms and products of the
-   columns of all matrices. Their inner products S make an assignment problem over c (Hungarian), and estimate α.
+1. Features that no order of heads or units changes: norm weights, biases, and the first three moments and products
+   of the columns of all matrices. Their inner products S make an assignment problem over c (Hungarian), and estimate α.
 2. Where that is not certain: from a soft order R of the stream (Sinkhorn of S · α / (1 − α²), the log-likelihood), a
    soft order P of each layer's units follows alike, and from all P a new S. Units are matched on one half of the
    features and judge the other half: else they would confirm the noise that they were matched on.
@@ -97,7 +97,7 @@ class WeightMatching:
         encrypted, base = _both(seen)
         have, want = _features(encrypted), _features(base)
         first = have.T @ want
-        residual, done = _assign(first - want.square().sum(0) / 2), 0
+        residual, done = _assign(first), 0
         alpha = _correlation(have, want, residual)
         order = _posterior(first, alpha)
         while done < self.rounds and order.gather(1, residual[:, None]).min() < CERTAIN:
@@ -232,9 +232,8 @@ def _features(weights: _Weights) -> Float[Tensor, "m d"]:
     rows = [weights.residual]
     for layer in weights.layers:
         for kind, M in layer.matrices.items():
-            cubes = M.pow(3).mean(1)
             i, j = torch.triu_indices(len(M), len(M), 1)
-            rows += [M.mean(1), M.square().mean(1).sqrt(), cubes.sign() * cubes.abs().pow(1 / 3), (M[i] * M[j]).mean(1)]
+            rows += [M.mean(1), M.square().mean(1), M.pow(3).mean(1), (M[i] * M[j]).mean(1)]
             if kind in layer.vectors:
                 rows.append((layer.vectors[kind] @ M).flatten(0, 1))
     return _standard(torch.cat(rows))
@@ -286,9 +285,9 @@ def _inner(e: _Layer, b: _Layer, residual: Int[Tensor, " d"], shape: ModelShape)
     fits = {}
     for kind, E in e.matrices.items():
         B = b.matrices[kind][..., residual]
-        fits[kind] = torch.einsum("kud,kvd->uv", E, B) - B.square().sum((0, 2)) / 2
+        fits[kind] = torch.einsum("kud,kvd->uv", E, B)
         if kind in e.vectors:
-            fits[kind] += e.vectors[kind].T @ b.vectors[kind] - b.vectors[kind].square().sum(0) / 2
+            fits[kind] += e.vectors[kind].T @ b.vectors[kind]
     h, size = shape.heads, shape.head_dim
     qk, value = (fits[kind].view(h, size, h, size).transpose(1, 2) for kind in ("qk", "value"))
     heads = _assign(torch.tensor([[_best(qk[i, j]) + _best(value[i, j]) for j in range(h)] for i in range(h)]))

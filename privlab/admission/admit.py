@@ -20,7 +20,7 @@ from privlab.admission.measures import apart
 from privlab.base import PrivlabError, PrivlabWarning, configured, full_precision, read_options, unknown_name
 from privlab.defenses import defenses
 from privlab.images import Preprocessing, open_images
-from privlab.threat import Defense, FeatureDefense, GradientDefense
+from privlab.threat import Defense, FeatureDefense, GradientDefense, declared_by_defense
 from privlab.victims import VictimModel, victim
 
 __all__ = ["MODEL", "Check", "admit", "admit_named"]
@@ -176,7 +176,7 @@ def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
     """Return how far the first client's release changes with the image and the draw of the second."""
     other = _of(case, lambda: case.run(case.inputs(neighbour=True), case.subject.draws(neighbour=True)))
     value = apart(case.own(release), case.own(other))
-    if getattr(case.defense, "mixes", False):
+    if declared_by_defense(case.defense).mixes:
         return Check.at_most("neighbours", value, math.inf, "change of one's own release; it mixes images, as it says")
     return Check.at_most("neighbours", value, NEAR, "change of one's own release with another image in the batch")
 

@@ -46,6 +46,7 @@ from privlab.threat import (
     Sent,
     Stack,
     check_capabilities,
+    declared_by_defense,
 )
 from privlab.victims import VictimModel
 
@@ -331,8 +332,9 @@ class OnFeatures:
     def checks(self, sent: Sent) -> Iterator[Check]:
         """Yield what the release is measured by."""
         yield from acts_as(self.defense, self.subject.model)
-        declared = getattr(self.defense, "acts_as", None)
-        std = float(getattr(self.defense, "std", 0.0) if not isinstance(declared, Effects) else declared.noise_std)
+        declared = declared_by_defense(self.defense)
+        effects = declared.acts_as
+        std = float(effects.noise_std if isinstance(effects, Effects) else declared.std or 0.0)
         tokens = self.inputs()["tokens"]
         rows = tokens.flatten(0, 1)[sent.source]
         error = float((sent.features - (rows if sent.columns is None else rows[..., sent.columns])).square().mean())
@@ -379,7 +381,7 @@ class OnFeatures:
 
 def acts_as(defense: AnyDefense, model: VictimModel) -> Iterator[Check]:
     """Yield, of a defense that declares what it does, in how much of that its releases contradict it."""
-    if getattr(defense, "acts_as", None) is not None:
+    if declared_by_defense(defense).acts_as is not None:
         wrong = contradictions(model, defense, NOISE)
         yield Check.at_most("acts-as", float(len(wrong)), 0.0, "; ".join(wrong) or "effects that are not as declared")
 

@@ -7,13 +7,23 @@ allowed in them, and what is given goes into `config` as (key, value) pairs.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar, get_type_hints, runtime_checkable
 
 from privlab.base.errors import PrivlabError, unknown_name
 
 __all__ = ["configured", "read_numbers", "read_options", "stated"]
 
 T = TypeVar("T")
+
+
+@runtime_checkable
+class Configured(Protocol):
+    """A class with options beyond its fields: the keys of a configuration of another library."""
+
+    @classmethod
+    def config_types(cls) -> Mapping[str, Any]:
+        """Return the type of each option, by its dotted key."""
+        ...
 
 
 def read_options(options: Sequence[str], kinds: Iterable[type[Any]]) -> None:
@@ -63,7 +73,7 @@ def stated(part: Any) -> list[str]:  # noqa: ANN401
     """
     kinds, found = _types(type(part)), []
     values = {f.name: getattr(part, f.name) for f in fields(part)}
-    values |= dict(values.pop("config") or ()) if hasattr(type(part), "config_types") else {}
+    values |= dict(values.pop("config") or ()) if isinstance(type(part), Configured) else {}
     for key, value in values.items():
         text = "none" if value is None else str(value)
         option = f"{part.name}.{key}={text}"
@@ -91,7 +101,7 @@ def _split(option: str, names: Iterable[str]) -> tuple[str, str, str]:
 
 def _types(kind: type[Any]) -> dict[str, Any]:
     """Return the type of each option of a class."""
-    more = kind.config_types() if hasattr(kind, "config_types") else {}
+    more = dict(kind.config_types()) if isinstance(kind, Configured) else {}
     return {key: wanted for key, wanted in _own_types(kind).items() if not more or key != "config"} | more
 
 

@@ -9,7 +9,7 @@ from privlab import __version__
 from privlab.base import PrivlabError
 from privlab.cli.admit import admit
 from privlab.cli.attack import attack
-from privlab.cli.common import err
+from privlab.cli.common import Commands, Interrupted, err
 from privlab.cli.evaluate import evaluate
 from privlab.cli.keys import keys
 from privlab.cli.machine import bench, doctor, list_
@@ -41,6 +41,9 @@ def _status(arguments: list[str]) -> int:
         return _complain(error.format_message(), debug)
     except PrivlabError as error:
         return _complain(str(error), debug)
+    except Interrupted as stop:
+        err.print(f"Interrupted. {stop}", markup=False)
+        return 130
     except (KeyboardInterrupt, click.Abort):
         err.print("Interrupted. What was finished stays readable.")
         return 130
@@ -58,7 +61,7 @@ def _complain(message: str, debug: bool) -> int:
     return 2
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(version)s")
 @click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
 def cli() -> None:

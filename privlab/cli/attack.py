@@ -19,6 +19,8 @@ from privlab.cli.common import (
     common,
     err,
     fits,
+    interruptible,
+    kept_images,
     plain,
     print_json,
     print_table,
@@ -152,7 +154,7 @@ def attack(
     spec = specify(model, setting, attack=attack, images=images, metrics=metrics, **options)
     check_geometry(geometry, spec)
     path = out or _new_directory(spec.models, spec.settings)
-    with progress_bar("attacking") as progress:
+    with interruptible(lambda: _kept(path, spec.attacks or ())), progress_bar("attacking") as progress:
         outcome = execute(
             spec,
             device=device,
@@ -205,6 +207,18 @@ def _new_directory(models: Sequence[str], settings: Sequence[str]) -> Path:
     what = "-".join([*models, *settings]).replace(":", "_").replace("/", "_")[:80]
     stem = Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{what}")
     return next(path for n in count(1) if not (path := stem if n == 1 else stem.with_name(f"{stem.name}-{n}")).exists())
+
+
+def _kept(path: Path, attacks: Sequence[str]) -> str:
+    """Return what an interrupted run has left, and how to go on."""
+    if not path.exists():
+        return "Nothing had been run yet, and nothing is kept."
+    images = kept_images(path)
+    there = f"the records of {images} {'image' if images == 1 else 'images'}, which `privlab report {path}` shows"
+    search = " A search of gradient-matching goes on where it was." if "gradient-matching" in attacks else ""
+    return (
+        f"'{path}' keeps {there if images else 'no image yet'}. The same command with --overwrite starts anew.{search}"
+    )
 
 
 def _batch_size(text: str) -> int | None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +24,14 @@ __all__ = [
     "EVERY",
     "MANIFEST",
     "OFFSET",
+    "Commands",
+    "Interrupted",
     "command_line",
     "common",
     "err",
     "fits",
+    "interruptible",
+    "kept_images",
     "plain",
     "print_json",
     "print_rows",
@@ -43,6 +46,16 @@ OFFSET = "Leave out the first J images, before --limit; of class folders by turn
 MANIFEST = "Use the images that it names, checked by SHA-256: columns name, sha256; label, member if known."
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Commands(click.Group):
+    """A group whose help has the first sentence of each command, whole, which click cuts to one line."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the names of the commands, and what each does."""
+        with formatter.section("Commands"):
+            rows = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+            formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in rows if each])
 
 
 def common(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,9 +73,33 @@ class _Count(MofNCompleteColumn):
 
 
 def command_line(context: click.Context) -> str:
-    """Return the command as it was typed, but without the folders of absolute paths: they are the machine's."""
-    words = context.find_root().obj or ()
-    return shlex.join(["privlab", *(re.sub(r"(?<![^=@])/.*", lambda path: Path(path[0]).name, word) for word in words)])
+    """Return the command as it was typed, quoted, so that it runs when it is pasted into a shell."""
+    return shlex.join(["privlab", *(context.find_root().obj or ())])
+
+
+class Interrupted(Exception):
+    """Ctrl-C; the message says what was kept, and how to go on."""
+
+
+@contextmanager
+def interruptible(kept: Callable[[], str]) -> Iterator[None]:
+    """Let an interrupt say what was kept and how to go on.
+
+    Raises:
+        Interrupted: with what `kept` returns.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise Interrupted(kept()) from error
+
+
+def kept_images(path: Path) -> int:
+    """Return of how many images a run directory has records."""
+    from privlab.stores import Store
+
+    images = Store(path).read(["image_sha256", "image"]).to_pylist()
+    return len({row["image_sha256"] or row["image"] for row in images})
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def evaluate(
     as_json: bool,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """Top-1, Diff. Norm. and Consistency (MJP, Eq. 6 and 7) against γ, and robustness to corruptions and outliers."""
+    """Measure what victims are worth: top-1, Consistency and Diff-Norm against γ, corruptions, outliers."""
     from privlab.base import pick_device, read_numbers
     from privlab.report.figures import check_ending, draw_by_gamma, write_figure
     from privlab.utility import Exam, judge

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from privlab.base import PrivlabError
-from privlab.cli.common import common, err, print_json
+from privlab.cli.common import Commands, common, err, print_json
 
 __all__ = ["keys"]
 
@@ -17,7 +17,7 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Let an earlie
 heads_option = click.option("--heads", type=click.IntRange(min=1), help="Heads per layer, where a file does not say.")
 
 
-@click.group("keys")
+@click.group("keys", cls=Commands)
 def keys() -> None:
     """Permute a model's weights by a key, and measure how little that hides.
 

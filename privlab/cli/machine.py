@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from privlab.base import unknown_name
-from privlab.cli.common import common, err, print_json, print_rows, print_table, progress_bar
+from privlab.cli.common import Commands, common, err, print_json, print_rows, print_table, progress_bar
 
 __all__ = ["bench", "doctor", "list_"]
 
@@ -34,7 +34,7 @@ def doctor(lpips_weights: Path | None, as_json: bool) -> None:
     print_rows(rows, as_json)
 
 
-class _Benches(click.Group):
+class _Benches(Commands):
     """A group that answers an unknown name with the nearest ones."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
@@ -68,7 +68,7 @@ _DEVICE = click.option("--device", default="auto", show_default=True, help="auto
 @_DEVICE
 @common
 def bench_attack(as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """Closed-form attacks against a training step, and against breaching's APRIL."""
+    """Measure closed-form attacks against a training step, and against breaching's APRIL."""
     _run("attack", as_json, options)
 
 
@@ -79,7 +79,7 @@ def bench_attack(as_json: bool, **options: Any) -> None:  # noqa: ANN401
 @_DEVICE
 @common
 def bench_permutation(as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """Permutations by index against matrices, plain copies and the model; key encryption; pe-assignment."""
+    """Measure permutations by index against matrices, plain copies and the model; key encryption; pe-assignment."""
     _run("permutation", as_json, options)
 
 
@@ -96,7 +96,7 @@ def bench_permutation(as_json: bool, **options: Any) -> None:  # noqa: ANN401
 @_DEVICE
 @common
 def bench_split(as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """Split training over loopback against training in one process; the server's memory."""
+    """Measure split training over loopback against training in one process; the server's memory."""
     _run("split", as_json, options)
 
 
@@ -111,7 +111,7 @@ def bench_split(as_json: bool, **options: Any) -> None:  # noqa: ANN401
 @_DEVICE
 @common
 def bench_table(as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """The whole pipeline against bare attacks; workers, Ray, resuming a million records, the page."""
+    """Measure the whole pipeline against bare attacks; workers, Ray, resuming a million records, the page."""
     _run("table", as_json, options)
 
 
@@ -123,7 +123,7 @@ def bench_table(as_json: bool, **options: Any) -> None:  # noqa: ANN401
 @_DEVICE
 @common
 def bench_train(as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """The recipes against a bare timm loop, MJP's and MP3's cost, and making batches."""
+    """Measure the recipes against a bare timm loop, MJP's and MP3's cost, and making batches."""
     _run("train", as_json, options)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import click
 from rich.table import Table
 
-from privlab.cli.common import common, err, print_json, print_table, warned
+from privlab.cli.common import Commands, common, err, print_json, print_table, warned
 
 __all__ = ["models"]
 
 
-@click.group()
+@click.group(cls=Commands)
 def models() -> None:
     """See which trained models are at hand, check them, fetch timm's and import files."""
 
@@ -22,7 +22,7 @@ def models() -> None:
 @models.command("list")
 @common
 def list_(as_json: bool) -> None:
-    """The zoo, timm's models of our architectures, and what was imported; no network is asked."""
+    """List the zoo, timm's models of our architectures, and what was imported; no network is asked."""
     from privlab.victims import models as found
 
     rows = found()
@@ -40,7 +40,7 @@ def list_(as_json: bool) -> None:
 @click.argument("name")
 @common
 def show(name: str, as_json: bool) -> int:
-    """The card of NAME, or of a file of weights, and whether the weights are those of the card."""
+    """Print the card of NAME, or of a file of weights, and whether the weights are those of the card."""
     from privlab.victims import show as found
 
     facts = found(name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from privlab.base import PrivlabError
-from privlab.cli.common import common, err, plain, print_json, print_rows
+from privlab.cli.common import Commands, common, err, plain, print_json, print_rows
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -35,7 +35,7 @@ def warned() -> Iterator[None]:
             err.print(f"Warning: {message}", style="yellow", markup=False)
 
 
-@click.group()
+@click.group(cls=Commands)
 def store() -> None:
     """Look into a directory of records, export it, merge several, and add what was measured elsewhere."""
 
@@ -85,9 +85,14 @@ def show(directory: Path, limit: int, as_json: bool) -> None:
     rows = frame[columns].head(limit).to_dict("records")
     if not rows:
         raise PrivlabError(f"'{directory}' holds no records yet.")
-    print_rows([{str(name): plain(value) for name, value in row.items()} for row in rows], as_json)
+    told = plain if as_json else _four_digits
+    print_rows([{str(name): told(value) for name, value in row.items()} for row in rows], as_json)
     if len(frame) > limit:
         err.print(f"{len(frame) - limit} more; --limit shows them, `privlab store export` writes all.", markup=False)
+
+
+def _four_digits(value: object) -> object:
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 @store.command()
@@ -101,6 +106,8 @@ def export(directory: Path, file: Path, as_json: bool) -> None:
 
     if file.suffix not in _SUFFIXES:
         raise PrivlabError(f"FILE must end in {', '.join(_SUFFIXES)}. Found '{file.name}'.")
+    if not file.absolute().parent.is_dir():
+        raise PrivlabError(f"There is no folder '{file.parent}'. Give FILE in a folder that is there.")
     with warned():
         frame = existing(directory).frame()
     writers = {

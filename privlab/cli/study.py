@@ -7,12 +7,12 @@ import click
 from rich.table import Table
 
 from privlab.base import PrivlabError
-from privlab.cli.common import common, err, print_json, print_rows, print_table, warned
+from privlab.cli.common import Commands, common, err, print_json, print_rows, print_table, warned
 
 __all__ = ["finetune_study", "study"]
 
 
-@click.group()
+@click.group(cls=Commands)
 def study() -> None:
     """Run a study: the tables of the papers on images of your own, the adaptive adversary beside."""
 
@@ -42,7 +42,7 @@ def split_privacy(
     as_json: bool,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """Table 6 of Permutation Equivariance: utility and leakage of split learning under each defense."""
+    """Measure utility and leakage of split learning under each defense (Table 6 of Permutation Equivariance)."""
     from privlab.base import pick_device
     from privlab.experiments.studies.split_privacy import Study, to_markdown
     from privlab.experiments.studies.split_privacy import study as run
@@ -122,7 +122,7 @@ def position_embeddings(
     as_json: bool,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """What position embeddings know: Tables 6 and 8, Figures 1, 4, 7 and 8 of MJP."""
+    """Measure what position embeddings know (Tables 6 and 8, Figures 1, 4, 7 and 8 of MJP)."""
     from privlab.experiments.studies.position_embeddings import PositionStudy, to_rows
     from privlab.experiments.studies.position_embeddings import study as run
     from privlab.report.figures import draw_positions
@@ -158,7 +158,7 @@ def position_predictors(
     as_json: bool,
     **options: Any,  # noqa: ANN401
 ) -> None:
-    """What position predictors can do, and how: Figures 2, 3, 8, 9 of MP3, Figure 3 and Tables S3 to S5 of DropPos."""
+    """Measure what position predictors do (MP3, Figures 2, 3, 8 and 9; DropPos, Figure 3 and Tables S3 to S5)."""
     from privlab.experiments.studies.position_predictors import PredictorStudy, to_rows
     from privlab.experiments.studies.position_predictors import study as run
     from privlab.report.figures import draw_predictors
@@ -186,7 +186,7 @@ def position_predictors(
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study.")
 @common
 def placement(gammas: str, solvers: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """How many of the patches that MJP or a row permutation shuffled each re-assembly puts back."""
+    """Count the patches, shuffled by MJP or a row permutation, that each re-assembly puts back."""
     from privlab.experiments.studies.placement import PlacementStudy, to_rows
     from privlab.experiments.studies.placement import study as run
 
@@ -221,7 +221,7 @@ def placement(gammas: str, solvers: str, out: Path, as_json: bool, **options: An
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study.")
 @common
 def noise_bound(figures: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """What attacks of RUN on gradient-noise achieved, beside the bound of DP-SGD that no attack may cross."""
+    """Set what attacks of RUN on gradient-noise achieved beside the bound of DP-SGD that no attack may cross."""
     from privlab.experiments.studies.noise_bound import BoundStudy, to_markdown
     from privlab.experiments.studies.noise_bound import study as run
     from privlab.report.figures import draw_bound

@@ -12,7 +12,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from privlab.base import PrivlabError
-from privlab.cli.common import EVERY, MANIFEST, OFFSET, command_line, common, err, fits, print_json, print_table
+from privlab.cli.common import (
+    EVERY,
+    MANIFEST,
+    OFFSET,
+    command_line,
+    common,
+    err,
+    fits,
+    interruptible,
+    kept_images,
+    print_json,
+    print_table,
+)
 from privlab.cli.store import warned
 
 if TYPE_CHECKING:
@@ -26,7 +38,8 @@ FORMATS = ("latex", "csv", "markdown", "json")
 
 @click.command()
 @click.argument("experiment")
-@click.option("--plan", is_flag=True, help="Show the cells, what they cost and what is done; run nothing.")
+@click.option("--plan", is_flag=True, help="Show the cells and what is done; run nothing.")
+@click.option("--measure", is_flag=True, help="With --plan: run one image of each kind, and say what the rest costs.")
 @click.option("--format", "format_", type=click.Choice(FORMATS), help="Print the table so.  [default: for a terminal]")
 @click.option("--standalone", is_flag=True, help="With --format latex: a whole document.")
 @click.option("--all-attacks", is_flag=True, help="A row for every attack and control too.")
@@ -56,6 +69,7 @@ FORMATS = ("latex", "csv", "markdown", "json")
 def table(
     experiment: str,
     plan: bool,
+    measure: bool,
     format_: str | None,
     standalone: bool,
     all_attacks: bool,
@@ -70,20 +84,24 @@ def table(
     from privlab.experiments.tables.named import find_experiment
     from privlab.grids import CHOICE, prepare, read_experiment
     from privlab.grids.fill import fill
-    from privlab.report.tables import load_results
 
+    if measure and not plan:
+        raise PrivlabError("--measure says what a --plan costs. Give both, or neither.")
     file = find_experiment(experiment)
     named = {name: options.pop(name) for name in (*CHOICE, "weights", "lpips_weights")}
     parsed = read_experiment(file, overrides, images=list(images) or None, **named)
     path, how = out or Path("runs", parsed.name), _options(options)
+    if plan:
+        with warned():
+            _show_plan(*prepare(parsed, path, how), as_json=as_json, measure=measure)
+        return 0
+    from privlab.report.tables import load_results  # a plan is shown without the seconds that its imports take
+
     with warned():
         other = None if compare is None else load_results(compare)
         grid, tasks = prepare(parsed, path, how)
-    if plan:
-        _show_plan(grid, tasks, as_json)
-        return 0
     command = command_line(click.get_current_context())
-    with _progress(how) as progress:
+    with interruptible(lambda: _kept(path)), _progress(how) as progress:
         messages = fill(
             grid, tasks, path, how, command=command, say=lambda line: err.print(line, markup=False), progress=progress
         )
@@ -92,6 +110,13 @@ def table(
     with warned():
         results = load_results(path)
     return _print_results(results, "json" if as_json else format_, standalone, all_attacks, other)
+
+
+def _kept(path: Path) -> str:
+    """Return what an interrupted run has left, and how to go on."""
+    images = kept_images(path)
+    there = f"records of {images} {'image' if images == 1 else 'images'}" if images else "no records yet"
+    return f"'{path}' keeps what was finished: {there}. The same command goes on where it was."
 
 
 def _options(given: dict[str, Any]) -> "Options":
@@ -147,30 +172,32 @@ def _progress(how: "Options") -> Iterator[Any]:
             bar.stop()
 
 
-def _show_plan(grid: "Grid", tasks: Sequence["Task"], as_json: bool) -> None:
-    """Print each case with its cells, what is done and what the rest costs, measured on one image of each kind."""
+def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure: bool) -> None:
+    """Print each case with its cells and what is done; what the rest costs, if one image of each kind is to be run."""
     from privlab.grids import costs
 
-    with err.status("measuring one image of each kind"):
-        rows = costs(grid, tasks)
+    with err.status("measuring one image of each kind" if measure else "planning"):
+        rows = costs(grid, tasks, measure=measure)
+    seconds = sum(row["seconds"] or 0 for row in rows) if measure else None
     if as_json:
-        print_json({"cases": rows, "tasks": len(tasks), "seconds": sum(row["seconds"] or 0 for row in rows)})
+        print_json({"cases": rows, "tasks": len(tasks), "seconds": seconds})
         return
     shown = Table(header_style="bold")
-    for column in ("case", "attacks", "cannot run", "images", "done", "cost"):
+    for column in ("case", "attacks", "cannot run", "images", "done", *["cost"] * measure):
         shown.add_column(column, justify="right" if column in ("images", "done", "cost") else "left")
     for row in rows:
-        cost = "—" if not row["seconds"] else f"{row['seconds']:.0f} s"
+        cost = [f"{row['seconds']:.0f} s" if row["seconds"] else "—"] if measure else []
         label = f"{row['group']} {row['label']}" if row["group"] else row["label"]
         shown.add_row(
             *(escape(label), ", ".join(row["attacks"]), ", ".join(row["refused"])),
-            *(str(row["images"]), str(row["done"]), cost),
+            *(str(row["images"]), str(row["done"]), *cost),
         )
     print_table(shown)
-    total = sum(row["seconds"] or 0 for row in rows)
-    click.echo(
-        f"{len(tasks)} tasks, about {total / 60:.1f} min of one worker's time, as measured on one image of each kind"
-    )
+    if seconds is None:
+        click.echo(f"{len(tasks)} tasks; --measure runs one image of each kind, and says what they cost")
+        return
+    minutes = f"{seconds / 60:.1f} min of one worker's time"
+    click.echo(f"{len(tasks)} tasks, about {minutes}, as measured on one image of each kind")
 
 
 def _print_results(

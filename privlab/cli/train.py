@@ -6,7 +6,16 @@ from typing import Any
 import click
 from rich.table import Table
 
-from privlab.cli.common import command_line, common, err, print_json, print_table, progress_bar, warned
+from privlab.cli.common import (
+    command_line,
+    common,
+    err,
+    interruptible,
+    print_json,
+    print_table,
+    progress_bar,
+    warned,
+)
 
 __all__ = ["train"]
 
@@ -59,7 +68,7 @@ def train(context: click.Context, device: str, out: Path, as_json: bool, **optio
     if options["test"] == "none":
         options["test"] = None
     course = Course(**options)
-    with warned(), progress_bar(f"training {course.model}"):
+    with interruptible(lambda: _kept(out)), warned(), progress_bar(f"training {course.model}"):
         card = teach(course, out, device=str(pick_device(device)), command=command_line(context))
     if card is None:
         return
@@ -76,3 +85,11 @@ def train(context: click.Context, device: str, out: Path, as_json: bool, **optio
     for name, value in (card["test"] or {}).items():
         table.add_row(f"test {name.replace('_', ' ')}", f"{value:.4f}" if isinstance(value, float) else str(value))
     print_table(table)
+
+
+def _kept(out: Path) -> str:
+    """Return what an interrupted training has left, and how to go on."""
+    steps = [int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*")]
+    if not steps:
+        return "No checkpoint had been written, and nothing is kept; --save-every says after how many steps one is."
+    return f"'{out}' keeps the checkpoint of step {max(steps)}: the same command goes on from there."

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.threat import Attack, FeatureAttack, FeatureObservation, Observation, Stolen
+from privlab.threat import Attack, FeatureAttack, FeatureObservation, Observation, Stolen, declared_by_attack
 
 __all__ = ["beyond_range", "brought", "check_reconstruction"]
 
@@ -38,5 +38,4 @@ def beyond_range(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
     """
     if missing := attack.requires - seen.grants:
         return "forced without " + ", ".join(sorted(capability.value for capability in missing))
-    stated = getattr(attack, "beyond", None)
-    return None if stated is None else stated(seen)
+    return declared_by_attack(attack).beyond(seen)

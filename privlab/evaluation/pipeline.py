@@ -24,7 +24,17 @@ from privlab.evaluation.specification import Cell, Specification, reassembly_of
 from privlab.images import Chunk, Others, Picture
 from privlab.metrics import Learned, as_sent, assigned, crosses, matched
 from privlab.release import observe, observe_features, predictions, send
-from privlab.threat import Attack, Capability, Draws, FeatureAttack, FeatureObservation, Observation, Sent, Stolen
+from privlab.threat import (
+    Attack,
+    Capability,
+    Draws,
+    FeatureAttack,
+    FeatureObservation,
+    Observation,
+    Sent,
+    Stolen,
+    declared_by_attack,
+)
 from privlab.victims import Victim
 
 __all__ = ["Evaluator", "Panel", "Scored", "Strip"]
@@ -197,7 +207,7 @@ class Evaluator:
             alone = replace(cell, attacks=(attack,))
             rows = [self.rows.of(picture, trial.setting, alone) for picture in batch.pictures]
             found = [kept[f"{row[0]['cell']}/{row[0]['image_sha256']}"] for row in rows]
-            placed = getattr(attack, "places", False)
+            placed = declared_by_attack(attack).places
             scores = self._scorer.geometries(Stolen.joined(found), trial, names, placed=placed)
             records += [
                 row | own | self._measured({name: values[i] for name, values in of_geometry.items()})
@@ -272,7 +282,7 @@ class Evaluator:
         that was forced on the gradient of several is held against each of them.
         """
         b, several = len(trial.reference), isinstance(seen, Observation) and seen.images_per_release > 1
-        names, placed = self.rows.geometries(trial.setting), getattr(attack, "places", False)
+        names, placed = self.rows.geometries(trial.setting), declared_by_attack(attack).places
         try:
             beyond = self._beyond(attack, seen, b)
             with full_precision():

@@ -22,7 +22,9 @@ from privlab.threat import (
     FeatureDefense,
     GradientDefense,
     Stack,
+    acts_on,
     check_capabilities,
+    declared_by_attack,
 )
 from privlab.victims import Victim
 
@@ -159,13 +161,17 @@ class Specification:
         return self.gradient_batch if self.gradient_batch > 1 else None
 
     @property
+    def _acts_on(self) -> set[str]:
+        return {acts_on(defenses()[name]) for name in self.parts if name in defenses()}
+
+    @property
     def _defends_features(self) -> bool:
-        return any(hasattr(defenses().get(name), "send") for name in self.parts)
+        return "features" in self._acts_on
 
     @property
     def defends_gradients(self) -> bool:
         """Return whether a defense acts on released gradients; in setting a none is at work."""
-        acts = any(hasattr(defenses().get(name), "release") for name in self.parts)
+        acts = "gradients" in self._acts_on
         return acts and any(setting != "a" for setting in self.settings)
 
     def _check_options(self) -> None:
@@ -194,7 +200,7 @@ class Specification:
         if not self.features_released and self._defends_features:
             raise PrivlabError(f"Defense '{self.defense}' acts on features. Found --release gradients: use features.")
         for name in self.parts if self.features_released else ():
-            if hasattr(defenses().get(name), "release"):
+            if name in defenses() and acts_on(defenses()[name]) == "gradients":
                 raise PrivlabError(f"Defense '{name}' acts on gradients. Found features released: leave it out.")
 
 
@@ -212,7 +218,7 @@ class Cell:
         released = released_parameters(self.victim.model)
         if "*" in names:
             return sorted(released)
-        more = (name for attack in self.attacks for name in getattr(attack, "if_released", ()) if name in released)
+        more = (name for attack in self.attacks for name in declared_by_attack(attack).if_released if name in released)
         return list(dict.fromkeys((*names, *more)))
 
 
@@ -333,7 +339,7 @@ def applicable(spec: Specification, base: Victim, *, stand_ins: bool = False) ->
 
 def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[str]) -> bool:
     """Return whether an attack is for where certain others cannot run, and one of these runs."""
-    return any(name in running for name in getattr(attack, "stands_in_for", ()))
+    return any(name in running for name in declared_by_attack(attack).stands_in_for)
 
 
 def _candidates(spec: Specification) -> dict[str, AttackClass]:
@@ -351,7 +357,7 @@ def _candidates(spec: Specification) -> dict[str, AttackClass]:
 
 def _by_default() -> dict[str, AttackClass]:
     """Return the attacks that need not be named to run; breaching's searches take hours by default."""
-    return {name: kind for name, kind in installed_attacks().items() if not getattr(kind, "named_only", False)}
+    return {name: kind for name, kind in installed_attacks().items() if not declared_by_attack(kind).named_only}
 
 
 def _home(
@@ -388,6 +394,6 @@ def _home(
 
 def _check_released(attack: Attack | FeatureAttack, victim: Victim) -> None:
     """Refuse an attack that reads the gradient of a parameter that the client freezes."""
-    frozen = [name for name in getattr(attack, "parameters", ()) if name in victim.model.frozen]
+    frozen = [name for name in declared_by_attack(attack).parameters if name in victim.model.frozen]
     if frozen:
         raise PrivlabError(f"Attack '{attack.name}' reads gradients of frozen parameters: {', '.join(frozen)}.")

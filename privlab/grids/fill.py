@@ -155,9 +155,12 @@ def _machine(command: str, options: Options) -> Mapping[str, Any]:
     }
 
 
-def costs(grid: Grid, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """Return for each case what it runs, how many of its images are done, and the seconds that the rest takes."""
-    seconds = estimate(tasks)
+def costs(grid: Grid, tasks: Sequence[Task], *, measure: bool = False) -> list[dict[str, Any]]:
+    """Return for each case what it runs, and how many of its images are done.
+
+    If `measure`, one image of each kind is run, and the seconds that the rest takes are said; None otherwise.
+    """
+    seconds = estimate(tasks) if measure else None
     rows: list[dict[str, Any]] = []
     for number, case in enumerate(grid.experiment.cases):
         jobs = [job for job in grid.jobs if job.case == number]
@@ -171,7 +174,7 @@ def costs(grid: Grid, tasks: Sequence[Task]) -> list[dict[str, Any]]:
                 "refused": dict(jobs[0].refused),
                 "images": len(jobs[0].images),
                 "done": len(jobs[0].images) - len(waiting),
-                "seconds": round(sum(seconds[kind_of(task)] * len(task.images) for task in own), 1),
+                "seconds": seconds and round(sum(seconds[kind_of(task)] * len(task.images) for task in own), 1),
             }
         )
     return rows

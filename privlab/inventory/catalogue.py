@@ -8,7 +8,8 @@ from privlab.defenses import defenses
 from privlab.experiments.tables.named import experiment_names, find_experiment
 from privlab.grids import read_experiment
 from privlab.metrics import METRICS, PLACEMENT
-from privlab.victims import ARCHITECTURES, victim_names
+from privlab.threat import acts_on, declared_by_attack
+from privlab.victims import ARCHITECTURES, ZOO, victim_names
 
 __all__ = ["catalogue"]
 
@@ -26,6 +27,8 @@ def _victims() -> list[Row]:
     for name in victim_names():
         base = name.removesuffix("_nope").removesuffix("_mjp")
         note = variants.get(name.removeprefix(base), "") if base in ARCHITECTURES else "from another package"
+        if name in ZOO:
+            note, base = f"trained, comes with privlab: {ZOO[name].about}", ZOO[name].architecture
         rows.append({"name": name, "timm": ARCHITECTURES.get(base, ""), "variant": note})
     return [*rows, {"name": "timm:NAME", "timm": "NAME", "variant": "any VisionTransformer of timm"}]
 
@@ -36,7 +39,7 @@ def _attacks() -> list[Row]:
             "name": name,
             "paper": kind.paper,
             "needs": ", ".join(sorted(capability.value for capability in kind.requires)),
-            "reads": ", ".join(getattr(kind, "parameters", ("the sent features",))),
+            "reads": ", ".join(declared_by_attack(kind).parameters or ("the sent features",)),
         }
         for name, kind in attacks().items()
     ]
@@ -46,7 +49,7 @@ def _defenses() -> list[Row]:
     return [
         {
             "name": name,
-            "acts on": "features" if hasattr(kind, "send") else "gradients" if hasattr(kind, "release") else "images",
+            "acts on": acts_on(kind),
             "paper": kind.paper,
             "options": ", ".join(f"{f.name}={f.default!r}" for f in fields(kind)),
         }

@@ -3,7 +3,7 @@
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 
 from privlab.base import PrivlabError, versions
 from privlab.metrics import BACKBONES, find_backbone
-from privlab.victims import ARCHITECTURES, WeightsUnavailable, pretrained_file
+from privlab.victims import ARCHITECTURES, COMPACT, PLACERS, ZOO, WeightsUnavailable, pretrained_file, shipped
 
 __all__ = ["examine"]
 
@@ -43,7 +43,9 @@ def examine(lpips_weights: Path | None = None) -> list[Row]:
         _row("threads", True, f"{torch.get_num_threads()} of {os.cpu_count()} cores", "speed on a CPU"),
         _row("gpu", torch.cuda.is_available(), _gpu(), "--device cuda"),
         _row("disk", True, f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here", "run directories"),
-        *(_pretrained(name, timm_name) for name, timm_name in ARCHITECTURES.items()),
+        *(_pretrained(name, timm_name) for name, timm_name in ARCHITECTURES.items() if name not in COMPACT),
+        _shipped("zoo victims", list(ZOO), "their names in --model, and --weights pretrained"),
+        _shipped("zoo predictors", list(PLACERS), "--reassembly mp3 or droppos"),
         *(_backbone(net, lpips_weights) for net in BACKBONES),
         *(_extra(name, use) for name, use in _EXTRAS.items()),
     ]
@@ -90,6 +92,13 @@ def _pretrained(name: str, architecture: str) -> Row:
         return _row(f"weights {name}", True, str(pretrained_file(architecture, download=False)), use)
     except WeightsUnavailable as error:
         return _row(f"weights {name}", False, str(error), use)
+
+
+def _shipped(what: str, names: Sequence[str], use: str) -> Row:
+    """Return whether this package holds the trained weights of all these models, as it should."""
+    if lacking := [name for name in names if shipped(name) is None]:
+        return _row(what, False, f"this package lacks {', '.join(lacking)}: install it again", use)
+    return _row(what, True, f"come with privlab: {', '.join(names)}", use)
 
 
 def _backbone(net: str, weights: Path | None) -> Row:

@@ -16,7 +16,17 @@ from torch import Generator, Tensor
 
 from privlab.base import PrivlabError, full_precision
 from privlab.patches import inverse, permute, permute_features, restore_features
-from privlab.threat import Defense, Draws, Effects, FeatureDefense, GradientDefense, Rows, Sent, Stack
+from privlab.threat import (
+    Defense,
+    Draws,
+    Effects,
+    FeatureDefense,
+    GradientDefense,
+    Rows,
+    Sent,
+    Stack,
+    declared_by_defense,
+)
 from privlab.victims import VictimModel
 
 __all__ = ["AnyDefense", "contradictions", "effects_of", "kinds_of", "measured", "stand_in"]
@@ -65,7 +75,7 @@ def stand_in() -> VictimModel:
 
 
 def _of_part(model: VictimModel, part: AnyDefense) -> Effects:
-    declared = getattr(part, "acts_as", None)
+    declared = declared_by_defense(part).acts_as
     if isinstance(declared, Effects):
         return declared
     if declared is not None:
@@ -131,7 +141,7 @@ def contradictions(model: VictimModel, part: AnyDefense, chance: float) -> list[
     Raises:
         PrivlabError: if it does not run.
     """
-    declared = getattr(part, "acts_as", None)
+    declared = declared_by_defense(part).acts_as
     if type(declared) is not Effects:
         return [f"{type(declared).__name__} declared instead of Effects"]
     found = measured(model, part)
@@ -175,7 +185,7 @@ def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
     variance = float(plain.diff(dim=0).double().square().mean() / 2)
     off = float((plain - tokens).double().square().mean()) - variance
     size = float(tokens.double().square().mean())
-    std, said = variance**0.5, getattr(part, "std", None)
+    std, said = variance**0.5, declared_by_defense(part).std
     if isinstance(said, int | float) and abs(std - said) <= AGREES * said:
         std = said
     return Effects(

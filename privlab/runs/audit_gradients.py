@@ -52,7 +52,7 @@ from privlab.release import (
 from privlab.release.residual import residual
 from privlab.runs.audit_reference import Judge, Row, as_fed
 from privlab.stores import RunDirectory, save_strip, strip_name, to_png
-from privlab.threat import Attack, Capability, Observation, check_capabilities
+from privlab.threat import Attack, Capability, Observation, check_capabilities, declared_by_attack
 from privlab.victims import Victim, victim
 
 __all__ = ["GradientAudit", "audit_gradients"]
@@ -230,10 +230,10 @@ def _on_request(seen: Observation) -> list[str]:
     return [
         name
         for name, kind in installed_attacks().items()
-        if getattr(kind, "named_only", False)
-        and not getattr(kind, "obstacle", "")
+        if (declared := declared_by_attack(kind)).named_only
+        and not declared.obstacle
         and not kind.requires - seen.grants
-        and {*getattr(kind, "parameters", ())} <= {"*", *seen.gradients}
+        and {*declared.parameters} <= {"*", *seen.gradients}
     ]
 
 

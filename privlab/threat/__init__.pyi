@@ -7,6 +7,11 @@ from .capabilities import Capability as Capability
 from .client import Draws as Draws
 from .client import Feed as Feed
 from .client import Sent as Sent
+from .declarations import AttackDeclarations as AttackDeclarations
+from .declarations import DefenseDeclarations as DefenseDeclarations
+from .declarations import acts_on as acts_on
+from .declarations import declared_by_attack as declared_by_attack
+from .declarations import declared_by_defense as declared_by_defense
 from .defense_protocols import Defense as Defense
 from .defense_protocols import DefenseClass as DefenseClass
 from .defense_protocols import FeatureDefense as FeatureDefense

@@ -29,6 +29,7 @@ from .weights import pretrained_file as pretrained_file
 from .weights import reachable as reachable
 from .weights import read_state as read_state
 from .weights import save as save
+from .zoo import COMPACT as COMPACT
 from .zoo import PLACERS as PLACERS
 from .zoo import ZOO as ZOO
 from .zoo import placer as placer

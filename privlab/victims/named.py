@@ -112,9 +112,9 @@ def _twin(victim: Victim) -> Victim:
 
 
 def victim_names() -> list[str]:
-    """Return the names of all victims, those of other packages included (`privlab.victims.named`)."""
+    """Return the names of all victims, those of other packages included (`privlab.victims`)."""
     ours = [name + variant for name in ARCHITECTURES for variant in ("", "_nope", "_mjp")]
-    return [*dict.fromkeys([*ours, *ZOO]), *with_plugins({}, "privlab.victims.named")]
+    return [*dict.fromkeys([*ours, *ZOO]), *with_plugins({}, "privlab.victims")]
 
 
 def victim(
@@ -197,7 +197,7 @@ def _check_classes(name: str, vit: VisionTransformer, classes: int | None) -> No
 
 
 def _named(name: str, weights: str, img_size: int | None, seed: int, *, start: bool, classes: int | None) -> Victim:
-    if name in (plugins := with_plugins({}, "privlab.victims.named")):
+    if name in (plugins := with_plugins({}, "privlab.victims")):
         return replace(_own(plugins[name](), weights, seed, classes), name=name)
     architecture, variant = resolve(name)
     path = weights_file(name, architecture, weights, seed)

@@ -1,6 +1,8 @@
 """`privlab attack` as it should go: what it prints, what it writes, and that it does so again."""
 
+import html
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,17 +145,36 @@ def test_run_json_states_the_run(attack: Callable[..., Any], tmp_path: Path) -> 
     assert {"versions", "hardware", "commit", "warnings", "missing_metrics", "seconds"} <= set(facts)
 
 
-def test_run_json_states_the_command_without_the_machines_folders(
-    attack: Callable[..., Any], cli: Callable[..., Any], tmp_path: Path
+def test_the_command_of_a_run_is_what_was_typed_and_runs_again(
+    attack: Callable[..., Any], cli: Callable[..., Any], photos: Path, tmp_path: Path
 ) -> None:
     assert attack("--attack", "april", "--metrics", "psnr", f"--out={tmp_path / 'my run'}").status == 0
     command = json.loads((tmp_path / "my run" / "run.json").read_text())["command"]
-    given = "--model vit_ti --weights random --img-size 32 --no-strips --images photos --out run"
-    assert command == f"privlab attack {given} --attack april --metrics psnr '--out=my run'"
+    given = f"--model vit_ti --weights random --img-size 32 --no-strips --images {photos} --out {tmp_path / 'run'}"
+    assert command == f"privlab attack {given} --attack april --metrics psnr '--out={tmp_path / 'my run'}'"
     assert cli("report", tmp_path / "my run").status == 0
     page = (tmp_path / "my run" / "report.html").read_text("utf-8")
-    assert f"privlab attack {given} --attack april" in page
-    assert "holds no command" not in page
+    assert html.escape(command) in page.replace("&#39;", "&#x27;")
+    assert "<title>vit_ti, undefended" in page
+    again = cli(*shlex.split(command)[1:], "--overwrite", "--json")
+    assert (again.status, json.loads(again.out)["run"]) == (0, str(tmp_path / "my run"))
+
+
+def test_the_verdict_of_the_page_stands_in_the_terminal_and_in_json(
+    attack: Callable[..., Any], cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    options = ("--model", "vit_ti_mjp", "--setting", "a,c", "--attack", "april,patch-gradient", "--overwrite")
+    shown, told = attack(*options), json.loads(attack(*options, "--json").out)
+    assert cli("report", tmp_path / "run").status == 0
+    page = " ".join(html.unescape((tmp_path / "run" / "report.html").read_text("utf-8")).split())
+    sentence = told["verdict"][0]
+    assert sentence.startswith("By PSNR, ")
+    assert "the paper's" in sentence
+    assert sentence in page
+    assert sentence in shown.out.splitlines()
+    for cell in told["verdicts"]:
+        assert f"verdict: {cell['label']}: {cell['word']}{cell['why']}" in shown.out.splitlines()
+        assert f"{cell['word']}{cell['why']}" in page
 
 
 def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: Path, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_each_task_is_a_session_of_nox_and_there_is_no_other() -> None:
 
 def test_each_file_that_is_named_exists() -> None:
     named = set(re.findall(r"`((?:attacks|privlab|tests|experiments|\.ci)/[\w/]+(?:\.py)?)`", TEXT))
-    example = {"attacks/gradients/bias_ratio.py", "tests/oracle/test_bias_ratio.py"}
+    example = {"attacks/gradients/bias_ratio.py", "tests/attacks/test_bias_ratio.py"}
     assert example < named
     assert [name for name in sorted(named - example) if not (ROOT / name).exists()] == []
 

@@ -126,7 +126,7 @@ def test_a_recording_is_audited_without_any_image(
     assert sheets == {row["sheet"] for row in told["batches"]}
     facts = json.loads((tmp_path / "audit" / "run.json").read_text())
     assert facts["specification"]["defense"] == "row-permutation"
-    assert facts["command"].startswith(f"privlab attack --features {recording.name} --model vit_ti ")
+    assert facts["command"].startswith(f"privlab attack --features {recording} --model vit_ti ")
     shown = cli("attack", "--features", recording, *victim_options, *options, "--overwrite", "--limit", 1)
     assert shown.status == 0
     assert "nothing is scored" in shown.out

@@ -55,7 +55,7 @@ def test_a_step_is_audited_without_its_image(
     )
     facts = json.loads((tmp_path / "audit" / "run.json").read_text())
     assert facts["specification"]["defense"] == "none"
-    assert facts["command"].startswith("privlab attack --gradients update.safetensors --model vit_ti ")
+    assert facts["command"].startswith(f"privlab attack --gradients {tmp_path}/update.safetensors --model vit_ti ")
     assert facts["attacks"] == told["attacks"]
     assert facts["released"]["batch_size"] == 1
     shown = audit(step(), "--overwrite", "--attack", "patch-gradient")
@@ -145,24 +145,17 @@ class Odd:
     def __call__(self, seen: Observation) -> Tensor:
         """Return the pictures."""
         grey = torch.full((1, *seen.model.image_shape), 0.5)
-        return {"none": grey, "shape": grey[..., :-1], "nan": grey.where(grey > 1, torch.nan)}[self.kind]
+        return {"none": grey, "nan": grey.where(grey > 1, torch.nan)}[self.kind]
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("shape", "odd: the attack returned (1, 3, 32, 31) instead of (1, 3, 32, 32)"),
-        ("nan", "odd: the attack returned values that are not finite"),
-    ],
-)
-def test_what_is_no_picture_spares_the_other_attacks(
-    audit: Callable[..., Any], step: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
+def test_what_is_not_finite_spares_the_other_attacks(
+    audit: Callable[..., Any], step: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ATTACKS, "odd", Odd)
-    done = audit(step(), "--attack", "odd,patch-gradient", "--set", f"odd.kind={kind}", "--json")
+    done = audit(step(), "--attack", "odd,patch-gradient", "--set", "odd.kind=nan", "--json")
     assert done.status == 2
     odd, exact = json.loads(done.out)["attacks"]
-    assert (odd["status"], odd["reason"]) == ("failed", reason)
+    assert (odd["status"], odd["reason"]) == ("failed", "odd: the attack returned values that are not finite")
     assert (exact["status"], exact["explained"]) == ("ok", True)
 
 
@@ -331,7 +324,7 @@ def test_what_has_no_meaning_is_one_line(
 
 def test_the_documented_loop_runs(audit: Callable[..., Any], state: State, tmp_path: Path) -> None:
     """The README's three lines and the page's loop, as printed."""
-    for page in (ROOT / "README.md", ROOT / "experiments" / "gradients.md"):
+    for page in (ROOT / "README.md", ROOT / "experiments" / "notes" / "gradients.md"):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
         (code,) = [block for block in blocks if "loss.backward()" in block]
         vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)

@@ -1,18 +1,26 @@
 """`privlab list`, `doctor` and `--help`: everything that is installed, as a table and as JSON."""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from privlab import __version__
 from privlab.attacks import attacks
+from privlab.cli import cli as command_line
 from privlab.defenses import defenses
 from privlab.report.tables import KNOWN
-from privlab.victims import victim_names
+from privlab.victims import ZOO, victim_names
 
+VERBS = (
+    "Attack|Check|Classify|Copy|Count|Draw|Fetch|Fine-tune|Hold|List|Look|Make|Measure|Permute|Print|Read|Recover|Run|"
+    "Say|See|Set|Show|Take|Train|Write"
+)
 LISTED = {
     "victims": ([*victim_names(), "timm:NAME"], {"name", "timm", "variant"}),
     "attacks": (list(attacks()), {"name", "paper", "needs", "reads"}),
@@ -54,6 +62,22 @@ def test_metrics_are_listed_with_the_leaky_direction(cli: Callable[..., Any]) ->
     rows = {row["name"]: row for row in json.loads(cli("list", "metrics", "--json").out)}
     assert rows["psnr"]["leaks"].startswith("↑")
     assert rows["mse"]["leaks"].startswith("↓")
+
+
+def test_the_zoo_comes_with_privlab(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {row["name"]: row for row in json.loads(cli("list", "victims", "--json").out)}
+    for name, entry in ZOO.items():
+        assert rows[name]["variant"] == f"trained, comes with privlab: {entry.about}"
+        assert rows[name]["timm"] == entry.architecture
+    assert "another package" not in cli("list", "victims").out
+    told = {row["what"]: row for row in json.loads(cli("doctor", "--json").out)}
+    assert (told["zoo victims"]["state"], told["zoo predictors"]["state"]) == ("ok", "ok")
+    assert told["zoo victims"]["found"] == f"come with privlab: {', '.join(ZOO)}"
+    assert not [name for name in told if name in ("weights cifar_vit", "weights tiny_vit")]
+    monkeypatch.setattr("privlab.inventory.doctor.shipped", lambda name: None if name == "tiny_mp3" else Path(name))
+    told = {row["what"]: row for row in json.loads(cli("doctor", "--json").out)}
+    assert (told["zoo victims"]["state"], told["zoo predictors"]["state"]) == ("ok", "missing")
+    assert told["zoo predictors"]["found"] == "this package lacks tiny_mp3: install it again"
 
 
 def test_doctor_says_what_is_missing_for_which_feature(cli: Callable[..., Any]) -> None:
@@ -114,6 +138,32 @@ def test_every_command_has_help(cli: Callable[..., Any], command: tuple[str, ...
         assert f"Usage: privlab {' '.join(command)}" in done.out
     assert "--debug" in done.out
     assert not command or "--json" in done.out
+
+
+def commands(group: click.Group = command_line, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the words of every command and every group of them."""
+    yield above
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*above, name))
+        else:
+            yield (*above, name)
+
+
+@pytest.mark.parametrize("words", [*commands()], ids=" ".join)
+def test_help_has_whole_sentences(cli: Callable[..., Any], words: tuple[str, ...]) -> None:
+    """What a command does is one sentence, which begins with its verb, here and in the list of its group."""
+    command: click.Command = command_line
+    for word in words:
+        assert isinstance(command, click.Group)
+        command = command.commands[word]
+    first = " ".join((command.help or "").split("\n\n")[0].split())
+    assert re.findall(r"\.(?=\s|$)", first) == ["."]
+    assert first.endswith(".")
+    assert len(first) <= 120
+    assert re.match(rf"({VERBS}) ", first)
+    for shown in [words, words[:-1]] if words else [words]:
+        assert "".join(first.split()) in "".join(cli(*shown, "--help").out.split())
 
 
 def test_version(cli: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -166,9 +167,30 @@ def test_interrupt_leaves_what_is_finished(
     monkeypatch.setattr("privlab.stores.store.pq.write_table", interrupted)
     done = attack("--batch-size", "1")
     assert (done.status, done.out) == (130, "")
-    assert done.err.endswith("Interrupted. What was finished stays readable.\n")
+    path = tmp_path / "run"
+    shown = f"'{path}' keeps the records of 2 images, which `privlab report {path}` shows."
+    assert done.err.endswith(f"Interrupted. {shown} The same command with --overwrite starts anew.\n")
     assert list(records().query(SCORED).image.unique()) == ["a.png", "b.png"]
     assert facts(tmp_path / "run")["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("attack_name", ["patch-gradient", "gradient-matching"])
+def test_an_interrupt_before_any_image(
+    attack: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack_name: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("privlab.runs.attack._score", interrupted)
+    done = attack("--attack", attack_name)
+    assert done.status == 130
+    search = " A search of gradient-matching goes on where it was." if attack_name == "gradient-matching" else ""
+    left = f"'{tmp_path / 'run'}' keeps no image yet. The same command with --overwrite starts anew.{search}"
+    assert done.err.endswith(f"Interrupted. {left}\n")
+    assert attack("--overwrite", "--attack", attack_name).status == 130
+    monkeypatch.setattr("privlab.runs.attack._prepare", interrupted)
+    done = attack("--attack", attack_name, "--out", tmp_path / "other")
+    assert done.err.endswith("Interrupted. Nothing had been run yet, and nothing is kept.\n")
 
 
 def privlab(*arguments: object, **options: Any) -> subprocess.Popen[str]:
@@ -200,7 +222,7 @@ def test_ctrl_c_in_the_real_command(
         out, err = command.communicate(timeout=60)
     assert command.returncode == 130
     assert out == ""
-    assert err.endswith("Interrupted. What was finished stays readable.\n")
+    assert re.search(r"(?:^|\n)Interrupted\. '.*' keeps the records of \d+ images?, which .* starts anew\.\n$", err)
     assert "Traceback" not in err
     assert facts(run)["status"] == "interrupted"
     scored = records().query(SCORED)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from privlab.images import open_images
 from privlab.training import read_examples
+from privlab.training.checkpoint import Checkpoints
 from privlab.training.objectives import OBJECTIVES
 from privlab.training.train_victim import PRESETS, Course, _set_up
 from privlab.utility import worth
@@ -124,14 +126,15 @@ def test_half_precision_is_judged_as_it_is_stored(cli: CLI, data: Path, tmp_path
 KILLED = """
 import os, signal, sys
 from privlab.cli import _status
+from privlab.base import files
 from privlab.training import checkpoint
-real = checkpoint._flush
+real = files.sync
 def flush(path, n=[0]):
     n[0] += 1
     if n[0] == {at}:
         os.kill(os.getpid(), signal.SIGKILL)
     real(path)
-checkpoint._flush = flush
+checkpoint.sync = files.sync = flush
 _status(sys.argv[1:])
 """
 
@@ -227,3 +230,31 @@ def test_every_recipe_has_both_presets() -> None:
     assert {name: set(presets) for name, presets in PRESETS.items()} == {
         name: {"published", "small"} for name in OBJECTIVES
     }
+
+
+def test_an_interrupt_says_what_was_kept_and_how_to_go_on(
+    cli: CLI, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("train", "classify", *PLAIN, "--data", str(data), "--epochs", "2", "--out", str(tmp_path / "out"))
+    save, last = Checkpoints.save, 0
+
+    def stopped(checkpoints: Checkpoints, step: int, *state: Any) -> None:
+        if step > last:
+            raise KeyboardInterrupt
+        save(checkpoints, step, *state)
+
+    monkeypatch.setattr(Checkpoints, "save", stopped)
+    done = cli(*command, "--save-every", "1")
+    assert (done.status, done.out) == (130, "")
+    nothing = "No checkpoint had been written, and nothing is kept; --save-every says after how many steps one is."
+    assert done.err.endswith(f"Interrupted. {nothing}\n")
+    last = 2
+    done = cli(*command, "--save-every", "1")
+    assert done.status == 130
+    kept = f"'{tmp_path / 'out'}' keeps the checkpoint of step 2: the same command goes on from there."
+    assert done.err.endswith(f"Interrupted. {kept}\n")
+    last = 100
+    seen = []
+    monkeypatch.setattr(Checkpoints, "save", lambda self, step, *state: seen.append(step) or save(self, step, *state))
+    assert cli(*command, "--save-every", "1").status == 0
+    assert seen == [3, 4]

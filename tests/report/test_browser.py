@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 
+from privlab.evaluation import CONTROLS
 from privlab.report.page import write_page
 from privlab.report.tables import Results
 
@@ -115,6 +117,23 @@ def test_nothing_sticks_out_on_a_phone(file: Path, open_page: Open, width: int) 
     )
     assert outside == []
     assert tab.run("document.scrollingElement.scrollWidth") == width
+
+
+@pytest.mark.parametrize("width", [320, 760, 880, 1000, 1280])
+def test_no_head_or_plot_of_the_verdict_is_cut_off(
+    page_results: Maker, open_page: Open, tmp_path: Path, width: int
+) -> None:
+    """Means over 100 dB with their intervals, and attacks of long names behind them."""
+
+    def long(records: pd.DataFrame) -> pd.DataFrame:
+        names = {name: f"patch-gradient-{name}" for name in records.attack if name not in ("april", *CONTROLS)}
+        return records.assign(attack=records.attack.replace(names), psnr=100 + records.psnr)
+
+    tab = open_page(write_page(page_results(6, change=long), tmp_path / "page.html"), width=width)
+    cut = "(one) => one.scrollWidth > one.clientWidth || [...one.querySelectorAll('.plot')].some(beyond(one))"
+    beyond = "(one) => (plot) => plot.getBoundingClientRect().right > one.getBoundingClientRect().right + 1"
+    shown = "[...document.querySelectorAll('.verdict:not([hidden])')]"
+    assert tab.run(f"(() => {{ const beyond = {beyond}; return {shown}.map({cut}); }})()") == [False]
 
 
 def test_hostile_names_do_nothing(page_results: Maker, open_page: Open, tmp_path: Path) -> None:

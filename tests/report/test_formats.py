@@ -319,10 +319,13 @@ def test_side_by_side() -> None:
     assert "MSE ↓ PSNR ↑" in lines
     assert "case paper april worst paper april worst images worst case by" in lines
     assert "DeiT-S 0.0350 0.0625 1.2e-09 18.9 17.5 ∞ 2 new 75 %, april 25 %" in lines
+    assert lines[lines.index("DeiT-S 0.0350 0.0625 1.2e-09 18.9 17.5 ∞ 2 new 75 %, april 25 %") + 1] == (
+        "± 0.0156 ± 2.0e-10 ± 0.5"
+    )
     assert "MJP_{γ} (a,b) n/a 0.2000 n/a 7.0 1 x" in lines
+    assert "±: farther end of the 95 % interval of the mean, by bootstrap over the images" in lines
     assert "(a) cannot run: april (no PE)" in lines
     assert "weights: paper: trained / here: random" in lines
-    assert "±" not in printed(120, stacked=False)
 
 
 def test_stacked_fits_a_narrow_terminal() -> None:
@@ -401,12 +404,21 @@ def documents() -> dict[str, str]:
     ]
     return {
         "golden": to_latex(ROWS, LAYOUT, CAPTION, standalone=True),
+        "gamma": to_latex([replace(one, label="gamma 0.27") for one in ROWS], LAYOUT, CAPTION, standalone=True),
         "nasty": to_latex(nasty, LAYOUT, Caption(NASTY, NASTY, (NASTY,)), standalone=True),
         "large": to_latex(many, wide, standalone=True),
         "empty": to_latex([], LAYOUT, standalone=True),
         "fragment": "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\\begin{table}"
         "\\input{part}\\end{table}\\end{document}",
     }
+
+
+def test_gamma_of_a_label_is_a_letter_in_latex() -> None:
+    """A grid's cases are called after their options, and so are the verdicts on them."""
+    rows = [replace(one, label="gamma 0.27, defense gamma") for one in ROWS[:3]]
+    told = to_latex(rows, LAYOUT, replace(CAPTION, verdicts={0: "broken"}))
+    assert r"{@{}l@{}}{$\gamma$ 0.27, defense gamma} \\" in told
+    assert r"$\gamma$ 0.27, defense gamma: broken" in told
 
 
 @pytest.mark.parametrize("name", documents())

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from privlab.base import PrivlabError
 from privlab.split.client.client import Remote
 from privlab.split.protocol.checkpoint import Checkpoints, read
 
@@ -211,7 +212,7 @@ def test_a_server_that_is_told_to_stop_finishes_the_step_and_ends_well(
 
     killer(6, "backward", "before", stop)
     trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN), folder, retry_for=0.0)
-    with pytest.raises(tiny.PrivlabError, match=r"is stopping|cannot be reached|is not there"):
+    with pytest.raises(PrivlabError, match=r"is stopping|cannot be reached|is not there"):
         trainer.train(tiny.batches(), tiny.STEPS)
     assert trainer.learner.step == 6
     assert first.wait() == 0

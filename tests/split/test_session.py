@@ -188,7 +188,7 @@ def test_a_checkpoint_is_whole_private_and_of_its_kind(tmp_path: Path, monkeypat
     write(path, {"a": batch(1)}, {"n": 1})
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
-    for place in ("split.checkpoint.save_file", "base.files.sync"):
+    for place in ("split.protocol.checkpoint.save_file", "base.files.sync"):
         with monkeypatch.context() as broken:
             broken.setattr(f"privlab.{place}", full_disk)
             with pytest.raises(PrivlabError, match=r"cannot be written: .*No space left on"):

@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from privlab.base import PrivlabError
-from privlab.cli.common import common, print_json, progress_bar
+from privlab.cli.common import Commands, common, print_json, progress_bar
 from privlab.cli.split.output import (
     print_event,
     print_inference,
@@ -105,7 +105,7 @@ _SERVER = _options(
 )  # fmt: skip
 
 
-@click.group()
+@click.group(cls=Commands)
 def split() -> None:
     """Train and run a model with its backbone on a server that sees permuted features alone."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's core would write pages where we write a line
@@ -240,8 +240,7 @@ def infer(
     **options: Any,  # noqa: ANN401
 ) -> int:
     """Classify images: the embedding and the head are here, the backbone is on the server."""
-    from privlab.split import Traffic
-    from privlab.split.client import infer
+    from privlab.split import Traffic, infer
     from privlab.split.client.summary import inference_summary
 
     client, traffic = _client(options), Traffic()

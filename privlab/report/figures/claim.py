@@ -50,7 +50,8 @@ def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     scale = Scale.over([0.0, control, *ends], log=False)
     names = case_names(levels, grouped=True)
     rows = [
-        Row(case.group or "", name, len(roles) * _BAR, _GAP) for case, name in zip(results.cases, names, strict=True)
+        Row.named(case.group or "", name, len(roles) * _BAR, _GAP)
+        for case, name in zip(results.cases, names, strict=True)
     ]
     picture, ax = canvas()
     middles = stack(ax, rows)

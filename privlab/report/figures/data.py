@@ -109,7 +109,11 @@ def notes(levels: Levels, cases: Sequence[int], *said: str) -> list[str]:
     """Return what a reader must know: images, geometry, failures, and what was measured elsewhere."""
     rows = [row for row in levels.rows if row.case in set(cases)]
     images = sorted({row.images for row in rows if row.kind == "worst" and row.images})
-    counted = [f"{' to '.join(f'{n}' for n in dict.fromkeys((images[0], images[-1])))} images."] if images else []
+    counted = (
+        [f"{' to '.join(f'{n}' for n in dict.fromkeys((images[0], images[-1])))} image{'s' * (images[-1] > 1)}."]
+        if images
+        else []
+    )
     geometry = _GEOMETRIES.get(levels.results.layout.geometry)
     failed = sum(row.failed for row in rows if row.kind == "attack")
     external = dict.fromkeys(row.external for row in rows if row.kind == "attack" and row.external)

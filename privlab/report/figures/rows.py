@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from privlab.report.figures.style import SMALL
+from privlab.report.figures.style import SMALL, wrapped
 
 __all__ = ["Row", "height", "stack"]
 
-_HEAD = 0.15
-"""Height of a heading, in inches."""
+_HEAD, _MORE = 0.15, 0.1
+"""Heights of a heading, and of each further line of one or of a name, in inches."""
+
+_HEADS, _NAMES = 1.6, 0.95
+"""Widths to which headings and the names of rows are wrapped, in inches."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +26,25 @@ class Row:
     height: float
     gap: float
 
+    @classmethod
+    def named(cls, heading: str, name: str, height: float, gap: float) -> "Row":
+        """Return a row whose name may be long: it is wrapped, and the row is as high as it needs."""
+        text = wrapped([name], _NAMES)
+        return cls(heading, text, max(height, _MORE * (text.count("\n") + 1)), gap)
+
 
 def stack(ax: Axes, rows: Sequence[Row]) -> list[float]:
     """Name the rows on the y axis, in inches from the top; return the middle of each row."""
     middles, y = [], 0.0
     for heading, under in itertools.groupby(rows, key=lambda row: row.heading):
         if heading:
-            inside = ax.get_yaxis_transform()
+            inside, high = ax.get_yaxis_transform(), _height(heading)
             text = ax.text(
-                0.01, y + _HEAD / 2, heading, transform=inside, fontsize=SMALL + 0.5, weight="bold", va="center"
+                *(0.01, y + high / 2, wrapped([heading], _HEADS)),
+                **{"transform": inside, "fontsize": SMALL + 0.5, "weight": "bold", "va": "center"},
             )
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})  # over grid lines
-            y += _HEAD
+            y += high
         for row in under:
             middles.append(y + row.height / 2)
             y += row.height + row.gap
@@ -46,5 +56,9 @@ def stack(ax: Axes, rows: Sequence[Row]) -> list[float]:
 
 def height(rows: Sequence[Row]) -> float:
     """Return the height of all rows, in inches."""
-    headings = sum(bool(heading) for heading, _ in itertools.groupby(row.heading for row in rows))
-    return sum(row.height + row.gap for row in rows) + headings * _HEAD
+    headings = sum(_height(heading) for heading, _ in itertools.groupby(row.heading for row in rows) if heading)
+    return sum(row.height + row.gap for row in rows) + headings
+
+
+def _height(heading: str) -> float:
+    return _HEAD + _MORE * wrapped([heading], _HEADS).count("\n")

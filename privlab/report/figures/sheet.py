@@ -118,8 +118,9 @@ def _draw(
     y += 1.3 * _LINE * (1 if narrow else 2)
     for title, ranks in zip(titles, cases, strict=True):
         if title:
-            _write(ax, left, y, title, ha="left", weight="bold")
-            y += 1.3 * _LINE
+            head = wrapped([title], 0.75 * width)  # it is bold
+            _write(ax, left, y, head, ha="left", weight="bold")
+            y += _LINE * (1.3 + 1.1 * head.count("\n"))
         for i, panels in enumerate(ranks):
             if narrow:
                 _write(ax, _EDGE + _LINE / 2, y + (step - _GAP) / 2, _RANKS[i], rotation=90, va="center")

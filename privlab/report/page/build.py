@@ -62,7 +62,7 @@ def _context(results: Results) -> dict[str, Any]:
     return {
         "title": results.title,
         "source": results.source,
-        "path": results.path.name,
+        "path": shlex.quote(str(results.path)),
         "version": privlab.__version__,
         "css": Markup(css),
         "js": Markup(js),

@@ -14,7 +14,7 @@ from privlab.report.tables.facts import SAME, Facts, cut
 from privlab.report.tables.knowledge import declared, knows
 from privlab.report.tables.per_image import lead_metric, per_image
 from privlab.report.tables.results import Results
-from privlab.threat import AttackClass, Capability
+from privlab.threat import AttackClass, Capability, acts_on
 
 __all__ = ["DETERMINISTIC", "FEWEST", "RULES", "Flag", "flag_lines", "flags_of", "red_flags", "structure_cases"]
 
@@ -99,7 +99,7 @@ def _fits(kind: AttackClass, parts: frozenset[str], rows: pd.DataFrame) -> bool:
         return False
     if not on_features and (rows.batch_images > 1).any() and Capability.BATCH_SIZE_ONE in kind.requires:
         return False
-    acts = any(hasattr(defenses().get(part), "release") for part in parts)
+    acts = any(acts_on(made) == "gradients" for part in parts if (made := defenses().get(part)))
     return acts or Capability.GRADIENT_DEFENSE not in kind.requires
 
 

@@ -80,11 +80,11 @@ def to_latex(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, s
             cells = [rf"\quad {name}", to_tex(images(row)), *(_tex_cell(*cell) for cell in sheet.cells(row))]
             lines.append(" & ".join(cells) + r" \\")
         else:
-            text = rf"\textit{{{to_tex(row.group or '')}}}" if kind == "group" else to_tex(row.label)
+            text = rf"\textit{{{_tex_text(row.group or '')}}}" if kind == "group" else _tex_text(row.label)
             lines.append(rf"{across}{{{text}}} \\")
         above = kind
     tabular = "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
-    notes = "".join(rf"\noindent{_tex_mark(mark)} {to_tex(text)}\par" + "\n" for mark, text in sheet.notes())
+    notes = "".join(rf"\noindent{_tex_mark(mark)} {_tex_text(text)}\par" + "\n" for mark, text in sheet.notes())
     notes = "\\par\\smallskip{\\footnotesize\\raggedright\n" + notes + "}\n" if notes else ""
     if not standalone:
         return f"{tabular}\n{notes}"
@@ -155,12 +155,12 @@ def to_json(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> st
 def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, stacked: bool = False) -> Table:
     """Lay the table out for a terminal: a line for each case, published, paper's attack, worst case, best attack.
 
-    `stacked` gives each row a line of its own, with its interval: for a narrow terminal, or all the rows of a leakage.
+    `stacked` gives each row a line of its own: for a narrow terminal, or all the rows of a leakage.
     """
     sheet = Sheet(rows, layout, caption)
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     (_stacked if stacked else _side_by_side)(sheet, table)
-    notes = sheet.notes(intervals=stacked)
+    notes = sheet.notes()
     table.title = Text(caption.title) if caption.title else None
     table.caption = Text("\n".join(f"({mark}) {text}" if mark else text for mark, text in notes))
     table.title_justify = table.caption_justify = "left"
@@ -210,11 +210,9 @@ def _side_by_side(sheet: Sheet, table: Table) -> None:
         elif kind == "case":
             marks = dict.fromkeys(mark for kind in kinds if kind in rows and (mark := sheet.mark(rows[kind])))
             cells = [
-                _text((mean, "", bold))
+                _text(sheet.cell(rows[kind], name) if kind in rows else ("", "", False))
                 for name in sheet.layout.columns
-                for mean, _, bold in (
-                    sheet.cell(rows[kind], name) if kind in rows else ("", "", False) for kind in kinds
-                )
+                for kind in kinds
             ]
             worst = rows.get("worst", row)
             label = row.label + (f" ({','.join(marks)})" if marks else "")
@@ -242,6 +240,11 @@ def plain_data(value: object) -> object:
 def _markdown(text: str) -> str:
     """Escape what Markdown or HTML would read as markup."""
     return re.sub(r"([\\`*_{}\[\]<>#|~$&])", r"\\\1", " ".join(text.split()))
+
+
+def _tex_text(text: str) -> str:
+    """Return a line as LaTeX; γ of a case's label, which an experiment spells gamma, is printed as γ."""
+    return to_tex(re.sub(r"\bgamma\b(?=[ =]+[\d.])", "γ", text))
 
 
 def _tex_cell(mean: str, interval: str, bold: bool) -> str:

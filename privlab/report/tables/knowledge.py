@@ -10,6 +10,7 @@ from privlab.attacks import attacks as installed
 from privlab.base import PrivlabError
 from privlab.defenses import DEFENSES, defenses
 from privlab.release import kinds_of
+from privlab.threat import declared_by_attack
 
 __all__ = ["declared", "kinds_in", "knows", "undefended", "undone"]
 
@@ -19,12 +20,14 @@ Kinds = Mapping[str, frozenset[str]]
 
 def declared(attack: str) -> frozenset[str]:
     """Return the defenses that an attack declares to be written against; one that is not installed has none."""
-    return frozenset(getattr(installed().get(attack), "knows", ()))
+    kind = installed().get(attack)
+    return frozenset() if kind is None else frozenset(declared_by_attack(kind).knows)
 
 
 def undefended(attack: str) -> str:
     """Return what an attack declares to be where nothing is defended: another attack, or itself."""
-    return str(getattr(installed().get(attack), "undefended", attack))
+    kind = installed().get(attack)
+    return attack if kind is None else declared_by_attack(kind).undefended or attack
 
 
 def undone(attack: str, rows: pd.DataFrame, geometry: str) -> frozenset[str]:

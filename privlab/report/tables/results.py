@@ -145,6 +145,13 @@ def beside(metrics: Iterable[str]) -> set[str]:
     return {name for name, printed in {"fft2d": "fft2d_mjp", "ssim_skimage": "ssim"}.items() if printed in there}
 
 
+def _title(records: pd.DataFrame) -> str:
+    """Return what was attacked: the victims, and the defenses at work."""
+    victims, used = (", ".join(map(str, records[name].dropna().unique())) for name in ("victim", "defense"))
+    defenses = ", ".join(name for name in used.split(", ") if name not in ("", "none"))
+    return f"{victims} with {defenses}" if defenses else f"{victims}, undefended"
+
+
 def _of_run(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
     """Return the records of one `privlab attack`."""
     spec = facts.get("specification")
@@ -155,7 +162,7 @@ def _of_run(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Resu
     columns = tuple(name for name in own if name not in beside(own))
     return Results(
         name=path.name,
-        title=" × ".join(dict.fromkeys([*records.victim.unique(), *records.defense.unique()])),
+        title=_title(records),
         source=None,
         cases=cases,
         layout=Layout(columns=columns or tuple(spec["metrics"]), paper_attack=papers_attack(records.attack.unique())),

@@ -114,8 +114,8 @@ class Sheet:
         """Return the letters of a row's footnotes."""
         return ",".join(self._marks[text] for text in _footnotes(row))
 
-    def notes(self, *, intervals: bool = True) -> list[tuple[str, str]]:
-        """Return the lines under the table, with their marks; general ones have none. `intervals`: are they shown."""
+    def notes(self) -> list[tuple[str, str]]:
+        """Return the lines under the table, with their marks; general ones have none."""
         kinds = {row.kind for row in self.rows}
         shares = "; a share says how often an attack reaches it, over images and columns"
         shared = any("%" in behind(row, self.layout) for row in self.rows)
@@ -130,10 +130,7 @@ class Sheet:
             ("single" in kinds, of_single(self.layout.columns)),
             (reassembled, OF_ADVERSARIES),
             (any(row.exact for row in self.rows), OF_EXACT),
-            (
-                interval and intervals,
-                f"±: farther end of the {100 * self.layout.interval:g} % interval of the mean, {_BOOTSTRAP}",
-            ),
+            (interval, f"±: farther end of the {100 * self.layout.interval:g} % interval of the mean, {_BOOTSTRAP}"),
             (self._leakiest, f"bold: the leakiest figure, measured here, of its {within}"),
             (self.layout.geometry == "oracle", OF_ORACLE),
             (self.layout.geometry == "reassembled", "reassembled: before scoring, the adversary put patches in order"),

@@ -25,6 +25,7 @@ from privlab.keys import ModelKey, ModelShape, apply_key, new_key
 
 State = dict[str, Tensor]
 attack = WeightMatching()
+NEAR = {"rtol": 0.0, "atol": 1e-4}
 
 
 @pytest.fixture(scope="session")
@@ -189,6 +190,79 @@ def test_features_do_not_depend_on_the_order_of_units(tiny_vit: Callable[..., Vi
     encrypted, public = weight_matching._both(WeightObservation(apply_key(base, key, shape), base, shape))
     found = weight_matching._features(encrypted)
     torch.testing.assert_close(found, weight_matching._features(public)[:, key.residual], rtol=1e-4, atol=1e-4)
+
+
+def test_features_are_moments_products_and_what_biases_weigh(tiny_vit: Callable[..., VisionTransformer]) -> None:
+    """Of each column of all matrices, unit by unit; each over all features of mean 0 and variance 1."""
+    vit = tiny_vit(embed_dim=12, num_heads=3, mlp_ratio=2.0)
+    shape, base = ModelShape.of(vit), vit.state_dict()
+    weights, _ = weight_matching._both(WeightObservation(base, base, shape))
+    naive = [*weights.residual]
+    for layer in weights.layers:
+        for kind, M in layer.matrices.items():
+            k, u, _ = M.shape
+            naive += [sum(M[i, j] ** power for j in range(u)) / u for power in (1, 2, 3) for i in range(k)]
+            naive += [sum(M[i, j] * M[o, j] for j in range(u)) / u for i in range(k) for o in range(i + 1, k)]
+            biases = layer.vectors.get(kind, ())
+            naive += [sum(bias[j] * M[i, j] for j in range(u)) for i in range(k) for bias in biases]
+    found = weight_matching._features(weights)
+    assert len(found) == len(naive)
+    expected = torch.stack([(row - row.mean()) / row.std(correction=0) for row in naive])
+    torch.testing.assert_close(found[:, None].sub(expected).abs().amax(2).amin(1), torch.zeros(len(found)), **NEAR)
+    torch.testing.assert_close(found[:, None].sub(expected).abs().amax(2).amin(0), torch.zeros(len(found)), **NEAR)
+
+
+def test_what_is_the_same_in_all_features_says_nothing() -> None:
+    assert not weight_matching._standard(torch.full((2, 5), 0.3)).any()
+    assert not weight_matching._scaled(torch.zeros(1, 2, 5)).any()
+    assert weight_matching._correlation(torch.zeros(2, 5), torch.zeros(2, 5), torch.arange(5)) == 0
+
+
+def test_what_is_not_certain_is_refined(tiny_vit: Callable[..., VisionTransformer]) -> None:
+    """Noise as strong as the weights leaves entries that are likely and no more; of half of it all are certain."""
+    vit = tiny_vit(embed_dim=48, num_heads=3)
+    shape, base = ModelShape.of(vit), vit.state_dict()
+    state = apply_key(base, new_key(shape), shape)
+    for ratio, rounds in ((0.5, 0), (1.0, 1)):
+        seen = WeightObservation(add_noise(state, ratio, draw()), base, shape)
+        alone = WeightMatching(rounds=0)(seen).confidence.min()
+        assert (alone > 1 - 1e-6) == (rounds == 0)
+        assert alone > 0.6
+        assert attack(seen).rounds >= rounds
+
+
+@pytest.mark.parametrize("told", ["qk", "value"])
+def test_heads_are_told_apart_by_either_kind_of_units(told: str, tiny_vit: Callable[..., VisionTransformer]) -> None:
+    """Units of the other kind are the same in all heads."""
+    vit = tiny_vit(embed_dim=48, num_heads=3)
+    for name, tensor in vit.state_dict().items():
+        if ".qkv." in name:
+            parts = tensor.view(3, 3, 16, -1)  # queries, keys and values; heads
+            for part in parts[2:] if told == "qk" else parts[:2]:
+                part[1:] = part[:1].clone()
+        elif "attn.proj.weight" in name and told == "qk":
+            tensor.view(48, 3, 16)[:, 1:] = tensor.view(48, 3, 16)[:, :1].clone()
+    shape, base = ModelShape.of(vit), vit.state_dict()
+    key = new_key(shape)
+    seen = WeightObservation(apply_key(base, key, shape), base, shape)
+    assert torch.equal(attack.whole_key(seen, key.residual).heads, key.heads)
+
+
+def test_biases_match_units_that_weights_leave_open() -> None:
+    """Two units, alike but for their biases and what they weigh two features by: these tell the features apart."""
+    M = torch.tensor([[[0.0, 2.0, 0.0, 0.0], [0.0, -2.0, 0.0, 0.0]]])  # units × features: odd ones are judged, 1 and 3
+    bias = torch.tensor([[1.0, -1.0]])
+    base = weight_matching._Layer({"hidden": M}, {"hidden": 3 * bias})
+    swapped = weight_matching._Layer({"hidden": M.flip(1)}, {"hidden": 3 * bias.flip(1)})
+    scores = weight_matching._judged(swapped, base, "hidden", torch.full((4, 4), 0.25), 0.9)
+    assert scores[1, 1] == pytest.approx(8, rel=1e-3)
+    assert scores.abs().sum() == pytest.approx(8, rel=1e-3)
+
+
+def test_soft_orders_hold_no_denormal_numbers() -> None:
+    """They say nothing, and are slow."""
+    order = weight_matching._posterior(50 * torch.randn(20, 20, generator=draw()) / 0.99 * (1 - 0.99**2), 0.99)
+    assert order.min() >= torch.finfo(order.dtype).tiny
 
 
 def test_a_curve_has_a_row_for_each_point(trained: State) -> None:

@@ -110,6 +110,12 @@ def clipped(candidates: tuple[VictimModel, Tensor, Tensor]) -> dict[str, Tensor]
     return GradientNoise().expected(whole)
 
 
+def test_without_noise_each_image_is_taken_for_itself_however_long_its_gradient_is() -> None:
+    g = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.2, 0.1]], dtype=torch.float64)
+    found = identified(gram({"a": g}), 1e-9, 5, Generator().manual_seed(0))
+    assert (found == torch.arange(3)[:, None]).all()
+
+
 def held_against(hits: int, trials: int, bound: float) -> bool:
     """Return whether a measured share is above a bound beyond its interval."""
     return clopper_pearson(hits, trials, LEVEL)[0] > bound

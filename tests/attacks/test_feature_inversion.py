@@ -170,6 +170,31 @@ def test_optimisation_beats_the_linear_inversion_that_it_starts_from(tiny_model:
     assert end.max() <= 1
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_optimisation_takes_the_steps_of_its_objective(
+    noise: float, channels: int, tiny_model: Make, crops: Tensor
+) -> None:
+    """The slopes are those that autograd finds of the objective as it is written."""
+    vit = tiny_model(embed_dim=32, in_chans=channels).vit
+    model = VictimModel(vit, (0.4, 0.5, 0.6)[:channels], (0.2, 0.25, 0.3)[:channels]).double().requires_grad_(False)
+    draw = Generator().manual_seed(0)  # no two pixels are alike, at an end or elsewhere: |x| has no slope at zero
+    private = 0.4 + 0.2 * torch.rand(3, channels, 16, 16, generator=draw, dtype=torch.float64)
+    seen, _ = seen_of(model, private, crops[8:, :channels].double(), (GaussianNoise(noise),) if noise else ())
+    attack = FeatureOptimisation(steps=7, tv=0.02, tv_noise=300.0)
+    u = replace(attack, steps=0)(seen).images.logit().requires_grad_()
+    adam = torch.optim.Adam([u], lr=attack.learning_rate)
+    for _ in range(attack.steps):
+        x = u.sigmoid()
+        misfit = (model.embed(x) - seen.features)[:, 1:]
+        across, down = x[..., 1:] - x[..., :-1], x[:, :, 1:] - x[:, :, :-1]
+        variation = across.abs().mean((1, 2, 3)) + down.abs().mean((1, 2, 3))
+        adam.zero_grad()
+        (misfit.square().mean((1, 2)) + (0.02 + 300.0 * noise**2) * variation).sum().backward()
+        adam.step()
+    assert_close(attack(seen).images, u.detach().sigmoid())
+
+
 def test_optimisation_solves_images_one_by_one(tiny_model: Make, crops: Tensor) -> None:
     """Neighbours in a batch change nothing."""
     model, attack = tiny_model(), FeatureOptimisation(steps=20)

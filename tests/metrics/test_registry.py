@@ -18,7 +18,9 @@ from torch.testing import assert_close
 
 from privlab.base import PrivlabError
 from privlab.metrics import (
+    FORMULAS,
     METRICS,
+    Pair,
     correlation,
     fft2d,
     fft2d_mjp,
@@ -343,3 +345,10 @@ def test_values_lie_in_their_stated_ranges(h: int, w: int, c: int, seed: int) ->
     for name, values in score(x, y, WITHOUT_WEIGHTS).items():
         low, high = METRICS[name].range
         assert ((values >= low) & (values <= high)).all(), name
+
+
+def test_rounding_takes_no_correlation_beyond_one() -> None:
+    x = torch.rand(400, 3, 12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = FORMULAS["correlation"](Pair.of(x, 0.7 * x + 0.1))
+    assert found.max() == 1
+    assert found.min() > 1 - 1e-12

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def test_interrupt(
     os.kill(run, signal.SIGINT)
     assert ended(run) == 130
     said = (tmp_path / "said").read_text()
-    assert said.endswith("Interrupted. What was finished stays readable.\n")
+    assert re.search(r"'.*' keeps what was finished: records of \d+ images?\. The same command goes on .*\n$", said)
     assert "Traceback" not in said
     assert facts(path)["status"] == "interrupted"
     kept = rows(path)

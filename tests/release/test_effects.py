@@ -1,6 +1,7 @@
 """What a defense does is seen, whatever its name: plug-ins of another package are attacked as privlab's own are."""
 
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -67,10 +68,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     info.mkdir()
     points = []
     for module, (kind, name) in COPIED.items():
-        code = (ROOT / f"{module}.py").read_text(encoding="utf-8")
+        (file,) = ROOT.rglob(f"{module}.py")
+        code = file.read_text(encoding="utf-8")
         assert f'= "{module.replace("_", "-")}"' in code
         code = code.replace(f'= "{module.replace("_", "-")}"', f'= "{name}"', 1).replace("acts_as", "_unsaid")
-        code = code.replace("privlab.defenses.", "elsewhere.")
+        code = re.sub(r"privlab\.defenses\.\w+\.", "elsewhere.", code)
         (package / f"{module}.py").write_text(code, encoding="utf-8")
         points.append(f"{name} = elsewhere.{module}:{kind}")
     (package / "__init__.py").write_text(SUBCLASS, encoding="utf-8")

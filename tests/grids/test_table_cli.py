@@ -77,7 +77,7 @@ def test_first_run_and_second(cli: Any, finished: Any, tmp_path: Path) -> None:
         assert word in first.out
     assert "Warning: vit_ti has RANDOM weights" in first.err
     assert "8/8" in first.err  # images of all cases
-    assert facts(path)["command"] == f"privlab table {finished[0].name} --out run {' '.join(CPU)}"
+    assert facts(path)["command"] == f"privlab table {finished[0]} --out {path} {' '.join(CPU)}"
     before = files(path)
     second = cli("table", finished[0], "--out", path, *CPU)
     assert (second.status, second.out) == (0, first.out)
@@ -140,20 +140,35 @@ def test_layout_that_changes_is_shown_and_nothing_is_run(cli: Any, finished: Any
 
 
 def test_plan(cli: Any, finished: Any, tmp_path: Path) -> None:
-    said = cli("table", finished[0], "--out", tmp_path / "run", *CPU, "--plan", "--chunk", 3)
+    measured = ("--plan", "--measure")
+    said = cli("table", finished[0], "--out", tmp_path / "run", *CPU, *measured, "--chunk", 3)
     assert said.status == 0
-    for word in ("(1) plain [x]", "april, patch-gradient", "4 tasks, about "):
+    for word in ("(1) plain [x]", "april, patch-gradient", "4 tasks, about ", " cost "):
         assert word in said.out
-    plan = json.loads(cli("table", finished[0], "--out", tmp_path / "run", *CPU, "--plan", "--json").out)
+    plan = json.loads(cli("table", finished[0], "--out", tmp_path / "run", *CPU, *measured, "--json").out)
     assert [(row["images"], row["done"]) for row in plan["cases"]] == [(4, 0), (4, 0)]
     assert plan["tasks"] == 2
     assert plan["seconds"] > 0
     assert not (tmp_path / "run").exists()
 
 
+def test_plan_runs_nothing_unless_it_is_to_measure(
+    cli: Any, finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("privlab.grids.fill.run_task", None)
+    asked = ("table", finished[0], "--out", tmp_path / "run", *CPU)
+    said = cli(*asked, "--plan")
+    assert said.status == 0
+    assert said.out.endswith("2 tasks; --measure runs one image of each kind, and says what they cost\n")
+    assert " cost " not in said.out.splitlines()[1]
+    plan = json.loads(cli(*asked, "--plan", "--json").out)
+    assert ([row["seconds"] for row in plan["cases"]], plan["seconds"], plan["tasks"]) == ([None, None], None, 2)
+    assert cli(*asked, "--measure").error == "--measure says what a --plan costs. Give both, or neither."
+
+
 def test_plan_of_what_is_finished(table: Any, finished: Any) -> None:
     before = files(finished[1])
-    plan = json.loads(table("--plan", "--json").out)
+    plan = json.loads(table("--plan", "--measure", "--json").out)
     assert ([row["done"] for row in plan["cases"]], plan["tasks"], plan["seconds"]) == ([4, 4], 0, 0)
     assert files(finished[1]) == before
 
