@@ -10,7 +10,7 @@ from torch import Tensor
 
 from privlab.attacks.rows import effects, known_tokens, undone, warn_of_moves
 from privlab.attacks.solvers import invert_rows
-from privlab.attacks.solvers.linear import PRIORS
+from privlab.attacks.solvers.embedding_inverse import PRIORS
 from privlab.base import PrivlabError, unknown_name
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Capability, FeatureObservation, Stolen

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.attacks.solvers.least_squares import RTOL
+from privlab.attacks.solvers.ridge import RTOL
 from privlab.threat import GradientDefense, Observation, declared_by_defense
 
 __all__ = ["Likelihood"]

@@ -12,11 +12,11 @@ from .external import case_names as case_names
 from .fill import Options as Options
 from .fill import costs as costs
 from .fill import prepare as prepare
-from .layout import Grid as Grid
-from .layout import Job as Job
-from .layout import Share as Share
-from .layout import lay_out as lay_out
-from .layout import missing as missing
+from .plan import Grid as Grid
+from .plan import Job as Job
+from .plan import Share as Share
+from .plan import lay_out as lay_out
+from .plan import missing as missing
 from .tasks import Reference as Reference
 from .tasks import Result as Result
 from .tasks import Task as Task

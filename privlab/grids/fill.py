@@ -12,7 +12,7 @@ from privlab.base import PrivlabError, commit, hardware, pick_device, versions
 from privlab.evaluation import CONTROLS
 from privlab.grids.definition import Experiment
 from privlab.grids.engines import Engine, run_tasks
-from privlab.grids.layout import Grid, Share, lay_out, missing
+from privlab.grids.plan import Grid, Share, lay_out, missing
 from privlab.grids.tasks import Result, Task, joined, run_task
 from privlab.stores import RunDirectory, Store
 

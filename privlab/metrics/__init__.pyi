@@ -1,10 +1,10 @@
 from .embedding import Embedding as Embedding
 from .embedding import load_embedding as load_embedding
+from .formulas import FORMULAS as FORMULAS
+from .formulas import Pair as Pair
 from .lpips_backbones import BACKBONES as BACKBONES
 from .lpips_backbones import LpipsUnavailable as LpipsUnavailable
 from .lpips_backbones import find_backbone as find_backbone
-from .pair import FORMULAS as FORMULAS
-from .pair import Pair as Pair
 from .placement import PLACEMENT as PLACEMENT
 from .placement import adjacent_share as adjacent_share
 from .placement import as_sent as as_sent

@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, unknown_name
+from privlab.metrics.formulas import FORMULAS, Pair, by, check_shapes
 from privlab.metrics.lpips_backbones import BACKBONES, LpipsUnavailable, find_backbone, load_features, read_features
-from privlab.metrics.pair import FORMULAS, Pair, by, check_shapes
 
 __all__ = [
     "DECIBELS",

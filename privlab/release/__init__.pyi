@@ -22,8 +22,8 @@ from .gradients import released_parameters as released_parameters
 from .label_of_bias import certain_counts as certain_counts
 from .label_of_bias import labels_of as labels_of
 from .label_of_bias import likely_labels as likely_labels
-from .labels_by_rank import Told as Told
-from .labels_by_rank import told_labels as told_labels
+from .labels import Told as Told
+from .labels import told_labels as told_labels
 from .recording import Recorded as Recorded
 from .recording import Recorder as Recorder
 from .recording import SessionRecorder as SessionRecorder

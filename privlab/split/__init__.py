@@ -10,7 +10,7 @@ from privlab.split.client.train import Trainer
 from privlab.split.protocol.contract import Contract, Refusal
 from privlab.split.protocol.security import ClientTls, ServerTls, make_token, read_token
 from privlab.split.server.server import Server, serve
-from privlab.split.server.sessions import Limits
+from privlab.split.server.session_registry import Limits
 
 __all__ = [
     "Client",

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from privlab.attacks.features.feature_inversion import FeatureOptimisation, LeastSquares
 from privlab.attacks.solvers import invert_rows, patch_statistics
-from privlab.attacks.solvers.linear import ENOUGH
+from privlab.attacks.solvers.embedding_inverse import ENOUGH
 from privlab.base import PrivlabError
 from privlab.defenses import GaussianNoise
 from privlab.images import batches, open_images

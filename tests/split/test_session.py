@@ -16,7 +16,7 @@ from privlab.split.protocol.checkpoint import Checkpoints, private_folder, read,
 from privlab.split.protocol.contract import Contract, Refusal
 from privlab.split.protocol.wire import chunks, pack, pack_state, unpack, unpack_state
 from privlab.split.server.session import Session
-from privlab.split.server.sessions import Limits
+from privlab.split.server.session_registry import Limits
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_a_server_whose_disk_is_full_goes_on_and_keeps_what_it_called_durable(
         def fill(done: Any) -> None:
             durable.append(done.durable)
             if done.step == 5:
-                monkeypatch.setattr("privlab.split.server.live.Checkpoints.write", refuse)
+                monkeypatch.setattr("privlab.split.server.connection.Checkpoints.write", refuse)
 
         trainer.train(tiny.batches(), tiny.STEPS, fill)
     torch.testing.assert_close(learner.losses.tolist(), alone(learner.contract, tiny.STEPS), rtol=0, atol=1e-4)

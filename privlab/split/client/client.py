@@ -20,7 +20,7 @@ from privlab.split.protocol.split_pb2 import Contract as ContractMessage
 from privlab.split.protocol.split_pb2 import Open, Reply, Request, Save
 from privlab.split.protocol.wire import chunks, pack, pack_state, unpack
 from privlab.split.server.server import METHOD
-from privlab.split.server.sessions import VERSION
+from privlab.split.server.session_registry import VERSION
 
 __all__ = ["Client", "Lost", "Rebuffed", "Remote", "Traffic"]
 

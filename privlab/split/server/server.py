@@ -23,8 +23,8 @@ from privlab.split.protocol.contract import Refusal
 from privlab.split.protocol.inbox import Inbox
 from privlab.split.protocol.security import RequireToken, ServerTls, is_loopback
 from privlab.split.protocol.split_pb2 import Reply, Request
-from privlab.split.server.live import Live
-from privlab.split.server.sessions import Limits, Sessions
+from privlab.split.server.connection import Live
+from privlab.split.server.session_registry import Limits, Sessions
 from privlab.victims import Victim
 
 __all__ = ["METHOD", "SERVICE", "Event", "Server", "serve"]

@@ -19,7 +19,7 @@ from privlab.split.protocol.checkpoint import Checkpoints
 from privlab.split.protocol.contract import Contract, Refusal
 from privlab.split.protocol.split_pb2 import Open
 from privlab.split.protocol.wire import HEADER
-from privlab.split.server.live import Live
+from privlab.split.server.connection import Live
 from privlab.split.server.session import Session
 from privlab.victims import Victim, hash_of
 
