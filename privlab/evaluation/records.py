@@ -17,6 +17,7 @@ from privlab.base import PrivlabError, unknown_name
 from privlab.defenses import Jigsaw
 from privlab.evaluation.specification import Cell, Specification, defense_of, part_of, reassembly_of
 from privlab.images import Picture, as_text, one_line
+from privlab.metrics import ADDED, METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted
 from privlab.release import effects_of, kinds_of
 from privlab.threat import Stack
@@ -62,21 +63,28 @@ _ORDER = (
     "victim block weights weights_sha256 release defense setting attack geometry image image_sha256 label label_origin "
     "member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp psnr_affine correlation gms_affine "
     "psnr_affine_mirrored correlation_mirrored gms_affine_mirrored "
-    "lpips_alex lpips_vgg lpips_squeeze f_sim "
+    f"lpips_alex lpips_vgg lpips_squeeze f_sim {' '.join(ADDED)} "
     "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
     "tokens_found tokens_sure correct grad_norm "
     "seconds_observe seconds_attack seconds_score status reason beyond_range schema privlab_version "
     "defense_params attack_params victim_params conditions metrics cell batch batch_images external"
 )
-_REAL = "mse psnr correlation gms ssim fft2d lpips seconds grad f placement neighbour key tokens correct"
-_WHOLE = "label seed draw schema batch_images"
+_REAL = (
+    *(*METRICS, *MIRRORED.values(), *PLACEMENT),
+    *["psnr_unmasked", "psnr_masked", "key_bits", "tokens_found", "tokens_sure", "grad_norm"],
+    *["seconds_observe", "seconds_attack", "seconds_score"],
+)
+_WHOLE = ["label", "seed", "draw", "schema", "batch_images"]
 
 
 def _type(column: str) -> pa.DataType:
-    if column in _WHOLE.split():
-        return pa.int64()
-    return pa.float64() if column.partition("_")[0] in _REAL.split() else pa.string()
+    return pa.int64() if column in _WHOLE else pa.float64() if column in _REAL else pa.string()
 
+
+if twice := [name for name in ADDED if _ORDER.split().count(name) > 1]:
+    raise PrivlabError(
+        f"A metric of another package must not have the name of a column of records. Found '{twice[0]}'."
+    )
 
 COLUMNS = pa.schema([(name, _type(name)) for name in _ORDER.split()])
 """The columns of a record. What was not measured is null, never zero."""

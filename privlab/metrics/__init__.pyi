@@ -22,12 +22,14 @@ from .reconstruction_bound import fixed_guess as fixed_guess
 from .reconstruction_bound import gram as gram
 from .reconstruction_bound import identified as identified
 from .reconstruction_bound import success_bound as success_bound
+from .registry import ADDED as ADDED
 from .registry import DECIBELS as DECIBELS
 from .registry import METRICS as METRICS
 from .registry import MIRRORED as MIRRORED
 from .registry import STRUCTURE as STRUCTURE
 from .registry import Learned as Learned
 from .registry import Lpips as Lpips
+from .registry import Metric as Metric
 from .registry import correlation as correlation
 from .registry import fft2d as fft2d
 from .registry import fft2d_mjp as fft2d_mjp

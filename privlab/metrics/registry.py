@@ -16,11 +16,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, PrivlabWarning, unknown_name, with_plugins
 from privlab.metrics.formulas import FORMULAS, Pair, by, check_shapes
 from privlab.metrics.lpips_backbones import BACKBONES, LpipsUnavailable, find_backbone, load_features, read_features
 
 __all__ = [
+    "ADDED",
     "DECIBELS",
     "METRICS",
     "MIRRORED",
@@ -230,10 +231,22 @@ def load_lpips(net: str, weights: Path | None = None, device: torch.device | str
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of `METRICS`: what a value means and how a table prints it."""
+    """What a value means, how it is computed and how a table prints it.
+
+    A package adds its own by an entry point of the group `privlab.metrics`, named as the column of the records.
+
+    Args:
+        name: of the metric and of its column.
+        function: (x, y) ↦ one value for each of b images, x and y being b × c × h × w in [0, 1]; None where trained
+            weights are needed, see `load_lpips` and `load_embedding`.
+        direction: whether a higher or a lower value is a worse leak; "utility" says nothing of leakage.
+        range: the lowest and the highest value.
+        decimals: that tables print.
+        source: the formula in a clause, or the paper.
+    """
 
     name: str
-    function: Callable[[Tensor, Tensor], Tensor] | None  # None: needs weights, see `load_lpips`, `load_embedding`
+    function: Callable[[Tensor, Tensor], Tensor] | None
     direction: Literal["higher leaks", "lower leaks", "utility"]
     range: tuple[float, float]
     decimals: int
@@ -329,11 +342,37 @@ def _random_lpips(net: str) -> nn.Module:
 def _check_metric(name: str, learned: Mapping[str, Learned]) -> None:
     if name not in METRICS:
         raise unknown_name("metric", name, METRICS)
-    if name not in FORMULAS and name not in learned:
+    if METRICS[name].function is None and name not in learned:
         loader = "load_embedding('timm:NAME@FILE')" if name == "f_sim" else f"load_lpips('{name[6:]}')"
         found = ", ".join(learned) or "none"
         raise PrivlabError(f"{name} needs learned={{'{name}': {loader}}}. Found: {found}.")
 
 
 def _value(name: str, pair: Pair, learned: Mapping[str, Learned]) -> Float[Tensor, " b"]:
-    return FORMULAS[name](pair) if name in FORMULAS else learned[name](pair.x, pair.y).to(pair.x)
+    if name in FORMULAS:
+        return FORMULAS[name](pair)
+    values = (METRICS[name].function or learned[name])(pair.x, pair.y)
+    if values.shape != pair.x.shape[:1]:
+        wanted, found = tuple(pair.x.shape[:1]), tuple(values.shape)
+        raise PrivlabError(f"Metric '{name}' must return one value per image, of shape {wanted}. Found shape {found}.")
+    return values.to(pair.x)
+
+
+def _of_other_packages() -> dict[str, Metric]:
+    """Return the metrics that entry points name, but for those that are none, or could be no column of their own."""
+    found = {}
+    for name, metric in with_plugins(METRICS, "privlab.metrics").items():
+        if name in METRICS:
+            continue
+        if isinstance(metric, Metric) and metric.name == name and name.isidentifier():
+            found[name] = metric
+        else:
+            what = f"a Metric whose name is '{name}', in letters, digits and underscores"
+            warnings.warn(f"Entry point '{name}' of privlab.metrics must be {what}.", PrivlabWarning, stacklevel=2)
+    return found
+
+
+ADDED = _of_other_packages()  # last of all: their packages import what stands above
+"""The metrics of other packages by name."""
+
+METRICS.update(ADDED)
