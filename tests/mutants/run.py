@@ -27,8 +27,9 @@ else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]  # of Python 3.10
 
 LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", ".hypothesis", "__pycache__", ".*_cache", "*.egg-info", "build", "dist", "runs", "screenshots"
-)
+    ".git", ".venv", ".nox", ".hypothesis", "__pycache__", ".*_cache", "*.egg-info", "build", "dist", "runs",
+    "screenshots",
+)  # fmt: skip
 ASSERTED = re.compile(r"assert |AssertionError|Failed: DID NOT (RAISE|WARN)|privlab\.base\.warnings\.PrivlabWarning: ")
 """How the message of a failing assertion begins, or of one of our warnings, which are errors where none is expected.
 
