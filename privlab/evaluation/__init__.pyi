@@ -2,9 +2,10 @@ from .batch import Batch as Batch
 from .batch import Trial as Trial
 from .batch import batch_key as batch_key
 from .batch import labelled as labelled
+from .check import attack_batch as attack_batch
 from .check import beyond_range as beyond_range
-from .check import brought as brought
 from .check import check_reconstruction as check_reconstruction
+from .check import reason_of as reason_of
 from .controls import Controls as Controls
 from .pipeline import Evaluator as Evaluator
 from .pipeline import Panel as Panel

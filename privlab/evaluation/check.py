@@ -1,18 +1,47 @@
-"""What an attack brings home, looked at before anything is made of it: it may come from another package."""
+"""One attack on one batch: it may come from another package, so what it returns is checked before it is used."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from privlab.base import PrivlabError
-from privlab.threat import Attack, FeatureAttack, FeatureObservation, Observation, Stolen, declared_by_attack
+from privlab.base import PrivlabError, full_precision
+from privlab.threat import (
+    Attack,
+    Capability,
+    FeatureAttack,
+    FeatureObservation,
+    Observation,
+    Stolen,
+    declared_by_attack,
+)
 
-__all__ = ["beyond_range", "brought", "check_reconstruction"]
+__all__ = ["attack_batch", "beyond_range", "check_reconstruction", "reason_of"]
 
 
-def brought(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Stolen:
-    """Run an attack on what it is for, and return what it brought home."""
-    return Stolen.of(attack(seen))  # pyright: ignore[reportArgumentType]  # the plan gave each its kind of observation
+def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Stolen:
+    """Run an attack in full precision, and check the shape, finiteness and range of the images that it returns.
+
+    It returns an image for each image that was released; an attack for one image per release, forced on the gradient of
+    several, one for each release.
+
+    Raises:
+        PrivlabError: if it returns anything else; what the attack itself raises goes on.
+    """
+    with full_precision():
+        stolen = Stolen.of(attack(seen))  # pyright: ignore[reportArgumentType]  # the plan gave each its observation
+    if isinstance(seen, FeatureObservation):
+        count = len(seen.features)
+    else:
+        alone = Capability.BATCH_SIZE_ONE in attack.requires
+        count = len(next(iter(seen.gradients.values()))) * (1 if alone else seen.images_per_release)
+    check_reconstruction(stolen.images, (count, *seen.model.image_shape))
+    return stolen
+
+
+def reason_of(attack: Attack | FeatureAttack, error: Exception) -> str:
+    """Return why an attack failed, in one line, with the kind of an error that is none of ours."""
+    kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
+    return f"{attack.name}: {kind}{error}".splitlines()[0]
 
 
 def check_reconstruction(images: Tensor, shape: Sequence[int]) -> None:

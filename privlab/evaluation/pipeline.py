@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base import PrivlabError, draw_for, full_precision
+from privlab.base import draw_for
 from privlab.evaluation.batch import Batch, Seen, Trial, attacked_together, labelled, taken
-from privlab.evaluation.check import beyond_range, brought, check_reconstruction
+from privlab.evaluation.check import attack_batch, beyond_range, reason_of
 from privlab.evaluation.controls import Controls
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.evaluation.scoring import Scorer, known_slots
@@ -285,12 +285,10 @@ class Evaluator:
         names, placed = self.rows.geometries(trial.setting), declared_by_attack(attack).places
         try:
             beyond = self._beyond(attack, seen, b)
-            with full_precision():
-                own = (trial.setting, cell.victim.block, batch.together, attack.name)
-                stolen, seconds = self._once(own, lambda: brought(attack, seen))
+            own = (trial.setting, cell.victim.block, batch.together, attack.name)
+            stolen, seconds = self._once(own, lambda: attack_batch(attack, seen))
             if several and Capability.BATCH_SIZE_ONE in attack.requires:
                 stolen = Stolen.joined([stolen] * b)
-            check_reconstruction(stolen.images, trial.reference.shape)
             stolen = self._assigned(stolen, trial, several=several)
         except Exception as error:
             if b > 1 and isinstance(seen, Observation) and not several:
@@ -299,8 +297,7 @@ class Evaluator:
                     self._attack(cell, attack, taken(seen, i), trial.take(i), batch.take(i), [panels[i[0]]])[0]
                     for i in one_by_one
                 ]
-            kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
-            return [[_failed(f"{attack.name}: {kind}{error}".splitlines()[0])] * len(names)] * b
+            return [[_failed(reason_of(attack, error))] * len(names)] * b
         if self.spec.eight_bit:
             stolen = replace(stolen, images=(stolen.images * 255).round() / 255)
         scores, seconds_score = self._timed(lambda: self._scorer.geometries(stolen, trial, names, placed=placed))

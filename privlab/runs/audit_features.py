@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torchvision.utils import save_image
 
-from privlab.base import PrivlabError, collected, full_precision, hardware, pick_device, versions
-from privlab.evaluation import Specification, brought, check_reconstruction, defense_of, plan, public_images
+from privlab.base import PrivlabError, collected, hardware, pick_device, versions
+from privlab.evaluation import Specification, attack_batch, defense_of, plan, public_images, reason_of
 from privlab.release import Recorded, granted_features, read_recording, recorded_sessions
 from privlab.stores import RunDirectory
 from privlab.threat import FeatureAttack, FeatureObservation
@@ -111,12 +111,9 @@ def _attack(attack: FeatureAttack, seen: FeatureObservation, batch: Recorded, ru
     row: Row = {"session": batch.session, "kind": batch.kind, "number": batch.number, "attack": attack.name}
     start = time.perf_counter()
     try:
-        with full_precision():
-            stolen = brought(attack, seen)
-        check_reconstruction(stolen.images, (len(seen.features), *seen.model.image_shape))
+        stolen = attack_batch(attack, seen)
     except Exception as error:
-        kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
-        return row | {"status": "failed", "reason": f"{attack.name}: {kind}{error}".splitlines()[0]}
+        return row | {"status": "failed", "reason": reason_of(attack, error)}
     seconds = time.perf_counter() - start
     sheet = f"{batch.session[:12]}-{batch.kind}-{batch.number:08d}-{attack.name}.png"
     run.write_file(

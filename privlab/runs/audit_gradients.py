@@ -20,7 +20,6 @@ from privlab.base import (
     collected,
     commit,
     first,
-    full_precision,
     hardware,
     pick_device,
     versions,
@@ -29,10 +28,10 @@ from privlab.evaluation import (
     Panel,
     Specification,
     applicable,
+    attack_batch,
     beyond_range,
-    brought,
-    check_reconstruction,
     defense_of,
+    reason_of,
     stands_in,
 )
 from privlab.release import (
@@ -248,13 +247,9 @@ def _attack(
     try:
         if (beyond := beyond_range(attack, seen)) is not None:
             row["beyond_range"] = beyond
-        with full_precision():
-            stolen = brought(attack, seen)
-        alone = Capability.BATCH_SIZE_ONE in attack.requires  # forced on a batch, it returns one image
-        check_reconstruction(stolen.images, (1 if alone else seen.images_per_release, *seen.model.image_shape))
+        stolen = attack_batch(attack, seen)
     except Exception as error:
-        kind = "" if isinstance(error, PrivlabError) else f"{type(error).__name__}: "
-        return row | {"status": "failed", "reason": f"{attack.name}: {kind}{error}".splitlines()[0]}, None
+        return row | {"status": "failed", "reason": reason_of(attack, error)}, None
     images = stolen.images
     row |= {"status": "ok", "images": len(images), "seconds": round(time.perf_counter() - start, 4)}
     darkest, lightest = images.flatten(2).aminmax(dim=2)

@@ -126,7 +126,7 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
 
 def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | None) -> None:
     """Note what passes between the parts of the pipeline."""
-    brought, trial_of, again, controls = evaluate.brought, Evaluator._trial, Evaluator._again, Evaluator._controls
+    brought, trial_of, again, controls = evaluate.attack_batch, Evaluator._trial, Evaluator._again, Evaluator._controls
     geometries, score = Scorer.geometries, Scorer.score
     scored: list[Tensor] = []
     names_of: list[str] = []
@@ -176,7 +176,7 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
 
     patch.setattr(evaluate, "observe", observed(evaluate.observe))
     patch.setattr(evaluate, "observe_features", observed(evaluate.observe_features))
-    patch.setattr(evaluate, "brought", called)
+    patch.setattr(evaluate, "attack_batch", called)
     patch.setattr(Evaluator, "_trial", made_trial)
     patch.setattr(Evaluator, "_again", scored_again)
     patch.setattr(Evaluator, "_controls", controlled)
