@@ -1,4 +1,4 @@
-"""How a client preprocessed a picture: the usual ways, and which of them comes nearest to what it fed."""
+"""How a client preprocessed an image: the usual ways, and which of them comes nearest to what it fed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ _CROPS = (0.875, 1.0)
 
 @dataclass(frozen=True, eq=False)
 class Fed:
-    """A picture as a client may have fed it, and how it came about."""
+    """An image as a client may have fed it, and how it came about."""
 
     how: str
     image: Float[Tensor, "1 c h w"]
 
 
 def usual(pixels: Image.Image, cut: Preprocessing) -> Iterator[Fed]:
-    """Yield a picture in the usual preprocessings for an input of `cut.size`, as it is and mirrored.
+    """Yield an image in the usual preprocessings for an input of `cut.size`, as it is and mirrored.
 
     Resized and cropped with `cut.crop_pct`, 0.875 or all of it, its centre cut out and resized, or squashed; in eight
     bits as PIL resizes (bilinear, bicubic, Lanczos), and in floats as torch does, with and without antialiasing.
@@ -37,9 +37,9 @@ def usual(pixels: Image.Image, cut: Preprocessing) -> Iterator[Fed]:
 
 
 def nearest(pixels: Image.Image, cut: Preprocessing, fed: Float[Tensor, "1 c h w"]) -> tuple[Fed, int]:
-    """Return the usual preprocessing of a picture with the least squared distance from what was fed, and of how many.
+    """Return the usual preprocessing of an image with the least squared distance from what was fed, and of how many.
 
-    This is for whoever has the picture: it reads no gradient, and no attack reads it.
+    This is for whoever has the image: it reads no gradient, and no attack reads it.
     """
     tried = [(float((each.image.to(fed) - fed).square().mean()), each) for each in usual(pixels, cut)]
     return min(tried, key=lambda one: one[0])[1], len(tried)

@@ -1,4 +1,4 @@
-"""Pictures of torchvision's and Hugging Face's datasets."""
+"""Images of torchvision's and Hugging Face's datasets."""
 
 import importlib
 import inspect
@@ -101,7 +101,7 @@ def _construct(cls: type, arguments: Mapping[str, Any], downloads: bool) -> Any:
 def _torchvision_item(dataset: Any, index: int, name: str) -> Picture:  # noqa: ANN401
     try:
         item = dataset[index]
-    except Exception as error:  # one damaged picture must not end the run
+    except Exception as error:  # one damaged image must not end the run
         return Picture(name, "", None, problem=damaged(error))
     image, target, *_ = item if isinstance(item, tuple) else (item, None)
     label, origin = _dataset_label(target)
@@ -135,7 +135,7 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
         data = data._resolve_features()
     column, label_column = _columns(data.features, datasets, name)
     image_type, label_type = data.features[column], data.features.get(label_column)
-    # Undecoded, so that one damaged picture does not end the stream.
+    # Undecoded, so that one damaged image does not end the stream.
     rows = data.cast_column(column, datasets.Image(decode=False))
     known = (data.info.splits or {}).get(chosen)
     class_names = tuple(label_type.names) if isinstance(label_type, datasets.ClassLabel) else None
@@ -149,7 +149,7 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
 
 
 def parquet(path: Path, split: str | None, *, spread: bool) -> ImageSource:
-    """Open a Parquet file with the bytes of one picture a row.
+    """Open a Parquet file with the bytes of one image a row.
 
     The bytes stand in the column `image` (as Hugging Face writes it: bytes, or a struct with `bytes`), `jpeg`, `png` or
     `bytes`; the label, if any, in `label`. `split` takes the rows whose column `split` says so; with `spread`, those of
@@ -235,7 +235,7 @@ def _hugging_face_item(value: Any, target: object, image_type: Any, name: str) -
         return picture_from_bytes(value["bytes"], name, label, origin)
     try:
         image = image_type.decode_example(value)
-    except Exception as error:  # one damaged picture must not end the run
+    except Exception as error:  # one damaged image must not end the run
         return Picture(name, "", None, label, origin, damaged(error))
     return picture_from_image(image, name, label, origin)
 

@@ -1,4 +1,4 @@
-"""One picture: the bytes of a file become RGB pixels with 8 bits, or a `problem` that says why not.
+"""One image: the bytes of a file become RGB pixels with 8 bits, or a `problem` that says why not.
 
 A file that cannot be used does not end the run: what was skipped, and why, belongs into the report.
 """
@@ -33,11 +33,11 @@ MIN_SIDE = 8
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """One picture, or the reason why there is none.
+    """One image, or the reason why there is none.
 
-    `sha256` is that of the file's bytes; for pictures that come from no file, of the size and the RGB pixels;
+    `sha256` is that of the file's bytes; for images that come from no file, of the size and the RGB pixels;
     empty where nothing could be read. `pixels` has mode RGB with 8 bits; it is None where there is a
-    `problem` and in the pictures of a `Chunk`. `member` says whether the victim saw it in training, "seen" or
+    `problem` and in the images of a `Chunk`. `member` says whether the victim saw it in training, "seen" or
     "not seen"; None where that is not known.
     """
 
@@ -53,9 +53,9 @@ class Picture:
 def read_picture(
     path: str | Path, *, name: str | None = None, label: int | None = None, label_origin: LabelOrigin = "none"
 ) -> Picture:
-    """Read one file; whatever keeps it from being a picture is told in `problem`, never raised.
+    """Read one file; whatever keeps it from being an image is told in `problem`, never raised.
 
-    Grey, palette, CMYK and 1-bit pictures become RGB, transparency becomes white, 16-bit grey is divided by
+    Grey, palette, CMYK and 1-bit images become RGB, transparency becomes white, 16-bit grey is divided by
     257, and the EXIF orientation is applied. Colour profiles are not.
     """
     path = Path(path)
@@ -79,7 +79,7 @@ def picture_from_bytes(data: bytes, name: str, label: int | None, origin: LabelO
 def picture_from_image(
     image: Image.Image, name: str, label: int | None = None, origin: LabelOrigin = "none"
 ) -> Picture:
-    """Check and convert a picture that somebody else opened."""
+    """Check and convert an image that somebody else opened."""
     try:
         _check_size(image)
         pixels = _rgb(image)
@@ -92,7 +92,7 @@ def picture_from_image(
 
 
 def damaged(error: Exception) -> str:
-    """Return the problem of a picture whose decoding raised `error`."""
+    """Return the problem of an image whose decoding raised `error`."""
     return f"Truncated or damaged: {one_line(error)}."
 
 
@@ -102,7 +102,7 @@ def one_line(error: BaseException) -> str:
 
 
 def as_text(name: str) -> str:
-    """Return a picture's name as text that can be written; the name of a file may be none."""
+    """Return an image's name as text that can be written; the name of a file may be none."""
     return name.encode(errors="backslashreplace").decode()
 
 

@@ -38,7 +38,7 @@ class Entry:
 
 
 def to_csv(pictures: Iterable[Picture]) -> str:
-    """Return the manifest of pictures: each content once, with the label that it came with; none of what has no hash.
+    """Return the manifest of images: each content once, with the label that it came with; none of what has no hash.
 
     `label_origin` none says that there is no label: the victim's prediction stood in.
     """
@@ -59,7 +59,7 @@ def read_manifest(path: Path) -> tuple[Entry, ...]:
     """Return the lines of a manifest, a CSV file in UTF-8.
 
     Columns: name, sha256 (64 hex digits); and where they are wanted label (a class index, empty for the source's own),
-    label_origin (folder, file, dataset, or none for a picture without a label; file where it is left out) and member
+    label_origin (folder, file, dataset, or none for an image without a label; file where it is left out) and member
     (seen, not seen or unknown, and unknown where it is left out).
 
     Raises:
@@ -144,12 +144,12 @@ def _short(text: str) -> str:
 
 
 def chosen(source: ImageSource, path: Path, *, check: bool = True) -> ImageSource:
-    """Return exactly the pictures of a source that a manifest names, in its order, with its labels and memberships.
+    """Return exactly the images of a source that a manifest names, in its order, with its labels and memberships.
 
-    With `check` each is hashed: whole files as they are, other pictures are read once more for it.
+    With `check` each is hashed: whole files as they are, other images are read once more for it.
 
     Raises:
-        PrivlabError: as `read_manifest` does; if the source has no picture of a name, or its hash is another one.
+        PrivlabError: as `read_manifest` does; if the source has no image of a name, or its hash is another one.
     """
     entries = read_manifest(path)
     by_name = {entry.name: entry for entry in entries}
@@ -174,7 +174,7 @@ def chosen(source: ImageSource, path: Path, *, check: bool = True) -> ImageSourc
 
 
 def _placed(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageSource:
-    """Return the pictures of a source that knows their names."""
+    """Return the images of a source that knows their names."""
     names = source.names or ()
     place_of = {as_text(name): place for place, name in enumerate(names)}
     for entry in entries:
@@ -185,7 +185,7 @@ def _placed(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageS
 
 
 def _streamed(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageSource:
-    """Return the pictures of a stream: those that come before their turn wait for it."""
+    """Return the images of a stream: those that come before their turn wait for it."""
 
     def pictures() -> Iterator[Picture]:
         wanted, waiting, stream = {entry.name for entry in entries}, dict[str, Picture](), iter(source)

@@ -1,4 +1,4 @@
-"""Pictures to evaluate on: opened by name, preprocessed as the victim expects them, handed out in chunks."""
+"""Images to evaluate on: opened by name, preprocessed as the victim expects them, handed out in chunks."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,27 +36,27 @@ def open_images(
     class_to_index: Mapping[str, int] | None = None,
     check: bool = True,
 ) -> ImageSource:
-    """Open pictures without reading them.
+    """Open images without reading them.
 
     Args:
         source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per
-            class), one or several files, a Parquet file with the bytes of pictures, "torchvision:NAME", or "hf:NAME". A
+            class), one or several files, a Parquet file with the bytes of images, "torchvision:NAME", or "hf:NAME". A
             folder called samples is "./samples".
-        limit: use the first `limit` pictures only. Of a folder with one sub-folder per class, these are the first
-            picture of each class in the order of their names, then the second of each, and so on.
-        every: use every `every`-th picture only, in the order that `limit` takes them in, before `limit` does.
-        offset: leave out as many pictures before the first: those at the positions offset, offset + every, … counted
+        limit: use the first `limit` images only. Of a folder with one sub-folder per class, these are the first
+            image of each class in the order of their names, then the second of each, and so on.
+        every: use every `every`-th image only, in the order that `limit` takes them in, before `limit` does.
+        offset: leave out as many images before the first: those at the positions offset, offset + every, … counted
             from 0 are used.
-        manifest: CSV file that names the pictures to use (`privlab.images.manifest.read_manifest`), in its order,
+        manifest: CSV file that names the images to use (`privlab.images.manifest.read_manifest`), in its order,
             instead of `limit`, `every` and `offset`; its labels replace the source's own.
         split: sub-folder of the folder, or split of the dataset. Without it, torchvision's datasets give the
             test set where `train=` chooses it, else their own default; Hugging Face's give the test, else the
             validation, else the first split.
-        labels: CSV with the columns `file` (a picture's name, or its base name) and `class_index` or `label`;
+        labels: CSV with the columns `file` (an image's name, or its base name) and `class_index` or `label`;
             replaces all other labels.
         class_to_index: label of each class folder, used if it knows all of them; otherwise labels are the
             positions in the sorted folder names, as in torchvision's ImageFolder.
-        check: whether the hash of each picture is held against the manifest's; the pictures are read for it.
+        check: whether the hash of each image is held against the manifest's; the images are read for it.
 
     Raises:
         PrivlabError: if there is nothing to open, or an option does not fit the source or another option.
@@ -71,7 +71,7 @@ def open_images(
 
 
 def check_choice(limit: int | None, every: int | None, offset: int | None, manifest: str | Path | None) -> None:
-    """Check what chooses pictures.
+    """Check what chooses images.
 
     Raises:
         PrivlabError: if a number is out of range, or a manifest and numbers both choose.
@@ -110,7 +110,7 @@ def _open(
 
 
 def _taken(source: ImageSource, limit: int | None, every: int | None, offset: int | None) -> ImageSource:
-    """Return every `every`-th picture from `offset` on, `limit` of them."""
+    """Return every `every`-th image from `offset` on, `limit` of them."""
     if (limit, every, offset) == (None, None, None):
         return source
     start, step = offset or 0, every or 1
@@ -131,7 +131,7 @@ def _taken(source: ImageSource, limit: int | None, every: int | None, offset: in
 
 
 def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Iterator[Picture]:
-    """Yield pictures of a stream, whose end may come before the first of them."""
+    """Yield images of a stream, whose end may come before the first of them."""
     found = islice(source.pictures(), start, stop, step)
     if (first := next(found, None)) is not None:
         yield first
@@ -145,7 +145,7 @@ class Preprocessing:
     """timm's evaluation transform (crop mode "center") up to, not including, the normalisation.
 
     `size` is (h, w); `mean` and `std` are kept for the victim, which normalises by itself: of three colours, or of one,
-    and then pictures are made grey by PIL's luma.
+    and then images are made grey by PIL's luma.
 
     Raises:
         PrivlabError: if the size or `crop_pct` is not positive, or the interpolation is unknown.
@@ -166,18 +166,18 @@ class Preprocessing:
             raise unknown_name("interpolation", self.interpolation, INTERPOLATIONS)
 
     def __call__(self, pixels: Image.Image) -> Float[Tensor, "c h w"]:
-        """Return the resized, centre-cropped picture, in [0, 1]."""
+        """Return the resized, centre-cropped image, in [0, 1]."""
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize, ToTensor
 
         resize = Resize(self.resized(pixels), InterpolationMode(self.interpolation))
         return ToTensor()(Compose([resize, CenterCrop(self.size)])(self.coloured(pixels)))
 
     def coloured(self, pixels: Image.Image) -> Image.Image:
-        """Return a picture in as many colours as the input has."""
+        """Return an image in as many colours as the input has."""
         return pixels if len(self.mean) == 3 else pixels.convert("L")
 
     def resized(self, pixels: Image.Image) -> list[int]:
-        """Return the side, or the height and width, that a picture is resized to before it is cropped."""
+        """Return the side, or the height and width, that an image is resized to before it is cropped."""
         h, w = (math.floor(side / self.crop_pct) for side in self.size)
         if h == w:
             return [h]
@@ -187,7 +187,7 @@ class Preprocessing:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Readable pictures with their preprocessed pixels in [0, 1], and the unreadable ones met on the way.
+    """Readable images with their preprocessed pixels in [0, 1], and the unreadable ones met on the way.
 
     The `pictures` have dropped their `pixels`.
     """
@@ -198,7 +198,7 @@ class Chunk:
 
 
 def batches(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
-    """Yield chunks of `size` readable pictures; the last may have fewer, or unreadable ones only.
+    """Yield chunks of `size` readable images; the last may have fewer, or unreadable ones only.
 
     Raises:
         PrivlabError: if `size` is not a positive integer.
@@ -217,7 +217,7 @@ def _chunks(source: ImageSource, preprocessing: Preprocessing, size: int) -> Ite
 
 
 def _readable(pictures: Iterator[Picture], size: int) -> Iterator[Picture]:
-    """Yield pictures until `size` readable ones were among them."""
+    """Yield images until `size` readable ones were among them."""
     count = 0
     while count < size and (picture := next(pictures, None)) is not None:
         count += picture.pixels is not None
@@ -225,7 +225,7 @@ def _readable(pictures: Iterator[Picture], size: int) -> Iterator[Picture]:
 
 
 def chunk_of(pictures: Iterable[Picture], preprocessing: Preprocessing) -> Chunk:
-    """Return pictures as one chunk."""
+    """Return images as one chunk."""
     fine: list[Picture] = []
     images: list[Tensor] = []
     failed: list[Picture] = []

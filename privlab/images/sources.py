@@ -1,4 +1,4 @@
-"""What a source of pictures is, and those on this machine: the samples, a folder, files."""
+"""What a source of images is, and those on this machine: the samples, a folder, files."""
 
 import hashlib
 import importlib.util
@@ -38,12 +38,12 @@ SAMPLES = (
 
 @dataclass(frozen=True, eq=False)
 class ImageSource:
-    """Pictures that are read one at a time, anew in each iteration.
+    """Images that are read one at a time, anew in each iteration.
 
-    `count` is the number of pictures, problems included; None for a stream that does not tell, and `len()` is
-    then a TypeError. `names` are those of all pictures where known without reading, else None.
-    `class_names[i]` is the name of label i. `at` reads one picture by its place, where that can be done without reading
-    the others; `file` names the file of one, where pictures are whole files, `about` says what is known of it without
+    `count` is the number of images, problems included; None for a stream that does not tell, and `len()` is
+    then a TypeError. `names` are those of all images where known without reading, else None.
+    `class_names[i]` is the name of label i. `at` reads one image by its place, where that can be done without reading
+    the others; `file` names the file of one, where images are whole files, `about` says what is known of it without
     reading it, and `container` names the file of all, where one holds them.
     """
 
@@ -69,11 +69,11 @@ class ImageSource:
         container: Path | None = None,
         about: Callable[[int], Picture] | None = None,
     ) -> "ImageSource":
-        """Return a source whose pictures are read by their place."""
+        """Return a source whose images are read by their place."""
         return cls(description, count, class_names, names, lambda: map(at, range(count)), at, file, container, about)
 
     def choose(self, places: Sequence[int]) -> "ImageSource":
-        """Return the source of the pictures at these places, in this order; of a stream there are none."""
+        """Return the source of the images at these places, in this order; of a stream there are none."""
         at, file, about, names = self.at, self.file, self.about, self.names
         assert at is not None
         return ImageSource.of(
@@ -88,7 +88,7 @@ class ImageSource:
         )
 
     def changed(self, change: Callable[[Picture], Picture]) -> "ImageSource":
-        """Return the source with `change` applied to each picture; it changes no name, pixels or hash."""
+        """Return the source with `change` applied to each image; it changes no name, pixels or hash."""
         at, about = self.at, self.about
         return replace(
             self,
@@ -98,7 +98,7 @@ class ImageSource:
         )
 
     def stated(self) -> Iterator[Picture]:
-        """Yield what there is to know of each picture but its pixels; whole files are hashed without being decoded."""
+        """Yield what there is to know of each image but its pixels; whole files are hashed without being decoded."""
         if self.file is None or self.about is None or self.count is None:
             yield from (replace(picture, pixels=None) for picture in self)
             return
@@ -106,7 +106,7 @@ class ImageSource:
             yield replace(self.about(place), sha256=_file_hash(self.file(place)))
 
     def pick(self, places: Sequence[int]) -> list[Picture]:
-        """Return the pictures at these places, read one by one; of a stream, all up to the last are read."""
+        """Return the images at these places, read one by one; of a stream, all up to the last are read."""
         if self.at is not None:
             return [self.at(place) for place in places]
         wanted = set(places)
@@ -185,7 +185,7 @@ def files(paths: Sequence[Path]) -> ImageSource:
 def folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | None, *, spread: bool) -> ImageSource:
     """Open a folder, flat or with one sub-folder per class.
 
-    The pictures come in the order of their paths; with `spread`, the first of each class, then the second of
+    The images come in the order of their paths; with `spread`, the first of each class, then the second of
     each, and so on.
     """
     base = root if split is None else root / split

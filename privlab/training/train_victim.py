@@ -1,4 +1,4 @@
-"""`privlab train`: from a victim's name, an objective and pictures to trained weights with their card.
+"""`privlab train`: from a victim's name, an objective and images to trained weights with their card.
 
 A training's folder holds `model.safetensors`, the victim's weights, which are a start for any other recipe
 (`--weights`); of a position predictor also `predictor.safetensors`, the ViT with what stands on it, as
@@ -140,7 +140,7 @@ class Course:
         options: KEY=VALUE of the objective or of the augmentation.
         keep: steps whose weights stay.
         half: whether the result is rounded to half precision, and judged as such: half the bytes.
-        cache: a folder for the resized pictures, as in `read_examples`.
+        cache: a folder for the resized images, as in `read_examples`.
     """
 
     recipe: str

@@ -34,7 +34,7 @@ class Exam:
         corruptions: a folder CORRUPTION/SEVERITY/class folders, as ImageNet-C.
         baseline: "alexnet", or a JSON file {corruption: error, mean over the severities}: what mCE divides by.
         natural: a folder of class folders, as ImageNet-A.
-        outliers: a folder of pictures of no class, as ImageNet-O; `data` holds the inliers.
+        outliers: a folder of images of no class, as ImageNet-O; `data` holds the inliers.
     """
 
     models: tuple[str, ...]
@@ -125,7 +125,7 @@ def _on_data(exam: Exam, subject: Victim | Pupil, classes: Classes, show: Show) 
 def _counted(
     exam: Exam, subject: Victim | Pupil, source: ImageSource, skipped: list[str], show: Show
 ) -> Iterator[Batch]:
-    """Yield the batches with the places of their pictures."""
+    """Yield the batches with the places of their images."""
     count = 0
     for images, labels in robustness.read_batches(subject, source, skipped, size=exam.batch):
         yield torch.arange(count, count + len(labels)), images, labels

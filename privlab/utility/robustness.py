@@ -1,4 +1,4 @@
-"""How a classifier stands pictures that it was not made for: ImageNet-C (mCE), -A (Acc, AURRA) and -O (AUPR)."""
+"""How a classifier stands images that it was not made for: ImageNet-C (mCE), -A (Acc, AURRA) and -O (AUPR)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ ALEXNET: dict[str, float] = {
 SEVERITIES = (1, 2, 3, 4, 5)
 
 Show = Callable[[int, int | None], None]
-"""Is told how many pictures are done, of how many."""
+"""Is told how many images are done, of how many."""
 
 Classes = Mapping[str, int] | None
 """The number of each class by the name of its folder, where that is known."""
@@ -60,7 +60,7 @@ Classes = Mapping[str, int] | None
 
 @dataclass(frozen=True)
 class Corrupted:
-    """The error on one corruption at one severity, over `images` pictures."""
+    """The error on one corruption at one severity, over `images` images."""
 
     corruption: str
     severity: int
@@ -70,7 +70,7 @@ class Corrupted:
 
 @dataclass(frozen=True)
 class Natural:
-    """Accuracy and AURRA on pictures of `classes` classes, the others left out of the prediction."""
+    """Accuracy and AURRA on images of `classes` classes, the others left out of the prediction."""
 
     images: int
     classes: int
@@ -80,7 +80,7 @@ class Natural:
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """Logits of pictures, and their labels; −1 where there is none."""
+    """Logits of images, and their labels; −1 where there is none."""
 
     logits: Float[Tensor, "n y"]
     labels: Int[Tensor, " n"]
@@ -154,7 +154,7 @@ def corruption_errors(
 
 
 def natural(seen: Outputs) -> Natural:
-    """Return accuracy and AURRA among the classes of the pictures, as ImageNet-A's 200 of 1,000 are judged."""
+    """Return accuracy and AURRA among the classes of the images, as ImageNet-A's 200 of 1,000 are judged."""
     present, places = seen.labels.unique(return_inverse=True)
     confidence, answer = seen.logits[:, present].softmax(1).max(1)
     correct = answer == places
@@ -184,7 +184,7 @@ def outlier_aupr(outliers: Outputs, inliers: Outputs) -> float:
 def outputs(
     victim: Victim | Pupil, source: ImageSource, *, labelled: bool = True, size: int = 64, show: Show | None = None
 ) -> Outputs:
-    """Return logits and labels of all pictures that can be read.
+    """Return logits and labels of all images that can be read.
 
     Raises:
         PrivlabError: if there is none, or `labelled` and labels are missing or not the victim's.
@@ -201,7 +201,7 @@ def outputs(
 def read_batches(
     victim: Victim | Pupil, source: ImageSource, skipped: list[str], *, labelled: bool = True, size: int = 64
 ) -> Iterator[tuple[Float[Tensor, "b 3 h w"], Int[Tensor, " b"]]]:
-    """Yield preprocessed pictures and their labels; the names of those that cannot be read go to `skipped`.
+    """Yield preprocessed images and their labels; the names of those that cannot be read go to `skipped`.
 
     Raises:
         PrivlabError: if none can be read, or `labelled` and labels are missing or not the victim's.

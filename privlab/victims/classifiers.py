@@ -34,7 +34,7 @@ _MODULES = {"timm.models.swin_transformer": SwinTransformer, "timm.models.resnet
 
 
 class Backbone(nn.Module):
-    """A timm classifier that takes pixels in [0, 1] and has no position embeddings: MJP shuffles its pictures, no more.
+    """A timm classifier that takes pixels in [0, 1] and has no position embeddings: MJP shuffles its images, no more.
 
     Args:
         net: the classifier.
@@ -183,7 +183,7 @@ class _ViT(Backbone):
 class IndexedViT(_ViT):
     """timm's ViT with an embedding of each patch's own index beside its slot's PE: z_n = x_n E + E_pos^n + E_idx^i.
 
-    i = order[n] is the index, in the picture as it was, of the patch that slot n holds; without an order n itself.
+    i = order[n] is the index, in the image as it was, of the patch that slot n holds; without an order n itself.
 
     Source: MJP, Section 5.3: IDX, "embeddings to indicate the global indexes for the input patches" (Table 4, F).
     """

@@ -40,7 +40,7 @@ class Objective(Protocol):
         model: Any,  # noqa: ANN401
         draw: Generator,
     ) -> tuple[Tensor, ...]:
-        """Return what a step computes on, of augmented pictures."""
+        """Return what a step computes on, of augmented images."""
         ...
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:

@@ -22,7 +22,7 @@ class TrainDropPos:
     """L = −Σᵢ Aᵢ Σⱼ w*(yᵢ, j) log p(slot j | patch i) / Σᵢ Aᵢ, over the visible patches i whose PE was dropped.
 
     Of the N patches a random share 1 − γ is visible, and of these the share γ_pos carries a mask token for its PE. A is
-    taken from the whole picture, without gradient, and over each picture's visible patches sums to one, as the authors'
+    taken from the whole image, without gradient, and over each image's visible patches sums to one, as the authors'
     code has it.
 
     Args:
@@ -30,7 +30,7 @@ class TrainDropPos:
         gamma_pos: γ_pos, the share of the visible patches whose PE is dropped, in (0, 1].
         sigma: σ₀ of the position smoothing, at the start of the training.
         sigma_end: σ_T, at its end; linear in between (Eq. 7).
-        temperature: τ of A = softmax(cos(f_cls, f)/τ) (Eq. 9); inf for A = 1, and no pass over the whole picture.
+        temperature: τ of A = softmax(cos(f_cls, f)/τ) (Eq. 9); inf for A = 1, and no pass over the whole image.
         decoder_width: of the decoder.
         decoder_depth: blocks of the decoder.
         decoder_heads: of the decoder.

@@ -17,7 +17,7 @@ __all__ = ["TrainMjp"]
 
 @dataclass(frozen=True)
 class TrainMjp(Classify):
-    """L_CE + λ L_DAL on pictures whose block-wise masked patches are shuffled anew in every iteration.
+    """L_CE + λ L_DAL on images whose block-wise masked patches are shuffled anew in every iteration.
 
     A model with index embeddings (`IndexedViT`, IDX) is told which patch each slot holds.
 
@@ -26,7 +26,7 @@ class TrainMjp(Classify):
         unknown: whether E_unk stands at the masked slots (UNK); else each slot keeps its own PE.
         dal: "none", or the regressor: one of `DALS`.
         weight: λ of L_DAL.
-        per: "batch" draws one mask and one order for all pictures of a batch, as the authors' code does, in each of its
+        per: "batch" draws one mask and one order for all images of a batch, as the authors' code does, in each of its
             parts and processes; "image" draws for each.
         spp: whether the pixels within the shuffled patches are shuffled too, all patches by one order (SPP).
 

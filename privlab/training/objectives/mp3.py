@@ -55,7 +55,7 @@ class TrainMp3:
     def batch(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: VictimModel, draw: Generator
     ) -> tuple[Tensor, ...]:
-        """Return patches, and which of each picture are context."""
+        """Return patches, and which of each image are context."""
         patches = tiles(images, model.patch)
         return patches, some_of(patches.shape[1], 1 - self.eta, len(patches), draw)
 

@@ -1,4 +1,4 @@
-"""MP3 on speech: the frames of a second of sound are the patches of a picture that is one patch high.
+"""MP3 on speech: the frames of a second of sound are the patches of an image that is one patch high.
 
 MP3 gives 5 % of the frames their positions, since without any the task is too hard, and uses η = 0. That is DropPos
 with γ = 0, γ_pos = 0.95 and no blocks in the decoder, save that frames without a position carry a learnt vector.
@@ -74,7 +74,7 @@ def _filters(lines: int, rate: int, bands: int) -> Float[Tensor, "lines bands"]:
 
 
 def as_pictures(frames: Float[Tensor, "b t k"]) -> UInt8[Tensor, "b 3 h w"]:
-    """Return sequences as pictures of t patches in a row, a frame and zeros in each; scaled to 0 to 255.
+    """Return sequences as images of t patches in a row, a frame and zeros in each; scaled to 0 to 255.
 
     Raises:
         PrivlabError: if a frame has more numbers than a patch.

@@ -55,14 +55,14 @@ class Head(nn.Module):
 
 @dataclass(frozen=True)
 class Probe:
-    """Cross-entropy of a linear head on what a victim makes of pictures; the victim is frozen, and in evaluation mode.
+    """Cross-entropy of a linear head on what a victim makes of images; the victim is frozen, and in evaluation mode.
 
     Args:
         target: "class", told from what the victim's own classifier reads, or "position": each patch's token tells its
             slot.
         layer: the block whose output is read, from 1 on; None for the last one's, after the final norm.
         mean: whether classes are told from the mean of the patches' tokens instead.
-        gamma_pos: γ_pos, the share of the position embeddings that a picture's patches lose while places are told, in
+        gamma_pos: γ_pos, the share of the position embeddings that an image's patches lose while places are told, in
             [0, 1]; what a victim has for it stands there: E_unk, else zero. These patches alone count, and all of them
             where none has lost any.
         batch_norm: whether features pass through BatchNorm without affine first.
@@ -158,7 +158,7 @@ class Probe:
 def probe_accuracy(
     probe: Probe, head: nn.Module, model: VictimModel, data: Examples, *, seed: int = 0, batch: int = 250
 ) -> float:
-    """Return the share of pictures whose class, or of patches whose slot, is told right."""
+    """Return the share of images whose class, or of patches whose slot, is told right."""
     head.eval()
     right = count = 0
     for rows in torch.arange(len(data)).split(batch):
