@@ -21,7 +21,7 @@ __all__ = ["hugging_face", "parquet", "torchvision"]
 
 
 def torchvision(name: str, split: str | None) -> ImageSource:
-    """Open one of torchvision's datasets, downloading it where it is not there."""
+    """Open one of torchvision's datasets; it is downloaded where it is not there."""
     cls = _torchvision_class(name)
     root = Path(os.environ.get("PRIVLAB_DATA") or "~/.cache/privlab").expanduser()
     parameters = _parameters(cls)
@@ -149,11 +149,16 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
 
 
 def parquet(path: Path, split: str | None, *, spread: bool) -> ImageSource:
-    """Open a Parquet file with the bytes of one image a row.
+    """Open a Parquet file that holds the bytes of one image in each row.
 
     The bytes stand in the column `image` (as Hugging Face writes it: bytes, or a struct with `bytes`), `jpeg`, `png` or
-    `bytes`; the label, if any, in `label`. `split` takes the rows whose column `split` says so; with `spread`, those of
-    each label come by turns.
+    `bytes`; the label, if any, in `label`.
+
+    Args:
+        path: path of the file, which is read into memory.
+        split: the rows whose column `split` holds this value are taken; None for all rows.
+        spread: whether the first image of each label comes first, then the second of each, and so on; otherwise the
+            images come in the order of the rows.
 
     Raises:
         PrivlabError: if the file cannot be read, or has no such column or split.
@@ -242,5 +247,5 @@ def _hugging_face_item(value: Any, target: object, image_type: Any, name: str) -
 
 @cache
 def imagenet_classes() -> dict[str, int]:
-    """Return ImageNet's class numbers by WordNet id; timm reads its files anew for each table."""
+    """Return ImageNet's class indices by WordNet id, cached: timm reads its files anew for each table."""
     return {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}

@@ -1,6 +1,6 @@
 """One image: the bytes of a file become RGB pixels with 8 bits, or a `problem` that says why not.
 
-A file that cannot be used does not end the run: what was skipped, and why, belongs into the report.
+A file that cannot be used does not end the run: the report says what was skipped, and why.
 """
 
 import hashlib
@@ -53,10 +53,16 @@ class Picture:
 def read_picture(
     path: str | Path, *, name: str | None = None, label: int | None = None, label_origin: LabelOrigin = "none"
 ) -> Picture:
-    """Read one file; whatever keeps it from being an image is told in `problem`, never raised.
+    """Read one file; `problem` says what keeps it from being an image, and nothing is raised.
 
-    Grey, palette, CMYK and 1-bit images become RGB, transparency becomes white, 16-bit grey is divided by
-    257, and the EXIF orientation is applied. Colour profiles are not.
+    Grey, palette, CMYK and 1-bit images become RGB, transparency becomes white, 16-bit grey is divided by 257, and the
+    EXIF orientation is applied. Colour profiles are not.
+
+    Args:
+        path: path of the file: at most 512 MiB, 8 pixels or more a side, 100 million pixels at most.
+        name: name of the image in records; None for the path with slashes.
+        label: its class index; None where it has no label.
+        label_origin: where the label comes from; "none" where there is no label.
     """
     path = Path(path)
     name = path.as_posix() if name is None else name
@@ -68,7 +74,14 @@ def read_picture(
 
 
 def picture_from_bytes(data: bytes, name: str, label: int | None, origin: LabelOrigin) -> Picture:
-    """Decode the bytes of a file, as `read_picture` does."""
+    """Decode the bytes of a file, as `read_picture` does.
+
+    Args:
+        data: the whole file, whose SHA-256 is that of the image.
+        name: name of the image in records.
+        label: its class index; None where it has no label.
+        origin: where the label comes from; "none" where there is no label.
+    """
     digest = hashlib.sha256(data).hexdigest()
     try:
         return Picture(name, digest, _decode(data), label, origin)
@@ -79,7 +92,14 @@ def picture_from_bytes(data: bytes, name: str, label: int | None, origin: LabelO
 def picture_from_image(
     image: Image.Image, name: str, label: int | None = None, origin: LabelOrigin = "none"
 ) -> Picture:
-    """Check and convert an image that somebody else opened."""
+    """Check an image that another library opened, and convert it to RGB; its hash is over its size and RGB pixels.
+
+    Args:
+        image: the opened image; its EXIF orientation is not applied.
+        name: name of the image in records.
+        label: its class index; None where it has no label.
+        origin: where the label comes from; "none" where there is no label.
+    """
     try:
         _check_size(image)
         pixels = _rgb(image)
@@ -102,7 +122,7 @@ def one_line(error: BaseException) -> str:
 
 
 def as_text(name: str) -> str:
-    """Return an image's name as text that can be written; the name of a file may be none."""
+    """Return an image's name as text that can be written; what is no text in a file's name is escaped."""
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -121,8 +141,8 @@ def _file_bytes(path: Path) -> bytes:
 class _Quiet:
     """Warnings are ignored while any thread is inside.
 
-    What `warnings.catch_warnings` saves and restores is the process's: of two threads within it, the one that leaves
-    last would restore what the other had set.
+    `warnings.catch_warnings` saves and restores the state of the whole process. If two threads were inside it, the one
+    that leaves last would restore what the other had set.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What is learnt from: images of one size with their labels, and batches of them, augmented."""
+"""Training data: images of one size with their labels, and their augmentation in batches."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,14 +37,14 @@ class Examples:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How the images of a batch are changed, each by draws of its own.
+    """The augmentation of a batch; each image is changed by draws of its own.
 
     Args:
-        flip: whether half of them are mirrored.
-        shift: most pixels by which an image is moved, each way; zeros come in.
-        zoom: least share of the area that a crop keeps, which is then resized; 1 for no crop.
-        randaugment: magnitude of torchvision's RandAugment, two operations an image; 0 for none.
-        erasing: share of the images of which a rectangle is erased.
+        flip: whether each image is mirrored with probability 1/2.
+        shift: largest shift in pixels, each way; zeros fill what comes in.
+        zoom: least share of the area that a crop keeps, in (0, 1]; the crop is then resized. 1 for no crop.
+        randaugment: magnitude of torchvision's RandAugment, in [0, 30], two operations an image; 0 for none.
+        erasing: share of the images of which a rectangle is erased, in [0, 1].
     """
 
     name: ClassVar[str] = "augmentation"

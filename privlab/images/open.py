@@ -39,24 +39,24 @@ def open_images(
     """Open images without reading them.
 
     Args:
-        source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per
-            class), one or several files, a Parquet file with the bytes of images, "torchvision:NAME", or "hf:NAME". A
-            folder called samples is "./samples".
-        limit: use the first `limit` images only. Of a folder with one sub-folder per class, these are the first
-            image of each class in the order of their names, then the second of each, and so on.
-        every: use every `every`-th image only, in the order that `limit` takes them in, before `limit` does.
-        offset: leave out as many images before the first: those at the positions offset, offset + every, … counted
-            from 0 are used.
-        manifest: CSV file that names the images to use (`privlab.images.manifest.read_manifest`), in its order,
-            instead of `limit`, `every` and `offset`; its labels replace the source's own.
-        split: sub-folder of the folder, or split of the dataset. Without it, torchvision's datasets give the
-            test set where `train=` chooses it, else their own default; Hugging Face's give the test, else the
-            validation, else the first split.
-        labels: CSV with the columns `file` (an image's name, or its base name) and `class_index` or `label`;
-            replaces all other labels.
-        class_to_index: label of each class folder, used if it knows all of them; otherwise labels are the
-            positions in the sorted folder names, as in torchvision's ImageFolder.
-        check: whether the hash of each image is held against the manifest's; the images are read for it.
+        source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per class), one
+            or several files, a Parquet file with the bytes of images, "torchvision:NAME", or "hf:NAME". A folder called
+            samples is "./samples".
+        limit: use the first `limit` images only. Of a folder with one sub-folder per class, these are the first image
+            of each class in the order of their names, then the second of each, and so on.
+        every: use every `every`-th image only, in the order in which `limit` takes them; `limit` counts what is left.
+        offset: number of images to leave out before the first: the images at the positions offset, offset + every, …,
+            counted from 0, are used.
+        manifest: CSV file that names the images to use (`privlab.images.manifest.read_manifest`), in its order, instead
+            of `limit`, `every` and `offset`; its labels replace the source's own.
+        split: sub-folder of the folder, or split of the dataset. Without it, torchvision's datasets give the test set
+            where `train=` chooses it, else their own default; Hugging Face's give the test, else the validation, else
+            the first split.
+        labels: CSV with the columns `file` (an image's name, or its base name) and `class_index` or `label`; replaces
+            all other labels.
+        class_to_index: label of each class folder, used if it knows all of them; otherwise labels are the positions in
+            the sorted folder names, as in torchvision's ImageFolder.
+        check: whether the hash of each image is compared with the manifest's; the images are read for it.
 
     Raises:
         PrivlabError: if there is nothing to open, or an option does not fit the source or another option.
@@ -71,7 +71,13 @@ def open_images(
 
 
 def check_choice(limit: int | None, every: int | None, offset: int | None, manifest: str | Path | None) -> None:
-    """Check what chooses images.
+    """Check the options that choose images, before anything is opened.
+
+    Args:
+        limit: the number of images to use, at least 1; None for all.
+        every: the step between the images that are used, at least 1; None for 1.
+        offset: the position of the first image, from 0 on; None for 0.
+        manifest: the CSV file that names the images; with it, the three numbers must be None.
 
     Raises:
         PrivlabError: if a number is out of range, or a manifest and numbers both choose.
@@ -198,7 +204,14 @@ class Chunk:
 
 
 def batches(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
-    """Yield chunks of `size` readable images; the last may have fewer, or unreadable ones only.
+    """Yield the images of a source in chunks of `size` readable ones, preprocessed.
+
+    The last chunk may have fewer images, or unreadable ones only.
+
+    Args:
+        source: the images, read one at a time as the chunks are asked for.
+        preprocessing: makes the pixels of each image, c × h × w in [0, 1].
+        size: the number of readable images in a chunk, at least 1.
 
     Raises:
         PrivlabError: if `size` is not a positive integer.

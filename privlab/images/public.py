@@ -35,7 +35,7 @@ class Others:
         return [key for key in self.images if key not in private_ones]
 
     def beside(self, sha256: str, private: Float[Tensor, "c h w"]) -> list[str]:
-        """Return the hashes of those that are not this private image, of which its controls are made.
+        """Return the hashes of the public photographs other than this private image; its controls are made of them.
 
         Raises:
             PrivlabError: if there is none.

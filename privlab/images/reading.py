@@ -39,14 +39,14 @@ class _Read(NamedTuple):
 def read_examples(
     source: ImageSource, size: tuple[int, int], *, labelled: bool = True, cache: Path | None = None
 ) -> Examples:
-    """Read all images of a source, resized and centre-cropped to `size` where they are of another.
+    """Read all images of a source; those of another size are resized and centre-cropped to `size`.
 
     Args:
         source: any that `open_images` opens.
-        size: (h, w).
+        size: (h, w) in pixels.
         labelled: whether an image without label is an error.
-        cache: a folder, where the bytes of the resized images are kept in a file that is mapped into memory. So they
-            may be more than fit there, and are read once, for all trainings and by one of several processes.
+        cache: a folder in which the bytes of the resized images are kept, in a file that is mapped into memory. They
+            may then exceed the memory, and are read once, for all trainings and by one of several processes.
 
     Raises:
         PrivlabError: if nothing can be read, images have no labels, a class folder is empty, they do not fit into
@@ -102,7 +102,7 @@ def _mapped(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UI
 
 
 def _key(source: ImageSource, size: tuple[int, int]) -> str:
-    """Return what names these images in a cache: which they are, and of files their bytes and times of change."""
+    """Return the key of these images in a cache: a hash of the source, the size, and its files' sizes and dates."""
     digest = hashlib.sha256(repr((source.description, source.count, source.names, size)).encode())
     files = [] if source.file is None or source.count is None else map(source.file, range(source.count))
     for path in files if source.container is None else [source.container]:

@@ -193,8 +193,13 @@ def observation(
 ) -> Observation:
     """Return what the adversary sees: one gradient of the batch's mean loss, in the model's precision.
 
-    What the file does not hold is not granted: `batch_size_one` is for one image alone. `defense` is what the client is
-    known to use.
+    What the file does not hold is not granted; `batch_size_one` is granted for one image alone.
+
+    Args:
+        released: the file, which fits the model (`check_fit`); under reduction "sum" it is divided by the batch size B.
+        model: the client's model.
+        defense: the defenses that the client is known to use, in their order.
+        knows_weights: whether `model` has the weights of that step; otherwise `knows_weights` is not granted.
     """
     B = released.batch_size
     images = B if released.reduction == "sum" else 1  # that the stated loss is to be divided by

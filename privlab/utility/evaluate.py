@@ -77,10 +77,15 @@ class Exam:
 
 
 def judge(exam: Exam, *, device: str = "cpu", progress: Show | None = None) -> list[dict[str, Any]]:
-    """Return for each model: its name, weights, and what was asked for of it.
+    """Return a row for each model: its name, its weights, and the scores that were asked for.
+
+    Args:
+        exam: the models, and the data that they are judged on.
+        device: a device of torch, such as "cpu" or "cuda:0".
+        progress: is told how much is done, and of how much; None for silence.
 
     Raises:
-        PrivlabError: as `victim`, `open_images` and what judges do.
+        PrivlabError: as `classifier`, `open_images` and the metrics do; if the baseline cannot be read.
     """
     baseline = _baseline(exam.baseline)
     weights = exam.weights if len(exam.weights) > 1 else exam.weights * len(exam.models)

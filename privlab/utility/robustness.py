@@ -1,4 +1,4 @@
-"""How a classifier stands images that it was not made for: ImageNet-C (mCE), -A (Acc, AURRA) and -O (AUPR)."""
+"""How well a classifier copes with unusual images: ImageNet-C (mCE), -A (Acc, AURRA) and -O (AUPR)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ Classes = Mapping[str, int] | None
 
 @dataclass(frozen=True)
 class Corrupted:
-    """The error on one corruption at one severity, over `images` images."""
+    """The error on one corruption at one severity, over as many images as `images` says."""
 
     corruption: str
     severity: int
@@ -70,7 +70,7 @@ class Corrupted:
 
 @dataclass(frozen=True)
 class Natural:
-    """Accuracy and AURRA on images of `classes` classes, the others left out of the prediction."""
+    """Accuracy and AURRA on images of `classes` classes; the other classes are left out of the prediction."""
 
     images: int
     classes: int
@@ -89,8 +89,8 @@ class Outputs:
 def aurra(confidence: ArrayLike, correct: ArrayLike) -> float:
     """Return the area under the curve of accuracy against response rate, in [0, 1].
 
-    The accuracy among the k most confident answers, averaged over k = 1 … n; of equal confidence, those that come last
-    count first, as in the authors' code.
+    It is the accuracy among the k most confident answers, averaged over k = 1 … n. Of answers with equal confidence,
+    those that come last count first, as in the authors' code.
 
     Source: Hendrycks et al., Natural Adversarial Examples (CVPR 2021).
     """
@@ -103,7 +103,7 @@ def aupr(outliers: ArrayLike, inliers: ArrayLike) -> float:
     """Return the average precision with which a score tells outliers (positive: they score higher) from inliers.
 
     Raises:
-        PrivlabError: if scikit-learn is missing, or either are.
+        PrivlabError: if scikit-learn is not installed, or there are no outliers or no inliers.
     """
     try:
         from sklearn.metrics import average_precision_score
@@ -137,10 +137,20 @@ def mean_corruption_error(rows: list[Corrupted], baseline: Mapping[str, float]) 
 def corruption_errors(
     victim: Victim | Pupil, root: Path, *, classes: Classes = None, limit: int | None = None, size: int = 64, show: Show
 ) -> list[Corrupted]:
-    """Return the error by corruption and severity, of a folder CORRUPTION/SEVERITY/class folders.
+    """Return the top-1 error of a classifier for each corruption and severity, in [0, 1].
+
+    Args:
+        victim: the classifier, with its preprocessing.
+        root: a folder CORRUPTION/SEVERITY/class folders, as ImageNet-C; severities are 1 to 5.
+        classes: the label of each class folder by its name; None for the positions in the sorted folder names.
+        limit: the number of images of each corruption and severity, taken from all classes by turns; None for all.
+        size: the number of images computed at a time.
+        show: is told how many of the severity folders are done, and how many there are.
 
     Raises:
         PrivlabError: if the folder is not laid out so, or its classes are not the victim's.
+
+    Source: Hendrycks and Dietterich, Benchmarking Neural Network Robustness (ICLR 2019), Section 4.1.
     """
     found, folders = [], _severities(root)
     for done, (name, severity, folder) in enumerate(folders):
@@ -186,6 +196,13 @@ def outputs(
 ) -> Outputs:
     """Return logits and labels of all images that can be read.
 
+    Args:
+        victim: the classifier, with its preprocessing.
+        source: the images, read one batch at a time.
+        labelled: whether an image without label is an error; otherwise its label is −1.
+        size: the number of images computed at a time.
+        show: is told how many images are done, and how many the source has (None: not known).
+
     Raises:
         PrivlabError: if there is none, or `labelled` and labels are missing or not the victim's.
     """
@@ -201,7 +218,15 @@ def outputs(
 def read_batches(
     victim: Victim | Pupil, source: ImageSource, skipped: list[str], *, labelled: bool = True, size: int = 64
 ) -> Iterator[tuple[Float[Tensor, "b 3 h w"], Int[Tensor, " b"]]]:
-    """Yield preprocessed images and their labels; the names of those that cannot be read go to `skipped`.
+    """Yield batches of preprocessed images in [0, 1], and their labels.
+
+    Args:
+        victim: the classifier whose preprocessing and classes these are.
+        source: the images, read one batch at a time.
+        skipped: a list to which the name of each unreadable image is added, with the reason.
+        labelled: whether an image without label, or with one beyond the victim's classes, is an error; otherwise an
+            image without label has −1.
+        size: the largest number of images in a batch.
 
     Raises:
         PrivlabError: if none can be read, or `labelled` and labels are missing or not the victim's.
