@@ -13,7 +13,7 @@ from privlab.images.open import Preprocessing
 __all__ = ["Fed", "nearest", "usual"]
 
 _CROPS = (0.875, 1.0)
-"""What torchvision's evaluation transforms keep of the shorter side, and what training without a crop does."""
+"""The share of the shorter side that torchvision's evaluation transforms keep, and the share without a crop."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ def torchvision(name: str, split: str | None) -> ImageSource:
         )
     try:
         dataset = _construct(cls, arguments, "download" in parameters)
-    except Exception as error:  # no network, no such split, a broken archive: each class raises its own
+    except Exception as error:  # no network, no such split, a broken archive: each class raises its own errors
         raise PrivlabError(
             f"Cannot open torchvision's {name}, looked for in '{root}' (set PRIVLAB_DATA to change it): "
             f"{one_line(error)}."
@@ -111,7 +111,7 @@ def _torchvision_item(dataset: Any, index: int, name: str) -> Picture:  # noqa: 
 
 
 def _dataset_label(target: object) -> tuple[int | None, LabelOrigin]:
-    # Test sets without labels say −1.
+    # Test sets without labels give −1.
     if isinstance(target, (int, np.integer)) and not isinstance(target, bool) and target >= 0:
         return int(target), "dataset"
     return None, "none"
@@ -125,7 +125,7 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
         raise PrivlabError(f"'hf:{name}' needs the extra: pip install 'privlab[datasets]'.") from None
     try:
         splits = datasets.load_dataset(name, streaming=True)
-    except Exception as error:  # no network, no such dataset, a private one: each raises its own
+    except Exception as error:  # no network, no such dataset, a private one: each raises its own error
         raise PrivlabError(f"Cannot open the Hugging Face dataset '{name}': {one_line(error)}.") from error
     chosen = split or next((key for key in ("test", "validation", "val") if key in splits), next(iter(splits)))
     if chosen not in splits:
@@ -135,7 +135,7 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
         data = data._resolve_features()
     column, label_column = _columns(data.features, datasets, name)
     image_type, label_type = data.features[column], data.features.get(label_column)
-    # Undecoded, so that one damaged image does not end the stream.
+    # The images stay undecoded, so that a damaged one does not end the stream.
     rows = data.cast_column(column, datasets.Image(decode=False))
     known = (data.info.splits or {}).get(chosen)
     class_names = tuple(label_type.names) if isinstance(label_type, datasets.ClassLabel) else None

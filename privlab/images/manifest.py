@@ -17,7 +17,7 @@ from privlab.images.sources import ImageSource
 __all__ = ["MEMBERS", "Entry", "check_labels", "chosen", "read_manifest", "to_csv"]
 
 MEMBERS = ("seen", "not seen", "unknown")
-"""What the column `member` may say: whether the victim saw the photograph in training."""
+"""The values of the column `member`: whether the victim saw the photograph in training."""
 
 _COLUMNS = ("name", "sha256", "label", "label_origin", "member")
 _NEEDED = ("name", "sha256")

@@ -1,4 +1,4 @@
-"""Images to evaluate on: opened by name, preprocessed as the victim expects them, handed out in chunks."""
+"""Images to evaluate on: opened by name, preprocessed as the victim expects them, returned in chunks."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

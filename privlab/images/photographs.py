@@ -20,7 +20,7 @@ from privlab.images.sources import SAMPLES, sample_file
 __all__ = ["apart_from", "common", "kin", "photographs"]
 
 SAME = 0.02
-"""Mean distance of pixels in [0, 1] below which two images are one, compressed or cut a little differently."""
+"""Mean distance of pixels in [0, 1] below which two images count as one, compressed or cut a little differently."""
 
 
 class _Crop(NamedTuple):

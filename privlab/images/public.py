@@ -1,4 +1,4 @@
-"""Public photographs less the private ones: nothing may learn from the image that it is held against."""
+"""Public photographs without the private ones: nothing may learn from the image that it is compared with."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -23,7 +23,7 @@ from privlab.images.sources import ImageSource
 __all__ = ["read_examples"]
 
 MOST_BYTES = 16 * 2**30
-"""Images of a training are held in memory, as bytes: at most so many."""
+"""The most bytes of pixels that a training holds in memory."""
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ def _mapped(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UI
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(kept.with_suffix(".lock")):
-            if not facts.is_file():  # it is written last
+            if not facts.is_file():  # `facts` is written last
                 with pixels.open("wb") as file:
                     read = _read(source, size, lambda image: file.write(image.numpy().data))
                 told = {"labels": read.labels.tolist(), "identity": read.identity, "skipped": read.skipped}

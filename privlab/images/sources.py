@@ -261,7 +261,7 @@ def _classes(
 
 
 def _folders(base: Path) -> tuple[str, ...]:
-    # Hidden ones are left out: a stray .ipynb_checkpoints would shift every label.
+    # Hidden folders are left out: a stray .ipynb_checkpoints would shift every label.
     return tuple(sorted(path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")))
 
 

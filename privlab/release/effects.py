@@ -34,18 +34,18 @@ __all__ = ["AnyDefense", "contradictions", "effects_of", "kinds_of", "measured",
 AnyDefense = Defense | FeatureDefense | GradientDefense
 
 DRAWS = 8
-"""Releases of each image under which a defense is tried: what it does to one in ten it hardly hides."""
+"""Releases of each image on which a defense is measured: what it does to one in ten hardly stays hidden."""
 
 AGREES = 0.05
-"""Relative distance of the measured deviation of a noise from `std`, within which the latter is taken at its word."""
+"""The relative distance of a noise's measured deviation from the declared `std` within which `std` is believed."""
 
 ALIKE = 1e-3
-"""Relative error of a release, beyond its noise, that is more than rounding."""
+"""The relative error of a release, beyond its noise, above which it is more than rounding."""
 
 ORDER: dict[Rows, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
 
 _KEPT: WeakKeyDictionary[VictimModel, dict[AnyDefense, Effects]] = WeakKeyDictionary()
-"""What was measured of each defense, for each living victim."""
+"""The measured effects of each defense, for each victim in memory."""
 
 
 def effects_of(model: VictimModel, defense: Sequence[AnyDefense]) -> Effects:

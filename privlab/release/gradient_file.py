@@ -27,7 +27,7 @@ HEAD = "head.bias"
 _HALVES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _FLOATS = {torch.float32, torch.float64, *_HALVES}
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_SLACK = 1e-2  # what rounding may do to a bias gradient, relative; bfloat16 keeps eight bits
+_SLACK = 1e-2  # relative error that rounding may leave in a bias gradient; bfloat16 keeps eight bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +202,7 @@ def observation(
         knows_weights: whether `model` has the weights of that step; otherwise `knows_weights` is not granted.
     """
     B = released.batch_size
-    images = B if released.reduction == "sum" else 1  # that the stated loss is to be divided by
+    images = B if released.reduction == "sum" else 1  # by which the stated loss is divided
     gradients = {name: (g.to(model.mean) / images)[None] for name, g in released.gradients.items()}
     withheld = set() if knows_weights else {Capability.KNOWS_WEIGHTS}
     if "pos_embed" not in gradients:

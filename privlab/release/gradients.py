@@ -150,7 +150,7 @@ def observe(
 
 
 _AT_ONCE = 2**26
-"""Entries of all released gradients that are held at once while a defense acts on them."""
+"""The number of gradient entries that are held at once while a defense acts on them."""
 
 
 def _defended(
@@ -213,7 +213,7 @@ _MLP = {f"blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1
 
 
 def obstacles(model: VictimModel) -> dict[Capability, str]:
-    """Return why a model grants no capability that its kind has, where what the capability says does not tell."""
+    """Return why a model lacks a capability that its kind has, where the capability's own text does not tell."""
     if isinstance(before := model.vit.norm_pre, nn.Identity):
         return {}
     return {

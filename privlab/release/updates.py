@@ -33,7 +33,7 @@ _RIGHT = "What is audited is the gradient: call privlab.capture after loss.backw
 
 @dataclass(frozen=True)
 class Signs:
-    """Entries of one magnitude: the share of those that are not zero, and the magnitude, the median over entries."""
+    """Entries of one magnitude: `share` of the non-zero ones have it; `magnitude` is the median over all of them."""
 
     share: float
     magnitude: float

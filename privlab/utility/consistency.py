@@ -1,4 +1,4 @@
-"""What a classifier is worth, and how little it minds a shuffle: top-1, Diff. Norm. and Consistency of MJP."""
+"""The accuracy of a classifier, and its robustness to a shuffle: top-1, Diff. Norm. and Consistency of MJP."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from privlab.victims import Classifier, told_of
 __all__ = ["Batch", "Worth", "worth", "worth_by_gamma"]
 
 Batch = tuple[Int[Tensor, " b"], Float[Tensor, "b c h w"], Int[Tensor, " b"]]
-"""Places of images, which key their draws; the images, in [0, 1]; their labels."""
+"""The images' places in the data, which key their draws; the images, in [0, 1]; their labels."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`privlab evaluate`: what trained victims are worth, shuffled and not, and what corruptions cost them."""
+"""`privlab evaluate`: the accuracy of trained victims, shuffled and not, and what corruptions cost them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -23,13 +23,13 @@ GAMMAS = (0.0, 0.03, 0.15, 0.27, 0.5, 0.9)
 
 @dataclass(frozen=True, kw_only=True)
 class Exam:
-    """What is judged, and on what; what is None is left out.
+    """The models that are judged, and the data; what is None is left out.
 
     Args:
         models: names of victims.
-        weights: one for all of them, or one for each.
+        weights: one for all of them, or one for each, as `classifier` takes them.
         data: what `open_images` opens, labelled, or by the CSV file `labels`; `split` of it is judged on.
-        gammas: shares of the patches that x̃ has shuffled.
+        gammas: shares of the patches that are shuffled in x̃, in [0, 1].
         per: "image" or "batch": what has a mask and an order of its own in x̃, as `worth_by_gamma` has it.
         corruptions: a folder CORRUPTION/SEVERITY/class folders, as ImageNet-C.
         baseline: "alexnet", or a JSON file {corruption: error, mean over the severities}: what mCE divides by.

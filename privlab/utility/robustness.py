@@ -52,10 +52,10 @@ ALEXNET: dict[str, float] = {
 SEVERITIES = (1, 2, 3, 4, 5)
 
 Show = Callable[[int, int | None], None]
-"""Is told how many images are done, of how many."""
+"""Is told how many images, or folders of a corruption and severity, are done, and of how many."""
 
 Classes = Mapping[str, int] | None
-"""The number of each class by the name of its folder, where that is known."""
+"""The label of each class by the name of its folder, where that is known."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,6 @@ def corruption_errors(
 
     Raises:
         PrivlabError: if the folder is not laid out so, or its classes are not the victim's.
-
-    Source: Hendrycks and Dietterich, Benchmarking Neural Network Robustness (ICLR 2019), Section 4.1.
     """
     found, folders = [], _severities(root)
     for done, (name, severity, folder) in enumerate(folders):

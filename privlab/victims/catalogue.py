@@ -17,7 +17,7 @@ __all__ = ["Model", "fetch", "import_weights", "models", "show"]
 
 @dataclass(frozen=True)
 class Model:
-    """A model by name: `origin` is "zoo", "timm" or "imported", `file` its weights where they are on this machine."""
+    """A model by name: `origin` is "zoo", "timm", "imported" or "file"; `file` holds its weights, if they are here."""
 
     name: str
     origin: str
@@ -88,9 +88,9 @@ def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tup
     """Check weights against a victim, write them in privlab's layout to the store, and return their file and card.
 
     Args:
-        file: in timm's, the MJP authors' or privlab's layout.
-        name: the victim.
-        img_size: resize the position embeddings to it.
+        file: the weights, in timm's, the MJP authors' or privlab's layout.
+        name: name of the victim.
+        img_size: side of the input, in pixels, to which the position embeddings are resized; None leaves them.
 
     Raises:
         PrivlabError: if the file cannot be read, does not fit, or the store cannot be written.
