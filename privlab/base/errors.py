@@ -18,7 +18,7 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> PrivlabError:
     Args:
         kind: what is named, such as "metric"; it stands before the name in the message.
         name: the unknown name, as the user gave it.
-        choices: the valid names, in any order; the message lists at most 24 of them where none is near.
+        choices: the valid names, in any order; the message lists the first of them where none is near.
     """
     choices = sorted(choices)
     near = get_close_matches(name, choices, n=3, cutoff=0.4)

@@ -33,7 +33,7 @@ def read_options(options: Sequence[str], kinds: Iterable[type[Any]]) -> None:
         PrivlabError: for another form, a name or key that none has (with the nearest), or a value of another type.
     """
     if not options:
-        return  # to look up what attacks can be told may cost an import
+        return  # looking up the options of attacks may cost an import
     types = {kind: _types(kind) for kind in kinds}
     for option in options:
         name, key, value = _split(option, [kind.name for kind in types])

@@ -1,4 +1,4 @@
-"""Random draws keyed by image: the same image gets the same draw in whichever chunk, process or machine."""
+"""Random draws keyed by image: the same image gets the same draw, whatever the chunk, process or machine."""
 
 import hashlib
 

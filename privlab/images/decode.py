@@ -59,7 +59,8 @@ def read_picture(
     EXIF orientation is applied. Colour profiles are not.
 
     Args:
-        path: path of the file: at most 512 MiB, 8 pixels or more a side, 100 million pixels at most.
+        path: path of the file; its size is limited by `MAX_BYTES`, that of its image by `MIN_SIDE`, `MAX_PIXELS` and
+            `MAX_ASPECT`.
         name: name of the image in records; None for the path with slashes.
         label: its class index; None where it has no label.
         label_origin: where the label comes from; "none" where there is no label.

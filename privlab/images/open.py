@@ -150,11 +150,11 @@ def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Itera
 class Preprocessing:
     """timm's evaluation transform (crop mode "center") up to, not including, the normalisation.
 
-    `size` is (h, w); `mean` and `std` are kept for the victim, which normalises by itself: of three colours, or of one,
-    and then images are made grey by PIL's luma.
+    `size` is (h, w). `mean` and `std` are kept for the victim, which normalises by itself; they have one entry for each
+    of three colours, or one alone, and then images are made grey by PIL's luma.
 
     Raises:
-        PrivlabError: if the size or `crop_pct` is not positive, or the interpolation is unknown.
+        PrivlabError: if the size is not positive, `crop_pct` is not in (0, 1], or the interpolation is unknown.
     """
 
     size: tuple[int, int]

@@ -18,9 +18,9 @@ __all__ = ["Others"]
 class Others:
     """Public photographs by the hash of their file, preprocessed as the private images are.
 
-    A public photograph is a private one where the hashes agree, or all pixels do: a copy in another file format. One
-    that was resized or compressed anew, so that pixels differ, is not recognised. Of the bundled photographs all crops
-    of a file go together.
+    A public photograph counts as a private one where the hashes agree, or where all pixels do: a copy in another file
+    format. One that was resized or compressed anew has other pixels, and is not recognised. Of the bundled photographs
+    all crops of a file go together.
     """
 
     images: Mapping[str, Float[Tensor, "c h w"]]

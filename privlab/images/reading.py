@@ -1,4 +1,4 @@
-"""Images become examples: read once, into memory, or into a file that is mapped into it."""
+"""Reading images as training examples: once, into memory, or into a file that is mapped into it."""
 
 import hashlib
 import json
@@ -112,7 +112,7 @@ def _key(source: ImageSource, size: tuple[int, int]) -> str:
 
 
 def _read(source: ImageSource, size: tuple[int, int], keep: Callable[[UInt8[Tensor, "3 h w"]], object]) -> _Read:
-    """Read all images, one after the other, and hand on those that can be used.
+    """Read all images, one after the other, and give those that can be used to `keep`.
 
     The identity is SHA-256 over their pixels and labels.
     """
@@ -179,7 +179,7 @@ def _classes(source: ImageSource, labels: Int[Tensor, " n"]) -> int:
     """Return the number of classes: of the source's names, else one more than the largest label.
 
     Raises:
-        PrivlabError: if a class has no image that can be read, though there are enough for all.
+        PrivlabError: if a class has no image that can be read, though there are at least as many images as classes.
     """
     names = source.class_names
     if names is None:

@@ -40,11 +40,11 @@ SAMPLES = (
 class ImageSource:
     """Images that are read one at a time, anew in each iteration.
 
-    `count` is the number of images, problems included; None for a stream that does not tell, and `len()` is
-    then a TypeError. `names` are those of all images where known without reading, else None.
-    `class_names[i]` is the name of label i. `at` reads one image by its place, where that can be done without reading
-    the others; `file` names the file of one, where images are whole files, `about` says what is known of it without
-    reading it, and `container` names the file of all, where one holds them.
+    `count` is the number of images, unreadable ones included; it is None for a stream of unknown length, and `len()` is
+    then a TypeError. `names` are those of all images where they are known without reading, else None. `class_names[i]`
+    is the name of label i. `at` reads the image at a place, where that takes no reading of the others. `file` returns
+    the path of the image at a place, where images are whole files; `about` returns what is known of it without reading
+    it. `container` is the path of the one file that holds all images, where there is one.
     """
 
     description: str

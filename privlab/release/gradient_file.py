@@ -34,7 +34,7 @@ _SLACK = 1e-2  # relative error that rounding may leave in a bias gradient; bflo
 class Released:
     """What a training client released of one step, as its file states it.
 
-    `gradients` are by timm's parameter name, in the file's precision; the parameters `without` have none.
+    `gradients` holds them by timm's parameter name, in the file's precision; the parameters in `without` have none.
     """
 
     source: str
@@ -143,10 +143,11 @@ def head_of(released: Released) -> Float[Tensor, " y"] | None:
 
 
 def check_head(released: Released) -> bool:
-    """Check batch size and reduction against h = Σ_i (p_i − y_i), the head's gradient; say if it can be relied on.
+    """Check batch size and reduction by the head's gradient h = Σ_i (p_i − y_i); return whether it can be relied on.
 
-    Whatever the targets y_i are, smoothed or mixed, Σ_j h_j = 0 and the positive entries of B images add up to B at
-    most. Smoothing takes at most B/C from an entry: one below −B/C is a label that n_j ≥ −h_j − B/C images have.
+    Whatever the targets y_i are, smoothed or mixed, Σ_j h_j = 0, and the positive entries of B images add up to B at
+    most. Smoothing takes at most B/C from an entry. An entry below −B/C is thus that of a label, which n_j ≥ −h_j − B/C
+    images have.
 
     Raises:
         PrivlabError: if these hold for no B images under the stated reduction.

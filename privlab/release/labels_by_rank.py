@@ -121,7 +121,7 @@ def _found(
 
 @dataclass(frozen=True, eq=False)
 class _Space:
-    """G = U S Vᵀ."""
+    """The column and the row space of G = U S Vᵀ."""
 
     U: Float[Tensor, "y k"]
     S: Float[Tensor, " k"]

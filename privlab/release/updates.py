@@ -13,17 +13,18 @@ from privlab.victims import VictimModel
 __all__ = ["Signs", "decay_of", "labels_of_signs", "partial_training", "sgd_rate", "signs_of", "update_in"]
 
 _NEAR = 0.1
-"""Relative distance of an entry's magnitude from the median of its parameter within which the two are one."""
+"""Relative distance of an entry's magnitude from the median of its parameter within which the two count as equal."""
 
 _SAME, _ABOVE = 0.95, 1e-3
-"""Shares of entries of signs alone: near the median at least, and half as large again at most. Gradients of ViT-Ti
-have 0.06 and 0.38, in four bits 0.82 to 0.88 and 0.17, the first steps of Adam and AdamW at least 0.98 and 0."""
+"""Entries are signs alone where at least the first share lies near the median, and at most the second above 1.5 times
+the median. Gradients of ViT-Ti have 0.06 and 0.38, in four bits 0.82 to 0.88 and 0.17, the first steps of Adam and
+AdamW at least 0.98 and 0."""
 
 _PARALLEL = 0.995
-"""Cosine from which two directions are one; of random ones of 64 coordinates it is below 0.7."""
+"""The cosine from which two directions count as one; for random ones of 64 coordinates it is below 0.7."""
 
 _ROUNDING = 1e-6
-"""What sums of rows that cancel leave, relative to the sum of their magnitudes: float32's rounding."""
+"""What remains of a sum of rows that cancel, relative to the sum of their magnitudes: float32's rounding."""
 
 _LORA = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B|magnitude_vector|up|down)(\.|$)")
 _PEFT = re.compile(r"^base_model\.model\.|(?<=\.)(modules_to_save|base_layer)\.(default\.)?")

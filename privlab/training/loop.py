@@ -153,7 +153,7 @@ class _Run:
         return total
 
     def _seed_globally(self, seed: int) -> None:
-        """Seed what dropout and its like draw from, within the fork of `train`."""
+        """Seed torch's global generators, from which dropout draws, within the fork of `train`."""
         torch.default_generator.manual_seed(seed)
         if self.fabric.device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -188,7 +188,7 @@ class _Run:
 
     def _save(self, done: int, checkpoints: Checkpoints) -> None:
         weights = self.recipe.model.state_dict()
-        if not all(bool(w.isfinite().all()) for w in weights.values()):  # the next loss would tell too late
+        if not all(bool(w.isfinite().all()) for w in weights.values()):  # the next loss would show it too late
             raise self._stopped(f"the weights are not finite after step {done}")
         state = {"optimizer": self.optimizer.state_dict(), "precision": self.fabric.strategy.precision.state_dict()}
         if self.average is not None:

@@ -14,7 +14,7 @@ __all__ = ["Compute", "Listener", "Paced", "Plan", "Progress", "Recipe"]
 
 @runtime_checkable
 class Recipe(Protocol):
-    """What is trained on what.
+    """A model, its examples and its loss.
 
     The checkpoint of a run with another `identity` is not continued.
     """
@@ -119,7 +119,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Compute:
-    """What changes speed and safety, not the result: the device, and how often losses are read and weights saved.
+    """Settings that change speed and safety, not the result: the device, and how often losses are read, weights saved.
 
     After the steps of `keep`, the weights are written to `kept/` too, and stay there.
     """

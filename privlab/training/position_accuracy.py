@@ -65,7 +65,7 @@ def _right(
     hidden: Sequence[float],
     draw: Generator,
 ) -> dict[str, Bool[Tensor, " k"]]:
-    """Return, under each name, which patches of a batch are told right."""
+    """Return, under each name, which patches of a batch are given their own slot."""
     found = {}
     if isinstance(predictor, Mp3Network):
         for eta in hidden:

@@ -47,7 +47,7 @@ CARD, WEIGHTS, PREDICTOR, PROBE = "card.json", "model.safetensors", "predictor.s
 
 @dataclass(frozen=True)
 class Preset:
-    """Hyper-parameters of a recipe, in epochs; `plan.steps` is replaced by what the data make of them."""
+    """Hyper-parameters of a recipe; its epochs and the number of images give the steps, in place of `plan.steps`."""
 
     epochs: float
     warmup: float
@@ -85,7 +85,7 @@ _FINETUNE = Preset(  # DropPos, Supplement A.1; MP3's is classify's with drop_pa
     augmentation=Augmentation(shift=0, zoom=0.08, randaugment=9),
     options=("mixup=0.8", "cutmix=1.0", "drop_path=0.1"),
 )
-_PROBE = Preset(  # MAE, Appendix A.1; DropPos does not tell its own
+_PROBE = Preset(  # MAE, Appendix A.1; DropPos does not state its own
     epochs=90.0,
     warmup=10.0,
     plan=Plan(steps=1, batch_size=16384, optimiser="lars", learning_rate=6.4, weight_decay=0.0, clip=0.0),
@@ -377,7 +377,7 @@ def _of_course(course: Course) -> dict[str, Any]:
     """Return the course as plain data, without what does not shape its result, and without a machine's folders."""
     facts = asdict(course) | {"data": Path(course.data).name, "weights": Path(course.weights).name}
     del facts["save_every"], facts["keep"], facts["cache"]
-    if facts["layer_decay"] is None:  # which older cards do not name
+    if facts["layer_decay"] is None:  # older cards do not name it
         del facts["layer_decay"]
     return json.loads(json.dumps(facts))
 

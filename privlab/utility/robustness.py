@@ -117,9 +117,10 @@ def aupr(outliers: ArrayLike, inliers: ArrayLike) -> float:
 
 
 def mean_corruption_error(rows: list[Corrupted], baseline: Mapping[str, float]) -> tuple[float, int] | None:
-    """Return mCE and over how many corruptions: the mean of Σₛ Eₛ / Σₛ E^baselineₛ (1 where as bad as the baseline).
+    """Return mCE, the mean over corruptions of Σₛ Eₛ / Σₛ E^baselineₛ, and over how many; None where none counts.
 
-    Corruptions that the baseline lacks, or of which a severity of the five is missing, do not count; None if none does.
+    mCE is 1 for a classifier that is as bad as the baseline. Corruptions that the baseline lacks, or of which one of
+    the five severities is missing, do not count.
 
     Source: Hendrycks and Dietterich, Benchmarking Neural Network Robustness (ICLR 2019), Section 4.1.
     """
@@ -162,7 +163,7 @@ def corruption_errors(
 
 
 def natural(seen: Outputs) -> Natural:
-    """Return accuracy and AURRA among the classes of the images, as ImageNet-A's 200 of 1,000 are judged."""
+    """Return accuracy and AURRA where only the images' own classes are predicted, as ImageNet-A's 200 of 1,000."""
     present, places = seen.labels.unique(return_inverse=True)
     confidence, answer = seen.logits[:, present].softmax(1).max(1)
     correct = answer == places
@@ -172,7 +173,7 @@ def natural(seen: Outputs) -> Natural:
 
 
 def outlier_aupr(outliers: Outputs, inliers: Outputs) -> float:
-    """Return the AUPR of −max softmax over the classes that name the outliers' folders; over all where none does.
+    """Return the AUPR of −max softmax over the classes that the outliers' folders name; over all where they name none.
 
     Inliers of other classes are left out, as ImageNet-O is judged.
 

@@ -28,7 +28,7 @@ class Model:
 
 
 def models() -> list[Model]:
-    """Return the zoo, timm's models of our architectures, and what was imported; nothing is asked of a network."""
+    """Return the zoo, timm's models of our architectures, and what was imported; nothing is downloaded."""
     zoo = [_model(name, "zoo", entry.architecture, shipped(name), entry.about) for name, entry in ZOO.items()]
     hub = [
         _model(name, "timm", architecture, _cached(architecture), "pretrained on ImageNet")
@@ -79,7 +79,7 @@ def fetch(name: str) -> Path:
 
     Raises:
         PrivlabError: for an unknown name.
-        WeightsUnavailable: if they are not to be had, with the reason.
+        WeightsUnavailable: if they cannot be had, with the reason.
     """
     return pretrained(name, resolve(name)[0])
 

@@ -117,7 +117,7 @@ class VictimModel(nn.Module):
     ) -> Float[Tensor, "b t d"]:
         """Return the tokens z₀ that the first block sees, before any dropout (MJP, Eq. 3 to 5).
 
-        z₀ = [cls; x¹E; …; xᴺE] + E_pos, with t = N tokens and those before the patches.
+        z₀ = [cls; x¹E; …; xᴺE] + E_pos. There are t tokens: N patches, and the class and register tokens before them.
 
         Args:
             images: the images, in [0, 1]; they are normalised here.
@@ -196,7 +196,8 @@ class VictimModel(nn.Module):
 def _last(vit: VisionTransformer, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b _ d"]:
     """Apply the last block; where the head reads the class token alone, its MLP runs on that token alone.
 
-    The other tokens would be thrown away, forward and backward: a twentieth of the work of twelve blocks.
+    The other tokens would be thrown away. Without them, forward and backward pass spare a twentieth of the work of
+    twelve blocks.
     """
     block = vit.blocks[-1]
     if type(block) is not Block or vit.global_pool != "token" or vit.attn_pool is not None:

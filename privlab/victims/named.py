@@ -43,7 +43,8 @@ UnknownOrigin = Literal["trained", "mean-pe", "random"]
 class Weights:
     """Where a victim's weights come from.
 
-    `origin` is "random", "pretrained:TIMM_NAME", "file:NAME" or "given"; `unknown` says where E_unk comes from.
+    `origin` is "random", "pretrained:NAME" (timm's name, or that of a victim of the zoo), "file:NAME" or "given";
+    `unknown` says where E_unk comes from.
     """
 
     origin: str

@@ -63,7 +63,7 @@ def reachable(url: str, seconds: float = 5) -> bool:
         request = urllib.request.Request(url, method="HEAD")
         try:
             urllib.request.urlopen(request, timeout=seconds).close()
-        except urllib.error.HTTPError as answer:  # the host is there, whatever it thinks of HEAD
+        except urllib.error.HTTPError as answer:  # the host answers, even if it refuses HEAD
             answer.close()
         except OSError:
             return
@@ -256,7 +256,7 @@ def pretrained_file(architecture: str, *, download: bool = True) -> Path:
     """Return timm's pretrained weights of an architecture, from its caches or, with `download`, from the hub.
 
     Raises:
-        WeightsUnavailable: if they are neither cached nor to be had, with the reason.
+        WeightsUnavailable: if they are neither cached nor can be downloaded, with the reason.
     """
     from huggingface_hub import constants, hf_hub_download
     from timm.models import get_pretrained_cfg

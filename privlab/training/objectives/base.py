@@ -94,7 +94,7 @@ class Lesson:
         return len(self.data)
 
     def at(self, share: float) -> "Lesson":
-        """Return this lesson, its objective as it is when a share of the steps is done."""
+        """Return this lesson with the objective as it is when a share of the steps is done."""
         if not isinstance(self.objective, PacedObjective):
             return self
         now = copy.copy(self)

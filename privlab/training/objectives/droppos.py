@@ -91,6 +91,8 @@ class TrainDropPos:
     ) -> tuple[Tensor, ...]:
         """Return all patches, the numbers of the visible ones, which of these carry their PE, and w*.
 
+        The patches are b × n × c × p × p, the numbers b × m, the marks b × m, and w* is n × n.
+
         Args:
             images: the augmented images of the step, in [0, 1].
             labels: not used: the objective needs none.

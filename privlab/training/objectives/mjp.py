@@ -77,7 +77,7 @@ class TrainMjp(Classify):
     def batch(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: Classifier, draw: Generator
     ) -> tuple[Tensor, ...]:
-        """Return x̃, labels, masks and orders (Alg. 1).
+        """Return x̃ (b × c × h × w), labels (b × y, rows of probabilities), masks (b × n) and orders (b × n) (Alg. 1).
 
         Args:
             images: the augmented images of the step, in [0, 1].

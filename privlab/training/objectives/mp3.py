@@ -56,7 +56,7 @@ class TrainMp3:
     def batch(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: VictimModel, draw: Generator
     ) -> tuple[Tensor, ...]:
-        """Return the patches of each image, and the numbers of those that are context.
+        """Return the patches of each image (b × n × c × p × p), and the numbers of those that are context (b × m).
 
         Args:
             images: the augmented images of the step, in [0, 1].
