@@ -49,7 +49,7 @@ class Recorder:
     Args:
         folder: folder of the recording; made if it is not there.
         facts: facts about the server, which stand in every `session.json`.
-        on_stop: is told why nothing more is recorded.
+        on_stop: called with the reason why nothing more is recorded.
 
     Raises:
         PrivlabError: if the folder cannot be made.

@@ -66,7 +66,7 @@ def train(
         plan: everything that shapes the result: steps, batch size, optimiser, precision, seed.
         compute: the device, and how often losses are read and weights saved; None for a CPU.
         out: folder of the training; None writes nothing.
-        progress: is told of each report; None for the listener of `listening`, if there is one.
+        progress: called with each report; None for the listener of `listening`, if there is one.
 
     Raises:
         PrivlabError: without examples or Lightning Fabric; for an optimiser, schedule, precision or device that is not

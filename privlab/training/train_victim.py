@@ -199,7 +199,7 @@ def teach(
         out: folder of the training, with its checkpoints and `log.csv`.
         device: a device of torch, such as "cpu" or "cuda:0".
         command: the command line, which the card states.
-        progress: is told of each report; None for the listener of `listening`, if there is one.
+        progress: called with each report; None for the listener of `listening`, if there is one.
 
     Raises:
         PrivlabError: as `privlab.training.train`, `read_examples` and `victim` do; if `out` holds another course.

@@ -82,7 +82,8 @@ def judge(exam: Exam, *, device: str = "cpu", progress: Show | None = None) -> l
     Args:
         exam: the models, and the data that they are judged on.
         device: a device of torch, such as "cpu" or "cuda:0".
-        progress: is told how much is done, and of how much; None for silence.
+        progress: called with the number of images, or of folders, that are done, and with the number of all; None for
+            silence.
 
     Raises:
         PrivlabError: as `classifier`, `open_images` and the metrics do; if the baseline cannot be read.

@@ -146,7 +146,7 @@ def corruption_errors(
         classes: the label of each class folder by its name; None for the positions in the sorted folder names.
         limit: the number of images of each corruption and severity, taken from all classes by turns; None for all.
         size: the number of images computed at a time.
-        show: is told how many of the severity folders are done, and how many there are.
+        show: called with the number of severity folders that are done, and with the number of all.
 
     Raises:
         PrivlabError: if the folder is not laid out so, or its classes are not the victim's.
@@ -200,7 +200,7 @@ def outputs(
         source: the images, read one batch at a time.
         labelled: whether an image without label is an error; otherwise its label is −1.
         size: the number of images computed at a time.
-        show: is told how many images are done, and how many the source has (None: not known).
+        show: called with the number of images that are done, and with the number of all (None: not known).
 
     Raises:
         PrivlabError: if there is none, or `labelled` and labels are missing or not the victim's.

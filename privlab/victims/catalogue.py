@@ -50,7 +50,7 @@ def show(name: str) -> dict[str, Any]:
     `matches` is None without card.
 
     Args:
-        name: of `models()`, or a file of weights, with its card beside (`NAME.json` or `card.json`).
+        name: a name of `models()`, or a file of weights, with its card beside (`NAME.json` or `card.json`).
 
     Raises:
         PrivlabError: if there is no such model, or its file cannot be read.
