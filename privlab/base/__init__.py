@@ -1,4 +1,4 @@
-"""What every room needs and knows nothing of privacy: errors, options, plug-ins, draws, files, precision."""
+"""Helpers for every package that know nothing of privacy: errors, options, plug-ins, draws, files, precision."""
 
 import lazy_loader
 

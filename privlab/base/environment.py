@@ -51,7 +51,7 @@ def versions() -> dict[str, str | None]:
 
 
 def hardware(device: torch.device) -> dict[str, object]:
-    """Return what a result was computed on."""
+    """Return the platform, the processor, the threads and the device that a result was computed on."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "platform": platform.platform(),

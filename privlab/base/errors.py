@@ -13,7 +13,13 @@ class PrivlabError(ValueError):
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> PrivlabError:
-    """Return the error for a `name` that is none of the `choices`, with the nearest valid names first."""
+    """Return the error for a `name` that is none of the `choices`, with the nearest valid names.
+
+    Args:
+        kind: what is named, such as "metric"; it stands before the name in the message.
+        name: the unknown name, as the user gave it.
+        choices: the valid names, in any order; the message lists the first of them where none is near.
+    """
     choices = sorted(choices)
     near = get_close_matches(name, choices, n=3, cutoff=0.4)
     more = f" and {len(choices) - _LISTED} more" if len(choices) > _LISTED else ""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and their hashes."""
+"""Files that are written whole or not at all, and their hashes."""
 
 import errno
 import hashlib
@@ -14,11 +14,11 @@ __all__ = ["sha256_of", "sync", "unwritable", "write_whole"]
 
 
 def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = True, private: bool = False) -> None:
-    """Write a file by `write(temporary)` and rename it: whoever reads sees all of it, or what was there before.
+    """Write a temporary file and rename it: a reader sees the whole new file, or what was there before.
 
     Args:
-        path: of the file; its folder is made if it is not there.
-        write: fills the file whose path it is given.
+        path: path of the file; its folder is made if it is not there.
+        write: fills the temporary file whose path it is given.
         durable: whether to wait until the file and its name are on the disk, so that it stays after a crash.
         private: whether nobody but the user may read it (mode 0600), from its first byte on.
 
@@ -49,7 +49,7 @@ def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk.
 
     Args:
-        path: of the file or folder; only POSIX opens folders, elsewhere nothing is done for them.
+        path: path of the file or folder; only POSIX opens folders, elsewhere nothing is done for them.
     """
     if os.name != "posix" and path.is_dir():
         return
@@ -64,8 +64,8 @@ def unwritable(path: Path, error: OSError) -> PrivlabError:
     """Return the error that says why a folder or file cannot be written.
 
     Args:
-        path: that was to be written.
-        error: of the operating system.
+        path: the folder or file that was to be written.
+        error: the operating system's error.
     """
     if error.errno == errno.ENOSPC:
         return PrivlabError(f"No space left on the device of '{path}'. What was finished before stays readable.")
@@ -77,7 +77,7 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hex.
 
     Args:
-        path: of the file, which is read in parts.
+        path: path of the file, which is read in parts.
     """
     digest = hashlib.sha256()
     with path.open("rb") as file:

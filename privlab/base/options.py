@@ -1,7 +1,7 @@
 """`--set`: options of attacks and defenses from the command line, checked against their fields and their types.
 
-A class with a field `config` has keys of its own beside its fields: `config_types()` returns their types, dots are
-allowed in them, and what is given goes into `config` as (key, value) pairs.
+A class with a field `config` takes more keys than its fields: `config_types()` returns their types. Such a key may hold
+dots, and its value goes into `config` as a (key, value) pair.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ def read_options(options: Sequence[str], kinds: Iterable[type[Any]]) -> None:
         PrivlabError: for another form, a name or key that none has (with the nearest), or a value of another type.
     """
     if not options:
-        return  # to look up what attacks can be told may cost an import
+        return  # looking up the options of attacks may cost an import
     types = {kind: _types(kind) for kind in kinds}
     for option in options:
         name, key, value = _split(option, [kind.name for kind in types])
@@ -46,7 +46,7 @@ def read_options(options: Sequence[str], kinds: Iterable[type[Any]]) -> None:
 
 
 def _nobodys(name: str, key: str, owners: Mapping[str, Mapping[str, Any]]) -> PrivlabError:
-    """Return the error for a key that none of the owners has; its first word may be a name that is wrong."""
+    """Return the error for a key that none of the owners has; the part before its first dot may be a wrong name."""
     known = {known for types in owners.values() for known in types}
     first, dot, _ = key.partition(".")
     if not name and dot and (get_close_matches(first, owners) or not get_close_matches(key, known)):
@@ -55,7 +55,17 @@ def _nobodys(name: str, key: str, owners: Mapping[str, Mapping[str, Any]]) -> Pr
 
 
 def configured(kind: type[T], options: Sequence[str], given: Mapping[str, Any] = {}) -> T:
-    """Return an instance of the class with the options that are meant for it, and `given` where they say nothing."""
+    """Return an instance of a class with the options that are meant for it.
+
+    Args:
+        kind: a dataclass with a `name`: an attack, a defense, a reassembly or a training objective.
+        options: KEY=VALUE or NAME.KEY=VALUE; one whose key `kind` lacks, or with another NAME, is passed over. Of two
+            with the same key the later holds.
+        given: values by field, which hold where no option sets the field.
+
+    Raises:
+        PrivlabError: for an option of another form, or a value that is not of the field's type.
+    """
     values, config, types = dict(given), {}, _types(kind) if options else {}
     for option in options:
         _, key, value = _split(option, [kind.name])  # pyright: ignore[reportAttributeAccessIssue]
@@ -69,7 +79,7 @@ def stated(part: Any) -> list[str]:  # noqa: ANN401
     """Return the options that make this instance of an attack or defense: NAME.KEY=VALUE for each of its fields.
 
     Raises:
-        PrivlabError: if a value is none that an option can give.
+        PrivlabError: if no option can give one of the values.
     """
     kinds, found = _types(type(part)), []
     values = {f.name: getattr(part, f.name) for f in fields(part)}
@@ -113,7 +123,7 @@ def _own_types(kind: type[Any]) -> dict[str, Any]:
 def _convert(option: str, value: str, wanted: Any) -> Any:  # noqa: ANN401
     """Return a value of the wanted type: bool, int, float or str; "none" where the type allows None.
 
-    Of several types the first that the value can be read as is taken.
+    Where several types are allowed, the first that can read the value is taken.
     """
     kinds = getattr(wanted, "__args__", (wanted,))
     if type(None) in kinds and value == "none":
@@ -132,7 +142,7 @@ def read_numbers(option: str, text: str) -> tuple[float, ...]:
     """Return the numbers of a list with commas.
 
     Raises:
-        PrivlabError: if one is none.
+        PrivlabError: if a part of the list is not a number.
     """
     try:
         return tuple(float(part) for part in text.split(","))

@@ -17,5 +17,5 @@ def with_plugins(builtin: Mapping[str, T], group: str) -> dict[str, T]:
 
 @cache
 def installed(group: str) -> tuple[EntryPoint, ...]:
-    """Return the entry points of `group`, looked up once: a file of every distribution is opened for it."""
+    """Return the entry points of `group`, looked up once, for that opens a file of every distribution."""
     return tuple(entry_points(group=group))

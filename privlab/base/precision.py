@@ -1,4 +1,4 @@
-"""The precision of what is computed: that of its tensors."""
+"""Computation in the precision of the tensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ __all__ = ["full_precision"]
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute as the tensors are: TF32 and autocast would change the released gradient, and the leak."""
+    """Compute in the tensors' own precision: TF32 and autocast would change the released gradient, and the leak."""
     matmul, conv = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

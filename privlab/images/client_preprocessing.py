@@ -1,4 +1,4 @@
-"""How a client preprocessed a picture: the usual ways, and which of them comes nearest to what it fed."""
+"""How a client preprocessed an image: the usual ways, and which of them comes nearest to what it fed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,22 +13,23 @@ from privlab.images.open import Preprocessing
 __all__ = ["Fed", "nearest", "usual"]
 
 _CROPS = (0.875, 1.0)
-"""What torchvision's evaluation transforms keep of the shorter side, and what training without a crop does."""
+"""The share of the shorter side that torchvision's evaluation transforms keep, and the share without a crop."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fed:
-    """A picture as a client may have fed it, and how it came about."""
+    """An image as a client may have fed it; `how` names the preprocessing."""
 
     how: str
     image: Float[Tensor, "1 c h w"]
 
 
 def usual(pixels: Image.Image, cut: Preprocessing) -> Iterator[Fed]:
-    """Yield a picture in the usual preprocessings for an input of `cut.size`, as it is and mirrored.
+    """Yield an image in each of the usual preprocessings for an input of `cut.size`, as it is and mirrored.
 
-    Resized and cropped with `cut.crop_pct`, 0.875 or all of it, its centre cut out and resized, or squashed; in eight
-    bits as PIL resizes (bilinear, bicubic, Lanczos), and in floats as torch does, with and without antialiasing.
+    The image is resized and cropped (with `cut.crop_pct`, 0.875 and 1), or its centre is cut out and resized, or it is
+    squashed. Each of these is done in eight bits as PIL resizes (bilinear, bicubic, Lanczos), and in floats as torch
+    does (bilinear and bicubic, with and without antialiasing).
     """
     for (shape, make), mirrored in product(_shapes(pixels, cut), (False, True)):
         for name, resized in _resizes():
@@ -37,9 +38,15 @@ def usual(pixels: Image.Image, cut: Preprocessing) -> Iterator[Fed]:
 
 
 def nearest(pixels: Image.Image, cut: Preprocessing, fed: Float[Tensor, "1 c h w"]) -> tuple[Fed, int]:
-    """Return the usual preprocessing of a picture with the least squared distance from what was fed, and of how many.
+    """Return the usual preprocessing that comes nearest to what a client fed, and how many were tried.
 
-    This is for whoever has the picture: it reads no gradient, and no attack reads it.
+    The distance is the mean squared difference of the pixels. This is for whoever has the image: it reads no gradient,
+    and no attack reads it.
+
+    Args:
+        pixels: the image before any preprocessing.
+        cut: the preprocessing of the victim: its size is that of the input, its crop is tried beside the usual ones.
+        fed: what the client fed, in [0, 1], or a reconstruction that gives the released gradient.
     """
     tried = [(float((each.image.to(fed) - fed).square().mean()), each) for each in usual(pixels, cut)]
     return min(tried, key=lambda one: one[0])[1], len(tried)
@@ -66,7 +73,7 @@ def _resizes() -> Iterator[tuple[str, _Resize]]:
 
 
 def _shapes(pixels: Image.Image, cut: Preprocessing) -> Iterator[tuple[str, Callable[[_Resize], Tensor]]]:
-    """Yield the ways of coming to the input's size, each with its name."""
+    """Yield the ways to reach the input's size, each with its name."""
     from torchvision.transforms import CenterCrop
 
     (height, width), size, pixels = cut.size, list(cut.size), cut.coloured(pixels)

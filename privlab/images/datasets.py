@@ -1,4 +1,4 @@
-"""Pictures of torchvision's and Hugging Face's datasets."""
+"""Images of torchvision's and Hugging Face's datasets."""
 
 import importlib
 import inspect
@@ -21,7 +21,7 @@ __all__ = ["hugging_face", "parquet", "torchvision"]
 
 
 def torchvision(name: str, split: str | None) -> ImageSource:
-    """Open one of torchvision's datasets, downloading it where it is not there."""
+    """Open one of torchvision's datasets; it is downloaded where it is not there."""
     cls = _torchvision_class(name)
     root = Path(os.environ.get("PRIVLAB_DATA") or "~/.cache/privlab").expanduser()
     parameters = _parameters(cls)
@@ -35,7 +35,7 @@ def torchvision(name: str, split: str | None) -> ImageSource:
         )
     try:
         dataset = _construct(cls, arguments, "download" in parameters)
-    except Exception as error:  # no network, no such split, a broken archive: each class raises its own
+    except Exception as error:  # no network, no such split, a broken archive: each class raises its own errors
         raise PrivlabError(
             f"Cannot open torchvision's {name}, looked for in '{root}' (set PRIVLAB_DATA to change it): "
             f"{one_line(error)}."
@@ -101,7 +101,7 @@ def _construct(cls: type, arguments: Mapping[str, Any], downloads: bool) -> Any:
 def _torchvision_item(dataset: Any, index: int, name: str) -> Picture:  # noqa: ANN401
     try:
         item = dataset[index]
-    except Exception as error:  # one damaged picture must not end the run
+    except Exception as error:  # one damaged image must not end the run
         return Picture(name, "", None, problem=damaged(error))
     image, target, *_ = item if isinstance(item, tuple) else (item, None)
     label, origin = _dataset_label(target)
@@ -111,7 +111,7 @@ def _torchvision_item(dataset: Any, index: int, name: str) -> Picture:  # noqa: 
 
 
 def _dataset_label(target: object) -> tuple[int | None, LabelOrigin]:
-    # Test sets without labels say −1.
+    # Test sets without labels give −1.
     if isinstance(target, (int, np.integer)) and not isinstance(target, bool) and target >= 0:
         return int(target), "dataset"
     return None, "none"
@@ -125,7 +125,7 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
         raise PrivlabError(f"'hf:{name}' needs the extra: pip install 'privlab[datasets]'.") from None
     try:
         splits = datasets.load_dataset(name, streaming=True)
-    except Exception as error:  # no network, no such dataset, a private one: each raises its own
+    except Exception as error:  # no network, no such dataset, a private one: each raises its own error
         raise PrivlabError(f"Cannot open the Hugging Face dataset '{name}': {one_line(error)}.") from error
     chosen = split or next((key for key in ("test", "validation", "val") if key in splits), next(iter(splits)))
     if chosen not in splits:
@@ -135,7 +135,7 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
         data = data._resolve_features()
     column, label_column = _columns(data.features, datasets, name)
     image_type, label_type = data.features[column], data.features.get(label_column)
-    # Undecoded, so that one damaged picture does not end the stream.
+    # The images stay undecoded, so that a damaged one does not end the stream.
     rows = data.cast_column(column, datasets.Image(decode=False))
     known = (data.info.splits or {}).get(chosen)
     class_names = tuple(label_type.names) if isinstance(label_type, datasets.ClassLabel) else None
@@ -149,11 +149,16 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
 
 
 def parquet(path: Path, split: str | None, *, spread: bool) -> ImageSource:
-    """Open a Parquet file with the bytes of one picture a row.
+    """Open a Parquet file that holds the bytes of one image in each row.
 
     The bytes stand in the column `image` (as Hugging Face writes it: bytes, or a struct with `bytes`), `jpeg`, `png` or
-    `bytes`; the label, if any, in `label`. `split` takes the rows whose column `split` says so; with `spread`, those of
-    each label come by turns.
+    `bytes`; the label, if any, in `label`.
+
+    Args:
+        path: path of the file, which is read into memory.
+        split: the rows whose column `split` holds this value are taken; None for all rows.
+        spread: whether the first image of each label comes first, then the second of each, and so on; otherwise the
+            images come in the order of the rows.
 
     Raises:
         PrivlabError: if the file cannot be read, or has no such column or split.
@@ -235,12 +240,12 @@ def _hugging_face_item(value: Any, target: object, image_type: Any, name: str) -
         return picture_from_bytes(value["bytes"], name, label, origin)
     try:
         image = image_type.decode_example(value)
-    except Exception as error:  # one damaged picture must not end the run
+    except Exception as error:  # one damaged image must not end the run
         return Picture(name, "", None, label, origin, damaged(error))
     return picture_from_image(image, name, label, origin)
 
 
 @cache
 def imagenet_classes() -> dict[str, int]:
-    """Return ImageNet's class numbers by WordNet id; timm reads its files anew for each table."""
+    """Return ImageNet's class indices by WordNet id, cached: timm reads its files anew for each table."""
     return {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}

@@ -1,6 +1,6 @@
-"""One picture: the bytes of a file become RGB pixels with 8 bits, or a `problem` that says why not.
+"""One image: the bytes of a file become RGB pixels with 8 bits, or a `problem` that says why not.
 
-A file that cannot be used does not end the run: what was skipped, and why, belongs into the report.
+A file that cannot be used does not end the run: the report says what was skipped, and why.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ MIN_SIDE = 8
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """One picture, or the reason why there is none.
+    """One image, or the reason why there is none.
 
-    `sha256` is that of the file's bytes; for pictures that come from no file, of the size and the RGB pixels;
+    `sha256` is that of the file's bytes; for images that come from no file, of the size and the RGB pixels;
     empty where nothing could be read. `pixels` has mode RGB with 8 bits; it is None where there is a
-    `problem` and in the pictures of a `Chunk`. `member` says whether the victim saw it in training, "seen" or
+    `problem` and in the images of a `Chunk`. `member` says whether the victim saw it in training, "seen" or
     "not seen"; None where that is not known.
     """
 
@@ -53,10 +53,17 @@ class Picture:
 def read_picture(
     path: str | Path, *, name: str | None = None, label: int | None = None, label_origin: LabelOrigin = "none"
 ) -> Picture:
-    """Read one file; whatever keeps it from being a picture is told in `problem`, never raised.
+    """Read one file; `problem` says what keeps it from being an image, and nothing is raised.
 
-    Grey, palette, CMYK and 1-bit pictures become RGB, transparency becomes white, 16-bit grey is divided by
-    257, and the EXIF orientation is applied. Colour profiles are not.
+    Grey, palette, CMYK and 1-bit images become RGB, transparency becomes white, 16-bit grey is divided by 257, and the
+    EXIF orientation is applied. Colour profiles are not.
+
+    Args:
+        path: path of the file; its size is limited by `MAX_BYTES`, that of its image by `MIN_SIDE`, `MAX_PIXELS` and
+            `MAX_ASPECT`.
+        name: name of the image in records; None for the path with slashes.
+        label: its class index; None where it has no label.
+        label_origin: where the label comes from; "none" where there is no label.
     """
     path = Path(path)
     name = path.as_posix() if name is None else name
@@ -68,7 +75,14 @@ def read_picture(
 
 
 def picture_from_bytes(data: bytes, name: str, label: int | None, origin: LabelOrigin) -> Picture:
-    """Decode the bytes of a file, as `read_picture` does."""
+    """Decode the bytes of a file, as `read_picture` does.
+
+    Args:
+        data: the whole file, whose SHA-256 is that of the image.
+        name: name of the image in records.
+        label: its class index; None where it has no label.
+        origin: where the label comes from; "none" where there is no label.
+    """
     digest = hashlib.sha256(data).hexdigest()
     try:
         return Picture(name, digest, _decode(data), label, origin)
@@ -79,7 +93,14 @@ def picture_from_bytes(data: bytes, name: str, label: int | None, origin: LabelO
 def picture_from_image(
     image: Image.Image, name: str, label: int | None = None, origin: LabelOrigin = "none"
 ) -> Picture:
-    """Check and convert a picture that somebody else opened."""
+    """Check an image that another library opened, and convert it to RGB; its hash is over its size and RGB pixels.
+
+    Args:
+        image: the opened image; its EXIF orientation is not applied.
+        name: name of the image in records.
+        label: its class index; None where it has no label.
+        origin: where the label comes from; "none" where there is no label.
+    """
     try:
         _check_size(image)
         pixels = _rgb(image)
@@ -92,7 +113,7 @@ def picture_from_image(
 
 
 def damaged(error: Exception) -> str:
-    """Return the problem of a picture whose decoding raised `error`."""
+    """Return the problem of an image whose decoding raised `error`."""
     return f"Truncated or damaged: {one_line(error)}."
 
 
@@ -102,7 +123,7 @@ def one_line(error: BaseException) -> str:
 
 
 def as_text(name: str) -> str:
-    """Return a picture's name as text that can be written; the name of a file may be none."""
+    """Return an image's name as text that can be written; what is no text in a file's name is escaped."""
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -121,8 +142,8 @@ def _file_bytes(path: Path) -> bytes:
 class _Quiet:
     """Warnings are ignored while any thread is inside.
 
-    What `warnings.catch_warnings` saves and restores is the process's: of two threads within it, the one that leaves
-    last would restore what the other had set.
+    `warnings.catch_warnings` saves and restores the state of the whole process. If two threads were inside it, the one
+    that leaves last would restore what the other had set.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What is learnt from: pictures of one size with their labels, and batches of them, augmented."""
+"""Training data: images of one size with their labels, and their augmentation in batches."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,10 +15,10 @@ __all__ = ["Augmentation", "Examples"]
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Pictures as bytes, n × 3 × h × w, and their labels; −1 where there is none.
+    """Images as bytes, n × 3 × h × w, and their labels; −1 where there is none.
 
-    The pictures are in memory, or in a file that is mapped into it.
-    `identity` is SHA-256 over pixels and labels; `skipped` says of each unreadable picture its name and why.
+    The images are in memory, or in a file that is mapped into it.
+    `identity` is SHA-256 over pixels and labels; `skipped` says of each unreadable image its name and why.
     """
 
     images: UInt8[Tensor, "n 3 h w"]
@@ -31,20 +31,20 @@ class Examples:
         return len(self.images)
 
     def pixels(self, rows: Int[Tensor, " b"]) -> Float[Tensor, "b 3 h w"]:
-        """Return the pictures of these rows, in [0, 1]."""
+        """Return the images of these rows, in [0, 1]."""
         return self.images[rows].float() / 255
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How the pictures of a batch are changed, each by draws of its own.
+    """The augmentation of a batch; each image is changed by draws of its own.
 
     Args:
-        flip: whether half of them are mirrored.
-        shift: most pixels by which a picture is moved, each way; zeros come in.
-        zoom: least share of the area that a crop keeps, which is then resized; 1 for no crop.
-        randaugment: magnitude of torchvision's RandAugment, two operations a picture; 0 for none.
-        erasing: share of the pictures of which a rectangle is erased.
+        flip: whether each image is mirrored with probability 1/2.
+        shift: largest shift in pixels, each way; zeros fill what comes in.
+        zoom: least share of the area that a crop keeps, in (0, 1]; the crop is then resized. 1 for no crop.
+        randaugment: magnitude of torchvision's RandAugment, in [0, 30], two operations an image; 0 for none.
+        erasing: share of the images of which a rectangle is erased, in [0, 1].
     """
 
     name: ClassVar[str] = "augmentation"
@@ -71,7 +71,7 @@ class Augmentation:
             raise PrivlabError(f"erasing of an augmentation must be in [0, 1]. Found {self.erasing}.")
 
     def __call__(self, images: Float[Tensor, "b c h w"], draw: Generator) -> Float[Tensor, "b c h w"]:
-        """Return the changed pictures."""
+        """Return the changed images."""
         if self.flip:
             mirrored = torch.rand(len(images), 1, 1, 1, generator=draw) < 0.5
             images = torch.where(mirrored.to(images.device), images.flip(3), images)
@@ -84,7 +84,7 @@ class Augmentation:
         return images
 
     def _one(self, image: Float[Tensor, "c h w"]) -> Float[Tensor, "c h w"]:
-        """Change one picture by torchvision, which draws from the loop's seeded state."""
+        """Change one image by torchvision, which draws from the loop's seeded state."""
         from torchvision.transforms.v2 import RandAugment, RandomErasing
 
         if self.randaugment:
@@ -93,7 +93,7 @@ class Augmentation:
 
 
 def _shifted(images: Float[Tensor, "b c h w"], most: int, draw: Generator) -> Float[Tensor, "b c h w"]:
-    """Move each picture by its own whole number of pixels."""
+    """Move each image by its own whole number of pixels."""
     (b, _, h, w), device = images.shape, images.device
     top, left = torch.randint(2 * most + 1, (2, b, 1), generator=draw).to(device)
     rows, columns = top + torch.arange(h, device=device), left + torch.arange(w, device=device)
@@ -103,7 +103,7 @@ def _shifted(images: Float[Tensor, "b c h w"], most: int, draw: Generator) -> Fl
 
 
 def _zoomed(images: Float[Tensor, "b c h w"], least: float, draw: Generator) -> Float[Tensor, "b c h w"]:
-    """Resize a crop of each picture: its area uniform in [least, 1], its aspect log-uniform (Inception)."""
+    """Resize a crop of each image: its area uniform in [least, 1], its aspect log-uniform (Inception)."""
     area, aspect, top, left = torch.rand(4, len(images), generator=draw).to(images.device)
     area, ratio = least + (1 - least) * area, (4 / 3) ** (2 * aspect - 1)
     height, width = (area / ratio).sqrt().clamp(max=1), (area * ratio).sqrt().clamp(max=1)

@@ -14,7 +14,7 @@ __all__ = ["label_of", "relabelled"]
 
 
 def relabelled(source: ImageSource, path: Path) -> ImageSource:
-    """Return the source with the labels of the file, and with none where the file has none."""
+    """Return the source with the labels of the file; an image that the file lacks has no label."""
     table = _read_labels(path)
     if source.names is not None:
         _check_labels(table, source.names, path)
@@ -64,8 +64,13 @@ def _label_column(header: Sequence[str], path: Path) -> str:
 def label_of(text: str | None, column: str, where: str) -> int:
     """Return the class index that a cell of a CSV file holds.
 
+    Args:
+        text: the cell; None where the line is too short.
+        column: the name of its column, for the error.
+        where: the file and the line of the cell, for the error.
+
     Raises:
-        PrivlabError: if it is no integer in [0, 2^63 − 1]; `where` says in which line it stands.
+        PrivlabError: if the cell holds no integer in [0, 2^63 − 1].
     """
     try:
         value = int(text or "")

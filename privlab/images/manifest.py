@@ -17,7 +17,7 @@ from privlab.images.sources import ImageSource
 __all__ = ["MEMBERS", "Entry", "check_labels", "chosen", "read_manifest", "to_csv"]
 
 MEMBERS = ("seen", "not seen", "unknown")
-"""What the column `member` may say: whether the victim saw the photograph in training."""
+"""The values of the column `member`: whether the victim saw the photograph in training."""
 
 _COLUMNS = ("name", "sha256", "label", "label_origin", "member")
 _NEEDED = ("name", "sha256")
@@ -27,7 +27,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a manifest. `origin` is None where it says nothing of the label: the source's own stands."""
+    """One line of a manifest; where it says nothing of the label, `origin` is None, and the source's label stays."""
 
     name: str
     sha256: str
@@ -38,9 +38,10 @@ class Entry:
 
 
 def to_csv(pictures: Iterable[Picture]) -> str:
-    """Return the manifest of pictures: each content once, with the label that it came with; none of what has no hash.
+    """Return the manifest of images: one line for each hash, with the name and the label of its first image.
 
-    `label_origin` none says that there is no label: the victim's prediction stood in.
+    Images without a hash are left out. `label_origin` none says that there is no label: the victim's prediction stood
+    in.
     """
     text = io.StringIO()
     write = csv.writer(text, lineterminator="\n").writerow
@@ -58,13 +59,13 @@ def to_csv(pictures: Iterable[Picture]) -> str:
 def read_manifest(path: Path) -> tuple[Entry, ...]:
     """Return the lines of a manifest, a CSV file in UTF-8.
 
-    Columns: name, sha256 (64 hex digits); and where they are wanted label (a class index, empty for the source's own),
-    label_origin (folder, file, dataset, or none for a picture without a label; file where it is left out) and member
-    (seen, not seen or unknown, and unknown where it is left out).
+    The columns name and sha256 (64 hex digits) are needed. Optional are label (a class index, empty for the source's
+    own), label_origin (folder, file, dataset, or none for an image without a label; file where it is left out) and
+    member (seen, not seen or unknown; unknown where it is left out).
 
     Raises:
-        PrivlabError: for a file that cannot be read or is empty, for columns that are missing, unknown or there twice,
-            for a value that none of these is, and for a name or a hash that is there twice; with the line.
+        PrivlabError: if the file cannot be read or is empty; if a column is missing, unknown or there twice; if a value
+            is none of these; if a name or a hash is there twice. The message names the line.
     """
     entries: list[Entry] = []
     first: dict[tuple[str, str], int] = {}
@@ -144,12 +145,16 @@ def _short(text: str) -> str:
 
 
 def chosen(source: ImageSource, path: Path, *, check: bool = True) -> ImageSource:
-    """Return exactly the pictures of a source that a manifest names, in its order, with its labels and memberships.
+    """Return exactly the images of a source that a manifest names, in its order, with its labels and memberships.
 
-    With `check` each is hashed: whole files as they are, other pictures are read once more for it.
+    Args:
+        source: the images to choose from; a stream is read until the last of them has come.
+        path: path of the manifest, as `read_manifest` reads it.
+        check: whether the hash of each chosen image is compared with the manifest's. Whole files are hashed without
+            being decoded, other images are read once more for it.
 
     Raises:
-        PrivlabError: as `read_manifest` does; if the source has no picture of a name, or its hash is another one.
+        PrivlabError: as `read_manifest` does; if the source lacks an image of the manifest, or its hash differs.
     """
     entries = read_manifest(path)
     by_name = {entry.name: entry for entry in entries}
@@ -174,7 +179,7 @@ def chosen(source: ImageSource, path: Path, *, check: bool = True) -> ImageSourc
 
 
 def _placed(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageSource:
-    """Return the pictures of a source that knows their names."""
+    """Return the images of a source that knows their names."""
     names = source.names or ()
     place_of = {as_text(name): place for place, name in enumerate(names)}
     for entry in entries:
@@ -185,7 +190,7 @@ def _placed(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageS
 
 
 def _streamed(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageSource:
-    """Return the pictures of a stream: those that come before their turn wait for it."""
+    """Return the images of a stream: those that come before their turn wait for it."""
 
     def pictures() -> Iterator[Picture]:
         wanted, waiting, stream = {entry.name for entry in entries}, dict[str, Picture](), iter(source)

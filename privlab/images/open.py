@@ -1,4 +1,4 @@
-"""Pictures to evaluate on: opened by name, preprocessed as the victim expects them, handed out in chunks."""
+"""Images to evaluate on: opened by name, preprocessed as the victim expects them, returned in chunks."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,27 +36,27 @@ def open_images(
     class_to_index: Mapping[str, int] | None = None,
     check: bool = True,
 ) -> ImageSource:
-    """Open pictures without reading them.
+    """Open images without reading them.
 
     Args:
-        source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per
-            class), one or several files, a Parquet file with the bytes of pictures, "torchvision:NAME", or "hf:NAME". A
-            folder called samples is "./samples".
-        limit: use the first `limit` pictures only. Of a folder with one sub-folder per class, these are the first
-            picture of each class in the order of their names, then the second of each, and so on.
-        every: use every `every`-th picture only, in the order that `limit` takes them in, before `limit` does.
-        offset: leave out as many pictures before the first: those at the positions offset, offset + every, … counted
-            from 0 are used.
-        manifest: CSV file that names the pictures to use (`privlab.images.manifest.read_manifest`), in its order,
-            instead of `limit`, `every` and `offset`; its labels replace the source's own.
-        split: sub-folder of the folder, or split of the dataset. Without it, torchvision's datasets give the
-            test set where `train=` chooses it, else their own default; Hugging Face's give the test, else the
-            validation, else the first split.
-        labels: CSV with the columns `file` (a picture's name, or its base name) and `class_index` or `label`;
-            replaces all other labels.
-        class_to_index: label of each class folder, used if it knows all of them; otherwise labels are the
-            positions in the sorted folder names, as in torchvision's ImageFolder.
-        check: whether the hash of each picture is held against the manifest's; the pictures are read for it.
+        source: "samples" (photographs that come with scikit-image), a folder (flat, or one sub-folder per class), one
+            or several files, a Parquet file with the bytes of images, "torchvision:NAME", or "hf:NAME". A folder called
+            samples is "./samples".
+        limit: use the first `limit` images only. Of a folder with one sub-folder per class, these are the first image
+            of each class in the order of their names, then the second of each, and so on.
+        every: use every `every`-th image only, in the order in which `limit` takes them; `limit` counts what is left.
+        offset: number of images to leave out before the first: the images at the positions offset, offset + every, …,
+            counted from 0, are used.
+        manifest: CSV file that names the images to use (`privlab.images.manifest.read_manifest`), in its order, instead
+            of `limit`, `every` and `offset`; its labels replace the source's own.
+        split: sub-folder of the folder, or split of the dataset. Without it, torchvision's datasets give the test set
+            where `train=` chooses it, else their own default; Hugging Face's give the test, else the validation, else
+            the first split.
+        labels: CSV with the columns `file` (an image's name, or its base name) and `class_index` or `label`; replaces
+            all other labels.
+        class_to_index: label of each class folder, used if it knows all of them; otherwise labels are the positions in
+            the sorted folder names, as in torchvision's ImageFolder.
+        check: whether the hash of each image is compared with the manifest's; the images are read for it.
 
     Raises:
         PrivlabError: if there is nothing to open, or an option does not fit the source or another option.
@@ -71,7 +71,13 @@ def open_images(
 
 
 def check_choice(limit: int | None, every: int | None, offset: int | None, manifest: str | Path | None) -> None:
-    """Check what chooses pictures.
+    """Check the options that choose images, before anything is opened.
+
+    Args:
+        limit: the number of images to use, at least 1; None for all.
+        every: the step between the images that are used, at least 1; None for 1.
+        offset: the position of the first image, from 0 on; None for 0.
+        manifest: the CSV file that names the images; with it, the three numbers must be None.
 
     Raises:
         PrivlabError: if a number is out of range, or a manifest and numbers both choose.
@@ -110,7 +116,7 @@ def _open(
 
 
 def _taken(source: ImageSource, limit: int | None, every: int | None, offset: int | None) -> ImageSource:
-    """Return every `every`-th picture from `offset` on, `limit` of them."""
+    """Return every `every`-th image from `offset` on, `limit` of them."""
     if (limit, every, offset) == (None, None, None):
         return source
     start, step = offset or 0, every or 1
@@ -131,7 +137,7 @@ def _taken(source: ImageSource, limit: int | None, every: int | None, offset: in
 
 
 def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Iterator[Picture]:
-    """Yield pictures of a stream, whose end may come before the first of them."""
+    """Yield images of a stream, whose end may come before the first of them."""
     found = islice(source.pictures(), start, stop, step)
     if (first := next(found, None)) is not None:
         yield first
@@ -144,11 +150,11 @@ def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Itera
 class Preprocessing:
     """timm's evaluation transform (crop mode "center") up to, not including, the normalisation.
 
-    `size` is (h, w); `mean` and `std` are kept for the victim, which normalises by itself: of three colours, or of one,
-    and then pictures are made grey by PIL's luma.
+    `size` is (h, w). `mean` and `std` are kept for the victim, which normalises by itself; they have one entry for each
+    of three colours, or one alone, and then images are made grey by PIL's luma.
 
     Raises:
-        PrivlabError: if the size or `crop_pct` is not positive, or the interpolation is unknown.
+        PrivlabError: if the size is not positive, `crop_pct` is not in (0, 1], or the interpolation is unknown.
     """
 
     size: tuple[int, int]
@@ -166,18 +172,18 @@ class Preprocessing:
             raise unknown_name("interpolation", self.interpolation, INTERPOLATIONS)
 
     def __call__(self, pixels: Image.Image) -> Float[Tensor, "c h w"]:
-        """Return the resized, centre-cropped picture, in [0, 1]."""
+        """Return the resized, centre-cropped image, in [0, 1]."""
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize, ToTensor
 
         resize = Resize(self.resized(pixels), InterpolationMode(self.interpolation))
         return ToTensor()(Compose([resize, CenterCrop(self.size)])(self.coloured(pixels)))
 
     def coloured(self, pixels: Image.Image) -> Image.Image:
-        """Return a picture in as many colours as the input has."""
+        """Return an image in as many colours as the input has."""
         return pixels if len(self.mean) == 3 else pixels.convert("L")
 
     def resized(self, pixels: Image.Image) -> list[int]:
-        """Return the side, or the height and width, that a picture is resized to before it is cropped."""
+        """Return the side, or the height and width, that an image is resized to before it is cropped."""
         h, w = (math.floor(side / self.crop_pct) for side in self.size)
         if h == w:
             return [h]
@@ -187,7 +193,7 @@ class Preprocessing:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Readable pictures with their preprocessed pixels in [0, 1], and the unreadable ones met on the way.
+    """Readable images with their preprocessed pixels in [0, 1], and the unreadable ones met on the way.
 
     The `pictures` have dropped their `pixels`.
     """
@@ -198,7 +204,14 @@ class Chunk:
 
 
 def batches(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
-    """Yield chunks of `size` readable pictures; the last may have fewer, or unreadable ones only.
+    """Yield the images of a source in chunks of `size` readable ones, preprocessed.
+
+    The last chunk may have fewer images, or unreadable ones only.
+
+    Args:
+        source: the images, read one at a time as the chunks are asked for.
+        preprocessing: makes the pixels of each image, c × h × w in [0, 1].
+        size: the number of readable images in a chunk, at least 1.
 
     Raises:
         PrivlabError: if `size` is not a positive integer.
@@ -217,7 +230,7 @@ def _chunks(source: ImageSource, preprocessing: Preprocessing, size: int) -> Ite
 
 
 def _readable(pictures: Iterator[Picture], size: int) -> Iterator[Picture]:
-    """Yield pictures until `size` readable ones were among them."""
+    """Yield images until `size` readable ones were among them."""
     count = 0
     while count < size and (picture := next(pictures, None)) is not None:
         count += picture.pixels is not None
@@ -225,7 +238,7 @@ def _readable(pictures: Iterator[Picture], size: int) -> Iterator[Picture]:
 
 
 def chunk_of(pictures: Iterable[Picture], preprocessing: Preprocessing) -> Chunk:
-    """Return pictures as one chunk."""
+    """Return images as one chunk."""
     fine: list[Picture] = []
     images: list[Tensor] = []
     failed: list[Picture] = []

@@ -1,7 +1,7 @@
-"""The photographs that come with scikit-image as public ones, and which of them is left when one is under attack.
+"""The photographs that come with scikit-image, used as public ones; which of them are left when one is under attack.
 
-Image priors learn from them, and so do controls and attacks on features by default (`--public samples`). Several are
-crops of one file, and of a private image nothing may be learned: with it go all crops of its file.
+Image priors learn from them. So do controls and attacks on features by default (`--public samples`). Several are crops
+of one file. Nothing may learn from a private image, so all crops of its file are left out with it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from privlab.images.sources import SAMPLES, sample_file
 __all__ = ["apart_from", "common", "kin", "photographs"]
 
 SAME = 0.02
-"""Mean distance of pixels in [0, 1] below which two pictures are one, compressed or cut a little differently."""
+"""Mean distance of pixels in [0, 1] below which two images count as one, compressed or cut a little differently."""
 
 
 class _Crop(NamedTuple):
@@ -32,10 +32,15 @@ class _Crop(NamedTuple):
 def photographs(
     size: tuple[int, int], names: Sequence[str] | None = None, channels: int = 3
 ) -> Float[Tensor, "m c h w"]:
-    """Return the bundled photographs at a size, in float64, grey for one channel; where names are given, those alone.
+    """Return the bundled photographs at a size, m × c × h × w in [0, 1], in float64.
+
+    Args:
+        size: (h, w) in pixels; the photographs are resized and centre-cropped to it.
+        names: names of those to return, such as "samples/chelsea-0"; None for all.
+        channels: c: 3 for colours, 1 for grey.
 
     Raises:
-        PrivlabError: if these are none.
+        PrivlabError: if `names` is empty.
     """
     if names is not None and not names:
         raise PrivlabError("An image prior learns from bundled photographs. Found all of them under attack in one.")
@@ -57,12 +62,17 @@ def apart_from(
 ) -> list[tuple[str, ...] | None]:
     """Return, for each private image, the names of the bundled photographs that are crops of other files than it is.
 
-    None where it is no bundled photograph: all may be learned from. Known are crops and whole files, by their hash or
-    by their pixels after the `preprocessing` that the images had (mean distance below `SAME`); not crops of another
-    kind.
+    None stands for an image that is no bundled photograph: all may be learned from. Crops and whole files are
+    recognised by their hash, or by their pixels after `preprocessing` (mean distance below `SAME`); crops of another
+    kind are not.
+
+    Args:
+        sha256: the hash of each private image, b of them, in hex.
+        images: the private images, preprocessed, in [0, 1].
+        preprocessing: the preprocessing that the images had; the photographs get the same before they are compared.
 
     Raises:
-        PrivlabError: if no photograph is left.
+        PrivlabError: if scikit-image is not installed.
     """
     found: list[tuple[str, ...] | None] = []
     names, table = _table(preprocessing)
@@ -77,7 +87,7 @@ def apart_from(
 
 
 def common(left: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
-    """Return the names that are left for all of several images, which one gradient tells of; None: all are."""
+    """Return the names that are left for all images of one gradient; None where all photographs are."""
     given = [set(names) for names in left if names is not None]
     return tuple(crop.name for crop in _crops() if crop.name in set.intersection(*given)) if given else None
 

@@ -1,4 +1,4 @@
-"""Public photographs less the private ones: nothing may learn from the image that it is held against."""
+"""Public photographs without the private ones: nothing may learn from the image that it is compared with."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ __all__ = ["Others"]
 class Others:
     """Public photographs by the hash of their file, preprocessed as the private images are.
 
-    A public photograph is a private one where the hashes agree, or all pixels do: a copy in another file format. One
-    that was resized or compressed anew, so that pixels differ, is not recognised. Of the bundled photographs all crops
-    of a file go together.
+    A public photograph counts as a private one where the hashes agree, or where all pixels do: a copy in another file
+    format. One that was resized or compressed anew has other pixels, and is not recognised. Of the bundled photographs
+    all crops of a file go together.
     """
 
     images: Mapping[str, Float[Tensor, "c h w"]]
@@ -35,7 +35,7 @@ class Others:
         return [key for key in self.images if key not in private_ones]
 
     def beside(self, sha256: str, private: Float[Tensor, "c h w"]) -> list[str]:
-        """Return the hashes of those that are not this private image, of which its controls are made.
+        """Return the hashes of the public photographs other than this private image; its controls are made of them.
 
         Raises:
             PrivlabError: if there is none.

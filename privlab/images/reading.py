@@ -1,4 +1,4 @@
-"""Pictures become examples: read once, into memory, or into a file that is mapped into it."""
+"""Reading images as training examples: once, into memory, or into a file that is mapped into it."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from privlab.images.sources import ImageSource
 __all__ = ["read_examples"]
 
 MOST_BYTES = 16 * 2**30
-"""Pictures of a training are held in memory, as bytes: at most so many."""
+"""The most bytes of pixels that a training holds in memory."""
 
 T = TypeVar("T")
 
@@ -39,17 +39,17 @@ class _Read(NamedTuple):
 def read_examples(
     source: ImageSource, size: tuple[int, int], *, labelled: bool = True, cache: Path | None = None
 ) -> Examples:
-    """Read all pictures of a source, resized and centre-cropped to `size` where they are of another.
+    """Read all images of a source; those of another size are resized and centre-cropped to `size`.
 
     Args:
         source: any that `open_images` opens.
-        size: (h, w).
-        labelled: whether a picture without label is an error.
-        cache: a folder, where the bytes of the resized pictures are kept in a file that is mapped into memory. So they
-            may be more than fit there, and are read once, for all trainings and by one of several processes.
+        size: (h, w) in pixels.
+        labelled: whether an image without label is an error.
+        cache: a folder in which the bytes of the resized images are kept, in a file that is mapped into memory. They
+            may then exceed the memory, and are read once, for all trainings and by one of several processes.
 
     Raises:
-        PrivlabError: if nothing can be read, pictures have no labels, a class folder is empty, they do not fit into
+        PrivlabError: if nothing can be read, images have no labels, a class folder is empty, they do not fit into
             memory, or the cache cannot be used.
     """
     images, read = _in_memory(source, size) if cache is None else _mapped(source, size, cache)
@@ -73,7 +73,7 @@ def _in_memory(source: ImageSource, size: tuple[int, int]) -> tuple[UInt8[Tensor
 
 
 def _mapped(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UInt8[Tensor, "n 3 h w"], _Read]:
-    """Return what the cache holds of these pictures, which the first process that asks reads into it."""
+    """Return what the cache holds of these images, which the first process that asks reads into it."""
     try:
         from filelock import FileLock
     except ImportError as error:
@@ -83,7 +83,7 @@ def _mapped(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UI
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(kept.with_suffix(".lock")):
-            if not facts.is_file():  # it is written last
+            if not facts.is_file():  # `facts` is written last
                 with pixels.open("wb") as file:
                     read = _read(source, size, lambda image: file.write(image.numpy().data))
                 told = {"labels": read.labels.tolist(), "identity": read.identity, "skipped": read.skipped}
@@ -102,7 +102,7 @@ def _mapped(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UI
 
 
 def _key(source: ImageSource, size: tuple[int, int]) -> str:
-    """Return what names these pictures in a cache: which they are, and of files their bytes and times of change."""
+    """Return the key of these images in a cache: a hash of the source, the size, and its files' sizes and dates."""
     digest = hashlib.sha256(repr((source.description, source.count, source.names, size)).encode())
     files = [] if source.file is None or source.count is None else map(source.file, range(source.count))
     for path in files if source.container is None else [source.container]:
@@ -112,7 +112,7 @@ def _key(source: ImageSource, size: tuple[int, int]) -> str:
 
 
 def _read(source: ImageSource, size: tuple[int, int], keep: Callable[[UInt8[Tensor, "3 h w"]], object]) -> _Read:
-    """Read all pictures, one after the other, and hand on those that can be used.
+    """Read all images, one after the other, and give those that can be used to `keep`.
 
     The identity is SHA-256 over their pixels and labels.
     """
@@ -135,7 +135,7 @@ def _read(source: ImageSource, size: tuple[int, int], keep: Callable[[UInt8[Tens
 def _prepared(
     pool: ThreadPoolExecutor, source: ImageSource, size: tuple[int, int]
 ) -> Iterator[tuple[Picture, UInt8[Tensor, "3 h w"] | None]]:
-    """Read pictures several at a time, a few hundred ahead: in order."""
+    """Read images several at a time, a few hundred ahead: in order."""
 
     def prepared(picture: Picture) -> tuple[Picture, Tensor | None]:
         return picture, None if picture.pixels is None else _fitted(picture.pixels, size)
@@ -156,7 +156,7 @@ def _groups(things: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def _fitted(pixels: Image.Image, size: tuple[int, int]) -> UInt8[Tensor, "3 h w"]:
-    """Return a picture's bytes: whole where it has the size, else its shorter side resized and the centre cut out."""
+    """Return an image's bytes: whole where it has the size, else its shorter side resized and the centre cut out."""
     height, width = size
     if pixels.size != (width, height):
         scale = max(height / pixels.height, width / pixels.width)
@@ -179,7 +179,7 @@ def _classes(source: ImageSource, labels: Int[Tensor, " n"]) -> int:
     """Return the number of classes: of the source's names, else one more than the largest label.
 
     Raises:
-        PrivlabError: if a class has no picture that can be read, though there are enough for all.
+        PrivlabError: if a class has no image that can be read, though there are at least as many images as classes.
     """
     names = source.class_names
     if names is None:

@@ -1,4 +1,4 @@
-"""What a source of pictures is, and those on this machine: the samples, a folder, files."""
+"""Sources of images, and those on this machine: the samples, a folder, files."""
 
 import hashlib
 import importlib.util
@@ -38,13 +38,13 @@ SAMPLES = (
 
 @dataclass(frozen=True, eq=False)
 class ImageSource:
-    """Pictures that are read one at a time, anew in each iteration.
+    """Images that are read one at a time, anew in each iteration.
 
-    `count` is the number of pictures, problems included; None for a stream that does not tell, and `len()` is
-    then a TypeError. `names` are those of all pictures where known without reading, else None.
-    `class_names[i]` is the name of label i. `at` reads one picture by its place, where that can be done without reading
-    the others; `file` names the file of one, where pictures are whole files, `about` says what is known of it without
-    reading it, and `container` names the file of all, where one holds them.
+    `count` is the number of images, unreadable ones included; it is None for a stream of unknown length, and `len()` is
+    then a TypeError. `names` are those of all images where they are known without reading, else None. `class_names[i]`
+    is the name of label i. `at` reads the image at a place, where that takes no reading of the others. `file` returns
+    the path of the image at a place, where images are whole files; `about` returns what is known of it without reading
+    it. `container` is the path of the one file that holds all images, where there is one.
     """
 
     description: str
@@ -69,11 +69,22 @@ class ImageSource:
         container: Path | None = None,
         about: Callable[[int], Picture] | None = None,
     ) -> "ImageSource":
-        """Return a source whose pictures are read by their place."""
+        """Return a source whose images are read by their place, in any order.
+
+        Args:
+            description: what the source is, in one line, for reports and errors.
+            count: the number of images, unreadable ones included.
+            class_names: the name of each label; None where they are not known.
+            names: the name of each image, `count` of them; None where they are not known without reading.
+            at: reads the image at a place in [0, count).
+            file: returns the path of the image at a place, where images are whole files.
+            container: path of the file that holds all images, where there is one.
+            about: returns what is known of the image at a place without reading it.
+        """
         return cls(description, count, class_names, names, lambda: map(at, range(count)), at, file, container, about)
 
     def choose(self, places: Sequence[int]) -> "ImageSource":
-        """Return the source of the pictures at these places, in this order; of a stream there are none."""
+        """Return the source of the images at these places, in this order; a stream has no places, and is an error."""
         at, file, about, names = self.at, self.file, self.about, self.names
         assert at is not None
         return ImageSource.of(
@@ -88,7 +99,7 @@ class ImageSource:
         )
 
     def changed(self, change: Callable[[Picture], Picture]) -> "ImageSource":
-        """Return the source with `change` applied to each picture; it changes no name, pixels or hash."""
+        """Return the source with `change` applied to each image; it changes no name, pixels or hash."""
         at, about = self.at, self.about
         return replace(
             self,
@@ -98,7 +109,7 @@ class ImageSource:
         )
 
     def stated(self) -> Iterator[Picture]:
-        """Yield what there is to know of each picture but its pixels; whole files are hashed without being decoded."""
+        """Yield each image without its pixels; whole files are hashed without being decoded."""
         if self.file is None or self.about is None or self.count is None:
             yield from (replace(picture, pixels=None) for picture in self)
             return
@@ -106,7 +117,7 @@ class ImageSource:
             yield replace(self.about(place), sha256=_file_hash(self.file(place)))
 
     def pick(self, places: Sequence[int]) -> list[Picture]:
-        """Return the pictures at these places, read one by one; of a stream, all up to the last are read."""
+        """Return the images at these places, read one by one; of a stream, all up to the last are read."""
         if self.at is not None:
             return [self.at(place) for place in places]
         wanted = set(places)
@@ -185,8 +196,17 @@ def files(paths: Sequence[Path]) -> ImageSource:
 def folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | None, *, spread: bool) -> ImageSource:
     """Open a folder, flat or with one sub-folder per class.
 
-    The pictures come in the order of their paths; with `spread`, the first of each class, then the second of
-    each, and so on.
+    Args:
+        root: path of the folder; the names of the images are their paths below it.
+        split: sub-folder to open; None for the folder itself.
+        class_to_index: label of each class folder, used if it knows all of them; otherwise, and for None, labels are
+            the positions in the sorted folder names.
+        spread: whether the first image of each class comes first, then the second of each, and so on; otherwise the
+            images come in the order of their paths.
+
+    Raises:
+        PrivlabError: if the folder or the split is not there or cannot be listed, holds no image, or holds splits of
+            which none is chosen.
     """
     base = root if split is None else root / split
     if not base.is_dir():
@@ -241,7 +261,7 @@ def _classes(
 
 
 def _folders(base: Path) -> tuple[str, ...]:
-    # Hidden ones are left out: a stray .ipynb_checkpoints would shift every label.
+    # Hidden folders are left out: a stray .ipynb_checkpoints would shift every label.
     return tuple(sorted(path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")))
 
 

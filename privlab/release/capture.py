@@ -54,10 +54,10 @@ def capture(
 
     Args:
         model: the ViT itself, bare or wrapped by DistributedDataParallel or `torch.compile`; it is left as it is.
-        path: of the safetensors file; one that is there gives way.
-        batch_size: the images whose losses are in the gradient, over all processes and accumulated steps.
+        path: path of the safetensors file; an existing file is replaced.
+        batch_size: the number of images whose losses are in the gradient, over all processes and accumulated steps.
         reduction: "mean" or "sum", of the loss over these images.
-        name: of the model, for the reader of the file.
+        name: name of the model, for the reader of the file.
         hash_weights: whether the file states a hash of the weights (a third of a second for a ViT-B).
 
     Raises:

@@ -1,7 +1,7 @@
-"""What defenses do, whatever their names are: as they declare it, or measured on images of the adversary's own.
+"""The effects of defenses, whatever their names: as they declare them, or measured on the adversary's own images.
 
-A defense's algorithm is public, so the adversary runs it under draws of its own, and looks where rows, columns and
-patches went and how far two releases of one image are apart.
+A defense's algorithm is public, so the adversary runs it under draws of its own. It looks where rows, columns and
+patches went, and how far two releases of one image are apart.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,31 +34,31 @@ __all__ = ["AnyDefense", "contradictions", "effects_of", "kinds_of", "measured",
 AnyDefense = Defense | FeatureDefense | GradientDefense
 
 DRAWS = 8
-"""Releases of each image under which a defense is tried: what it does to one in ten it hardly hides."""
+"""Releases of each image on which a defense is measured: what it does to one in ten hardly stays hidden."""
 
 AGREES = 0.05
-"""Relative distance of the measured deviation of a noise from `std`, within which the latter is taken at its word."""
+"""The relative distance of a noise's measured deviation from the declared `std` within which `std` is believed."""
 
 ALIKE = 1e-3
-"""Relative error of a release, beyond its noise, that is more than rounding."""
+"""The relative error of a release, beyond its noise, above which it is more than rounding."""
 
 ORDER: dict[Rows, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
 
 _KEPT: WeakKeyDictionary[VictimModel, dict[AnyDefense, Effects]] = WeakKeyDictionary()
-"""What was measured of each defense, for each living victim."""
+"""The measured effects of each defense, for each victim in memory."""
 
 
 def effects_of(model: VictimModel, defense: Sequence[AnyDefense]) -> Effects:
     """Return what stacked defenses do together to what clients of a model release.
 
     Raises:
-        PrivlabError: if one that declares nothing does not run.
+        PrivlabError: if a defense that declares no effects does not run.
     """
     return reduce(_both, (_of_part(model, part) for part in defense), Effects())
 
 
 def kinds_of(part: AnyDefense) -> frozenset[str]:
-    """Return what kinds of effects a defense has on a model that stands in for any; none if it does not run."""
+    """Return the kinds of effects that a defense has on the stand-in model; none if it does not run."""
     try:
         return _of_part(stand_in(), part).kinds
     except PrivlabError:
@@ -67,7 +67,7 @@ def kinds_of(part: AnyDefense) -> frozenset[str]:
 
 @cache
 def stand_in() -> VictimModel:
-    """Return a small model with 224 pixels and E_unk, for what does not depend on the victim."""
+    """Return a small model with 224 pixels and E_unk, for effects that do not depend on the victim."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         vit = VisionTransformer(img_size=224, patch_size=16, embed_dim=64, depth=1, num_heads=1, num_classes=2)
@@ -113,7 +113,7 @@ def _both(first: Effects, then: Effects) -> Effects:
 
 
 def measured(model: VictimModel, part: AnyDefense) -> Effects:
-    """Return what one defense does, as its releases of a few images show; what it declares is not looked at.
+    """Return the effects of one defense, measured on its releases of a few images; what it declares is not looked at.
 
     Raises:
         PrivlabError: if it does not run.
@@ -133,13 +133,17 @@ def measured(model: VictimModel, part: AnyDefense) -> Effects:
 
 
 def contradictions(model: VictimModel, part: AnyDefense, chance: float) -> list[str]:
-    """Return in what the releases of a defense are not what it declares in `acts_as`.
+    """Return where the measured effects of a defense differ from those that it declares in `acts_as`, one line each.
 
-    One that does nothing here, with these options, contradicts nothing. Of noise, `chance` is the factor in the
-    variance that says nothing.
+    A defense that does nothing here, with these options, contradicts nothing.
+
+    Args:
+        model: the victim on which the defense is measured.
+        part: the defense, with its options.
+        chance: the factor, at least 1, that declared and measured variance of a noise may be apart by chance.
 
     Raises:
-        PrivlabError: if it does not run.
+        PrivlabError: if the defense does not run.
     """
     declared = declared_by_defense(part).acts_as
     if type(declared) is not Effects:
@@ -157,7 +161,7 @@ def contradictions(model: VictimModel, part: AnyDefense, chance: float) -> list[
 
 
 def _on_images(model: VictimModel, part: Defense) -> Effects:
-    """Look at the order, the masks and the pixels of what is fed."""
+    """Measure the order, the masks and the pixels of what is fed."""
     images = _images(model)
     moved = beyond = masked = other = False
     one_order, kind = True, "unknown"
@@ -176,7 +180,7 @@ def _on_images(model: VictimModel, part: Defense) -> Effects:
 
 
 def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
-    """Look at where rows and columns come from, and at the rest: what differs from draw to draw is noise."""
+    """Measure where rows and columns come from, and what is left: what differs from draw to draw is noise."""
     tokens = model.embed(_images(model))
     b = len(tokens)
     sent = [part.send(Sent.plain(tokens.clone(), model.vit.num_prefix_tokens), draws) for draws in _draws(b)]
@@ -223,7 +227,7 @@ def _restored(sent: Sent) -> Float[Tensor, "b t d"]:
 
 
 def _on_gradients(model: VictimModel, part: GradientDefense) -> Effects:
-    """Look at what two releases of one gradient have in common with each other, and with it."""
+    """Compare two releases of one gradient with each other, and with it."""
     shapes = {"patch_embed.proj.weight": model.vit.patch_embed.proj.weight.shape}
     if model.vit.pos_embed is not None:
         shapes["pos_embed"] = model.vit.pos_embed.shape

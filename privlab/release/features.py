@@ -27,7 +27,17 @@ __all__ = ["granted_features", "observe_features", "predictions", "send"]
 
 
 def send(model: VictimModel, feed: Feed, stack: Stack, draws: Draws) -> Sent:
-    """Return what the client sends: its embedded tokens z₀ = F₁(x̃), after the parts that act on features."""
+    """Return what the client sends: its embedded tokens z₀ = F₁(x̃), after the defenses that act on features.
+
+    Args:
+        model: the public base, of which the client runs the embedding F₁.
+        feed: x̃, the images after the defenses that act on images, with their masked position embeddings.
+        stack: the client's defenses; those on images have acted already and are passed over.
+        draws: the client's secret generators: one for each of the b images, one for the batch, one for the model.
+
+    Raises:
+        PrivlabError: if a defense acts on gradients, or E_unk is asked for and the model has none.
+    """
     with torch.no_grad(), full_precision():
         tokens = model.embed(feed.images, feed.masked_pe, feed.replacement)
         return stack.send(tokens, model.vit.num_prefix_tokens, draws)
@@ -36,7 +46,17 @@ def send(model: VictimModel, feed: Feed, stack: Stack, draws: Draws) -> Sent:
 def observe_features(
     model: VictimModel, sent: Sent, stack: Stack, public: Float[Tensor, "m c h w"]
 ) -> FeatureObservation:
-    """Return what the server sees of a batch, given the public base and images of its own."""
+    """Return what the server sees of a batch, given the public base and images of its own.
+
+    Args:
+        model: the public base.
+        sent: what the client sent; the server sees its features alone, b × t × d.
+        stack: the client's defenses, whose algorithms and parameters are public.
+        public: images of the server's own, in [0, 1], as large as the model's input; there may be none (m = 0).
+
+    Raises:
+        PrivlabError: if a defense that declares no effects does not run.
+    """
     grants = granted_features(model, len(public), stack.parts)
     return FeatureObservation(model, sent.features, stack.parts, public, grants)
 
@@ -44,7 +64,16 @@ def observe_features(
 def granted_features(
     model: VictimModel, public: int, defense: Sequence[Defense | FeatureDefense | GradientDefense] = ()
 ) -> frozenset[Capability]:
-    """Return the capabilities of a server that knows the public `model` and has `public` images, under a defense."""
+    """Return the capabilities of a server of split learning that knows the model and the defense.
+
+    Args:
+        model: the public base; its position embeddings and its class token grant capabilities where it has them.
+        public: the number of images of the server's own; they grant `auxiliary_images` from one on.
+        defense: the client's defenses; unless they mix the rows of several images, `own_rows` is granted.
+
+    Raises:
+        PrivlabError: if a defense that declares no effects does not run.
+    """
     grants = {
         Capability.KNOWS_WEIGHTS,
         Capability.RELEASED_FEATURES,

@@ -27,14 +27,14 @@ HEAD = "head.bias"
 _HALVES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _FLOATS = {torch.float32, torch.float64, *_HALVES}
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_SLACK = 1e-2  # what rounding may do to a bias gradient, relative; bfloat16 keeps eight bits
+_SLACK = 1e-2  # relative error that rounding may leave in a bias gradient; bfloat16 keeps eight bits
 
 
 @dataclass(frozen=True, eq=False)
 class Released:
     """What a training client released of one step, as its file states it.
 
-    `gradients` are by timm's parameter name, in the file's precision; the parameters `without` have none.
+    `gradients` holds them by timm's parameter name, in the file's precision; the parameters in `without` have none.
     """
 
     source: str
@@ -143,10 +143,11 @@ def head_of(released: Released) -> Float[Tensor, " y"] | None:
 
 
 def check_head(released: Released) -> bool:
-    """Check batch size and reduction against h = Σ_i (p_i − y_i), the head's gradient; say if it can be relied on.
+    """Check batch size and reduction by the head's gradient h = Σ_i (p_i − y_i); return whether it can be relied on.
 
-    Whatever the targets y_i are, smoothed or mixed, Σ_j h_j = 0 and the positive entries of B images add up to B at
-    most. Smoothing takes at most B/C from an entry: one below −B/C is a label that n_j ≥ −h_j − B/C images have.
+    Whatever the targets y_i are, smoothed or mixed, Σ_j h_j = 0, and the positive entries of B images add up to B at
+    most. Smoothing takes at most B/C from an entry. An entry below −B/C is thus that of a label, which n_j ≥ −h_j − B/C
+    images have.
 
     Raises:
         PrivlabError: if these hold for no B images under the stated reduction.
@@ -193,11 +194,16 @@ def observation(
 ) -> Observation:
     """Return what the adversary sees: one gradient of the batch's mean loss, in the model's precision.
 
-    What the file does not hold is not granted: `batch_size_one` is for one image alone. `defense` is what the client is
-    known to use.
+    What the file does not hold is not granted; `batch_size_one` is granted for one image alone.
+
+    Args:
+        released: the file, which fits the model (`check_fit`); under reduction "sum" it is divided by the batch size B.
+        model: the client's model.
+        defense: the defenses that the client is known to use, in their order.
+        knows_weights: whether `model` has the weights of that step; otherwise `knows_weights` is not granted.
     """
     B = released.batch_size
-    images = B if released.reduction == "sum" else 1  # that the stated loss is to be divided by
+    images = B if released.reduction == "sum" else 1  # by which the stated loss is divided
     gradients = {name: (g.to(model.mean) / images)[None] for name, g in released.gradients.items()}
     withheld = set() if knows_weights else {Capability.KNOWS_WEIGHTS}
     if "pos_embed" not in gradients:

@@ -45,6 +45,12 @@ def per_sample_gradients(
 ) -> dict[str, Float[Tensor, "b ..."]]:
     """Return ∂ℓ_i/∂θ of each fed image i for each named parameter θ, with ℓ the cross-entropy.
 
+    Args:
+        model: the client's model; it is left as it is.
+        feed: the b images in [0, 1] as the client feeds them, with their masked position embeddings.
+        labels: the class index of each image.
+        parameters: names out of `released_parameters(model)`.
+
     Raises:
         PrivlabError: as in `released_gradients`.
     """
@@ -64,10 +70,17 @@ def released_gradients(
 
     The n = r·B fed images are those of the releases in their order. A linear layer that reads a_n and whose output
     receives δ_n gives ∂ℓ/∂W = Σ_n δ_n a_nᵀ, over the tokens of all B images. The embedding is the case a_n = x_n: with
-    g_n = ∂ℓ/∂z_n, ∂ℓ/∂W = Σ_n g_n x_nᵀ, ∂ℓ/∂E_pos[n] = g_n where slot n keeps its PE and 0 elsewhere, and ∂ℓ/∂E_unk
-    = Σ g_m over the other slots; of B images these add up.
+    g_n = ∂ℓ/∂z_n, ∂ℓ/∂W = Σ_n g_n x_nᵀ, ∂ℓ/∂E_pos[n] = g_n where slot n keeps its PE and 0 elsewhere, and ∂ℓ/∂E_unk = Σ
+    g_m over the other slots; of B images these add up.
 
-    With `create_graph` the result can be derived by the images; the model's attention must not be fused then.
+    Args:
+        model: the clients' model; it is left as it is.
+        feed: the n images in [0, 1] as the clients feed them, with their masked position embeddings.
+        labels: the class index of each image.
+        parameters: names out of `released_parameters(model)`; a name that comes twice counts once.
+        images_per_release: B, at least 1: the first B images are those of the first release.
+        create_graph: whether the result can be differentiated by the images; the model's attention must not be fused
+            then.
 
     Raises:
         PrivlabError: if a parameter is not there, or belongs to a layer with no such rule, or B does not divide n.
@@ -137,7 +150,7 @@ def observe(
 
 
 _AT_ONCE = 2**26
-"""Entries of all released gradients that are held at once while a defense acts on them."""
+"""The number of gradient entries that are held at once while a defense acts on them."""
 
 
 def _defended(
@@ -169,7 +182,16 @@ def granted(
     defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
     images_per_release: int = 1,
 ) -> frozenset[Capability]:
-    """Return the capabilities that released gradients of `model` grant, of one image or of a batch, under a defense."""
+    """Return the capabilities that released gradients of a model grant under a defense.
+
+    The weights and the defense are known in any case.
+
+    Args:
+        model: the clients' model; its position embeddings, its first block and its trained parameters decide on the
+            rest.
+        defense: the clients' defenses; one on gradients grants `gradient_defense`.
+        images_per_release: B; `batch_size_one` is granted for B = 1 alone.
+    """
     grants = {Capability.KNOWS_WEIGHTS, Capability.KNOWS_DEFENSE}
     if images_per_release == 1:
         grants.add(Capability.BATCH_SIZE_ONE)
@@ -191,7 +213,7 @@ _MLP = {f"blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1
 
 
 def obstacles(model: VictimModel) -> dict[Capability, str]:
-    """Return why a model grants no capability that its kind has, where what the capability says does not tell."""
+    """Return why a model lacks a capability that its kind has, where the capability's own text does not tell."""
     if isinstance(before := model.vit.norm_pre, nn.Identity):
         return {}
     return {

@@ -36,7 +36,8 @@ def certain_counts(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> 
 def labels_of(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[int] | None:
     """Return the labels of a batch in ascending order where the gradient determines them, otherwise None.
 
-    One image: its class alone has h_c = p_c − 1 < 0. More: where the counts that are certain make up the batch.
+    The gradient of one image determines its label: that class alone has h_c = p_c − 1 < 0. The gradient of several
+    determines their labels where the certain counts make up the batch.
 
     Raises:
         PrivlabError: as in `certain_counts`.
@@ -51,9 +52,9 @@ def labels_of(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[
 def likely_labels(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[int]:
     """Return the labels of a batch in ascending order, guessed where the gradient does not determine them.
 
-    Each image beyond the certain counts goes to the class whose n_c + h_c = Σᵢ pᵢc then is the least: exact for a model
-    that gives all classes the same probability, as an untrained one nearly does. Where the certain counts exceed the
-    batch, as noise makes them, those that explain the least are dropped.
+    Each image beyond the certain counts goes to the class whose n_c + h_c = Σᵢ pᵢc is then the least. That is exact for
+    a model that gives all classes the same probability, as an untrained one nearly does. Where the certain counts
+    exceed the batch, as noise makes them, counts of the classes with the largest n_c + h_c are dropped.
 
     Raises:
         PrivlabError: as in `certain_counts`.

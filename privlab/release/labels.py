@@ -34,7 +34,7 @@ _DETERMINED = 1e-2
 """The least change of r, relative to it, by any change of f of its own size: a saturated softmax determines no f."""
 
 _SPREADS = (0.0, 0.3, 0.6, 1.0)
-"""How far starts are scattered, relative to f: images of one class start from their mean, which pulls to none."""
+"""How far starts are scattered, relative to f: images of one class start from their mean, which leads to none."""
 
 _ROUNDS = 3
 """Rounds of starts without a find, after which no more are tried."""
@@ -121,7 +121,7 @@ def _found(
 
 @dataclass(frozen=True, eq=False)
 class _Space:
-    """G = U S Vᵀ."""
+    """The column and the row space of G = U S Vᵀ."""
 
     U: Float[Tensor, "y k"]
     S: Float[Tensor, " k"]

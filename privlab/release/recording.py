@@ -47,9 +47,9 @@ class Recorder:
     """Writes a recording; when the disk is full, it stops for good, and says so once: serving goes on.
 
     Args:
-        folder: of the recording; made if it is not there.
-        facts: about the server, for every `session.json`.
-        on_stop: is told why nothing more is recorded.
+        folder: folder of the recording; made if it is not there.
+        facts: facts about the server, which stand in every `session.json`.
+        on_stop: called with the reason why nothing more is recorded.
 
     Raises:
         PrivlabError: if the folder cannot be made.
@@ -72,7 +72,7 @@ class Recorder:
         return SessionRecorder(self, path.parent)
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write one file, whole or not at all; after a failure, nothing any more."""
+        """Write one file, whole or not at all; after a failure, nothing more is written."""
         if self._stopped:
             return
         temporary = path.with_name(f".tmp-{path.name}")
@@ -94,7 +94,13 @@ class SessionRecorder:
         self._inferences = max((number for _, number, _ in _files(folder, "infer")), default=0)
 
     def step(self, step: int, features: Float[Tensor, "b t d"], gradient: Float[Tensor, "b t d"] | None) -> None:
-        """Write a training step: what it brought, as far as it came."""
+        """Write what a training step brought, as far as it came.
+
+        Args:
+            step: number of the step, from 1 on; an earlier recording of the same step is replaced.
+            features: the features that the client sent.
+            gradient: ∂ℓ/∂outputs, as the client sent it; None where it did not come.
+        """
         self._write("step", step, {"features": features} | ({} if gradient is None else {"gradient": gradient}))
 
     def inference(self, features: Float[Tensor, "b t d"]) -> None:
@@ -124,8 +130,8 @@ def read_recording(folder: Path, kind: Kind | None = None) -> Iterator[Recorded]
     """Yield the batches of a recording, or of one session of it, by sessions, training before inference, in order.
 
     Args:
-        folder: of the recording, or of one of its sessions.
-        kind: "step" for training alone, "infer" for inference alone.
+        folder: folder of the recording, or of one of its sessions.
+        kind: "step" for training alone, "infer" for inference alone; None for both.
 
     Raises:
         PrivlabError: if there is no recording, or it has another version.

@@ -1,4 +1,4 @@
-"""Whether an image is the private one, told by the gradient that it gives itself: no private image is needed."""
+"""Whether an image is the private one, as the gradient that it gives itself shows: no private image is needed."""
 
 from dataclasses import replace
 
@@ -17,9 +17,14 @@ EXPLAINED = 0.05
 
 
 def residual(seen: Observation, images: Float[Tensor, "1 c h w"], label: int) -> float:
-    """Return ‖∇ℓ(images) − G‖ / ‖G‖ over the released gradients G that have a per-image rule; 0 is the client's own.
+    """Return ‖∇ℓ(image) − G‖ / ‖G‖ over the released gradients G that have a per-image rule; 0 is the client's own.
 
     Slots whose position embedding has no gradient are fed as MJP feeds them: with E_unk where it has a gradient.
+
+    Args:
+        seen: the observation of one release of one image.
+        images: the one image to test, such as a reconstruction, in [0, 1].
+        label: the class index of the private image.
     """
     model, held = seen.model, seen.gradients
     feed = Feed.undefended(images, model.patch)

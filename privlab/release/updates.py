@@ -13,17 +13,18 @@ from privlab.victims import VictimModel
 __all__ = ["Signs", "decay_of", "labels_of_signs", "partial_training", "sgd_rate", "signs_of", "update_in"]
 
 _NEAR = 0.1
-"""Relative distance of an entry's magnitude from the median of its parameter within which the two are one."""
+"""Relative distance of an entry's magnitude from the median of its parameter within which the two count as equal."""
 
 _SAME, _ABOVE = 0.95, 1e-3
-"""Shares of entries of signs alone: near the median at least, and half as large again at most. Gradients of ViT-Ti
-have 0.06 and 0.38, in four bits 0.82 to 0.88 and 0.17, the first steps of Adam and AdamW at least 0.98 and 0."""
+"""Entries are signs alone where at least the first share lies near the median, and at most the second above 1.5 times
+the median. Gradients of ViT-Ti have 0.06 and 0.38, in four bits 0.82 to 0.88 and 0.17, the first steps of Adam and
+AdamW at least 0.98 and 0."""
 
 _PARALLEL = 0.995
-"""Cosine from which two directions are one; of random ones of 64 coordinates it is below 0.7."""
+"""The cosine from which two directions count as one; for random ones of 64 coordinates it is below 0.7."""
 
 _ROUNDING = 1e-6
-"""What sums of rows that cancel leave, relative to the sum of their magnitudes: float32's rounding."""
+"""What remains of a sum of rows that cancel, relative to the sum of their magnitudes: float32's rounding."""
 
 _LORA = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B|magnitude_vector|up|down)(\.|$)")
 _PEFT = re.compile(r"^base_model\.model\.|(?<=\.)(modules_to_save|base_layer)\.(default\.)?")
@@ -33,16 +34,16 @@ _RIGHT = "What is audited is the gradient: call privlab.capture after loss.backw
 
 @dataclass(frozen=True)
 class Signs:
-    """Entries of one magnitude: the share of those that are not zero, and the magnitude, the median over entries."""
+    """Entries of one magnitude: `share` of the non-zero ones have it; `magnitude` is the median over all of them."""
 
     share: float
     magnitude: float
 
 
 def signs_of(gradients: Mapping[str, Tensor]) -> Signs | None:
-    """Return how far the entries are signs alone, each parameter's of one magnitude; None where they are not.
+    """Return share and magnitude where the entries are signs alone, of one magnitude per parameter; else None.
 
-    Adam's first step is −η g / (|g| + ε), AdamW's less η λ θ besides: ±η wherever |g| ≫ ε.
+    Adam's first step is −η g / (|g| + ε), which is ±η wherever |g| ≫ ε; AdamW's also subtracts η λ θ.
 
     Source: Adam (Kingma and Ba, ICLR 2015), Algorithm 1 at t = 1; AdamW (Loshchilov and Hutter, ICLR 2019).
     """
@@ -67,10 +68,10 @@ def signs_of(gradients: Mapping[str, Tensor]) -> Signs | None:
 
 
 def labels_of_signs(head: Tensor, batch_size: int) -> list[int] | None:
-    """Return the classes whose entry of the head's bias has the other sign, B at most of more than 2 B that have one.
+    """Return the classes with the rarer sign in the head's bias, where at most B have it and more than 2 B the other.
 
-    Softmax cross-entropy has h_c = Σ_i p_ic − n_c: without smoothing h_c < 0 for labels alone, whatever the sign and
-    the scale of all of it.
+    Softmax cross-entropy has h_c = Σ_i p_ic − n_c. Without smoothing h_c < 0 for labels alone, whatever the sign and
+    the scale of the whole of h. None where the signs are not so distributed.
     """
     positive, negative = (head > 0).nonzero().flatten(), (head < 0).nonzero().flatten()
     fewer, more = sorted((positive, negative), key=len)
@@ -78,10 +79,10 @@ def labels_of_signs(head: Tensor, batch_size: int) -> list[int] | None:
 
 
 def decay_of(gradients: Mapping[str, Tensor], head: nn.Linear) -> float | None:
-    """Return λ of a file of aG + λθ, where G is the gradient of a cross-entropy, by its head; None for λ = 0.
+    """Return λ of a file of aG + λθ, with G the gradient of a cross-entropy, by its head; None where it shows no λ.
 
-    Of a softmax's logits Σ_c ∂ℓ/∂z_c = 0, so the rows of ∂ℓ/∂W_head add up to zero: what they add up to is
-    λ Σ_c W_head,c, parallel to the weights' own.
+    Of a softmax's logits Σ_c ∂ℓ/∂z_c = 0, so the rows of ∂ℓ/∂W_head add up to zero. The rows of the file add up to λ
+    Σ_c W_head,c, parallel to the sum of the weights' own rows.
     """
     G = gradients.get("head.weight")
     if G is None or G.shape[1] < 8:
@@ -98,10 +99,16 @@ def decay_of(gradients: Mapping[str, Tensor], head: nn.Linear) -> float | None:
 
 
 def sgd_rate(gradients: Mapping[str, Tensor], head: nn.Linear, decay: float = 0.0) -> float | None:
-    """Return η of a file of −η G of one image under cross-entropy, by its head; None where it is no such file.
+    """Return η of a file of −η G + λθ of one image under cross-entropy, by its head; None where it is no such file.
 
-    ∂ℓ/∂W_head = h fᵀ gives the features f up to their scale s by the rows and ∂ℓ/∂b_head = h gives that; then
-    h = p − y for the probabilities p that the head's own weights make of f, and its sign is told.
+    ∂ℓ/∂W_head = h fᵀ gives the features f up to their scale s by the rows and ∂ℓ/∂b_head = h gives that; then h = p − y
+    for the probabilities p that the head's own weights make of f, and its sign is told. A rate above 1 counts as no
+    such file.
+
+    Args:
+        gradients: the file's tensors by timm's parameter name; `head.weight` and `head.bias` are read.
+        head: the classifier, with the weights θ of that step.
+        decay: λ, as `decay_of` finds it; 0 for none.
     """
     G, h = gradients.get("head.weight"), gradients.get("head.bias")
     W, b = head.weight.detach().double().cpu(), head.bias
@@ -124,10 +131,11 @@ def update_in(gradients: Mapping[str, Tensor], model: VictimModel | None, batch_
     """Return what a file seems to hold instead of the gradient of a step, what is right, and what leaks all the same.
 
     Args:
-        gradients: by timm's parameter name.
-        model: with the weights of that step; None where they are not known, and what shows by them is not looked for.
-        batch_size: the images of the step.
-        source: the file's name.
+        gradients: the file's tensors, by timm's parameter name.
+        model: the model with the weights of that step; None where they are not known, and then neither weight decay nor
+            a step of SGD is looked for.
+        batch_size: the number of images of the step; a step of SGD is looked for in that of one image alone.
+        source: name of the file, with which the text begins.
     """
     if (signs := signs_of(gradients)) is not None:
         adam = f"one step of Adam or AdamW (learning rate about {signs.magnitude:.2g}), or "
@@ -161,7 +169,7 @@ def partial_training(found: Collection[str], wanted: Collection[str] | None = No
         wanted: timm's names of the parameters that a client may train; None where the model is not known.
 
     Returns:
-        None for any other file.
+        The text; None for any other file.
 
     Source: LoRA (Hu et al., ICLR 2022); names as Hugging Face's PEFT and loralib give them.
     """

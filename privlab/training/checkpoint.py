@@ -23,7 +23,7 @@ from privlab.base import PrivlabError, PrivlabWarning, sha256_of, sync
 __all__ = ["Checkpoints"]
 
 KEPT = 2
-"""Checkpoints that are kept: the last, and one before it, should the last be damaged."""
+"""The number of checkpoints that are kept: the last, and one before it, should the last be damaged."""
 
 UNFINISHED = ".unfinished-"
 WEIGHTS, STATE, CARD = "model.safetensors", "state.pt", "checkpoint.json"
@@ -33,7 +33,7 @@ WEIGHTS, STATE, CARD = "model.safetensors", "state.pt", "checkpoint.json"
 class Checkpoints:
     """The checkpoints of one training in a folder.
 
-    `identity` says by name what must not change between a run and its continuation.
+    `identity` holds by name what must not change between a run and its continuation.
     """
 
     folder: Path
@@ -41,6 +41,11 @@ class Checkpoints:
 
     def save(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step and drop all but the last `KEPT`.
+
+        Args:
+            step: the number of steps that are done; it names the checkpoint.
+            weights: the model's tensors by name, on any device.
+            state: what else a continuation needs, such as the optimiser's averages: tensors and numbers alone.
 
         Raises:
             PrivlabError: if it cannot be written, with the reason; the earlier ones stay.
@@ -52,14 +57,14 @@ class Checkpoints:
             shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
             made.rename(final)
             sync(self.folder)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch says RuntimeError of a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for a full disk
             self._sweep()
             raise PrivlabError(f"The checkpoint of step {step} cannot be written to {self.folder}: {error}.") from error
         for old in self._all()[:-KEPT]:
             shutil.rmtree(old)
 
     def _written(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-        """Return a folder under a name of its own that holds the checkpoint, on the disk to the last byte."""
+        """Return a new folder under a temporary name that holds the checkpoint, on the disk to the last byte."""
         self.folder.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self.folder))
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, made / WEIGHTS)

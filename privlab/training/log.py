@@ -11,7 +11,7 @@ __all__ = ["append", "forget_after"]
 
 
 def append(log: Path, now: Progress) -> None:
-    """Add a row, and the head before the first."""
+    """Add a row to the log; a new log begins with the names of the columns."""
     log.parent.mkdir(parents=True, exist_ok=True)
     head = [] if log.exists() else [tuple(f.name for f in fields(Progress))]
     with log.open("a", newline="", encoding="utf-8") as file:
@@ -19,7 +19,7 @@ def append(log: Path, now: Progress) -> None:
 
 
 def forget_after(log: Path, step: int) -> None:
-    """Drop the rows after a step: what was done, but not saved, is done again."""
+    """Drop the rows after a step: steps that were done but not saved are done again."""
     if not log.exists():
         return
     head, *rows = log.read_text(encoding="utf-8").splitlines() or [""]

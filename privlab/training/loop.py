@@ -1,9 +1,9 @@
 """One loop for everything that is trained: Lightning Fabric's devices and precision, and exact resume.
 
 What step s computes depends on (seed, s) and the weights alone. Examples come as one endless stream of shuffled epochs,
-of which step s takes the next B; every draw of step s, dropout's included, comes from generators keyed by (seed, s). So
-to go on takes the weights, the optimiser's averages and a step number, and ends, bit by bit on a CPU, with the weights
-of a run that was never interrupted.
+of which step s takes the next B; every draw of step s, dropout's included, comes from generators keyed by (seed, s). To
+go on thus takes the weights, the optimiser's averages and a step number. On a CPU, the run then ends, bit by bit, with
+the weights of a run that was never interrupted.
 """
 
 import logging
@@ -35,7 +35,7 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell `listener` of every training inside that has none of its own, such as one that an attack needs."""
+    """Tell `listener` of every training inside that has no listener of its own, such as one that an attack needs."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -44,7 +44,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def tell(now: Progress) -> None:
-    """Tell whoever is `listening`, as `train` does, of another search that takes steps."""
+    """Report the progress of a search that is no training to the listener of `listening`, if there is one."""
     if (listener := _LISTENER.get()) is not None:
         listener(now)
 
@@ -57,7 +57,16 @@ def train(
     out: Path | None = None,
     progress: Listener | None = None,
 ) -> None:
-    """Train `recipe.model` in place; with `out`, go on with what stands there, and write checkpoints and `log.csv`.
+    """Train `recipe.model` in place and leave it in evaluation mode.
+
+    With `out`, the training goes on with the last checkpoint there, and writes checkpoints and `log.csv`.
+
+    Args:
+        recipe: the model, its examples and its loss.
+        plan: everything that shapes the result: steps, batch size, optimiser, precision, seed.
+        compute: the device, and how often losses are read and weights saved; None for a CPU.
+        out: folder of the training; None writes nothing.
+        progress: called with each report; None for the listener of `listening`, if there is one.
 
     Raises:
         PrivlabError: without examples or Lightning Fabric; for an optimiser, schedule, precision or device that is not
@@ -78,7 +87,7 @@ def train(
             run = _Run(recipe, plan, compute, out, progress or _LISTENER.get())
         except PrivlabError:
             raise
-        except (ValueError, RuntimeError) as error:  # what timm, Fabric and torch say of names that they do not know
+        except (ValueError, RuntimeError) as error:  # timm, Fabric and torch raise these for unknown names
             raise PrivlabError(f"The training cannot be set up: {str(error).splitlines()[0]}") from error
         run.go()
 
@@ -144,13 +153,13 @@ class _Run:
         return total
 
     def _seed_globally(self, seed: int) -> None:
-        """Seed what dropout and its like draw from, within the fork of `train`."""
+        """Seed torch's global generators, from which dropout draws, within the fork of `train`."""
         torch.default_generator.manual_seed(seed)
         if self.fabric.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def _report(self, done: int) -> None:
-        """Check the losses since the last report, all in one transfer from the device, and tell of them."""
+        """Check the losses since the last report, all in one transfer from the device, and report their mean."""
         losses = self.fabric.all_reduce(torch.stack(self.losses), reduce_op="mean").tolist()
         self.losses.clear()
         for step, loss in enumerate(losses, done - len(losses) + 1):
@@ -179,7 +188,7 @@ class _Run:
 
     def _save(self, done: int, checkpoints: Checkpoints) -> None:
         weights = self.recipe.model.state_dict()
-        if not all(bool(w.isfinite().all()) for w in weights.values()):  # the next loss would tell too late
+        if not all(bool(w.isfinite().all()) for w in weights.values()):  # the next loss would show it too late
             raise self._stopped(f"the weights are not finite after step {done}")
         state = {"optimizer": self.optimizer.state_dict(), "precision": self.fabric.strategy.precision.state_dict()}
         if self.average is not None:
@@ -189,7 +198,7 @@ class _Run:
         self.saved = done
 
     def _keep(self, done: int, folder: Path) -> None:
-        """Write the weights of a step that stay."""
+        """Write the weights of a step that is kept for good."""
         model = self.recipe.model if self.average is None else self.average.module
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         write_whole(folder / f"step-{done:08d}.safetensors", lambda path: save_file(weights, path))
@@ -235,7 +244,7 @@ def _optimiser(recipe: Recipe, plan: Plan) -> tuple[torch.optim.Optimizer, Any]:
         step_on_epochs=False,
         updates_per_epoch=1,
     )
-    if scheduler is None:  # which would scale the rates of the layers
+    if scheduler is None:  # a scheduler would scale the rates of the layers
         for group in optimizer.param_groups:
             group["lr"] *= group.get("lr_scale", 1.0)
     return optimizer, scheduler
@@ -270,7 +279,7 @@ def _fabric(plan: Plan, compute: Compute) -> Any:  # noqa: ANN401
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Keep to itself what Lightning thinks of the machine while it is set up."""
+    """Silence what Lightning says of the machine while it is set up."""
     logger = logging.getLogger("lightning_fabric")
     level = logger.level
     logger.setLevel(max(level, logging.WARNING))  # it tells of the precision that the plan asks for
@@ -283,7 +292,7 @@ def _without_advice() -> Iterator[None]:
 
 
 def _rows(plan: Plan, step: int, n: int) -> Tensor:
-    """Return the numbers of a step's examples: the next of a stream of epochs, each shuffled by (seed, epoch)."""
+    """Return the numbers of a step's examples: the next ones of the epochs, each shuffled by (seed, epoch)."""
     first, after = step * plan.batch_size, (step + 1) * plan.batch_size
     epochs = range(first // n, (after - 1) // n + 1)
     stream = torch.cat([_order(plan.seed, epoch, n) for epoch in epochs])

@@ -1,4 +1,4 @@
-"""What a training is: a recipe, a plan that shapes its result, and where it is computed; and how it tells of itself."""
+"""The parts of a training: a recipe, a plan that shapes its result, where it is computed, and reports of progress."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ __all__ = ["Compute", "Listener", "Paced", "Plan", "Progress", "Recipe"]
 
 @runtime_checkable
 class Recipe(Protocol):
-    """What is trained on what.
+    """A model, its examples and its loss.
 
     The checkpoint of a run with another `identity` is not continued.
     """
@@ -38,7 +38,13 @@ class Recipe(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Any, draw: Generator) -> Tensor:  # noqa: ANN401
-        """Return the mean loss of a batch; `model` is that above, in the plan's precision."""
+        """Return the mean loss of a batch.
+
+        Args:
+            model: `self.model` in the plan's precision, as Fabric wraps it.
+            batch: what `batch` returned, on the device of the model.
+            draw: the step's generator, the one that `batch` got.
+        """
         ...
 
 
@@ -47,7 +53,7 @@ class Paced(Protocol):
     """A recipe that changes as the training goes on."""
 
     def at(self, share: float) -> Recipe:
-        """Return the recipe of the moment when a share of the steps, in [0, 1), is done."""
+        """Return the recipe as it is when a share of the steps, in [0, 1), is done."""
         ...
 
 
@@ -56,17 +62,19 @@ class Plan:
     """How a recipe is trained: everything that shapes the result.
 
     Args:
-        steps: of the optimiser.
-        batch_size: examples of a step.
-        accumulate: the parts into which a step's examples are cut, one forward and backward pass each.
+        steps: the number of steps of the optimiser.
+        batch_size: the number of examples of a step.
+        accumulate: the number of parts into which a step's examples are cut, one forward and backward pass each.
         optimiser: one of timm's.
+        learning_rate: the largest rate of the schedule, that of the head; at least 0.
+        weight_decay: the optimiser's weight decay, at least 0; biases and norms have none.
         layer_decay: the rate of a layer over that of the next one, in (0, 1], from the head down to the embedding.
         schedule: one of timm's, over the steps: "cosine", "constant" …
-        warmup: steps of linear warm-up.
+        warmup: the number of steps of linear warm-up.
         clip: largest norm of a step's gradient; 0 leaves it as it is.
         ema: decay of the moving average of the weights, which is then the result; 0 for none.
         precision: one of Fabric's: "32-true", "bf16-mixed", "16-mixed" …
-        seed: of the order of the examples, and of every draw.
+        seed: seed of the order of the examples, and of every draw.
     """
 
     steps: int
@@ -102,7 +110,7 @@ class Plan:
                 raise PrivlabError(f"{name} of a training must be at least 0 and finite. Found {getattr(self, name)}.")
 
     def identity(self) -> dict[str, str]:
-        """Return by name what a run and its continuation share; what came later counts where it is used."""
+        """Return by name what a run and its continuation share; a later option counts only where it is used."""
         named = {name: str(value) for name, value in asdict(self).items()}
         if self.layer_decay == 1:
             del named["layer_decay"]
@@ -111,7 +119,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Compute:
-    """What changes speed and safety, not the result: the device, and how often losses are read and weights saved.
+    """Settings that change speed and safety, not the result: the device, and how often losses are read, weights saved.
 
     After the steps of `keep`, the weights are written to `kept/` too, and stay there.
     """
@@ -136,4 +144,4 @@ class Progress:
 
 
 Listener = Callable[[Progress], None]
-"""What is told of a training's progress."""
+"""A function that is told of a training's progress."""

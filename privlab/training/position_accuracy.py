@@ -1,4 +1,4 @@
-"""How often a position predictor is right, by what is hidden from it."""
+"""The accuracy of position predictors, by what is hidden from them."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from privlab.training.objectives.mp3 import TrainMp3
 __all__ = ["DROPPED", "HIDDEN", "position_accuracy"]
 
 HIDDEN = (0.0, 0.25, 0.5, 0.75)
-"""η, or γ, at which position predictors are judged."""
+"""The values of η, or γ, at which position predictors are judged."""
 
 DROPPED = (0.25, 0.5, 0.75, 0.95)
-"""γ_pos at which DropPos is judged (Tables S3 to S5)."""
+"""The values of γ_pos at which DropPos is judged (Tables S3 to S5)."""
 
 
 @torch.no_grad()
@@ -33,9 +33,16 @@ def position_accuracy(
 ) -> dict[str, float]:
     """Return the shares of patches whose likeliest slot is their own, in [0, 1], by what is hidden.
 
-    Of MP3, over all patches, `accuracy_eta_E` for each η of `hidden`, and `accuracy` at η = 0; of DropPos, over the
-    patches whose PE is dropped, `accuracy_gamma_G_pos_P` for each γ of `hidden` and each γ_pos of `DROPPED`, and their
-    mean as `accuracy`.
+    Of MP3, over all patches, these are `accuracy_eta_E` for each η of `hidden`, and `accuracy` at η = 0. Of DropPos,
+    over the patches whose PE is dropped, they are `accuracy_gamma_G_pos_P` for each γ of `hidden` and each γ_pos of
+    `DROPPED`, and their mean as `accuracy`.
+
+    Args:
+        predictor: the position predictor; it is put into evaluation mode.
+        data: the images, of the predictor's input size; their labels are not used.
+        seed: seed of the draws of what is hidden.
+        batch: the number of images computed at a time; each batch has its own draws, keyed by its first image.
+        hidden: the shares η, or γ, of the patches that are hidden, in [0, 1).
 
     Source: MP3, Figure 3; DropPos, Section 4.1 and Tables S3 to S5.
     """
@@ -58,7 +65,7 @@ def _right(
     hidden: Sequence[float],
     draw: Generator,
 ) -> dict[str, Bool[Tensor, " k"]]:
-    """Return, under each name, which patches of a batch are told right."""
+    """Return, under each name, which patches of a batch are given their own slot."""
     found = {}
     if isinstance(predictor, Mp3Network):
         for eta in hidden:

@@ -1,9 +1,9 @@
-"""`privlab train`: from a victim's name, an objective and pictures to trained weights with their card.
+"""`privlab train`: from a victim's name, an objective and images to trained weights with their card.
 
-A training's folder holds `model.safetensors`, the victim's weights, which are a start for any other recipe
-(`--weights`); of a position predictor also `predictor.safetensors`, the ViT with what stands on it, as
-`privlab.reassembly.predictors` reads it; of a probe `probe.safetensors`, its linear layer, and the victim's weights
-only where that can be their head; and `card.json`.
+A training's folder holds `model.safetensors`, the victim's weights, from which any other recipe can start
+(`--weights`), and `card.json`. For a position predictor it also holds `predictor.safetensors`, the ViT with what stands
+on it, as `privlab.reassembly.predictors` reads it. For a probe it holds `probe.safetensors`, its linear layer, and the
+victim's weights only where that layer can be their head.
 """
 
 import json
@@ -47,7 +47,7 @@ CARD, WEIGHTS, PREDICTOR, PROBE = "card.json", "model.safetensors", "predictor.s
 
 @dataclass(frozen=True)
 class Preset:
-    """Hyper-parameters of a recipe, in epochs; `plan.steps` is replaced by what the data make of them."""
+    """Hyper-parameters of a recipe; its epochs and the number of images give the steps, in place of `plan.steps`."""
 
     epochs: float
     warmup: float
@@ -85,7 +85,7 @@ _FINETUNE = Preset(  # DropPos, Supplement A.1; MP3's is classify's with drop_pa
     augmentation=Augmentation(shift=0, zoom=0.08, randaugment=9),
     options=("mixup=0.8", "cutmix=1.0", "drop_path=0.1"),
 )
-_PROBE = Preset(  # MAE, Appendix A.1; DropPos does not tell its own
+_PROBE = Preset(  # MAE, Appendix A.1; DropPos does not state its own
     epochs=90.0,
     warmup=10.0,
     plan=Plan(steps=1, batch_size=16384, optimiser="lars", learning_rate=6.4, weight_decay=0.0, clip=0.0),
@@ -116,10 +116,10 @@ PRESETS: dict[str, dict[str, Preset]] = {
         ),
     },
 }
-"""By recipe: "published" is the papers' (MJP, Table 7; MP3, Section 4, on ImageNet-1K, with DeiT's learning rate and
-warm-up; DropPos, Supplement A; MAE's linear probe), "small" a scaled one for 32 × 32 pixels and a few epochs. The small
-ones of `mp3` and `droppos` are for predictors: what the papers add for the sake of fine-tuning costs accuracy (DropPos,
-Tables 3 and 4).
+"""Presets by recipe: "published" is that of the papers (MJP, Table 7; MP3, Section 4, on ImageNet-1K, with DeiT's
+learning rate and warm-up; DropPos, Supplement A; MAE's linear probe), "small" a scaled one for 32 × 32 pixels and a few
+epochs. The small ones of `mp3` and `droppos` are for predictors: what the papers add for fine-tuning costs a predictor
+accuracy (DropPos, Tables 3 and 4).
 """
 
 
@@ -136,11 +136,11 @@ class Course:
         model: a victim's name.
         weights: where it starts: "random", "auto", "pretrained", or a file; by default "auto" to fine-tune or probe,
             else "random".
-        data: what `open_images` opens; `split` of it is learnt, `test` is judged on.
+        data: what `open_images` opens; the model learns from `split` of it, and is judged on `test`.
         options: KEY=VALUE of the objective or of the augmentation.
-        keep: steps whose weights stay.
+        keep: the steps whose weights stay.
         half: whether the result is rounded to half precision, and judged as such: half the bytes.
-        cache: a folder for the resized pictures, as in `read_examples`.
+        cache: a folder for the resized images, as in `read_examples`.
     """
 
     recipe: str
@@ -189,10 +189,17 @@ class Course:
 def teach(
     course: Course, out: Path, *, device: str = "cpu", command: str = "", progress: Listener | None = None
 ) -> dict[str, Any] | None:
-    """Train, judge on the test split, write `model.safetensors` and `card.json` to `out`, and return the card.
+    """Train, judge on the test split, write the weights and `card.json` to `out`, and return the card.
 
-    What is there of the same course goes on; a finished one is returned as it is. Of several processes that torchrun
-    started, the first judges and writes; the others return None.
+    An unfinished training of the same course in `out` goes on; a finished one is returned as it is. Of several
+    processes that torchrun started, the first judges and writes; the others return None.
+
+    Args:
+        course: what is trained, on what, and how.
+        out: folder of the training, with its checkpoints and `log.csv`.
+        device: a device of torch, such as "cpu" or "cuda:0".
+        command: the command line, which the card states.
+        progress: called with each report; None for the listener of `listening`, if there is one.
 
     Raises:
         PrivlabError: as `privlab.training.train`, `read_examples` and `victim` do; if `out` holds another course.
@@ -219,7 +226,7 @@ def teach(
 
 
 def _pupil(course: Course) -> Victim | Pupil:
-    """Return the victim that is taught.
+    """Return the victim that is trained.
 
     Raises:
         PrivlabError: as `victim` does; for random weights to fine-tune.
@@ -238,7 +245,7 @@ def _take_head(pupil: Victim | Pupil, classes: int, course: Course) -> None:
     """Give the victim a head for as many classes as the data have, where it is to learn a new one.
 
     Warns:
-        PrivlabWarning: if the head of the weights is of another number, and left behind.
+        PrivlabWarning: if the head of the weights has another number of classes, and is left behind.
     """
     if course.recipe in _ANY_BACKBONE or pupil.model.classes == classes:
         return
@@ -252,13 +259,13 @@ def _take_head(pupil: Victim | Pupil, classes: int, course: Course) -> None:
 
 
 def _objective(course: Course) -> Any:  # noqa: ANN401
-    """Return the objective: the preset's, and what the user says."""
+    """Return the objective with the preset's options, and the user's in their place."""
     preset = PRESETS[course.recipe][course.preset]
     return configured(OBJECTIVES[course.recipe], (*preset.options, *course.options))
 
 
 def _set_up(course: Course, examples: int) -> tuple[Any, Augmentation, Plan]:
-    """Return objective, augmentation and plan: the preset's, and what the user says."""
+    """Return objective, augmentation and plan of the preset, with the user's options in their place."""
     preset = PRESETS[course.recipe][course.preset]
     augmentation = configured(Augmentation, course.options, asdict(preset.augmentation))
     said = {
@@ -350,7 +357,7 @@ def _judged(
     objective: Objective,
     head: nn.Module | None,
 ) -> dict[str, Any] | None:
-    """Return what the model is worth on the test split: its places, or its classes at the γ of MJP's Table 1.
+    """Return the scores on the test split: of places, or of classes, plain and shuffled at the γ of MJP's Table 1.
 
     None where there is no test split.
     """
@@ -367,16 +374,16 @@ def _judged(
 
 
 def _of_course(course: Course) -> dict[str, Any]:
-    """Return the course as plain data, without what does not shape its result, and without folders of a machine."""
+    """Return the course as plain data, without what does not shape its result, and without a machine's folders."""
     facts = asdict(course) | {"data": Path(course.data).name, "weights": Path(course.weights).name}
     del facts["save_every"], facts["keep"], facts["cache"]
-    if facts["layer_decay"] is None:  # which older cards do not name
+    if facts["layer_decay"] is None:  # older cards do not name it
         del facts["layer_decay"]
     return json.loads(json.dumps(facts))
 
 
 def _finished(course: Course, out: Path) -> dict[str, Any] | None:
-    """Return the card in `out`, if it holds this course, done."""
+    """Return the card in `out` if it holds this course, finished; else None."""
     if not (out / CARD).is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a classifier is worth: accuracy, consistency under shuffles, robustness."""
+"""The utility of a classifier: accuracy, consistency under shuffles, robustness."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What a classifier is worth, and how little it minds a shuffle: top-1, Diff. Norm. and Consistency of MJP."""
+"""The accuracy of a classifier, and its robustness to a shuffle: top-1, Diff. Norm. and Consistency of MJP."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from privlab.victims import Classifier, told_of
 __all__ = ["Batch", "Worth", "worth", "worth_by_gamma"]
 
 Batch = tuple[Int[Tensor, " b"], Float[Tensor, "b c h w"], Int[Tensor, " b"]]
-"""Places of pictures, which key their draws; the pictures, in [0, 1]; their labels."""
+"""The images' places in the data, which key their draws; the images, in [0, 1]; their labels."""
 
 
 @dataclass(frozen=True)
 class Worth:
-    """Means over `images` pictures; the last three under a jigsaw of γ = `gamma`.
+    """Means over as many images as `images` says; the last three are under a jigsaw of γ = `gamma`.
 
     Args:
-        accuracy: top-1 on the pictures as they are, in [0, 1].
+        accuracy: top-1 on the images as they are, in [0, 1].
         diff_norm: ‖F_cls(x) − F_cls(x̃)‖₂² (MJP, Eq. 6).
-        consistency: share of the pictures whose predicted class stays (Eq. 7).
+        consistency: share of the images whose predicted class stays (Eq. 7).
         shuffled_accuracy: top-1 on x̃ (Figure 3).
     """
 
@@ -38,7 +38,18 @@ class Worth:
 
 
 def worth(model: Classifier, data: Examples, *, gamma: float = 0.15, seed: int = 0, batch: int = 250) -> Worth:
-    """Return what a classifier is worth on labelled pictures, as `worth_by_gamma` does for one γ: Table 1's."""
+    """Return accuracy, Diff. Norm. and Consistency on labelled images, as `worth_by_gamma` does, for one γ.
+
+    Args:
+        model: the classifier; it is put into evaluation mode.
+        data: the images, of the model's input size, and their labels.
+        gamma: γ, the share of the slots that is shuffled, in [0, 1]; 0.15 is that of MJP's Table 1.
+        seed: seed of the draws; each image has its own, keyed by its place in `data`.
+        batch: the number of images computed at a time; the draws do not depend on it.
+
+    Raises:
+        PrivlabError: as `worth_by_gamma` does.
+    """
     batches = ((rows, data.pixels(rows), data.labels[rows]) for rows in torch.arange(len(data)).split(batch))
     return worth_by_gamma(model, batches, (gamma,), seed=seed)[0]
 
@@ -47,23 +58,23 @@ def worth(model: Classifier, data: Examples, *, gamma: float = 0.15, seed: int =
 def worth_by_gamma(
     model: Classifier, batches: Iterable[Batch], gammas: Sequence[float], *, seed: int = 0, per: str = "image"
 ) -> list[Worth]:
-    """Return what a classifier is worth on labelled pictures for each γ.
+    """Return accuracy, Diff. Norm. and Consistency of a classifier on labelled images for each γ.
 
     x̃ holds E_unk at the masked slots where the model has it; elsewhere each slot keeps its own PE. A model with index
     embeddings is told the order.
 
     Args:
-        model: the classifier.
-        batches: the pictures.
-        gammas: shares of the slots, in [0, 1].
-        seed: of the draws.
-        per: "image" draws x̃ for each picture, whatever the batch; "batch" one mask and order for each batch, as the
-            authors' code does, by the draw of its first picture.
+        model: the classifier; it is put into evaluation mode.
+        batches: the images, with their places and labels.
+        gammas: the shares of the slots that are shuffled, in [0, 1].
+        seed: seed of the draws.
+        per: "image" draws x̃ for each image, whatever the batch; "batch" one mask and order for each batch, as the
+            authors' code does, by the draw of its first image.
 
     Source: MJP (CVPR 2023), Section 5.1, Eq. 6 and 7; γ at inference as in Figure 3.
 
     Raises:
-        PrivlabError: if there is no picture, a γ is outside [0, 1] or `per` is unknown.
+        PrivlabError: if there is no image, a γ is outside [0, 1] or `per` is unknown.
     """
     if per not in ("batch", "image"):
         raise unknown_name("per", per, ("batch", "image"))

@@ -1,4 +1,4 @@
-"""`privlab evaluate`: what trained victims are worth, shuffled and not, and what corruptions cost them."""
+"""`privlab evaluate`: the accuracy of trained victims, shuffled and not, and what corruptions cost them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -23,18 +23,18 @@ GAMMAS = (0.0, 0.03, 0.15, 0.27, 0.5, 0.9)
 
 @dataclass(frozen=True, kw_only=True)
 class Exam:
-    """What is judged, and on what; what is None is left out.
+    """The models that are judged, and the data; what is None is left out.
 
     Args:
         models: names of victims.
-        weights: one for all of them, or one for each.
+        weights: one for all of them, or one for each, as `classifier` takes them.
         data: what `open_images` opens, labelled, or by the CSV file `labels`; `split` of it is judged on.
-        gammas: shares of the patches that x̃ has shuffled.
+        gammas: shares of the patches that are shuffled in x̃, in [0, 1].
         per: "image" or "batch": what has a mask and an order of its own in x̃, as `worth_by_gamma` has it.
         corruptions: a folder CORRUPTION/SEVERITY/class folders, as ImageNet-C.
         baseline: "alexnet", or a JSON file {corruption: error, mean over the severities}: what mCE divides by.
         natural: a folder of class folders, as ImageNet-A.
-        outliers: a folder of pictures of no class, as ImageNet-O; `data` holds the inliers.
+        outliers: a folder of images of no class, as ImageNet-O; `data` holds the inliers.
     """
 
     models: tuple[str, ...]
@@ -77,10 +77,16 @@ class Exam:
 
 
 def judge(exam: Exam, *, device: str = "cpu", progress: Show | None = None) -> list[dict[str, Any]]:
-    """Return for each model: its name, weights, and what was asked for of it.
+    """Return a row for each model: its name, its weights, and the scores that were asked for.
+
+    Args:
+        exam: the models, and the data that they are judged on.
+        device: a device of torch, such as "cpu" or "cuda:0".
+        progress: called with the number of images, or of folders, that are done, and with the number of all; None for
+            silence.
 
     Raises:
-        PrivlabError: as `victim`, `open_images` and what judges do.
+        PrivlabError: as `classifier`, `open_images` and the metrics do; if the baseline cannot be read.
     """
     baseline = _baseline(exam.baseline)
     weights = exam.weights if len(exam.weights) > 1 else exam.weights * len(exam.models)
@@ -125,7 +131,7 @@ def _on_data(exam: Exam, subject: Victim | Pupil, classes: Classes, show: Show) 
 def _counted(
     exam: Exam, subject: Victim | Pupil, source: ImageSource, skipped: list[str], show: Show
 ) -> Iterator[Batch]:
-    """Yield the batches with the places of their pictures."""
+    """Yield the batches with the places of their images."""
     count = 0
     for images, labels in robustness.read_batches(subject, source, skipped, size=exam.batch):
         yield torch.arange(count, count + len(labels)), images, labels

@@ -1,4 +1,4 @@
-"""How a classifier stands pictures that it was not made for: ImageNet-C (mCE), -A (Acc, AURRA) and -O (AUPR)."""
+"""How well a classifier copes with unusual images: ImageNet-C (mCE), -A (Acc, AURRA) and -O (AUPR)."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,15 +52,15 @@ ALEXNET: dict[str, float] = {
 SEVERITIES = (1, 2, 3, 4, 5)
 
 Show = Callable[[int, int | None], None]
-"""Is told how many pictures are done, of how many."""
+"""Is told how many images, or folders of a corruption and severity, are done, and of how many."""
 
 Classes = Mapping[str, int] | None
-"""The number of each class by the name of its folder, where that is known."""
+"""The label of each class by the name of its folder, where that is known."""
 
 
 @dataclass(frozen=True)
 class Corrupted:
-    """The error on one corruption at one severity, over `images` pictures."""
+    """The error on one corruption at one severity, over as many images as `images` says."""
 
     corruption: str
     severity: int
@@ -70,7 +70,7 @@ class Corrupted:
 
 @dataclass(frozen=True)
 class Natural:
-    """Accuracy and AURRA on pictures of `classes` classes, the others left out of the prediction."""
+    """Accuracy and AURRA on images of `classes` classes; the other classes are left out of the prediction."""
 
     images: int
     classes: int
@@ -80,7 +80,7 @@ class Natural:
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """Logits of pictures, and their labels; −1 where there is none."""
+    """Logits of images, and their labels; −1 where there is none."""
 
     logits: Float[Tensor, "n y"]
     labels: Int[Tensor, " n"]
@@ -89,8 +89,8 @@ class Outputs:
 def aurra(confidence: ArrayLike, correct: ArrayLike) -> float:
     """Return the area under the curve of accuracy against response rate, in [0, 1].
 
-    The accuracy among the k most confident answers, averaged over k = 1 … n; of equal confidence, those that come last
-    count first, as in the authors' code.
+    It is the accuracy among the k most confident answers, averaged over k = 1 … n. Of answers with equal confidence,
+    those that come last count first, as in the authors' code.
 
     Source: Hendrycks et al., Natural Adversarial Examples (CVPR 2021).
     """
@@ -103,7 +103,7 @@ def aupr(outliers: ArrayLike, inliers: ArrayLike) -> float:
     """Return the average precision with which a score tells outliers (positive: they score higher) from inliers.
 
     Raises:
-        PrivlabError: if scikit-learn is missing, or either are.
+        PrivlabError: if scikit-learn is not installed, or there are no outliers or no inliers.
     """
     try:
         from sklearn.metrics import average_precision_score
@@ -117,9 +117,10 @@ def aupr(outliers: ArrayLike, inliers: ArrayLike) -> float:
 
 
 def mean_corruption_error(rows: list[Corrupted], baseline: Mapping[str, float]) -> tuple[float, int] | None:
-    """Return mCE and over how many corruptions: the mean of Σₛ Eₛ / Σₛ E^baselineₛ (1 where as bad as the baseline).
+    """Return mCE, the mean over corruptions of Σₛ Eₛ / Σₛ E^baselineₛ, and over how many; None where none counts.
 
-    Corruptions that the baseline lacks, or of which a severity of the five is missing, do not count; None if none does.
+    mCE is 1 for a classifier that is as bad as the baseline. Corruptions that the baseline lacks, or of which one of
+    the five severities is missing, do not count.
 
     Source: Hendrycks and Dietterich, Benchmarking Neural Network Robustness (ICLR 2019), Section 4.1.
     """
@@ -137,7 +138,15 @@ def mean_corruption_error(rows: list[Corrupted], baseline: Mapping[str, float]) 
 def corruption_errors(
     victim: Victim | Pupil, root: Path, *, classes: Classes = None, limit: int | None = None, size: int = 64, show: Show
 ) -> list[Corrupted]:
-    """Return the error by corruption and severity, of a folder CORRUPTION/SEVERITY/class folders.
+    """Return the top-1 error of a classifier for each corruption and severity, in [0, 1].
+
+    Args:
+        victim: the classifier, with its preprocessing.
+        root: a folder CORRUPTION/SEVERITY/class folders, as ImageNet-C; severities are 1 to 5.
+        classes: the label of each class folder by its name; None for the positions in the sorted folder names.
+        limit: the number of images of each corruption and severity, taken from all classes by turns; None for all.
+        size: the number of images computed at a time.
+        show: called with the number of severity folders that are done, and with the number of all.
 
     Raises:
         PrivlabError: if the folder is not laid out so, or its classes are not the victim's.
@@ -154,7 +163,7 @@ def corruption_errors(
 
 
 def natural(seen: Outputs) -> Natural:
-    """Return accuracy and AURRA among the classes of the pictures, as ImageNet-A's 200 of 1,000 are judged."""
+    """Return accuracy and AURRA where only the images' own classes are predicted, as ImageNet-A's 200 of 1,000."""
     present, places = seen.labels.unique(return_inverse=True)
     confidence, answer = seen.logits[:, present].softmax(1).max(1)
     correct = answer == places
@@ -164,7 +173,7 @@ def natural(seen: Outputs) -> Natural:
 
 
 def outlier_aupr(outliers: Outputs, inliers: Outputs) -> float:
-    """Return the AUPR of −max softmax over the classes that name the outliers' folders; over all where none does.
+    """Return the AUPR of −max softmax over the classes that the outliers' folders name; over all where they name none.
 
     Inliers of other classes are left out, as ImageNet-O is judged.
 
@@ -184,7 +193,14 @@ def outlier_aupr(outliers: Outputs, inliers: Outputs) -> float:
 def outputs(
     victim: Victim | Pupil, source: ImageSource, *, labelled: bool = True, size: int = 64, show: Show | None = None
 ) -> Outputs:
-    """Return logits and labels of all pictures that can be read.
+    """Return logits and labels of all images that can be read.
+
+    Args:
+        victim: the classifier, with its preprocessing.
+        source: the images, read one batch at a time.
+        labelled: whether an image without label is an error; otherwise its label is −1.
+        size: the number of images computed at a time.
+        show: called with the number of images that are done, and with the number of all (None: not known).
 
     Raises:
         PrivlabError: if there is none, or `labelled` and labels are missing or not the victim's.
@@ -201,7 +217,15 @@ def outputs(
 def read_batches(
     victim: Victim | Pupil, source: ImageSource, skipped: list[str], *, labelled: bool = True, size: int = 64
 ) -> Iterator[tuple[Float[Tensor, "b 3 h w"], Int[Tensor, " b"]]]:
-    """Yield preprocessed pictures and their labels; the names of those that cannot be read go to `skipped`.
+    """Yield batches of preprocessed images in [0, 1], and their labels.
+
+    Args:
+        victim: the classifier whose preprocessing and classes these are.
+        source: the images, read one batch at a time.
+        skipped: a list to which the name of each unreadable image is added, with the reason.
+        labelled: whether an image without label, or with one beyond the victim's classes, is an error; otherwise an
+            image without label has −1.
+        size: the largest number of images in a batch.
 
     Raises:
         PrivlabError: if none can be read, or `labelled` and labels are missing or not the victim's.

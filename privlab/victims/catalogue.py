@@ -17,7 +17,7 @@ __all__ = ["Model", "fetch", "import_weights", "models", "show"]
 
 @dataclass(frozen=True)
 class Model:
-    """A model by name: `origin` is "zoo", "timm" or "imported", `file` its weights where they are on this machine."""
+    """A model by name: `origin` is "zoo", "timm", "imported" or "file"; `file` holds its weights, if they are here."""
 
     name: str
     origin: str
@@ -28,7 +28,7 @@ class Model:
 
 
 def models() -> list[Model]:
-    """Return the zoo, timm's models of our architectures, and what was imported; nothing is asked of a network."""
+    """Return the zoo, timm's models of our architectures, and what was imported; nothing is downloaded."""
     zoo = [_model(name, "zoo", entry.architecture, shipped(name), entry.about) for name, entry in ZOO.items()]
     hub = [
         _model(name, "timm", architecture, _cached(architecture), "pretrained on ImageNet")
@@ -50,7 +50,7 @@ def show(name: str) -> dict[str, Any]:
     `matches` is None without card.
 
     Args:
-        name: of `models()`, or a file of weights, with its card beside (`NAME.json` or `card.json`).
+        name: a name of `models()`, or a file of weights, with its card beside (`NAME.json` or `card.json`).
 
     Raises:
         PrivlabError: if there is no such model, or its file cannot be read.
@@ -79,7 +79,7 @@ def fetch(name: str) -> Path:
 
     Raises:
         PrivlabError: for an unknown name.
-        WeightsUnavailable: if they are not to be had, with the reason.
+        WeightsUnavailable: if they cannot be had, with the reason.
     """
     return pretrained(name, resolve(name)[0])
 
@@ -88,9 +88,9 @@ def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tup
     """Check weights against a victim, write them in privlab's layout to the store, and return their file and card.
 
     Args:
-        file: in timm's, the MJP authors' or privlab's layout.
-        name: the victim.
-        img_size: resize the position embeddings to it.
+        file: the weights, in timm's, the MJP authors' or privlab's layout.
+        name: name of the victim.
+        img_size: side of the input, in pixels, to which the position embeddings are resized; None leaves them.
 
     Raises:
         PrivlabError: if the file cannot be read, does not fit, or the store cannot be written.

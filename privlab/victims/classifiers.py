@@ -34,14 +34,14 @@ _MODULES = {"timm.models.swin_transformer": SwinTransformer, "timm.models.resnet
 
 
 class Backbone(nn.Module):
-    """A timm classifier that takes pixels in [0, 1] and has no position embeddings: MJP shuffles its pictures, no more.
+    """A timm classifier that takes pixels in [0, 1] and has no position embeddings: MJP shuffles its images, no more.
 
     Args:
         net: the classifier.
         shape: (c, h, w) of the input.
         patch: the side of the pieces that the jigsaw moves, in pixels; by default 16, and 4 for sides below 128.
-        mean: of the colours that the network was made for.
-        std: their deviation.
+        mean: the mean of each colour, for which the network was made.
+        std: the standard deviation of each colour.
 
     Raises:
         PrivlabError: if the sides are no multiples of `patch`, or the network does not classify.
@@ -81,20 +81,20 @@ class Backbone(nn.Module):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Return the pieces in a column and in a row."""
+        """Return the number of pieces in a column and in a row."""
         return self.image_shape[1] // self.patch, self.image_shape[2] // self.patch
 
     @property
     def slot_pe(self) -> Float[Tensor, "m d"] | None:
-        """Return the learnt PEs."""
+        """Return the learnt PEs; None where there are none."""
         return None
 
     def slots(self, masked: Bool[Tensor, "b n"]) -> Bool[Tensor, "b m"]:
-        """Return which PEs belong to pieces that are masked."""
+        """Return which PEs belong to masked pieces."""
         return masked
 
     def maps(self, images: Float[Tensor, "b c h w"], told: Tensor | None = None) -> Float[Tensor, "b ..."]:
-        """Return what is pooled."""
+        """Return the features before pooling."""
         if told is not None:
             raise PrivlabError("MJP masks position embeddings, and this model has none. Use a `_mjp` victim.")
         return self.net.forward_features((images - self.mean) / self.std)
@@ -115,7 +115,7 @@ class Backbone(nn.Module):
 class SwinModel(Backbone):
     """timm's Swin; with `unknown`, also absolute PEs of its patches, which timm's lacks, and E_unk, both drawn.
 
-    A piece of the jigsaw is as many of Swin's patches as it covers, and masks all their PEs.
+    A piece of the jigsaw covers one or more of Swin's patches, and masks the PEs of all of them.
 
     Source: MJP, Section 5.1 ("we add MJP to the absolute PEs of Swin-T"); Swin (Liu et al. 2021), Section 3.2.
     """
@@ -139,12 +139,12 @@ class SwinModel(Backbone):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Return the PEs in a column and in a row."""
+        """Return the number of PEs in a column and in a row."""
         return self.net.patch_embed.grid_size
 
     @property
     def slot_pe(self) -> Float[Tensor, "m d"] | None:
-        """Return the learnt PEs."""
+        """Return the learnt PEs; None where there are none."""
         return None if self.pos_embed is None else self.pos_embed[0]
 
     def no_weight_decay(self) -> set[str]:
@@ -152,11 +152,11 @@ class SwinModel(Backbone):
         return {f"net.{name}" for name in self.net.no_weight_decay()}
 
     def slots(self, masked: Bool[Tensor, "b n"]) -> Bool[Tensor, "b m"]:
-        """Return which PEs belong to pieces that are masked."""
+        """Return which PEs belong to masked pieces."""
         return slots_to_pixels(masked, super().grid, self.patch // self.net.patch_embed.patch_size[0]).flatten(1)
 
     def maps(self, images: Float[Tensor, "b c h w"], told: Tensor | None = None) -> Float[Tensor, "b _ _ _"]:
-        """Return what is pooled; E_unk replaces the PEs of the pieces that `told` marks."""
+        """Return the features before pooling; E_unk replaces the PEs of the pieces that `told` marks."""
         if self.pos_embed is None or self.unk_embed is None:
             return super().maps(images, told)
         pe = self.pos_embed
@@ -183,7 +183,7 @@ class _ViT(Backbone):
 class IndexedViT(_ViT):
     """timm's ViT with an embedding of each patch's own index beside its slot's PE: z_n = x_n E + E_pos^n + E_idx^i.
 
-    i = order[n] is the index, in the picture as it was, of the patch that slot n holds; without an order n itself.
+    i = order[n] is the index, in the image as it was, of the patch that slot n holds; without an order n itself.
 
     Source: MJP, Section 5.3: IDX, "embeddings to indicate the global indexes for the input patches" (Table 4, F).
     """
@@ -198,13 +198,18 @@ class IndexedViT(_ViT):
         return self.net.pos_embed[0, -self.net.patch_embed.num_patches :]
 
     def maps(self, images: Float[Tensor, "b c h w"], told: Tensor | None = None) -> Float[Tensor, "b t d"]:
-        """Return what is pooled; `told` is the order of the patches."""
+        """Return the tokens before pooling; `told` is the order of the patches."""
         net, index = self.net, self.net.idx_embed[0]
         tokens = net.patch_embed((images - self.mean) / self.std) + (index if told is None else index[told])
         return net.norm(net.blocks(net.norm_pre(net.patch_drop(net._pos_embed(tokens)))))
 
     def completed(self, state: stored.State, pe: Tensor | None, name: str) -> stored.State:
         """Return a state with its PEs, and index embeddings of zero where it has none: the same function as without.
+
+        Args:
+            state: the weights by timm's names, without absolute PEs.
+            pe: the absolute PEs of the same file, 1 × t × d; None where it has none.
+            name: name of the model, for the warning.
 
         Warns:
             PrivlabWarning: if there are none.
@@ -226,6 +231,11 @@ class RelativeViT(_ViT):
     def completed(self, state: stored.State, pe: Tensor | None, name: str) -> stored.State:
         """Return a state with biases of zero where it has none: the same function as without.
 
+        Args:
+            state: the weights by timm's names, without absolute PEs.
+            pe: the absolute PEs of the same file, which are left out; None where it has none.
+            name: name of the model, for the warnings.
+
         Warns:
             PrivlabWarning: if there are none, or absolute PEs, which are left out.
         """
@@ -244,7 +254,14 @@ Classifier = VictimModel | Backbone
 def told_of(
     model: Classifier, masked: Bool[Tensor, "b n"], order: Int[Tensor, "b n"], *, unknown: bool
 ) -> Tensor | None:
-    """Return what a model is told of x̃: its order if it has index embeddings, else the mask for E_unk, or nothing."""
+    """Return what a model is told of x̃: its order if it has index embeddings, else the mask for E_unk, or nothing.
+
+    Args:
+        model: the classifier.
+        masked: the slots that the jigsaw shuffled.
+        order: the number of the patch that each slot of x̃ holds.
+        unknown: whether E_unk replaces the PEs of the masked slots.
+    """
     return order if isinstance(model, IndexedViT) else masked if unknown else None
 
 
@@ -259,7 +276,7 @@ class Pupil:
     weights: Weights
 
     def to(self, device: torch.device | str) -> "Pupil":
-        """Return this one on another device."""
+        """Return this classifier on another device."""
         if self.model.mean.device == torch.device(device):
             return self
         return replace(self, model=copy.deepcopy(self.model).to(device))
@@ -268,7 +285,15 @@ class Pupil:
 def classifier(
     name: str, *, weights: str | Path = "auto", img_size: int | None = None, seed: int = 0
 ) -> Victim | Pupil:
-    """Make a victim, or one of `BACKBONES` or of timm's Swins and ResNets; the arguments are those of `victim`.
+    """Make a victim, or one of `BACKBONES` or of timm's Swins and ResNets.
+
+    Args:
+        name: a name of `victim_names()` or of `BACKBONES`, "timm:NAME", or the name of a Swin of `BACKBONES` with
+            `_mjp`.
+        weights: "auto" (pretrained where they can be had, else random, with a warning), "pretrained", "random", or a
+            file.
+        img_size: the side of the input, in pixels; position embeddings are resized to it. None for the model's own.
+        seed: seed of random weights.
 
     Raises:
         PrivlabError: for an unknown name, or weights that do not fit.
@@ -304,7 +329,7 @@ def classifier(
 
 
 def _family(name: str) -> type[nn.Module] | None:
-    """Return the class of what timm builds by a name, if it is one of ours."""
+    """Return the class of the model that timm builds by a name; None where it is neither a Swin nor a ResNet."""
     base = name.removeprefix("timm:").split(".")[0]
     return _MODULES.get(model_entrypoint(base).__module__) if timm.is_model(base) else None
 
@@ -374,7 +399,7 @@ def _fill_pe(
         _warn(f"{name}: the weights hold no absolute position embeddings; random ones and E_unk stand in, UNTRAINED.")
         return "random"
     if resize and pe.shape[1:] != model.pos_embed.shape[1:]:
-        with suppress(RuntimeError, ValueError, IndexError):  # a grid that cannot be: the shapes below say so
+        with suppress(RuntimeError, ValueError, IndexError):  # an impossible grid is refused below, by its shapes
             pe = resample_abs_pos_embed(pe, list(model.grid), num_prefix_tokens=0)
     trained = unknown is not None
     if unknown is None:

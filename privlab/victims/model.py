@@ -76,7 +76,7 @@ class VictimModel(nn.Module):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Return the patches in a column and in a row."""
+        """Return the number of patches in a column and in a row."""
         return self.vit.patch_embed.grid_size
 
     @property
@@ -97,7 +97,7 @@ class VictimModel(nn.Module):
         return None if pe is None else pe[0, -self.vit.patch_embed.num_patches :]
 
     def slots(self, masked: Bool[Tensor, "b n"]) -> Bool[Tensor, "b n"]:
-        """Return which PEs belong to patches that are masked: a ViT's patch has one."""
+        """Return which PEs belong to masked patches: each patch of a ViT has one."""
         return masked
 
     def normalise(self, images: Float[Tensor, "*b c h w"]) -> Float[Tensor, "*b c h w"]:
@@ -116,6 +116,13 @@ class VictimModel(nn.Module):
         replacement: Literal["unknown", "zero"] = "unknown",
     ) -> Float[Tensor, "b t d"]:
         """Return the tokens z₀ that the first block sees, before any dropout (MJP, Eq. 3 to 5).
+
+        z₀ = [cls; x¹E; …; xᴺE] + E_pos. There are t tokens: N patches, and the class and register tokens before them.
+
+        Args:
+            images: the images, in [0, 1]; they are normalised here.
+            masked_pe: the patch slots whose rows of E_pos are replaced; None for none. A model without PEs ignores it.
+            replacement: "unknown" puts E_unk into these rows, "zero" puts zeros.
 
         Raises:
             PrivlabError: if E_unk is asked for and the model has none.
@@ -154,7 +161,7 @@ class VictimModel(nn.Module):
         return vit.blocks(vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens))))
 
     def head(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b y"]:
-        """Return F₂(T(z₀)): the logits that the client computes of what comes back."""
+        """Return F₂(T(z₀)): the logits that the client computes from the server's outputs."""
         return self.vit.forward_head(self.vit.norm(tokens))
 
     def features(
@@ -173,14 +180,24 @@ class VictimModel(nn.Module):
         masked_pe: Bool[Tensor, "b n"] | None = None,
         replacement: Literal["unknown", "zero"] = "unknown",
     ) -> Float[Tensor, "b y"]:
-        """Return the logits of images in [0, 1]; the arguments are those of `embed`."""
+        """Return the logits of images: `classify` of what `embed` makes of them.
+
+        Args:
+            images: the images, in [0, 1]; they are normalised here.
+            masked_pe: the patch slots whose rows of E_pos are replaced; None for none. A model without PEs ignores it.
+            replacement: "unknown" puts E_unk into these rows, "zero" puts zeros.
+
+        Raises:
+            PrivlabError: as `embed` does.
+        """
         return self.classify(self.embed(images, masked_pe, replacement))
 
 
 def _last(vit: VisionTransformer, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b _ d"]:
     """Apply the last block; where the head reads the class token alone, its MLP runs on that token alone.
 
-    The other tokens would be thrown away, forward and backward: a twentieth of the work of twelve blocks.
+    The other tokens would be thrown away. Without them, forward and backward pass spare a twentieth of the work of
+    twelve blocks.
     """
     block = vit.blocks[-1]
     if type(block) is not Block or vit.global_pool != "token" or vit.attn_pool is not None:
@@ -207,10 +224,10 @@ def april_twin(model: VictimModel) -> VictimModel:
 
 
 def check_plain(vit: object) -> None:
-    """Check that a victim is made of timm's VisionTransformer itself.
+    """Check that a victim is timm's VisionTransformer itself, and no subclass of it.
 
     Raises:
-        PrivlabError: with the class that was found, and where it comes from.
+        PrivlabError: if it is not, with the class that was found, and where that comes from.
     """
     if type(vit) is not VisionTransformer:
         kind = type(vit)

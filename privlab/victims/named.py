@@ -43,7 +43,8 @@ UnknownOrigin = Literal["trained", "mean-pe", "random"]
 class Weights:
     """Where a victim's weights come from.
 
-    `origin` is "random", "pretrained:TIMM_NAME", "file:NAME" or "given"; `unknown` says where E_unk comes from.
+    `origin` is "random", "pretrained:NAME" (timm's name, or that of a victim of the zoo), "file:NAME" or "given";
+    `unknown` says where E_unk comes from.
     """
 
     origin: str
@@ -107,7 +108,7 @@ class Victim:
 
 @lru_cache(maxsize=2)
 def _twin(victim: Victim) -> Victim:
-    """Return the twin with the april block, made once: case after case of an experiment asks for it."""
+    """Return the twin with the april block, made once: every case of an experiment asks for it."""
     return replace(victim, model=april_twin(victim.model))
 
 
@@ -131,16 +132,16 @@ def victim(
 
     Args:
         model: a name of `victim_names()`, "timm:NAME", or a VisionTransformer.
-        weights: "auto" (pretrained where they can be had, else random, with a warning), "pretrained", "random",
-            or a file in timm's, the MJP authors' or privlab's layout. A model of your own keeps its own weights.
+        weights: "auto" (pretrained where they can be had, else random, with a warning), "pretrained", "random", or a
+            file in timm's, the MJP authors' or privlab's layout. A model of your own keeps its own weights.
         block: "stock" or "april" (first block without pre-norm and without skip).
         img_size: the side of the input, in pixels, a multiple of the patches'; the position embeddings are resized as
             timm does. A model of your own keeps its size.
-        seed: of random weights.
-        start: whether weights are but the start of a training: position embeddings that they lack begin as random
-            ones do, with a warning, and are no error.
-        classes: of the head that a model without classifier is given, random, with a warning; of random weights, those
-            of the whole model.
+        seed: seed of random weights.
+        start: whether a training starts from the weights. Position embeddings that they lack then begin as random ones
+            do, with a warning; otherwise that is an error.
+        classes: the number of classes of the random head that a model without classifier is given, with a warning; of
+            random weights, that of the whole model.
 
     Raises:
         PrivlabError: for an unknown name, weights that do not fit, a model that is no plain ViT, or one that has other
@@ -213,7 +214,20 @@ def _named(name: str, weights: str, img_size: int | None, seed: int, *, start: b
 
 
 def weights_file(name: str, architecture: str, weights: str, seed: int) -> Path | None:
-    """Return the file of the weights that are asked for; None for random ones, with a warning."""
+    """Return the file of the weights that are asked for; None for random ones.
+
+    Args:
+        name: name of the model.
+        architecture: timm's name of it, or that of a compact one of `COMPACT`.
+        weights: "auto", "pretrained", "random", or the path of a file, which is not opened here.
+        seed: seed of random weights, for the warning alone.
+
+    Raises:
+        PrivlabError: if "pretrained" is asked for and cannot be had.
+
+    Warns:
+        PrivlabWarning: if the weights are to be random.
+    """
     if weights not in ("auto", "pretrained", "random"):
         return Path(weights)
     reason = ", as asked."
@@ -252,7 +266,7 @@ def _trained(
     seed: int,
     classes: int | None,
 ) -> Victim:
-    """Return a victim with the weights of a file; it may lack PEs with `start`, a head with `classes`."""
+    """Return a victim with the weights of a file; with `start` these may lack PEs, with `classes` a head."""
     state, unknown = stored.from_any_layout(stored.read_state(path))
     own = _classes(state)
     drawn = start or (own is None and classes is not None)

@@ -15,10 +15,10 @@ TABLE = "rel_pos.relative_position_bias_table"
 
 
 class RelativeBlock(nn.Module):
-    """timm's plain block, its attention softmax(Q Kᵀ/√d + B) V, where B tells how far a key's slot is from a query's.
+    """timm's plain block with the attention softmax(Q Kᵀ/√d + B) V; B depends on the offset of a key's slot.
 
-    Each head of each block has a B of its own, zero at the start, in which the class token has rows and columns of its
-    own. Closed forms of attention do not hold for it.
+    The offset is that from the query's slot. Each head of each block has a B of its own, zero at the start, in which
+    the class token has rows and columns of its own. Closed forms of attention do not hold for it.
 
     Source: BEiT (Bao et al. 2021), as in MP3 (Zhai et al. 2022), Section 4.2.3.
     """
@@ -36,7 +36,7 @@ class RelativeBlock(nn.Module):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
     def _attention(self, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Attend; timm's attention takes a bias only in its later versions."""
+        """Apply attention with the bias; timm's own attention takes a bias only in its later versions."""
         attn, bias = self.attn, self.rel_pos.get_bias()
         q, k, v = attn.qkv(x).unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
         if attn.fused_attn:

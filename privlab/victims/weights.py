@@ -40,11 +40,11 @@ State = dict[str, Tensor]
 
 
 class WeightsUnavailable(PrivlabError):
-    """Pretrained weights cannot be had here; the message says what was looked for."""
+    """Pretrained weights are unavailable here; the message says what was looked for."""
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the folder of what privlab keeps of one kind: below `PRIVLAB_CACHE`, else in the user's cache."""
+    """Return the folder for one kind of files that privlab keeps: below `PRIVLAB_CACHE`, else in the user's cache."""
     if root := os.environ.get("PRIVLAB_CACHE"):
         return Path(root) / kind
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "privlab" / kind
@@ -63,7 +63,7 @@ def reachable(url: str, seconds: float = 5) -> bool:
         request = urllib.request.Request(url, method="HEAD")
         try:
             urllib.request.urlopen(request, timeout=seconds).close()
-        except urllib.error.HTTPError as answer:  # the host is there, whatever it thinks of HEAD
+        except urllib.error.HTTPError as answer:  # the host answers, even if it refuses HEAD
             answer.close()
         except OSError:
             return
@@ -88,7 +88,7 @@ def read_state(path: Path) -> State:
         if path.suffix == ".safetensors":
             return load_file(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch finds odd in a file it either reads or refuses
+            warnings.simplefilter("ignore")  # torch either reads or refuses a file that it warns of
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise PrivlabError(
@@ -111,9 +111,9 @@ def read_state(path: Path) -> State:
 def from_any_layout(state: State) -> tuple[State, Tensor | None]:
     """Return a state in timm's layout, and E_unk (1 × 1 × D) if there is one.
 
-    Known are timm's names, privlab's own (timm's and `unk_embed`), and the MJP authors', where `pos_embed.weight`
-    has the rows class token, N patches, unknown, and DAL adds the training-only `dlocr.*`; checkpoints of `privlab
-    train` count as privlab's own.
+    Known layouts are timm's, privlab's own (timm's names and `unk_embed`), and the MJP authors', where
+    `pos_embed.weight` has the rows class token, N patches, unknown, and DAL adds the training-only `dlocr.*`.
+    Checkpoints of `privlab train` count as privlab's own.
     """
     named = {_bare(name): tensor for name, tensor in state.items()}
     state = {name: tensor for name, tensor in named.items() if not name.startswith(("dlocr.", "dal."))}
@@ -126,19 +126,25 @@ def from_any_layout(state: State) -> tuple[State, Tensor | None]:
 
 
 def _bare(name: str) -> str:
-    """Return a tensor's name without what wraps the model: DDP, the victim, and its regressor in a checkpoint."""
+    """Return a tensor's name without the prefixes of what wraps the model: DDP, the victim, a training's module."""
     for wrapper in ("module.", "victim.", "vit.", "net."):
         name = name.removeprefix(wrapper)
     return name
 
 
 def own_layout(model: nn.Module) -> State:
-    """Return what is stored of a model, in privlab's own layout: timm's names, and `unk_embed` for E_unk."""
+    """Return the tensors of a model in privlab's own layout: timm's names, and `unk_embed` for E_unk."""
     return {_bare(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def fit(vit: VisionTransformer, state: State, source: str, *, resize: bool = False) -> None:
-    """Load a state in timm's layout into `vit`; with `resize`, position embeddings are resized as timm does.
+    """Load a state in timm's layout into a ViT.
+
+    Args:
+        vit: the model; its weights are overwritten.
+        state: the tensors by timm's names; names of older checkpoints are translated as timm does.
+        source: name of the file, for the error.
+        resize: whether position embeddings of another size are resized as timm does, or refused.
 
     Raises:
         PrivlabError: with the names of the missing, unexpected and mis-shaped tensors.
@@ -148,26 +154,40 @@ def fit(vit: VisionTransformer, state: State, source: str, *, resize: bool = Fal
     foreign = proj not in state or state[proj].shape != want[proj].shape
     resized = "pos_embed" in state and "pos_embed" in want and state["pos_embed"].shape != want["pos_embed"].shape
     if not foreign and (resize or not resized):
-        # A grid that cannot be: the shapes below say so.
+        # A grid that is impossible is refused below, by its shapes.
         with suppress(RuntimeError, ValueError, IndexError, AssertionError):
             state = checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
     fill(vit, state, source, " (--img-size resizes position embeddings)" if resized and not resize else "")
 
 
 def of_swin(net: SwinTransformer, state: State, *, resize: bool) -> State:
-    """Return a state under timm's names; its relative position biases are resized where that is asked for."""
+    """Return a Swin's state under timm's names; what cannot be translated is returned as it is.
+
+    `fill` then refuses it with the names and shapes.
+
+    Args:
+        net: the model that the state is for; it is left as it is.
+        state: the tensors, by timm's names or those of Swin's authors.
+        resize: whether relative position biases of another size are resized.
+    """
     want, proj = net.state_dict(), "patch_embed.proj.weight"
     fixed = [k for k in want if k == proj or (not resize and k.endswith("relative_position_bias_table"))]
     if any(k in state and state[k].shape != want[k].shape for k in fixed):
         return state
-    # What cannot be: the names and shapes in the refusal say so.
+    # What cannot be translated is refused later, by its names and shapes.
     with suppress(AttributeError, RuntimeError, ValueError, IndexError, AssertionError):
         return swin_transformer.checkpoint_filter_fn(state, net)
     return state
 
 
 def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
-    """Load a state under the network's own names; `hint` ends the refusal of what does not fit.
+    """Load a state under the network's own names; the shapes must be the network's.
+
+    Args:
+        net: the network; its weights are overwritten.
+        state: the tensors by name; `num_batches_tracked` of BatchNorm may be missing.
+        source: name of the file, for the error.
+        hint: text after the list of tensors that do not fit, such as " (--img-size resizes position embeddings)".
 
     Raises:
         PrivlabError: with the names of the missing, unexpected and mis-shaped tensors.
@@ -201,7 +221,7 @@ def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
 
 
 def _shape_of_vit(state: State) -> tuple[int, int] | None:
-    """Return the width and the depth of a ViT's weights; None of what is no ViT."""
+    """Return the width and the depth of a ViT's weights; None where they are no ViT's."""
     proj = state.get("patch_embed.proj.weight")
     blocks = {name.split(".")[1] for name in state if name.startswith("blocks.")}
     return (proj.shape[0], len(blocks)) if proj is not None and proj.dim() == 4 and blocks else None
@@ -236,7 +256,7 @@ def pretrained_file(architecture: str, *, download: bool = True) -> Path:
     """Return timm's pretrained weights of an architecture, from its caches or, with `download`, from the hub.
 
     Raises:
-        WeightsUnavailable: if they are neither cached nor to be had, with the reason.
+        WeightsUnavailable: if they are neither cached nor can be downloaded, with the reason.
     """
     from huggingface_hub import constants, hf_hub_download
     from timm.models import get_pretrained_cfg
@@ -260,6 +280,6 @@ def pretrained_file(architecture: str, *, download: bool = True) -> Path:
         raise WeightsUnavailable(f"{config.hf_hub_id} is not in the cache, and {constants.ENDPOINT} cannot be reached.")
     try:
         return Path(hf_hub_download(config.hf_hub_id, name))
-    except Exception as error:  # whatever the hub's transport raises, the weights are not to be had
+    except Exception as error:  # whatever the hub's transport raises, the weights are unavailable
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise WeightsUnavailable(f"{config.hf_hub_id} cannot be downloaded ({reason}).") from error

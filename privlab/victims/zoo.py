@@ -32,7 +32,7 @@ _TINY: dict[str, Any] = _CIFAR | {
 
 BASE = "vit_tiny_patch16_224"
 COMPACT: dict[str, dict[str, Any]] = {"cifar_vit": _CIFAR, "tiny_vit": _TINY}
-"""Our name of an architecture -> what it changes of timm's `BASE`. N = 64 tokens are fewer than D = 128, MJP's too."""
+"""Our name of an architecture -> its changes to timm's `BASE`. N = 64 tokens are fewer than D = 128, as in MJP."""
 
 _CIFAR_SWIN: dict[str, Any] = {
     "img_size": 32,
@@ -66,10 +66,10 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit_s_relpos": ("vit_small_patch16_224", {"pos_embed": "none"}),
     "vit_b_relpos": ("vit_base_patch16_224", {"pos_embed": "none"}),
 }
-"""Our name of what is trained and judged, but not attacked -> timm's, and what it changes of that.
+"""Our name of a model that is trained and judged, but not attacked -> timm's name, and the changes to it.
 
-The Swins also come as NAME_mjp (with absolute position embeddings and E_unk); NAME_relpos has relative ones alone,
-NAME_idx also embeddings of the patches' own indices (IDX of MJP's Table 4).
+The Swins also come as NAME_mjp (with absolute position embeddings and E_unk). NAME_relpos has relative position
+embeddings alone; NAME_idx also has embeddings of the patches' own indices (IDX of MJP's Table 4).
 """
 
 
@@ -112,7 +112,13 @@ PLACERS: dict[str, Placer] = {
 
 
 def placer(kind: str, grid: tuple[int, int], patch: int) -> str | None:
-    """Return the predictor of the zoo for patches of this grid and side; None where there is none."""
+    """Return the name of the zoo's position predictor for a grid and a side of patches; None where there is none.
+
+    Args:
+        kind: "mp3" or "droppos".
+        grid: the number of patches in a column and in a row.
+        patch: the side of a patch, in pixels.
+    """
     for name, each in PLACERS.items():
         side, own = (COMPACT[each.architecture][key] for key in ("img_size", "patch_size"))
         if (each.kind, own, (side // own,) * 2) == (kind, patch, grid):

@@ -1,4 +1,4 @@
-"""What victims and position predictors are trained to do: one objective, one file."""
+"""Training objectives of victims and of position predictors, one in each file."""
 
 from privlab.training.objectives.base import Lesson, Objective
 from privlab.training.objectives.classify import Classify

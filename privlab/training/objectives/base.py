@@ -1,4 +1,4 @@
-"""A lesson: a network, what it learns from, and the objective; what `privlab.training.train` trains."""
+"""A lesson is what `privlab.training.train` trains: a network, what it learns from, and the objective."""
 
 import copy
 import hashlib
@@ -18,7 +18,7 @@ __all__ = ["Lesson", "Objective", "set_drop_path"]
 
 @runtime_checkable
 class Objective(Protocol):
-    """A frozen dataclass of hyper-parameters: what is learnt; `model` is a VictimModel, of some any `Classifier`."""
+    """A frozen dataclass of hyper-parameters; `model` is a VictimModel, and for some objectives any `Classifier`."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     name: ClassVar[str]
@@ -30,7 +30,7 @@ class Objective(Protocol):
         ...
 
     def module(self, model: Any) -> nn.Module:  # noqa: ANN401
-        """Return what is trained: the model, with what is trained beside it and left behind."""
+        """Return the network that is trained: the model, and what is trained beside it but not kept."""
         ...
 
     def batch(
@@ -40,7 +40,14 @@ class Objective(Protocol):
         model: Any,  # noqa: ANN401
         draw: Generator,
     ) -> tuple[Tensor, ...]:
-        """Return what a step computes on, of augmented pictures."""
+        """Return the tensors that the loss of one step is computed of.
+
+        Args:
+            images: the augmented images of the step, in [0, 1].
+            labels: the class index of each image; −1 where there is none.
+            model: the victim that is trained.
+            draw: the generator of the step's random draws.
+        """
         ...
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
@@ -61,7 +68,7 @@ class PacedObjective(Protocol):
 class Lesson:
     """The recipe of an objective: `victim` is trained in place.
 
-    Which run another continues is told by data, objective, augmentation and the weights at the start.
+    A run continues another where data, objective, augmentation and the weights at the start are the same.
     """
 
     victim: Classifier
@@ -72,7 +79,7 @@ class Lesson:
     identity: str = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set beside the victim what is trained with it, from one seed."""
+        """Make what is trained beside the victim, drawn from one seed."""
         parts = (hash_of(self.victim.state_dict()), self.data.identity, repr(self.objective), repr(self.augmentation))
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
@@ -87,7 +94,7 @@ class Lesson:
         return len(self.data)
 
     def at(self, share: float) -> "Lesson":
-        """Return this lesson, its objective as it is when a share of the steps is done."""
+        """Return this lesson with the objective as it is when a share of the steps is done."""
         if not isinstance(self.objective, PacedObjective):
             return self
         now = copy.copy(self)
@@ -95,12 +102,18 @@ class Lesson:
         return now
 
     def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, ...]:
-        """Return the examples of these rows, as the objective takes them."""
+        """Return the examples of these rows as the objective's `batch` makes them, after augmentation."""
         images = self.augmentation(self.data.pixels(rows), draw)
         return self.objective.batch(images, self.data.labels[rows], self.victim, draw)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...], draw: Generator) -> Tensor:
-        """Return the objective's loss."""
+        """Return the objective's mean loss of a batch.
+
+        Args:
+            model: the network, in the plan's precision.
+            batch: what `batch` returned, on the device of the network.
+            draw: not used: an objective draws in its `batch`.
+        """
         return self.objective.loss(model, batch)
 
 

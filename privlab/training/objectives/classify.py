@@ -1,4 +1,4 @@
-"""`classify`: cross-entropy of a ViT on labelled pictures, as DeiT is trained."""
+"""`classify`: cross-entropy of a ViT on labelled images, as DeiT is trained."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ __all__ = ["Classify"]
 
 @dataclass(frozen=True)
 class Classify:
-    """Tell classes apart: L_CE with label smoothing ε, on mixed pictures where asked.
+    """Tell classes apart: L_CE with label smoothing ε, on mixed images where asked.
 
     Args:
         smoothing: ε, the share of a label that is spread over all classes, in [0, 1).
@@ -56,7 +56,14 @@ class Classify:
     def batch(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: Classifier, draw: Generator
     ) -> tuple[Tensor, ...]:
-        """Return pictures, and labels as rows of probabilities."""
+        """Return the images, mixed where asked, and their labels as rows of probabilities, b × y.
+
+        Args:
+            images: the augmented images of the step, in [0, 1].
+            labels: the class index of each image, in [0, y).
+            model: the victim, which tells the number of classes y.
+            draw: the generator of the choice between Mixup and CutMix.
+        """
         return self.mixed(images, F.one_hot(labels, model.classes).float(), draw)
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
@@ -71,7 +78,17 @@ class Classify:
     def mixed(
         self, images: Float[Tensor, "b c h w"], labels: Float[Tensor, "b y"], draw: Generator
     ) -> tuple[Tensor, Tensor]:
-        """Mix each picture and its label with another's, by torchvision, which draws from the loop's seeded state."""
+        """Mix each image and its label with another's of the batch, by Mixup or by CutMix.
+
+        Mixup returns λ x + (1 − λ) x′, of images and labels alike. CutMix pastes a rectangle of x′ into x, and mixes
+        labels by its area. Torchvision does both, and draws from the loop's seeded state. A batch of one image stays as
+        it is.
+
+        Args:
+            images: the images of the batch.
+            labels: their labels, as rows of probabilities.
+            draw: the generator that chooses one of the two for the batch, where both are asked for.
+        """
         from torchvision.transforms.v2 import CutMix, MixUp
 
         kinds = [kind(alpha=a) for kind, a in ((MixUp, self.mixup), (CutMix, self.cutmix)) if a]

@@ -22,18 +22,18 @@ class TrainDropPos:
     """L = −Σᵢ Aᵢ Σⱼ w*(yᵢ, j) log p(slot j | patch i) / Σᵢ Aᵢ, over the visible patches i whose PE was dropped.
 
     Of the N patches a random share 1 − γ is visible, and of these the share γ_pos carries a mask token for its PE. A is
-    taken from the whole picture, without gradient, and over each picture's visible patches sums to one, as the authors'
-    code has it.
+    computed from the whole image, without gradient, and sums to one over each image's visible patches, as in the
+    authors' code.
 
     Args:
         gamma: γ, the share of the patches that is masked, in [0, 1).
         gamma_pos: γ_pos, the share of the visible patches whose PE is dropped, in (0, 1].
         sigma: σ₀ of the position smoothing, at the start of the training.
         sigma_end: σ_T, at its end; linear in between (Eq. 7).
-        temperature: τ of A = softmax(cos(f_cls, f)/τ) (Eq. 9); inf for A = 1, and no pass over the whole picture.
-        decoder_width: of the decoder.
-        decoder_depth: blocks of the decoder.
-        decoder_heads: of the decoder.
+        temperature: τ of A = softmax(cos(f_cls, f)/τ) (Eq. 9); inf for A = 1, and no pass over the whole image.
+        decoder_width: width of the decoder's tokens.
+        decoder_depth: the number of blocks of the decoder.
+        decoder_heads: the number of attention heads of each of these.
 
     Raises:
         PrivlabError: for numbers out of range.
@@ -89,7 +89,16 @@ class TrainDropPos:
     def batch(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: VictimModel, draw: Generator
     ) -> tuple[Tensor, ...]:
-        """Return all patches, the numbers of the visible ones, which of these carry their PE, and w*."""
+        """Return all patches, the numbers of the visible ones, which of these carry their PE, and w*.
+
+        The patches are b × n × c × p × p, the numbers b × m, the marks b × m, and w* is n × n.
+
+        Args:
+            images: the augmented images of the step, in [0, 1].
+            labels: not used: the objective needs none.
+            model: the victim, which tells the side of the patches and their grid.
+            draw: the generator of the visible patches of each image.
+        """
         patches = tiles(images, model.patch)
         visible = some_of(patches.shape[1], 1 - self.gamma, len(patches), draw)
         dropped = max(1, round(self.gamma_pos * visible.shape[1]))
@@ -105,12 +114,12 @@ class TrainDropPos:
         return (each * weight).sum() / weight.sum()
 
     def at(self, share: float) -> "TrainDropPos":
-        """Return the objective when a share of the training is done: σ is that of the moment (Eq. 7)."""
+        """Return the objective when a share of the training is done, with the σ of that moment (Eq. 7)."""
         return replace(self, sigma=self.sigma + share * (self.sigma_end - self.sigma))
 
 
 class _Weighed(nn.Module):
-    """A predictor, and how much each visible patch counts in its training."""
+    """A predictor, and the weight of each visible patch in its loss."""
 
     def __init__(self, predictor: DropPosNetwork, temperature: float) -> None:
         super().__init__()

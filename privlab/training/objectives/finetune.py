@@ -35,6 +35,6 @@ class Finetune(Classify):
             raise PrivlabError(f"drop_path must be in [0, 1). Found {self.drop_path}.")
 
     def module(self, model: Classifier) -> nn.Module:
-        """Return the victim alone."""
+        """Return the victim alone, with its drop-path rates set."""
         set_drop_path(model, self.drop_path)
         return model

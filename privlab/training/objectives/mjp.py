@@ -17,7 +17,7 @@ __all__ = ["TrainMjp"]
 
 @dataclass(frozen=True)
 class TrainMjp(Classify):
-    """L_CE + λ L_DAL on pictures whose block-wise masked patches are shuffled anew in every iteration.
+    """L_CE + λ L_DAL on images whose block-wise masked patches are shuffled anew in every iteration.
 
     A model with index embeddings (`IndexedViT`, IDX) is told which patch each slot holds.
 
@@ -26,7 +26,7 @@ class TrainMjp(Classify):
         unknown: whether E_unk stands at the masked slots (UNK); else each slot keeps its own PE.
         dal: "none", or the regressor: one of `DALS`.
         weight: λ of L_DAL.
-        per: "batch" draws one mask and one order for all pictures of a batch, as the authors' code does, in each of its
+        per: "batch" draws one mask and one order for all images of a batch, as the authors' code does, in each of its
             parts and processes; "image" draws for each.
         spp: whether the pixels within the shuffled patches are shuffled too, all patches by one order (SPP).
 
@@ -77,7 +77,14 @@ class TrainMjp(Classify):
     def batch(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: Classifier, draw: Generator
     ) -> tuple[Tensor, ...]:
-        """Return x̃, labels, masks and orders (Alg. 1)."""
+        """Return x̃ (b × c × h × w), labels (b × y, rows of probabilities), masks (b × n) and orders (b × n) (Alg. 1).
+
+        Args:
+            images: the augmented images of the step, in [0, 1].
+            labels: the class index of each image, in [0, y).
+            model: the victim, which tells the side of the patches and the number of classes y.
+            draw: the generator of the mixing, the masks and the orders.
+        """
         images, soft = super().batch(images, labels, model, draw)
         draws = [draw] if self.per == "batch" else [draw] * len(labels)
         shuffled, order, masked = jigsaw(images, model.patch, self.gamma, draws)
@@ -94,14 +101,14 @@ class TrainMjp(Classify):
 
 
 class _Taught(nn.Module):
-    """A victim and the regressor that is trained beside it, and left behind."""
+    """A victim and the regressor that is trained beside it, but not kept."""
 
     def __init__(self, victim: Classifier, dal: Dal | None) -> None:
         super().__init__()
         self.victim, self.dal = victim, dal
 
     def no_weight_decay(self) -> set[str]:
-        """Return the names of what the victim spares weight decay, if it does."""
+        """Return the names of the parameters to which the victim wants no weight decay applied."""
         spared = getattr(self.victim, "no_weight_decay", set)
         return {f"victim.{name}" for name in spared()}
 

@@ -21,7 +21,8 @@ class TrainMp3:
     """L = −E log p(slot i | patch i), over all patches, of which a random share 1 − η is context.
 
     Args:
-        eta: η, in [0, 1): 0.5 for CIFAR-100, 0.8 for Tiny ImageNet, 0.75 for ImageNet-1K in the paper.
+        eta: η, the share of the patches that is no context, in [0, 1): 0.5 for CIFAR-100, 0.8 for Tiny ImageNet, 0.75
+            for ImageNet-1K in the paper.
         drop_path: rate of the last block, in [0, 1); it grows linearly over the blocks.
 
     Raises:
@@ -55,7 +56,14 @@ class TrainMp3:
     def batch(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: VictimModel, draw: Generator
     ) -> tuple[Tensor, ...]:
-        """Return patches, and which of each picture are context."""
+        """Return the patches of each image (b × n × c × p × p), and the numbers of those that are context (b × m).
+
+        Args:
+            images: the augmented images of the step, in [0, 1].
+            labels: not used: the objective needs none.
+            model: the victim, which tells the side of the patches.
+            draw: the generator of the context of each image.
+        """
         patches = tiles(images, model.patch)
         return patches, some_of(patches.shape[1], 1 - self.eta, len(patches), draw)
 
@@ -67,5 +75,12 @@ class TrainMp3:
 
 
 def some_of(n: int, share: float, b: int, draw: Generator) -> Int[Tensor, "b m"]:
-    """Return, b times, a random share of n numbers, at least one, in a random order."""
+    """Return b random subsets of the numbers below n, m = max(1, round(share · n)) in each, in a random order.
+
+    Args:
+        n: the numbers 0 … n − 1 are drawn from, without replacement.
+        share: the share of them that is drawn, in [0, 1].
+        b: the number of subsets, one for each image.
+        draw: the generator of all draws.
+    """
     return torch.rand(b, n, generator=draw).argsort(1)[:, : max(1, round(share * n))]

@@ -1,4 +1,4 @@
-"""MP3 on speech: the frames of a second of sound are the patches of a picture that is one patch high.
+"""MP3 on speech: the frames of a second of sound are the patches of an image that is one patch high.
 
 MP3 gives 5 % of the frames their positions, since without any the task is too hard, and uses η = 0. That is DropPos
 with γ = 0, γ_pos = 0.95 and no blocks in the decoder, save that frames without a position carry a learnt vector.
@@ -21,7 +21,7 @@ __all__ = ["SPEECH", "as_pictures", "log_mel", "speech_model"]
 
 PATCH, WIDTH = 4, 32
 HELD = 3 * PATCH**2
-"""Numbers that one patch holds."""
+"""The number of values that one patch holds."""
 
 SPEECH = TrainDropPos(
     gamma=0.0,
@@ -36,7 +36,13 @@ SPEECH = TrainDropPos(
 
 
 def speech_model(frames: int = 100, depth: int = 8, heads: int = 4) -> VictimModel:
-    """Return the Transformer of MP3's Section 4.3, untrained: width 32, MLPs of 64; its heads are not told."""
+    """Return the Transformer of MP3's Section 4.3, untrained: width 32, MLPs of 64.
+
+    Args:
+        frames: the number of frames of a sound, each of which is one patch.
+        depth: the number of blocks.
+        heads: the number of attention heads, a divisor of 32; the paper does not tell it.
+    """
     vit = VisionTransformer(
         img_size=(PATCH, frames * PATCH),
         patch_size=PATCH,
@@ -52,9 +58,17 @@ def speech_model(frames: int = 100, depth: int = 8, heads: int = 4) -> VictimMod
 def log_mel(
     sound: Float[Tensor, "b samples"], rate: int = 16_000, bands: int = 40, window: float = 0.03, hop: float = 0.01
 ) -> Float[Tensor, "b t bands"]:
-    """Return the log energies of mel bands (HTK's scale), one row a hop: samples // hop of them.
+    """Return log max(e, 1e-6) of the energies e of mel bands (HTK's scale), one row for each hop.
 
-    The cepstral coefficients of MP3 are these rows times an orthogonal matrix, which a linear patch embedding learns.
+    There are t = samples // round(hop · rate) rows. The cepstral coefficients of MP3 are these rows times an orthogonal
+    matrix, which a linear patch embedding learns.
+
+    Args:
+        sound: the amplitudes of b sounds of one length.
+        rate: the sampling rate, in Hz.
+        bands: the number of triangular bands, evenly spaced on the mel scale from 0 Hz to half the rate.
+        window: the length of the Hann window of a frame, in seconds.
+        hop: the time from one frame to the next, in seconds.
     """
     wide, step = round(window * rate), round(hop * rate)
     size = 2 ** math.ceil(math.log2(wide))
@@ -65,7 +79,7 @@ def log_mel(
 
 
 def _filters(lines: int, rate: int, bands: int) -> Float[Tensor, "lines bands"]:
-    """Return triangles that are evenly spaced on the mel scale, 0 Hz to half the rate."""
+    """Return triangular filters that are evenly spaced on the mel scale, from 0 Hz to half the rate."""
     top = 2595 * math.log10(1 + rate / 2 / 700)
     edges = 700 * (10 ** (torch.linspace(0, top, bands + 2, dtype=torch.float64) / 2595) - 1)
     hertz = torch.linspace(0, rate / 2, lines, dtype=torch.float64)[:, None]
@@ -74,7 +88,7 @@ def _filters(lines: int, rate: int, bands: int) -> Float[Tensor, "lines bands"]:
 
 
 def as_pictures(frames: Float[Tensor, "b t k"]) -> UInt8[Tensor, "b 3 h w"]:
-    """Return sequences as pictures of t patches in a row, a frame and zeros in each; scaled to 0 to 255.
+    """Return sequences as images of t patches in a row, scaled to 0 to 255; a patch holds a frame, and zeros after it.
 
     Raises:
         PrivlabError: if a frame has more numbers than a patch.

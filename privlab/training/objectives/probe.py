@@ -1,4 +1,4 @@
-"""`probe`: a linear head on a frozen victim, to tell what its tokens know of classes or of places."""
+"""`probe`: a linear head on a frozen victim, which shows what its tokens hold of classes or of places."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +16,7 @@ from privlab.victims import VictimModel
 __all__ = ["TARGETS", "Head", "Probe", "probe_accuracy"]
 
 TARGETS = ("class", "position")
-"""What a probe tells."""
+"""What a probe can predict."""
 
 
 class Head(nn.Module):
@@ -40,7 +40,7 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def folded(self) -> nn.Linear:
-        """Return the linear layer that does in evaluation what both do."""
+        """Return the one linear layer that equals BatchNorm and linear layer in evaluation mode."""
         weight, bias = self.linear.weight.double(), self.linear.bias.double()
         if isinstance(self.norm, nn.BatchNorm1d):
             assert self.norm.running_mean is not None
@@ -55,16 +55,16 @@ class Head(nn.Module):
 
 @dataclass(frozen=True)
 class Probe:
-    """Cross-entropy of a linear head on what a victim makes of pictures; the victim is frozen, and in evaluation mode.
+    """Cross-entropy of a linear head on the tokens of a victim, which is frozen and in evaluation mode.
 
     Args:
-        target: "class", told from what the victim's own classifier reads, or "position": each patch's token tells its
-            slot.
+        target: "class", predicted from what the victim's own classifier reads, or "position": the slot of each patch,
+            predicted from its token.
         layer: the block whose output is read, from 1 on; None for the last one's, after the final norm.
-        mean: whether classes are told from the mean of the patches' tokens instead.
-        gamma_pos: γ_pos, the share of the position embeddings that a picture's patches lose while places are told, in
-            [0, 1]; what a victim has for it stands there: E_unk, else zero. These patches alone count, and all of them
-            where none has lost any.
+        mean: whether classes are predicted from the mean of the patches' tokens instead.
+        gamma_pos: γ_pos, the share of an image's patches, in [0, 1], whose position embeddings are dropped while places
+            are predicted; E_unk stands there where the victim has it, else zero. These patches alone count, and all
+            patches where none is dropped.
         batch_norm: whether features pass through BatchNorm without affine first.
 
     Raises:
@@ -98,7 +98,7 @@ class Probe:
 
     @property
     def for_victim(self) -> bool:
-        """Return whether the head reads what the victim's own does, so that it can take its place."""
+        """Return whether the head reads what the victim's own head reads, so that it can replace it."""
         return self.target == "class" and self.layer is None and not self.mean
 
     def module(self, model: VictimModel) -> Head:
@@ -117,7 +117,14 @@ class Probe:
     def batch(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: VictimModel, draw: Generator
     ) -> tuple[Tensor, ...]:
-        """Return features, and the number that each of them is to tell: a class, or a slot."""
+        """Return features k × d, and the number that each of them is to tell: a class (k = b), or a slot.
+
+        Args:
+            images: the augmented images of the step, in [0, 1].
+            labels: the class index of each image; not used where places are predicted.
+            model: the frozen victim; it is put into evaluation mode.
+            draw: the generator of the position embeddings that each image loses.
+        """
         model.eval()
         images = images.to(model.mean)
         if self.labelled:
@@ -158,7 +165,16 @@ class Probe:
 def probe_accuracy(
     probe: Probe, head: nn.Module, model: VictimModel, data: Examples, *, seed: int = 0, batch: int = 250
 ) -> float:
-    """Return the share of pictures whose class, or of patches whose slot, is told right."""
+    """Return the share, in [0, 1], of images whose class, or of patches whose slot, is told right.
+
+    Args:
+        probe: the objective by which the head was trained.
+        head: the trained head, or its folded layer; it is put into evaluation mode.
+        model: the victim whose tokens it reads.
+        data: the images, of the victim's input size, and their labels.
+        seed: seed of the draws of the position embeddings that images lose.
+        batch: the number of images computed at a time; each batch has its own draws, keyed by its first image.
+    """
     head.eval()
     right = count = 0
     for rows in torch.arange(len(data)).split(batch):
