@@ -53,18 +53,21 @@ from privlab.victims import VictimModel
 __all__ = ["Check", "OnFeatures", "OnGradients", "OnImages", "Subject"]
 
 LEAKS = 60.0
-"""What the control must reach, in dB."""
+"""The least PSNR of the control, in dB."""
 NOISE = 1.1
-"""The factor that declared and measured variance of a noise may be apart."""
+"""The largest factor between declared and measured variance of a noise."""
 ROUNDING = (3.0, 100.0)
-"""The factors by which that of a rounding, whose law is a model, may be too small, and too large in the median."""
+"""The factors by which the variance of a rounding may be declared too small, and too large in the median.
+
+They are wide, because the law of a rounding is only a model.
+"""
 
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check, which passed where `value` was within its limit (`bound`: "≤" or "≥"); `text` says what it is of."""
+    """One check, which passed if `value` is within its limit (`bound`: "≤" or "≥"); `text` says what was measured."""
 
     name: str
     passed: bool
@@ -75,12 +78,26 @@ class Check:
 
     @classmethod
     def at_most(cls, name: str, value: float, limit: float, text: str) -> "Check":
-        """Return a check whose value must not be above its limit; nan fails."""
+        """Return a check that passes if its value is not above its limit; nan fails.
+
+        Args:
+            name: name of the check, such as "contents".
+            value: what was measured.
+            limit: the largest value that passes.
+            text: what the value measures, in words.
+        """
         return cls(name, value <= limit, value, limit, text)
 
     @classmethod
     def at_least(cls, name: str, value: float, limit: float, text: str) -> "Check":
-        """Return a check whose value must not be below its limit; nan fails."""
+        """Return a check that passes if its value is not below its limit; nan fails.
+
+        Args:
+            name: name of the check, such as "control".
+            value: what was measured.
+            limit: the least value that passes.
+            text: what the value measures, in words.
+        """
         return cls(name, value >= limit, value, limit, text, "≥")
 
 
@@ -175,11 +192,11 @@ class OnImages:
         yield Check.at_most("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂θ‖")
 
     def _misplaced(self, feed: Feed) -> float:
-        """Return how much worse than the best the declared order is, or 1 if moved patches are not what they were.
+        """Return how much worse than the best order the declared one is, or 1 if moved patches were changed.
 
-        It is measured on smooth images in which no two patches are alike, so that it shows through what a defense does
-        to the pixels. A defense that moves slots must leave every patch as it is, bit for bit: one that changes pixels
-        as well is two defenses, stacked.
+        It is measured on smooth images in which no two patches are alike, so that patches are recognised after a
+        defense has changed their pixels. A defense that moves slots must not change a bit of any patch: one that
+        changes pixels as well is two defenses, stacked.
         """
         subject, patch = self.subject, self.subject.model.patch
         if feed.moved.any() and not torch.equal(feed.images, permute(subject.clients(), feed.order, patch)):
@@ -253,7 +270,7 @@ class OnGradients:
         yield Check.at_most("gradients", off, 8.0, "error against finite differences, in σ of what is declared")
 
     def _variance(self, true: Tensors, released: Tensors, variance: Tensors) -> Iterator[Check]:
-        """Yield by which factors the declared variance is too small and too large, the gradient scaled for the best."""
+        """Yield the factors by which the declared variance is too small and too large, at the best gradient scale."""
         fitted = scale_of(true, released, variance)
         errors = [
             {name: g - scale.view(-1, *[1] * (g.ndim - 1)) * true[name] for name, g in released.items()}
@@ -348,10 +365,10 @@ class OnFeatures:
         yield Check.at_most("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂tokens‖")
 
     def _off_differences(self, tokens: Float[Tensor, "b t d"]) -> float:
-        """Return how far the derivative through what is sent is from finite differences, in random directions."""
+        """Return the error of the derivative through the release against finite differences, in random directions."""
         z = tokens.clone().requires_grad_()
         with torch.enable_grad():
-            loss = self._loss(z * 1)  # what may be changed in place
+            loss = self._loss(z * 1)  # a copy, which the defense may change in place
         g = torch.autograd.grad(loss, z)[0] if loss.requires_grad else torch.zeros_like(z)
         worst, draw = 0.0, torch.Generator().manual_seed(self.subject.seed)
         for _ in range(8):
@@ -362,14 +379,14 @@ class OnFeatures:
         return worst
 
     def _loss(self, tokens: Float[Tensor, "b t d"]) -> Tensor:
-        """Return the loss of what the client makes of its returns; the server's weights are keyed by the columns."""
+        """Return the client's loss on what the server returns; the server's weights are encrypted by the column key."""
         model, sent = self.subject.model, self.run({"tokens": tokens}, self.subject.draws())
         plain = replace(sent, features=restore_features(sent.features, columns=sent.columns), columns=None)
         logits = model.head(plain.restored(model.backbone(plain.features)))
         return F.cross_entropy(logits, self.subject.labels, reduction="sum")
 
     def control(self) -> Check:
-        """Return what leaks without the defense, of images in the span of the embedding: all of it."""
+        """Return what leaks without the defense; images in the span of the embedding leak completely."""
         model = self.subject.model
         images = span_of(model, self.subject.clients())
         with torch.no_grad():
@@ -380,7 +397,7 @@ class OnFeatures:
 
 
 def acts_as(defense: AnyDefense, model: VictimModel) -> Iterator[Check]:
-    """Yield, of a defense that declares what it does, in how much of that its releases contradict it."""
+    """Yield, for a defense that declares what it does, the number of declarations that its releases contradict."""
     if declared_by_defense(defense).acts_as is not None:
         wrong = contradictions(model, defense, NOISE)
         yield Check.at_most("acts-as", float(len(wrong)), 0.0, "; ".join(wrong) or "effects that are not as declared")
