@@ -97,7 +97,7 @@ class Whitening(nn.Module):
         self.register_buffer("matrix", torch.eye(width))
 
     def fit(self, rows: Float[Tensor, "m d"]) -> None:
-        """Take the mean and the covariance from rows; directions of almost no variance are not scaled up."""
+        """Take the mean and the covariance from rows; directions of almost no variance stay small."""
         rows = rows.double()
         mean = rows.mean(0)
         values, V = torch.linalg.eigh((rows - mean).mT @ (rows - mean) / len(rows))
@@ -145,7 +145,7 @@ class Decoder(nn.Module):
 class MaeDecoder(Decoder):
     """`mae`: Transformer blocks over rows with fixed 2-D sin-cos positions, then a linear map to pixels.
 
-    Row i is taken for slot i, and so is the class token's; attention may still find the slot in what a row contains.
+    Row i is taken for slot i, after the class and register tokens; attention may still use what rows say of their slot.
 
     Source: MAE (He et al. 2022), the decoder; Permutation Equivariance (CVPR 2024), section 5.3, attacks with one.
     """
@@ -220,7 +220,7 @@ class TokenDecoder(Decoder):
     """`token`: each row is decoded to a patch by itself, and its slot is predicted; an assignment keeps slots unique.
 
     A linear map predicts the slot of a whitened row. It is trained on the adversary's own releases: it is the linear
-    discriminant of the slots, so the position embeddings need not be known. The predicted slot is an input of the map
+    discriminant of the slots, so the position embeddings need not be known. The slot is an input of the map
     to pixels.
     """
 

@@ -21,7 +21,7 @@ class BorderJigsaw:
     together, with their border costs added up.
 
     Args:
-        rounds: as in `privlab.reassembly.solver.assemble`.
+        rounds: rounds of `privlab.reassembly.solver.assemble`, at least 0.
         predictor: name in the zoo or file `predictor.safetensors` of a position predictor, whose −log p(slot | patch)
             is added to the border costs; an empty string stands for none.
 

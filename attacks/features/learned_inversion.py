@@ -16,7 +16,7 @@ __all__ = ["InversionConv", "InversionMae", "InversionSet", "InversionToken"]
 PAPER = "Permutation Equivariance (Xu et al. 2024), section 5.3"
 
 IN_PLACE = frozenset({"low-pass", "blur", "cutmix", "gaussian-noise"})
-"""Defenses that leave rows in place: a decoder that is trained on their releases has learned to undo them."""
+"""Defenses that leave rows in place: a decoder that is trained on their releases allows for them."""
 
 
 @dataclass(frozen=True)

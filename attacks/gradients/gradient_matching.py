@@ -156,10 +156,10 @@ class GradientMatching:
         return match.coordinates(X)
 
     def _start(self, match: "Match", seen: Observation) -> str:
-        """Return which start is meant; a closed form must be granted.
+        """Return the name of the start; a closed form must be granted.
 
         Raises:
-            PrivlabError: if it is not, or nothing sets the images of one gradient apart.
+            PrivlabError: if it is not granted, or if all images of one gradient would start alike.
         """
         if self.start == "grey" and match.B > 1:
             raise PrivlabError(f"start=grey sets the {match.B} images of a gradient not apart. Use noise.")

@@ -25,7 +25,7 @@ SWEEPS = 20
 
 
 def reassembled(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Stolen:
-    """Return the images of rows whose columns are known, by their position embeddings if these may be used."""
+    """Return the images of rows whose columns are known, by position embeddings if granted, else by borders."""
     return (by_embeddings if Capability.POSITION_EMBEDDINGS in seen.grants else by_borders)(seen, columns)
 
 

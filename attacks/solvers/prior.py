@@ -212,7 +212,7 @@ def _conv_adjoint(z: Float[Tensor, "b r h v"], bank: Float[Tensor, "r c s t"]) -
 
 
 def _padded(weights: list[Tensor], shape: tuple[int, int, int]) -> Float[Tensor, "f b 1 h w"]:
-    """Return weights of windows as those of their first pixels, zero at the last edges."""
+    """Return the weights of windows at their first pixels, and zero at the last edges."""
     return torch.stack([F.pad(w, (0, shape[2] - w.shape[3], 0, shape[1] - w.shape[2])) for w in weights])
 
 
@@ -267,7 +267,7 @@ def _cosines(side: int) -> list[Float[Tensor, "s s"]]:
 
 
 def _responses(images: Float[Tensor, "m c h w"], filters: Float[Tensor, "f s t"]) -> Float[Tensor, "fc p"]:
-    """Return what the filters make of each colour, filter by filter, over the windows of photographs."""
+    """Return the responses of the filters for each colour, filter by filter, over the windows of photographs."""
     z = F.conv2d(images.flatten(0, 1)[:, None], filters[:, None])
     return z.unflatten(0, images.shape[:2]).permute(2, 1, 0, 3, 4).flatten(0, 1).flatten(1)
 

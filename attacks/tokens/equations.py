@@ -204,7 +204,7 @@ def separate(
             α = start(mlp, rest, starts, draw)
             α = refine(rough, rest.float(), α.float(), steps).double()
             new = distinct(mlp, rest, α, tolerance, _twin(limit))
-            α = refine(mlp, whole, new @ whole.u.mT, steps)  # by all that the gradient says
+            α = refine(mlp, whole, new @ whole.u.mT, steps)  # on the spans of the whole gradient
             new = distinct(mlp, whole, α, limit, _twin(limit))
         if len(found):
             new = new[(_unit(new) @ _unit(found).mT).amax(1) < _twin(limit)]

@@ -25,9 +25,9 @@ def by_image(model: VictimModel, block: Block, slots: Slots, linear: Linear, ima
     """Return the tokens of each image among those of a release; slots that are alike are numbered in any order.
 
     Args:
-        model: the victim.
+        model: the victim, whose patch embedding and prefix tokens are read.
         block: its first block, in float64.
-        slots: what is known of the patches, the same for all images of the release.
+        slots: the known part and the span of the patches, and their position embeddings; the same for all images.
         linear: the tokens of the release and their slots, as `slots_of_tokens` returns them.
         images: number of images B of the release.
     """

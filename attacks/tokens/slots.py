@@ -131,11 +131,11 @@ def patches_of_tokens(
     """Return the patches whose tokens are among u, and those of X elsewhere.
 
     Args:
-        model: the victim.
+        model: the victim, whose patch embedding and prefix tokens are read.
         block: its first block, in float64.
-        slots: what is known of the patches.
+        slots: the known part and the span of the patches, and their position embeddings.
         u: tokens, in no order; the class token among them.
-        reads: what attention read.
+        reads: the row spaces of the gradients of the first attention.
         X: normalised patches to start from, which are also the result for slots without a token.
         sharpen: the most steps of the Gauss-Newton method.
         inner: steps of conjugate gradients in each of them.
@@ -154,11 +154,11 @@ def slots_of_tokens(
     and o follow linearly.
 
     Args:
-        model: the victim.
+        model: the victim, whose patch embedding and prefix tokens are read.
         block: its first block, in float64.
-        slots: what is known of the patches, the same for all images.
+        slots: the known part and the span of the patches, and their position embeddings; the same for all images.
         u: tokens of the release, in no order, those of the class and registers among them.
-        reads: what attention read in the release.
+        reads: the row spaces of the gradients of the first attention, of the release.
         images: number of images B of the release.
     """
     t, prefix = _centred(block, u), known_tokens(model)[0]
@@ -190,10 +190,10 @@ def guesses(model: VictimModel, block: Block, slots: Slots, reads: Reads, X: Flo
     None if the D equations of a token do not determine its span.
 
     Args:
-        model: the victim.
+        model: the victim, whose patch embedding and prefix tokens are read.
         block: its first block, in float64.
-        slots: what is known of the patches.
-        reads: what attention read.
+        slots: the known part and the span of the patches, and their position embeddings.
+        reads: the row spaces of the gradients of the first attention.
         X: guesses of the normalised patches.
     """
     equations = _equations(model, block, slots, reads)
@@ -246,9 +246,9 @@ def sharpened_patches(
     This removes the rounding errors of the spans.
 
     Args:
-        model: the victim.
+        model: the victim, whose patch embedding and prefix tokens are read.
         block: its first block, in float64.
-        slots: what is known of the patches.
+        slots: the known part and the span of the patches, and their position embeddings.
         u: tokens of the release, among which `linear` names its own.
         linear: the tokens of the image and their slots, with the first estimate of c.
         X: normalised patches to start from, which are also the result for slots without a token.
@@ -289,10 +289,10 @@ def embeddings_of_tokens(
     heard.
 
     Args:
-        model: the victim.
+        model: the victim, whose patch embedding and prefix tokens are read.
         block: its first block, in float64.
         u: tokens of one image, in no order; the class token among them.
-        reads: what attention read.
+        reads: the row spaces of the gradients of the first attention.
         sharpen: the most steps of the Gauss-Newton method.
         inner: steps of conjugate gradients in each of them.
     """

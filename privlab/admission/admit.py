@@ -95,7 +95,7 @@ def admit_named(
         options: [NAME.]KEY=VALUE, one string for each option.
         gamma: share of the patches that is shuffled, for a defense that has it.
         model: name of the victim.
-        weights: weights of the victim, as in `victim`.
+        weights: "random", or others that `victim` takes.
         img_size: side of the input in pixels, a multiple of the patches' side; None keeps the victim's own.
         depth: number of the victim's first blocks that are kept; None keeps all.
         seed: seed of random weights, of the draws and of the directions of finite differences.
@@ -122,7 +122,7 @@ def small_victim(
 
     Args:
         name: name of the victim.
-        weights: its weights, as in `victim`.
+        weights: "random", or others that `victim` takes.
         img_size: side of the input in pixels, a multiple of the patches' side; None keeps the victim's own.
         depth: number of the first blocks that are kept; None keeps all.
         seed: seed of random weights.

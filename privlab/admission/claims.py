@@ -144,7 +144,7 @@ class OnImages:
         return {"images": self.subject.clients(neighbour=neighbour)}
 
     def run(self, inputs: Tensors, draws: Draws) -> Feed:
-        """Return what comes out of it."""
+        """Return what the defense makes of these inputs."""
         return self.defense(inputs["images"], self.subject.model.patch, draws.images)
 
     def tensors(self, feed: Feed) -> dict[str, Tensor]:
@@ -157,11 +157,11 @@ class OnImages:
         return {name: value[0] for name, value in self.tensors(feed).items()}
 
     def undefended(self) -> dict[str, Tensor]:
-        """Return what would be fed without it."""
+        """Return what would be fed without the defense."""
         return self.tensors(Feed.undefended(self.subject.clients(), self.subject.model.patch))
 
     def problems(self, feed: object) -> Iterator[str]:
-        """Yield what in the release is not of its form."""
+        """Yield each deviation of the release from its form, in words."""
         if type(feed) is not Feed:
             yield f"{type(feed).__name__} instead of Feed"
             return
@@ -183,7 +183,7 @@ class OnImages:
             yield "an order that moves slots which are not declared as moved"
 
     def checks(self, feed: Feed) -> Iterator[Check]:
-        """Yield what the release is measured by."""
+        """Yield the checks of a release that has its form."""
         yield from acts_as(self.defense, self.subject.model)
         yield Check.at_most("order", self._misplaced(feed), 0.01, "distance of slots from what order and moved say")
         model, labels, names = self.subject.model, self.subject.labels, self.subject.released
@@ -226,7 +226,7 @@ class OnGradients:
         return per_sample_gradients(model, feed, self.subject.labels, self.subject.released)
 
     def run(self, inputs: Tensors, draws: Draws) -> Any:  # noqa: ANN401
-        """Return what comes out of it."""
+        """Return what the defense makes of these inputs."""
         return self.defense.release(inputs, draws.images)
 
     def tensors(self, released: Tensors) -> dict[str, Tensor]:
@@ -238,11 +238,11 @@ class OnGradients:
         return {name: value[0] for name, value in released.items()}
 
     def undefended(self) -> dict[str, Tensor]:
-        """Return what would be released without it."""
+        """Return what would be released without the defense."""
         return self.inputs()
 
     def problems(self, released: object) -> Iterator[str]:
-        """Yield what in the release is not of its form."""
+        """Yield each deviation of the release from its form, in words."""
         if not isinstance(released, Mapping):
             yield f"{type(released).__name__} instead of gradients by name"
             return
@@ -252,7 +252,7 @@ class OnGradients:
             yield from unlike(name, released.get(name), g.shape, g.dtype)
 
     def checks(self, released: Tensors) -> Iterator[Check]:
-        """Yield what the release is measured by."""
+        """Yield the checks of a release that has its form."""
         yield from acts_as(self.defense, self.subject.model)
         true, variance = self.inputs(), self.defense.variance(released)
         wrong = [w for name, g in true.items() for w in unlike(name, variance.get(name), g.shape, g.dtype)]
@@ -308,7 +308,7 @@ class OnFeatures:
             return {"tokens": self.subject.model.embed(self.subject.clients(neighbour=neighbour))}
 
     def run(self, inputs: Tensors, draws: Draws) -> Sent:
-        """Return what comes out of it."""
+        """Return what the defense makes of these inputs."""
         return self.defense.send(Sent.plain(inputs["tokens"], self.subject.model.vit.num_prefix_tokens), draws)
 
     def tensors(self, sent: Sent) -> dict[str, Tensor]:
@@ -322,11 +322,11 @@ class OnFeatures:
         return {"features": sent.features[mine], "source": sent.source[mine]}
 
     def undefended(self) -> dict[str, Tensor]:
-        """Return what would be sent without it."""
+        """Return what would be sent without the defense."""
         return self.tensors(Sent.plain(self.inputs()["tokens"], self.subject.model.vit.num_prefix_tokens))
 
     def problems(self, sent: object) -> Iterator[str]:
-        """Yield what in the release is not of its form."""
+        """Yield each deviation of the release from its form, in words."""
         if type(sent) is not Sent:
             yield f"{type(sent).__name__} instead of Sent"
             return
@@ -347,7 +347,7 @@ class OnFeatures:
             yield f"key_bits {sent.key_bits} instead of a number of bits"
 
     def checks(self, sent: Sent) -> Iterator[Check]:
-        """Yield what the release is measured by."""
+        """Yield the checks of a release that has its form."""
         yield from acts_as(self.defense, self.subject.model)
         declared = declared_by_defense(self.defense)
         effects = declared.acts_as
