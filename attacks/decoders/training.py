@@ -205,7 +205,7 @@ def _save(decoder: Decoder, path: Path, key: str) -> None:
 
 
 def _loaded(decoder: Decoder, path: Path, key: str) -> bool:
-    """Load the weights of a file into a decoder; return whether they are those of `key`, and whole."""
+    """Load the weights of a file into a decoder; return whether they are those of `key` and undamaged."""
     try:
         with safe_open(path, "pt") as file:
             facts = (file.metadata() or {}).get("privlab")

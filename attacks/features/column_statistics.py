@@ -61,7 +61,7 @@ class ColumnStatistics:
             raise PrivlabError(f"ridge of column-statistics must be positive. Found {self.ridge}.")
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
-        """Recover the columns, then rows and images."""
+        """Recover the columns, then the rows and the images."""
         rows = undone(seen).double().flatten(0, 1)
         public = seen.model.embed(seen.public.to(seen.model.mean)).detach().double().flatten(0, 1)
         return reassembled(seen, self.columns(rows, public, effects(seen).noise_std))

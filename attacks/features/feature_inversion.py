@@ -136,7 +136,7 @@ def _patches(seen: FeatureObservation, prior: str) -> Float[Tensor, "b n k"]:
 
 
 def _known_noise(seen: FeatureObservation) -> float:
-    """Return the standard deviation of the noise on features; 0 where the defense may not be known."""
+    """Return the standard deviation of the noise on features; 0 if the attack may not know the defense."""
     return effects(seen).noise_std if Capability.KNOWS_DEFENSE in seen.grants else 0.0
 
 

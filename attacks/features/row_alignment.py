@@ -143,7 +143,7 @@ def _check(features: Float[Tensor, "b t d"], kind: Rows) -> None:
 
 
 def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: Rows) -> Int[Tensor, "b n"]:
-    """Return the rows of the batch that differ from image to image; class and register tokens do not."""
+    """Return the rows of the batch that differ between images, which those of class and register tokens do not."""
     b, t, _ = features.shape
     if kind == "own":
         apart = torch.cdist(features[:1], features)  # row of the first image × row of each
@@ -164,8 +164,8 @@ def _spread(covariance: Float[Tensor, "d d"], drift: float) -> Float[Tensor, "d 
 def _drift(u: Float[Tensor, "n d"], public: Float[Tensor, "n d"] | None, covariance: Float[Tensor, "d d"]) -> float:
     """Estimate τ², the variance of e'_s − e_s (of e'_s, without public embeddings), from second moments alone.
 
-    Along each eigenvector of Σ/b, with eigenvalue λ, the u_s have the second moment of the e_s, + τ² + λ. The
-    differences are weighted by 1/(τ² + λ)², the precision of a second moment, which is iterated.
+    Along each eigenvector of Σ/b, with eigenvalue λ, the second moment of the u_s is that of the e_s plus τ² + λ. The
+    differences are weighted by 1/(τ² + λ)², the precision of a second moment; this is iterated, because it contains τ².
     """
     λ, V = torch.linalg.eigh(covariance)
     known = 0 if public is None else (public @ V).square().mean(0)

@@ -47,7 +47,7 @@ class April:
     rtol: float = RTOL
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return which of N + 1 ≤ D and K ≤ D does not hold."""
+        """Return those of the conditions N + 1 ≤ D and K ≤ D that do not hold, with their numbers."""
         (n, d), k = seen.gradients["pos_embed"].shape[-2:], seen.model.vit.patch_embed.proj.weight[0].numel()
         found = (f"N + 1 = {n} > D = {d}" if n > d else "", f"K = {k} > D = {d}" if k > d else "")
         return " and ".join(filter(None, found)) or None

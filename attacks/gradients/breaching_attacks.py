@@ -62,7 +62,7 @@ class Breaching:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check that breaching is installed, and the configuration's keys.
+        """Check that breaching is installed, and that the configuration has the given keys.
 
         Raises:
             PrivlabError: if it is not, or for a key that the attack's configuration does not have.
@@ -222,7 +222,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators, and give them back as they were."""
+    """Seed torch's generators, and restore their states afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -258,7 +258,7 @@ def _labels(model: VictimModel, gradients: Mapping[str, Tensor], batch_size: int
 
 
 def _constants_fixed(vit: nn.Module, gradients: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy in which parameters without a released gradient are buffers, and attention can be derived twice."""
+    """Return a copy in which parameters without released gradient are buffers, and attention has second derivatives."""
     vit = copy.deepcopy(vit).eval()
     for name, parameter in list(vit.named_parameters()):
         if name not in gradients:

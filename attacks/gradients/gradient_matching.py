@@ -1,4 +1,4 @@
-"""`gradient-matching`: the images whose gradient is the released one, by descent from what closed forms know."""
+"""`gradient-matching`: the images whose gradient is the released one, by descent from the result of a closed form."""
 
 import copy
 import warnings
@@ -36,7 +36,7 @@ from privlab.victims import VictimModel, hash_of
 __all__ = ["GradientMatching", "Match", "mismatch"]
 
 HEAD = "head.bias"
-"""The parameter whose gradient gives labels away."""
+"""The parameter whose gradient reveals the labels."""
 
 OBJECTIVES = ("cosine", "l2", "likelihood")
 
@@ -331,10 +331,10 @@ def _labels(head: nn.Module, G: Mapping[str, Float[Tensor, "r ..."]], B: int) ->
 
 
 def _masked(seen: Observation) -> Bool[Tensor, "rB n"] | None:
-    """Return the slots of all images that carry no position embedding of their own; None where there are none.
+    """Return the slots of all images that carry no position embedding of their own; None if there are none.
 
     Warns:
-        PrivlabWarning: if E_unk stands somewhere, but the gradient does not tell where.
+        PrivlabWarning: if E_unk is used in some slots, but the gradient does not tell in which.
     """
     B = seen.images_per_release
     if "pos_embed" in seen.gradients and (B == 1 or shares_mask(seen)):
@@ -352,7 +352,7 @@ def _masked(seen: Observation) -> Bool[Tensor, "rB n"] | None:
 
 
 def _span(seen: Observation) -> tuple[Float[Tensor, "r n k"], Float[Tensor, "r m k"]] | None:
-    """Return what is known of the patches and the span Y of the rest; None where N ≥ D, and Y is not known."""
+    """Return what is known of the patches and the span Y of the rest; None if N ≥ D or ∂ℓ/∂W is not released."""
     A = slot_gradients(seen)
     if A.shape[1] >= A.shape[2] or "patch_embed.proj.weight" not in seen.gradients:
         return None

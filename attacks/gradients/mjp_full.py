@@ -77,7 +77,7 @@ class MjpFull(TokenSearch):
     rtol: float = RTOL
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return what of N + |masked| + 1 < D does not hold, or, without a mask, of N < D."""
+        """Return the condition N + |masked| + 1 < D, or N < D without a mask, with its numbers if it does not hold."""
         A = slot_gradients(seen)
         (_, n, d), masked = A.shape, int((A == 0).all(2).sum(1).max())
         if masked and n + masked + 1 >= d:
@@ -85,7 +85,7 @@ class MjpFull(TokenSearch):
         return too_many(seen)
 
     def __call__(self, seen: Observation) -> Stolen:
-        """Reconstruct the private images, and say how many tokens were found."""
+        """Reconstruct the private images, and return how many tokens were found."""
         model = seen.model
         A = slot_gradients(seen)
         found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)

@@ -35,7 +35,7 @@ class PatchGradient:
     rtol: float = RTOL
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return what of N < D does not hold."""
+        """Return the condition N < D with its numbers if it does not hold."""
         return too_many(seen)
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:

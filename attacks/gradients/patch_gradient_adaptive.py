@@ -71,7 +71,7 @@ class Release:
 
         The mean square of D entries of noise is above Var E₁ · (1 + 4 √(2/D)) in one of ten thousand rows.
         """
-        heard = (self.A != 0).to(self.A).mean(2)  # entries that noise fell on; those that are missing have none
+        heard = (self.A != 0).to(self.A).mean(2)  # the share of entries with noise; missing ones have none
         least = self.noise_pe[..., 0] * heard * (1 + 4 * (2 / self.A.shape[2]) ** 0.5)
         return (self.A == 0).all(2) | ((self.A.square().mean(2) <= least) & (self.edge_pe == 0).all(2))
 
@@ -172,7 +172,7 @@ class PatchGradientAdaptive:
             )
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return what of N < D does not hold."""
+        """Return the condition N < D with its numbers if it does not hold."""
         return too_many(seen)
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:

@@ -131,7 +131,7 @@ class PatchGradientPrior:
             )
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return what of N ≤ D + 4 does not hold, the most patches for which step 2 was measured."""
+        """Return the condition N ≤ D + 4 with its numbers if it does not hold; step 2 was measured up to there."""
         _, n, d = slot_gradients(seen).shape
         return None if n <= d + _FEW else f"N = {n} > D + {_FEW} = {d + _FEW}"
 
@@ -242,7 +242,7 @@ def whole(
     for _ in range(n):
         unknown = ((V @ P) * V).sum(2)
         error, i = torch.where(left & (unknown > 4 * blur), unknown + blur, torch.inf).min(1)
-        going = error < _WINDOW**2  # beyond that the right one is hardly among those tried
+        going = error < _WINDOW**2  # beyond that the right integer is hardly among those tried
         if not going.any():
             break
         left[images, i] = False

@@ -95,7 +95,7 @@ class TokenSeparation(TokenSearch):
     places: ClassVar[bool] = True  # as of mjp-full
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return which of the conditions on B images, N patches, p class and register tokens, K and D does not hold.
+        """Return the conditions on B images, N patches, p prefix tokens, K and D that do not hold, with their numbers.
 
         Tokens are told apart for B (N + p) < D. The unknowns of a token are then the m coordinates of its patch, m =
         B N or, if the patch embedding is frozen, K, and the B (N + p) of what attention mixed. Its equations are D of
@@ -118,7 +118,7 @@ class TokenSeparation(TokenSearch):
         return " and ".join(found) or None
 
     def __call__(self, seen: Observation) -> Stolen:
-        """Reconstruct the private images, and say how many tokens were found.
+        """Reconstruct the private images, and return how many tokens were found.
 
         Raises:
             PrivlabError: for several images in one gradient, if the patch embedding is frozen and D ≤ K.
@@ -207,7 +207,7 @@ class TokenSeparation(TokenSearch):
 
 
 def _slots(seen: Observation, i: int, hidden: Bool[Tensor, " n"]) -> Slots:
-    """Return what is known of the patches of release i: their span, and what stands for their position embeddings."""
+    """Return what is known of the patches of release i: their span, and their position embeddings or `replacement`."""
     pe = known_tokens(seen.model)[1]
     if seen.model.vit.pos_embed is not None:
         pe = torch.where(hidden[:, None], replacement(seen).to(pe), pe)

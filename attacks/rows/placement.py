@@ -133,7 +133,7 @@ def row_costs(
     rows = torch.linalg.solve_triangular(L, (features - mean).mT, upper=False).mT
     slots = torch.linalg.solve_triangular(L, pe.mT, upper=False).mT
     patch = _squares(rows, slots) + 2 * L.diagonal().log().sum()
-    known = noise**2 + RIDGE**2 * covariance.diagonal().mean()  # no row is known better than rounding allows
+    known = noise**2 + RIDGE**2 * covariance.diagonal().mean()  # above rounding, even without noise
     return torch.cat([_squares(features, prefix) / known + len(L) * known.log(), patch], 2)
 
 

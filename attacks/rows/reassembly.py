@@ -99,7 +99,7 @@ def placed(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float
 
 
 def pixels(model: VictimModel, patches: Float[Tensor, "b n k"]) -> Float[Tensor, "b n c p p"]:
-    """Return normalised patches as pixels, not clipped, in single precision: borders need no more."""
+    """Return normalised patches as pixels, not clipped, in single precision, which is enough for borders."""
     side = (model.image_shape[0], model.patch, model.patch)
     return (patches.unflatten(2, side) * model.std + model.mean).float()
 
@@ -185,7 +185,7 @@ def _groups(
 def _links(
     patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], floor: float
 ) -> list[list[tuple[int, Float[np.ndarray, "b b"]]]]:
-    """Return for each slot its neighbours, with the cost of each of their patches beside each of its own."""
+    """Return the neighbours of each slot, with the border costs between their patches and its own."""
     slots, by_slot = torch.arange(grid[0] * grid[1]).view(grid), patches.transpose(0, 1)
     links: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(len(by_slot))]
     for first, second, turned in ((slots[:, :-1], slots[:, 1:], by_slot), (slots[:-1], slots[1:], by_slot.mT)):

@@ -20,7 +20,7 @@ from privlab.victims import cache_folder
 __all__ = ["OPTIMISERS", "Adam", "Kept", "Lbfgs", "Optimiser", "State", "descend"]
 
 _SAVE_EVERY = 20.0
-"""Seconds between two states on the disk."""
+"""Seconds between two saved states."""
 
 State: TypeAlias = dict[str, Tensor]
 """Of p problems: the points `x` (p × q), `value` and `slope` there, the `best` point so far and its value, `least`."""

@@ -1,4 +1,4 @@
-"""The image priors that attacks complete with: photographs are smooth but for edges, and colours change together."""
+"""The image priors of attacks: photographs are smooth except at edges, and their colours change together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -173,7 +173,7 @@ class Windows:
         weights: list[Tensor],
         steps: int,
     ) -> Float[Tensor, "b n k"]:
-        """Return the change C Y of the rows that makes the weighted energy least.
+        """Return the change C Y of the rows that minimises the weighted energy.
 
         The preconditioner is the inverse of a patch's energy by itself, `own`, over the mean weight of its windows.
         """
@@ -196,7 +196,7 @@ class Windows:
         return [F.conv2d(image, bank).square().sum(1, keepdim=True) for bank in self.filters]
 
     def _of_patches(self, Y: Float[Tensor, "b m k"], patch: int) -> Float[Tensor, "b m m"]:
-        """Return the quadratic energy of a patch C Y before black, in C; zero rows of Y count as 1."""
+        """Return the matrix in C of the quadratic energy of a patch C Y amid zeros; zero rows of Y count as 1."""
         images = Y.reshape(-1, self.shape[0], patch, patch)
         H = torch.diag_embed((Y == 0).all(2).to(Y))
         for bank in self.filters:

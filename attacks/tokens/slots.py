@@ -302,7 +302,7 @@ def embeddings_of_tokens(
     mixed = torch.cat([W_p @ reads.mixed.mT, b_p[:, None]], 1)[:, : len(reads.mixed) + int(b_p.any())]
     Z = torch.linalg.qr(reads.heard.mT / block.norm1.weight[:, None]).Q  # a constant is among them
     M = torch.cat([Z, mixed], 1)
-    if M.shape[1] >= len(M):  # nothing is left to check by
+    if M.shape[1] >= len(M):  # no equation is left over
         return u[:0]
     own, at = _assigned(t, prefix + b_p, torch.linalg.qr(torch.cat([mixed, torch.ones_like(b_p[:, None])], 1)).Q)
     js = _without(len(t), own)[:count]
@@ -347,13 +347,13 @@ def projection(model: VictimModel) -> tuple[Float[Tensor, "d k"], Float[Tensor, 
 
 
 def _added_freely(block: Block, reads: Reads) -> Float[Tensor, "d m"]:
-    """Return the directions of what attention may have added to a token, and the constant one."""
+    """Return the directions that attention may have added to a token, and the constant direction."""
     W, _ = _attention_adds(block)
     return torch.cat([W @ reads.mixed.mT, torch.ones_like(W[:, :1])], 1)
 
 
 def _unheard(block: Block, reads: Reads) -> Float[Tensor, "d d"]:
-    """Return the matrix that takes z to the part of γ₁ ⊙ z that ∂W_qkv cannot have heard, which is zero."""
+    """Return the matrix that takes z to the component of γ₁ ⊙ z outside the span of `heard`, which is zero."""
     assert isinstance(block.norm1, nn.LayerNorm)
     γ = block.norm1.weight
     return γ[:, None] * (torch.eye(len(γ)).to(γ) - reads.heard.mT @ reads.heard)
@@ -392,7 +392,7 @@ def _assigned(
 def _slots_of(
     t: Float[Tensor, "f d"], base: Float[Tensor, "n d"], Q: Float[Tensor, "d r"], alike: Bool[Tensor, " n"]
 ) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
-    """Return tokens and their slots: those that differ by position embedding, those that are alike in any order."""
+    """Return tokens and their slots; slots that are alike take the remaining tokens in any order."""
     open_, hidden = (~alike).nonzero()[:, 0], alike.nonzero()[:, 0]
     js, ns = _assigned(t, base[open_], Q)
     rest = _without(len(t), js)

@@ -189,7 +189,7 @@ def _backbone(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
 
 
 def _read(state: Mapping[str, Tensor], seen: WeightObservation) -> _Weights:
-    """Sort tensors by what their axes hold."""
+    """Return the tensors by layer and by the kind of units along their axes."""
     residual, layers = [], []
     for index in range(seen.shape.depth):
         matrices: dict[str, list[Tensor]] = {}
@@ -265,7 +265,7 @@ def _correlation(have: Float[Tensor, "m d"], want: Float[Tensor, "m d"], order: 
 
 
 def _posterior(scores: Float[Tensor, "n n"], alpha: float) -> Float[Tensor, "n n"]:
-    """Return the soft order: scores as log-likelihoods, made doubly stochastic (Sinkhorn), rows exactly."""
+    """Return the soft order: scores as log-likelihoods, made doubly stochastic (Sinkhorn); rows sum to 1 exactly."""
     alpha = min(max(alpha, 0.01), 0.99)
     logits = scores * (alpha / (1 - alpha**2))
     for _ in range(10):

@@ -71,7 +71,7 @@ class FinetuneStudy:
 
 @dataclass(frozen=True, eq=False)
 class _Keyed:
-    """A recipe: fine-tune a model whose features are permuted by `columns` on the way in, and back on the way out."""
+    """A recipe that fine-tunes a model; `columns` permutes its features before the backbone, and is undone after it."""
 
     model: VictimModel
     identity: str
@@ -178,7 +178,7 @@ def _finetuned(
 
 
 def _randomise(model: VictimModel, base: Victim, seed: int) -> None:
-    """Put a random backbone behind the embedding."""
+    """Replace the backbone behind the embedding by a random one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         fresh = timm.create_model(base.architecture, img_size=model.image_shape[1:])

@@ -122,7 +122,7 @@ def study(plan: PlacementStudy, out: Path, *, say: Say = print) -> dict[str, Any
 
 
 def to_rows(facts: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return a row for each solver, with the share of shuffled patches that it places at each γ, in words."""
+    """Return a row for each solver, with the share of shuffled patches that it places at each γ, as text."""
     rows: dict[str, dict[str, str]] = {}
     for cell in facts["placed"]:
         of_solver = rows.setdefault(cell["solver"], {"re-assembly": cell["solver"]})

@@ -157,7 +157,7 @@ def _facts(name: str, path: Path, predictor: PositionPredictor, plan: PredictorS
 
 
 def _objective(path: Path, digest: str) -> dict[str, Any] | None:
-    """Return how a predictor was trained, if its card stands beside it."""
+    """Return how a predictor was trained; None unless its card is in its folder."""
     for card in (path.with_suffix(".json"), path.parent / "card.json"):
         try:
             found = json.loads(card.read_text(encoding="utf-8"))
@@ -169,7 +169,7 @@ def _objective(path: Path, digest: str) -> dict[str, Any] | None:
 
 
 def _accuracy(predictor: PositionPredictor, data: Examples, seed: int) -> tuple[float, pd.DataFrame]:
-    """Return the accuracy that stands for a predictor, and that at each η, or at each γ and γ_pos."""
+    """Return the overall accuracy of a predictor, and that at each η, or at each γ and γ_pos."""
     if isinstance(predictor, Mp3Network):
         found = position_accuracy(predictor, data, seed=seed, hidden=ETAS)
         rows = [(eta, None, None, found[f"accuracy_eta_{eta:g}"]) for eta in ETAS]
@@ -315,7 +315,7 @@ def _by_head(columns: Mapping[str, Tensor]) -> pd.DataFrame:
 
 
 def _probe(predictor: PositionPredictor, data: Examples, plan: PredictorStudy, skip: Say) -> pd.DataFrame:
-    """Return top-1 by the nearest neighbours in the train split, layer by layer, and the same untrained (Figure 9)."""
+    """Return the k-NN accuracy of each layer, by neighbours in the train split, trained and untrained (Figure 9)."""
     table = pd.DataFrame({"layer": [], "accuracy": [], "untrained": [], "neighbours": []})
     if plan.train_split is None:
         skip("give --train-split for its neighbours.")
@@ -372,7 +372,7 @@ def knn_accuracy(
     near = (F.normalize(queries, dim=1) @ F.normalize(known, dim=1).T).topk(min(k, len(known)), dim=1)
     classes = int(max(labels.max(), wanted.max())) + 1
     votes = torch.zeros(len(queries), classes, dtype=torch.float64)
-    votes.scatter_add_(1, labels[near.indices], 1 + near.values.double() / (4 * k))  # less than a vote, all together
+    votes.scatter_add_(1, labels[near.indices], 1 + near.values.double() / (4 * k))  # these sum to less than one vote
     return float((votes.argmax(1) == wanted).double().mean())
 
 

@@ -212,7 +212,7 @@ def _concerns(option: str, defense: str) -> bool:
 
 
 def _attacked(spec: Specification, run: Path, device: str) -> pd.DataFrame:
-    """Return the records of a run, made now unless it is finished."""
+    """Return the records of a run, which is executed unless it is finished."""
     facts = run / "run.json"
     if facts.exists() and json.loads(facts.read_bytes()).get("status") == "finished":
         return RunDirectory(run).store.frame()

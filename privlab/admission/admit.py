@@ -198,7 +198,7 @@ def _same_draw(case: Case, release: Any) -> Check:  # noqa: ANN401
 
 
 def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
-    """Return how far the first client's release changes with the image and the draw of the second."""
+    """Return the change of the first client's release when the image and the draw of the second change."""
     other = _of(case, lambda: case.run(case.inputs(neighbour=True), case.subject.draws(neighbour=True)))
     value = apart(case.own(release), case.own(other))
     if declared_by_defense(case.defense).mixes:

@@ -1,4 +1,4 @@
-"""What defenses on images, on gradients and on features claim of their release, and what is measured of it."""
+"""What defenses on images, on gradients and on features claim of their release, and how that is measured."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -140,7 +140,7 @@ class OnImages:
     contents: ClassVar[str] = "images in [0, 1], an order of the patches, masks"
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
-        """Return what goes into the defense."""
+        """Return the inputs of the defense."""
         return {"images": self.subject.clients(neighbour=neighbour)}
 
     def run(self, inputs: Tensors, draws: Draws) -> Feed:
@@ -220,7 +220,7 @@ class OnGradients:
     contents: ClassVar[str] = "the gradients of the released parameters, in their shapes and types"
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
-        """Return what goes into the defense."""
+        """Return the inputs of the defense."""
         model = self.subject.model
         feed = Feed.undefended(self.subject.clients(neighbour=neighbour), model.patch)
         return per_sample_gradients(model, feed, self.subject.labels, self.subject.released)
@@ -257,7 +257,7 @@ class OnGradients:
         true, variance = self.inputs(), self.defense.variance(released)
         wrong = [w for name, g in true.items() for w in unlike(name, variance.get(name), g.shape, g.dtype)]
         some = {name: released[name] for name in PatchGradient.parameters if name in released}
-        known = self.defense.variance(some)  # an adversary need not have looked at everything
+        known = self.defense.variance(some)  # an adversary may read only some of the gradients
         wrong += [w for name, g in some.items() for w in unlike(f"{name} alone", known.get(name), g.shape, g.dtype)]
         wrong += [f"{name} below zero" for name, value in variance.items() if bool((value < 0).any())]
         if wrong:
@@ -303,7 +303,7 @@ class OnFeatures:
     contents: ClassVar[str] = "as many rows as the embedding has, orders of rows and columns"
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
-        """Return what goes into the defense."""
+        """Return the inputs of the defense."""
         with torch.no_grad():
             return {"tokens": self.subject.model.embed(self.subject.clients(neighbour=neighbour))}
 
@@ -317,7 +317,7 @@ class OnFeatures:
         return {name: value for name, value in found.items() if value is not None}
 
     def own(self, sent: Sent) -> dict[str, Tensor]:
-        """Return the rows that are declared to be the first client's, wherever they are sent."""
+        """Return the rows that are declared to be the first client's, wherever they are in the batch."""
         mine = sent.source < sent.source.shape[1]
         return {"features": sent.features[mine], "source": sent.source[mine]}
 

@@ -80,7 +80,7 @@ def _launched(chromium: str) -> Iterator[_Send]:
         finally:
             patience.cancel()
             try:
-                process.wait(10)  # Chromium ends when its pipe does
+                process.wait(10)  # Chromium ends when its pipe is closed
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -204,7 +204,7 @@ def _learner(subject: Victim, defense: str, batch: int, device: torch.device) ->
 
 
 def _batches(images: UInt8[Tensor, "n c h w"]) -> "Batches":
-    """Return all of the images, with the labels 0, 1, …, as every step's batch."""
+    """Return batches that are, at every step, all of the images with the labels 0, 1, …."""
     from privlab.split.client.data import Batches, Dataset
 
     names = tuple(map(str, range(len(images))))

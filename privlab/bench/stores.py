@@ -64,7 +64,7 @@ def finished_run(experiment: Experiment, path: Path, options: Options, *, real: 
         if task.case not in patterns:
             patterns[task.case] = _Pattern.of(run_task(replace(task, images=task.images[:real])))
         rows = patterns[task.case].rows_of(task.images, draws)
-        # Not by `Store.add`: it would wait for the disk, and look through the folder, each time.
+        # `Store.add` would be slow: it waits for the disk and lists the folder each time.
         pq.write_table(rows, run.store.records / f"part-{number:06d}-{uuid.uuid4().hex[:12]}.parquet")
         patterns[task.case].link([image for image in task.images if image.place < options.pictures], path)
         count += len(rows)
