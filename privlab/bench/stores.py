@@ -55,8 +55,8 @@ def finished_run(experiment: Experiment, path: Path, options: Options, *, real: 
         experiment: the experiment that the run is of.
         path: the directory, which is created.
         options: how the run is cut into tasks, and how many images have PNGs.
-        real: number of the first images of each case that are run; all images of the case get rows and PNGs like
-            theirs.
+        real: number of the first images of each case that are run, at most those of its first task; all images of the
+            case get rows and PNGs like theirs.
     """
     grid, tasks = prepare(experiment, path, options)
     run, draws, patterns, count = RunDirectory.create(path), np.random.default_rng(0), {}, 0
