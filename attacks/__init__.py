@@ -70,7 +70,7 @@ ATTACKS: dict[str, AttackClass] = {
     "inversion-token": InversionToken,
     **BREACHING,
 }
-"""Attacks on gradients, then on features; those that need not be named are cheapest first, as measured, and run so."""
+"""Attacks on gradients, then on features; those that run by default run in order, cheapest first, as measured."""
 
 
 def attacks() -> dict[str, AttackClass]:

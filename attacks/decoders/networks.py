@@ -1,7 +1,8 @@
 """Networks that turn released features back into images: what the learned model-inversion attacks train.
 
-Each reads the b × t × d features of a batch and says what images they came from. In `mae` and `conv`, row i writes
-slot i, as in the paper's attack; `set` sees a bag; `token` decodes each row by itself and says where it belongs.
+Each reads the b × t × d features of a batch and returns the images that they came from. `mae` and `conv` take row i for
+slot i, as in the paper's attack; `set` treats the rows as a set without an order; `token` decodes each row by itself
+and predicts its slot.
 """
 
 import math
@@ -37,14 +38,14 @@ HEAD = 32
 """Width of an attention head."""
 
 FINE = 16
-"""Channels of a convolution on pixels, and in a group of its norm."""
+"""Channels of a convolution on pixels, and channels in a group of its norm."""
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a decoder must know of its victim: the width of a token, the grid of patches, their side, the prefix."""
+    """What a decoder must know of its victim: the token width, the grid of patches, their side, the prefix tokens."""
 
     width: int
     grid: tuple[int, int]
@@ -71,8 +72,8 @@ class Shape:
 class Release:
     """Features that an adversary made itself, and what it knows of them.
 
-    `source` is that of `Sent`; `images` are those that went in, `fed` the same with each patch in the slot where the
-    client's defense on images put it.
+    `source` is that of `Sent`; `images` are the images before the defense; `fed` are the same images with each patch in
+    the slot where the client's defense on images put it.
     """
 
     features: Float[Tensor, "b t d"]
@@ -82,7 +83,10 @@ class Release:
 
 
 class Whitening(nn.Module):
-    """z ↦ C^(−½) (z − μ), fixed before the training: what tells patches and slots apart has little variance in z."""
+    """z ↦ C^(−½) (z − μ), fixed before the training.
+
+    The directions that tell patches and slots apart have little variance in z.
+    """
 
     mean: Tensor
     matrix: Tensor
@@ -93,7 +97,7 @@ class Whitening(nn.Module):
         self.register_buffer("matrix", torch.eye(width))
 
     def fit(self, rows: Float[Tensor, "m d"]) -> None:
-        """Take mean and covariance from rows; directions of hardly any variance are left small."""
+        """Take the mean and the covariance from rows; directions of almost no variance stay small."""
         rows = rows.double()
         mean = rows.mean(0)
         values, V = torch.linalg.eigh((rows - mean).mT @ (rows - mean) / len(rows))
@@ -110,7 +114,7 @@ class Decoder(nn.Module):
     """What all decoders share: their shape, the whitening at their input, and the loss of an image.
 
     Raises:
-        PrivlabError: if `width` is no multiple of a head's.
+        PrivlabError: if `width` is not a multiple of `HEAD`.
     """
 
     def __init__(self, shape: Shape, width: int) -> None:
@@ -127,7 +131,7 @@ class Decoder(nn.Module):
     def reconstruct(
         self, features: Float[Tensor, "b t d"], order: Rows
     ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"] | None]:
-        """Return images in [0, 1], and the row that each slot got where they come row by row (as in `Stolen`).
+        """Return images in [0, 1], and the row of each slot (as in `Stolen`), None for a decoder that assigns no rows.
 
         `order` says what the defense does to the places of rows.
         """
@@ -141,7 +145,7 @@ class Decoder(nn.Module):
 class MaeDecoder(Decoder):
     """`mae`: Transformer blocks over rows with fixed 2-D sin-cos positions, then a linear map to pixels.
 
-    Row i feeds slot i, the class token's included; attention may still find rows that say where they are from.
+    Row i is taken for slot i, after the class and register tokens; attention may still use what rows say of their slot.
 
     Source: MAE (He et al. 2022), the decoder; Permutation Equivariance (CVPR 2024), section 5.3, attacks with one.
     """
@@ -163,9 +167,9 @@ class MaeDecoder(Decoder):
 
 
 class ConvDecoder(Decoder):
-    """`conv`: residual convolutions on the grid of rows, a transposed one that makes pixels, and convolutions on these.
+    """`conv`: residual convolutions on the grid of rows, a transposed convolution to pixels, and convolutions on these.
 
-    Row i feeds slot i; class and register tokens are left out. Source: Dosovitskiy and Brox (CVPR 2016).
+    Row i is taken for slot i; class and register tokens are left out. Source: Dosovitskiy and Brox (CVPR 2016).
     """
 
     def __init__(self, shape: Shape, width: int, depth: int) -> None:
@@ -185,7 +189,7 @@ class ConvDecoder(Decoder):
 
 
 class SetDecoder(Decoder):
-    """`set`: one query for each slot attends to the bag of rows; no order at the input, none is lost.
+    """`set`: one query for each slot attends to the set of rows; the order of the rows changes nothing.
 
     Source: Set Transformer (Lee et al. 2019): an encoder without positions, and attention by seeds, here the slots.
     """
@@ -213,10 +217,11 @@ class SetDecoder(Decoder):
 
 
 class TokenDecoder(Decoder):
-    """`token`: every row becomes a patch by itself and says to which slot it belongs; an assignment keeps slots unique.
+    """`token`: each row is decoded to a patch by itself, and its slot is predicted; an assignment keeps slots unique.
 
-    The slot of a whitened row is read by a linear map, trained on the adversary's own releases: the linear discriminant
-    of the slots, for which position embeddings need not be known. The slot then is an input of the pixels.
+    A linear map predicts the slot of a whitened row. It is trained on the adversary's own releases: it is the linear
+    discriminant of the slots, so the position embeddings need not be known. The slot is an input of the map
+    to pixels.
     """
 
     def __init__(self, shape: Shape, width: int, depth: int) -> None:
@@ -231,7 +236,7 @@ class TokenDecoder(Decoder):
     def forward(
         self, features: Float[Tensor, "b t d"], slots: Int[Tensor, "b t"]
     ) -> tuple[Float[Tensor, "b t k"], Float[Tensor, "b t t"]]:
-        """Return the patch of each row, given its slot, and the scores of every slot, the prefix's too, for it."""
+        """Return the patch of each row, given its slot, and the scores of all slots for it, prefix tokens included."""
         rows = self.whiten(features)
         return self.outwards(self.layers(self.inwards(rows) + self.slots(slots))), self.place(rows)
 
@@ -247,7 +252,7 @@ class TokenDecoder(Decoder):
     def reconstruct(
         self, features: Float[Tensor, "b t d"], order: Rows
     ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"]]:
-        """Return images in [0, 1] and the row in each slot: by the best assignment, or as sent where order is kept."""
+        """Return images in [0, 1] and the row of each slot: by the best assignment, or by place if order is kept."""
         b, t, _ = features.shape
         slots = torch.arange(t, device=features.device).expand(b, t)
         if order != "kept":
@@ -295,7 +300,7 @@ class _Mlp(nn.Module):
 
 
 class _Look(nn.Module):
-    """Slots attend to the bag."""
+    """Attention of the slots to the rows."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -312,12 +317,12 @@ def _blocks(width: int, depth: int) -> nn.Sequential:
 
 
 def _to_pixels(shape: Shape, width: int) -> nn.Linear:
-    """Return a map to pixels that starts at grey; no norm before it, for contrast is in the length of a row."""
+    """Return a map to pixels that starts at grey; no norm precedes it, because a row's length holds its contrast."""
     return _silent(nn.Linear(width, 3 * shape.patch**2))
 
 
 def _silent(layer: Layer) -> Layer:
-    """Return a layer whose outputs start at zero, which saves hundreds of steps of undoing random ones."""
+    """Return the layer with all parameters zero: random outputs would take hundreds of steps to undo."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer

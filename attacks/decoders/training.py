@@ -39,10 +39,10 @@ class DecoderSpec:
 
     Args:
         kind: one of `DECODERS`.
-        width: of its tokens or channels, a multiple of 32.
-        depth: its blocks.
+        width: width of its tokens, or number of its channels; a multiple of 32.
+        depth: number of its blocks.
         augment: whether public images are mirrored and rolled at random.
-        plan: of the training.
+        plan: how it is trained.
 
     Raises:
         PrivlabError: for an unknown kind.
@@ -61,7 +61,14 @@ class DecoderSpec:
 
 
 def released(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"], draw: Generator) -> Release:
-    """Return what a client with this defense would send of images, under keys and draws that come from `draw`."""
+    """Return what a client with this defense would send of these images, with keys and noise drawn from `draw`.
+
+    Args:
+        model: the victim, whose embedding makes the features.
+        defense: the defenses in the order in which they act; an empty sequence is the undefended client.
+        images: one batch of the client, in [0, 1].
+        draw: source of b + 2 seeds: of a generator for each image, one for the batch, and one for the model's key.
+    """
     stack = Stack(tuple(defense))
     seeds = torch.randint(2**62, (len(images) + 2,), generator=draw).tolist()
     batch, key, *of_images = (Generator().manual_seed(seed) for seed in seeds)
@@ -72,7 +79,7 @@ def released(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"
 
 
 class Inversion:
-    """The recipe of a decoder: from releases of public images back to the images."""
+    """The training recipe of a decoder: from releases of public images back to these images."""
 
     def __init__(
         self, model: VictimModel, defense: Parts, public: Float[Tensor, "m c h w"], spec: DecoderSpec, identity: str
@@ -87,7 +94,7 @@ class Inversion:
         return len(self.public)
 
     def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return a release of public images; made where the victim is."""
+        """Return a new release of some public images: its features, source, images and fed images (see `Release`)."""
         images = self.public[rows.to(self.public.device)].to(self.victim.mean)
         if self.spec.augment:
             mirrored = (torch.rand(len(images), 1, 1, 1, generator=draw) < 0.5).to(images.device)
@@ -97,11 +104,17 @@ class Inversion:
         return seen.features, seen.source, seen.images, seen.fed
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, Tensor], draw: Generator) -> Tensor:
-        """Return the decoder's own objective."""
+        """Return the objective of the decoder on one release (`Decoder.objective`).
+
+        Args:
+            model: the decoder, or what Fabric wraps around it; it makes the forward pass.
+            batch: the parts of a `Release` in their order, as `batch` returns them.
+            draw: not used, because the objective is not random.
+        """
         return self.model.objective(model, Release(*batch))
 
     def _rows(self) -> Float[Tensor, "m d"]:
-        """Return rows of some releases, under several keys, to take statistics from."""
+        """Return the rows of some releases under several keys; the whitening takes its statistics from them."""
         draw = draw_for(self.spec.plan.seed, "", "whitening")
         batches = torch.randperm(len(self.public), generator=draw)[:256].split(32)
         return torch.cat([self.batch(rows, draw)[0].flatten(0, 1) for rows in batches])
@@ -116,7 +129,15 @@ def train_decoder(
     out: Path | None = None,
     progress: Listener | None = None,
 ) -> Decoder:
-    """Train a decoder on releases of public images, on the victim's device; with `out`, write checkpoints and go on.
+    """Train a decoder on releases of public images, on the victim's device; with `out`, go on with a checkpoint there.
+
+    Args:
+        model: the victim, whose embedding is run but not trained.
+        defense: the defenses that the client uses, in their order.
+        public: images of the adversary, in [0, 1].
+        spec: the kind and size of the decoder, and the plan of its training.
+        out: folder of the checkpoints; without it none are written.
+        progress: is called with the progress of the training.
 
     Raises:
         PrivlabError: whatever `privlab.training.train` raises.
@@ -135,7 +156,14 @@ def decoder_for(
     *,
     progress: Listener | None = None,
 ) -> Decoder:
-    """Return the decoder of this victim, defense, public images and spec: from the store, or trained and stored.
+    """Return the decoder of this victim, defense, public images and spec: from the cache, or trained and cached.
+
+    Args:
+        model: the victim, on whose device the decoder is put.
+        defense: the defenses that the client uses, in their order.
+        public: images of the adversary, in [0, 1]; the decoder is poor with fewer than `FEW`.
+        spec: the kind and size of the decoder, and the plan of its training.
+        progress: is called with the progress of a training; never, if the decoder is in the cache.
 
     Warns:
         PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
@@ -158,7 +186,14 @@ def decoder_for(
 
 
 def decoder_key(model: VictimModel, defense: Parts, public: Float[Tensor, "m c h w"], spec: DecoderSpec) -> str:
-    """Return SHA-256 over the victim's weights, the defenses, the spec and the public images."""
+    """Return the SHA-256, in hexadecimal, of all that shapes a decoder; `decoder_for` stores it under that name.
+
+    Args:
+        model: the victim; its weights and its normalisation count.
+        defense: the defenses; their options and their order count.
+        public: the images that the decoder is trained on, in [0, 1].
+        spec: the kind and size of the decoder, and the plan of its training.
+    """
     victim = hash_of(model.state_dict() | {"mean": model.mean, "std": model.std})
     parts = (FORMAT, victim, repr(Stack(tuple(defense))), repr(spec), hash_of({"public": public}))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -170,7 +205,7 @@ def _save(decoder: Decoder, path: Path, key: str) -> None:
 
 
 def _loaded(decoder: Decoder, path: Path, key: str) -> bool:
-    """Load the weights of a file into a decoder; return whether they are those of `key`, and whole."""
+    """Load the weights of a file into a decoder; return whether they are those of `key` and undamaged."""
     try:
         with safe_open(path, "pt") as file:
             facts = (file.metadata() or {}).get("privlab")

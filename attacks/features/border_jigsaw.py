@@ -15,14 +15,15 @@ __all__ = ["BorderJigsaw"]
 class BorderJigsaw:
     """Invert each row linearly, and re-assemble the patches by `privlab.reassembly.solver`, without anchors.
 
-    Rows are taken for W x + β: made for victims without position embeddings (`_nope`). Others' rows carry an unknown
-    e_s, which stays in the patch as an error; use `pe-assignment` or `row-alignment` there. The class token, known to
-    the last bit, is left out first. Images that share one order are solved together, their border costs added up.
+    A row is taken to be W x + β, which holds for victims without position embeddings (`_nope`). In other victims a row
+    contains an unknown e_s, which stays in the patch as an error; use `pe-assignment` or `row-alignment` there. The row
+    of the class token, which is known to the last bit, is removed first. Images that share one order are solved
+    together, with their border costs added up.
 
     Args:
-        rounds: as in `privlab.reassembly.solver.assemble`.
-        predictor: a position predictor, by its name in the zoo or its `predictor.safetensors`: its −log p(slot | patch)
-            counts beside the borders; none if empty.
+        rounds: rounds of `privlab.reassembly.solver.assemble`, at least 0.
+        predictor: name in the zoo or file `predictor.safetensors` of a position predictor, whose −log p(slot | patch)
+            is added to the border costs; an empty string stands for none.
 
     Source: the training-free baseline of re-assembly; borders and growth as cited in `privlab.reassembly.solver`.
     """

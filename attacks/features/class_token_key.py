@@ -18,13 +18,13 @@ __all__ = ["ClassTokenKey"]
 class ClassTokenKey:
     """Match the entries of the class token's row, and of the registers', with the public ones.
 
-    The row (cls + e_0) P_C holds the public values in another order, whatever the image: without noise, sorting both
-    gives P_C. The row is known by its sorted values where rows are permuted too; its copies in a batch are averaged,
-    which takes noise away. Where columns are told apart by several tokens, Σ_p (z_pk − c_pj)² is least over
-    assignments of k to j.
+    The row (cls + e_0) P_C holds the public values in another order, whatever the image is: sorting both gives P_C if
+    there is no noise. If rows are permuted too, the row is found by its sorted values. Its copies in a batch are
+    averaged, which reduces noise. If there are several prefix tokens, the key is the assignment of k to j with the
+    least Σ_p (z_pk − c_pj)².
 
-    Then the columns are put back, and the rows placed by their position embeddings, or by their borders where there are
-    none, and inverted. Values that are equal are told apart by chance: `column-statistics` does not depend on them.
+    The columns are then put back, the rows placed by their position embeddings, or by their borders if there are none,
+    and inverted. Equal values are told apart by chance; `column-statistics` does not depend on them.
 
     Source: column permutation as in Permutation Equivariance (Xu et al., CVPR 2024), Eq. 5, which moves the class token
     with the others.
@@ -44,7 +44,7 @@ class ClassTokenKey:
     )
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
-        """Recover the columns, then rows and images."""
+        """Recover the columns, then the rows and the images."""
         prefix, _ = known_tokens(seen.model)
         return reassembled(seen, _columns(_prefix_rows(undone(seen).double(), prefix, seen), prefix))
 
@@ -52,7 +52,7 @@ class ClassTokenKey:
 def _prefix_rows(
     features: Float[Tensor, "b t d"], prefix: Float[Tensor, "p d"], seen: FeatureObservation
 ) -> Float[Tensor, "p d"]:
-    """Return each prefix token's row, averaged over the batch: where it stands, or by its sorted values."""
+    """Return the row of each prefix token, averaged over the batch; it is found by its place or its sorted values."""
     if effects(seen).rows == "kept":
         return features[:, : len(prefix)].mean(0)
     b = len(features)
@@ -63,7 +63,7 @@ def _prefix_rows(
 
 
 def _columns(found: Float[Tensor, "p d"], known: Float[Tensor, "p d"]) -> Int[Tensor, " d"]:
-    """Return the key c with found[:, k] ≈ known[:, c(k)]; the assignment of one row of values is their sorting."""
+    """Return the key c with found[:, k] ≈ known[:, c(k)]; for one row the best assignment is that of sorted values."""
     if len(found) == 1:
         return known[0].argsort()[found[0].argsort().argsort()]
     apart = torch.cdist(found.mT, known.mT).square().cpu().numpy()

@@ -15,7 +15,7 @@ from privlab.threat import Capability, FeatureObservation, Stolen
 __all__ = ["ColumnStatistics"]
 
 LEAST = 1e-9
-"""A change of the log-likelihood per row below this is rounding."""
+"""A smaller change of the log-likelihood per row is rounding."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class ColumnStatistics:
 
         f(c) = tr(Λ R_c) − 2 μᵀ Λ m_c,    R_c = R with rows and columns put back by c.
 
-    A quadratic assignment problem: from the assignment that the columns' means and variances suggest, one over the
-    columns' products, R R₀, repeated; then the best swap of two columns as long as one lowers f. No class token, no
-    order of rows, no query.
+    This is a quadratic assignment problem. The search starts from the assignment of the columns' means and variances,
+    repeats an assignment over the columns' products R R₀, and then swaps the two columns that lower f most, until no
+    swap lowers it. It needs no class token, no order of rows and no query.
 
-    Then columns, rows and images as in `class-token-key`.
+    The columns, rows and images are then restored as in `class-token-key`.
 
     Args:
-        ridge: added to the public variances, relative to their mean: how far one batch may be from the public mean.
+        ridge: is added to the public variances, relative to their mean: how far one batch may be from the public mean.
     """
 
     name: ClassVar[str] = "column-statistics"
@@ -61,7 +61,7 @@ class ColumnStatistics:
             raise PrivlabError(f"ridge of column-statistics must be positive. Found {self.ridge}.")
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
-        """Recover the columns, then rows and images."""
+        """Recover the columns, then the rows and the images."""
         rows = undone(seen).double().flatten(0, 1)
         public = seen.model.embed(seen.public.to(seen.model.mean)).detach().double().flatten(0, 1)
         return reassembled(seen, self.columns(rows, public, effects(seen).noise_std))
@@ -69,7 +69,13 @@ class ColumnStatistics:
     def columns(
         self, rows: Float[Tensor, "r d"], public: Float[Tensor, "m d"], noise: float = 0.0
     ) -> Int[Tensor, " d"]:
-        """Return the key c: entry k of the rows is entry c(k) of tokens like the public ones."""
+        """Return the key c that minimises f: entry k of the rows is entry c(k) of tokens like the public ones.
+
+        Args:
+            rows: all rows that were sent, of any image and in any order, in float64.
+            public: tokens of public images, embedded and not permuted, in float64.
+            noise: standard deviation of the noise on an entry of the rows, ≥ 0.
+        """
         m, μ = rows.mean(0), public.mean(0)
         eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
         S, S0 = rows.mT.cov(correction=0), public.mT.cov(correction=0) + noise**2 * eye
@@ -87,7 +93,7 @@ def _by_moments(m: Tensor, S: Tensor, μ: Tensor, S0: Tensor) -> Int[Tensor, " d
 
 
 def _by_products(m: Tensor, S: Tensor, μ: Tensor, S0: Tensor, key: Int[Tensor, " d"]) -> Int[Tensor, " d"]:
-    """Assign columns anew by their products with all others, as these are assigned so far."""
+    """Assign each column by its products with all others under the current assignment, until that is stable."""
     for _ in range(50):
         before, key = key, _assigned(S @ S0[key] + m.outer(μ))
         if torch.equal(before, key):
@@ -100,10 +106,10 @@ def _assigned(gain: Float[Tensor, "d d"]) -> Int[Tensor, " d"]:
 
 
 def _by_swaps(A: Tensor, v: Tensor, R: Tensor, m: Tensor, places: Int[Tensor, " d"]) -> Int[Tensor, " d"]:
-    """Lower f = tr(A R[p, p]) − 2 vᵀ m[p] by the best swap in p, as long as there is one.
+    """Lower f = tr(A R[p, p]) − 2 vᵀ m[p] by the best swap in p, until no swap lowers it.
 
     A swap of i and j changes f by (a_ii − a_jj)(b_jj − b_ii) + 2 Σ_{k≠i,j} (a_ik − a_jk)(b_jk − b_ik) − 2 (v_i − v_j)
-    (m_j − m_i), with B = R[p, p]; all sums at once are in C = A B, which a swap changes by rank one.
+    (m_j − m_i), with B = R[p, p]. C = A B gives the sums of all pairs at once, and a swap changes C by rank one.
     """
     p, B = places.clone(), R[places][:, places]
     a, m, C = A.diagonal(), m[places], A @ B

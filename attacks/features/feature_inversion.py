@@ -24,8 +24,9 @@ EMBEDDING = "the embedding of ViT (Dosovitskiy et al. 2021), Equation 1"
 class LeastSquares:
     """Solve z = W x + β + e for each patch x; the rows are taken in the order in which they were sent.
 
-    Exact for a square projection (ViT-B/16). A thin one keeps d of k dimensions: `wiener` fills in the rest from what
-    public patches look like, `ridge` leaves it at zero. Noise that a defense adds is allowed for.
+    This is exact for a square projection (ViT-B/16). A projection with d < k keeps d of k dimensions: `wiener`
+    estimates the others from the statistics of public patches, `ridge` sets them to zero. Noise that a defense adds is
+    part of the estimate.
 
     Args:
         prior: "wiener" or "ridge", as in `invert_rows`.
@@ -57,16 +58,17 @@ class LeastSquares:
 
 @dataclass(frozen=True)
 class FeatureOptimisation:
-    """Minimise ‖F₁(x) − z‖² / D + (tv + tv_noise · σ²) TV(x) over images x by Adam, the rows of patches taken as sent.
+    """Minimise ‖F₁(x) − z‖² / D + (tv + tv_noise · σ²) TV(x) over images x by Adam; rows are taken in the order sent.
 
-    D is the number of their entries, σ² the variance of noise that is known of, and TV the mean absolute difference of
-    neighbouring pixels. x = sigmoid(u) keeps pixels in [0, 1]; u starts at the linear inversion under the ridge prior.
+    D is the number of entries in the rows of patches, σ² the variance of the noise if it is known, and TV the mean
+    absolute difference of neighbouring pixels. x = sigmoid(u) keeps pixels in [0, 1]; u starts at the linear inversion
+    under the ridge prior.
 
     Args:
-        steps: of Adam.
-        learning_rate: of u.
+        steps: number of steps of Adam.
+        learning_rate: step size of Adam for u.
         tv: weight of the total variation.
-        tv_noise: what noise adds to it: the likelihood weighs the misfit by 1 / σ².
+        tv_noise: factor of σ² that is added to this weight, because the likelihood weighs the misfit by 1 / σ².
     """
 
     name: ClassVar[str] = "feature-optimisation"
@@ -94,7 +96,7 @@ class FeatureOptimisation:
         model, prefix = seen.model, seen.model.vit.num_prefix_tokens
         warn_of_moves(self.name, seen)
         u = model.to_images(_patches(seen, "ridge")).clamp(0.02, 0.98).logit()
-        W = (model.vit.patch_embed.proj.weight.detach() / model.std).flatten(1)  # of pixels that are not normalised
+        W = (model.vit.patch_embed.proj.weight.detach() / model.std).flatten(1)  # acts on pixels in [0, 1]
         wanted = (seen.features - model.embed(torch.zeros_like(u)))[:, prefix:]  # F₁ is affine
         weight = self.tv + self.tv_noise * _known_noise(seen) ** 2
         adam = torch.optim.Adam([u], lr=self.learning_rate, fused=True)
@@ -109,14 +111,14 @@ class FeatureOptimisation:
 def _slope_of_misfit(
     images: Float[Tensor, "b c h w"], W: Float[Tensor, "d k"], wanted: Float[Tensor, "b n d"], patch: int
 ) -> Float[Tensor, "b c h w"]:
-    """Return ∂(‖X Wᵀ − wanted‖² / D)/∂x of each image by two products, not a convolution's backward pass."""
+    """Return ∂(‖X Wᵀ − wanted‖² / D)/∂x of each image by two products instead of a convolution's backward pass."""
     _, c, h, w = images.shape
     residual = patchify(images, patch) @ W.mT - wanted
     return unpatchify(residual @ W * (2 / residual[0].numel()), (c, h, w))
 
 
 def _slope_of_variation(images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-    """Return ∂TV/∂x, TV being the mean absolute difference of neighbouring pixels, across and down, of each image."""
+    """Return ∂TV/∂x of each image; TV is the mean absolute difference of neighbouring pixels, across and down."""
     slope = torch.zeros_like(images)
     for side in (2, 3):
         step = images.diff(dim=side).sign()
@@ -127,19 +129,19 @@ def _slope_of_variation(images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c 
 
 
 def _patches(seen: FeatureObservation, prior: str) -> Float[Tensor, "b n k"]:
-    """Return the patches by linear inversion, each row taken for its place's slot, known noise allowed for."""
+    """Return the patches by linear inversion; row i is taken for slot i, and known noise is part of the estimate."""
     prefix, pe = known_tokens(seen.model)
     rows = undone(seen)[:, len(prefix) :] - pe
     return invert_rows(seen.model, rows, seen.public, prior=prior, noise=_known_noise(seen))
 
 
 def _known_noise(seen: FeatureObservation) -> float:
-    """Return the standard deviation of the noise on features; 0 where the defense may not be known."""
+    """Return the standard deviation of the noise on features; 0 if the attack may not know the defense."""
     return effects(seen).noise_std if Capability.KNOWS_DEFENSE in seen.grants else 0.0
 
 
 def _as_sent(seen: FeatureObservation) -> Int[Tensor, "b n"]:
-    """Return the row of each patch slot: the one in its place."""
+    """Return the row of each patch slot if no row was moved."""
     b, t, _ = seen.features.shape
     rows = torch.arange(b * t, device=seen.features.device).view(b, t)
     return rows[:, seen.model.vit.num_prefix_tokens :]

@@ -16,7 +16,7 @@ __all__ = ["InversionConv", "InversionMae", "InversionSet", "InversionToken"]
 PAPER = "Permutation Equivariance (Xu et al. 2024), section 5.3"
 
 IN_PLACE = frozenset({"low-pass", "blur", "cutmix", "gaussian-noise"})
-"""The defenses that leave rows where they are: a decoder that is trained on their releases has learned them."""
+"""Defenses that leave rows in place: a decoder that is trained on their releases allows for them."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class _Inversion:
     """Train a decoder on pairs of a public image and what the client sends of it; apply it to what was sent.
 
     The adversary runs the client's embedding and the defense, whose algorithm it knows, on its own images, with keys
-    and draws of its own that are new in every batch. No weight of the victim is used. A decoder is trained once for
-    each victim, defense and set of public images, and kept.
+    and draws of its own that are new in every batch. The attack reads no weight of the victim. A decoder is trained
+    once for each victim, defense and set of public images, and cached.
 
     Args:
-        width: of the decoder's tokens or channels, a multiple of 32.
-        depth: its blocks.
-        steps: of its training.
-        batch_size: public images in a step.
-        learning_rate: the largest, after a warm-up; a cosine to zero follows.
+        width: width of the decoder's tokens, or number of its channels; a multiple of 32.
+        depth: number of its blocks.
+        steps: number of training steps.
+        batch_size: number of public images in a step.
+        learning_rate: the largest learning rate, reached after a warm-up and followed by a cosine decay to zero.
         augment: whether public images are mirrored and rolled at random.
-        seed: of its first weights and of its training.
+        seed: seed of the decoder's first weights and of its training.
     """
 
     kind: ClassVar[str]
@@ -81,9 +81,9 @@ class _Inversion:
 
 @dataclass(frozen=True)
 class InversionMae(_Inversion):
-    """The paper's attack: a decoder like MAE's, Transformer blocks over rows, of which row i writes slot i.
+    """The paper's attack: a decoder like that of MAE, with Transformer blocks over rows, of which row i writes slot i.
 
-    No row permutation is undone explicitly. Where rows carry position embeddings, attention may learn to fetch them.
+    It does not undo a row permutation. If rows contain position embeddings, attention may learn to use them.
     """
 
     name: ClassVar[str] = "inversion-mae"
@@ -93,7 +93,7 @@ class InversionMae(_Inversion):
 
 @dataclass(frozen=True)
 class InversionConv(_Inversion):
-    """A convolutional decoder over the grid of rows; it takes row i for slot i."""
+    """A convolutional decoder over the grid of rows; row i is taken for slot i."""
 
     name: ClassVar[str] = "inversion-conv"
     paper: ClassVar[str] = f"Dosovitskiy and Brox (CVPR 2016), which {PAPER} cites"
@@ -104,9 +104,9 @@ class InversionConv(_Inversion):
 
 @dataclass(frozen=True)
 class InversionSet(_Inversion):
-    """A decoder that sees the rows as a bag: one query for each slot attends to all of them.
+    """A decoder that treats the rows as a set: one query for each slot attends to all of them.
 
-    A permutation of the rows changes nothing for it, so what position embeddings give away is its to learn.
+    A permutation of the rows does not change its output, but it can learn what position embeddings reveal.
     """
 
     name: ClassVar[str] = "inversion-set"
@@ -119,9 +119,9 @@ class InversionSet(_Inversion):
 
 @dataclass(frozen=True)
 class InversionToken(_Inversion):
-    """A decoder for each row by itself, which says as well to which slot it belongs; an assignment places the rows.
+    """A decoder of single rows that also predicts the slot of each row; an assignment places the rows.
 
-    Where the defense leaves rows in place, they are taken in order.
+    If the defense leaves rows in place, their order is used instead.
     """
 
     name: ClassVar[str] = "inversion-token"

@@ -1,4 +1,4 @@
-"""`pe-assignment`: permuted rows go back to their slots, for each carries its slot's position embedding."""
+"""`pe-assignment`: permuted rows return to their slots, because each contains the position embedding of its slot."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,12 +16,12 @@ __all__ = ["PEAssignment"]
 class PEAssignment:
     """Assign rows to slots so that Σ_s (z_r(s) − μ − e_s)ᵀ Σ⁻¹ (z_r(s) − μ − e_s) is least.
 
-    A row is z = W x + β + e_s, and W x + β is about N(μ, Σ) over photographs, which public images give. So the order is
-    that of the highest likelihood, an assignment problem: one for each image, or one for a batch that shares an order.
-    Rows mixed among images are placed over the whole batch, each slot b times, and then grouped by their borders;
-    the numbers of images within the batch are not recovered. Known noise widens Σ.
+    A row is z = W x + β + e_s, and W x + β is about N(μ, Σ) over photographs; public images give μ and Σ. The order of
+    highest likelihood solves an assignment problem: one for each image, or one for a batch that shares an order. Rows
+    mixed among images are placed over the whole batch, b rows in each slot, and then grouped by their borders; which
+    group is which image of the batch is not recovered. Known noise is added to Σ.
 
-    The rows are inverted by `invert_rows` without their position embeddings. Columns must be where they were.
+    `invert_rows` inverts the rows without their position embeddings. The columns must not be permuted.
 
     Source: row permutation as in Permutation Equivariance (Xu et al., CVPR 2024), Eq. 2, whose text sends z with its
     position embeddings; the attack is Gaussian classification with an assignment.

@@ -1,4 +1,4 @@
-"""`row-alignment`: rows permuted afresh for every image, lined up with one another; the client's embeddings unknown."""
+"""`row-alignment`: rows permuted anew for each image are aligned with one another, without the client's embeddings."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -33,19 +33,20 @@ class RowAlignment:
     is z = e_s + W x + β in every image. With the signature u_s of each slot:
 
     1. Assign the rows of each image to signatures by Σ_s z_r(s)ᵀ Σ⁻¹ u_s, set u_s to the mean of the rows assigned,
-       less μ, and repeat. The first signatures are the public embeddings where they may be used, else the rows of one
+       less μ, and repeat. The first signatures are the public embeddings if they may be used, else the rows of one
        image. Orders that the whole batch shares need no alignment.
-    2. Without u_s, a row is its patch less the mean patch of its slot: borders still meet. The slots are put together
-       by their borders, costs added up over the images (`privlab.reassembly.solver`), and by how likely u_s is with a
-       public embedding that has drifted, N(e_s, τ² I + Σ/b), where these may be used; τ² is estimated.
-    3. The client's e_s are estimated as the posterior mean given u_s, and the rows inverted without them. What the
-       images have in common at a slot is taken for embedding as far as τ² allows: few images lose their mean.
+    2. Without u_s, a row is its patch less the mean patch of its slot, and borders still match. The slots are put
+       together by their borders, with costs added up over the images (`privlab.reassembly.solver`), and by the
+       likelihood of u_s given a public embedding that has drifted, N(e_s, τ² I + Σ/b), if these may be used; τ² is
+       estimated.
+    3. The client's e_s are estimated as the posterior mean given u_s, and the rows are inverted without them. What the
+       images have in common at a slot is taken for the embedding as far as τ² allows: few images lose their mean.
 
     Class and register tokens are the rows that are the same in all images.
 
     Args:
-        iterations: of step 1, at most.
-        rounds: as in `privlab.reassembly.solver.assemble`.
+        iterations: the most repetitions of step 1, at least 1.
+        rounds: rounds of `privlab.reassembly.solver.assemble`, at least 0.
 
     Source: alignment is k-means under a permutation for each image; the rest is `pe-assignment` and `border-jigsaw`.
     """
@@ -79,7 +80,7 @@ class RowAlignment:
             )
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
-        """Line up the rows, put the slots in place and invert."""
+        """Align the rows, put the slots in place and invert the rows."""
         model, kind, noise = seen.model, effects(seen).rows, effects(seen).noise_std
         warn_of_moves(self.name, seen, rows=True)
         features = undone(seen).double()
@@ -142,7 +143,7 @@ def _check(features: Float[Tensor, "b t d"], kind: Rows) -> None:
 
 
 def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: Rows) -> Int[Tensor, "b n"]:
-    """Return the rows of the batch that differ from image to image; class and register tokens do not."""
+    """Return the rows of the batch that differ between images, which those of class and register tokens do not."""
     b, t, _ = features.shape
     if kind == "own":
         apart = torch.cdist(features[:1], features)  # row of the first image × row of each
@@ -163,8 +164,8 @@ def _spread(covariance: Float[Tensor, "d d"], drift: float) -> Float[Tensor, "d 
 def _drift(u: Float[Tensor, "n d"], public: Float[Tensor, "n d"] | None, covariance: Float[Tensor, "d d"]) -> float:
     """Estimate τ², the variance of e'_s − e_s (of e'_s, without public embeddings), from second moments alone.
 
-    Along each eigenvector of Σ/b, with eigenvalue λ, the u_s have the second moment of the e_s, + τ² + λ. The
-    differences are weighted by 1/(τ² + λ)², the precision of a second moment, which is iterated.
+    Along each eigenvector of Σ/b, with eigenvalue λ, the second moment of the u_s is that of the e_s plus τ² + λ. The
+    differences are weighted by 1/(τ² + λ)², the precision of a second moment; this is iterated, because it contains τ².
     """
     λ, V = torch.linalg.eigh(covariance)
     known = 0 if public is None else (public @ V).square().mean(0)

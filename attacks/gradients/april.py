@@ -19,11 +19,11 @@ __all__ = ["April"]
 class April:
     """Recover the tokens z from the first attention layer, then the patches by the inverse of the projection.
 
-    Where attention acts on z itself, (∂ℓ/∂z)ᵀ z = W_Qᵀ ∂ℓ/∂W_Q + W_Kᵀ ∂ℓ/∂W_K + W_Vᵀ ∂ℓ/∂W_V, and ∂ℓ/∂z =
-    ∂ℓ/∂E_pos. Then x = W⁺ (z − E_pos − b). Exact where N + 1 ≤ D and the patches have no more values than z,
-    K ≤ D; W⁺ loses what K − D dimensions held. On a block with pre-norm or skip the identity does not hold.
+    If attention acts on z itself, (∂ℓ/∂z)ᵀ z = W_Qᵀ ∂ℓ/∂W_Q + W_Kᵀ ∂ℓ/∂W_K + W_Vᵀ ∂ℓ/∂W_V, and ∂ℓ/∂z =
+    ∂ℓ/∂E_pos. Then x = W⁺ (z − E_pos − b). Exact if N + 1 ≤ D and the patches have no more values than z,
+    K ≤ D; otherwise W⁺ loses K − D dimensions. The identity does not hold on a block with pre-norm or skip.
 
-    Under MJP the attack runs as the paper runs it, not knowing the defense.
+    Under MJP the attack runs as the paper runs it: without knowledge of the defense.
 
     Args:
         rtol: the ridge λ of `ridge_inverse`, relative to the norm of the matrix.
@@ -47,7 +47,7 @@ class April:
     rtol: float = RTOL
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return which of N + 1 ≤ D and K ≤ D does not hold."""
+        """Return those of the conditions N + 1 ≤ D and K ≤ D that do not hold, with their numbers."""
         (n, d), k = seen.gradients["pos_embed"].shape[-2:], seen.model.vit.patch_embed.proj.weight[0].numel()
         found = (f"N + 1 = {n} > D = {d}" if n > d else "", f"K = {k} > D = {d}" if k > d else "")
         return " and ".join(filter(None, found)) or None
@@ -70,12 +70,12 @@ class April:
         bias = 0 if proj.bias is None else proj.bias
         height, width = seen.model.grid
         embedded = (z - (vit.get_parameter("pos_embed") + bias))[:, -height * width :]
-        # All is solved in float64; the last product is done as released, and loses nothing more.
+        # The solves are in float64; the last product is in the released precision, and loses nothing more.
         X = embedded.to(dz.dtype) @ _projection_inverse(proj.weight, proj.weight._version, self.rtol).mT  # Eq. 9
         return seen.model.to_images(X)
 
 
 @lru_cache(maxsize=4)
 def _projection_inverse(weight: Float[Tensor, "d c p p"], _version: int, rtol: float) -> Float[Tensor, "k d"]:
-    """Return W⁺, once per victim: batch after batch is attacked on the same weights, until they change in place."""
+    """Return W⁺; it is cached, because all batches meet the same weights. `_version` tells if they changed in place."""
     return ridge_inverse(weight.flatten(1), rtol).to(weight.dtype)

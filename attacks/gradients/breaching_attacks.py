@@ -33,22 +33,22 @@ _ONE_IMAGE = frozenset({Capability.KNOWS_WEIGHTS, Capability.BATCH_SIZE_ONE})
 _APRIL = _ONE_IMAGE | {Capability.APRIL_BLOCK, Capability.LEARNABLE_PE_GRADIENT, Capability.PE_OF_EVERY_TOKEN}
 
 _FIXED = frozenset({"type", "attack_type", "label_strategy", "text_strategy", "token_recovery", "update_augmentations"})
-"""What is no option: which attack it is, how it guesses labels (it is given them), and what is for text alone."""
+"""Keys that are no options: the kind of attack, the guess of labels (which are given), and those for text alone."""
 
 
 @dataclass(frozen=True)
 class Breaching:
     """One of breaching's attacks with its own configuration and its own budget of steps, one release after the other.
 
-    It is given a copy of the victim's model, with fused attention off where it needs second derivatives, the released
-    gradients in the order of the parameters, and the label that the gradient of the head gives away, of a batch the
-    likely ones (but for those that optimise the labels too). It does not know of any defense: parameters without a
-    released gradient count as constants. Its Hydra state, its output and its warnings are contained; what goes wrong
-    within is a `PrivlabError`.
+    It is given a copy of the victim's model (with fused attention off, which has no second derivatives), the released
+    gradients in the order of the parameters, and the label that the gradient of the head reveals; for a batch, the
+    likely labels. Attacks that optimise the labels too are given none. It does not know of any defense: parameters
+    without a released gradient count as constants. Its Hydra state, its output and its warnings are contained; an error
+    within it becomes a `PrivlabError`.
 
     Args:
-        config: what differs from its configuration: dotted keys and values. `--set KEY=VALUE` sets it.
-        seed: of torch's generator, for each image anew.
+        config: changes to its configuration: dotted keys and values. `--set KEY=VALUE` sets it.
+        seed: seed of torch's generator, set anew for each image.
     """
 
     name: ClassVar[str]
@@ -62,7 +62,7 @@ class Breaching:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check that breaching is installed, and the configuration's keys.
+        """Check that breaching is installed, and that the configuration has the given keys.
 
         Raises:
             PrivlabError: if it is not, or for a key that the attack's configuration does not have.
@@ -91,10 +91,15 @@ class Breaching:
     def solve(
         self, model: VictimModel, gradients: Mapping[str, Tensor], batch_size: int = 1
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return what breaching makes of one client's gradients: its normalised images, and breaching's statistics.
+        """Return what breaching makes of the gradients of one release: normalised images, and its own statistics.
+
+        Args:
+            model: the victim, of which breaching attacks a copy.
+            gradients: ∂ℓ/∂θ of the release by timm's parameter name, each in the shape of its parameter.
+            batch_size: number of images whose mean loss the gradient is of, ≥ 1.
 
         Raises:
-            PrivlabError: as in `__call__`.
+            PrivlabError: if the label cannot be told, or breaching fails.
         """
         try:
             with contained(), _seeded(self.seed, model.mean.device):
@@ -141,7 +146,7 @@ class Breaching:
 
 
 class Classifier(nn.Module):
-    """The shape that breaching expects: the timm model stands in `model`, its input is normalised."""
+    """The interface that breaching expects: the timm model is the attribute `model`, and inputs are normalised."""
 
     def __init__(self, vit: nn.Module) -> None:
         super().__init__()
@@ -153,7 +158,7 @@ class Classifier(nn.Module):
 
 
 def require_breaching() -> None:
-    """Refuse to go on without breaching, which is an extra: with Hydra it bounds what else can be installed.
+    """Stop if breaching is not installed. It is an extra, because with Hydra it limits what else can be installed.
 
     Raises:
         PrivlabError: if it is not installed.
@@ -164,9 +169,9 @@ def require_breaching() -> None:
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Keep what breaching and Hydra print, warn of and leave behind within.
+    """Suppress what breaching and Hydra print and warn of, and restore the state that they change.
 
-    breaching takes Ctrl-C for the end of its search and goes on; here it ends the attack, as everywhere.
+    breaching ends its search on Ctrl-C and goes on; here Ctrl-C ends the attack, as everywhere else.
     """
     with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()), _hydra_restored():
         warnings.simplefilter("ignore")
@@ -176,7 +181,7 @@ def contained() -> Iterator[None]:
 
 @contextmanager
 def _hydra_restored() -> Iterator[None]:
-    """Give breaching a Hydra of its own, and the caller the one it had."""
+    """Give breaching a Hydra state of its own, and restore that of the caller afterwards."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.singleton import Singleton
     from hydra.version import VersionBase
@@ -197,7 +202,7 @@ class _Interrupted(BaseException):
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let an interrupt through; where another handler than Python's own is at work, or no main thread, leave it."""
+    """Let an interrupt through; do nothing outside the main thread or if the handler is not Python's own."""
 
     def stop(_: int, frame: FrameType | None) -> NoReturn:
         raise _Interrupted
@@ -217,7 +222,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators, and give them back as they were."""
+    """Seed torch's generators, and restore their states afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -225,7 +230,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @cache
 def _shipped_config(name: str) -> Any:  # noqa: ANN401  # omegaconf's own type is not known before it is imported
-    """Return the configuration of an attack as breaching ships it; not to be written to."""
+    """Return the configuration of an attack as breaching ships it; callers must not change it."""
     require_breaching()
     with contained():
         import breaching
@@ -234,7 +239,7 @@ def _shipped_config(name: str) -> Any:  # noqa: ANN401  # omegaconf's own type i
 
 
 def _types(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key of each value and its type; where the value is null, it may be any scalar."""
+    """Yield the dotted key of each value and its type; a null value may be replaced by any scalar."""
     from omegaconf import DictConfig
 
     for key, value in config.items():
@@ -245,7 +250,7 @@ def _types(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
 
 
 def _labels(model: VictimModel, gradients: Mapping[str, Tensor], batch_size: int) -> tuple[int, ...]:
-    """Return the labels as the adversary reads them from the gradient of the head; of a batch, the likely ones."""
+    """Return the labels that the adversary reads from the gradient of the head; for a batch, the likely ones."""
     told = told_labels(model.vit.head, gradients, batch_size)
     if told is None or (batch_size == 1 and not told.all_certain):
         raise PrivlabError("breaching needs the label, and the gradient of head.bias does not tell it.")
@@ -253,7 +258,7 @@ def _labels(model: VictimModel, gradients: Mapping[str, Tensor], batch_size: int
 
 
 def _constants_fixed(vit: nn.Module, gradients: Mapping[str, Tensor]) -> nn.Module:
-    """Return a copy in which parameters without a released gradient are buffers, and attention can be derived twice."""
+    """Return a copy in which parameters without released gradient are buffers, and attention has second derivatives."""
     vit = copy.deepcopy(vit).eval()
     for name, parameter in list(vit.named_parameters()):
         if name not in gradients:

@@ -13,19 +13,19 @@ __all__ = ["GradientLikelihood"]
 class GradientLikelihood(GradientMatching):
     """Minimise −log p(G | x) + tv · Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p), over the gradients of all layers (see `Likelihood`).
 
-    p is what is known of the defense: how it clips, the size of its noise, and within which bounds the entries are that
-    it left out. The rest, the search and its start, is `gradient-matching`.
+    p uses what is known of the defense: how it clips, the variance of its noise, and the bounds of the entries that it
+    left out. All else, with the search and its start, is as in `gradient-matching`.
 
     Args:
-        objective: as of `gradient-matching`; "likelihood" is what sets this attack apart.
-        optimiser: as there.
-        steps: as there.
-        lr: as there.
-        tv: weight of the image prior; at 1 it is that of `patch-gradient-adaptive`, and the search one for the greatest
+        objective: as in `gradient-matching`; "likelihood" is what distinguishes this attack.
+        optimiser: as in `gradient-matching`.
+        steps: as in `gradient-matching`.
+        lr: as in `gradient-matching`.
+        tv: weight of the image prior; at 1 it is that of `patch-gradient-adaptive`, and the search maximises the
             posterior.
-        restarts: as of `gradient-matching`.
-        start: as there; "auto" is `patch-gradient-adaptive`.
-        seed: as there.
+        restarts: as in `gradient-matching`.
+        start: as in `gradient-matching`; "auto" is `patch-gradient-adaptive`.
+        seed: as in `gradient-matching`.
     """
 
     name: ClassVar[str] = "gradient-likelihood"

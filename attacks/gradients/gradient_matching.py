@@ -1,4 +1,4 @@
-"""`gradient-matching`: the images whose gradient is the released one, by descent from what closed forms know."""
+"""`gradient-matching`: the images whose gradient is the released one, by descent from the result of a closed form."""
 
 import copy
 import warnings
@@ -36,47 +36,48 @@ from privlab.victims import VictimModel, hash_of
 __all__ = ["GradientMatching", "Match", "mismatch"]
 
 HEAD = "head.bias"
-"""The parameter whose gradient gives labels away."""
+"""The parameter whose gradient reveals the labels."""
 
 OBJECTIVES = ("cosine", "l2", "likelihood")
 
 STARTS: dict[str, type[Attack]] = {
     kind.name: kind for kind in (PatchGradientAdaptive, PatchGradient, PatchGradientPrior, MjpSubspace, MjpFull)
 }
-"""What a search may start from, the best last; all but the first take a defense on gradients for exact."""
+"""What a search may start from, the best last; all but the first take a defended gradient for an exact one."""
 
 _EPSILON = 0.07
-"""What rounds off the total variation where it is zero, as in `mjp-subspace`."""
+"""ε of the total variation, which makes it smooth at zero, as in `mjp-subspace`."""
 
 _APART = 0.1
-"""Standard deviation, in normalised pixels, of what sets restarts apart from one start."""
+"""Standard deviation, in normalised pixels, of the noise by which restarts differ from their common start."""
 
 _AT_ONCE = 2**26
-"""Entries of gradients that are held at once."""
+"""The most entries of gradients that are held at once."""
 
 
 @dataclass(frozen=True)
 class GradientMatching:
-    """Minimise the distance of the gradient that candidate images give and the released one, plus total variation.
+    """Minimise the distance between the gradient of candidate images and the released one, plus their total variation.
 
-    Candidates start from what a closed form makes of the same observation. Where it says X = known + C Y, as under MJP
-    (`subspace`), the search is for C alone, and what is known stays exact. Slots whose position embedding has no
-    gradient are fed with E_unk, as MJP feeds them: their patches come back in any order. Entries that a defense on
-    gradients left out (zeros) are not compared. Labels are read from the gradient of the head's bias.
+    Candidates start from the reconstruction of a closed form. If that says X = known + C Y, as under MJP (`subspace`),
+    the search is for C alone, and what is known stays exact. Slots whose position embedding has no gradient are fed
+    with E_unk, as MJP feeds them: their patches come back in any order. Entries that a defense on gradients left out
+    (zeros) are not compared. Labels are read from the gradient of the head's bias.
 
-    A search that was interrupted goes on where it was when the same observation meets the same options again.
+    A search that was interrupted is resumed when the same observation meets the same options again.
 
     Args:
         objective: "cosine", 1 − cos(∇ℓ(x), G) over all released gradients, "l2", ½ ‖∇ℓ(x) − G‖² / ‖G‖², or
             "likelihood", −log p(G | x) by what is known of the defense (`Likelihood`), over the number of pixels.
         optimiser: "lbfgs" or "adam".
-        steps: at most.
-        lr: root mean square of the (first) step, in normalised pixels; Adam's shrinks to nothing.
+        steps: the most steps of the optimiser.
+        lr: root mean square of the entries of the (first) step, in normalised pixels; that of Adam shrinks to zero.
         tv: weight of the total variation, a mean over the pixels in standard deviations of photographs.
-        restarts: the first from the start, the others from it with noise; for each release the best is kept.
-        start: one of `STARTS`, "grey", "noise" (even in [0, 1]), or "auto": the best closed form that is granted, else
-            "grey", for several images in one gradient "noise".
-        seed: of the noise.
+        restarts: number of searches; the first begins at the start, the others at the start plus noise, and the best
+            one is returned for each release.
+        start: one of `STARTS`, "grey", "noise" (uniform in [0, 1]), or "auto": the best closed form that is granted,
+            else "grey", or "noise" for several images in one gradient.
+        seed: seed of the noise.
 
     Source: DLG (Zhu et al. 2019): l2, L-BFGS; Inverting Gradients (Geiping et al. 2020): cosine, total variation, Adam.
     """
@@ -155,10 +156,10 @@ class GradientMatching:
         return match.coordinates(X)
 
     def _start(self, match: "Match", seen: Observation) -> str:
-        """Return which start is meant; a closed form must be granted.
+        """Return the name of the start; a closed form must be granted.
 
         Raises:
-            PrivlabError: if it is not, or nothing sets the images of one gradient apart.
+            PrivlabError: if it is not granted, or if all images of one gradient would start alike.
         """
         if self.start == "grey" and match.B > 1:
             raise PrivlabError(f"start=grey sets the {match.B} images of a gradient not apart. Use noise.")
@@ -178,10 +179,11 @@ class GradientMatching:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """How well candidates explain r releases of B images each; called with points and their numbers, as descent has it.
+    """How well candidates explain r releases of B images each; `descend` calls it with points and their numbers.
 
-    Candidate j is one of release j mod r. Its point are the normalised patches, r × B × n × k, or the coefficients C of
-    `known` + C Y. `target` are the released gradients over their common norm, zero where an entry is not compared.
+    Candidate j is one of release j mod r. Its point holds the normalised patches, r × B × n × k, or the coefficients C
+    of `known` + C Y. `target` holds the released gradients over their common norm; entries outside `compared` are
+    ignored.
     """
 
     model: VictimModel
@@ -201,7 +203,12 @@ class Match:
 
     @classmethod
     def of(cls, seen: Observation, objective: str, tv: float) -> "Match":
-        """Read an observation.
+        """Return the comparison with the released gradients of an observation.
+
+        Args:
+            seen: the observation; its labels are read from the gradient of the head's bias.
+            objective: one of `OBJECTIVES`, as in `GradientMatching`.
+            tv: weight of the total variation, ≥ 0; at 0 it is not computed.
 
         Raises:
             PrivlabError: if the labels cannot be told.
@@ -232,7 +239,7 @@ class Match:
         )
 
     def coordinates(self, X: Float[Tensor, "r B n k"]) -> Float[Tensor, "r q"]:
-        """Return the points of patches, those nearest to them where these are not all free."""
+        """Return the points of patches; where only C is free, those of the nearest patches `known` + C Y."""
         if self.span is None:
             return X.flatten(1)
         known, Y = self.span
@@ -249,7 +256,7 @@ class Match:
     def __call__(
         self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
     ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
-        """Return the objective and its gradient at points of these numbers, a few at a time."""
+        """Return the objective and its gradient at the points of candidates with these numbers, a few at a time."""
         size = self.B * sum(parameter.numel() for parameter in self.model.parameters())
         values, slopes = [], []
         for some, of_some in zip(*(each.split(max(1, _AT_ONCE // size)) for each in (points, numbers)), strict=True):
@@ -292,9 +299,15 @@ def mismatch(
     target: Mapping[str, Float[Tensor, "s ..."]],
     norm: Float[Tensor, " s"] | None = None,
 ) -> Float[Tensor, " s"]:
-    """Return ½ ‖g / norm − target‖² over all tensors, for each of s; without `norm` that of g: 1 − cos(g, target).
+    """Return ½ ‖g / norm − target‖² over all tensors, for each of s candidates; without `norm`, 1 − cos(g, target).
 
-    The norm of `target` is 1. As a square, a distance far below the rounding of a cosine near 1 is still told.
+    The square is accurate even where a cosine so near to 1 would be lost in rounding.
+
+    Args:
+        g: gradients of the candidates by parameter name.
+        target: the released gradients of the same names, over their common norm: the norm of each candidate's target is
+            1.
+        norm: norm of the released gradient of each candidate; without it, that of g itself.
     """
     if norm is None:
         norm = sum((each.flatten(1).square().sum(1) for each in g.values()), torch.zeros(())).sqrt()
@@ -303,14 +316,14 @@ def mismatch(
 
 
 def _identity(seen: Observation, attack: GradientMatching) -> tuple[str, ...]:
-    """Return all that shapes a search."""
+    """Return everything that the result of a search depends on."""
     victim = hash_of(seen.model.state_dict() | {"mean": seen.model.mean, "std": seen.model.std})
     public = (repr(seen.defense), str(seen.images_per_release), repr(seen.photographs))
     return victim, hash_of(dict(seen.gradients)), *public, repr(attack)
 
 
 def _labels(head: nn.Module, G: Mapping[str, Float[Tensor, "r ..."]], B: int) -> Int[Tensor, " rB"]:
-    """Return the labels of all images, as the gradients tell them; what they leave open is guessed."""
+    """Return the labels of all images as the gradients reveal them; labels that they leave open are guessed."""
     if HEAD not in G:
         raise PrivlabError(f"gradient-matching needs the labels, and no gradient of {HEAD} is released to tell them.")
     told = [told_labels(head, {name: g[i] for name, g in G.items()}, B) for i in range(len(G[HEAD]))]
@@ -318,10 +331,10 @@ def _labels(head: nn.Module, G: Mapping[str, Float[Tensor, "r ..."]], B: int) ->
 
 
 def _masked(seen: Observation) -> Bool[Tensor, "rB n"] | None:
-    """Return the slots of all images that carry no position embedding of their own; None where there are none.
+    """Return the slots of all images that carry no position embedding of their own; None if there are none.
 
     Warns:
-        PrivlabWarning: if E_unk stands somewhere, but the gradient does not tell where.
+        PrivlabWarning: if E_unk is used in some slots, but the gradient does not tell in which.
     """
     B = seen.images_per_release
     if "pos_embed" in seen.gradients and (B == 1 or shares_mask(seen)):
@@ -339,7 +352,7 @@ def _masked(seen: Observation) -> Bool[Tensor, "rB n"] | None:
 
 
 def _span(seen: Observation) -> tuple[Float[Tensor, "r n k"], Float[Tensor, "r m k"]] | None:
-    """Return what is known of the patches and the span Y of the rest; None where N ≥ D, and Y is not known."""
+    """Return what is known of the patches and the span Y of the rest; None if N ≥ D or ∂ℓ/∂W is not released."""
     A = slot_gradients(seen)
     if A.shape[1] >= A.shape[2] or "patch_embed.proj.weight" not in seen.gradients:
         return None
@@ -349,7 +362,7 @@ def _span(seen: Observation) -> tuple[Float[Tensor, "r n k"], Float[Tensor, "r m
 
 
 def _twice_derivable(model: VictimModel) -> VictimModel:
-    """Return a copy whose gradients can be derived again: fused attention cannot."""
+    """Return a copy without fused attention, whose gradients cannot be differentiated again."""
     twin = copy.deepcopy(model).eval().requires_grad_(False)
     for module in twin.modules():
         if hasattr(module, "fused_attn"):

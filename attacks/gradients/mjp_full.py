@@ -31,35 +31,35 @@ from privlab.victims import VictimModel
 __all__ = ["MjpFull"]
 
 _STEPS = 120
-"""Of conjugate gradients, for patches that no token was found for."""
+"""Steps of conjugate gradients for the patches whose token was not found."""
 
 
 @dataclass(frozen=True)
 class MjpFull(TokenSearch):
     """Recover the image behind MJP's shuffled patches and unknown position embeddings from one gradient.
 
-    1. `mjp-subspace`: the span Y of the masked patches, and the others but for their component in Y.
+    1. `mjp-subspace`: the span Y of the masked patches, and the other patches without their component in Y.
     2. Token separation: all inputs u of the first block's MLP, from ∂W_fc1 and ∂W_fc2; no shuffle hides them.
     3. A token is z + a, up to scale and mean: z = W x + b + e with x = known + Yᵀ c, and attention adds
        a = W_proj o + b_proj with o in the row space of ∂W_proj. Without the directions of W Yᵀ, W_proj Oᵀ and 1,
-       a token is parallel to its slot's W known + b + e + b_proj: that assigns it, and c follows linearly; ∂W_qkv has
-       a say too (`patches_of_tokens`). Masked slots are alike, so their tokens are taken in any order.
-    4. Gauss and Newton's method on c, with the block's own attention, removes what the spans had of rounding.
+       a token is parallel to its slot's W known + b + e + b_proj: that assigns it, and c follows linearly; ∂W_qkv adds
+       further equations (`patches_of_tokens`). Masked slots are alike, so their tokens are taken in any order.
+    4. The Gauss-Newton method on c, with the block's own attention, removes the rounding errors of the spans.
     5. Masked patches are put where their borders fit. Their order in the shuffled image is not in the gradient.
 
-    Masked patches whose token was not found come last, where the others leave room, and take what within Y is smoothest
-    there. Others without a token are completed again by the prior of `mjp-subspace`, beside those that were found.
-    Without a mask this is `patch-gradient`.
+    Masked patches whose token was not found are placed last, in the remaining slots, and become the smoothest patches
+    within Y there. Other patches without a token are completed again by the prior of `mjp-subspace`, given those that
+    were found. Without a mask this is `patch-gradient`.
 
     Args:
-        starts: of the search for tokens, in each round.
-        rounds: of the search, at most.
-        steps: of Levenberg and Marquardt's method in each search.
+        starts: random starts of the search for tokens in each round.
+        rounds: the most rounds of the search.
+        steps: steps of the Levenberg-Marquardt method in each search.
         tolerance: the relative residual below which a solution may be a token.
-        sure: the one below which it is beyond doubt.
-        sharpen: steps of Gauss and Newton's method, at most.
+        sure: the relative residual below which a solution certainly is one.
+        sharpen: the most steps of the Gauss-Newton method.
         inner: steps of conjugate gradients in each of them.
-        seed: of the starts.
+        seed: seed of the starts.
         rtol: the ridge of `ridge_inverse`.
 
     Source: ours; what is masked is that of MJP (Ren et al. 2023), Algorithm 2 and Equation 4.
@@ -77,7 +77,7 @@ class MjpFull(TokenSearch):
     rtol: float = RTOL
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return what of N + |masked| + 1 < D does not hold, or, without a mask, of N < D."""
+        """Return the condition N + |masked| + 1 < D, or N < D without a mask, with its numbers if it does not hold."""
         A = slot_gradients(seen)
         (_, n, d), masked = A.shape, int((A == 0).all(2).sum(1).max())
         if masked and n + masked + 1 >= d:
@@ -85,7 +85,7 @@ class MjpFull(TokenSearch):
         return too_many(seen)
 
     def __call__(self, seen: Observation) -> Stolen:
-        """Reconstruct the private images, and say how many tokens were found."""
+        """Reconstruct the private images, and return how many tokens were found."""
         model = seen.model
         A = slot_gradients(seen)
         found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
@@ -95,7 +95,7 @@ class MjpFull(TokenSearch):
         block = first_block(model)
         tokens, solved = zip(*(self._image(model, block, seen, found, X[i], i) for i in range(len(A))), strict=True)
         X, told = (torch.stack(part) for part in zip(*solved, strict=True))
-        if (open_ := ~told & ~found.masked).any():  # those beside them say more of them than mjp-subspace knew
+        if (open_ := ~told & ~found.masked).any():  # their neighbours now tell more than mjp-subspace knew
             dtype, inside = model.mean.dtype, ~found.masked
             filled = MjpSubspace().likeliest(X.to(dtype), found.Y.to(dtype), seen, free=open_, inside=inside)
             X = torch.where(open_[..., None], filled.double(), X)
@@ -117,7 +117,7 @@ class MjpFull(TokenSearch):
         X: Float[Tensor, "n k"],
         i: int,
     ) -> tuple[Separated, Solved]:
-        """Return the tokens of image i, and its patches, those that no token was found for as they are in X."""
+        """Return the tokens of image i, and its patches; a patch whose token was not found is taken from X."""
         masked, Y = found.masked[i], found.Y[i, : int(found.masked[i].sum())]
         assert model.vit.pos_embed is not None  # its gradient was released
         pe = model.vit.pos_embed.detach()[0, -len(X) :].double()

@@ -27,7 +27,7 @@ __all__ = ["MjpSubspace", "Subspace", "subspace"]
 class Subspace(NamedTuple):
     """What one gradient under MJP says of the normalised patches, exactly.
 
-    `masked` are the slots without a gradient of their own. The rows of `Y`, zero beyond their number, are an
+    `masked` marks the slots without a gradient of their own. The rows of `Y`, zero beyond their number, are an
     orthonormal basis of the span of their patches; `known` holds the other patches without their component in Y.
     """
 
@@ -39,8 +39,13 @@ class Subspace(NamedTuple):
 def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float = RTOL) -> Subspace:
     """Split ∂ℓ/∂W = A_Uᵀ X_U + A_Mᵀ X_M, of which A_U alone is released, into what it determines.
 
-    With Q the projector on the orthogonal complement of the rows of A_U, Q ∂ℓ/∂W = Q A_Mᵀ X_M has the row space
-    Y = span{x_m}. And (I − Yᵀ Y) removes X_M: A_Uᵀ X_U (I − Yᵀ Y) = ∂ℓ/∂W (I − Yᵀ Y). Exact for A of rank N, so N < D.
+    With Q the projector on the orthogonal complement of the rows of A_U, Q ∂ℓ/∂W = Q A_Mᵀ X_M has the row space Y =
+    span{x_m}. And (I − Yᵀ Y) removes X_M: A_Uᵀ X_U (I − Yᵀ Y) = ∂ℓ/∂W (I − Yᵀ Y). Exact for A of rank N, so N < D.
+
+    Args:
+        A: ∂ℓ/∂E_pos of the patch slots; a row of zeros marks a masked slot.
+        G: ∂ℓ/∂W of the patch embedding, D × K for each image.
+        rtol: the ridge of `ridge_inverse`, relative to the norm of A.
     """
     A, G = A.double(), G.double()
     masked = (A == 0).all(2)
@@ -48,7 +53,7 @@ def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float =
     rows = torch.linalg.svd(A, full_matrices=False).Vh
     rows = rows * (torch.arange(rows.shape[1], device=A.device) < (A.shape[1] - count)[:, None])[..., None]
     R = G - rows.mT @ (rows @ G)
-    Y = torch.linalg.svd(R, full_matrices=False).Vh[:, : max(1, int(count.max()))]  # there may be more than K of them
+    Y = torch.linalg.svd(R, full_matrices=False).Vh[:, : max(1, int(count.max()))]  # there may be more than K masked
     Y = Y * (torch.arange(Y.shape[1], device=A.device) < count[:, None])[..., None]
     X = ridge_inverse(A.mT, rtol) @ G  # zero rows of A give zero rows of X
     return Subspace(masked, Y, X - (X @ Y.mT) @ Y)
@@ -56,17 +61,17 @@ def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float =
 
 @dataclass(frozen=True)
 class MjpSubspace:
-    """Recover unmasked patches exactly, but for their part in the span Y of the masked ones; complete that by a prior.
+    """Recover unmasked patches exactly, but for their part in the span Y of the masked ones; a prior completes that.
 
     The unknown coefficients C of X_U = X_known + C Y are those of the likeliest image under a prior learned from public
     photographs (`photograph_windows`), by iteratively reweighted least squares and conjugate gradients. The masked
-    slots then take the smoothest patches within Y: what lies there in the plain image is one of them. Without a mask
+    slots then take the smoothest patches within Y: each masked patch of the undefended image lies in Y. Without a mask
     this is `patch-gradient`.
 
     Args:
         prior: one of `PRIORS`.
-        rounds: of reweighting; quadratic priors take none.
-        steps: of conjugate gradients in each round.
+        rounds: rounds of reweighting; quadratic priors take none.
+        steps: steps of conjugate gradients in each round.
         rtol: the ridge of `ridge_inverse`.
 
     Source: the subspace identity is ours, at ∂ℓ/∂W = Σ_n g_n x_nᵀ; the masked gradient is that of MJP, Eq. 4.
@@ -95,7 +100,7 @@ class MjpSubspace:
             raise PrivlabError(f"mjp-subspace takes rounds ≥ 0 and steps ≥ 1. Found {self.rounds} and {self.steps}.")
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return what of N < D does not hold."""
+        """Return the condition N < D with its numbers if it does not hold."""
         return too_many(seen)
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
@@ -126,9 +131,14 @@ class MjpSubspace:
         free: Bool[Tensor, "b n"],
         inside: Bool[Tensor, "b n"],
     ) -> Float[Tensor, "b n k"]:
-        """Return the likeliest X + C Y under the prior, with C ≠ 0 in the rows that are `free` alone.
+        """Return the likeliest X + C Y under the prior of this attack, where C is zero in the rows that are not `free`.
 
-        Of windows, those count that lie `inside` wholly.
+        Args:
+            X: normalised patches without their unknown component; for rows that are not free, final ones.
+            Y: orthonormal rows that span the unknown component; rows of zeros are allowed.
+            seen: the observation; its model and its public photographs make the prior.
+            free: slots whose patches may change.
+            inside: slots whose pixels count; a window counts only if it lies wholly within them.
         """
         rounds = self.rounds if self.prior in ("sparse", "cauchy") else 0
         windows = photograph_windows(seen.model, self.prior, seen.photographs)

@@ -17,10 +17,10 @@ class PatchGradient:
     """Solve Aᵀ X = ∂ℓ/∂W for the patches X, where A = ∂ℓ/∂E_pos without the class token.
 
     Every patch n enters by z_n = W x_n + b + e_n alone, so ∂ℓ/∂W = Σ_n g_n x_nᵀ = Aᵀ X with g_n = ∂ℓ/∂z_n =
-    ∂ℓ/∂e_n, whatever follows the embedding. Exact, but for rounding, where A has rank N. Pre-norm blocks do
-    not see a constant added to a token, so A·1 = 0 and it takes N < D; at N ≥ D the solution of least norm is returned.
+    ∂ℓ/∂e_n, whatever follows the embedding. Exact, but for rounding, if A has rank N. Pre-norm blocks ignore a
+    constant added to a token, so A·1 = 0 and N < D is needed; at N ≥ D the solution of least norm is returned.
 
-    MJP releases zeros in ∂ℓ/∂E_pos where a slot has lost its position embedding. This attack does not know the
+    MJP releases zeros in ∂ℓ/∂E_pos for a slot that has lost its position embedding. This attack does not know the
     defense: it takes them for equations, as the closed form of MJP's Table 5 does.
 
     Args:
@@ -35,7 +35,7 @@ class PatchGradient:
     rtol: float = RTOL
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return what of N < D does not hold."""
+        """Return the condition N < D with its numbers if it does not hold."""
         return too_many(seen)
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:

@@ -1,4 +1,4 @@
-"""`patch-gradient-adaptive`: the image from a gradient with noise, of which entries are missing, or in few bits."""
+"""`patch-gradient-adaptive`: the image from a gradient that is noisy, lacks entries, or is rounded to few bits."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -33,8 +33,8 @@ _FLOOR = 1e-4
 class Release:
     """Ã = A + E₁ and G̃ = Aᵀ X + E₂, with the variances of the entries of E₁ (`pe`) and E₂ (`weight`).
 
-    An entry is missing where it was released as zero and may be something else, up to `edge` in size; elsewhere `edge`
-    is zero.
+    An entry is missing if it was released as zero but may be another number, of absolute value up to `edge`; `edge` is
+    zero for all other entries.
     """
 
     A: Float[Tensor, "b n d"]
@@ -46,7 +46,7 @@ class Release:
 
     @classmethod
     def of(cls, seen: Observation) -> "Release":
-        """Read an observation; errors of several defenses add up."""
+        """Return the release of an observation; the variances of several defenses add up."""
         height, width = seen.model.grid
         names = ("pos_embed", "patch_embed.proj.weight")
         released = {name: seen.gradients[name] for name in names}
@@ -69,9 +69,9 @@ class Release:
     def unheard(self) -> Bool[Tensor, "b n"]:
         """Return the slots whose row of Ã is zero, or no larger than its noise: under MJP, those that are masked.
 
-        Of D entries of noise, the mean square is above Var E₁ · (1 + 4 √(2/D)) once in ten thousand rows.
+        The mean square of D entries of noise is above Var E₁ · (1 + 4 √(2/D)) in one of ten thousand rows.
         """
-        heard = (self.A != 0).to(self.A).mean(2)  # entries that noise fell on; those that are missing have none
+        heard = (self.A != 0).to(self.A).mean(2)  # the share of entries with noise; missing ones have none
         least = self.noise_pe[..., 0] * heard * (1 + 4 * (2 / self.A.shape[2]) ** 0.5)
         return (self.A == 0).all(2) | ((self.A.square().mean(2) <= least) & (self.edge_pe == 0).all(2))
 
@@ -81,7 +81,7 @@ class Release:
         return self.noise_pe / self.noise_weight
 
     def completed(self, X: Float[Tensor, "b n k"]) -> "Release":
-        """Return the release with the missing entries as A and X have them, within what is known of their size."""
+        """Return the release with its missing entries computed from A and X, clipped to their known bounds."""
         A = posterior(self.A, self.G, X, self.ratio)
         missing_A, missing_G = self.edge_pe > 0, self.edge_weight > 0
         return replace(
@@ -92,9 +92,9 @@ class Release:
 
 
 def masked_slots(seen: Observation) -> Bool[Tensor, "r n"]:
-    """Return the slots of each release whose position embedding has no gradient, or, beneath noise, none that is heard.
+    """Return the slots of each release whose position embedding has no gradient, or none above the noise.
 
-    Under MJP these are the masked ones, of one image or of all that share a mask (`shares_mask`).
+    Under MJP these are the masked slots, of one image or of all that share a mask (`shares_mask`).
     """
     defended = any(isinstance(part, GradientDefense) for part in seen.defense)
     if defended and "patch_embed.proj.weight" in seen.gradients:  # zeros may be missing entries
@@ -105,7 +105,14 @@ def masked_slots(seen: Observation) -> Bool[Tensor, "r n"]:
 def posterior(
     A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], X: Float[Tensor, "b n k"], ratio: Float[Tensor, "b 1 1"]
 ) -> Float[Tensor, "b n d"]:
-    """Return the A that explains Ã and G̃ best, given X: the minimiser of ‖Ã − A‖² + ρ ‖G̃ − Aᵀ X‖²."""
+    """Return the A that explains Ã and G̃ best, given X: the minimiser of ‖Ã − A‖² + ρ ‖G̃ − Aᵀ X‖².
+
+    Args:
+        A: Ã, the released ∂ℓ/∂E_pos of the patch slots.
+        G: G̃, the released ∂ℓ/∂W of the patch embedding, D × K for each image.
+        X: normalised patches.
+        ratio: ρ = Var E₁ / Var E₂, the ratio of the error variances of the two gradients, > 0.
+    """
     eye = torch.eye(X.shape[1], dtype=X.dtype, device=X.device)
     return torch.linalg.solve(eye + ratio * X @ X.mT, A + ratio * X @ G.mT)
 
@@ -114,21 +121,21 @@ def posterior(
 class PatchGradientAdaptive:
     """Find the smooth X that explains ∂ℓ/∂W = Aᵀ X best, where both A = ∂ℓ/∂E_pos and ∂ℓ/∂W have errors of known size.
 
-    An error in A meets the patches themselves: R = G̃ − Ãᵀ X has rows of covariance Var E₂ · (I + ρ Xᵀ X), which is
-    far more than the error of G̃ alone, and within the span of the patches. So R is whitened by it: minimise
+    An error in A is multiplied by the patches: R = G̃ − Ãᵀ X has rows of covariance Var E₂ · (I + ρ Xᵀ X), which is
+    far more than the error of G̃ alone, and lies within the span of the patches. So R is whitened by it: minimise
     ½ tr R (I + ρ Xᵀ X)⁻¹ Rᵀ / Var E₂ + ½ D log det(I + ρ X Xᵀ) + Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p), total least squares with
     the prior of `mjp-subspace`, by Gauss-Newton steps. Between them, missing entries (pruned, or rounded to zero) are
-    filled in from A and X, within the bound that is known. Without a defense on gradients this is `patch-gradient`.
+    computed from A and X, within their known bounds. Without a defense on gradients this is `patch-gradient`.
 
-    Under MJP too, the slots whose row is nothing but noise are taken for the masked ones, as without noise the zeros
-    are, and the rest is `mjp-subspace`.
+    Under MJP with noise, the slots whose row is nothing but noise are taken for the masked ones; the rest is
+    `mjp-subspace`.
 
-    Of `gradient-sign` no scale is left, neither that of A's rows nor that of the image, and little comes back (14.3 dB,
+    `gradient-sign` leaves neither the scale of A's rows nor that of the image, and little is recovered (14.3 dB,
     experiments/notes/gradients.md).
 
     Args:
-        rounds: of Gauss-Newton.
-        steps: of conjugate gradients in each round.
+        rounds: Gauss-Newton steps.
+        steps: steps of conjugate gradients in each round.
         epsilon: ε, in standard deviations of the differences of adjacent pixels.
     """
 
@@ -165,7 +172,7 @@ class PatchGradientAdaptive:
             )
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return what of N < D does not hold."""
+        """Return the condition N < D with its numbers if it does not hold."""
         return too_many(seen)
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
@@ -195,7 +202,7 @@ def _in_range(model: VictimModel, X: Float[Tensor, "b n k"]) -> Float[Tensor, "b
 def _improved(
     X: Float[Tensor, "b n k"], release: Release, prior: Smoothness, epsilon: float, steps: int
 ) -> Float[Tensor, "b n k"]:
-    """Take one Gauss-Newton step, shortened for each image until the objective, times Var E₂, no longer grows.
+    """Take one Gauss-Newton step, of the tried length that gives each image the least objective, times Var E₂.
 
     With A the posterior one, the gradient is −A R W + D ρ Var E₂ (I + ρ X Xᵀ)⁻¹ X + Var E₂ H X, and the Hessian about
     V ↦ A Aᵀ V W + Var E₂ H V, with W = (I + ρ Xᵀ X)⁻¹ and H the curvature of the prior.
@@ -230,7 +237,7 @@ def _improved(
 
 
 def _objective(X: Float[Tensor, "b n k"], release: Release, prior: Smoothness, epsilon: float) -> Float[Tensor, " b"]:
-    """Return what is minimised, times Var E₂."""
+    """Return the objective of `PatchGradientAdaptive`, times Var E₂."""
     ρ, noise = release.ratio, release.noise_weight.flatten()
     R = release.G - release.A.mT @ X
     L = torch.linalg.cholesky(torch.eye(X.shape[1], dtype=X.dtype, device=X.device) + ρ * X @ X.mT)

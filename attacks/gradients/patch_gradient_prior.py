@@ -1,4 +1,4 @@
-"""`patch-gradient-prior`: more patches than a gradient has equations for, by an image prior and whole grey levels."""
+"""`patch-gradient-prior`: an image prior and integer grey levels, for more patches than a gradient has equations."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -25,35 +25,35 @@ from privlab.victims import VictimModel
 __all__ = ["Free", "PatchGradientPrior", "whole"]
 
 _LEVEL = 1 / 255
-"""A combination of patches is free where rounding moves it by more than this, in units of a pixel's range."""
+"""A combination of patches is free if rounding changes it by more than this, in units of a pixel's range."""
 
 _ERROR = 8.0
 """Assumed root mean square error of the smoothest image, in grey levels: that of 30 dB."""
 
 _BLUR = 0.03
-"""Least error, in grey levels, of a value that is whole."""
+"""Least error, in grey levels, that is assumed of an integer value."""
 
 _WINDOW = 4
-"""Whole values tried on either side of the expected one; its error is no more than that."""
+"""Integers tried on either side of the expected value, whose error must not be larger."""
 
 _WHOLE = 0.15
-"""Root mean square distance from whole values up to which a column of pixels passes for whole."""
+"""A column of pixels counts as integers below this root mean square distance from integers."""
 
 _FEW = 4
-"""Patches beyond D up to which step 2 was measured, on trained weights: N = 196, D = 192.
+"""The largest N − D for which step 2 was measured, on trained weights: N = 196, D = 192.
 
 See experiments/notes/gradients.md.
 """
 
 _CHECKS = 40
-"""Fewest equations left over: so many random values are as close to whole ones with a probability of 4e-10."""
+"""Fewest equations left over: so many random values are as close to integers with a probability of 4e-10."""
 
 
 class Free(NamedTuple):
     """What Aᵀ X = G leaves open: the combinations Vᵀ X of patches, orthonormal, and zero beyond their number.
 
-    What G says of them all the same has the likelihood exp(−gain · (Vᵀ X)² / 2 + heard · Vᵀ X). `noise` is the standard
-    deviation of the errors that each patch has without them.
+    The little that G says of them has the likelihood exp(−gain · (Vᵀ X)² / 2 + heard · Vᵀ X). `noise` is the standard
+    deviation of the error of each patch without its free combinations.
     """
 
     V: Float[Tensor, "b n f"]
@@ -63,7 +63,13 @@ class Free(NamedTuple):
 
     @classmethod
     def of(cls, A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], coarse: float) -> "Free":
-        """Return the combinations whose error exceeds `coarse`; none where rows of A are zero, as under MJP."""
+        """Return the combinations of patches whose error exceeds `coarse`.
+
+        Args:
+            A: ∂ℓ/∂E_pos of the patch slots; an image with a row of zeros, as under MJP, has no free combinations.
+            G: ∂ℓ/∂W of the patch embedding, D × K for each image; its rounding makes the error.
+            coarse: standard deviation of the error, in normalised pixels, above which a combination is free, > 0.
+        """
         n, d = A.shape[1:]
         σ = (G.square().mean((1, 2)).sqrt() * RTOL).clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         U, s, Vh = torch.linalg.svd(A, full_matrices=n > d)
@@ -78,26 +84,26 @@ class Free(NamedTuple):
 
 @dataclass(frozen=True)
 class PatchGradientPrior:
-    """Solve Aᵀ X = ∂ℓ/∂W as `patch-gradient` does, and find what that leaves open where N ≥ D or A is ill conditioned.
+    """Solve Aᵀ X = ∂ℓ/∂W as `patch-gradient` does, and find what that leaves open if N ≥ D or A is ill conditioned.
 
     A = ∂ℓ/∂E_pos has rank D − 1 at most, so N − D + 1 combinations V of the patches are in no equation: X = X₀ + V C.
 
-    1. C is that of the smoothest image: of the least Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p), as in `mjp-subspace`, plus ‖G −
-       Aᵀ X‖² / 2σ², with σ the rounding error of G, for combinations that are heard but faintly.
-    2. Pixels of eight bits are whole numbers. Those at one place of all patches are N, with N − D + 1 unknowns: these
-       are found one after the other (`whole`), and the numbers that are left over test that they are right.
+    1. C is that of the smoothest image: it minimises Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p), as in `mjp-subspace`, plus ‖G −
+       Aᵀ X‖² / 2σ², with σ the rounding error of G, for combinations of which G says a little.
+    2. Pixels of eight bits are integers. The N values at one place of all patches have N − D + 1 unknowns: these are
+       found one after the other (`whole`), and the remaining values test that they are right.
 
-    Exact where few combinations are free, the image was fed in whole levels and rounding leaves the levels apart (with
-    random weights it may not); elsewhere step 1 is the answer. Where no combination is free this is
-    `patch-gradient`, and so it is under MJP, which it does not know.
+    The result is exact if few combinations are free, the image was fed in integer levels, and the rounding error is
+    below the spacing of the levels (with random weights it may not be); otherwise it is that of step 1. If no
+    combination is free this is `patch-gradient`, and also under MJP, which it does not know.
 
     Args:
-        rounds: of reweighting.
-        steps: of conjugate gradients in each round.
+        rounds: rounds of reweighting.
+        steps: steps of conjugate gradients in each round.
         epsilon: ε, in standard deviations of the differences.
         levels: grey levels above black, 255 for eight bits; 0 leaves out step 2.
-        kept: hypotheses kept of each column of pixels.
-        passes: of both steps, at most; columns that step 2 has settled help step 1 with the others.
+        kept: number of hypotheses that are kept for each column of pixels.
+        passes: the most passes of both steps; columns that step 2 has settled help step 1 with the others.
     """
 
     name: ClassVar[str] = "patch-gradient-prior"
@@ -125,7 +131,7 @@ class PatchGradientPrior:
             )
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return what of N ≤ D + 4 does not hold, the most patches for which step 2 was measured."""
+        """Return the condition N ≤ D + 4 with its numbers if it does not hold; step 2 was measured up to there."""
         _, n, d = slot_gradients(seen).shape
         return None if n <= d + _FEW else f"N = {n} > D + {_FEW} = {d + _FEW}"
 
@@ -144,7 +150,7 @@ class PatchGradientPrior:
                 break
             part, open_ = Free(*(each[todo] for each in free)), left[todo]
             X[todo], fits = self._whole(self._smoothest(X[todo], part, open_, model, Γ), part, open_, model)
-            left[todo] = open_ & ~fits & fits.any(1, keepdim=True)  # nothing new: nothing to go on
+            left[todo] = open_ & ~fits & fits.any(1, keepdim=True)  # a pass that settles nothing is the last one
         return model.to_images(X)
 
     def _smoothest(
@@ -155,7 +161,7 @@ class PatchGradientPrior:
         model: VictimModel,
         Γ: Float[Tensor, "c c"],
     ) -> Float[Tensor, "b n k"]:
-        """Return the smoothest X + V C that changes no other columns than those `left`, by reweighted least squares."""
+        """Return the smoothest X + V C that changes only the columns in `left`, by reweighted least squares."""
         dtype = model.mean.dtype
         prior, precondition = Smoothness(model.image_shape, Γ), _preconditioner(model.patch, Γ, free.gain, dtype)
         V, gain, heard = free.V.to(dtype), free.gain.to(dtype), free.heard.to(dtype)
@@ -174,7 +180,7 @@ class PatchGradientPrior:
     def _whole(
         self, X: Float[Tensor, "b n k"], free: Free, left: Bool[Tensor, "b k"], model: VictimModel
     ) -> tuple[Float[Tensor, "b n k"], Bool[Tensor, "b k"]]:
-        """Return X with whole grey levels in those columns of pixels `left` that they explain, and which these are."""
+        """Return X with integer grey levels in the columns of `left` that they explain, and which columns these are."""
         if not self.levels:
             return X, torch.zeros_like(left)
         area, n, unknowns = model.patch**2, X.shape[1], free.V.square().sum((1, 2)).round()[:, None]
@@ -187,9 +193,9 @@ class PatchGradientPrior:
 
 
 def _preconditioner(patch: int, Γ: Float[Tensor, "c c"], gain: Float[Tensor, "b f 1"], dtype: torch.dtype) -> Map:
-    """Return the inverse of Vᵀ H V + gain for weights of one and neighbouring patches that V does not link.
+    """Return the inverse of Vᵀ H V + gain, for weights of one and without the links of neighbouring patches in V.
 
-    Each combination of patches then is a patch with zeros around it: the Laplacian has sines for its modes.
+    Each combination of patches is then a patch surrounded by zeros, and the modes of the Laplacian are sines.
     """
     place = torch.arange(1, patch + 1, dtype=torch.float64, device=gain.device)
     sines = (torch.pi / (patch + 1) * place[:, None] * place).sin() * (2 / (patch + 1)) ** 0.5
@@ -214,11 +220,18 @@ def whole(
     variance: Float[Tensor, "b f"],
     kept: int,
 ) -> tuple[Float[Tensor, "b n k"], Bool[Tensor, "b k"]]:
-    """Return the whole numbers X + V C of the likeliest C of each column, and which columns they explain.
+    """Return the integers X + V C of the likeliest C of each column, and which columns they explain.
 
-    A value whose error is small tells, once rounded, something of C, and that makes the errors of the others smaller:
-    a Kalman filter over the rows, the least uncertain first, with the `kept` likeliest hypotheses of each column.
-    All columns share V, and with it the order of the rows, the covariance of C and the gains.
+    A value with a small error, once rounded, determines a part of C, and so reduces the errors of the other values: a
+    Kalman filter over the rows, the least uncertain first, with the `kept` likeliest hypotheses of each column. All
+    columns share V, and with it the order of the rows, the covariance of C and the gains.
+
+    Args:
+        X: patches in grey levels without the part V C; a column holds the values at one place of all patches.
+        V: orthonormal columns, the free combinations of patches, zero beyond their number.
+        noise: standard deviation of the error that each row of X has without V C, in grey levels.
+        variance: prior variance of the entries of C that belong to each column of V, in squared grey levels.
+        kept: number of hypotheses that are kept for each column, ≥ 1.
     """
     b, n, k = X.shape
     f, images = V.shape[2], torch.arange(b, device=X.device)
@@ -229,7 +242,7 @@ def whole(
     for _ in range(n):
         unknown = ((V @ P) * V).sum(2)
         error, i = torch.where(left & (unknown > 4 * blur), unknown + blur, torch.inf).min(1)
-        going = error < _WINDOW**2  # beyond that the right one is hardly among those tried
+        going = error < _WINDOW**2  # beyond that the right integer is hardly among those tried
         if not going.any():
             break
         left[images, i] = False

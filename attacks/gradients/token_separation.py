@@ -49,10 +49,10 @@ __all__ = ["TokenSeparation"]
 _PATCH = "patch_embed.proj.weight"
 
 _ROUNDS, _STEPS, _EPSILON = 5, 40, 0.07
-"""Of the image prior, as in `mjp-subspace`."""
+"""Options of the image prior, as in `mjp-subspace`: rounds, steps of conjugate gradients, and ε."""
 
 _RIDGE = 1e-4
-"""Added to the variances of embedded patches, relative to their mean: the prior is no law of nature."""
+"""Is added to the variances of embedded patches, relative to their mean, because the prior is only approximate."""
 
 
 @dataclass(frozen=True)
@@ -60,28 +60,28 @@ class TokenSeparation(TokenSearch):
     """Recover images where no position embedding has a gradient, or one that sums over several images.
 
     1. Token separation: all inputs u of the first block's MLP, from ∂W_fc1 and ∂W_fc2, as in `mjp-full`.
-    2. Patches from tokens (`patches_of_tokens`), where ∂W = Σ_n g_n x_nᵀ is released: x = Yᵀ c with Y its row space.
-       A token is W x + b + e plus what attention adds, and attention heard W x + b + e: both are linear in c. It takes
-       N + 1 < D, and 2 N + 1 < D without position embeddings, 3 N + 6 < 2 D with known ones.
-    3. Where the patch embedding is frozen too, the same with x = c for D > K (K + 2 N + 6 < 2 D). For D ≤ K the token
-       alone says W x + b + e, but for a constant (`embeddings_of_tokens`; 2 N + 5 < D). K − D + 1 directions of each
-       patch then are in no gradient: the image prior of `mjp-subspace` completes them.
-    4. Of B images in one gradient (B N for N above) attention says which patches belong together (`grouping`).
-    5. Known position embeddings tell the slots apart. Without them patches come in no order, and are put where their
-       borders fit; so are under MJP those of the masked slots, where ∂ℓ/∂E_pos tells them: of one image, or of all that
-       share a mask.
+    2. Patches from tokens (`patches_of_tokens`), if ∂W = Σ_n g_n x_nᵀ is released: x = Yᵀ c with Y its row space.
+       A token is W x + b + e plus what attention adds, and attention reads W x + b + e: both are linear in c. This
+       needs N + 1 < D, and 2 N + 1 < D without position embeddings, 3 N + 6 < 2 D with known ones.
+    3. If the patch embedding is frozen too, the same with x = c for D > K (K + 2 N + 6 < 2 D). For D ≤ K the token
+       alone gives W x + b + e, but for a constant (`embeddings_of_tokens`; 2 N + 5 < D). K − D + 1 directions of each
+       patch are then in no gradient: the image prior of `mjp-subspace` completes them.
+    4. For B images in one gradient (B N for N above) attention tells which patches belong together (`grouping`).
+    5. Known position embeddings tell the slots apart. Without them patches have no order, and are put where their
+       borders fit. The same holds under MJP for masked slots, if ∂ℓ/∂E_pos tells which these are: for one image, or for
+       all that share a mask.
 
     Patches whose token was not found are the smoothest ones, or, without position embeddings, grey.
 
     Args:
-        starts: of the search for tokens, in each round.
-        rounds: of the search, at most.
-        steps: of Levenberg and Marquardt's method in each search.
+        starts: random starts of the search for tokens in each round.
+        rounds: the most rounds of the search.
+        steps: steps of the Levenberg-Marquardt method in each search.
         tolerance: the relative residual below which a solution may be a token.
-        sure: the one below which it is beyond doubt.
-        sharpen: steps of Gauss and Newton's method, at most.
+        sure: the relative residual below which a solution certainly is one.
+        sharpen: the most steps of the Gauss-Newton method.
         inner: steps of conjugate gradients in each of them.
-        seed: of the starts.
+        seed: seed of the starts.
 
     Source: ours; the sums are the chain rule at the first block.
     """
@@ -95,11 +95,11 @@ class TokenSeparation(TokenSearch):
     places: ClassVar[bool] = True  # as of mjp-full
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return which of the conditions on B images, N patches, p class and register tokens, K and D does not hold.
+        """Return the conditions on B images, N patches, p prefix tokens, K and D that do not hold, with their numbers.
 
-        Tokens are told apart for B (N + p) < D. Then a token has the coordinates of its patch for unknowns, m = B N or,
-        where the patch embedding is frozen, K, and B (N + p) of what attention mixed, against D equations of its own
-        and, where position embeddings tell slots apart, D − B (N + p) of what was heard.
+        Tokens are told apart for B (N + p) < D. The unknowns of a token are then the m coordinates of its patch, m =
+        B N or, if the patch embedding is frozen, K, and the B (N + p) of what attention mixed. Its equations are D of
+        its own and, if position embeddings tell slots apart, D − B (N + p) of what attention read.
         """
         model, B = seen.model, seen.images_per_release
         p, n = model.vit.num_prefix_tokens, model.grid[0] * model.grid[1]
@@ -118,10 +118,10 @@ class TokenSeparation(TokenSearch):
         return " and ".join(found) or None
 
     def __call__(self, seen: Observation) -> Stolen:
-        """Reconstruct the private images, and say how many tokens were found.
+        """Reconstruct the private images, and return how many tokens were found.
 
         Raises:
-            PrivlabError: of several images in one gradient, if the patch embedding is frozen and D ≤ K.
+            PrivlabError: for several images in one gradient, if the patch embedding is frozen and D ≤ K.
 
         Warns:
             PrivlabWarning: if slots are masked, and the gradient does not tell which.
@@ -207,7 +207,7 @@ class TokenSeparation(TokenSearch):
 
 
 def _slots(seen: Observation, i: int, hidden: Bool[Tensor, " n"]) -> Slots:
-    """Return what is known of the patches of release i: their span, and what stands for their position embeddings."""
+    """Return what is known of the patches of release i: their span, and their position embeddings or `replacement`."""
     pe = known_tokens(seen.model)[1]
     if seen.model.vit.pos_embed is not None:
         pe = torch.where(hidden[:, None], replacement(seen).to(pe), pe)
@@ -219,7 +219,7 @@ def _slots(seen: Observation, i: int, hidden: Bool[Tensor, " n"]) -> Slots:
 
 
 def _underdetermined(seen: Observation) -> bool:
-    """Return whether an embedded patch leaves some of the patch open, and no gradient says more of it."""
+    """Return whether an embedded patch does not determine the patch, and no gradient says more of it."""
     W, _ = projection(seen.model)
     return _PATCH not in seen.gradients and len(W) <= W.shape[1]
 
@@ -227,9 +227,9 @@ def _underdetermined(seen: Observation) -> bool:
 def _inverted(
     model: VictimModel, z: Float[Tensor, "p d"], pe: Float[Tensor, "n d"], Γ: Float[Tensor, "c c"]
 ) -> tuple[Int[Tensor, " p"], Float[Tensor, "p k"]]:
-    """Return the slots of embedded patches, known but for a constant, and the likeliest patches within them.
+    """Return the slots of embedded patches that are known up to a constant, and the likeliest patches in them.
 
-    The smoothness prior of `Smoothness` is that of patches x ~ N(0, S), so z − b − e_s is N(0, W S Wᵀ) in its own slot.
+    Under the prior of `Smoothness` patches are x ~ N(0, S), so z − b − e_s is N(0, W S Wᵀ) in its own slot.
     """
     W, b = projection(model)
     L = _prior(model, Γ)
@@ -256,7 +256,7 @@ def _prior(model: VictimModel, Γ: Float[Tensor, "c c"]) -> Float[Tensor, "k k"]
 
 
 def _completed(seen: Observation, X: Float[Tensor, "b n k"], found: Bool[Tensor, "b n"]) -> Float[Tensor, "b n k"]:
-    """Return X with what no gradient says of it as smooth as can be: directions of all patches, and patches."""
+    """Return X with its unknown parts as smooth as possible: directions that no gradient holds, and lost patches."""
     model = seen.model
     prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
     if _underdetermined(seen) and bool(found.any()):

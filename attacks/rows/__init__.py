@@ -1,4 +1,4 @@
-"""Putting permuted rows in place, and what was shuffled back together."""
+"""The placement of permuted rows, and the reassembly of what was shuffled."""
 
 import lazy_loader
 

@@ -24,22 +24,27 @@ __all__ = [
 ]
 
 ENOUGH = 16
-"""Images from which the law of patches is taken at most; three place rows as well."""
+"""The most images from which the law of patches is estimated; three images place rows as well."""
 
 LEAST = 1e-9
-"""Mean variance of a feature below which public images say nothing: they are all one grey."""
+"""Mean variance of a feature below which public images are taken to be of one grey, and so uninformative."""
 
 RIDGE = 1e-3
-"""Added to every variance, relative to their mean: public photographs may be fewer than the width."""
+"""Is added to every variance, relative to their mean: public photographs may be fewer than the width."""
 
 
 def effects(seen: FeatureObservation) -> Effects:
-    """Return what the defenses at work do; their algorithms and parameters are public."""
+    """Return what the client's defenses do; their algorithms and parameters are public."""
     return effects_of(seen.model, seen.defense)
 
 
 def warn_of_moves(attack: str, seen: FeatureObservation, *, rows: bool = False) -> None:
-    """Warn where a defense moves what an attack takes for unmoved: columns, and rows unless it places these itself.
+    """Warn if a defense moves what an attack takes for unmoved: columns, and rows unless it places these itself.
+
+    Args:
+        attack: name of the attack, with which the warning begins.
+        seen: the observation, whose defenses are examined.
+        rows: whether the attack places the rows itself, so that only moved columns matter.
 
     Warns:
         PrivlabWarning: with what is moved.
@@ -56,7 +61,7 @@ def warn_of_moves(attack: str, seen: FeatureObservation, *, rows: bool = False) 
 
 
 def undone(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Float[Tensor, "b t d"]:
-    """Return the features, in single precision or better, with their columns where a key says that they were.
+    """Return the features in single precision or better; with `columns`, the key, also with their columns put back.
 
     Raises:
         PrivlabError: if they do not fit the model, or are not finite.
@@ -86,6 +91,11 @@ def patch_law(
 ) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
     """Return mean and covariance of W x + β + ε over the patches of the first public images, with noise ε.
 
+    Args:
+        model: the victim, whose W and β embed the patches.
+        public: images in [0, 1], of which the first `ENOUGH` are used.
+        noise: standard deviation of ε, white, in the units of the rows, ≥ 0.
+
     Raises:
         PrivlabError: if there are no public images.
     """
@@ -107,15 +117,23 @@ def row_costs(
 ) -> Float[Tensor, "b t t"]:
     """Return −2 log-likelihood of row r in slot s, class and register tokens first: ‖z_r − μ_s‖² in Σ_s⁻¹, + log |Σ_s|.
 
-    A patch's row is N(μ + e_s, Σ); a class token's is its public value with nothing but noise. Within the patches,
-    what does not mix r and s drops out of an assignment, and −2 z_rᵀ Σ⁻¹ e_s would be left.
+    A patch's row is N(μ + e_s, Σ); the row of a class or register token is its public value with nothing but noise.
+    Among the patch slots, terms that depend on r or on s alone do not affect an assignment, which leaves −2 z_rᵀ Σ⁻¹
+    e_s.
+
+    Args:
+        features: the rows of each image, with their columns in the model's order.
+        prefix: class and register tokens as they are sent without a defense, one slot each.
+        pe: position embeddings e_s of the patch slots; zeros for a victim without any.
+        law: (μ, Σ), mean and covariance of the rows of patches without e_s, with the noise (`patch_law`).
+        noise: standard deviation of the noise on an entry of the rows, ≥ 0.
     """
     mean, covariance, prefix, pe = (x.to(features.dtype) for x in (*law, prefix, pe))
     L = torch.linalg.cholesky(covariance)
     rows = torch.linalg.solve_triangular(L, (features - mean).mT, upper=False).mT
     slots = torch.linalg.solve_triangular(L, pe.mT, upper=False).mT
     patch = _squares(rows, slots) + 2 * L.diagonal().log().sum()
-    known = noise**2 + RIDGE**2 * covariance.diagonal().mean()  # no row is known better than rounding allows
+    known = noise**2 + RIDGE**2 * covariance.diagonal().mean()  # above rounding, even without noise
     return torch.cat([_squares(features, prefix) / known + len(L) * known.log(), patch], 2)
 
 
@@ -126,7 +144,7 @@ def _squares(rows: Float[Tensor, "b t d"], slots: Float[Tensor, "s d"]) -> Float
 def place_rows(costs: Float[Tensor, "b t s"], kind: Rows) -> Int[Tensor, "b s"]:
     """Return, for every slot of every image, the row of the batch that an assignment of least cost puts there.
 
-    Where rows are mixed among images, each slot takes b rows, and which of them belongs to which image is left open.
+    If rows are mixed among images, each slot takes b rows, and which of them belongs to which image is left open.
     """
     b, t, s = costs.shape
     if kind == "mixed":
@@ -140,7 +158,7 @@ def place_rows(costs: Float[Tensor, "b t s"], kind: Rows) -> Int[Tensor, "b s"]:
 
 
 def _assigned(costs: Float[Tensor, "g r s"]) -> Int[Tensor, "g s"]:
-    """Return the row of each slot. Where every slot has a cheapest row of its own, these are the assignment."""
+    """Return the row of each slot. If all slots have different cheapest rows, these are the best assignment."""
     rows = costs.argmin(1).cpu()
     for i in (rows.sort(1).values.diff(dim=1) == 0).any(1).nonzero().flatten().tolist():
         rows[i] = torch.from_numpy(linear_sum_assignment(costs[i].T.cpu().numpy())[1])

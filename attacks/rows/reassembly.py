@@ -21,19 +21,19 @@ WITNESSES = 8
 """Public images on which the error of the linear inversion is measured."""
 
 SWEEPS = 20
-"""Over the grid, at most, when patches are grouped."""
+"""The most sweeps over the grid when patches are grouped."""
 
 
 def reassembled(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Stolen:
-    """Return the images of rows whose columns are known, by their position embeddings if these may be used."""
+    """Return the images of rows whose columns are known, by position embeddings if granted, else by borders."""
     return (by_embeddings if Capability.POSITION_EMBEDDINGS in seen.grants else by_borders)(seen, columns)
 
 
 def by_embeddings(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Stolen:
-    """Place every row where its position embedding is the likeliest, and invert it without that.
+    """Place every row in the slot whose position embedding makes it likeliest, and invert it without that embedding.
 
-    Rows that were mixed among images are then grouped by their borders; which of the groups is which image of the batch
-    nothing tells, unless rows have stayed with their image.
+    Rows that were mixed among images are then grouped by their borders; which group is which image of the batch is not
+    known, unless rows have stayed with their image.
     """
     model, features = seen.model, undone(seen, columns)
     pe = known_tokens(model)[1]
@@ -54,8 +54,14 @@ def by_borders(
 ) -> Stolen:
     """Invert rows that carry no position embedding, and place them by their borders.
 
-    With a predictor, its −log p(slot | patch) counts too. Images that share one order are put together as one, their
-    costs added up.
+    Images that share one order are put together as one, with their costs added up.
+
+    Args:
+        seen: the observation.
+        columns: the recovered column key, as in `Sent`; without it the columns are taken for unmoved.
+        rounds: rounds of `privlab.reassembly.solver.assemble`, at least 0.
+        predictor: a position predictor for this grid and patch, whose −log p(slot | patch) is added to the border
+            costs.
 
     Raises:
         PrivlabError: if rows were mixed among images.
@@ -76,9 +82,16 @@ def by_borders(
 
 
 def placed(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float[Tensor, "n d"]) -> Int[Tensor, "b n"]:
-    """Return the rows of the batch that these position embeddings put in the patch slots; those of tokens are left out.
+    """Return the row of the batch for each patch slot, by the likelihood of its position embedding (`row_costs`).
 
-    Equal embeddings, such as zeros, leave the order of the patches' rows open.
+    The rows of class and register tokens are left out. If embeddings are equal, such as zeros, the order of the
+    patches' rows is arbitrary.
+
+    Args:
+        seen: the observation, whose defenses say how rows may be moved, and whose public images give the law of
+            patches.
+        features: the rows of each image, with their columns in the model's order.
+        pe: position embeddings of the patch slots, zeros to ignore them.
     """
     prefix, noise = known_tokens(seen.model)[0], effects(seen).noise_std
     costs = row_costs(features, prefix, pe, patch_law(seen.model, seen.public, noise), noise)
@@ -86,7 +99,7 @@ def placed(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float
 
 
 def pixels(model: VictimModel, patches: Float[Tensor, "b n k"]) -> Float[Tensor, "b n c p p"]:
-    """Return normalised patches as pixels, not clipped, in single precision: borders need no more."""
+    """Return normalised patches as pixels, not clipped, in single precision, which is enough for borders."""
     side = (model.image_shape[0], model.patch, model.patch)
     return (patches.unflatten(2, side) * model.std + model.mean).float()
 
@@ -99,7 +112,7 @@ def _orders(
     rounds: int,
     predictor: PositionPredictor | None,
 ) -> Int[Tensor, "b n"]:
-    """Return for each image the order that its borders, and the predictor, ask for; one for all, if they share it."""
+    """Return for each image the order of least cost, by borders and predictor; one order for all, if they share it."""
     b, places = len(patches), None if predictor is None else _places(predictor, patches)
     if shared:
         total = None if places is None else places.sum(0)
@@ -113,7 +126,7 @@ def _orders(
 
 @torch.no_grad()
 def _places(predictor: PositionPredictor, patches: Float[Tensor, "b n c p p"]) -> Float[Tensor, "b n n"]:
-    """Return what each patch costs in each slot: −log p, where no patch is known to stand in its own."""
+    """Return the cost of each patch in each slot: −log p, if no patch is known to stand in its own slot."""
     known = torch.zeros(patches.shape[:2], dtype=torch.bool, device=patches.device)
     return -predictor.to(patches.device).scores(patches.clamp(0, 1), known).mT
 
@@ -129,7 +142,14 @@ def summed_costs(patches: Float[Tensor, "b n c p p"], floor: float) -> Float[Ten
 def inverted(
     model: VictimModel, rows: Float[Tensor, "b n d"], public: Float[Tensor, "m c h w"], noise: float
 ) -> tuple[Float[Tensor, "b n k"], float]:
-    """Return normalised patches, and the variance of their pixels' error in [0, 1], as measured on public images."""
+    """Return normalised patches, and the variance of their pixels' error in [0, 1], as measured on public images.
+
+    Args:
+        model: the victim, whose W and β embed the patches.
+        rows: W x + β + ε of each patch, without its position embedding.
+        public: images in [0, 1] for the prior of the patches; the first `WITNESSES` also measure the error.
+        noise: standard deviation of ε, white, in the units of the rows, ≥ 0.
+    """
     few = model.normalise(public[:WITNESSES].to(model.mean))
     own = model.vit.patch_embed.proj(few).flatten(2).mT.detach().to(rows)
     own = own + noise * torch.randn(own.shape, generator=Generator().manual_seed(0)).to(rows)
@@ -143,8 +163,8 @@ def _groups(
 ) -> Int[Tensor, "b n"]:
     """Return which of the b patches of each slot belongs to which image, so that neighbours continue each other.
 
-    Slot by slot the assignment of least cost, given the slots around it: over the grid until nothing changes.
-    Image i is the group that has the most rows of those that were sent with image i (`came`).
+    Each slot takes the assignment of least cost given the slots around it; this is repeated over the grid until nothing
+    changes. Image i is the group that has the most rows of those that were sent with image i (`came`).
     """
     b, n = came.shape
     links = _links(patches, grid, floor)
@@ -165,7 +185,7 @@ def _groups(
 def _links(
     patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], floor: float
 ) -> list[list[tuple[int, Float[np.ndarray, "b b"]]]]:
-    """Return for each slot its neighbours, with the cost of each of their patches beside each of its own."""
+    """Return the neighbours of each slot, with the border costs between their patches and its own."""
     slots, by_slot = torch.arange(grid[0] * grid[1]).view(grid), patches.transpose(0, 1)
     links: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(len(by_slot))]
     for first, second, turned in ((slots[:, :-1], slots[:, 1:], by_slot), (slots[:-1], slots[1:], by_slot.mT)):

@@ -1,4 +1,4 @@
-"""Descent on many independent problems at once, whose whole state is a few tensors: interrupted, it is resumed."""
+"""Descent on many independent problems at once; an interrupted run is resumed, for its whole state is a few tensors."""
 
 import hashlib
 import math
@@ -20,7 +20,7 @@ from privlab.victims import cache_folder
 __all__ = ["OPTIMISERS", "Adam", "Kept", "Lbfgs", "Optimiser", "State", "descend"]
 
 _SAVE_EVERY = 20.0
-"""Seconds between two states on the disk."""
+"""Seconds between two saved states."""
 
 State: TypeAlias = dict[str, Tensor]
 """Of p problems: the points `x` (p × q), `value` and `slope` there, the `best` point so far and its value, `least`."""
@@ -33,7 +33,7 @@ Evaluate: TypeAlias = Callable[
 
 @dataclass(frozen=True)
 class Optimiser:
-    """One way down, `lr` being the root mean square of the (first) step's entries."""
+    """A method of descent; `lr` is the root mean square of the entries of the (first) step."""
 
     name: ClassVar[str]
 
@@ -45,21 +45,28 @@ class Optimiser:
         return {"x": x, "value": value, "slope": slope, "best": x, "least": value} | self._memory(x)
 
     def advance(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
-        """Return the state after step number `step` of `steps`, counted from zero; `state` is left as it is."""
+        """Return the state after step number `step`; `state` is left as it is.
+
+        Args:
+            state: state after the step before, or that of `start`.
+            evaluate: returns the objective and its gradient at points of the numbered problems.
+            step: number of this step, from 0 to `steps` − 1.
+            steps: number of steps of the whole search, to which a schedule may adapt.
+        """
         raise NotImplementedError
 
     def done(self, state: State) -> bool:
-        """Return whether nothing will change any more."""
+        """Return whether no further step will change the state."""
         return False
 
     def _memory(self, x: Float[Tensor, "p q"]) -> State:
-        """Return what the optimiser remembers, before the first step."""
+        """Return the optimiser's memory before the first step."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Adam(Optimiser):
-    """Adam (Kingma & Ba 2015), its step shrinking to nothing along half a cosine."""
+    """Adam (Kingma & Ba 2015); its step shrinks to zero along half a cosine."""
 
     name: ClassVar[str] = "adam"
 
@@ -70,7 +77,14 @@ class Adam(Optimiser):
         return {"mean": torch.zeros_like(x), "square": torch.zeros_like(x)}
 
     def advance(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
-        """Step against the running mean of the slope, each entry by its own scale."""
+        """Step against the running mean of the slope, each entry scaled by the root of its running mean square.
+
+        Args:
+            state: state after the step before, or that of `start`.
+            evaluate: returns the objective and its gradient at points of the numbered problems.
+            step: number of this step, from 0 to `steps` − 1; it corrects the bias of the means.
+            steps: number of steps of the whole search, over which the step size falls to zero.
+        """
         x, slope = state["x"], state["slope"]
         mean = self.first * state["mean"] + (1 - self.first) * slope
         square = self.second * state["square"] + (1 - self.second) * slope.square()
@@ -88,8 +102,8 @@ class Adam(Optimiser):
 class Lbfgs(Optimiser):
     """L-BFGS (Liu & Nocedal 1989) for each problem by itself, with backtracking: no step goes up.
 
-    Where no step goes down, the problem forgets its curvature, and steps along the slope; where none does then, it
-    stays.
+    A problem of which no step goes down forgets its curvature, and steps along the slope; if that does not go down
+    either, it stays where it is.
     """
 
     name: ClassVar[str] = "lbfgs"
@@ -107,7 +121,15 @@ class Lbfgs(Optimiser):
         return bool(state["stuck"].all())
 
     def advance(self, state: State, evaluate: Evaluate, step: int, steps: int) -> State:
-        """Step along −H⁻¹ ∇f, where H is remembered from the last steps."""
+        """Step along −H⁻¹ ∇f, with H estimated from the last steps.
+
+        Args:
+            state: state after the step before, or that of `start`.
+            evaluate: returns the objective and its gradient at points of the numbered problems; it is called up to
+                `trials` times, for the problems that are still searching.
+            step: not used, because there is no schedule.
+            steps: not used.
+        """
         x, slope, moves, turns = (state[name] for name in ("x", "slope", "moves", "turns"))
         fresh = (moves == 0).all(2).all(0)
         lower, new, value, new_slope = self._search(state, self._direction(slope, moves, turns), evaluate)
@@ -126,7 +148,7 @@ class Lbfgs(Optimiser):
     def _direction(
         self, slope: Float[Tensor, "p q"], moves: Float[Tensor, "h p q"], turns: Float[Tensor, "h p q"]
     ) -> Float[Tensor, "p q"]:
-        """Return −H⁻¹ ∇f by the recursion over pairs of moves and turns of the slope, the newest first."""
+        """Return −H⁻¹ ∇f by the recursion over pairs of a move and the change of slope along it, the newest first."""
         pairs = [(move, turn, _dot(move, turn)) for move, turn in zip(moves, turns, strict=True)]
         shares, q = [], slope
         for move, turn, product in pairs:
@@ -145,7 +167,7 @@ class Lbfgs(Optimiser):
     ) -> tuple[Bool[Tensor, " p"], Float[Tensor, "p q"], Float[Tensor, " p"], Float[Tensor, "p q"]]:
         """Return which problems a share of the direction lowers, and all points, values and slopes after that.
 
-        The share is that of the least of the parabola through the value, its slope and the value last tried: about a
+        The next share is at the minimum of the parabola through the value, its slope and the value last tried: about a
         half of the last share or less, and no less than a tenth.
         """
         x, value, slope = (state[name].clone() for name in ("x", "value", "slope"))
@@ -172,13 +194,13 @@ def _dot(a: Float[Tensor, "p q"], b: Float[Tensor, "p q"]) -> Float[Tensor, " p"
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """The state of an unfinished search on the disk, below `PRIVLAB_CACHE` or in the user's cache."""
+    """The state of an unfinished search on disk, under `PRIVLAB_CACHE` or in the user's cache."""
 
     checkpoints: Checkpoints
 
     @classmethod
     def under(cls, identity: Iterable[str]) -> "Kept":
-        """Return the place of the search that these words tell from all others."""
+        """Return the place of the search that these words identify."""
         key = hashlib.sha256("\n".join(identity).encode()).hexdigest()
         return cls(Checkpoints(cache_folder("searches") / key[:32], {"search": key}))
 
@@ -190,7 +212,7 @@ class Kept:
         return step, {name: tensor.to(device) for name, tensor in state.items()}
 
     def save(self, step: int, state: State) -> None:
-        """Write the state; where that fails, say so and go on."""
+        """Write the state; if that fails, warn and go on."""
         try:
             self.checkpoints.save(step, {name: tensor.clone() for name, tensor in state.items()}, {})
         except PrivlabError as error:
@@ -204,9 +226,17 @@ class Kept:
 def descend(
     optimiser: Optimiser, points: Float[Tensor, "p q"], evaluate: Evaluate, steps: int, kept: Kept
 ) -> tuple[Float[Tensor, "p q"], Float[Tensor, " p"]]:
-    """Return the best points that `steps` steps find, and their values; go on with what was kept, if anything was.
+    """Return the best points that `steps` steps find, and their values; resume from the kept state, if there is one.
 
-    The state is kept every now and then, and when interrupted; whoever is `listening` is told of each step.
+    The state is saved at intervals of `_SAVE_EVERY` seconds, and when the search is interrupted; whoever is `listening`
+    is told of each step.
+
+    Args:
+        optimiser: the method of descent.
+        points: where the p problems start; if a state was kept, they start there instead.
+        evaluate: returns the objective and its gradient at points of the numbered problems.
+        steps: the most steps, those of the kept state included, ≥ 0.
+        kept: place on disk of the state of this search; it is emptied when the search ends.
 
     Raises:
         PrivlabError: if the objective is not finite at the start.

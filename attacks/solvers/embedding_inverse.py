@@ -20,7 +20,7 @@ PRIORS: tuple[str, ...] = get_args(Prior)
 """What is assumed of a patch x: white with unit variance, or the mean and covariance of public patches."""
 
 ENOUGH = 32
-"""Images from which patch statistics are taken at most; a hundred would give 0.1 dB more."""
+"""The most images from which patch statistics are taken; a hundred would give 0.1 dB more."""
 
 _KEPT: WeakKeyDictionary[VictimModel, tuple[ref[Tensor], int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 """For each living victim the public images that it was last attacked with, their version, and their statistics."""
@@ -65,9 +65,9 @@ def patch_statistics(
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "k k"]]:
     """Return the mean and the covariance of normalised patches of public images, in float64.
 
-    Photographs look alike wherever they are cut, so all windows at half a patch's stride count, and their mirror
-    images; of more than `ENOUGH` images, the first. The covariance is shrunk towards a multiple of I by the oracle
-    approximating shrinkage, so that it has full rank for any number of images.
+    The statistics of photographs do not depend on the place, so all windows at half a patch's stride count, and their
+    mirror images; only the first `ENOUGH` images are used. The covariance is shrunk towards a multiple of I by the
+    oracle approximating shrinkage, so that it has full rank for any number of images.
 
     Source: Chen, Wiesel, Eldar and Hero, IEEE Trans. Signal Processing 58 (2010), Equation 23.
     """
@@ -99,9 +99,9 @@ def _prior(model: VictimModel, public: Tensor, prior: str) -> tuple[Float[Tensor
 def _kept_statistics(
     model: VictimModel, public: Float[Tensor, "m c h w"]
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "k k"]]:
-    """Return μ and L once per victim and public images: batch after batch is attacked with the same ones.
+    """Return μ and L; they are cached, because all batches are attacked with the same victim and public images.
 
-    Neither is kept alive: a study comes with one victim after another, and thousands of public images.
+    The cache keeps neither of these alive: a study has one victim after another, and thousands of public images.
     """
     kept = _KEPT.get(model)
     if kept is None or kept[0]() is not public or kept[1] != public._version:

@@ -19,8 +19,8 @@ Gradients = Mapping[str, Float[Tensor, "s ..."]]
 class Likelihood:
     """Released gradients of all layers, with the `variance` of the error of each entry, for each of r releases.
 
-    An entry that was released as zero, and may be something else, lies within ±`edge`; elsewhere `edge` is zero. What a
-    defense does on average, such as clipping, stands in `expected`.
+    An entry that was released as zero, and may be another number, lies within ±`edge`; `edge` is zero for all other
+    entries. The functions in `expected` apply what a defense does on average, such as clipping.
     """
 
     released: Mapping[str, Float[Tensor, "r ..."]]
@@ -30,7 +30,7 @@ class Likelihood:
 
     @classmethod
     def of(cls, seen: Observation, released: Mapping[str, Float[Tensor, "r ..."]]) -> "Likelihood":
-        """Read what is known of the errors of these gradients; those of several defenses add up.
+        """Return the likelihood of these gradients by what is known of their errors; those of several defenses add up.
 
         No error is less than that of rounding, which is relative to the root mean square over all parameters.
         """
@@ -50,7 +50,7 @@ class Likelihood:
         return cls(released, variance, edge, tuple(each for each in expected if each is not None))
 
     def __call__(self, g: Gradients, release: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
-        """Return −log p(released | g) less a constant: Σ r² / 2v, r being how far an entry is from where it may be."""
+        """Return −log p(released | g) less a constant: Σ r² / 2v, with r the distance of an entry to its interval."""
         for expected in self.expected:
             g = expected(g)
         total = []

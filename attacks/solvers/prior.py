@@ -1,4 +1,4 @@
-"""The image priors that attacks complete with: photographs are smooth but for edges, and colours change together."""
+"""The image priors of attacks: photographs are smooth except at edges, and their colours change together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ PRIORS: tuple[str, ...] = get_args(Prior)
 """Names of image priors: see `photograph_windows`."""
 
 _RIDGE = 1e-5
-"""Added to the variances of colour differences, in pixels of [0, 1] squared: some photographs are grey."""
+"""Is added to the variances of colour differences, in squared pixels of [0, 1], because some photographs are grey."""
 
 _ROUNDING = 1 / 12 / 255**2
-"""Variance of rounding to 8 bits: no photograph tells of less."""
+"""Variance of rounding to 8 bits, below which photographs say nothing."""
 
 _EDGE = 0.07
 """Differences of adjacent pixels, in their standard deviations, below which the sparse prior is quadratic."""
@@ -36,7 +36,7 @@ _EDGE = 0.07
 def photograph_gradients(model: VictimModel, names: Names = None) -> Float[Tensor, "c c"]:
     """Return the colour covariance of differences between adjacent normalised pixels, over the bundled photographs.
 
-    `names` are those that may be learned from, `Observation.photographs`; all of them without it.
+    `names` are the photographs that may be learned from (`Observation.photographs`); without it, all of them.
     """
     std = model.std.double().flatten()
     return _gradients(model.image_shape, names).to(std) / (std[:, None] * std)
@@ -53,7 +53,7 @@ def _gradients(shape: tuple[int, int, int], names: Names) -> Float[Tensor, "c c"
 class Smoothness:
     """The energy Σ_p w_p δ_pᵀ Γ⁻¹ δ_p of the differences δ_p between adjacent pixels, across and down.
 
-    `shape` is that of an image, `covariance` is Γ.
+    `shape` is the shape of an image, `covariance` is Γ.
     """
 
     shape: tuple[int, int, int]
@@ -71,8 +71,13 @@ class Smoothness:
     ) -> Float[Tensor, "b n k"]:
         """Return X + C Y of least energy over C, in the rows that are `free`, by conjugate gradients from C = 0.
 
-        Only differences between two pixels `inside` count. With `epsilon`, w_p = 1 / √(ε² + δ_pᵀ Γ⁻¹ δ_p) of X: one
-        round of reweighted least squares.
+        Args:
+            X: normalised patches, of which those that are not free stay as they are.
+            Y: rows that span the changes allowed to a patch, the same for all patches of an image.
+            free: slots whose patches may change.
+            inside: slots whose pixels count: a difference counts only if both of its pixels are in them.
+            steps: steps of conjugate gradients.
+            epsilon: if given, w_p = 1 / √(ε² + δ_pᵀ Γ⁻¹ δ_p) of X, one round of reweighted least squares; else w_p = 1.
         """
         patch = round((X.shape[2] / self.shape[0]) ** 0.5)
         grid = (self.shape[1] // patch, self.shape[2] // patch)
@@ -95,14 +100,14 @@ class Smoothness:
         return X + (C @ Y) * rows
 
     def sparse_energy(self, X: Float[Tensor, "b n k"], epsilon: float) -> Float[Tensor, " b"]:
-        """Return Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p): what photographs keep small, and what reweighting lets `fill` minimise."""
+        """Return Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p), which is small for photographs; `fill` with reweighting minimises it."""
         image = unpatchify(X, self.shape)
         precision = torch.linalg.inv(self.covariance).to(X)
         across, down = (_weight(image.diff(dim=dim), precision, epsilon) for dim in (3, 2))
         return across.reciprocal().sum((1, 2, 3)) + down.reciprocal().sum((1, 2, 3))
 
     def curvature(self, at: Float[Tensor, "b n k"], epsilon: float) -> Map:
-        """Return the map X ↦ H X that bounds the Hessian of `sparse_energy` at a point; there H X is its gradient."""
+        """Return the map X ↦ H X that bounds the Hessian of `sparse_energy` at a point, where H X is its gradient."""
         image, patch = unpatchify(at, self.shape), round((at.shape[2] / self.shape[0]) ** 0.5)
         precision = torch.linalg.inv(self.covariance).to(at)
         across, down = (_weight(image.diff(dim=dim), precision, epsilon) for dim in (3, 2))
@@ -135,10 +140,19 @@ class Windows:
         rounds: int,
         steps: int,
     ) -> Float[Tensor, "b n k"]:
-        """Return X + C Y of least energy over C, in the rows that are `free`; windows count that lie `inside` wholly.
+        """Return X + C Y of least energy over C, in the rows that are `free`.
 
-        Each round of reweighted least squares takes `steps` of conjugate gradients from the last C. Before the first,
-        4 · `steps` solve for φ(q) = q / 2.
+        Each round of reweighted least squares takes `steps` of conjugate gradients from the last C. Before the first
+        round, 4 · `steps` solve for φ(q) = q / 2.
+
+        Args:
+            X: normalised patches, of which those that are not free stay as they are.
+            Y: rows that span the changes allowed to a patch, the same for all patches of an image; rows of zeros are
+                allowed.
+            free: slots whose patches may change.
+            inside: slots whose pixels count: a window counts only if it lies wholly in them.
+            rounds: rounds of reweighting, ≥ 0.
+            steps: steps of conjugate gradients in each round.
         """
         patch = round((X.shape[2] / self.shape[0]) ** 0.5)
         pixels = slots_to_pixels(inside, (self.shape[1] // patch, self.shape[2] // patch), patch)[:, None].to(X)
@@ -159,7 +173,7 @@ class Windows:
         weights: list[Tensor],
         steps: int,
     ) -> Float[Tensor, "b n k"]:
-        """Return the change C Y of the rows that makes the weighted energy least.
+        """Return the change C Y of the rows that minimises the weighted energy.
 
         The preconditioner is the inverse of a patch's energy by itself, `own`, over the mean weight of its windows.
         """
@@ -182,7 +196,7 @@ class Windows:
         return [F.conv2d(image, bank).square().sum(1, keepdim=True) for bank in self.filters]
 
     def _of_patches(self, Y: Float[Tensor, "b m k"], patch: int) -> Float[Tensor, "b m m"]:
-        """Return the quadratic energy of a patch C Y before black, in C; zero rows of Y count as 1."""
+        """Return the matrix in C of the quadratic energy of a patch C Y amid zeros; zero rows of Y count as 1."""
         images = Y.reshape(-1, self.shape[0], patch, patch)
         H = torch.diag_embed((Y == 0).all(2).to(Y))
         for bank in self.filters:
@@ -198,20 +212,25 @@ def _conv_adjoint(z: Float[Tensor, "b r h v"], bank: Float[Tensor, "r c s t"]) -
 
 
 def _padded(weights: list[Tensor], shape: tuple[int, int, int]) -> Float[Tensor, "f b 1 h w"]:
-    """Return weights of windows as those of their first pixels, zero at the last edges."""
+    """Return the weights of windows at their first pixels, and zero at the last edges."""
     return torch.stack([F.pad(w, (0, shape[2] - w.shape[3], 0, shape[1] - w.shape[2])) for w in weights])
 
 
 def photograph_windows(model: VictimModel, name: str, names: Names = None) -> Windows:
     """Return a prior whose covariances are those of the bundled photographs, in normalised pixels.
 
-    `names` are those that may be learned from, as in `photograph_gradients`.
+    The priors are
 
     - `quadratic`: φ(q) = q / 2 of the differences of adjacent pixels, q = δᵀ Γ⁻¹ δ, Γ their colour covariance;
     - `sparse`: φ(q) = √(ε² + q) of them: total variation, across and down, of colours together;
     - `covariance`: φ(q) = q / 2 of 3×3 windows without their mean colour, q = xᵀ Σ⁻¹ x: a Gaussian model;
     - `cauchy`: φ(q) = 2 log(1 + q) of each of the three cosines in 2×2 windows that are no mean, over colours, with
       Σ of greatest likelihood: Cauchy's distribution has one scale for flat areas and edges alike.
+
+    Args:
+        model: the victim, whose normalisation and image shape count.
+        name: one of `PRIORS`.
+        names: the photographs that may be learned from (`Observation.photographs`); without it, all of them.
     """
     std = model.std.double().flatten()
     banks = _banks(name, model.image_shape, names)
@@ -248,7 +267,7 @@ def _cosines(side: int) -> list[Float[Tensor, "s s"]]:
 
 
 def _responses(images: Float[Tensor, "m c h w"], filters: Float[Tensor, "f s t"]) -> Float[Tensor, "fc p"]:
-    """Return what the filters make of each colour, filter by filter, over the windows of photographs."""
+    """Return the responses of the filters for each colour, filter by filter, over the windows of photographs."""
     z = F.conv2d(images.flatten(0, 1)[:, None], filters[:, None])
     return z.unflatten(0, images.shape[:2]).permute(2, 1, 0, 3, 4).flatten(0, 1).flatten(1)
 
@@ -286,7 +305,14 @@ def _adjoint(δ: Tensor, dim: int) -> Tensor:
 def conjugate_gradients(
     product: Map, target: Float[Tensor, "b n k"], steps: int, precondition: Map = lambda r: r
 ) -> Float[Tensor, "b n k"]:
-    """Return an approximate solution V of product(V) = target, for each of the batch, from V = 0."""
+    """Return an approximate solution V of product(V) = target, for each of the batch, from V = 0.
+
+    Args:
+        product: a linear, symmetric, positive semidefinite map, which acts on each of the batch by itself.
+        target: the right-hand sides.
+        steps: number of steps, all of which are taken.
+        precondition: an approximate inverse of `product`, symmetric and positive.
+    """
     least = torch.finfo(target.dtype).tiny
     V, r = torch.zeros_like(target), target
     p = z = precondition(r)

@@ -33,22 +33,22 @@ def slot_gradients(seen: Observation) -> Float[Tensor, "b n d"]:
 
 
 def hides_places(seen: Observation) -> bool:
-    """Return whether a defense takes the position embeddings of the slots that it shuffles away (MJP, Equation 4)."""
+    """Return whether a defense removes the position embeddings of the slots that it shuffles (MJP, Equation 4)."""
     return effects_of(seen.model, seen.defense).pe != "slot"
 
 
 def shares_mask(seen: Observation) -> bool:
-    """Return whether such a defense takes them away in the same slots of all images of a release (`per` batch)."""
+    """Return whether such a defense removes them in the same slots of all images of a release (`per` batch)."""
     return hides_places(seen) and (seen.images_per_release == 1 or effects_of(seen.model, seen.defense).one_order)
 
 
 def feeds_unknown(seen: Observation) -> bool:
-    """Return whether E_unk stands in for position embeddings that are taken away, and not zero."""
+    """Return whether E_unk, and not zero, replaces position embeddings that are removed."""
     return seen.model.unk_embed is not None and effects_of(seen.model, seen.defense).pe != "zero"
 
 
 def replacement(seen: Observation) -> Float[Tensor, "1 d"]:
-    """Return what stands in for the position embedding of masked slots: E_unk, or nothing, as the defense says."""
+    """Return what replaces the position embedding of masked slots: E_unk, or zero, as the defense says."""
     unknown = seen.model.unk_embed
     if unknown is None or not feeds_unknown(seen):
         return seen.model.mean.new_zeros(1, seen.model.vit.embed_dim)
@@ -58,12 +58,12 @@ def replacement(seen: Observation) -> Float[Tensor, "1 d"]:
 def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tensor, "*b n d"]:
     """Return M⁺ in float64 by Tikhonov's method, iterated twice: P = (Mᵀ M + λ² I)⁻¹ Mᵀ, M⁺ = 2 P − P M P.
 
-    λ = rtol · ‖M‖_F. A direction in which M has the singular value σ comes back with the factor 1 − (λ² / (σ² +
-    λ²))², so what stands out of the rounding error is left alone. X = M⁺ G solves M X = G: with least error where
-    there is no solution, close to least norm where there are many. Zero columns of M give zero rows of X.
+    λ = rtol · ‖M‖_F. A direction in which M has the singular value σ is recovered with the factor 1 − (λ² / (σ² +
+    λ²))², so directions above the rounding error are almost unchanged. X = M⁺ G solves M X = G: with least error if
+    there is no solution, close to least norm if there are many. Zero columns of M give zero rows of X.
 
-    `rtol` must be well above 1e-8, or Mᵀ M + λ² I is not positive in float64; 0 gives the inverse of Moore and Penrose,
-    cut off at float64's rounding alone: plain least squares.
+    `rtol` must be well above 1e-8, or Mᵀ M + λ² I is not positive in float64; 0 gives the Moore-Penrose inverse, cut
+    off at float64's rounding alone: plain least squares.
     """
     if rtol == 0:
         return torch.linalg.pinv(M.double())
@@ -79,13 +79,19 @@ def ridge_inverse(M: Float[Tensor, "*b d n"], rtol: float = RTOL) -> Float[Tenso
 
 
 def too_many(seen: Observation) -> str | None:
-    """Return that N ≥ D where it is so: Aᵀ X = ∂ℓ/∂W then leaves X open, for A·1 = 0 and A has rank D − 1 at most."""
+    """Return a text if N ≥ D: Aᵀ X = ∂ℓ/∂W then does not determine X, because A·1 = 0 and A has rank D − 1 at most."""
     _, n, d = slot_gradients(seen).shape
     return None if n < d else f"N = {n} ≥ D = {d}"
 
 
 def warn_of_limits(attack: str, A: Float[Tensor, "b n d"], most: int, *, knows_mask: bool = False) -> None:
-    """Warn where Aᵀ X = G cannot determine X: more tokens than `most`, or, unless it knows of them, tokens masked.
+    """Warn if Aᵀ X = G cannot determine X: there are more than `most` tokens, or masked ones that the attack ignores.
+
+    Args:
+        attack: name of the attack, with which the warning begins.
+        A: ∂ℓ/∂E_pos of the tokens; a row of zeros is a masked token.
+        most: the largest number of tokens that the attack can recover.
+        knows_mask: whether the attack treats masked tokens as such, so that they need no warning.
 
     Warns:
         PrivlabWarning: with the numbers found.

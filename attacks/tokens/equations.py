@@ -16,25 +16,25 @@ NOISE = 2.0**-24
 """Singular values of a float32 gradient below this share of the largest one are rounding."""
 
 _EXACT = 1e-5
-"""The residual that is asked of the first tokens; where they end, ten times as much is."""
+"""The largest residual of the first tokens; when no more are found, ten times as much is allowed."""
 
 _PATIENCE = 2
-"""Idle rounds in a row, or steps in which no start came nearer, after which more is allowed, or a search ends."""
+"""Idle rounds, or steps without progress, in a row, after which a larger residual is allowed or a search ends."""
 
 _FEW = 8
-"""A round in which no more than one of so many starts finds a token counts as idle, as long as more can be asked."""
+"""A round is idle if at most one in this many starts finds a token, as long as the limit can still be raised."""
 
 _OWN = 0.99
-"""The cosine, beyond Q, of a token and its own slot, from which a guess has led to it: wrong ones would hide others."""
+"""Least cosine, beyond Q, of a token with its own slot for a guess to count: a wrong token would hide others."""
 
 _WORSE = 100
-"""Times the median residual of what the guesses led to, from which one of them is no token, whatever is allowed."""
+"""A result of a guess with a residual of this many times their median is no token, whatever residual is allowed."""
 
 _SAME = 1 - 1e-6
-"""The cosine from which two guesses led to the same token."""
+"""The cosine from which the results of two guesses are the same token."""
 
 _INVERSE = 4
-"""Steps of inverse iteration: each gains the square of what the search left, four are more than enough."""
+"""Steps of inverse iteration; each gains the square of the error of the search, so four are more than enough."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ class Mlp:
         return cls(γ, β, W1, b1, W2, mlp.act)
 
     def to(self, dtype: torch.dtype) -> "Mlp":
-        """Return the same in another precision."""
+        """Return the same MLP in another precision."""
         numbers = (self.γ, self.β, self.W1, self.b1, self.W2)
         return Mlp(*(value.to(dtype) for value in numbers), act=self.act)
 
@@ -83,9 +83,9 @@ def normalised(mlp: Mlp, u: Float[Tensor, "*s d"]) -> Float[Tensor, "*s d"]:
 
 
 class Spans(NamedTuple):
-    """Orthonormal rows that span what the gradients are sums of: ∂W₁ = Σ_n δ_n u_nᵀ and ∂W₂ = Σ_n ε_n h_nᵀ.
+    """Orthonormal rows that span the factors of the gradients ∂W₁ = Σ_n δ_n u_nᵀ and ∂W₂ = Σ_n ε_n h_nᵀ.
 
-    `σ` are the singular values of ∂W₁, whose directions are the rows of `u`.
+    `σ` holds the singular values of ∂W₁, whose directions are the rows of `u`.
     """
 
     u: Float[Tensor, "n d"]
@@ -96,7 +96,14 @@ class Spans(NamedTuple):
 
     @classmethod
     def of(cls, G1: Float[Tensor, "m d"], G2: Float[Tensor, "d m"], count: int) -> "Spans":
-        """Return the spans of sums of `count` products, or of as many as stand out of rounding."""
+        """Return the spans of the factors of G1 and G2, each of the same number of dimensions.
+
+        Args:
+            G1: ∂ℓ/∂W₁ of the first layer, in float64.
+            G2: ∂ℓ/∂W₂ of the second layer, in float64.
+            count: number of products that the gradients are sums of; fewer dimensions, if fewer singular values are
+                above `NOISE`.
+        """
         U1, σ1, V1 = torch.linalg.svd(G1, full_matrices=False)
         U2, σ2, V2 = torch.linalg.svd(G2, full_matrices=False)
         n = min(count, *(int((σ > NOISE * σ[0]).sum()) for σ in (σ1, σ2)))
@@ -108,7 +115,7 @@ class Spans(NamedTuple):
 
 
 class Near(NamedTuple):
-    """Guesses u of tokens, and what is known of each: t lies in span(Q, base_s).
+    """Guesses u of tokens, and what is known of each: its t lies in span(Q, base_s).
 
     The rows of `base` have unit length, and are orthogonal to the orthonormal columns of `Q`.
     """
@@ -122,20 +129,20 @@ class Near(NamedTuple):
         return Near(*(part.float() for part in self))
 
     def off(self, t: Float[Tensor, "s *n d"]) -> Float[Tensor, "s *n d"]:
-        """Return what of each t lies outside of its span."""
+        """Return the component of each t outside its span."""
         base = self.base if t.dim() == 2 else self.base[:, None]
         t = t - (t @ self.Q) @ self.Q.mT
         return t - (t * base).sum(-1, keepdim=True) * base
 
     def cosine(self, t: Float[Tensor, "s d"]) -> Float[Tensor, " s"]:
-        """Return the cosine of each t and its base, beyond Q."""
+        """Return the cosine of each t and its base, without the component in Q."""
         return nn.functional.cosine_similarity(t - (t @ self.Q) @ self.Q.mT, self.base)
 
 
 class Separated(NamedTuple):
-    """Tokens u in no order; `residual` is how far each one's h lies outside the span, relative to its length.
+    """Tokens u in no order; `residual` is how far the h of each lies outside the span, relative to its length.
 
-    `wanted` is how many there are.
+    `wanted` is the number of tokens in the gradient, found or not.
     """
 
     u: Float[Tensor, "f d"]
@@ -159,23 +166,23 @@ def separate(
 ) -> Separated:
     """Find the up to `count` tokens u_n whose products make up G1 = ∂ℓ/∂W₁ and G2 = ∂ℓ/∂W₂.
 
-    A vector u of LayerNorm's form in span{u_n} is taken for a token where act(W₁ u + b₁) lies in span{h_n}; those of
-    tokens do, those of sums of tokens do not in general. Levenberg and Marquardt's method finds such u, from guesses
-    first, then from random starts. What is found is taken out: ε_n is the one vector of span{ε} with act′ ⊙ W₂ᵀ ε_n in
+    A vector u of LayerNorm's form in span{u_n} is taken for a token if act(W₁ u + b₁) lies in span{h_n}: this holds for
+    tokens, and not in general for sums of tokens. The Levenberg-Marquardt method finds such u, from guesses first, then
+    from random starts. The tokens found are removed: ε_n is the one vector of span{ε} with act′ ⊙ W₂ᵀ ε_n in
     span{δ}, and the rows of (I − P_ε) ∂W₂ and (I − P_δ) ∂W₁, with P on the ε and the δ of found tokens, span those of
     the others alone. So no token is found twice, and each round searches a smaller space.
 
     Args:
-        mlp: whose gradients they are.
+        mlp: the MLP whose gradients they are, in float64.
         G1: the gradient of the first layer's weight.
-        G2: that of the second.
-        count: of tokens, less than the width d; fewer are sought where the gradients have a smaller rank.
-        draw: of the starts.
-        starts: in each round.
-        rounds: at most.
-        steps: of Levenberg and Marquardt's method.
+        G2: the gradient of the second layer's weight.
+        count: number of tokens, less than the width d; fewer are sought if the gradients have a smaller rank.
+        draw: generator of the starts.
+        starts: random starts in each round.
+        rounds: the most rounds.
+        steps: steps of the Levenberg-Marquardt method.
         tolerance: the residual below which a solution is a token. Those of the least residual are taken first, and
-            larger ones only when no smaller one is left: what is not exact, taken out, would hide others.
+            larger ones only when no smaller one is left, because removing an inexact token would hide others.
         near: guesses of some tokens, from which these are found together.
 
     Source: ours; the sums are the chain rule, batch and tokens alike.
@@ -197,7 +204,7 @@ def separate(
             α = start(mlp, rest, starts, draw)
             α = refine(rough, rest.float(), α.float(), steps).double()
             new = distinct(mlp, rest, α, tolerance, _twin(limit))
-            α = refine(mlp, whole, new @ whole.u.mT, steps)  # by all that the gradient says
+            α = refine(mlp, whole, new @ whole.u.mT, steps)  # on the spans of the whole gradient
             new = distinct(mlp, whole, α, limit, _twin(limit))
         if len(found):
             new = new[(_unit(new) @ _unit(found).mT).amax(1) < _twin(limit)]
@@ -218,8 +225,14 @@ def separate(
 def start(mlp: Mlp, spans: Spans, number: int, draw: Generator) -> Float[Tensor, "s n"]:
     """Draw coordinates α of points u = α T of LayerNorm's form: t of zero mean and unit variance.
 
-    They lie along the directions of ∂W₁ with variances σ: between those of random sums of its rows, σ², from which weak
-    tokens are missed, and 1, from which next to none of a flat photograph is found.
+    Along the directions of ∂W₁ they have variances σ. Random sums of its rows would have σ², from which weak tokens are
+    missed, and with variances of 1 almost no token of a flat photograph is found.
+
+    Args:
+        mlp: the MLP, whose γ and β define t.
+        spans: the spans that are searched; T is their `u`.
+        number: number of points s.
+        draw: generator of the points.
     """
     T = spans.u
     P, c = T / mlp.γ, mlp.β / mlp.γ  # t = α P − c
@@ -236,7 +249,16 @@ def start(mlp: Mlp, spans: Spans, number: int, draw: Generator) -> Float[Tensor,
 
 
 def guessed(mlp: Mlp, whole: Spans, near: Near, starts: int, steps: int, tolerance: float) -> Float[Tensor, "k d"]:
-    """Return the tokens that the guesses lead to; alike ones stay apart, for what is known of each tells them apart."""
+    """Return the tokens that the guesses lead to; similar ones are kept apart, because their known spans differ.
+
+    Args:
+        mlp: the MLP whose inputs are sought.
+        whole: spans of the whole gradients.
+        near: the guesses, with the span that each token is known to lie in.
+        starts: number of guesses that are refined at once.
+        steps: steps of the Levenberg-Marquardt method in single precision, and as many again in double.
+        tolerance: the largest residual of a token; less is allowed if most results have far smaller ones.
+    """
     rough, coarse = mlp.to(torch.float32), whole.float()
     found: list[Tensor] = []
     for u, base in zip(near.u.split(starts), near.base.split(starts), strict=True):
@@ -252,9 +274,16 @@ def guessed(mlp: Mlp, whole: Spans, near: Near, starts: int, steps: int, toleran
 def refine(
     mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], steps: int, near: Near | None = None
 ) -> Float[Tensor, "s n"]:
-    """Minimise |(I − P_h) act(W₁ u + b₁)|² + |mean t|² + (|t|²/d − 1)² over u = α T, each start for itself.
+    """Minimise |(I − P_h) act(W₁ u + b₁)|² + |mean t|² + (|t|²/d − 1)² over u = α T, for each start by itself.
 
-    What is known of where it lies counts as much: the squared share of t outside its own span.
+    With `near`, the squared share of t outside its known span is added, with the same weight.
+
+    Args:
+        mlp: the MLP, in the precision of the search.
+        spans: the spans of tokens (T) and of hidden units (P_h), in that precision.
+        α: coordinates of the starts.
+        steps: the most steps of the Levenberg-Marquardt method.
+        near: spans that the t of each start is known to lie in, in that precision.
     """
     T, H, d = spans.u, spans.h, spans.u.shape[1]
     M, P, c = mlp.W1 @ T.mT, T / mlp.γ, mlp.β / mlp.γ
@@ -297,7 +326,13 @@ def refine(
 
 
 def outside(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"]) -> Float[Tensor, " s"]:
-    """Return how far tokens u = α T are from being true: |(I − P_h) h| / |h|, and what u lacks of LayerNorm's form."""
+    """Return the residual of each u = α T as a token: |(I − P_h) h| / |h|, plus its deviation from LayerNorm's form.
+
+    Args:
+        mlp: the MLP whose input u would be.
+        spans: the spans of tokens (T) and of hidden units (P_h).
+        α: coordinates of the candidates.
+    """
     u = α @ spans.u
     h, _ = mlp.hidden(u)
     t = normalised(mlp, u)
@@ -306,7 +341,15 @@ def outside(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"]) -> Float[Tensor, "
 
 
 def distinct(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], limit: float, twin: float) -> Float[Tensor, "k d"]:
-    """Return the tokens u = α T whose residual is below the limit, in its order, the first of those of such cosine."""
+    """Return the tokens u = α T with a residual below the limit, least residual first, each token once.
+
+    Args:
+        mlp: the MLP whose inputs the tokens are.
+        spans: the spans of tokens (T) and of hidden units.
+        α: coordinates of the candidates.
+        limit: the residual (`outside`) below which a candidate is a token.
+        twin: the cosine from which a candidate repeats one of smaller residual.
+    """
     residual = outside(mlp, spans, α)
     best = residual.argsort()
     u = (α @ spans.u)[best[residual[best] < limit]]
@@ -318,7 +361,13 @@ def distinct(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], limit: float, twi
 
 
 def backward(mlp: Mlp, whole: Spans, u: Float[Tensor, "k d"]) -> tuple[Float[Tensor, "k d"], Float[Tensor, "k m"]]:
-    """Return what flows back into the MLP at tokens u, up to its length: ε, and δ = act′ ⊙ W₂ᵀ ε."""
+    """Return the gradients in the MLP at tokens u, up to their length: ε of its output, and δ = act′ ⊙ W₂ᵀ ε.
+
+    Args:
+        mlp: the MLP whose inputs the tokens are.
+        whole: spans of the whole gradients: ε is the vector of span{ε} whose δ lies in span{δ}.
+        u: tokens that were found.
+    """
     _, slope = mlp.hidden(u)
     V = slope[:, None] * (whole.ε @ mlp.W2)  # for each ε of the basis: k × n × m
     off = V - (V @ whole.δ.mT) @ whole.δ
@@ -333,7 +382,7 @@ def backward(mlp: Mlp, whole: Spans, u: Float[Tensor, "k d"]) -> tuple[Float[Ten
 
 
 def _twin(limit: float) -> float:
-    """Return the cosine from which two solutions of residuals up to the limit are the same token."""
+    """Return the cosine from which two solutions with residuals up to the limit are the same token."""
     return 1 - min(3 * limit, 3e-3)
 
 

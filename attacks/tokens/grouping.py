@@ -1,4 +1,4 @@
-"""Which tokens of one gradient belong to the same image: attention says it, linearly."""
+"""Which tokens of one gradient belong to the same image: attention determines it by linear equations."""
 
 import torch
 from jaxtyping import Float, Int
@@ -14,15 +14,23 @@ from privlab.victims import VictimModel
 __all__ = ["by_image", "grouped", "memberships"]
 
 _RIDGE = 1e-5
-"""Weight, relative to the equations', with which a share is 1/B until they say otherwise: tokens that no one heeds."""
+"""Weight, relative to the equations', that draws a share to 1/B; it decides for tokens that receive no attention."""
 
 _ROUNDS = 20
-"""Rounds of the vote at most; it is still after two or three."""
+"""The most rounds of the vote, which is stable after two or three."""
 
 
 @torch.no_grad()
 def by_image(model: VictimModel, block: Block, slots: Slots, linear: Linear, images: int) -> list[Linear]:
-    """Return the tokens of each image among those of a release, the slots that are alike numbered in any order."""
+    """Return the tokens of each image among those of a release; slots that are alike are numbered in any order.
+
+    Args:
+        model: the victim, whose patch embedding and prefix tokens are read.
+        block: its first block, in float64.
+        slots: the known part and the span of the patches, and their position embeddings; the same for all images.
+        linear: the tokens of the release and their slots, as `slots_of_tokens` returns them.
+        images: number of images B of the release.
+    """
     p = model.vit.num_prefix_tokens
     linear = linear.take((linear.slot < p).int().argsort(stable=True))  # patches first
     f, prefix, (W, b) = int((linear.slot >= p).sum()), known_tokens(model)[0], projection(model)
@@ -53,16 +61,16 @@ def memberships(
     """Return the share that each patch has in the image of each asking token: one if it is of that image, else zero.
 
     Attention gives token i, in each head, o_i = Σ_l w_il v_l / Σ_l w_il over its own image, w_il = exp(q_i · k_l). So
-    Σ_l m_l w_il (v_l − o_i) = 0 over all images, where m_l marks the tokens of that of i: D equations, linear in m, in
-    which class and register tokens, the same in all images, have m = 1.
+    Σ_l m_l w_il (v_l − o_i) = 0 over all images, where m_l marks the tokens of the image of i: D equations, linear in
+    m, in which class and register tokens, the same in all images, have m = 1.
 
     Args:
-        block: in float64.
+        block: the first block, in float64.
         prefix: class and register tokens, before the block.
         z: embedded patches, all of the release.
         asking: embedded tokens: those of z first, which have a share of one in their own images.
-        mixed: what attention gave each of them before its projection.
-        images: of the release.
+        mixed: output of attention for each of these before its projection.
+        images: number of images B of the release.
     """
     attn, p, f = block.attn, len(prefix), len(z)
     assert isinstance(attn, Attention)
@@ -84,11 +92,17 @@ def memberships(
 
 
 def grouped(share: Float[Tensor, "f f"], slot: Int[Tensor, " f"], images: int, *, alike: int = 0) -> Int[Tensor, " f"]:
-    """Return the image, 0 to B − 1, of each patch, such that none has two of them in one slot.
+    """Return the image, 0 to B − 1, of each patch, such that no image has two patches in one slot.
 
-    Votes are what two patches say of one another, beyond 1/B. The one that says most stands for the first image, for
-    each further one that which fits the earlier ones least. All are assigned slot by slot, and then again by the votes
-    of each group, until that changes nothing. A slot of −1 is one of `alike` slots that nothing tells apart.
+    The vote of two patches is the sum of their shares in each other's image, less 1/B each. The patch with the largest
+    votes represents the first image, and for each further image the patch with the least vote for the earlier ones. All
+    patches are assigned slot by slot, and then again by the votes of each group, until that changes nothing.
+
+    Args:
+        share: share of each patch in the image of each other one, as `memberships` returns it.
+        slot: slot of each patch; −1 for one of the slots that nothing tells apart.
+        images: number of images B of the release.
+        alike: number of slots that nothing tells apart, which is the room of −1 in each image.
     """
     vote = share.clamp(0, 1) - 1 / images
     vote = vote + vote.mT - 2 * vote.diagonal().diag()
@@ -115,7 +129,7 @@ def _heads(block: Block, z: Float[Tensor, "t d"]) -> tuple[Tensor, Tensor, Tenso
 
 
 def _by_slot(score: Float[Tensor, "f b"], slot: Int[Tensor, " f"], alike: int) -> Int[Tensor, " f"]:
-    """Return the image of each patch: within each slot, the assignment of the greatest score."""
+    """Return the image of each patch: within each slot, the assignment of greatest score."""
     group = torch.zeros_like(slot)
     for place in slot.unique():
         own, room = (slot == place).nonzero()[:, 0], alike if place < 0 else 1

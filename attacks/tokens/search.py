@@ -48,10 +48,17 @@ class TokenSearch:
             )
 
     def tokens(self, block: Block, seen: Observation, i: int, count: int, near: Near | None = None) -> Separated:
-        """Find the tokens of release i, guesses first; as many as the model has, if they are fewer than its width.
+        """Find the tokens of one release, from guesses first; none, if they are not fewer than the model's width.
+
+        Args:
+            block: the first block, in float64.
+            seen: the observation, with the gradients of the block's MLP.
+            i: number of the release.
+            count: number of tokens in the release: those of all its images, class and register tokens included.
+            near: guesses of some tokens, with what is known of each.
 
         Warns:
-            PrivlabWarning: if they are not: then none is found.
+            PrivlabWarning: if `count` is not less than the width.
         """
         G1, G2 = (seen.gradients[name][i] for name in (FC1, FC2))
         if count >= G1.shape[1]:
@@ -76,7 +83,7 @@ class TokenSearch:
         )
 
     def counts(self, tokens: Sequence[Separated]) -> dict[str, Int[Tensor, " b"]]:
-        """Return how many tokens of each release were found, and how many beyond doubt, as `Stolen` holds them."""
+        """Return how many tokens of each image were found, and how many beyond doubt, as fields of `Stolen`."""
         found = [len(each.u) for each in tokens]
         sure = [int((each.residual < self.sure).sum()) for each in tokens]
         device = tokens[0].u.device

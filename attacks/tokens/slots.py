@@ -1,4 +1,4 @@
-"""From tokens to the patches behind them: slots told apart, a linear solve, and what attention adds, sharpened."""
+"""From tokens to the patches behind them: slots are told apart, a linear solve follows, and attention sharpens it."""
 
 import copy
 from collections.abc import Sequence
@@ -40,16 +40,16 @@ __all__ = [
 QKV, PROJ = "blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight"
 
 _ALIKE = 0.9
-"""Least cosine, beyond what the attention may have added, of a token and the slot that it is put into."""
+"""Least cosine, beyond what attention may have added, of a token with the slot that it is put into."""
 
 _SPARE = 1 / 8
-"""Share of D equations that are to be left over, for rounding, where the unknowns of a token are told by these."""
+"""Share of the D equations of a token that must be left over, for rounding, if these alone determine its unknowns."""
 
 _ROUNDS = 3
-"""Evaluations of attention from which the length of embeddings is told: the first is right but for LayerNorm's ε."""
+"""Evaluations of attention that determine the length of embeddings; the first is right but for LayerNorm's ε."""
 
 _STILL = 0.1
-"""Share by which a step of Gauss and Newton's must lower the residual to be followed by another one."""
+"""Share by which a Gauss-Newton step must lower the squared residual to be followed by another one."""
 
 
 class Slots(NamedTuple):
@@ -62,10 +62,10 @@ class Slots(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What the gradients of the first attention say that it read: the row spaces of ∂W_qkv and ∂W_proj.
+    """What the gradients of the first attention say of its inputs: the row spaces of ∂W_qkv and ∂W_proj.
 
-    `heard` are the orthonormal rows in which every γ₁ ⊙ z lies, for normalised tokens lie in that of ∂W_qkv; and
-    attention adds W_proj o with o in `mixed`.
+    Every γ₁ ⊙ z lies in the span of the orthonormal rows of `heard`, because normalised tokens lie in the row space of
+    ∂W_qkv; and attention adds W_proj o with o in the span of `mixed`.
     """
 
     heard: Float[Tensor, "r d"]
@@ -73,7 +73,14 @@ class Reads(NamedTuple):
 
     @classmethod
     def of(cls, seen: Observation, i: int, block: Block, count: int) -> "Reads":
-        """Return what attention read of `count` tokens in release i."""
+        """Return what attention read in one release.
+
+        Args:
+            seen: the observation, with the gradients of the first attention.
+            i: number of the release.
+            block: the first block, whose γ₁ and β₁ are added to the row space of ∂W_qkv.
+            count: number of tokens in the release, which bounds the dimensions of the row spaces.
+        """
         assert isinstance(block.norm1, nn.LayerNorm)
         heard, mixed = (row_space(seen.gradients[name][i], count) for name in (QKV, PROJ))
         free = torch.cat([heard, block.norm1.weight[None], block.norm1.bias[None]])
@@ -81,7 +88,7 @@ class Reads(NamedTuple):
 
 
 def row_space(G: Float[Tensor, "m d"], count: int) -> Float[Tensor, "n d"]:
-    """Return an orthonormal basis of the row space of a sum of `count` products, as far as it stands out of noise."""
+    """Return an orthonormal basis of the row space of a sum of `count` products, without directions below `NOISE`."""
     _, σ, V = torch.linalg.svd(G.double(), full_matrices=False)
     return V[: min(count, int((σ > NOISE * σ[0]).sum()))]
 
@@ -94,10 +101,10 @@ class Solved(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """Tokens and their slots, as the linear solve leaves them: a row for each token that is put into a slot.
+    """Tokens and their slots after the linear solve: a row for each token that is put into a slot.
 
-    `token` is its row among all tokens, `slot` is counted with the class and register tokens, and `c` its coordinates
-    in Y, zero where the slot holds none of the patches. `mixed` is what attention gave it before W_proj.
+    `token` is its row among all tokens, `slot` is counted with the class and register tokens, and `c` holds its
+    coordinates in Y, zeros for a class or register token. `mixed` is the output of attention for it before W_proj.
     """
 
     token: Int[Tensor, " f"]
@@ -124,14 +131,14 @@ def patches_of_tokens(
     """Return the patches whose tokens are among u, and those of X elsewhere.
 
     Args:
-        model: the victim.
-        block: its first one, in float64.
-        slots: what is known of the patches.
+        model: the victim, whose patch embedding and prefix tokens are read.
+        block: its first block, in float64.
+        slots: the known part and the span of the patches, and their position embeddings.
         u: tokens, in no order; the class token among them.
-        reads: what attention read.
-        X: patches to start from.
-        sharpen: steps of Gauss and Newton's method, at most.
-        inner: of conjugate gradients in each of them.
+        reads: the row spaces of the gradients of the first attention.
+        X: normalised patches to start from, which are also the result for slots without a token.
+        sharpen: the most steps of the Gauss-Newton method.
+        inner: steps of conjugate gradients in each of them.
     """
     linear = slots_of_tokens(model, block, slots, u, reads)
     return sharpened_patches(model, block, slots, u, linear, X, sharpen, inner)
@@ -141,10 +148,18 @@ def patches_of_tokens(
 def slots_of_tokens(
     model: VictimModel, block: Block, slots: Slots, u: Float[Tensor, "f d"], reads: Reads, images: int = 1
 ) -> Linear:
-    """Return the slots of tokens u, each taken by a token of every one of the `images`, and what follows linearly.
+    """Return the slots of tokens u, and the coordinates c of their patches; each slot takes one token of every image.
 
     Beyond the columns of M, t' is parallel to its own slot's base (`_equations`): that tells slots apart, and then c
     and o follow linearly.
+
+    Args:
+        model: the victim, whose patch embedding and prefix tokens are read.
+        block: its first block, in float64.
+        slots: the known part and the span of the patches, and their position embeddings; the same for all images.
+        u: tokens of the release, in no order, those of the class and registers among them.
+        reads: the row spaces of the gradients of the first attention, of the release.
+        images: number of images B of the release.
     """
     t, prefix = _centred(block, u), known_tokens(model)[0]
     _, b_p = _attention_adds(block)
@@ -168,9 +183,18 @@ def slots_of_tokens(
 
 @torch.no_grad()
 def guesses(model: VictimModel, block: Block, slots: Slots, reads: Reads, X: Float[Tensor, "n k"]) -> Near | None:
-    """Return what the tokens of patches X would be, and where they lie, but for slots that are known alike.
+    """Return what the class, register and patch tokens would be for patches X, and the spans that they lie in.
 
-    None where D equations do not say where they lie. The arguments are those of `patches_of_tokens`.
+    Patches in slots that are known alike are left out.
+
+    None if the D equations of a token do not determine its span.
+
+    Args:
+        model: the victim, whose patch embedding and prefix tokens are read.
+        block: its first block, in float64.
+        slots: the known part and the span of the patches, and their position embeddings.
+        reads: the row spaces of the gradients of the first attention.
+        X: guesses of the normalised patches.
     """
     equations = _equations(model, block, slots, reads)
     if equations is None or equations[0].shape[1] > model.vit.embed_dim:
@@ -187,11 +211,11 @@ def guesses(model: VictimModel, block: Block, slots: Slots, reads: Reads, X: Flo
 def _equations(
     model: VictimModel, block: Block, slots: Slots, reads: Reads
 ) -> tuple[Float[Tensor, "n e"], Float[Tensor, "e r"]] | None:
-    """Return base and M of base + M (c, o, m) = s t', which holds for every slot, or None where nothing is left by it.
+    """Return base and M of base + M (c, o, m) = s t', which holds for every slot; None if no equation is left over.
 
     A token t is z + W_proj o + b_proj, up to scale and mean, with z = W x + b + e and x = known + Yᵀ c: D equations,
-    t' = t. And γ₁ ⊙ z lies in what ∂W_qkv heard: D more, t' = (t, 0). Rounding hides some of what was heard, so these
-    are asked only where the others leave little over.
+    t' = t. And γ₁ ⊙ z lies in the span of `heard`: D more, t' = (t, 0). Rounding hides a part of that span, so these
+    are used only if too few of the others are left over.
     """
     W, b = projection(model)
     _, b_p = _attention_adds(block)
@@ -217,9 +241,19 @@ def sharpened_patches(
     sharpen: int,
     inner: int,
 ) -> Solved:
-    """Return the patches of one image by Gauss and Newton's method on c, with the block's own attention.
+    """Return the patches of one image by the Gauss-Newton method on c, with the block's own attention.
 
-    That removes what the spans had of rounding. The arguments are those of `patches_of_tokens`.
+    This removes the rounding errors of the spans.
+
+    Args:
+        model: the victim, whose patch embedding and prefix tokens are read.
+        block: its first block, in float64.
+        slots: the known part and the span of the patches, and their position embeddings.
+        u: tokens of the release, among which `linear` names its own.
+        linear: the tokens of the image and their slots, with the first estimate of c.
+        X: normalised patches to start from, which are also the result for slots without a token.
+        sharpen: the most steps of the Gauss-Newton method.
+        inner: steps of conjugate gradients in each of them.
     """
     W, b = projection(model)
     prefix = known_tokens(model)[0]
@@ -247,12 +281,20 @@ def embeddings_of_tokens(
     sharpen: int,
     inner: int,
 ) -> Float[Tensor, "p d"]:
-    """Return the embeddings z of the patches among u, in no order, but for a constant added to each, which none sees.
+    """Return the embeddings z of the patches among u, in no order, each up to an added constant, which nothing reads.
 
-    Here the patch embedding says nothing. γ₁ ⊙ z lies in what ∂W_qkv heard, and the rest of a token's s t = z + a
-    (and a constant) in W_proj o + b_proj: so t is split, where the columns of both are independent. What attention adds
-    does not depend on the length of z; that of a tells s. Gauss and Newton's method sharpens z within what was heard.
-    The arguments are those of `patches_of_tokens`.
+    This needs no gradient of the patch embedding. γ₁ ⊙ z lies in what ∂W_qkv heard, and the rest of a token's s t = z +
+    a (and a constant) in W_proj o + b_proj: so t is split, if the columns of both are independent. What attention adds
+    does not depend on the length of z; the length of a determines s. The Gauss-Newton method sharpens z within what was
+    heard.
+
+    Args:
+        model: the victim, whose patch embedding and prefix tokens are read.
+        block: its first block, in float64.
+        u: tokens of one image, in no order; the class token among them.
+        reads: the row spaces of the gradients of the first attention.
+        sharpen: the most steps of the Gauss-Newton method.
+        inner: steps of conjugate gradients in each of them.
     """
     t, prefix, count = _centred(block, u), known_tokens(model)[0], model.grid[0] * model.grid[1]
     W_p, b_p = _attention_adds(block)
@@ -260,7 +302,7 @@ def embeddings_of_tokens(
     mixed = torch.cat([W_p @ reads.mixed.mT, b_p[:, None]], 1)[:, : len(reads.mixed) + int(b_p.any())]
     Z = torch.linalg.qr(reads.heard.mT / block.norm1.weight[:, None]).Q  # a constant is among them
     M = torch.cat([Z, mixed], 1)
-    if M.shape[1] >= len(M):  # nothing is left to check by
+    if M.shape[1] >= len(M):  # no equation is left over
         return u[:0]
     own, at = _assigned(t, prefix + b_p, torch.linalg.qr(torch.cat([mixed, torch.ones_like(b_p[:, None])], 1)).Q)
     js = _without(len(t), own)[:count]
@@ -271,7 +313,7 @@ def embeddings_of_tokens(
     part = part - part.mean(1, keepdim=True)
     rest = t[js] - part
     z, length = part, prefix.std(1).mean() / part.std(1).mean()
-    for _ in range(_ROUNDS):  # LayerNorm's ε makes a depend on the length of z a little
+    for _ in range(_ROUNDS):  # LayerNorm's ε makes a depend slightly on the length of z
         z = torch.cat([length * part, (length * part).mean(0).expand(count - len(js), -1)])
         a = _added(block, torch.cat([prefix, z]))[len(prefix) : len(prefix) + len(js)]
         length = ((a * rest).sum(1) / rest.square().sum(1))[:, None]
@@ -305,13 +347,13 @@ def projection(model: VictimModel) -> tuple[Float[Tensor, "d k"], Float[Tensor, 
 
 
 def _added_freely(block: Block, reads: Reads) -> Float[Tensor, "d m"]:
-    """Return the directions of what attention may have added to a token, and the constant one."""
+    """Return the directions that attention may have added to a token, and the constant direction."""
     W, _ = _attention_adds(block)
     return torch.cat([W @ reads.mixed.mT, torch.ones_like(W[:, :1])], 1)
 
 
 def _unheard(block: Block, reads: Reads) -> Float[Tensor, "d d"]:
-    """Return the matrix that takes z to the part of γ₁ ⊙ z that ∂W_qkv cannot have heard, which is zero."""
+    """Return the matrix that takes z to the component of γ₁ ⊙ z outside the span of `heard`, which is zero."""
     assert isinstance(block.norm1, nn.LayerNorm)
     γ = block.norm1.weight
     return γ[:, None] * (torch.eye(len(γ)).to(γ) - reads.heard.mT @ reads.heard)
@@ -350,7 +392,7 @@ def _assigned(
 def _slots_of(
     t: Float[Tensor, "f d"], base: Float[Tensor, "n d"], Q: Float[Tensor, "d r"], alike: Bool[Tensor, " n"]
 ) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
-    """Return tokens and their slots: those that differ by position embedding, those that are alike in any order."""
+    """Return tokens and their slots; slots that are alike take the remaining tokens in any order."""
     open_, hidden = (~alike).nonzero()[:, 0], alike.nonzero()[:, 0]
     js, ns = _assigned(t, base[open_], Q)
     rest = _without(len(t), js)
@@ -379,7 +421,7 @@ def _sharpened(
     steps: int,
     inner: int,
 ) -> Float[Tensor, "n r"]:
-    """Minimise |u(base + B basis)[places] − target|² over B by Gauss and Newton's method, from the best guess."""
+    """Minimise |u(base + B basis)[places] − target|² over B by the Gauss-Newton method, from the best guess."""
     scale = target.norm(dim=1).mean()
 
     def residual(B: Tensor) -> Tensor:
@@ -412,7 +454,14 @@ def placed(
     masked: Bool[Tensor, " n"],
     lost: Bool[Tensor, " n"] | None = None,
 ) -> Int[Tensor, " n"]:
-    """Return the order that puts the masked patches where their borders fit; what is lost fits everywhere alike."""
+    """Return the order that puts the masked patches where their borders fit best.
+
+    Args:
+        model: the victim, whose grid and patch size count.
+        image: the reconstruction with its masked patches in any order, in [0, 1].
+        masked: slots whose patches are to be put in order; all others stay.
+        lost: slots whose patches were not recovered, and get the same border cost everywhere; None stands for none.
+    """
     patches = patchify(image[None], model.patch)[0].unflatten(1, (image.shape[0], model.patch, model.patch))
     costs = border_costs(patches)
     if lost is not None and bool(lost.any()) and not bool(lost.all()):  # a mean over none would be nan
@@ -421,7 +470,7 @@ def placed(
 
 
 def first_block(model: VictimModel) -> Block:
-    """Return a copy of the first block in float64, whose attention has derivatives of both kinds."""
+    """Return a copy of the first block in float64, without fused attention, which has no second derivatives."""
     block = copy.deepcopy(model.vit.blocks[0]).double().requires_grad_(False)
     assert isinstance(block, Block)
     assert isinstance(block.attn, Attention)

@@ -1,17 +1,18 @@
-"""Weight matching: the key of an encrypted model, recovered against the public model that it was made from.
+"""Weight matching: the key of an encrypted model, recovered from the public model that it was made from.
 
-Every column of an encrypted weight is still there, only elsewhere. With e_j what the encrypted model holds of feature
-j of the residual stream and b_i what the public one holds of feature i, both scaled to variance 1,
+Every column of a public weight is still in the encrypted model, in another place. With e_j the values that the
+encrypted model holds for feature j of the residual stream and b_i those that the public one holds for feature i, both
+scaled to variance 1,
 
     e_j = α b_c(j) + √(1 − α²) ε,
 
-where c is the key's order and α = 1 for the untouched model, less after fine-tuning, noise, pruning, quantisation.
+where c is the key's order. α is 1 for the untouched model, and less after fine-tuning, noise, pruning or quantisation.
 
 1. Features that no order of heads or units changes: norm weights, biases, and the first three moments and products
    of the columns of all matrices. Their inner products S make an assignment problem over c (Hungarian), and estimate α.
-2. Where that is not certain: from a soft order R of the stream (Sinkhorn of S · α / (1 − α²), the log-likelihood), a
-   soft order P of each layer's units follows alike, and from all P a new S. Units are matched on one half of the
-   features and judge the other half: else they would confirm the noise that they were matched on.
+2. If that is not certain: a soft order R of the stream (Sinkhorn of S · α / (1 − α²), the log-likelihood) determines a
+   soft order P of each layer's units, and all P determine a new S. Units are matched on one half of the features and
+   score the other half; otherwise they would confirm the noise that they were matched on.
 3. Given the stream's order, those of heads and units: Hungarian within each pair of heads, then over heads.
 
 The adversary needs the encrypted weights and the public ones; neither the owner's embedding nor any image.
@@ -34,7 +35,7 @@ from privlab.threat import Capability
 __all__ = ["RecoveredOrder", "WeightMatching", "WeightObservation", "recovered_fraction", "recovery_curve"]
 
 CERTAIN = 1 - 1e-6
-"""The posterior probability of every entry that needs no refinement."""
+"""If every entry has this posterior probability, no refinement is needed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,7 @@ class RecoveredOrder:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """What a layer holds: by kind of unit, k matrices of u units × d features, and vectors of u units."""
+    """A layer: for each kind of unit, k matrices of u units × d features, and vectors of u units."""
 
     matrices: dict[str, Float[Tensor, "_ _ d"]]
     vectors: dict[str, Float[Tensor, "_ _"]]
@@ -71,7 +72,7 @@ class _Layer:
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
-    """A backbone by layers, and all of its vectors over the residual stream."""
+    """The layers of a backbone, and all of its vectors over the residual stream."""
 
     layers: list[_Layer]
     residual: Float[Tensor, "_ d"]
@@ -79,7 +80,11 @@ class _Weights:
 
 @dataclass(frozen=True)
 class WeightMatching:
-    """Match the features of an encrypted model with those of a public one."""
+    """Match the features of an encrypted model with those of a public one.
+
+    Args:
+        rounds: the most refinements of step 2.
+    """
 
     name: ClassVar[str] = "weight-matching"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (2024), Section 5.3"
@@ -126,7 +131,7 @@ class WeightMatching:
 
 
 def recovered_fraction(recovered: Int[Tensor, " d"], truth: Int[Tensor, " d"]) -> float:
-    """Return the share of a key's entries that were recovered, in [0, 1]; a guess gets 1 / d."""
+    """Return the share of a key's entries that were recovered, in [0, 1]; a random guess recovers 1 / d."""
     return (recovered == truth).double().mean().item()
 
 
@@ -136,7 +141,15 @@ def recovery_curve(
     truth: Int[Tensor, " d"],
     attack: WeightMatching | None = None,
 ) -> list[dict[str, float]]:
-    """Return one row for each (at, encrypted weights): what was recovered after `at` steps, at a ratio of noise."""
+    """Return one row for each pair of `points`: the recovered share, the confidence, α, and the seconds that it took.
+
+    Args:
+        points: pairs of a position on the curve, such as a training step or a noise level, and the encrypted weights
+            there.
+        seen: the public model, the shape and the layout; its own encrypted weights are not used.
+        truth: the key's order of the residual stream.
+        attack: the attack with its options; by default those of `WeightMatching`.
+    """
     rows = []
     for at, encrypted in points:
         start = time.perf_counter()
@@ -176,7 +189,7 @@ def _backbone(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
 
 
 def _read(state: Mapping[str, Tensor], seen: WeightObservation) -> _Weights:
-    """Sort tensors by what their axes hold."""
+    """Return the tensors by layer and by the kind of units along their axes."""
     residual, layers = [], []
     for index in range(seen.shape.depth):
         matrices: dict[str, list[Tensor]] = {}
@@ -206,7 +219,7 @@ def _of_layer(state: Mapping[str, Tensor], index: int, layout: Layout) -> Iterat
 
 
 def _parts(axis: str, units: Tensor, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """Split along the units where an axis holds several kinds of them, or several alike."""
+    """Split along the units if an axis holds several kinds of them, or several of one kind."""
     if axis == "qkv":
         yield from zip(("qk", "qk", "value"), units.chunk(3), strict=True)
     elif axis == "up":
@@ -218,7 +231,7 @@ def _parts(axis: str, units: Tensor, shape: ModelShape) -> Iterator[tuple[str, T
 
 
 def _standard(rows: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
-    """Return rows of mean 0 and variance 1; a constant row says nothing, and is 0."""
+    """Return the rows scaled to mean 0 and variance 1; a constant row holds no information, and becomes 0."""
     centred = rows - rows.mean(1, keepdim=True)
     return centred / centred.square().mean(1, keepdim=True).sqrt().clamp_min(1e-12)
 
@@ -228,7 +241,7 @@ def _scaled(matrices: Float[Tensor, "k u d"]) -> Float[Tensor, "k u d"]:
 
 
 def _features(weights: _Weights) -> Float[Tensor, "m d"]:
-    """Return one row for each number that a feature of the stream has whatever the order of the units."""
+    """Return one row for each number of a feature of the stream that does not depend on the order of the units."""
     rows = [weights.residual]
     for layer in weights.layers:
         for kind, M in layer.matrices.items():
@@ -242,7 +255,7 @@ def _features(weights: _Weights) -> Float[Tensor, "m d"]:
 def _assign(scores: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
     """Return the order c that maximises Σ scores[j, c[j]]."""
     best = scores.argmax(1)
-    if len(best.unique()) == len(best):  # each row's best is free for it: no assignment can be better
+    if len(best.unique()) == len(best):  # no two rows have the same best column: no assignment can be better
         return best
     return torch.from_numpy(linear_sum_assignment(scores.numpy(), maximize=True)[1])
 
@@ -252,7 +265,7 @@ def _correlation(have: Float[Tensor, "m d"], want: Float[Tensor, "m d"], order: 
 
 
 def _posterior(scores: Float[Tensor, "n n"], alpha: float) -> Float[Tensor, "n n"]:
-    """Return the soft order: scores as log-likelihoods, made doubly stochastic (Sinkhorn), rows exactly."""
+    """Return the soft order: scores as log-likelihoods, made doubly stochastic (Sinkhorn); rows sum to 1 exactly."""
     alpha = min(max(alpha, 0.01), 0.99)
     logits = scores * (alpha / (1 - alpha**2))
     for _ in range(10):
@@ -262,7 +275,7 @@ def _posterior(scores: Float[Tensor, "n n"], alpha: float) -> Float[Tensor, "n n
 
 
 def _log_sum(logits: Float[Tensor, "n n"], dim: int) -> Tensor:
-    """Return log Σ exp along `dim`; denormal numbers, which are slow and say nothing, do not arise."""
+    """Return log Σ exp along `dim`, without denormal numbers, which are slow and have no effect."""
     top = logits.amax(dim, keepdim=True)
     return top + (logits - top).clamp_min_(-80).exp_().sum(dim, keepdim=True).log()
 

@@ -1,4 +1,4 @@
-"""Images of a study in memory: a folder with `train` and `test`, each with a folder per class."""
+"""Images of a study in memory, from a folder with `train` and `test`, each with a folder per class."""
 
 import csv
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ __all__ = ["Images", "check_folder", "fresh_head", "load_split", "loss_of", "mir
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """One split in memory: labels are class indices, or one column per attribute."""
+    """One split in memory; labels are class indices, or have one column per attribute."""
 
     pixels: Float[Tensor, "m c h w"]
     labels: Tensor
@@ -29,7 +29,7 @@ class Images:
 
 
 def check_folder(images: Path) -> None:
-    """Refuse a folder without `train` and `test`.
+    """Check that a folder holds `train` and `test`.
 
     Raises:
         PrivlabError: with the part that is missing.
@@ -42,8 +42,15 @@ def check_folder(images: Path) -> None:
 def load_split(images: Path, part: str, preprocessing: Preprocessing, attributes: Path | None = None) -> Images:
     """Read one part of a folder; labels are its class folders, or the rows of a CSV file of attributes.
 
+    Args:
+        images: a folder with `train` and `test`.
+        part: "train" or "test".
+        preprocessing: the resizing and cropping of the victim; pixels stay in [0, 1].
+        attributes: a CSV file with the column `file` and a column for each attribute, which is 1 where the value is
+            positive; without it, labels are the class folders.
+
     Raises:
-        PrivlabError: if an image has no label, or the CSV file is none.
+        PrivlabError: if an image has no label, or the CSV file lacks the column `file` or an attribute.
     """
     table = None if attributes is None else _attributes(attributes)
     pixels: list[Tensor] = []
@@ -67,14 +74,14 @@ def _attributes(path: Path) -> dict[str, list[float]]:
 
 
 def loss_of(logits: Float[Tensor, "b y"], labels: Tensor) -> Tensor:
-    """Return the cross-entropy of classes, or that of each attribute, on average."""
+    """Return the mean cross-entropy of classes, or the mean binary cross-entropy of attributes."""
     if labels.ndim == 2:
         return F.binary_cross_entropy_with_logits(logits, labels)
     return F.cross_entropy(logits, labels)
 
 
 def mirrored(pixels: Float[Tensor, "b c h w"], draw: Generator) -> Float[Tensor, "b c h w"]:
-    """Return the images, each mirrored or not at random."""
+    """Return the images, each mirrored with a probability of one half."""
     chosen = (torch.rand(len(pixels), generator=draw) < 0.5).to(pixels.device)
     return torch.where(chosen[:, None, None, None], pixels.flip(3), pixels)
 
@@ -87,7 +94,13 @@ def new_draws(draw: Generator, n: int) -> Draws:
 
 
 def fresh_head(width: int, classes: int, seed: int) -> nn.Linear:
-    """Return a classifier with small random weights and no bias."""
+    """Return a linear classifier with small random weights and a bias of zero.
+
+    Args:
+        width: number of features of a token, d.
+        classes: number of classes or attributes.
+        seed: seed of the weights, which are truncated normal with a standard deviation of 0.02.
+    """
     head = nn.Linear(width, classes)
     with torch.no_grad():
         nn.init.trunc_normal_(head.weight, std=0.02, generator=Generator().manual_seed(seed))

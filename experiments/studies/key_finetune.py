@@ -1,8 +1,9 @@
-"""`privlab keys finetune-study`: Table 7, Figures 4 and 5 of Permutation Equivariance, and the key found meanwhile.
+"""`privlab keys finetune-study`: Table 7, Figures 4 and 5 of Permutation Equivariance, and the recovery of the key.
 
-Four fine-tunings from the same weights, on the same batches: `normal`; `authorized`, the encrypted backbone with the
-key (Eq. 5); `unauthorized`, the encrypted backbone without it, after the public embedding; `scratch`, a random one.
-At marked steps of the authorized one the adversary compares the backbone with the public weights and looks for the key.
+Four fine-tunings start from the same weights and see the same batches: `normal`; `authorized`, the encrypted backbone
+with the key (Eq. 5); `unauthorized`, the encrypted backbone without it, after the public embedding; `scratch`, a random
+one. At marked steps of the authorized one the adversary compares the backbone with the public weights and looks for the
+key.
 """
 
 import copy
@@ -39,7 +40,7 @@ class FinetuneStudy:
 
     Args:
         images: a folder with `train` and `test`, each with a folder per class.
-        model: a victim, from `weights`, which are the public base.
+        model: name of a victim; its `weights` are the public base.
         every: steps between two points of a curve: the validation loss on the test images, and the key's recovery.
         space: the key space, "full" or "paper".
     """
@@ -70,7 +71,7 @@ class FinetuneStudy:
 
 @dataclass(frozen=True, eq=False)
 class _Keyed:
-    """A recipe: fine-tune a model whose features are permuted by `columns` on the way in, and back on the way out."""
+    """A recipe that fine-tunes a model; `columns` permutes its features before the backbone, and is undone after it."""
 
     model: VictimModel
     identity: str
@@ -96,7 +97,7 @@ def _logits(model: Any, images: Tensor, columns: Tensor | None) -> Tensor:  # no
 
 @dataclass(eq=False)
 class _Watch:
-    """Listens to a training and keeps the curves: validation loss and accuracy, and what is found of the key."""
+    """Listens to a training and keeps the curves: validation loss and accuracy, and the recovered share of the key."""
 
     recipe: _Keyed
     test: Images
@@ -127,7 +128,13 @@ class _Watch:
 def finetune_study(
     plan: FinetuneStudy, out: Path, *, device: str = "cpu", say: Callable[[str], None] = lambda line: None
 ) -> pd.DataFrame:
-    """Fine-tune in every manner and return the curves, a row per manner and point; manners that are done stay.
+    """Fine-tune in every manner and return the curves, a row per manner and point; a manner that is done is kept.
+
+    Args:
+        plan: what is fine-tuned, on which images, and for how long.
+        out: folder of the curves, a file `MANNER.json` for each manner that is done.
+        device: device of the training.
+        say: is called with a line for each manner that begins.
 
     Raises:
         PrivlabError: if the images or the weights do not fit.
@@ -171,7 +178,7 @@ def _finetuned(
 
 
 def _randomise(model: VictimModel, base: Victim, seed: int) -> None:
-    """Put a random backbone behind the embedding."""
+    """Replace the backbone behind the embedding by a random one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         fresh = timm.create_model(base.architecture, img_size=model.image_shape[1:])

@@ -1,8 +1,8 @@
 """`privlab study noise-bound`: what attacks on noisy gradients achieve, beside the bound that none may cross.
 
 A success is a reconstruction of at least a stated PSNR. The prior is uniform over the photographs of the run, which the
-adversary of the bound has: it only has to tell which of them it is. So that the bound is seen to be near, that game is
-played too, by the attack that plays it best (`identified`).
+adversary of the bound has: it only has to tell which of them was used. To show how near the bound is, that game is also
+played by the attack that plays it best (`identified`).
 """
 
 import json
@@ -29,14 +29,15 @@ __all__ = ["BoundStudy", "study", "to_markdown"]
 
 DEFENSE = "gradient-noise"
 GAMES = (0.1, 0.3, 1.0, 3.0, 10.0)
-"""Multipliers at which the identification game is played, whatever was run: where the bound is neither κ nor one."""
+"""Multipliers at which the identification game is always played; the bound there is neither κ nor one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundStudy:
-    """A run of `gradient-noise`, and the victim and the photographs that it was of.
+    """A run of `gradient-noise`, with its victim and its photographs.
 
-    `psnr` is the least of a success, in dB; `draws` is how often the identification game is played for each photograph.
+    `psnr` is the least PSNR of a success, in dB; `draws` is how often the identification game is played for each
+    photograph.
     """
 
     run: Path
@@ -54,7 +55,12 @@ class BoundStudy:
 def study(plan: BoundStudy, out: Path, *, say: Callable[[str], object] = print) -> dict[str, Any]:
     """Write `facts.json` with the prior, the norms of the gradients, and all shares beside their bounds; return it.
 
-    The gradients of all photographs are held at once, over all released parameters.
+    The gradients of all photographs, over all released parameters, are in memory at once.
+
+    Args:
+        plan: the run, its victim and its photographs.
+        out: folder of `facts.json`.
+        say: is called with a line before the long part.
 
     Raises:
         PrivlabError: if the run has no scores of `gradient-noise` alone, or is not of these photographs.
@@ -131,7 +137,7 @@ def _share(plan: BoundStudy, of: pd.DataFrame, κ: float) -> dict[str, Any]:
 
 
 def _game(plan: BoundStudy, products: Tensor, clip: float, multiplier: float, releases: int) -> dict[str, Any]:
-    """Return how often the best attack tells which photograph it is, beside the bound."""
+    """Return how often the best attack identifies the photograph, beside the bound."""
     m = len(products)
     scale = (clip / products.diagonal().sqrt()).clamp(max=1)
     clipped = scale[:, None] * products * scale / clip**2
@@ -148,7 +154,7 @@ def _counted(hits: int, trials: int) -> dict[str, Any]:
 
 
 def to_markdown(facts: Mapping[str, Any]) -> str:
-    """Return the table: for each noise the attacks' shares, that of the identification game, and the bounds."""
+    """Return a table with the shares of the attacks and of the identification game for each noise, and the bounds."""
     norm = facts["norm"]
     lines = [
         f"{facts['photographs']} photographs; norm of the gradient over all parameters before clipping: mean "

@@ -1,4 +1,4 @@
-"""`privlab study placement`: how many shuffled patches each re-assembly puts back, of exact patches."""
+"""`privlab study placement`: how many shuffled patches each re-assembly puts back, given exact patches."""
 
 import json
 import time
@@ -24,22 +24,22 @@ __all__ = ["PlacementStudy", "study", "to_rows"]
 RECORDS, FACTS = "placement.parquet", "facts.json"
 
 AT_ONCE = 50
-"""Images that a predictor sees at once."""
+"""Number of images that a predictor sees at once."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementStudy:
-    """Which patches are shuffled, and who puts them back.
+    """Which patches are shuffled, and which re-assemblies put them back.
 
     Args:
         images: what `open_images` opens, with `split` and `limit`.
         img_size: side of the images, in pixels, resized and cropped around their centre.
-        patch: side of a patch.
+        patch: side of a patch, in pixels, at least 3.
         gammas: shares of the patches that MJP shuffles, in (0, 1]; the others are known to stand in their place. At 1
-            none is: the row permutation of split learning.
-        solvers: names of re-assemblies; one by a predictor is measured with border costs and without.
+            no place is known, as under the row permutation of split learning.
+        solvers: names of re-assemblies; one with a predictor is measured with border costs and without.
         options: [NAME.]KEY=VALUE of the re-assemblies.
 
     Raises:
@@ -83,8 +83,13 @@ class PlacementStudy:
 def study(plan: PlacementStudy, out: Path, *, say: Say = print) -> dict[str, Any]:
     """Write `placement.parquet`, a row for each image, γ and solver, and `facts.json`; return the facts.
 
-    `placed` is the share of the shuffled slots that hold their own patch, `neighbours` that of the pairs of adjacent
-    slots, one of them shuffled or both, that hold patches adjacent in just that way; both in [0, 1].
+    `placed` is the share of the shuffled slots that hold their own patch. `neighbours` is the share of the pairs of
+    adjacent slots, at least one of them shuffled, that hold patches adjacent in the same way. Both are in [0, 1].
+
+    Args:
+        plan: the images, how they are shuffled, and the re-assemblies.
+        out: folder of the two files.
+        say: is called with a line for each image that cannot be read.
 
     Raises:
         PrivlabError: as `open_images` does; if no image can be read, or a predictor is missing or for other patches.
@@ -117,7 +122,7 @@ def study(plan: PlacementStudy, out: Path, *, say: Say = print) -> dict[str, Any
 
 
 def to_rows(facts: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return a row for each solver, with the share of shuffled patches that it places at each γ, in words."""
+    """Return a row for each solver, with the share of shuffled patches that it places at each γ, as text."""
     rows: dict[str, dict[str, str]] = {}
     for cell in facts["placed"]:
         of_solver = rows.setdefault(cell["solver"], {"re-assembly": cell["solver"]})
@@ -130,7 +135,7 @@ def to_rows(facts: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _solvers(plan: PlacementStudy) -> dict[str, Reassembly]:
-    """Return the re-assemblies by name; those by a predictor twice, the second time without border costs."""
+    """Return the re-assemblies by name; those with a predictor twice, the second time without border costs."""
     named: dict[str, Reassembly] = {}
     for name in plan.solvers:
         made = configured(REASSEMBLIES[name], plan.options)
@@ -175,7 +180,7 @@ def _means(records: pd.DataFrame, seed: int) -> list[dict[str, Any]]:
 
 
 def _interval(placed: Float[np.ndarray, " images"], seed: int) -> dict[str, float | None]:
-    """Return the ends of the 95 % percentile bootstrap interval of the mean; None of one image alone."""
+    """Return the ends of the 95 % percentile bootstrap interval of the mean; None for a single image."""
     if len(placed) < 2:
         return {"low": None, "high": None}
     options: dict[str, Any] = {"n_resamples": 2000, "method": "percentile", "random_state": np.random.default_rng(seed)}

@@ -1,4 +1,4 @@
-"""`privlab study pe`: what position embeddings know (MJP, Section 3, Figures 1, 4, 7 and 8, Tables 6 and 8)."""
+"""`privlab study pe`: what position embeddings reveal (MJP, Section 3, Figures 1, 4, 7 and 8, Tables 6 and 8)."""
 
 import importlib.util
 import json
@@ -55,14 +55,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PositionStudy:
-    """Whose position embeddings are looked at.
+    """Which position embeddings are examined.
 
     Args:
         models: names of victims.
         weights: one for all of them, or one for each.
-        images: what `open_images` opens, for attention maps; none without.
-        limit: of the images.
-        umap: whether to project by UMAP, where umap-learn is installed.
+        images: what `open_images` opens, for attention maps; without it there are none.
+        limit: the largest number of images.
+        umap: whether to project by UMAP, if umap-learn is installed.
     """
 
     models: tuple[str, ...]
@@ -91,6 +91,11 @@ def study(plan: PositionStudy, out: Path, *, say: Say = print) -> list[dict[str,
 
     Return the facts: one entry for each model. The tables hold its position in `facts.json` as `model`.
 
+    Args:
+        plan: the models, and the images for their attention maps.
+        out: folder of the files, and of the PNGs of the images in `images/`.
+        say: is called with a line for each model that gets no UMAP.
+
     Raises:
         PrivlabError: as `victim` and `open_images` do; if a model has no position embeddings.
     """
@@ -116,7 +121,7 @@ def study(plan: PositionStudy, out: Path, *, say: Say = print) -> list[dict[str,
 
 
 def to_rows(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return Tables 6 and 8 as words, what the paper printed below what was measured."""
+    """Return Tables 6 and 8 as text, the numbers printed in the paper below the measured ones."""
     rows = []
     for about in facts:
         mae = about["position_mae"]
@@ -187,9 +192,16 @@ def position_errors(
 ) -> dict[str, float]:
     """Return the mean absolute error, in slots, of positions by linear regression on the embeddings of other slots.
 
-    In 1-D the position is the slot's number, in 2-D its row and column, over whose errors the mean goes too. Each of
-    `repeats` random partitions into `folds` predicts every slot once; `_std` is over the partitions. With more
-    dimensions than slots, least squares takes the smallest solution.
+    In 1-D the position is the slot's number, in 2-D its row and column, over whose errors the mean is taken too. Each
+    of `repeats` random partitions into `folds` predicts every slot once; `_std` is the standard deviation over the
+    partitions. With more dimensions than slots, least squares takes the smallest solution.
+
+    Args:
+        embeddings: position embeddings of the patches, n × d, row by row of the grid.
+        grid: number of patches down and across, whose product is n.
+        folds: number of parts of a partition; each is predicted from the others, ≥ 2.
+        repeats: number of random partitions, ≥ 1.
+        seed: seed of the partitions.
 
     Source: MJP (CVPR 2023), Appendix C.1, Table 8.
     """
@@ -217,7 +229,7 @@ def _error(x: Matrix, y: Matrix, held_out: NDArray[np.int64]) -> Matrix:
 
 
 def umap_plane(embeddings: Matrix, seed: int = 0) -> Matrix | None:
-    """Return the 2-D UMAP projection, 15 neighbours; None where umap-learn is not installed."""
+    """Return the 2-D UMAP projection with 15 neighbours; None if umap-learn is not installed."""
     if importlib.util.find_spec("umap") is None:
         return None
     import warnings
@@ -231,7 +243,7 @@ def umap_plane(embeddings: Matrix, seed: int = 0) -> Matrix | None:
 
 
 def cosines(embeddings: Matrix) -> Matrix:
-    """Return the cosine similarity of each embedding with each."""
+    """Return the cosine similarity of all pairs of embeddings."""
     unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), np.finfo(float).tiny)
     return unit @ unit.T
 
@@ -244,10 +256,10 @@ def _similarity(embeddings: Matrix) -> pd.DataFrame:
 
 @torch.no_grad()
 def last_attention(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b heads n"]:
-    """Return what the class token attends to in the last block, by head, over the patches (MJP, Figure 8).
+    """Return the attention of the class token to the patches in the last block, by head (MJP, Figure 8).
 
-    Where there is no class token, the mean over the patches that attend. What goes to the class token is left out: a
-    row sums to at most 1.
+    Without a class token, the mean over the patches that attend. The attention to the class token is left out: a row
+    sums to at most 1.
     """
     vit, (rows, columns) = model.vit, model.grid
     x = vit.norm_pre(model.embed(images))
@@ -258,14 +270,14 @@ def last_attention(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Floa
 
 
 def attention_weights(block: Any, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b heads t t"]:  # noqa: ANN401
-    """Return how much each token attends to each in timm's block, given what goes into it; rows sum to 1."""
+    """Return the attention of each token to each token in a block of timm, given the block's input; rows sum to 1."""
     attention = block.attn
     q, k, _ = attention.qkv(block.norm1(x)).unflatten(2, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
     return (attention.q_norm(q) * attention.scale @ attention.k_norm(k).mT).softmax(-1)
 
 
 def _attention(plan: PositionStudy, subject: Victim, images: str, out: Path) -> pd.DataFrame:
-    """Return the attention to each slot; `picture` names the picture that was fed, as a file in `out`."""
+    """Return the attention to each slot; `picture` names the file in `out` with the image that was fed."""
     chunk = chunk_of(open_images(images, limit=plan.limit), subject.preprocessing)
     if not chunk.pictures:
         raise PrivlabError(f"No picture of {images} can be read: {chunk.failed[0].problem}.")

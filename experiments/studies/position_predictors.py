@@ -1,4 +1,7 @@
-"""`privlab study positions`: what position predictors can do, and how (MP3, Figures 2, 3, 8, 9; DropPos, S3 to S5)."""
+"""`privlab study positions`: the accuracy of position predictors, and how they work.
+
+The figures are those of MP3 (2, 3, 8, 9) and DropPos (S3 to S5).
+"""
 
 import copy
 import hashlib
@@ -41,13 +44,13 @@ __all__ = [
 ]
 
 ETAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-"""η at which MP3 is judged (Figure 3)."""
+"""η at which the accuracy of MP3 is measured (Figure 3)."""
 
 LOOSE = 0.95
-"""Share of the patches whose place DropPos is not told in the reconstructions (Figure 3); MP3 is told none."""
+"""Share of the patches whose place DropPos does not know in the reconstructions (Figure 3); MP3 knows none."""
 
 NEIGHBOURS = 10
-"""k of the k-NN probe; MP3 does not say its own."""
+"""k of the k-NN probe; the MP3 paper does not state its k."""
 
 FACTS = "predictors.json"
 BATCH = 50
@@ -57,13 +60,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PredictorStudy:
-    """Which predictors are looked at, and on which pictures.
+    """Which predictors are examined, and on which images.
 
     Args:
         predictors: names in the zoo, or files of `privlab train mp3|droppos`.
-        images: what `open_images` opens; `limit` of its `split` are looked at.
-        train_split: where the k-NN probe finds its neighbours, `train_limit` of them; no probe without.
-        pictures: how many of the reconstructions are kept.
+        images: what `open_images` opens; `limit` of its `split` are used.
+        train_split: split of the neighbours of the k-NN probe, `train_limit` of them; without it there is no probe.
+        pictures: number of images whose reconstructions are kept, the first ones.
     """
 
     predictors: tuple[str, ...]
@@ -80,6 +83,11 @@ def study(plan: PredictorStudy, out: Path, *, say: Say = print) -> list[dict[str
     """Write `predictors.json`, and as Parquet `accuracy`, `placements`, `heads`, `attention` and `knn`, to `out`.
 
     Return the facts: one entry for each predictor. The tables hold its position there as `predictor`.
+
+    Args:
+        plan: the predictors, and the images on which they are measured.
+        out: folder of the files, and of the PNGs of the images in `images/`.
+        say: is called with a line for each image that is skipped and each probe that is left out.
 
     Raises:
         PrivlabError: as `load_predictor`, `open_images` and `read_examples` do.
@@ -110,7 +118,7 @@ def study(plan: PredictorStudy, out: Path, *, say: Say = print) -> list[dict[str
 
 
 def to_rows(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return what each predictor is worth, in words."""
+    """Return a row of text for each predictor: its accuracy, the patches that it places, and its k-NN probe."""
     return [_row(about) for about in facts]
 
 
@@ -149,7 +157,7 @@ def _facts(name: str, path: Path, predictor: PositionPredictor, plan: PredictorS
 
 
 def _objective(path: Path, digest: str) -> dict[str, Any] | None:
-    """Return how a predictor was trained, if its card stands beside it."""
+    """Return how a predictor was trained; None unless its card is in its folder."""
     for card in (path.with_suffix(".json"), path.parent / "card.json"):
         try:
             found = json.loads(card.read_text(encoding="utf-8"))
@@ -161,7 +169,7 @@ def _objective(path: Path, digest: str) -> dict[str, Any] | None:
 
 
 def _accuracy(predictor: PositionPredictor, data: Examples, seed: int) -> tuple[float, pd.DataFrame]:
-    """Return the accuracy that stands for a predictor, and that at each η, or at each γ and γ_pos."""
+    """Return the overall accuracy of a predictor, and that at each η, or at each γ and γ_pos."""
     if isinstance(predictor, Mp3Network):
         found = position_accuracy(predictor, data, seed=seed, hidden=ETAS)
         rows = [(eta, None, None, found[f"accuracy_eta_{eta:g}"]) for eta in ETAS]
@@ -180,6 +188,11 @@ def places(
     """Return the slot of the patch in each slot: the likeliest one, and that of the assignment with the largest Π p.
 
     Patches that are known to stand in their own slots stay there; the likeliest slot of another may be one of theirs.
+
+    Args:
+        predictor: a position predictor for this grid and patch.
+        images: shuffled images in [0, 1], of the predictor's size.
+        known: slots whose patch is known to be their own.
     """
     log_p = predictor.scores(tiles(images, predictor.model.patch), known)
     own = torch.arange(known.shape[1], device=known.device)
@@ -194,7 +207,7 @@ def places(
 def _placements(
     predictor: PositionPredictor, data: Examples, plan: PredictorStudy, out: Path, number: int
 ) -> tuple[dict[str, Any], pd.DataFrame]:
-    """Return the shares of shuffled patches that are placed right, and where those of the first pictures are put."""
+    """Return the shares of shuffled patches that are placed right, and the places in the first images."""
     n, device = predictor.slots, predictor.model.mean.device
     loose = n if isinstance(predictor, Mp3Network) else max(1, round(LOOSE * n))
     hits, rows = torch.zeros(2, dtype=torch.long), []
@@ -217,7 +230,7 @@ def _placements(
 
 
 def _shuffle(data: Examples, row: int, n: int, loose: int, seed: int) -> tuple[Int[Tensor, " n"], Bool[Tensor, " n"]]:
-    """Return the order in which a picture's patches are given, and which of them are known to stand in their slots."""
+    """Return the order in which an image's patches are given, and which of them are known to stand in their slots."""
     draw = draw_for(seed, hashlib.sha256(data.images[row].numpy().tobytes()).hexdigest(), "shuffled patches")
     moved = torch.zeros(n, dtype=torch.bool)
     moved[torch.randperm(n, generator=draw)[:loose]] = True
@@ -243,7 +256,7 @@ def layers(predictor: PositionPredictor, images: Float[Tensor, "b c h w"]) -> It
 
 
 def offsets(grid: tuple[int, int]) -> Int[Tensor, "n n"]:
-    """Return for each pair of slots where their offset (Δrow, Δcolumn) stands in a (2h − 1) × (2w − 1) map, flat."""
+    """Return for each pair of slots the flat index of its offset (Δrow, Δcolumn) in a (2h − 1) × (2w − 1) map."""
     h, w = grid
     row, column = torch.arange(h).repeat_interleave(w), torch.arange(w).repeat(h)
     down, right = row[None] - row[:, None], column[None] - column[:, None]
@@ -253,7 +266,7 @@ def offsets(grid: tuple[int, int]) -> Int[Tensor, "n n"]:
 def relative(
     weights: Float[Tensor, "*k n n"], grid: tuple[int, int]
 ) -> tuple[Float[Tensor, "*k u v"], Int[Tensor, "u v"]]:
-    """Return the mean weight that a slot gives to the one at each offset, and the number of pairs at that offset.
+    """Return the mean weight that a slot gives to the slot at each offset, and the number of pairs at that offset.
 
     Σ mean · pairs / n is the mean over the rows of their sums. Source: MP3, Figure 8.
     """
@@ -268,8 +281,8 @@ def relative(
 def _attention(predictor: PositionPredictor, data: Examples) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return entropy, class token's share and reach of each head, and its mean attention by offset.
 
-    All are means over queries, the class token's own left out, and pictures. The entropy is in nats; `distance` is the
-    mean distance in patches of what is attended to, `distance_uniform` that of attention to all patches alike.
+    All are means over images and over queries, without the class token's own. The entropy is in nats; `distance` is
+    the mean distance, in patches, of what is attended to, `distance_uniform` that of equal attention to all patches.
     """
     blocks: Any = predictor.model.vit.blocks
     mean = entropy = torch.zeros(())
@@ -302,7 +315,7 @@ def _by_head(columns: Mapping[str, Tensor]) -> pd.DataFrame:
 
 
 def _probe(predictor: PositionPredictor, data: Examples, plan: PredictorStudy, skip: Say) -> pd.DataFrame:
-    """Return top-1 by the nearest neighbours in the train split, layer by layer, and the same untrained (Figure 9)."""
+    """Return the k-NN accuracy of each layer, by neighbours in the train split, trained and untrained (Figure 9)."""
     table = pd.DataFrame({"layer": [], "accuracy": [], "untrained": [], "neighbours": []})
     if plan.train_split is None:
         skip("give --train-split for its neighbours.")
@@ -345,16 +358,26 @@ def knn_accuracy(
     wanted: Int[Tensor, " n"],
     k: int = NEIGHBOURS,
 ) -> float:
-    """Return the share of queries whose label most of the k nearest by cosine bear; of a draw, the nearer ones win."""
+    """Return the share of queries whose k nearest neighbours by cosine vote for the right label.
+
+    Of labels with the same number of votes, the one with the nearer neighbours wins.
+
+    Args:
+        known: features of the labelled images.
+        labels: class indices of these, ≥ 0.
+        queries: features of the images that are classified.
+        wanted: true class indices of the queries, ≥ 0.
+        k: number of neighbours that vote; if there are fewer images, all of them.
+    """
     near = (F.normalize(queries, dim=1) @ F.normalize(known, dim=1).T).topk(min(k, len(known)), dim=1)
     classes = int(max(labels.max(), wanted.max())) + 1
     votes = torch.zeros(len(queries), classes, dtype=torch.float64)
-    votes.scatter_add_(1, labels[near.indices], 1 + near.values.double() / (4 * k))  # less than a vote, all together
+    votes.scatter_add_(1, labels[near.indices], 1 + near.values.double() / (4 * k))  # these sum to less than one vote
     return float((votes.argmax(1) == wanted).double().mean())
 
 
 def untrained(predictor: PositionPredictor, seed: int = 0) -> PositionPredictor:
-    """Return a predictor of the same shape with random weights, as a training would start from."""
+    """Return a predictor of the same shape with random weights, as at the start of a training."""
     made = copy.deepcopy(predictor)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,9 +1,9 @@
 """`privlab study split-privacy`: Table 6 of Permutation Equivariance (CVPR 2024) on images that a user names.
 
-For each defense a client is fine-tuned with it, its test accuracy is measured with the defense at work, and the
-features of the test images are attacked: by the paper's decoder, and by adversaries that know the defense. The training
-images are the adversary's. A row permutation changes nothing of the training (Corollary 4.3): a method and its "+"
-share their client.
+For each defense a client is fine-tuned with it, its test accuracy is measured with the defense active, and the features
+of the test images are attacked: by the paper's decoder, and by adversaries that know the defense. The training images
+are the adversary's. A row permutation does not change the training (Corollary 4.3): a method and its "+" share their
+client.
 """
 
 import copy
@@ -47,7 +47,7 @@ METHODS: dict[str, str] = {
     "BS": "batch-shuffle",
     "BS+": "batch-shuffle+row-permutation",
 }
-"""The rows of Table 6; "+" is with row permutation."""
+"""The rows of Table 6; "+" means with row permutation."""
 
 PUBLISHED: dict[str, tuple[float, float, float, float]] = {
     "SL": (91.9, 0.645, 16.25, 0.933),
@@ -65,15 +65,15 @@ PAPER = "inversion-mae"
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What the study is made of: a folder with `train` and `test`, each with a folder per class, and how to train.
+    """The images of the study and how clients are trained on them.
 
     Args:
-        images: the folder. With `attributes`, `train` and `test` may be flat.
-        model: a victim, fine-tuned from `weights`.
-        attributes: a CSV file with the column `file` and a column of 0 and 1 (or −1 and 1) for each attribute, as
-            CelebA's; instead of classes. Accuracy then is the share of attributes that are right.
-        adaptive: the attacks beside the paper's decoder.
-        options: those of --set, for attacks and defenses.
+        images: a folder with `train` and `test`, each with a folder per class; with `attributes`, both may be flat.
+        model: name of a victim, fine-tuned from `weights`.
+        attributes: a CSV file with the column `file` and a column of 0 and 1 (or −1 and 1) for each attribute, as in
+            CelebA, instead of classes. Accuracy is then the share of attributes that are predicted right.
+        adaptive: names of the attacks beside the paper's decoder.
+        options: [NAME.]KEY=VALUE of attacks and defenses, as `--set` takes them.
     """
 
     images: Path
@@ -125,7 +125,13 @@ class Study:
 def study(
     plan: Study, out: Path, *, device: str = "cpu", say: Callable[[str], None] = lambda line: None
 ) -> pd.DataFrame:
-    """Train, attack and score every method; what is done already in `out` is not done again.
+    """Train, attack and score every method; what is already done in `out` is not repeated.
+
+    Args:
+        plan: the images, the methods, the attacks, and how clients are trained.
+        out: folder of the trained clients (`clients/DEFENSE`) and of the runs (`runs/METHOD`).
+        device: device of the training and of the attacks.
+        say: is called with a line for each step.
 
     Raises:
         PrivlabError: if the images do not fit, or a part of the study fails.
@@ -148,7 +154,7 @@ def study(
 
 @dataclass(frozen=True, eq=False)
 class _Client:
-    """The recipe of a client that trains with its defenses at work; images are mirrored at random."""
+    """The recipe of a client that trains with its defenses active; images are mirrored at random."""
 
     model: VictimModel
     identity: str
@@ -171,7 +177,7 @@ class _Client:
 
 
 def _client(plan: Study, base: Victim, defense: str, images: Images, out: Path, device: str) -> Path:
-    """Return the weights of a client that was fine-tuned with a defense, trained now if they are not there."""
+    """Return the weights of a client that is fine-tuned with a defense; it is trained if the file does not exist."""
     path = out / "client.safetensors"
     if path.exists():
         return path
@@ -199,14 +205,14 @@ def _with_head(base: Victim, labels: Tensor, seed: int) -> VictimModel:
 
 
 def _concerns(option: str, defense: str) -> bool:
-    """Return whether an option is one of the attacks', or of this defense."""
+    """Return whether an option belongs to an attack or to this defense, and not to another defense."""
     name = option.partition("=")[0].rpartition(".")[0]
     defenses = {part for stacked in METHODS.values() for part in stacked.split("+")}
     return name not in defenses or name in defense.split("+")
 
 
 def _attacked(spec: Specification, run: Path, device: str) -> pd.DataFrame:
-    """Return the records of a run, made now unless it is finished."""
+    """Return the records of a run, which is executed unless it is finished."""
     facts = run / "run.json"
     if facts.exists() and json.loads(facts.read_bytes()).get("status") == "finished":
         return RunDirectory(run).store.frame()
@@ -214,7 +220,7 @@ def _attacked(spec: Specification, run: Path, device: str) -> pd.DataFrame:
 
 
 def _accuracy(base: Victim, stack: Stack, images: Images, plan: Study) -> float:
-    """Return the share of right predictions, or attributes, of the test images with the defense at work."""
+    """Return the share of right predictions, or attributes, of the test images with the defense active."""
     right = []
     for i, pixels in enumerate(images.pixels.split(plan.batch)):
         draws = new_draws(Generator().manual_seed(plan.seed + i), len(pixels))
@@ -226,7 +232,7 @@ def _accuracy(base: Victim, stack: Stack, images: Images, plan: Study) -> float:
 
 
 def _row(method: str, records: pd.DataFrame, accuracy: float) -> dict[str, object]:
-    """Return the means of the paper's decoder, and those of the adaptive attack that is best for each image."""
+    """Return the means of the paper's decoder, and those of the best adaptive attack on each image."""
     scored = records.loc[(records.geometry == "in_place") & (records.status == "ok")]
     failed = int((records[records.geometry == "in_place"].status != "ok").sum())
     paper = scored.loc[scored.attack == PAPER]

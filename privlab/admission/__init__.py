@@ -1,4 +1,4 @@
-"""The admission test of a defense: whether its release is what it says and nothing else."""
+"""The admission test of a defense: whether its release is what it declares and nothing else."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""The admission test of a defense: whether its release is what it says and nothing else, on a small victim."""
+"""The admission test of a defense on a small victim: whether its release is what it declares and nothing else."""
 
 import copy
 import math
@@ -29,9 +29,9 @@ AnyDefense = Defense | FeatureDefense | GradientDefense
 Case = OnImages | OnFeatures | OnGradients
 
 MODEL = "vit_ti_mjp"
-"""The victim on which a defense is tried: with E_unk, which MJP needs."""
+"""The victim on which a defense is tested; it has E_unk, which MJP needs."""
 NEAR = 1e-9
-"""What rounding may make of one's own release when the batch changes, relative to its size."""
+"""The largest change by rounding of a client's own release when the batch changes, relative to its size."""
 
 
 def admit(
@@ -41,21 +41,28 @@ def admit(
     *,
     seed: int = 0,
 ) -> tuple[Check, ...]:
-    """Measure whether a defense releases what it says and nothing else.
+    """Measure whether a defense releases what it declares and nothing else.
 
-    `contents`: the release has its form and nothing beside it. `acts-as`, if the class says what it does: it does that.
-    `order`, `rows` or `variance`: it is what the defense declares; to a variance that is `overstated` attacks would not
-    listen. `gradients`: they are those of the defended model, by finite differences. `effect`: how much is changed,
-    which never fails. `same-draw`: one draw, one release. `neighbours`: one's own does not depend on another's image,
-    unless the class says `mixes = True`. `random-state`: it draws from the generators that it is given. `untouched`:
-    nothing that it is given is changed. `control`: without the defense, the image leaks. After a failed `contents` what
-    stands on it is left out.
+    The checks are
+
+    - `contents`: the release has its form and nothing beside it; if this fails, checks that need the form are left out;
+    - `acts-as`, if the class says what it does: the release agrees with that;
+    - `order`, `rows` or `variance`: the release agrees with what is declared; attacks would ignore a release whose
+      variance is `overstated`;
+    - `gradients`: they are those of the defended model, by finite differences;
+    - `effect`: how much is changed; this never fails;
+    - `same-draw`: the same draw gives the same release;
+    - `neighbours`: a client's release does not depend on another's image, unless the class says `mixes = True`;
+    - `random-state`: the defense draws only from the generators that it is given;
+    - `untouched`: nothing that it is given is changed;
+    - `control`: without the defense, the image leaks.
 
     Args:
-        defense: on images, features or gradients.
+        defense: a defense on images, features or gradients.
         model: the victim, copied in float64; by default two blocks of a random ViT-Ti at 64 pixels, with E_unk.
-        images: in [0, 1]: two clients', and one that takes the second's place; by default photographs.
-        seed: of draws and directions.
+        images: three images in [0, 1]: those of two clients, and one that takes the second's place; by default
+            photographs.
+        seed: seed of the draws and of the directions of finite differences.
 
     Raises:
         PrivlabError: if the defense cannot be run, or the victim is one that it, or the control, does not fit.
@@ -83,6 +90,16 @@ def admit_named(
 ) -> tuple[Check, ...]:
     """Admit an installed defense by its name, with options as `--set` takes them.
 
+    Args:
+        name: name of one defense, not of a stack with "+".
+        options: [NAME.]KEY=VALUE, one string for each option.
+        gamma: share of the patches that is shuffled, for a defense that has it.
+        model: name of the victim.
+        weights: "random", or others that `victim` takes.
+        img_size: side of the input in pixels, a multiple of the patches' side; None keeps the victim's own.
+        depth: number of the victim's first blocks that are kept; None keeps all.
+        seed: seed of random weights, of the draws and of the directions of finite differences.
+
     Raises:
         PrivlabError: for an unknown name or option, and as `admit`.
     """
@@ -101,7 +118,15 @@ def admit_named(
 def small_victim(
     name: str = MODEL, weights: str = "random", img_size: int | None = 64, depth: int | None = 2, seed: int = 0
 ) -> VictimModel:
-    """Return a victim of which only the first `depth` blocks are kept: what is checked is algebra, not accuracy."""
+    """Return a victim with only its first blocks, because the checks are about algebra and not about accuracy.
+
+    Args:
+        name: name of the victim.
+        weights: "random", or others that `victim` takes.
+        img_size: side of the input in pixels, a multiple of the patches' side; None keeps the victim's own.
+        depth: number of the first blocks that are kept; None keeps all.
+        seed: seed of random weights.
+    """
     with _quiet():
         model = copy.deepcopy(victim(name, weights=weights, img_size=img_size, seed=seed).model)
     model.vit.blocks = model.vit.blocks[:depth]
@@ -109,7 +134,7 @@ def small_victim(
 
 
 def photographs(model: VictimModel) -> Float[Tensor, "3 c h w"]:
-    """Return three of the bundled photographs as the victim takes them."""
+    """Return the first three bundled photographs, resized to the input of the victim."""
     colours, *size = model.image_shape
     cut = Preprocessing((size[0], size[1]), (0.5,) * colours, (0.5,) * colours, 1.0, "bicubic")
     return torch.stack([cut(picture.pixels) for picture in open_images("samples", limit=3) if picture.pixels])
@@ -122,7 +147,7 @@ def _case(defense: AnyDefense, subject: Subject) -> Case:
 
 
 def _checks(case: Case, own: VictimModel) -> Iterator[Check]:
-    """Yield every check of a defense; what stands on the form of a release is left out where that is wrong."""
+    """Yield every check of a defense; those that need the form of the release are left out if the form is wrong."""
     subject, inputs = case.subject, case.inputs()
     given = {name: value.clone() for name, value in inputs.items()}
     weights = {name: value.clone() for name, value in own.state_dict().items()}
@@ -143,7 +168,7 @@ def _checks(case: Case, own: VictimModel) -> Iterator[Check]:
         yield _effect(case, release)
         yield (same := _same_draw(case, release))
         yield _neighbours(case, release)
-    if same is None or same.passed:  # type checkers draw from it as well: it counts where a release tells of it
+    if same is None or same.passed:  # type checkers draw from it as well: it counts only if releases differ
         drawn = [name for name in drawn if name != "random"]
     yield Check.at_most(
         "random-state", float(len(drawn)), 0.0, _listed("global generators that were drawn from", drawn)
@@ -153,7 +178,7 @@ def _checks(case: Case, own: VictimModel) -> Iterator[Check]:
 
 
 def _effect(case: Case, release: Any) -> Check:  # noqa: ANN401
-    """Return how far a release is from an undefended one; it never fails: noise of `std=0` is what it says."""
+    """Return how far a release is from an undefended one; it never fails, because noise of `std=0` changes nothing."""
     made, plain = case.tensors(release), case.undefended()
     added = [value for name, value in made.items() if name not in plain]
     kept = {name: value for name, value in made.items() if name in plain}
@@ -163,7 +188,7 @@ def _effect(case: Case, release: Any) -> Check:  # noqa: ANN401
 
 
 def _same_draw(case: Case, release: Any) -> Check:  # noqa: ANN401
-    """Return how far two releases of one draw are apart, under different global generators."""
+    """Return the difference of two releases with the same draw, under different global generators."""
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
@@ -173,7 +198,7 @@ def _same_draw(case: Case, release: Any) -> Check:  # noqa: ANN401
 
 
 def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
-    """Return how far the first client's release changes with the image and the draw of the second."""
+    """Return the change of the first client's release when the image and the draw of the second change."""
     other = _of(case, lambda: case.run(case.inputs(neighbour=True), case.subject.draws(neighbour=True)))
     value = apart(case.own(release), case.own(other))
     if declared_by_defense(case.defense).mixes:
@@ -182,7 +207,7 @@ def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
 
 
 def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of what is not what it was, is new, or is gone."""
+    """Return the names of the tensors that were changed, added or removed."""
     kept = before.keys() & after.keys()
     return [name for name in {*before, *after} if name not in kept or not torch.equal(before[name], after[name])]
 
@@ -192,7 +217,7 @@ def _listed(what: str, names: Sequence[str]) -> str:
 
 
 def _of(case: Case, call: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """Return what comes of a defense; what it raises is one line.
+    """Return the result of a call of the defense; its errors become one line.
 
     Raises:
         PrivlabError: if it raises anything.
@@ -219,7 +244,7 @@ def _random_states() -> dict[str, object]:
 
 @contextmanager
 def _same_random_state() -> Iterator[None]:
-    """Leave all global generators as they are found."""
+    """Restore all global generators afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -232,7 +257,7 @@ def _same_random_state() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what weakens a verdict on an attack: here the figures are all that counts."""
+    """Suppress privlab's warnings, which weaken a verdict on an attack: here only the figures count."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivlabWarning)
         yield

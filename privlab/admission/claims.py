@@ -1,4 +1,4 @@
-"""What defenses on images, on gradients and on features claim of their release, and what is measured of it."""
+"""What defenses on images, on gradients and on features claim of their release, and how that is measured."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -53,18 +53,21 @@ from privlab.victims import VictimModel
 __all__ = ["Check", "OnFeatures", "OnGradients", "OnImages", "Subject"]
 
 LEAKS = 60.0
-"""What the control must reach, in dB."""
+"""The least PSNR of the control, in dB."""
 NOISE = 1.1
-"""The factor that declared and measured variance of a noise may be apart."""
+"""The largest factor between declared and measured variance of a noise."""
 ROUNDING = (3.0, 100.0)
-"""The factors by which that of a rounding, whose law is a model, may be too small, and too large in the median."""
+"""The factors by which the variance of a rounding may be declared too small, and too large in the median.
+
+They are wide, because the law of a rounding is only a model.
+"""
 
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check, which passed where `value` was within its limit (`bound`: "≤" or "≥"); `text` says what it is of."""
+    """One check, which passed if `value` is within its limit (`bound`: "≤" or "≥"); `text` says what was measured."""
 
     name: str
     passed: bool
@@ -75,12 +78,26 @@ class Check:
 
     @classmethod
     def at_most(cls, name: str, value: float, limit: float, text: str) -> "Check":
-        """Return a check whose value must not be above its limit; nan fails."""
+        """Return a check that passes if its value is not above its limit; nan fails.
+
+        Args:
+            name: name of the check, such as "contents".
+            value: what was measured.
+            limit: the largest value that passes.
+            text: what the value measures, in words.
+        """
         return cls(name, value <= limit, value, limit, text)
 
     @classmethod
     def at_least(cls, name: str, value: float, limit: float, text: str) -> "Check":
-        """Return a check whose value must not be below its limit; nan fails."""
+        """Return a check that passes if its value is not below its limit; nan fails.
+
+        Args:
+            name: name of the check, such as "control".
+            value: what was measured.
+            limit: the least value that passes.
+            text: what the value measures, in words.
+        """
         return cls(name, value >= limit, value, limit, text, "≥")
 
 
@@ -123,11 +140,11 @@ class OnImages:
     contents: ClassVar[str] = "images in [0, 1], an order of the patches, masks"
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
-        """Return what goes into the defense."""
+        """Return the inputs of the defense."""
         return {"images": self.subject.clients(neighbour=neighbour)}
 
     def run(self, inputs: Tensors, draws: Draws) -> Feed:
-        """Return what comes out of it."""
+        """Return what the defense makes of these inputs."""
         return self.defense(inputs["images"], self.subject.model.patch, draws.images)
 
     def tensors(self, feed: Feed) -> dict[str, Tensor]:
@@ -140,11 +157,11 @@ class OnImages:
         return {name: value[0] for name, value in self.tensors(feed).items()}
 
     def undefended(self) -> dict[str, Tensor]:
-        """Return what would be fed without it."""
+        """Return what would be fed without the defense."""
         return self.tensors(Feed.undefended(self.subject.clients(), self.subject.model.patch))
 
     def problems(self, feed: object) -> Iterator[str]:
-        """Yield what in the release is not of its form."""
+        """Yield each deviation of the release from its form, in words."""
         if type(feed) is not Feed:
             yield f"{type(feed).__name__} instead of Feed"
             return
@@ -166,7 +183,7 @@ class OnImages:
             yield "an order that moves slots which are not declared as moved"
 
     def checks(self, feed: Feed) -> Iterator[Check]:
-        """Yield what the release is measured by."""
+        """Yield the checks of a release that has its form."""
         yield from acts_as(self.defense, self.subject.model)
         yield Check.at_most("order", self._misplaced(feed), 0.01, "distance of slots from what order and moved say")
         model, labels, names = self.subject.model, self.subject.labels, self.subject.released
@@ -175,11 +192,11 @@ class OnImages:
         yield Check.at_most("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂θ‖")
 
     def _misplaced(self, feed: Feed) -> float:
-        """Return how much worse than the best the declared order is, or 1 if moved patches are not what they were.
+        """Return how much worse than the best order the declared one is, or 1 if moved patches were changed.
 
-        It is measured on smooth images in which no two patches are alike, so that it shows through what a defense does
-        to the pixels. A defense that moves slots must leave every patch as it is, bit for bit: one that changes pixels
-        as well is two defenses, stacked.
+        It is measured on smooth images in which no two patches are alike, so that patches are recognised after a
+        defense has changed their pixels. A defense that moves slots must not change a bit of any patch: one that
+        changes pixels as well is two defenses, stacked.
         """
         subject, patch = self.subject, self.subject.model.patch
         if feed.moved.any() and not torch.equal(feed.images, permute(subject.clients(), feed.order, patch)):
@@ -203,13 +220,13 @@ class OnGradients:
     contents: ClassVar[str] = "the gradients of the released parameters, in their shapes and types"
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
-        """Return what goes into the defense."""
+        """Return the inputs of the defense."""
         model = self.subject.model
         feed = Feed.undefended(self.subject.clients(neighbour=neighbour), model.patch)
         return per_sample_gradients(model, feed, self.subject.labels, self.subject.released)
 
     def run(self, inputs: Tensors, draws: Draws) -> Any:  # noqa: ANN401
-        """Return what comes out of it."""
+        """Return what the defense makes of these inputs."""
         return self.defense.release(inputs, draws.images)
 
     def tensors(self, released: Tensors) -> dict[str, Tensor]:
@@ -221,11 +238,11 @@ class OnGradients:
         return {name: value[0] for name, value in released.items()}
 
     def undefended(self) -> dict[str, Tensor]:
-        """Return what would be released without it."""
+        """Return what would be released without the defense."""
         return self.inputs()
 
     def problems(self, released: object) -> Iterator[str]:
-        """Yield what in the release is not of its form."""
+        """Yield each deviation of the release from its form, in words."""
         if not isinstance(released, Mapping):
             yield f"{type(released).__name__} instead of gradients by name"
             return
@@ -235,12 +252,12 @@ class OnGradients:
             yield from unlike(name, released.get(name), g.shape, g.dtype)
 
     def checks(self, released: Tensors) -> Iterator[Check]:
-        """Yield what the release is measured by."""
+        """Yield the checks of a release that has its form."""
         yield from acts_as(self.defense, self.subject.model)
         true, variance = self.inputs(), self.defense.variance(released)
         wrong = [w for name, g in true.items() for w in unlike(name, variance.get(name), g.shape, g.dtype)]
         some = {name: released[name] for name in PatchGradient.parameters if name in released}
-        known = self.defense.variance(some)  # an adversary need not have looked at everything
+        known = self.defense.variance(some)  # an adversary may read only some of the gradients
         wrong += [w for name, g in some.items() for w in unlike(f"{name} alone", known.get(name), g.shape, g.dtype)]
         wrong += [f"{name} below zero" for name, value in variance.items() if bool((value < 0).any())]
         if wrong:
@@ -253,7 +270,7 @@ class OnGradients:
         yield Check.at_most("gradients", off, 8.0, "error against finite differences, in σ of what is declared")
 
     def _variance(self, true: Tensors, released: Tensors, variance: Tensors) -> Iterator[Check]:
-        """Yield by which factors the declared variance is too small and too large, the gradient scaled for the best."""
+        """Yield the factors by which the declared variance is too small and too large, at the best gradient scale."""
         fitted = scale_of(true, released, variance)
         errors = [
             {name: g - scale.view(-1, *[1] * (g.ndim - 1)) * true[name] for name, g in released.items()}
@@ -286,12 +303,12 @@ class OnFeatures:
     contents: ClassVar[str] = "as many rows as the embedding has, orders of rows and columns"
 
     def inputs(self, *, neighbour: bool = False) -> dict[str, Tensor]:
-        """Return what goes into the defense."""
+        """Return the inputs of the defense."""
         with torch.no_grad():
             return {"tokens": self.subject.model.embed(self.subject.clients(neighbour=neighbour))}
 
     def run(self, inputs: Tensors, draws: Draws) -> Sent:
-        """Return what comes out of it."""
+        """Return what the defense makes of these inputs."""
         return self.defense.send(Sent.plain(inputs["tokens"], self.subject.model.vit.num_prefix_tokens), draws)
 
     def tensors(self, sent: Sent) -> dict[str, Tensor]:
@@ -300,16 +317,16 @@ class OnFeatures:
         return {name: value for name, value in found.items() if value is not None}
 
     def own(self, sent: Sent) -> dict[str, Tensor]:
-        """Return the rows that are declared to be the first client's, wherever they are sent."""
+        """Return the rows that are declared to be the first client's, wherever they are in the batch."""
         mine = sent.source < sent.source.shape[1]
         return {"features": sent.features[mine], "source": sent.source[mine]}
 
     def undefended(self) -> dict[str, Tensor]:
-        """Return what would be sent without it."""
+        """Return what would be sent without the defense."""
         return self.tensors(Sent.plain(self.inputs()["tokens"], self.subject.model.vit.num_prefix_tokens))
 
     def problems(self, sent: object) -> Iterator[str]:
-        """Yield what in the release is not of its form."""
+        """Yield each deviation of the release from its form, in words."""
         if type(sent) is not Sent:
             yield f"{type(sent).__name__} instead of Sent"
             return
@@ -330,7 +347,7 @@ class OnFeatures:
             yield f"key_bits {sent.key_bits} instead of a number of bits"
 
     def checks(self, sent: Sent) -> Iterator[Check]:
-        """Yield what the release is measured by."""
+        """Yield the checks of a release that has its form."""
         yield from acts_as(self.defense, self.subject.model)
         declared = declared_by_defense(self.defense)
         effects = declared.acts_as
@@ -348,10 +365,10 @@ class OnFeatures:
         yield Check.at_most("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂tokens‖")
 
     def _off_differences(self, tokens: Float[Tensor, "b t d"]) -> float:
-        """Return how far the derivative through what is sent is from finite differences, in random directions."""
+        """Return the error of the derivative through the release against finite differences, in random directions."""
         z = tokens.clone().requires_grad_()
         with torch.enable_grad():
-            loss = self._loss(z * 1)  # what may be changed in place
+            loss = self._loss(z * 1)  # a copy, which the defense may change in place
         g = torch.autograd.grad(loss, z)[0] if loss.requires_grad else torch.zeros_like(z)
         worst, draw = 0.0, torch.Generator().manual_seed(self.subject.seed)
         for _ in range(8):
@@ -362,14 +379,14 @@ class OnFeatures:
         return worst
 
     def _loss(self, tokens: Float[Tensor, "b t d"]) -> Tensor:
-        """Return the loss of what the client makes of its returns; the server's weights are keyed by the columns."""
+        """Return the client's loss on what the server returns; the server's weights are encrypted by the column key."""
         model, sent = self.subject.model, self.run({"tokens": tokens}, self.subject.draws())
         plain = replace(sent, features=restore_features(sent.features, columns=sent.columns), columns=None)
         logits = model.head(plain.restored(model.backbone(plain.features)))
         return F.cross_entropy(logits, self.subject.labels, reduction="sum")
 
     def control(self) -> Check:
-        """Return what leaks without the defense, of images in the span of the embedding: all of it."""
+        """Return what leaks without the defense; images in the span of the embedding leak completely."""
         model = self.subject.model
         images = span_of(model, self.subject.clients())
         with torch.no_grad():
@@ -380,7 +397,7 @@ class OnFeatures:
 
 
 def acts_as(defense: AnyDefense, model: VictimModel) -> Iterator[Check]:
-    """Yield, of a defense that declares what it does, in how much of that its releases contradict it."""
+    """Yield, for a defense that declares what it does, the number of declarations that its releases contradict."""
     if declared_by_defense(defense).acts_as is not None:
         wrong = contradictions(model, defense, NOISE)
         yield Check.at_most("acts-as", float(len(wrong)), 0.0, "; ".join(wrong) or "effects that are not as declared")

@@ -1,4 +1,4 @@
-"""How far a release is from what is claimed of it: finite differences, variances, orders and forms."""
+"""Distances of a release from what is claimed of it: finite differences, variances, orders and forms."""
 
 import copy
 import math
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 STEP = 1e-6
-"""Of finite differences in float64: rounding and the third derivative leave about 1e-8."""
+"""Step of finite differences in float64; rounding and the third derivative leave an error of about 1e-8."""
 TOLERANCE = 1e-6
-"""What a directional derivative may be off, relative to the norm of the gradient."""
+"""The largest error of a directional derivative, relative to the norm of the gradient."""
 _TINY = 1e-300
 
 Tensors = Mapping[str, Tensor]
@@ -44,6 +44,13 @@ def off_differences(model: VictimModel, feed: Feed, labels: Int[Tensor, " b"], g
     """Return the worst error of g·v against (ℓ(θ + hv) − ℓ(θ − hv)) / 2h, over parameters and images, relative to ‖g‖.
 
     Each parameter θ has a random direction v, and ℓ is the loss of the victim's own forward pass on what is fed.
+
+    Args:
+        model: the victim, in float64.
+        feed: what the clients feed, one image each.
+        labels: classes of the images.
+        gradients: released gradients by parameter name, with the images in the first dimension.
+        seed: seed of the directions.
     """
     found, slopes, norms, _ = _directional(model, feed, labels, gradients, {}, seed)
     return _worst((found - slopes).abs() / norms)
@@ -52,10 +59,18 @@ def off_differences(model: VictimModel, feed: Feed, labels: Int[Tensor, " b"], g
 def off_in_noise(
     model: VictimModel, feed: Feed, labels: Int[Tensor, " b"], gradients: Tensors, variance: Tensors, seed: int
 ) -> float:
-    """Return that error where noise is declared, in its standard deviations.
+    """Return the error of `off_differences` in standard deviations of the declared noise.
 
-    Each image may have one scale of its gradient: clipping, say. An error of an eighth of the `TOLERANCE` counts as
-    one standard deviation.
+    The gradient of each image may have a scale of its own, as clipping leaves it: the best one counts. An error of an
+    eighth of the `TOLERANCE` counts as one standard deviation.
+
+    Args:
+        model: the victim, in float64.
+        feed: what the clients feed, one image each.
+        labels: classes of the images.
+        gradients: released gradients by parameter name, with the images in the first dimension.
+        variance: declared variance of each of their entries.
+        seed: seed of the directions.
     """
     found, slopes, norms, σ = _directional(model, feed, labels, gradients, variance, seed)
     σ = (σ.square() + (TOLERANCE / 8 * norms).square()).sqrt()
@@ -81,12 +96,12 @@ def _directional(
         rows.append([(g * v).flatten(1).sum(1), _slope(θ, v, loss), g.flatten(1).norm(dim=1)])
         rows[-1].append(noise.flatten(1).sum(1).sqrt())
     found, slopes, norms, σ = (torch.stack(values) for values in zip(*rows, strict=True))
-    return found, slopes, norms + 1e-3 * norms.square().mean(0).sqrt(), σ  # a gradient of zero has a norm too
+    return found, slopes, norms + 1e-3 * norms.square().mean(0).sqrt(), σ  # no norm is zero, even of a zero gradient
 
 
 @torch.no_grad()
 def _slope(θ: nn.Parameter, v: Tensor, loss: Callable[[], Tensor]) -> Float[Tensor, " b"]:
-    """Return the central difference of the losses in the direction v of θ, which is left as it was."""
+    """Return the central difference of the losses in the direction v of θ, whose value is restored."""
     before, values = θ.detach().clone(), []
     for sign in (1, -1):
         θ.copy_(before + sign * STEP * v)
@@ -107,7 +122,13 @@ def _worst(errors: Tensor) -> float:
 
 
 def scale_of(true: Tensors, released: Tensors, variance: Tensors) -> Float[Tensor, " b"]:
-    """Return c ≥ 0 of each image for which c · ∂ℓ/∂θ is nearest to what is released, each entry by its variance."""
+    """Return c ≥ 0 of each image for which c · ∂ℓ/∂θ is nearest to the release, each entry weighted by 1 / variance.
+
+    Args:
+        true: the undefended gradients ∂ℓ/∂θ by parameter name, with the images in the first dimension.
+        released: the gradients that the defense releases.
+        variance: declared variance of each entry of the release.
+    """
     least = _rounding(true)
     above, below = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for name, g in true.items():
@@ -118,9 +139,14 @@ def scale_of(true: Tensors, released: Tensors, variance: Tensors) -> Float[Tenso
 
 
 def understated(true: Tensors, error: Tensors, variance: Tensors) -> float:
-    """Return by how much the mean square of a parameter's error is above its declared variance: the worst factor.
+    """Return the worst factor by which the mean square of a parameter's error exceeds its declared variance.
 
-    A mean of n squares is known to √(2/n), of which six are allowed.
+    A mean of n squares has a relative standard deviation of √(2/n), of which six are allowed.
+
+    Args:
+        true: the undefended gradients by parameter name; they give the scale of rounding.
+        error: released gradients less the true ones, which may be scaled for each image (`scale_of`).
+        variance: declared variance of each entry of the release.
     """
     least = _rounding(true)
     return max(
@@ -130,10 +156,18 @@ def understated(true: Tensors, error: Tensors, variance: Tensors) -> float:
 
 
 def overstated(true: Tensors, released: Tensors, error: Tensors, variance: Tensors, *, worst: bool) -> float:
-    """Return by how much it is below: the factor of the worst parameter, or the median of all.
+    """Return the factor by which the declared variance exceeds the mean square of the errors.
 
-    Of an entry that was released as zero a variance v declares a bound, √(3v) (see `GradientDefense`), below which the
-    entries of a parameter may be far: what it is held against is the largest of all.
+    For an entry that was released as zero, a variance v declares a bound, √(3v) (see `GradientDefense`), and the
+    entries of one parameter may lie far below it: so the largest of all parameters, relative to its bound, is what
+    counts for each.
+
+    Args:
+        true: the undefended gradients by parameter name; they give the scale of rounding.
+        released: the gradients that the defense releases.
+        error: released gradients less the true ones, which may be scaled for each image (`scale_of`).
+        variance: declared variance of each entry of the release.
+        worst: whether the factor of the worst parameter is returned, or the median of all parameters.
     """
     least = _rounding(true)
     zeros = {name: (g == 0) & (variance[name] > 0) for name, g in released.items()}
@@ -152,7 +186,7 @@ def overstated(true: Tensors, released: Tensors, error: Tensors, variance: Tenso
 
 
 def _rounding(true: Tensors) -> float:
-    """Return the variance that rounding leaves, with a wide margin."""
+    """Return a variance well above that of rounding."""
     return 1e-18 * sum(float(g.square().mean()) for g in true.values()) + _TINY
 
 
@@ -165,7 +199,13 @@ def worse_than_best(
 ) -> float:
     """Return how much further the fed patches are from those that `order` names than from the best assignment.
 
-    It is the difference of the sums of squared distances, in units of what a random order has, of the worst image.
+    It is the difference of the sums of squared distances, over the expected sum for a random order, of the worst image.
+
+    Args:
+        fed: images as the defense feeds them.
+        source: the same images before the defense.
+        order: the declared order: slot i of the fed image holds patch order[i] of the source.
+        patch: side of a patch, in pixels.
     """
     worst = 0.0
     for slots, patches, named in zip(patchify(fed, patch), patchify(source, patch), order, strict=True):
@@ -185,7 +225,7 @@ def colour_wheel(shape: tuple[int, int, int]) -> Float[Tensor, "c h w"]:
 
 
 def span_of(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-    """Return the images without what the patch projection W loses, in less contrast where they would leave [0, 1]."""
+    """Return the images without what the patch projection W loses, with contrast reduced if they would leave [0, 1]."""
     W = model.vit.patch_embed.proj.weight.detach().flatten(1)
     X = patchify(model.normalise(images), model.patch)
     offset = unpatchify(X @ torch.linalg.pinv(W) @ W, model.image_shape) * model.std
@@ -202,7 +242,14 @@ def apart(a: Tensors, b: Tensors) -> float:
 
 
 def unlike(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:
-    """Yield where something is no tensor of a shape and a type, or not finite."""
+    """Yield each way in which a value is not a finite tensor of this shape and type, in words.
+
+    Args:
+        name: name of the value, with which each text begins.
+        value: what the defense returned; a missing value is None.
+        shape: the expected shape.
+        dtype: the expected type.
+    """
     if not isinstance(value, Tensor):
         yield f"{name}: {type(value).__name__} instead of a tensor"
         return
@@ -215,6 +262,6 @@ def unlike(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def not_permuted(name: str, orders: Int[Tensor, "b n"]) -> Iterator[str]:
-    """Yield where an order leaves something out."""
+    """Yield a text if an order is no permutation of 0 to n − 1."""
     if not torch.equal(orders.sort(1).values, torch.arange(orders.shape[1]).expand_as(orders)):
         yield f"{name} that leaves some out or repeats others"

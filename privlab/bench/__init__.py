@@ -1,4 +1,4 @@
-"""Speed as ratios, measured side by side in one run on the same inputs and threads: one bench, one file."""
+"""Benches: speeds as ratios, measured in one run on the same inputs and threads; one bench, one file."""
 
 from collections.abc import Callable
 

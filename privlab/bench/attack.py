@@ -37,17 +37,25 @@ def bench_attack(
 ) -> Bench:
     """Time a training step, the observation, each solve, the scoring, and breaching's APRIL, in `repeats` rounds.
 
-    Each round times every stage once on all images, so that a noisy moment hits all alike; medians are taken over
+    Each round times every stage once on all images, so that a noisy moment affects all alike; medians are taken over
     the rounds. "solve" is an attack's call, given the gradient, images included: ours against breaching's as it ships;
-    the linear solves within breaching's are set beside it on their own. Peak memory is that of `privlab attack`, with
-    400 and with 40 images, each in a process of its own.
+    the linear solves within breaching's attack are also timed on their own. Peak memory is that of `privlab attack`,
+    with 400 and with 40 images, each in a process of its own.
+
+    Args:
+        model: name of the victim.
+        n_images: number of photographs in each round, fed in batches of 16.
+        repeats: rounds that are timed, after one that warms up.
+        memory: whether the peak memory is measured too.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        progress: is called with the stages done and their number.
 
     Raises:
         PrivlabError: if the victim's gradients do not grant what both attacks need.
     """
     target = pick_device(device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivlabWarning)  # what weakens a verdict is as fast: random weights, N ≥ D
+        warnings.simplefilter("ignore", PrivlabWarning)  # random weights or N ≥ D weaken a verdict, but not the speed
         stock = victim(model).to(target)
         images = pictures(stock, n_images).to(target)
         stages = _Stages(stock, stock.with_block("april"), images)
@@ -92,7 +100,7 @@ def _ratios(m: Mapping[str, float]) -> dict[str, float]:
 
 
 class _Stages:
-    """What is timed, each stage once over all images in the same batches."""
+    """The stages that are timed, each once over all images in the same batches."""
 
     def __init__(self, stock: Victim, april: Victim, images: Float[Tensor, "b c h w"]) -> None:
         self.stock, self.april = stock.model, april.model

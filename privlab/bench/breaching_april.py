@@ -1,4 +1,4 @@
-"""breaching's APRIL as it ships, on a model that it can take: the yardstick of `privlab bench attack`."""
+"""breaching's APRIL as it ships, on a model that it accepts: the reference of `privlab bench attack`."""
 
 import copy
 from types import SimpleNamespace
@@ -18,8 +18,8 @@ __all__ = ["BreachingApril"]
 class BreachingApril:
     """breaching's client and its attack `april_analytic`, one image at a time.
 
-    The attack finds gradients by their position among the parameters (1: pos_embed, 4: the first qkv weight), which
-    the april block meets: it has no norm before its attention.
+    The attack finds gradients by their position among the parameters (1: pos_embed, 4: the first qkv weight). The april
+    block has these positions, because no norm precedes its attention.
     """
 
     def __init__(self, april: VictimModel) -> None:

@@ -1,4 +1,4 @@
-"""What every bench shares: its result, stages timed in rounds, and the photographs that they run on."""
+"""What all benches share: their result, the timing of stages in rounds, and the photographs that they run on."""
 
 import statistics
 import time
@@ -20,7 +20,7 @@ __all__ = ["Bench", "median_seconds", "peak_memory", "pictures", "timed"]
 
 @dataclass(frozen=True)
 class Bench:
-    """Ratios, and figures of their own, with their targets ("≤ 0.75"); the medians that they were made of."""
+    """Ratios and other figures with their targets ("≤ 0.75"), and the medians from which they were computed."""
 
     ratios: Mapping[str, float]
     targets: Mapping[str, str]
@@ -28,7 +28,7 @@ class Bench:
     setup: Mapping[str, object]
 
     def as_dict(self) -> dict[str, object]:
-        """Return everything as plain data, the ratios as keys of their own."""
+        """Return everything as plain data, with each ratio as a key of its own."""
         speed = {name: 1 / seconds for name, seconds in self.seconds_per_image.items()}
         return {
             **self.ratios,
@@ -52,7 +52,16 @@ class Bench:
 def median_seconds(
     stages: Mapping[str, Callable[[], object]], repeats: int, device: torch.device, step: Callable[[], None]
 ) -> dict[str, float]:
-    """Time every stage once in each of `repeats` rounds, after one that warms up; a noisy moment hits all alike."""
+    """Return the median seconds of every stage over `repeats` rounds, after one round that warms up.
+
+    Each round times every stage once, so that a noisy moment affects all alike.
+
+    Args:
+        stages: the stages by name, in the order in which they are timed.
+        repeats: rounds that count, ≥ 1.
+        device: the device on which the stages work; a GPU is waited for.
+        step: is called after each stage of each round, `repeats` + 1 times for each.
+    """
     timings: dict[str, list[float]] = {name: [] for name in stages}
     for _ in range(repeats + 1):
         for name, stage in stages.items():
@@ -62,7 +71,7 @@ def median_seconds(
 
 
 def timed(stage: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that a stage takes, on the device too."""
+    """Return the seconds that a stage takes, including its work on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -75,7 +84,8 @@ def timed(stage: Callable[[], object], device: torch.device) -> float:
 def peak_memory() -> int:
     """Return the most memory that this process has held, in kB.
 
-    On Linux from /proc: `ru_maxrss` survives an exec, and would be that of the process that started this one.
+    On Linux it is read from /proc: `ru_maxrss` survives an exec, and would be that of the process that started this
+    one.
     """
     status = Path("/proc/self/status")
     if not status.exists():
@@ -86,7 +96,7 @@ def peak_memory() -> int:
 
 
 def pictures(base: Victim, n: int) -> Float[Tensor, "b c h w"]:
-    """Return n different photographs: the bundled ones, shifted round and round."""
+    """Return n different photographs, preprocessed for the victim: the bundled ones, shifted cyclically."""
     samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
     shifted = (ImageChops.offset(samples[i % len(samples)], 37 * (i // len(samples))) for i in range(n))
     return torch.stack([base.preprocessing(pixels) for pixels in shifted])

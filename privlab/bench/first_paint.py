@@ -1,4 +1,4 @@
-"""How long a page takes to its first paint, in a headless Chromium that is spoken to over a pair of pipes."""
+"""The time to the first paint of a page, in a headless Chromium that is controlled over a pair of pipes."""
 
 import json
 import os
@@ -26,13 +26,18 @@ _Send = Callable[..., dict[str, Any]]
 
 
 def find_chromium() -> str | None:
-    """Return the path of a Chromium or Chrome, the one that PRIVLAB_CHROMIUM names first; None where there is none."""
+    """Return the path of a Chromium or Chrome, first the one in PRIVLAB_CHROMIUM; None if there is none."""
     named = os.environ.get("PRIVLAB_CHROMIUM")
     return named or next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 def first_paint(chromium: str, page: Path, times: int = 3) -> float:
     """Return the median of the seconds from the navigation to the first paint, each in a tab of its own.
+
+    Args:
+        chromium: path of the browser, as `find_chromium` returns it.
+        page: an HTML file.
+        times: number of tabs over which the median is taken, ≥ 1.
 
     Raises:
         PrivlabError: if the browser dies, refuses a command, or does not answer within two minutes.
@@ -53,9 +58,9 @@ def _painted(send: _Send, page: Path) -> float:
 
 @contextmanager
 def _launched(chromium: str) -> Iterator[_Send]:
-    """Start a Chromium with an empty profile, and hand out what sends a command and returns its result."""
+    """Start a Chromium with an empty profile, and yield a function that sends a command and returns its result."""
     theirs, ours = os.pipe(), os.pipe()
-    ends = theirs[0], ours[1]  # which the shell puts at 3 and 4, in this order: the first may be 3, the second is later
+    ends = theirs[0], ours[1]  # the shell puts them at 3 and 4, in this order: the first may be 3, the second cannot
     options = ["--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu", "--disable-extensions"]
     options += ["--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update"]
     if os.geteuid() == 0:
@@ -75,7 +80,7 @@ def _launched(chromium: str) -> Iterator[_Send]:
         finally:
             patience.cancel()
             try:
-                process.wait(10)  # Chromium ends when its pipe does
+                process.wait(10)  # Chromium ends when its pipe is closed
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -88,7 +93,7 @@ def _sender(writes: Any, reads: Any) -> _Send:  # noqa: ANN401
         nonlocal count
         count += 1
         message = {"id": count, "method": method, "params": params} | ({"sessionId": session} if session else {})
-        with suppress(BrokenPipeError):  # reading says that it died
+        with suppress(BrokenPipeError):  # the read below reports that the browser died
             writes.write(json.dumps(message).encode() + b"\0")
         while (answer := _message(reads)).get("id") != count:
             pass

@@ -30,7 +30,7 @@ _BOTH, _APART = "row with column and back", "row, then column, and back"
 _PLACED, _ENCRYPTED = f"pe-assignment ({_ATTACKED})", "key encryption"
 
 _TRAINED = 5.5
-"""Deviation of the position embeddings over that of the projection's weights, ImageNet-trained ViT-Ti; at first 1."""
+"""Deviation of position embeddings over that of the projection's weights: ViT-Ti trained on ImageNet; untrained, 1."""
 
 _TARGETS = {
     "dense_over_index_row": "≥ 2",
@@ -51,10 +51,18 @@ def bench_permutation(
 ) -> Bench:
     """Time permutations and their inverses on the features of one batch, in `repeats` rounds of every stage.
 
-    The paper's way multiplies by dense permutation matrices, made beforehand; ours gathers by index, and its inverse
-    orders are made within the time. Two plain copies move as much memory as a permutation and its inverse, and are
-    their limit. `pe-assignment` is the attack's call on a batch of vit_ti, images included; weights are random, but for
-    position embeddings as wide against the projection as training makes them: they decide how much there is to assign.
+    The paper's way multiplies by dense permutation matrices, made beforehand; ours gathers by index, and computes the
+    inverse orders within the time. Two plain copies move as much memory as a permutation and its inverse, and are their
+    limit. `pe-assignment` is the attack's call on a batch of vit_ti, images included. Weights are random, but position
+    embeddings are scaled to the size, relative to the projection, that training gives them, because it decides how hard
+    the assignment is.
+
+    Args:
+        model: name of the victim, whose tokens and width are permuted.
+        batch: number of images in the batch.
+        repeats: rounds that are timed, after one that warms up.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        progress: is called with the stages done and their number.
 
     Raises:
         PrivlabError: for a model or a device that is not there.
@@ -119,7 +127,7 @@ def _one_by_one(Z: Float[Tensor, "b n d"], r: Tensor, c: Tensor) -> Float[Tensor
 
 
 def _attacked(subject: Victim, batch: int) -> tuple[FeatureObservation, Sent]:
-    """Return what a server sees of a batch of photographs with permuted rows, and what the client did.
+    """Return what a server sees of a batch of photographs with permuted rows, and what the client sent.
 
     The server has eight other photographs of its own.
     """

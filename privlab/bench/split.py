@@ -53,11 +53,20 @@ def bench_split(
     device: str,
     progress: Progress = lambda done, total: None,
 ) -> Bench:
-    """Time training steps over a real wire and, after each, the same step in one process; medians are compared.
+    """Time training steps over a real connection and, after each, the same step in one process; medians are compared.
 
     The server is a process of its own on this machine. Both trainings see the same batch and begin with the same random
     weights; `split_loss_gap` is the largest difference of their losses. `server_rss_1000_over_100` is the server's peak
-    memory after 1000 batches over that after 100, with a tiny model, against which a leak would weigh most.
+    memory after 1000 batches over that after 100, with a tiny model, for which a leak would be most visible.
+
+    Args:
+        model: name of the victim, or "tiny".
+        defense: names of the client's defenses, joined by "+"; "none" for no defense.
+        batch: number of images in the batch.
+        repeats: steps that are timed, after one that warms up.
+        memory: whether the server's memory is measured too.
+        device: "auto", "cpu", "cuda" or "cuda:N", for both trainings and the server.
+        progress: is called with the steps done and their number.
 
     Raises:
         PrivlabError: for a model, a defense or a device that is not there, or a server that does not start.
@@ -80,7 +89,14 @@ def bench_split(
 
 
 def serve_child(name: str, folder: str, device: str, every: int) -> None:
-    """Serve until SIGTERM; standard output has the address, then the peak memory of this process at each checkpoint."""
+    """Serve until SIGTERM; print the address, then at each checkpoint the step and this process's peak memory in kB.
+
+    Args:
+        name: name of the victim, or "tiny".
+        folder: holds the file `token`; the server's state goes into `server` in it.
+        device: device of the server.
+        every: number of steps between two checkpoints.
+    """
     from privlab.split import Server, read_token, serve
 
     def tell(event: dict[str, object]) -> None:
@@ -139,7 +155,7 @@ def _side_by_side(
 
 
 def _peaks(progress: Callable[[int], None]) -> dict[int, int]:
-    """Return the peak memory of a server after as many batches as each key says."""
+    """Return the peak memory of a server, in kB, by the number of batches after which it was measured."""
     noise = torch.randint(0, 256, (32, 3, 32, 32), generator=Generator().manual_seed(0), dtype=torch.uint8)
     learner = _learner(_subject(_TINY), "none", len(noise), torch.device("cpu"))
     return _train(_TINY, learner, _batches(noise), _LATE, _EARLY, lambda done: progress(done.step))
@@ -148,7 +164,7 @@ def _peaks(progress: Callable[[int], None]) -> dict[int, int]:
 def _train(
     name: str, learner: "Learner", batches: "Batches", steps: int, every: int, on_step: "Callable[[StepDone], None]"
 ) -> dict[int, int]:
-    """Train against a server of its own, and return that one's peak memory by step."""
+    """Train with a new server, and return the peak memory of that server by step."""
     from privlab.split import Trainer
 
     with tempfile.TemporaryDirectory() as folder, _served(name, Path(folder), learner.device, every) as (client, said):
@@ -158,7 +174,7 @@ def _train(
 
 @contextmanager
 def _served(name: str, folder: Path, device: torch.device, every: int) -> "Iterator[tuple[Client, list[str]]]":
-    """Run a server in a process of its own; what it wrote is in the list afterwards."""
+    """Run a server in a process of its own; afterwards the list holds the lines that it printed."""
     from privlab.split import Client, make_token
 
     token, said = make_token(folder / "token"), []
@@ -188,7 +204,7 @@ def _learner(subject: Victim, defense: str, batch: int, device: torch.device) ->
 
 
 def _batches(images: UInt8[Tensor, "n c h w"]) -> "Batches":
-    """Return all of the images, with the labels 0, 1, …, as every step's batch."""
+    """Return batches that are, at every step, all of the images with the labels 0, 1, …."""
     from privlab.split.client.data import Batches, Dataset
 
     names = tuple(map(str, range(len(images))))

@@ -1,4 +1,4 @@
-"""Large finished runs for a bench: a few images are run, and the rest are copies of theirs under names of their own."""
+"""Large finished runs for a bench: a few images are run, and the others get copies of their results."""
 
 import json
 import os
@@ -21,7 +21,7 @@ __all__ = ["experiment_file", "finished_run", "photographs"]
 
 
 def photographs(folder: Path, n: int) -> Path:
-    """Write n different photographs into a folder: the bundled ones, shifted round and round."""
+    """Write n different photographs into a new folder: the bundled ones, shifted cyclically."""
     folder.mkdir()
     samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
     for i in range(n):
@@ -31,7 +31,14 @@ def photographs(folder: Path, n: int) -> Path:
 
 
 def experiment_file(file: Path, images: Path, tables: str = "", **run: object) -> Experiment:
-    """Write an experiment with both closed-form attacks on a victim with random weights, and read it."""
+    """Write an experiment with both closed-form attacks on a victim with random weights, and read it.
+
+    Args:
+        file: where the TOML is written.
+        images: folder of the images.
+        tables: further TOML tables, such as `[grid]` or `[[case]]`.
+        **run: entries of `[run]`, which replace those that are written by default.
+    """
     shared = {"weights": "random", "attack": ["april", "patch-gradient"], "images": [str(images)]} | run
     lines = ["[run]", *(f"{name} = {json.dumps(value)}" for name, value in shared.items()), tables]
     lines += ["[table]", 'columns = ["mse", "psnr", "ssim", "fft2d"]', 'paper_attack = "april"', ""]
@@ -40,10 +47,16 @@ def experiment_file(file: Path, images: Path, tables: str = "", **run: object) -
 
 
 def finished_run(experiment: Experiment, path: Path, options: Options, *, real: int) -> int:
-    """Leave a directory as `privlab table` does when it has finished, and return the number of its records.
+    """Create a directory like that of a finished `privlab table`, and return the number of its records.
 
-    The first `real` images of each case are run; all images, those too, have rows and pictures like theirs. Scores are
-    changed by up to a tenth. Parts are as large as the tasks that `options` ask for.
+    Scores are changed by up to a tenth. Parts are as large as the tasks that `options` ask for.
+
+    Args:
+        experiment: the experiment that the run is of.
+        path: the directory, which is created.
+        options: how the run is cut into tasks, and how many images have PNGs.
+        real: number of the first images of each case that are run, at most those of its first task; all images of the
+            case get rows and PNGs like theirs.
     """
     grid, tasks = prepare(experiment, path, options)
     run, draws, patterns, count = RunDirectory.create(path), np.random.default_rng(0), {}, 0
@@ -51,7 +64,7 @@ def finished_run(experiment: Experiment, path: Path, options: Options, *, real: 
         if task.case not in patterns:
             patterns[task.case] = _Pattern.of(run_task(replace(task, images=task.images[:real])))
         rows = patterns[task.case].rows_of(task.images, draws)
-        # Not by `Store.add`: it would wait for the disk, and look through the folder, each time.
+        # `Store.add` would be slow: it waits for the disk and lists the folder each time.
         pq.write_table(rows, run.store.records / f"part-{number:06d}-{uuid.uuid4().hex[:12]}.parquet")
         patterns[task.case].link([image for image in task.images if image.place < options.pictures], path)
         count += len(rows)
@@ -61,7 +74,7 @@ def finished_run(experiment: Experiment, path: Path, options: Options, *, real: 
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """What came of a few images: their rows, where each one's are, and each one's pictures by the name of the file."""
+    """The results of a few images: their rows, the places of each image's rows, and its PNGs by the file's name."""
 
     rows: pa.Table
     places: Sequence[np.ndarray]
@@ -80,7 +93,7 @@ class _Pattern:
         return cls(result.rows, [np.flatnonzero(hashes == sha) for sha in images], pictures)
 
     def rows_of(self, images: Sequence[Reference], draws: np.random.Generator) -> pa.Table:
-        """Return rows of other images."""
+        """Return rows for other images, copied from these with scores changed by up to a tenth."""
         own = [self.places[i % len(self.places)] for i in range(len(images))]
         rows = self.rows.take(pa.array(np.concatenate(own)))
         whose = pa.array(np.repeat(np.arange(len(images)), [len(places) for places in own]))
@@ -94,7 +107,7 @@ class _Pattern:
         return rows
 
     def link(self, images: Sequence[Reference], path: Path) -> None:
-        """Give other images the same pictures, as further names of the same files."""
+        """Give other images the same PNGs, as hard links to the same files."""
         for i, image in enumerate(images):
             for name, content in self.pictures[i % len(self.pictures)].items():
                 first = path / "pictures" / "first" / f"{i % len(self.pictures)}-{name}"

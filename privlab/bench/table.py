@@ -1,4 +1,4 @@
-"""`privlab bench table`: what the whole pipeline costs, and how its workers, its store and its page scale."""
+"""`privlab bench table`: the cost of the whole pipeline, and the scaling of its workers, its store and its page."""
 
 import csv
 import importlib.util
@@ -37,7 +37,7 @@ __all__ = ["bench_table", "resume_child"]
 _RECORDS, _SHOWN = 1_000_000, 1000
 _BATCH, _CHUNK, _WORKERS = 8, 2, 2
 _SCALED = 1000
-"""Images of the grid that is resumed."""
+"""Number of images of the grid that is resumed."""
 
 _BARE, _TABLE = "bare observation and attacks", "table run"
 _ONE, _TWO, _RAY = "table run, one worker", "table run, two workers", "table run, two workers on Ray"
@@ -66,13 +66,22 @@ def bench_table(
 ) -> Bench:
     """Time `privlab table` on labelled photographs in setting a, with both closed-form attacks, in `repeats` rounds.
 
-    `pipeline_over_bare`: laying out, reading, scoring (MSE, FFT2D, PSNR, SSIM; controls too), PNGs and the store, over
-    the observation and the attacks alone, of images that are there; victims are loaded beforehand for both.
-    `…_over_one`: images per second with one thread a worker, from when each worker has brought its first result;
-    `start_seconds` says when that was. `resume_…_1e6`: reading, laying out and resuming an experiment whose million
-    records are there, by a process that has imported everything; and its peak memory, in GiB, beside that of the
-    imports alone. `report_…_1000`: the page of 1000 images in two cases, all with pictures, and its first paint in
-    Chromium. What cannot be measured here is named in `absent`, with the reason.
+    `pipeline_over_bare`: layout, reading, scoring (MSE, FFT2D, PSNR, SSIM; controls too), PNGs and the store, over the
+    observation and the attacks alone, of images in memory; victims are loaded beforehand for both. `…_over_one`: images
+    per second with one thread a worker, from when each worker has returned its first result; `start_seconds` says when
+    that was. `resume_…_1e6`: reading, laying out and resuming an experiment whose million records exist, by a process
+    that has imported everything; and its peak memory, in GiB, beside that of the imports alone. `report_…_1000`: the
+    page of 1000 images in two cases, all with PNGs, and its first paint in Chromium. What cannot be measured here is
+    named in `absent`, with the reason.
+
+    Args:
+        model: name of the victim.
+        n_images: number of images that are run.
+        images_dir: folder of the images; without it, photographs are made.
+        repeats: rounds that are timed; the stages of `pipeline_over_bare` have one more that warms up.
+        large: whether the million records and the page are measured too.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        progress: is called with the steps done and their number.
 
     Raises:
         PrivlabError: for a model, a folder or a device that is not there.
@@ -109,7 +118,7 @@ def bench_table(
 
 
 def _labels(file: Path, images: Path, n: int) -> Path:
-    """Write a class for each image: to predict one would take a forward pass that the attacks alone do not."""
+    """Write a class for each image, because predicting it would take a forward pass that the attacks alone do not."""
     with file.open("w", newline="", encoding="utf-8") as out:
         names = open_images(images, limit=n).names or ()
         csv.writer(out).writerows([("file", "class_index"), *((name, 0) for name in names)])
@@ -117,7 +126,7 @@ def _labels(file: Path, images: Path, n: int) -> Path:
 
 
 def _stages(experiment: Experiment, folder: Path, device: torch.device) -> dict[str, Callable[[], object]]:
-    """Return what is timed, each over all images in the same batches: the pipeline, and what it is there for."""
+    """Return the stages that are timed, each over all images in the same batches: the pipeline, and attacks alone."""
     spec = experiment.cases[0].runs[0]
     subject, numbers = subject_of(spec, device), itertools.count()
     chunks = [
@@ -155,14 +164,14 @@ def _run(experiment: Experiment, path: Path, options: Options) -> list[tuple[flo
 
 @dataclass(frozen=True)
 class _Pace:
-    """Seconds per image once all workers are there, and how many seconds it took until they were."""
+    """Seconds per image after all workers have returned a result, and the seconds until they had."""
 
     per_image: float
     start: float
 
     @classmethod
     def of(cls, begun: float, results: Sequence[tuple[float, str, int]], workers: int) -> "_Pace | None":
-        """Take (time, worker, images) of each result; None where too few workers brought one, or nothing came later."""
+        """Take (time, worker, images) of each result; None if a worker returned none, or no result came after that."""
         first = {name: i for i, (_, name, _) in reversed([*enumerate(results)])}
         there = max(first.values(), default=0)
         if len(first) < workers or there + 1 >= len(results):
@@ -174,7 +183,7 @@ class _Pace:
 def _paces(
     experiment: Experiment, folder: Path, repeats: int, device: str, step: Callable[[], None]
 ) -> tuple[dict[str, _Pace], dict[str, str]]:
-    """Return the pace of one worker and of two, as medians over the rounds, and why some have none."""
+    """Return the pace of one worker and of two, as medians over the rounds, and the reasons for missing ones."""
     engines = {_ONE: Engine(), _TWO: Engine(workers=_WORKERS), _RAY: Engine("ray", workers=_WORKERS)}
     absent: dict[str, str] = {}
     if len(os.sched_getaffinity(0)) < _WORKERS:
@@ -211,7 +220,7 @@ def _pace(experiment: Experiment, path: Path, engine: Engine, device: str) -> _P
 
 @contextmanager
 def _a_core_each() -> Iterator[None]:
-    """Give this process one thread, and the workers that it starts as many cores as they are."""
+    """Give this process one thread, and the workers that it starts one core each."""
     threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
     torch.set_num_threads(1)
     os.sched_setaffinity(0, sorted(cores)[:_WORKERS])
@@ -223,7 +232,7 @@ def _a_core_each() -> Iterator[None]:
 
 
 def _resumed(folder: Path, step: Callable[[], None]) -> dict[str, float]:
-    """Make an experiment whose records are all there, and resume it in a process of its own."""
+    """Make an experiment with all of its records, and resume it in a process of its own."""
     cases = -(-_RECORDS // (_SCALED * (2 * len(GEOMETRIES) + len(CONTROLS))))
     file, path, gammas = folder / "scaled.toml", folder / "scaled", [(i + 1) / (cases + 1) for i in range(cases)]
     images = photographs(folder / "scaled-images", _SCALED)
@@ -241,7 +250,7 @@ def _resumed(folder: Path, step: Callable[[], None]) -> dict[str, float]:
 
 
 def resume_child(file: str, path: str) -> None:
-    """Resume a finished run; standard output has the seconds, the peak memory in kB, and that of the imports alone.
+    """Resume a finished run; print the seconds, the peak memory in kB, and that of the imports alone.
 
     Raises:
         PrivlabError: if something is missing.
@@ -256,7 +265,7 @@ def resume_child(file: str, path: str) -> None:
 
 
 def _shown(folder: Path) -> tuple[dict[str, float], dict[str, str]]:
-    """Make a run with a picture for every image, write its page and open it."""
+    """Make a run with PNGs for every image, write its page and open it."""
     path, page = folder / "shown", folder / "report.html"
     images = photographs(folder / "shown-images", _SHOWN)
     tables = "".join(f'[[case]]\nlabel = "setting {name}"\nsetting = "{name}"\n' for name in "ac")

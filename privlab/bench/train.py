@@ -41,12 +41,21 @@ def bench_train(
     device: str,
     progress: Progress = lambda done, total: None,
 ) -> Bench:
-    """Time `steps` steps of each recipe on bytes in memory, in `repeats` rounds, with nothing but them in it.
+    """Time `steps` steps of each recipe on 8-bit images in memory, in `repeats` rounds that hold nothing else.
 
-    The bare loop takes the same pictures through the same victim's network, loss, gradient clipping and optimiser, and
-    nothing else; its attention is computed as privlab's training does on this device, and as timm ships it. Throughputs
-    are compared for `classify_over_bare`, times for `mjp_over_classify`; `mp3` is at η = 0.75. Pictures are augmented
-    for `loading_over_step` alone: making batches of the small victim, as its recipe does, over the steps on them.
+    The bare loop feeds the same images to the same victim's network, with the same loss, gradient clipping and
+    optimiser, and does nothing else; its attention is computed as privlab's training does on this device, and as timm
+    ships it. Throughputs are compared for `classify_over_bare`, times for `mjp_over_classify`; `mp3` is at η = 0.75.
+    Images are augmented for `loading_over_step` alone: making batches of the small victim, as its recipe does, over the
+    steps on them.
+
+    Args:
+        model: name of the victim; `mjp` and `mp3` train its variants `_mjp` and `_nope`.
+        batch: number of images in a step; the small victim has 128.
+        steps: steps of each stage in a round.
+        repeats: rounds that are timed, after one that warms up.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        progress: is called with the stages done and their number.
 
     Raises:
         PrivlabError: for a model or a device that is not there.
@@ -109,7 +118,7 @@ def _training(lesson: Lesson, plan: Plan, device: torch.device) -> Callable[[], 
 def _lesson(
     recipe: str, model: str, batch: int, options: tuple[str, ...], device: torch.device, augmentation: Augmentation
 ) -> Lesson:
-    """Return a recipe on random pictures."""
+    """Return a recipe on random images."""
     pupil = victim(model, weights="random").to(device)
     draw = Generator().manual_seed(0)
     images = torch.randint(256, (batch, *pupil.model.image_shape), generator=draw, dtype=torch.uint8)
@@ -118,7 +127,7 @@ def _lesson(
 
 
 def _bare(lesson: Lesson, plan: Plan) -> None:
-    """Train as a script of twenty lines would: nothing is logged, checked or seeded."""
+    """Train as a script of twenty lines would, without logs, checks or seeds."""
     model, data, device = lesson.victim, lesson.data, lesson.victim.mean.device
     assert isinstance(model, VictimModel)
     optimizer = create_optimizer_v2(model, opt=plan.optimiser, lr=plan.learning_rate, weight_decay=plan.weight_decay)
