@@ -47,7 +47,13 @@ class Batch:
         return Batch([self.pictures[i] for i in rows], self.images[rows], self.labels[rows], self.key)
 
     def draws(self, seed: int, purpose: str, draw: int) -> list[Generator]:
-        """Return a generator for each picture."""
+        """Return a random generator for each image, seeded by SHA-256 of "seed/hash of the image/purpose/draw".
+
+        Args:
+            seed: the seed of the run.
+            purpose: what is drawn, such as "defense" or "control"; different purposes have independent generators.
+            draw: the number of the draw, from 0; each gives other random numbers for the same image.
+        """
         return [draw_for(seed, picture.sha256, purpose, draw) for picture in self.pictures]
 
     def images_per_release(self, together: int | None) -> int:
@@ -64,7 +70,13 @@ class Batch:
         return b
 
     def release_draws(self, seed: int, draw: int, images_per_release: int) -> list[Generator]:
-        """Return a generator for each release, of as many pictures as were said."""
+        """Return a random generator for each release, seeded by the hashes of all its images.
+
+        Args:
+            seed: the seed of the run.
+            draw: the number of the draw, from 0; each gives other random numbers for the same release.
+            images_per_release: B, at least 1; the first B images make the first release, the next B the second.
+        """
         names, B = [picture.sha256 for picture in self.pictures], images_per_release
         return [draw_for(seed, "/".join(names[i : i + B]), "release", draw) for i in range(0, len(names), B)]
 
@@ -79,10 +91,16 @@ def taken(seen: Observation, releases: Sequence[int]) -> Observation:
 
 
 def attacked_together(seen: Seen, batch: Batch, preprocessing: Preprocessing) -> list[tuple[list[int], Seen]]:
-    """Return what is attacked together, with the images that it is of: all, but for bundled photographs.
+    """Return the groups of images that are attacked in one call: the places in the batch, and the observation, of each.
 
-    Image priors learn from these, so each is attacked apart, by what is learned from the others. Attacks on features
-    get their public images with the batch.
+    All images form one group, unless bundled photographs are among those whose gradients are released. Image priors
+    learn from these photographs, so each of them is attacked with a prior that has learned from the others. Attacks on
+    features get their public images with the batch.
+
+    Args:
+        seen: the observation of the whole batch.
+        batch: the images, to find out which are bundled photographs; attacks do not see it.
+        preprocessing: that of the images; photographs are compared with them after it.
     """
     every = list(range(len(batch.pictures)))
     if not isinstance(seen, Observation):
@@ -101,10 +119,14 @@ def attacked_together(seen: Seen, batch: Batch, preprocessing: Preprocessing) ->
 
 
 def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batch, list[Picture]]:
-    """Return the readable pictures of a chunk on the model's device, and those that cannot be used.
+    """Return the usable images of a chunk, on the model's device and with labels, and those that cannot be used.
 
-    Where there is no label, and wherever it is to be `predicted`, the model's own prediction stands in; pictures whose
-    label is out of range cannot be used.
+    The second are the images that could not be read, and those whose label is not below the model's number of classes.
+
+    Args:
+        chunk: images as the victim's preprocessing gives them, and those that could not be read.
+        model: the victim's model; its own prediction is the label of an image that has none.
+        predicted: whether the prediction replaces every label.
     """
     classes = model.vit.num_classes
     images, pictures = chunk.images.to(model.mean), list(chunk.pictures)

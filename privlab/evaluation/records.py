@@ -137,7 +137,13 @@ class Rows:
     public: Sequence[str]
 
     def of(self, picture: Picture, setting: str, cell: Cell) -> list[Record]:
-        """Return the rows of one picture in one cell, one for each attack and geometry, without its scores."""
+        """Return the rows of one image in one cell, without scores: one row for each attack and geometry.
+
+        Args:
+            picture: the image, whose name, hash, label and membership the rows state.
+            setting: "a", "b" or "c"; it decides the defense that the rows state, and the geometries.
+            cell: the attacks, and the block of the victim on which they run.
+        """
         return [
             self._stated(setting, attack.name, self._block(cell), json.dumps(asdict(attack)))
             | self._image(picture)
@@ -157,7 +163,13 @@ class Rows:
         return GEOMETRIES if reassembled else GEOMETRIES[:2]
 
     def control(self, picture: Picture, setting: str, name: str) -> Record:
-        """Return the row of one picture under a negative control, without its scores."""
+        """Return the row of one image under a negative control, in place and without scores.
+
+        Args:
+            picture: the image, whose name, hash, label and membership the row states.
+            setting: "a", "b" or "c"; it decides the defense that the row states.
+            name: the control, one of `CONTROLS`; it stands in the column of attacks.
+        """
         return self._stated(setting, name, None, None) | self._image(picture) | {"geometry": GEOMETRIES[0]}
 
     def cells(self, setting: str, cells: Iterable[Cell]) -> dict[str, str]:

@@ -59,7 +59,15 @@ class Scorer:
     def geometries(
         self, stolen: Stolen, trial: Trial, names: Sequence[str] = GEOMETRIES[:2], *, placed: bool = False
     ) -> list[Scores]:
-        """Score reconstructions in these geometries; `placed` says that the attack has put loose patches in order."""
+        """Return the scores of reconstructions in place, under the oracle, and reassembled if asked for, in this order.
+
+        Args:
+            stolen: what the attack returned: b images, and what it says of the places of patches or rows.
+            trial: the references, and which patches the defense moved.
+            names: the geometries; only whether "reassembled" is among them is read, as the other two are always scored.
+            placed: whether the attack has already put its loose patches in order; "reassembled" is then the same as in
+                place.
+        """
         scores = self._in_place_and_oracle(stolen, trial)
         if "reassembled" in names:
             scores.append(self._reassembled(stolen, trial, scores[0], placed=placed))
@@ -129,7 +137,17 @@ class Scorer:
         reference: Float[Tensor, "b c h w"],
         moved: Bool[Tensor, "b n"] | None = None,
     ) -> Scores:
-        """Score images as they are, and within the slots that were `moved` and the others."""
+        """Return the scores of images as they are; with `moved`, also the PSNR within the moved slots and the others.
+
+        Args:
+            images: b reconstructions or controls in [0, 1].
+            reference: the b images that they are compared with, in the same order.
+            moved: marks the slots whose patches a defense moved. The PSNR by region has no value for an image without
+                one.
+
+        Warns:
+            PrivlabWarning: where a metric of `UNDEFINED` has no value for an image.
+        """
         with full_precision():
             scores = score(images, reference, self.metrics, self.learned)
         for name in UNDEFINED.keys() & scores.keys():

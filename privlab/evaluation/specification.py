@@ -223,10 +223,15 @@ class Cell:
 
 
 def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
-    """Return the defenses of a cell: none in setting a, where the plain image is fed.
+    """Return the defenses that are at work in a setting: none in setting a, where the plain image is fed.
 
-    In settings b and c, "auto" is MJP for a victim with E_unk, else the jigsaw alone; where features are released, and
-    no defense is named, there is none.
+    In settings b and c "auto" is MJP for a victim with E_unk. For another victim it is no defense where features are
+    released, and the jigsaw alone where gradients are.
+
+    Args:
+        spec: names the stacked defenses, and their options.
+        victim: the one that is fed; it may have an E_unk.
+        setting: "a", "b" or "c", of MJP, section 5.4.
 
     Raises:
         PrivlabError: if MJP is to put E_unk into a model that has none.
@@ -311,10 +316,15 @@ def _none_runs(refused: Mapping[str, str]) -> str:
 
 
 def applicable(spec: Specification, base: Victim, *, stand_ins: bool = False) -> tuple[list[Cell], dict[str, str]]:
-    """Return the cells of the attacks that can run on a victim, and for each of the others why it cannot.
+    """Return the cells of the attacks that can run on a victim, and for each other attack the reason why it cannot.
 
     Attacks that are not named come cheapest first, in the order of the registry; the cell of the dearest one is last.
-    Those that stand in for others that run are left out, unless `stand_ins` are asked for too.
+
+    Args:
+        spec: names the attacks (None: those of its release and defense that need not be named), their options, the
+            block and the defense.
+        base: the victim; a cell has it with the block on which its attacks run.
+        stand_ins: whether to keep attacks that only replace others where those cannot run. Named ones are always kept.
 
     Raises:
         PrivlabError: if an option does not fit an attack.
