@@ -66,7 +66,12 @@ class Engine:
 
 
 def run_tasks(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:
-    """Yield the result of every task, in the order in which they are finished; closed before that, workers end.
+    """Yield the results of the tasks, in the order in which they are finished; workers end with the generator.
+
+    Args:
+        tasks: those to run; a worker that is free takes the next one.
+        engine: where they run, and with how many workers.
+        say: called with a line of text when a worker process has died and its tasks are run again.
 
     Raises:
         PrivlabError: if a task cannot be run at all, or workers keep dying.

@@ -47,7 +47,12 @@ class Options:
 
 
 def prepare(experiment: Experiment, path: Path, options: Options) -> tuple[Grid, list[Task]]:
-    """Lay the grid out, and find what the store at `path` lacks.
+    """Return the grid of an experiment, and the tasks of what the store at `path` lacks; nothing is run.
+
+    Args:
+        experiment: the cases, as `read_experiment` returns them.
+        path: the run directory, which need not exist yet.
+        options: the device, the size of a task, the share of this machine, and what is kept.
 
     Raises:
         PrivlabError: if a part of the experiment does not exist or does not fit.
@@ -96,7 +101,16 @@ def fill(
     say: Callable[[str], object] = lambda line: None,
     progress: Progress = lambda done, total, last: None,
 ) -> tuple[str, ...]:
-    """Run the tasks and keep what comes of each at once; return the warnings.
+    """Run the tasks, write the records and files of each as soon as it is finished, and return the warnings.
+
+    Args:
+        grid: the experiment that `run.json` states, and the image lists that the manifests state.
+        tasks: those that `prepare` found to be missing; if there are none, a finished run is left as it is.
+        path: the run directory; it is made if it does not exist.
+        options: the engine, and the device and workers that `run.json` states.
+        command: the command line, for `run.json`.
+        say: called with each message for the user, such as that a worker has died.
+        progress: called with (images done, images in all, last result); once before the first result, with None.
 
     Raises:
         PrivlabError: if the store cannot be written, or a task not be run; what was finished is kept.
@@ -156,9 +170,13 @@ def _machine(command: str, options: Options) -> Mapping[str, Any]:
 
 
 def costs(grid: Grid, tasks: Sequence[Task], *, measure: bool = False) -> list[dict[str, Any]]:
-    """Return for each case what it runs, and how many of its images are done.
+    """Return a row for each case: its attacks, the refused ones, its images, those that are done, and the seconds left.
 
-    If `measure`, one image of each kind is run, and the seconds that the rest takes are said; None otherwise.
+    Args:
+        grid: the experiment.
+        tasks: those that `prepare` found to be missing.
+        measure: whether to run a first release (one image, or one client's batch) of each kind of task, and to
+            extrapolate the seconds that the rest takes; without it they are None.
     """
     seconds = estimate(tasks) if measure else None
     rows: list[dict[str, Any]] = []

@@ -190,10 +190,17 @@ def missing(
     again: bool = True,
     **options: Any,  # noqa: ANN401
 ) -> list[Task]:
-    """Return the tasks of what the store lacks, `size` images each; `options` are the other fields of a task.
+    """Return the tasks of what a store lacks of a grid, those on the same victim one after the other.
 
-    An image that failed counts as done, unless `retry_failed`. Metrics that came later are scored from what was kept,
-    where it was (`again`).
+    Args:
+        grid: the experiment.
+        store: the records so far.
+        size: images of a task; where images are released together, it is rounded down to whole batches, at least one.
+        share: the part of the images that this machine runs.
+        retry_failed: whether images that failed are run again; otherwise they count as done.
+        again: whether metrics that were added later are scored on kept reconstructions, where there are some, instead
+            of running the attacks again.
+        options: the other fields of a `Task`: device, batch_size, pictures and keep.
     """
     metrics = sorted({name for job in grid.jobs for name in job.metrics})
     done = _Done.read(store, grid, metrics, retry_failed=retry_failed)

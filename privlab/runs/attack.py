@@ -139,12 +139,20 @@ def specify(
     metrics: str | Sequence[str] | None = None,
     **options: Any,  # noqa: ANN401
 ) -> Specification:
-    """Return a specification from names, each one name, several with commas, or a sequence of names.
+    """Return a specification from names; each argument is one name, several with commas, or a sequence of names.
 
-    Attacks and defenses may be made already: their fields become options of the run.
+    An attack or defense may also be an instance of its class: its fields become options of the run.
+
+    Args:
+        model: names of victims.
+        setting: "a", "b" or "c", or several; by default c where a defense is named or a victim is one of MJP's, else a.
+        attack: the attacks; by default all that can run and need not be named.
+        images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
+        metrics: names of `METRICS`; by default those of `Specification`.
+        options: the other fields of `Specification`; `defense` may be one defense or several, which are stacked.
 
     Raises:
-        PrivlabError: for an unknown name or option, or a made part that is not installed under its name.
+        PrivlabError: for an unknown name or option, or an instance whose class is not installed under its name.
     """
     more: list[str] = []
     if attack is not None:
@@ -188,7 +196,19 @@ def execute(
     command: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Outcome:
-    """Check everything, then run; what is finished is on disk at any moment. `run.json` states the `command`.
+    """Check everything, run the attacks, and return the records; with `out`, what is finished is on disk at any moment.
+
+    Args:
+        spec: what is run.
+        own: a timm model that is attacked instead of `spec.models`.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        batch_size: images at a time, at least 1; by default 8 on a CPU and 64 on a GPU. Images that are released
+            together come in batches of their own size instead.
+        out: the run directory; without one the records are held in memory, and nothing is written.
+        overwrite: whether an earlier run in `out` is replaced.
+        strips: whether strips of images are written to `out`, of the first draw.
+        command: the command line, for `run.json`.
+        progress: called after each batch with (images done, images in all or None), counted over all victims.
 
     Raises:
         PrivlabError: before anything is run, if a part does not exist or does not fit; while it runs, if the run

@@ -40,10 +40,17 @@ class Judge:
 
     @classmethod
     def of(cls, reference: Path, spec: Specification, base: Victim) -> "Judge":
-        """Read the reference: as it is where it has the victim's input size, else as the victim's preprocessing has it.
+        """Return the judge that scores by the private image in a file.
+
+        An image of the victim's input size is taken as it is; any other one is preprocessed as the victim does.
+
+        Args:
+            reference: the file of the private image.
+            spec: names the metrics, their weights, and the public photographs of the control.
+            base: the victim, with its preprocessing and device.
 
         Raises:
-            PrivlabError: if it is no picture.
+            PrivlabError: if the file is no readable image.
         """
         picture = next(iter(open_images(reference)))
         if picture.pixels is None:
@@ -83,10 +90,19 @@ class Judge:
 def as_fed(
     judge: Judge, base: Victim, seen: Observation, label: int, made: Sequence[tuple[Row, Tensor | None]]
 ) -> tuple[Judge, str | None]:
-    """Return the judge by the reference as the client preprocessed it, and what there is to say of that.
+    """Return the judge by the reference as the client preprocessed it, and a sentence on that if there is one to say.
 
-    Nothing is where no reconstruction gives the released gradient, where a defense changed what was fed, and where the
-    reference gives that gradient too and none of the usual preprocessings comes nearer.
+    The judge is returned as it is, without a sentence, where no reconstruction gives the released gradient, where a
+    defense changed what was fed, and where the reference gives that gradient too and none of the usual preprocessings
+    is much nearer to the reconstruction.
+
+    Args:
+        judge: by the reference as the victim preprocesses it.
+        base: the victim.
+        seen: the released gradient of one image, by which preprocessings are told apart.
+        label: the class index of the image.
+        made: the row of each attack, and its reconstruction; None where it failed. Of the rows that are "explained",
+            the one with the least residual is taken for what the client fed.
     """
     proven = [(row["residual"], row["attack"], x) for row, x in made if x is not None and row.get("explained")]
     effects, pixels = effects_of(seen.model, seen.defense), judge.picture.pixels

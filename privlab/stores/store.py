@@ -188,7 +188,12 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, *, overwrite: bool = False, resume: bool = False) -> "RunDirectory":
-        """Make the directory, or take an empty one; an earlier run gives way, or goes on, only if told so.
+        """Make the run directory, or take an empty one, and return it.
+
+        Args:
+            path: the directory; its parents are made too.
+            overwrite: whether an earlier run in it is deleted.
+            resume: whether records are added to an earlier run in it, or to a folder of records without `run.json`.
 
         Raises:
             PrivlabError: if it holds another run or foreign files, or cannot be written.
