@@ -28,7 +28,15 @@ class Levels:
         return next((row for row in self.rows if row.case == case and row.kind == role.kind), None)
 
     def score(self, case: int, role: Role, metric: str) -> Score:
-        """Return the mean over images and its interval, a share in per cent; NaN where it was not measured."""
+        """Return the mean of a metric over the images of a case, with its interval; NaN where it was not measured.
+
+        A metric of utility is returned in per cent.
+
+        Args:
+            case: the number of the case, from 0.
+            role: which row of the case is read, such as the paper's attack or the worst case.
+            metric: a name in `KNOWN`.
+        """
         row = self.row(case, role)
         score = _NOTHING if row is None else row.scores.get(metric, _NOTHING)
         if KNOWN[metric].direction != "utility" or (role is PUBLISHED and score.mean > 1):

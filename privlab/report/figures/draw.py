@@ -45,7 +45,14 @@ def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
 
 
 def write_figures(results: Results, out: Path, formats: Sequence[str] = ("pdf", "svg")) -> list[Path]:
-    """Draw every figure of the results and write it to `out` as NAME.FORMAT; the same records give the same bytes.
+    """Draw every figure of the results, write it to `out` as NAME.FORMAT, and return the files.
+
+    The same records give the same bytes.
+
+    Args:
+        results: the records, and the figures that the experiment asks for.
+        out: the folder, which is made if it does not exist.
+        formats: "pdf", "svg" or "png"; each figure is written in all of them.
 
     Raises:
         PrivlabError: if a figure cannot be drawn or written, or a format or name cannot be used.

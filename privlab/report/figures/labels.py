@@ -39,11 +39,19 @@ def place_labels(
     near: bool = False,
     over_lines: bool = False,
 ) -> bool:
-    """Write a text beside the last point of each join (n × 2), clear of all points, the lines of joins, and texts.
+    """Write a text beside the last point of each join, clear of all points, the lines of joins, and other texts.
 
-    Each text in turn takes the nearest free place, and a thin line leads to its point where that is not near; several
-    turns are tried. `near` allows near places alone, away from other points; `over_lines` lets texts lie on joins.
-    Returns False, with nothing written, where in each turn a text finds no free place.
+    Each text in turn takes the nearest free place, and a thin line leads to its point where that place is not near. If
+    a text finds none, the texts take their places again in another order. Where no order succeeds, nothing is written,
+    and False is returned.
+
+    Args:
+        figure: the figure of `ax`, in its final size.
+        ax: the axes, in their final limits and scales.
+        joins: the points of each label, n × 2 in data coordinates, which a line joins.
+        texts: one for each join.
+        near: whether a text may only be within 5 points (1/72 inch) of its own point, and must keep 7 from others.
+        over_lines: whether texts may lie on the lines of joins.
     """
     canvas = FigureCanvasAgg(figure)
     canvas.draw()  # the layout settles, and with it where points are on the paper

@@ -28,7 +28,14 @@ class Row:
 
     @classmethod
     def named(cls, heading: str, name: str, height: float, gap: float) -> "Row":
-        """Return a row whose name may be long: it is wrapped, and the row is as high as it needs."""
+        """Return a row with its name wrapped, and as high as the name needs.
+
+        Args:
+            heading: the text above the row and its neighbours of the same heading; empty for none.
+            name: the text on the y axis, which may be long.
+            height: the least height of the row, in inches.
+            gap: the space below the row, in inches.
+        """
         text = wrapped([name], _NAMES)
         return cls(heading, text, max(height, _MORE * (text.count("\n") + 1)), gap)
 

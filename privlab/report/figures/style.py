@@ -166,7 +166,15 @@ def canvas() -> tuple[Figure, Axes]:
 
 
 def dress(figure: Figure, height: float, handles: Sequence[Artist], said: Iterable[str], columns: int = 2) -> None:
-    """Put the legend above the axes and what a reader must know under them; the axes keep that height, in inches."""
+    """Put the legend above the axes and notes below them, and give the figure its size: a column wide, 3.3 inches.
+
+    Args:
+        figure: one pair of axes, as `canvas` returns it.
+        height: height that remains for the axes, in inches.
+        handles: what the legend shows, filled column by column.
+        said: the notes, each of which starts a line and is wrapped.
+        columns: number of columns of the legend.
+    """
     figure.legends.clear()
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=2.6, columnspacing=1.2)
     text = wrapped(said, COLUMN)
@@ -239,7 +247,14 @@ class Scale:
 
 
 def control_line(ax: Axes, level: float, scale: Scale, *, upright: bool = False) -> list[Line2D]:
-    """Draw the level of the leakiest control, if it was measured; return its part of the legend."""
+    """Draw a line at the leakiest control's score, and return its part of the legend; nothing where there is no score.
+
+    Args:
+        ax: the axes.
+        level: the control's mean, in units of the metric; NaN where no control was measured.
+        scale: the scale of the metric's axis, by which the line is placed.
+        upright: whether the metric is on the x axis, and the line vertical.
+    """
     if math.isnan(level):
         return []
     place = scale.at(level)
@@ -253,7 +268,15 @@ def filled(role: Role) -> dict[str, Any]:
 
 
 def look(role: Role, color: str | None = None, marker: str | None = None) -> dict[str, Any]:
-    """Return how the marks of a role look: line and fill tell roles apart, the marker (and colour) groups."""
+    """Return the keyword arguments of `Axes.plot` for the marks of a role.
+
+    Line and fill tell roles apart; the marker, and with it the colour, tells groups of cases apart.
+
+    Args:
+        role: whose figure the marks show.
+        color: that of the group; without it the role's own.
+        marker: that of the group; without it the role's own.
+    """
     return {
         "color": color or role.color,
         "marker": marker or role.marker,

@@ -115,10 +115,15 @@ def _reached(results: Results, images: Images) -> dict[tuple[int, str, int], str
 def page_data(
     results: Results, images: Images, scores: Sequence[Scores], lead: str, *, fed: bool, kept: str
 ) -> dict[str, Any]:
-    """Return what the script reads. An infinite score is "inf", one that was not measured null.
+    """Return what the script of the page reads; an infinite score is "inf", one that was not measured null.
 
-    `lead` is the metric that is shown first; `fed` says whether there are pictures of what the client fed, `kept` in
-    which folder pictures lie.
+    Args:
+        results: the cases, and the columns of the table.
+        images: the images by their numbers, by which `scores` names them.
+        scores: the rows of the table, with the scores of each image.
+        lead: the metric that is shown first.
+        fed: whether the page holds images of what the client fed.
+        kept: the folder in which images are stored, "pictures" or "strips".
     """
     known = results.records.dropna(subset=["setting"]).groupby("case").setting.unique()
     settings = {case: ", ".join(map(str, values)) for case, values in known.items()}

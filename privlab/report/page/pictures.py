@@ -46,7 +46,13 @@ class Album:
 
 
 def order_of(scores: Sequence[Scores], metric: str, images: int) -> list[int]:
-    """Return the numbers of all images: first those at the best, the median and the worst score of each attack."""
+    """Return the numbers of all images, those first that have the least, the median or the greatest score of a row.
+
+    Args:
+        scores: the rows of the table, with the scores of each image; those of controls are skipped.
+        metric: the one that scores are taken of.
+        images: the number of all images; their numbers are 0 to `images` − 1.
+    """
     extremes = []
     for one in scores:
         if one.row.kind != "control":
@@ -56,9 +62,16 @@ def order_of(scores: Sequence[Scores], metric: str, images: int) -> list[int]:
 
 
 def albums(results: Results, images: Images, scores: Sequence[Scores], order: Iterable[int]) -> dict[int, Album]:
-    """Return the album of each image that has a picture, by number, until the budgets are spent in this `order`.
+    """Return the album of each image that has a file, by the number of the image.
 
-    Then come thumbnails alone, and then the thumbnail of the private image alone.
+    An album holds the private image, the fed image and the reconstructions: in full size until `FULL_BUDGET` is spent,
+    as thumbnails until `SMALL_BUDGET` is spent, and after that only the thumbnail of the private image.
+
+    Args:
+        results: the cases, and the directory in which image files are looked for.
+        images: the hashes by the numbers of the images.
+        scores: the rows of the table; they say which attacks ran on which case.
+        order: the numbers of the images, in the order in which the budgets are spent.
     """
     wanted = {case: ["private", "fed"] for case in range(len(results.cases))}
     for one in scores:

@@ -46,7 +46,13 @@ class Verdict:
 
 
 def verdict(results: Results, rows: Sequence[Row], metric: str) -> Verdict:
-    """Return the table of one metric that leaks."""
+    """Return the page's table of one metric: the figures of the paper, of its attack and of the worst case, by case.
+
+    Args:
+        results: the names of the cases and their groups, and the decimals of the metric.
+        rows: all rows of `leakage(results)`.
+        metric: one of leakage, which the rows have.
+    """
     cases = [_Case.of(rows, i, metric) for i in range(len(results.cases))]
     means = [score.mean for case in cases for score in (case.published, case.claim, case.worst, case.control)]
     finite = sorted(mean for mean in means if math.isfinite(mean)) or [0.0, 1.0]
@@ -177,7 +183,15 @@ def _place(mean: float, ends: tuple[float, float]) -> float | None:
 
 
 def lead_text(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
-    """Return the verdict in a few sentences, by one metric."""
+    """Return the verdict in a few sentences: on how many cases the worst case leaks more than the paper's attack.
+
+    Other sentences count the cases that are no better than a control, and those without a score.
+
+    Args:
+        results: the cases, and the name of the paper's attack.
+        rows: all rows of `leakage(results)`.
+        metric: one of leakage, by which the sentences judge.
+    """
     cases = [_Case.of(rows, i, metric) for i in range(len(results.cases))]
     scored = [case for case in cases if not math.isnan(case.worst.mean)]
     name, attack = title(metric).removesuffix(KNOWN[metric].arrow).strip(), results.layout.paper_attack
@@ -222,7 +236,13 @@ def _some(n: int, noun: str) -> str:
 
 
 def flags(results: Results, rows: Sequence[Row], metric: str) -> list[Flag]:
-    """Return everything that weakens the verdict, under common headings; those without an item are left out."""
+    """Return everything that weakens the verdict, under common headings; headings without an item are left out.
+
+    Args:
+        results: the records with their red flags, the warnings of the run, and the paper's conditions.
+        rows: all rows of `leakage(results)`.
+        metric: the one by whose worst case a case counts as having no score.
+    """
     status = results.facts.get("status", "finished")
     found = [
         Flag("Not finished", [f"the run's status is {status}"] if status != "finished" else []),

@@ -38,7 +38,14 @@ class Facts:
 
     @classmethod
     def of(cls, records: pd.DataFrame, names: Sequence[str], metric: str, geometry: str) -> "Facts":
-        """Return the facts of records; columns that they lack are null."""
+        """Return the facts of records; columns that the records lack are added and null.
+
+        Args:
+            records: a row per image, attack and geometry; `case` has the number of its case.
+            names: the names of the cases, by their numbers.
+            metric: the one by which attacks are compared.
+            geometry: "in_place", "oracle" or "reassembled": in which scores are compared.
+        """
         named = [name for name in _NAMED if name in records]
         there = records.reindex(columns=list(dict.fromkeys([*named, *_NEEDED, metric, *STRUCTURE, *MIRRORED.values()])))
         return cls(there, names, metric, geometry)

@@ -46,7 +46,11 @@ def red_flags(
 ) -> list[Flag]:
     """Return the flags that the rules raise, in the order of `RULES`; those without an item are left out.
 
-    `names` are those of the cases, `records.case` their numbers. Attacks are compared by one metric, in one geometry.
+    Args:
+        records: a row per image, attack and geometry; `case` has the number of its case.
+        names: the names of the cases, by their numbers.
+        metric: the one by which attacks are compared.
+        geometry: "in_place", "oracle" or "reassembled": in which attacks are compared.
     """
     facts = Facts.of(records, names, metric, geometry)
     return [Flag(head, items) for head, rule in RULES.items() if (items := rule(facts))]

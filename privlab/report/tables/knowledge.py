@@ -31,13 +31,27 @@ def undefended(attack: str) -> str:
 
 
 def undone(attack: str, rows: pd.DataFrame, geometry: str) -> frozenset[str]:
-    """Return the defenses that are undone in what is scored: by the attack, and by a geometry of its `rows`."""
+    """Return the defenses that are undone in what is scored: those that the attack declares to know, and the jigsaw.
+
+    The jigsaw counts where the geometry puts patches in order, or where the attack has rows of geometry "reassembled".
+
+    Args:
+        attack: the attack's name.
+        rows: the records of one case, of all attacks and geometries.
+        geometry: the one in which the case is scored.
+    """
     scored = rows.geometry[rows.attack == attack]
     return declared(attack) | ({"jigsaw"} if geometry != "in_place" or (scored == "reassembled").any() else frozenset())
 
 
 def knows(known: frozenset[str], parts: Iterable[str], kinds: Kinds) -> bool:
-    """Return whether who knows some defenses knows all these: by name, or as others of their kinds."""
+    """Return whether all parts of a defense are known: by name, or as defenses whose kinds of effects are known.
+
+    Args:
+        known: the names of the defenses that an attack knows.
+        parts: the names of the stacked defenses of a case.
+        kinds: the kinds of effects of those parts that are not privlab's own, as `kinds_in` returns them.
+    """
     others = frozenset[str]().union(*(kinds_of(DEFENSES[name]()) for name in known & DEFENSES.keys()))
     return all(part in known or (bool(kinds.get(part)) and kinds[part] <= others) for part in parts)
 

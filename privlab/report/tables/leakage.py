@@ -171,9 +171,14 @@ def _here(results: Results, name: str, paper: str) -> tuple[str, bool]:
 def bootstrap(values: Floats, starts: Whole, level: float) -> tuple[Floats, Floats]:
     """Return the ends of the percentile bootstrap interval of the mean of each segment values[starts[i]:starts[i + 1]].
 
-    The means of 2000 resamples are cut at the shares (1 ± level) / 2; the generator is seeded by the segment's length,
-    so equal segments have equal intervals, and scores of the same images are resampled alike. An infinite value makes
-    a resample that holds it infinite. A segment of one value has no interval: NaN.
+    The means of 2000 resamples are cut at the shares (1 ± level) / 2. The generator is seeded by the segment's length,
+    so equal segments have equal intervals, and scores of the same images are resampled alike. An infinite value makes a
+    resample that holds it infinite. A segment of one value has no interval: NaN.
+
+    Args:
+        values: the scores of all segments, one segment after the other; none is NaN.
+        starts: the place of each segment's first value, ascending; the last segment ends with the values.
+        level: confidence level of the interval, in (0, 1).
     """
     sizes = np.diff(np.append(starts, len(values)))
     low, high = np.full(len(starts), np.nan), np.full(len(starts), np.nan)
@@ -220,7 +225,13 @@ def _weights(size: int, blocks: int) -> Floats:
 def measured(
     images: pd.DataFrame, metrics: Sequence[str], level: float
 ) -> Iterator[tuple[tuple[int, str, str], Measured]]:
-    """Yield (case, attack, external) and what was measured there, from a table like that of `per_image`."""
+    """Yield (case, attack, external) and what was measured there: scores by metric, images scored, and images failed.
+
+    Args:
+        images: a table like that of `per_image`, one row per case, attack and image.
+        metrics: the columns of the table whose means are taken.
+        level: confidence level of their bootstrap intervals, in (0, 1).
+    """
     group, keys = groups(images, CELL)
     known = (images.image != "").to_numpy(bool)
     count, failed = (

@@ -33,9 +33,16 @@ class Apart:
 def apart(
     records: pd.DataFrame, names: Sequence[str], paper: str | None, metric: str, geometry: str = "in_place"
 ) -> list[Apart]:
-    """Return what the paper's attack and the worst case have on members, on others, and on what is not known.
+    """Return mean and spread of the paper's attack and of the worst case, on members, on others, and on unknown images.
 
-    `names` are those of the cases, `records.case` their numbers. There is nothing where no membership is known.
+    Nothing is returned where no membership is known.
+
+    Args:
+        records: a row per image, attack and geometry; `case` has the number of its case, `member` the membership.
+        names: the names of the cases, by their numbers.
+        paper: the name of the paper's attack; without one there is the worst case alone.
+        metric: the one that means are taken of.
+        geometry: "in_place", "oracle" or "reassembled": in which reconstructions are scored.
     """
     if "member" not in records or records.member.isna().all():
         return []

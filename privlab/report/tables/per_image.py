@@ -57,7 +57,13 @@ def per_image(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     failed, the metrics, averaged over the draws that were scored, and exact: 1 where every draw is exact (of a worst
     case: any attack), 0 where not, NaN where PSNR was not measured. Beside metrics of `STRUCTURE` stand those against
     the mirrored image (`MIRRORED`) where records have them. A worst case is `failed` where any attack failed.
-    Attacks are scored in one geometry; of `worst_case` and `leakiest_geometries`, the others say in which ones.
+
+    Args:
+        records: a row per image, attack, geometry and draw; `case` has the number of its case.
+        metrics: the names of the metrics, each of which gets a column.
+        geometry: "in_place", "oracle" or "reassembled": in which attacks and controls are scored. Unless it is the
+            oracle, the worst case and the best attack are taken over all geometries that an adversary can make;
+            `worst_case` and `leakiest_geometries` say in which ones.
     """
     return Scored.of(records, metrics, geometry).images
 
@@ -65,18 +71,28 @@ def per_image(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
 def worst_case(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
     """Return the leakiest score of each case, image and metric over all attacks and draws, and the attack behind it.
 
-    Columns: case, image, metric, value, attack, geometry; a row for each attack that reached the value. Scores are
-    taken in every geometry that an adversary can make, the oracle's where that is the geometry asked for. Controls,
-    failed rows and figures of no known image have no part in it, nor have metrics of utility.
+    Columns: case, image, metric, value, attack, geometry; a row for each attack that reached the value. Controls,
+    failed rows and figures of no known image have no part in it.
+
+    Args:
+        records: a row per image, attack, geometry and draw; `case` has the number of its case.
+        metrics: the names of the metrics; those of utility are skipped.
+        geometry: "oracle" takes the scores of that geometry alone. The other two take those of all geometries that an
+            adversary can make, "in_place" and "reassembled".
     """
     return _reached(_pool(_tidy(records, metrics, geometry)), metrics)
 
 
 def leakiest_geometries(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
-    """Return each attack that was scored on a case in the geometry that an adversary can make in which it leaks most.
+    """Return, for each attack that was scored on a case, the geometry in which it leaks most.
 
-    Columns: case, attack, external, geometry, value (the mean over the images, by the lead metric), images. Where the
-    oracle is asked for, that is the geometry of all.
+    Columns: case, attack, external, geometry, value (the mean over the images, by the lead metric), images.
+
+    Args:
+        records: a row per image, attack, geometry and draw; `case` has the number of its case.
+        metrics: the names of the metrics, of which the lead metric decides.
+        geometry: "oracle" takes that geometry alone. The other two take all that an adversary can make, "in_place" and
+            "reassembled".
     """
     return _leakiest(_by_geometry(_pool(_tidy(records, metrics, geometry)), metrics), lead_metric(metrics))
 
@@ -103,7 +119,13 @@ class Scored:
 
     @classmethod
     def of(cls, records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> "Scored":
-        """Read the records of one geometry, and those that the worst case and the best attack are taken from."""
+        """Return the tables of records in one geometry; worst case and best attack are taken over more geometries.
+
+        Args:
+            records: a row per image, attack, geometry and draw; `case` has the number of its case.
+            metrics: the names of the metrics; the lead metric decides which attack is the best single one.
+            geometry: "in_place", "oracle" or "reassembled", as in `per_image`.
+        """
         rows = _tidy(records, metrics, geometry)
         pool = _pool(rows)
         reached, of_geometry = _reached(pool, metrics), _by_geometry(pool, metrics)
@@ -131,7 +153,13 @@ class Segments:
 
     @classmethod
     def of(cls, values: Floats, group: Whole, *, ascending: bool = True) -> "Segments":
-        """Leave out what was not measured; without `ascending` a group keeps its order."""
+        """Return the values of each group as one segment; those that were not measured (NaN) are left out.
+
+        Args:
+            values: one for each row of a table.
+            group: the number of each row's group, from 0.
+            ascending: whether values ascend within a group; otherwise they keep the order of the rows.
+        """
         kept = ~np.isnan(values)
         values, group = values[kept], group[kept]
         order = np.lexsort((values, group)) if ascending else np.argsort(group, kind="stable")

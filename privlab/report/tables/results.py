@@ -44,9 +44,14 @@ class Results:
     path: Path
 
     def picture(self, case: int, image_sha256: str, what: str) -> Place | None:
-        """Return where the picture of an image in a case lies: "private", "fed", or an attack's name; None if nowhere.
+        """Return the file in which an image of a case is kept, and where in it; None if none is kept.
 
         `privlab table` keeps PNGs, `privlab attack` strips.
+
+        Args:
+            case: the number of the case, from 0.
+            image_sha256: the hash of the private image.
+            what: "private", "fed" (what the client fed), or the name of an attack, for its reconstruction.
         """
         attack = CONTROLS[0] if what in ("private", "fed") else what
         suffix = f"-{what}" if what in ("private", "fed") else ""

@@ -214,6 +214,12 @@ def images(row: Row) -> str:
 
 
 def counted(images: int, exact: int | None, failed: int) -> str:
-    """Return numbers of images: "20 (18 exact, 1 failed)"."""
+    """Return numbers of images as text: "20 (18 exact, 1 failed)".
+
+    Args:
+        images: those that have a score.
+        exact: those of them with every grey level right; None where PSNR was not measured. 0 and None are not shown.
+        failed: those that have a failed record; 0 is not shown.
+    """
     more = [f"{count} {what}" for count, what in ((exact, "exact"), (failed, "failed")) if count]
     return f"{images}" + (f" ({', '.join(more)})" if more else "")

@@ -47,6 +47,11 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     metric's own direction; `leakiest` says by the lead metric on how many images each attack reached it, and which is
     the best single one. `exact` counts the images of which every grey level is right; None without PSNR. The spread is
     the standard deviation over the images (n − 1); what no image has is NaN.
+
+    Args:
+        records: those of one `privlab attack`.
+        metrics: the names of the metrics; those of placement that were measured are added.
+        geometry: "in_place", "oracle" or "reassembled": in which attacks and controls are scored.
     """
     cased, cases = by_case(records)
     there = cased.loc[(cased.geometry == geometry) | cased.attack.str.startswith(CONTROL)]
@@ -81,9 +86,14 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
 
 
 def elsewhere(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
-    """Return what the paper's attack, the worst case and the best attack have in the other geometries, a line for each.
+    """Return a line per other geometry: what the paper's attack, the worst case and the best attack have there.
 
-    By the lead metric; what a geometry does not change is left out.
+    Figures that are the same as in the geometry of the table are left out.
+
+    Args:
+        records: those of one `privlab attack`.
+        metrics: the names of the metrics, of which the lead metric is told.
+        geometry: that of the table.
     """
     lead, lines = lead_metric(metrics), []
     here = _leading(summarise(records, [lead], geometry), lead)
@@ -103,7 +113,13 @@ def _leading(table: pd.DataFrame, lead: str) -> dict[str, str]:
 
 
 def explanations(table: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
-    """Return what the first rows of the table are, and what its scores stand on, a line for each."""
+    """Return the lines that explain the table: its settings, the worst case, the best attack, and its geometry.
+
+    Args:
+        table: the rows of `summarise`.
+        metrics: its metrics, of which the lead metric is named.
+        geometry: that of the table.
+    """
     reassembled = any("(reassembled)" in name for behind in table.leakiest if behind for name in behind)
     settings = [said for setting, said in _SETTINGS.items() if (table.setting == setting).any()]
     return [
@@ -117,13 +133,25 @@ def explanations(table: pd.DataFrame, metrics: Sequence[str], geometry: str) -> 
 
 
 def flags(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Flag]:
-    """Return the red flags of a run."""
+    """Return the red flags of a run, with attacks compared by the lead metric.
+
+    Args:
+        records: those of one `privlab attack`.
+        metrics: the names of the metrics, of which the lead metric is taken.
+        geometry: "in_place", "oracle" or "reassembled": in which attacks are compared.
+    """
     cased, cases = by_case(records)
     return red_flags(cased, [case.label for case in cases], lead_metric(metrics), geometry)
 
 
 def members(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Apart]:
-    """Return what a run has on members of the training data and on others, apart."""
+    """Return what a run has on members of the training data and on others, apart, by the lead metric.
+
+    Args:
+        records: those of one `privlab attack`.
+        metrics: the names of the metrics, of which the lead metric is taken.
+        geometry: "in_place", "oracle" or "reassembled": in which reconstructions are scored.
+    """
     cased, cases = by_case(records)
     paper = papers_attack(records.attack.unique())
     return apart(cased, [case.label for case in cases], paper, lead_metric(metrics), geometry)
@@ -190,7 +218,10 @@ def _how(spec: Specification) -> str:
 def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = False) -> Table:
     """Lay the table out for a terminal; the arrow shows the leaky direction of each metric.
 
-    `stacked` puts the spread under the mean, for a narrow terminal.
+    Args:
+        table: the rows of `summarise`.
+        metrics: those that get a column, each mean ± standard deviation over the images.
+        stacked: whether the spread stands below the mean, for a narrow terminal.
     """
     several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
     shown = (
