@@ -27,9 +27,9 @@ def batch_key(sha256: Iterable[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Readable pictures on the device; their labels stand in `pictures` too.
+    """The usable images of a chunk, on the model's device, with their labels, which `pictures` state too.
 
-    `key` names the chunk that they come from, unreadable pictures included: what a client draws depends on its batch.
+    `key` names all images of the chunk, unreadable ones included, since what a client draws depends on its whole batch.
     """
 
     pictures: Sequence[Picture]
@@ -39,11 +39,11 @@ class Batch:
 
     @property
     def together(self) -> str:
-        """Return what names these images, in this order."""
+        """Return the hashes of these images in their order, as one text."""
         return "/".join(picture.sha256 for picture in self.pictures)
 
     def take(self, rows: Sequence[int]) -> "Batch":
-        """Return some of the pictures."""
+        """Return the batch of some of the images."""
         return Batch([self.pictures[i] for i in rows], self.images[rows], self.labels[rows], self.key)
 
     def draws(self, seed: int, purpose: str, draw: int) -> list[Generator]:
@@ -57,10 +57,10 @@ class Batch:
         return [draw_for(seed, picture.sha256, purpose, draw) for picture in self.pictures]
 
     def images_per_release(self, together: int | None) -> int:
-        """Return how many of the pictures make one gradient: one, or all of those that are released `together`.
+        """Return how many of the images make one gradient: one, or all of them where images are released `together`.
 
         Warns:
-            PrivlabWarning: if they are fewer than that.
+            PrivlabWarning: if the batch has fewer images than `together`.
         """
         if together is None:
             return 1
@@ -81,12 +81,12 @@ class Batch:
         return [draw_for(seed, "/".join(names[i : i + B]), "release", draw) for i in range(0, len(names), B)]
 
     def stated(self, together: int | None) -> Record:
-        """Return what the rows state of a batch that is released as one; nothing where each picture is by itself."""
+        """Return what the rows state of a batch that is released as one; nothing if images are released one by one."""
         return {} if together is None else {"batch": self.key, "batch_images": len(self.pictures)}
 
 
 def taken(seen: Observation, releases: Sequence[int]) -> Observation:
-    """Return what is observed of some of the releases."""
+    """Return the observation of some of the releases."""
     return replace(seen, gradients={name: g[releases] for name, g in seen.gradients.items()})
 
 
@@ -149,7 +149,7 @@ def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batc
 class Trial:
     """One setting of one batch: what is fed and sent, and what a reconstruction is compared with.
 
-    `known` marks the slots that the adversary knows to hold their own patch; None where nothing says which they are.
+    `known` marks the slots that the adversary knows to hold their own patch; it is None where the release does not say.
     """
 
     setting: str

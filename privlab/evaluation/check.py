@@ -1,4 +1,4 @@
-"""What an attack brings home, looked at before anything is made of it: it may come from another package."""
+"""Runs an attack and checks what it returns, since an attack may come from another package."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ __all__ = ["beyond_range", "brought", "check_reconstruction"]
 
 
 def brought(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Stolen:
-    """Run an attack on what it is for, and return what it brought home."""
+    """Run an attack on an observation of its own kind, and return its reconstruction."""
     return Stolen.of(attack(seen))  # pyright: ignore[reportArgumentType]  # the plan gave each its kind of observation
 
 
@@ -33,8 +33,8 @@ def check_reconstruction(images: Tensor, shape: Sequence[int]) -> None:
 def beyond_range(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> str | None:
     """Return why an attack runs outside the range in which it is said to be exact, from what is public; else None.
 
-    That is what it says itself, by its method `beyond`; an attack without one has no stated range. One that was forced
-    to run without something that it requires is outside it whatever it says.
+    The range is stated by the attack's own method `beyond`; an attack without that method has none. An attack that was
+    forced to run without a capability that it requires is always outside its range.
     """
     if missing := attack.requires - seen.grants:
         return "forced without " + ", ".join(sorted(capability.value for capability in missing))

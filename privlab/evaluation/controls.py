@@ -1,4 +1,4 @@
-"""Pictures that no attack made: what "nothing leaks" looks like under each metric."""
+"""Negative controls: images that no attack made, which show what "nothing leaks" looks like under each metric."""
 
 import warnings
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class Controls:
         return {CONTROLS[0]: mean, CONTROLS[1]: other} | always
 
     def _mean(self, left: Sequence[str]) -> Float[Tensor, "c h w"]:
-        """Return the mean of these photographs; that of all is kept, for they may be thousands."""
+        """Return the mean of these photographs; the mean of all is computed once, as they may be thousands."""
         if len(left) == len(self.public.images):
             return self._mean_of_all
         return torch.stack([self.public.images[key] for key in left]).mean(0)

@@ -1,4 +1,4 @@
-"""What a run is made of, from its specification: victims, attacks, images, learned metrics; and its warnings."""
+"""Makes the parts of a run from its specification: victims, attacks, images and learned metrics, with warnings."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ __all__ = ["Subject", "learned_metrics", "public_images", "source_of", "subject_
 class Subject:
     """What a case is run on: its victim, its attacks by block, and the images of the adversary.
 
-    `refused` says of each attack that cannot run here why.
+    `refused` holds the reason for each attack that cannot run here.
     """
 
     base: Victim
@@ -38,10 +38,10 @@ class Subject:
 
 
 def subject_of(spec: Specification, device: torch.device) -> Subject:
-    """Return what a specification of one victim is run on.
+    """Return the victim, attacks and public images of a specification with one victim.
 
     Raises:
-        PrivlabError: if a part of it does not exist or does not fit.
+        PrivlabError: if a part of the specification does not exist or does not fit.
     """
     base, messages = _victim(spec.models[0], spec.weights, spec.img_size, spec.seed, spec.classes, device)
     for message in messages:  # what weakens a victim weakens each run on it
@@ -57,7 +57,7 @@ def subject_of(spec: Specification, device: torch.device) -> Subject:
 def _victim(
     name: str, weights: str, img_size: int | None, seed: int, classes: int | None, device: torch.device
 ) -> tuple[Victim, tuple[str, ...]]:
-    """Return a victim, and the warnings that come with it; case after case is run on the same one."""
+    """Return a victim, and the warnings that come with it; it is cached, as successive cases often share one."""
     messages: list[str] = []
     with collected(messages):
         made = victim(name, weights=weights, img_size=img_size, seed=seed, classes=classes).to(device)
