@@ -1,4 +1,4 @@
-"""The private image that a user holds beside a released gradient: scores by it, as the client preprocessed it."""
+"""The private image that a user has beside a released gradient: it is preprocessed as the client did, and scored by."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ __all__ = ["Judge", "Row", "as_fed"]
 Row = dict[str, Any]
 
 _MUCH_NEARER = 10.0
-"""PSNR by which one preprocessing is nearer to what was fed than another that gives its gradient too, in dB."""
+"""In dB: by how much the PSNR of one preprocessing must exceed that of another that explains the gradient as well."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Judge:
     def of(cls, reference: Path, spec: Specification, base: Victim) -> "Judge":
         """Return the judge that scores by the private image in a file.
 
-        An image of the victim's input size is taken as it is; any other one is preprocessed as the victim does.
+        An image of the victim's input size is taken as it is; any other one is preprocessed as the victim's inputs are.
 
         Args:
             reference: the file of the private image.
@@ -73,7 +73,10 @@ class Judge:
         return {name: float(value) for name, value in scores.items()}
 
     def photographs(self, cut: Preprocessing) -> tuple[str, ...] | None:
-        """Return the bundled photographs that priors may learn from, if the private image is one of them."""
+        """Return the bundled photographs that image priors may learn from; None stands for all of them.
+
+        Some are left out only if the private image is a bundled photograph.
+        """
         assert self.picture.pixels is not None
         return apart_from([self.picture.sha256], cut(self.picture.pixels)[None], cut)[0]
 
@@ -82,7 +85,7 @@ class Judge:
         return {"attack": CONTROLS[0], "status": "ok"} | self(self.public.mean(0, keepdim=True))
 
     def strip(self, panels: Sequence[Panel]) -> Strip:
-        """Return the private image beside what was reconstructed."""
+        """Return a strip of the private image and the reconstructions."""
         private = Panel("private", self.image[0].cpu(), ("private image",))
         return Strip(self.picture.name, self.picture.sha256, "audit", ((private, *panels),))
 
@@ -97,7 +100,7 @@ def as_fed(
     is much nearer to the reconstruction.
 
     Args:
-        judge: by the reference as the victim preprocesses it.
+        judge: scores by the reference as the victim's preprocessing gives it.
         base: the victim.
         seen: the released gradient of one image, by which preprocessings are told apart.
         label: the class index of the image.
@@ -135,5 +138,5 @@ def as_fed(
 
 
 def _fits(pixels: Image.Image, base: Victim) -> bool:
-    """Return whether a picture has the size of a victim's input: it is what was fed, and nothing is to be cut off."""
+    """Return whether an image has the size of a victim's input: then it is what was fed, and nothing is cut off."""
     return (pixels.height, pixels.width) == base.preprocessing.size
