@@ -1,4 +1,4 @@
-"""Rows under headings: how claims and distributions stand on the paper, from top to bottom."""
+"""Rows under headings, from top to bottom: the y axis of claims and distributions."""
 
 import itertools
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Row:
 
 
 def stack(ax: Axes, rows: Sequence[Row]) -> list[float]:
-    """Name the rows on the y axis, in inches from the top; return the middle of each row."""
+    """Name the rows on the y axis, whose unit is inches from the top, and return the middle of each row."""
     middles, y = [], 0.0
     for heading, under in itertools.groupby(rows, key=lambda row: row.heading):
         if heading:
@@ -62,7 +62,7 @@ def stack(ax: Axes, rows: Sequence[Row]) -> list[float]:
 
 
 def height(rows: Sequence[Row]) -> float:
-    """Return the height of all rows, in inches."""
+    """Return the height of all rows and headings, in inches."""
     headings = sum(_height(heading) for heading, _ in itertools.groupby(row.heading for row in rows) if heading)
     return sum(row.height + row.gap for row in rows) + headings
 

@@ -1,4 +1,4 @@
-"""The verdict of the page: the paper's attack beside the worst case, and everything that weakens either."""
+"""The verdict of the page: the paper's attack beside the worst case, and everything that weakens either of them."""
 
 import math
 from collections import Counter
@@ -13,12 +13,12 @@ from privlab.report.tables import Flag, Results, Row, Score, conditions_that_dif
 __all__ = ["Verdict", "flags", "lead_text", "verdict"]
 
 _LEFT, _RIGHT, _EXACT = 8.0, 184.0, 194.0
-"""Where a plot of 200 units starts and ends, and where infinite values stand."""
+"""The start and the end of the scale in a plot of 200 units, and the place of infinite values."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One case in the table of the verdict, as text; `at` says where its marks stand in the plot."""
+    """One case in the table of the verdict, as text; `at` gives the places of its marks in the plot."""
 
     label: str
     external: str | None
@@ -36,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The table of the verdict for one metric; `groups` are lines under a common heading."""
+    """The table of the verdict for one metric; `groups` holds its lines, each group with its heading."""
 
     name: str
     head: str
@@ -69,7 +69,7 @@ def verdict(results: Results, rows: Sequence[Row], metric: str) -> Verdict:
 
 
 def shown(value: float, n: int) -> str:
-    """Return a number with n decimals; one that they would round to zero keeps two digits."""
+    """Return a number with n decimals; one that they would round to zero has two digits and a power of ten."""
     if math.isnan(value):
         return "n/a"
     if math.isinf(value):
@@ -80,7 +80,7 @@ def shown(value: float, n: int) -> str:
 
 @dataclass(frozen=True)
 class _Case:
-    """What was printed and measured of one case by one metric."""
+    """What was printed and measured for one case by one metric."""
 
     number: int
     metric: str
@@ -131,7 +131,7 @@ class _Case:
 
     @property
     def apart(self) -> bool:
-        """Return whether the intervals of the worst case and of the paper's attack do not meet."""
+        """Return whether the worst case leaks more than the paper's attack and their intervals do not meet."""
         first, second = (self.claim, self.worst) if leaks(self.metric) > 0 else (self.worst, self.claim)
         return first.high < second.low
 
@@ -157,14 +157,14 @@ _NOTHING = Score(math.nan)
 
 
 def _with_interval(score: Score, n: int, *, refused: bool) -> tuple[str, str]:
-    """Return a mean and what stands beside it: its interval, or that there is none because an attack was refused."""
+    """Return a mean and the text beside it: its interval, or "refused" if an attack was refused and has no mean."""
     if math.isnan(score.low) or math.isnan(score.high):
         return shown(score.mean, n), "refused" if refused and math.isnan(score.mean) else ""
     return shown(score.mean, n), f"[{shown(score.low, n)}, {shown(score.high, n)}]"
 
 
 def _most(leakiest: Mapping[str, int], images: int) -> str:
-    """Return the attacks behind a worst case, the most frequent first, with the images of each if they are several."""
+    """Return the attacks behind a worst case, the most frequent first, with the images of each if there are several."""
     first = Counter(leakiest).most_common(2)
     if len(leakiest) < 2:
         return "".join(name for name, _ in first)
@@ -173,7 +173,7 @@ def _most(leakiest: Mapping[str, int], images: int) -> str:
 
 
 def _place(mean: float, ends: tuple[float, float]) -> float | None:
-    """Return where a mean stands between the ends; infinity stands beyond the right one."""
+    """Return the place of a mean between the ends of the plot; infinity stands beyond the right end."""
     if math.isnan(mean):
         return None
     if math.isinf(mean):

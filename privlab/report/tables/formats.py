@@ -1,4 +1,4 @@
-"""A leakage table as text: LaTeX, Markdown, CSV, JSON, and for a terminal."""
+"""A leakage table as text: LaTeX, Markdown, CSV, JSON, and a layout for a terminal."""
 
 import csv
 import io
@@ -203,7 +203,7 @@ def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, st
 
 
 def _stacked(sheet: Sheet, table: Table) -> None:
-    """Lay out each row under a line for its case, intervals under their means."""
+    """Lay out each row under a line for its case, with intervals under their means."""
     table.add_column("case")
     table.add_column("images", justify="right")
     for name in sheet.layout.columns:
@@ -221,7 +221,7 @@ def _stacked(sheet: Sheet, table: Table) -> None:
 
 
 def _side_by_side(sheet: Sheet, table: Table) -> None:
-    """Lay out a line for each case: under every metric what was published and the best of what was measured."""
+    """Lay out a line for each case: for each metric what was published, and the headline rows of what was measured."""
     cases: dict[int, dict[str, Row]] = {}
     for row in sheet.rows:
         cases.setdefault(row.case, {})[row.kind] = row
@@ -262,7 +262,7 @@ def _text(cell: Cell) -> Text:
 
 
 def plain_data(value: object) -> object:
-    """Return data as JSON may hold them."""
+    """Return data that JSON can hold: NaN becomes null, infinity a text."""
     if isinstance(value, Mapping):
         return {key: plain_data(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -273,12 +273,12 @@ def plain_data(value: object) -> object:
 
 
 def _markdown(text: str) -> str:
-    """Escape what Markdown or HTML would read as markup."""
+    """Escape characters that Markdown or HTML would read as markup."""
     return re.sub(r"([\\`*_{}\[\]<>#|~$&])", r"\\\1", " ".join(text.split()))
 
 
 def _tex_text(text: str) -> str:
-    """Return a line as LaTeX; γ of a case's label, which an experiment spells gamma, is printed as γ."""
+    """Return a line as LaTeX; "gamma" in a case's label, as experiments spell it, is printed as γ."""
     return to_tex(re.sub(r"\bgamma\b(?=[ =]+[\d.])", "γ", text))
 
 

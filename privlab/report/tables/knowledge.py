@@ -1,4 +1,4 @@
-"""Which defenses an attack knows: by their names, or by what they do, as others of their kinds that it knows."""
+"""Which defenses an attack knows: by their names, or because they have the same kinds of effects as known ones."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -15,17 +15,17 @@ from privlab.threat import declared_by_attack
 __all__ = ["declared", "kinds_in", "knows", "undefended", "undone"]
 
 Kinds = Mapping[str, frozenset[str]]
-"""Kinds of effects by the name of a defense; of those alone that are not privlab's own."""
+"""Kinds of effects by the name of a defense, only for defenses that are not privlab's own."""
 
 
 def declared(attack: str) -> frozenset[str]:
-    """Return the defenses that an attack declares to be written against; one that is not installed has none."""
+    """Return the defenses that an attack declares to know; for an attack that is not installed there are none."""
     kind = installed().get(attack)
     return frozenset() if kind is None else frozenset(declared_by_attack(kind).knows)
 
 
 def undefended(attack: str) -> str:
-    """Return what an attack declares to be where nothing is defended: another attack, or itself."""
+    """Return which attack an attack declares to be where nothing is defended: another one, or by default itself."""
     kind = installed().get(attack)
     return attack if kind is None else declared_by_attack(kind).undefended or attack
 
@@ -57,7 +57,7 @@ def knows(known: frozenset[str], parts: Iterable[str], kinds: Kinds) -> bool:
 
 
 def kinds_in(rows: pd.DataFrame, parts: frozenset[str]) -> Kinds:
-    """Return what kinds of effects the parts of a case's defense have, with the options that its records state."""
+    """Return the kinds of effects of the parts of a defense that are not privlab's own, with the recorded options."""
     stated = rows.reindex(columns=["defense_params"]).defense_params
     params = stated.iloc[0] if len(stated) else None
     return {part: _kinds(part, params, alone=len(parts) == 1) for part in parts - DEFENSES.keys()}

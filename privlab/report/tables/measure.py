@@ -1,4 +1,4 @@
-"""What an attack leaks beside the leakiest control of the same images, with the interval of the difference."""
+"""What an attack leaks, compared with the leakiest control of the same images, with the interval of the difference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,16 @@ from privlab.report.tables.sheet import shown, unit_of
 __all__ = ["Measure", "measure", "structure"]
 
 _MIRRORED = "the mirrored image"
-"""The control that an attack is for itself: its picture beside the image as a mirror shows it."""
+"""A control that the attack itself gives: its reconstruction, compared with the mirrored image."""
 
 
 @dataclass(frozen=True)
 class Measure:
     """What an attack leaks by one metric, beside the leakiest control of the same images.
 
-    `ahead` counts the images on which it leaks more, `exact` those that it gives back but for rounding; `gain` is the
-    mean of what it leaks more, positive where it does, with the interval that the verdict goes by.
+    `ahead` counts the images on which the attack leaks more than the control, `exact` those that it reconstructs up to
+    rounding. `gain` is the mean of the difference, positive where the attack leaks more, with the interval by which the
+    verdict goes.
     """
 
     attack: str
@@ -37,7 +38,7 @@ class Measure:
 
     @property
     def leaks(self) -> bool:
-        """Return whether more leaks than from the control, beyond the interval, or an image altogether."""
+        """Return whether more leaks than from the control, beyond the interval, or an image is given back exactly."""
         return self.gain.low > 0 or self.exact > 0
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Photographs that the victim saw in training and those that it did not, apart: what was measured of each."""
+"""Images that the victim saw in training, and those that it did not: what was measured on each, apart."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _WORDS = {"seen": "seen in training", "not seen": "not seen", "unknown": "unknow
 
 @dataclass(frozen=True)
 class Apart:
-    """The mean and the standard deviation (n − 1) of one attack over the images of one case and membership."""
+    """The mean and the standard deviation (n − 1) of one attack over the images of one case and one membership."""
 
     case: str
     member: str
@@ -69,7 +69,7 @@ def apart_of(results: Results) -> list[Apart]:
 
 
 def apart_lines(rows: Sequence[Apart]) -> list[str]:
-    """Return a line for each case; counts are those of the images."""
+    """Return a line for each case; counts in it are of images."""
     several = len({row.case for row in rows}) > 1
     lines = []
     for case in dict.fromkeys(row.case for row in rows):

@@ -26,14 +26,14 @@ __all__ = ["KNOWN", "explanations", "flags", "members", "not_measured", "shown_m
 __all__ += ["verdicts"]
 
 KNOWN = METRICS | PLACEMENT
-"""What a column of the table may be."""
+"""The metrics that may be a column of the table."""
 
 _SETTINGS = {
     "a": "a, nothing is defended, and the private image x is the reference",
     "b": "b, the defense is at work, and x̃, what the client fed, is the reference: an order that is lost costs nothing",
     "c": "c, the defense is at work, and the private image x is the reference",
 }
-"""What is fed and what reconstructions are compared with (MJP, section 5.4)."""
+"""What each setting feeds, and with what it compares reconstructions (MJP, section 5.4)."""
 
 _KINDS = ("paper", "worst", "single", "attack", "control")
 
@@ -106,7 +106,7 @@ def elsewhere(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> l
 
 
 def _leading(table: pd.DataFrame, lead: str) -> dict[str, str]:
-    """Return the lead metric of the first rows of each case, by their names, in words."""
+    """Return the lead metric of the headline rows of each case as text, by the names of the rows."""
     rows = table.loc[table.kind.isin(["paper", "worst", "single"])].to_dict("records")
     several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
     return {" ".join([*(str(row[c]) for c in several), row["attack"]]): _value(row, lead, " ± ") for row in rows}
@@ -168,7 +168,7 @@ def _ordered(attacks: Sequence[str]) -> Iterator[tuple[str, str]]:
 def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
     """Return the metrics that the table shows, in the order of MJP's Table 5; the records hold the others too.
 
-    Where features are released, what was measured of rows, keys and utility follows.
+    Where features are released, the metrics of rows, keys and utility that were measured follow.
     """
     order = (
         *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "ssim", "ssim_skimage"),
@@ -179,7 +179,7 @@ def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
 
 
 def not_measured(outcome: Outcome, shown: Sequence[str]) -> list[str]:
-    """Return why figures of the shown metrics are n/a, or over fewer images than there are: one line for each."""
+    """Return one line for each shown metric that is n/a, or has fewer images than there are, with the reason."""
     scored = outcome.records.loc[outcome.records.status == "ok"]
     tried = " " + scored.metrics.fillna("") + " "
     reasons = {name: f"{reason.partition(':')[0]}; see the warning" for name, reason in outcome.missing.items()}
@@ -192,7 +192,7 @@ def not_measured(outcome: Outcome, shown: Sequence[str]) -> list[str]:
 
 
 def verdicts(outcome: Outcome) -> list[str]:
-    """Return one line per victim that says what the numbers stand on, and one for the threat model."""
+    """Return one line per victim on its weights, defense and seed, and one on the threat model."""
     spec = outcome.spec
     lines = []
     for base in outcome.victims:
@@ -209,7 +209,7 @@ def verdicts(outcome: Outcome) -> list[str]:
 
 
 def _how(spec: Specification) -> str:
-    """Return what else of a run its numbers stand on."""
+    """Return the other options of a run on which its numbers depend: draws, gradient batch, and force."""
     draws = f"; {spec.draws} draws of each image" if spec.draws > 1 else ""
     batch = f"; {spec.gradient_batch} images in one gradient" if spec.gradient_batch > 1 else ""
     return draws + batch + ("; FORCED: attacks run where their formulas do not hold" if spec.force else "")
@@ -244,7 +244,7 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
 
 
 def _about(row: Mapping[Hashable, Any]) -> str:
-    """Return what stands under a name: that an attack is the paper's; which attacks are behind the worst case."""
+    """Return the text under a name: that an attack is the paper's, or which attacks are behind the worst case."""
     if row["leakiest"] is None:
         return "the paper's" if row["kind"] == "paper" else ""
     order = sorted(row["leakiest"].items(), key=lambda pair: -pair[1])
