@@ -70,7 +70,7 @@ def structure_cases(results: Results) -> set[int]:
 
 
 def flag_lines(flags: Sequence[Flag]) -> list[str]:
-    """Return the flags as lines of text; if there are any, a last line says what no failure proves."""
+    """Return the flags as lines of text; if there are any, a last line says that a failed attack proves nothing."""
     lines = [f"flag: {flag.head}: {cut(flag.items)}" for flag in flags]
     return [*lines, "An attack that fails is no evidence of privacy."] if lines else []
 

@@ -193,9 +193,9 @@ def groups(rows: pd.DataFrame, by: list[str]) -> tuple[Whole, pd.DataFrame]:
 
 
 def _tidy(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> pd.DataFrame:
-    """Return the rows of a geometry, and of all geometries that an adversary can make, without nulls in names.
+    """Return the rows of a geometry, and of all geometries that an adversary can make.
 
-    Failed rows have no score.
+    The columns that name a row have no null, and failed rows have no score.
     """
     attacks, names = pd.factorize(records.attack, sort=True)
     control = np.array([str(name).startswith(CONTROL) for name in names], dtype=bool)[attacks]

@@ -3,8 +3,8 @@
 A case is "broken" if an attack leaks more than the leakiest control, beyond the interval of their difference, or
 reconstructs an image exactly. It "holds" only beside a positive control: an attack that knows the defense, in its
 stated range, must leak on the undefended release of the same images, with the same batch, precision and conditions, and
-it must leak more there than the interval leaves open under the defense. Every other case is "no evidence", with the
-reason.
+it must leak more there than the interval leaves open under the defense. A case in which no defense is at work is "no
+defense". Every other case, and one without a score, is "no evidence", with the reason.
 """
 
 from collections.abc import Callable, Mapping, Sequence
