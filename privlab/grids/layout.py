@@ -115,7 +115,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a grid that one of `count` machines runs: every `count`-th image, or client's batch."""
+    """The part of a grid that one of `count` machines runs: every `count`-th image or client's batch."""
 
     number: int = 1
     count: int = 1

@@ -1,4 +1,4 @@
-"""What this machine has, and what is missing for which feature."""
+"""The packages, hardware and weights of this machine, and what is missing for which feature."""
 
 import os
 import re

@@ -58,11 +58,11 @@ def measure(images: pd.DataFrame, attack: str, metric: str, level: float, shown_
 
     The gain of an image is its score less that of the control, with the sign turned where lower values leak. A metric
     of `STRUCTURE` has the attack's score against the mirrored image as one more control, and is None without it: of two
-    images that have nothing in common with the reference, the smoother one scores higher there.
+    images that have nothing in common with the reference, the smoother one scores higher.
 
     Args:
         images: rows of `per_image` of one case, attacks and controls.
-        attack: the name of the attack; without a score of it, or without a control on all its images, there is None.
+        attack: the name of the attack. None is returned if it has no score, or if no control has all of its images.
         metric: a column of `images`, one of leakage.
         level: confidence level of the interval of the gain, in (0, 1), by which the verdict goes.
         shown_level: confidence level of the interval of the attack's own score, which is only shown.
