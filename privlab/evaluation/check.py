@@ -1,4 +1,4 @@
-"""Runs an attack and checks what it returns, since an attack may come from another package."""
+"""What an attack brings home, looked at before anything is made of it: it may come from another package."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ __all__ = ["beyond_range", "brought", "check_reconstruction"]
 
 
 def brought(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Stolen:
-    """Run an attack on an observation of its own kind, and return its reconstruction."""
+    """Run an attack on what it is for, and return what it brought home."""
     return Stolen.of(attack(seen))  # pyright: ignore[reportArgumentType]  # the plan gave each its kind of observation
 
 
