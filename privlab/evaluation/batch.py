@@ -27,9 +27,9 @@ def batch_key(sha256: Iterable[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Readable pictures on the device; their labels stand in `pictures` too.
+    """The usable images of a chunk, on the model's device, with their labels, which `pictures` state too.
 
-    `key` names the chunk that they come from, unreadable pictures included: what a client draws depends on its batch.
+    `key` names all images of the chunk, unreadable ones included, since what a client draws depends on its whole batch.
     """
 
     pictures: Sequence[Picture]
@@ -39,22 +39,28 @@ class Batch:
 
     @property
     def together(self) -> str:
-        """Return what names these images, in this order."""
+        """Return the hashes of these images in their order, as one text."""
         return "/".join(picture.sha256 for picture in self.pictures)
 
     def take(self, rows: Sequence[int]) -> "Batch":
-        """Return some of the pictures."""
+        """Return the batch of some of the images."""
         return Batch([self.pictures[i] for i in rows], self.images[rows], self.labels[rows], self.key)
 
     def draws(self, seed: int, purpose: str, draw: int) -> list[Generator]:
-        """Return a generator for each picture."""
+        """Return a random generator for each image, seeded by SHA-256 of "seed/hash of the image/purpose/draw".
+
+        Args:
+            seed: the seed of the run.
+            purpose: what is drawn, such as "defense" or "control"; different purposes have independent generators.
+            draw: the number of the draw, from 0; each gives other random numbers for the same image.
+        """
         return [draw_for(seed, picture.sha256, purpose, draw) for picture in self.pictures]
 
     def images_per_release(self, together: int | None) -> int:
-        """Return how many of the pictures make one gradient: one, or all of those that are released `together`.
+        """Return how many of the images make one gradient: one, or all of them where images are released `together`.
 
         Warns:
-            PrivlabWarning: if they are fewer than that.
+            PrivlabWarning: if the batch has fewer images than `together`.
         """
         if together is None:
             return 1
@@ -64,25 +70,37 @@ class Batch:
         return b
 
     def release_draws(self, seed: int, draw: int, images_per_release: int) -> list[Generator]:
-        """Return a generator for each release, of as many pictures as were said."""
+        """Return a random generator for each release, seeded by the hashes of all its images.
+
+        Args:
+            seed: the seed of the run.
+            draw: the number of the draw, from 0; each gives other random numbers for the same release.
+            images_per_release: B, at least 1; the first B images make the first release, the next B the second.
+        """
         names, B = [picture.sha256 for picture in self.pictures], images_per_release
         return [draw_for(seed, "/".join(names[i : i + B]), "release", draw) for i in range(0, len(names), B)]
 
     def stated(self, together: int | None) -> Record:
-        """Return what the rows state of a batch that is released as one; nothing where each picture is by itself."""
+        """Return what the rows state of a batch that is released as one; nothing if images are released one by one."""
         return {} if together is None else {"batch": self.key, "batch_images": len(self.pictures)}
 
 
 def taken(seen: Observation, releases: Sequence[int]) -> Observation:
-    """Return what is observed of some of the releases."""
+    """Return the observation of some of the releases."""
     return replace(seen, gradients={name: g[releases] for name, g in seen.gradients.items()})
 
 
 def attacked_together(seen: Seen, batch: Batch, preprocessing: Preprocessing) -> list[tuple[list[int], Seen]]:
-    """Return what is attacked together, with the images that it is of: all, but for bundled photographs.
+    """Return the groups of images that are attacked in one call: the places in the batch, and the observation, of each.
 
-    Image priors learn from these, so each is attacked apart, by what is learned from the others. Attacks on features
-    get their public images with the batch.
+    All images form one group, unless bundled photographs are among those whose gradients are released. Image priors
+    learn from these photographs, so each of them is attacked with a prior that has learned from the others. Attacks on
+    features get their public images with the batch.
+
+    Args:
+        seen: the observation of the whole batch.
+        batch: the images, to find out which are bundled photographs; attacks do not see it.
+        preprocessing: that of the images; photographs are compared with them after it.
     """
     every = list(range(len(batch.pictures)))
     if not isinstance(seen, Observation):
@@ -101,10 +119,14 @@ def attacked_together(seen: Seen, batch: Batch, preprocessing: Preprocessing) ->
 
 
 def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batch, list[Picture]]:
-    """Return the readable pictures of a chunk on the model's device, and those that cannot be used.
+    """Return the usable images of a chunk, on the model's device and with labels, and those that cannot be used.
 
-    Where there is no label, and wherever it is to be `predicted`, the model's own prediction stands in; pictures whose
-    label is out of range cannot be used.
+    The second are the images that could not be read, and those whose label is not below the model's number of classes.
+
+    Args:
+        chunk: images as the victim's preprocessing gives them, and those that could not be read.
+        model: the victim's model; its own prediction is the label of an image that has none.
+        predicted: whether the prediction replaces every label.
     """
     classes = model.vit.num_classes
     images, pictures = chunk.images.to(model.mean), list(chunk.pictures)
@@ -127,7 +149,7 @@ def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batc
 class Trial:
     """One setting of one batch: what is fed and sent, and what a reconstruction is compared with.
 
-    `known` marks the slots that the adversary knows to hold their own patch; None where nothing says which they are.
+    `known` marks the slots that the adversary knows to hold their own patch; it is None where the release does not say.
     """
 
     setting: str

@@ -62,8 +62,8 @@ def check_reconstruction(images: Tensor, shape: Sequence[int]) -> None:
 def beyond_range(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> str | None:
     """Return why an attack runs outside the range in which it is said to be exact, from what is public; else None.
 
-    That is what it says itself, by its method `beyond`; an attack without one has no stated range. One that was forced
-    to run without something that it requires is outside it whatever it says.
+    The range is stated by the attack's own method `beyond`; an attack without that method has none. An attack that was
+    forced to run without a capability that it requires is always outside its range.
     """
     if missing := attack.requires - seen.grants:
         return "forced without " + ", ".join(sorted(capability.value for capability in missing))

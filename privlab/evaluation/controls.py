@@ -1,4 +1,4 @@
-"""Pictures that no attack made: what "nothing leaks" looks like under each metric."""
+"""Negative controls: images that no attack made, which show what "nothing leaks" looks like under each metric."""
 
 import warnings
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ __all__ = ["Controls"]
 
 @dataclass(frozen=True, eq=False)
 class Controls:
-    """Makes the negative controls of `CONTROLS` from `public` photographs; never from one under attack.
+    """Makes the negative controls of `CONTROLS` from `public` photographs; for an image, never from that image itself.
 
-    The mean of the photographs, one of them, the private image with its patches shuffled, and one `colour` everywhere:
-    an attack that finds nothing leaves grey, and that must not count as a leak.
+    They are the mean of the photographs, one photograph, the private image with its patches shuffled, and one `colour`
+    everywhere: an attack that finds nothing leaves grey, and that must not count as a leak.
     """
 
     public: Others
@@ -32,13 +32,21 @@ class Controls:
     def of(
         self, batch: Batch, patch: int, draws: Sequence[Generator], *, together: bool
     ) -> dict[str, Float[Tensor, "b c h w"]]:
-        """Return the pictures of a batch by the name of their control; without a photograph that is left, two alone.
+        """Return the negative controls of a batch by their names in `CONTROLS`: of each, one for every image.
 
-        Where images are attacked `together`, none of them is among the photographs, and each has a photograph of its
-        own beside it, as long as there are so many.
+        Where no public photograph is left for an image, only the two controls that need none are returned: shuffled
+        patches and one colour.
+
+        Args:
+            batch: the private images; the controls of an image are never made of the image itself, nor of other crops
+                of its file.
+            patch: side of a patch, in pixels.
+            draws: one generator per image; it draws the order of the image's shuffled patches.
+            together: whether the images are attacked as one. Then no image of the batch is used as a photograph, and
+                each has a photograph of its own beside it, as long as there are enough.
 
         Warns:
-            PrivlabWarning: if photographs are too few.
+            PrivlabWarning: if there are too few photographs.
         """
         count = (batch.images.shape[2] // patch) * (batch.images.shape[3] // patch)
         order = torch.stack([torch.randperm(count, generator=draw) for draw in draws]).to(batch.images.device)
@@ -63,7 +71,7 @@ class Controls:
         return {CONTROLS[0]: mean, CONTROLS[1]: other} | always
 
     def _mean(self, left: Sequence[str]) -> Float[Tensor, "c h w"]:
-        """Return the mean of these photographs; that of all is kept, for they may be thousands."""
+        """Return the mean of these photographs; the mean of all is computed once, as they may be thousands."""
         if len(left) == len(self.public.images):
             return self._mean_of_all
         return torch.stack([self.public.images[key] for key in left]).mean(0)

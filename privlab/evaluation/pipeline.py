@@ -44,9 +44,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """One picture of a strip, with the lines that stand under it.
+    """One image of a strip, with the lines that stand under it.
 
-    `name` is the key of the attack's cell; of what was private or fed, that of the first control, and which it is.
+    `name` is the key of the attack's cell. A private, fed or sent image has the key of the first control's cell, with
+    "-private", "-fed" or "-sent" behind it.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Panel:
 
 @dataclass(frozen=True, eq=False)
 class Strip:
-    """The pictures of one private image on one victim: a row of panels for each setting."""
+    """The strip of one private image on one victim: a row of panels for each setting."""
 
     image: str
     image_sha256: str
@@ -66,9 +67,10 @@ class Strip:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What came of a chunk: its number of images, its records, and a strip for each readable image.
+    """The results of a chunk: its number of images, its records, and a strip for each readable image.
 
-    `stolen` holds what attacks brought home, where it is to be kept, by CELL/IMAGE, the latter a hash.
+    `stolen` holds the reconstructions that are to be kept, by CELL/IMAGE: the key of the cell and the hash of the
+    image.
     """
 
     images: int
@@ -81,10 +83,10 @@ class Scored:
 class Evaluator:
     """Scores chunks of images on one victim: every setting, block variant, attack and geometry of a run.
 
-    `metrics` are those that can be computed here; the others stay null in the records. `public` are photographs by
-    their hash, of which the negative controls are made, and which attacks on features may use. Strips are kept only if
-    `strips`, controls are scored only if `controls`, and what attacks bring home is handed out only if `keep`. What was
-    `kept` of an earlier run, by CELL/IMAGE, is scored instead of being made again.
+    `metrics` are those that can be computed here; the others stay null in the records. `public` holds photographs by
+    their hash: negative controls are made of them, and attacks on features may use them. Strips are returned only if
+    `strips`, controls are scored only if `controls`, and reconstructions are returned only if `keep`. If `kept` holds
+    the reconstructions of an earlier run, by CELL/IMAGE, these are scored and no attack runs.
     """
 
     spec: Specification
@@ -130,14 +132,14 @@ class Evaluator:
         return Scored(count, records, strips if self.strips else [], dict(self._stolen))
 
     def _show(self, panels: Sequence[list[Panel]], name: str, images: Tensor, captions: Sequence[str]) -> None:
-        """Add one picture to each strip; the images leave the device together."""
+        """Add one image to each strip; the images leave the device together."""
         if self.strips:
             for panel, image, caption in zip(panels, images.cpu(), captions, strict=True):
                 panel.append(Panel(name, image, tuple(caption.split("\n"))))
 
     @cached_property
     def rows(self) -> Rows:
-        """Return what all rows state."""
+        """Return what all rows of this run state."""
         return Rows(self.spec, self.base, tuple(self.public))
 
     @cached_property
@@ -146,7 +148,7 @@ class Evaluator:
         return Scorer(self.base.model, self.metrics, self.learned, reassembly_of(self.spec, self.base), several)
 
     def _trial(self, setting: str, batch: Batch) -> Trial:
-        """Make what the clients feed, and the reference of the setting (MJP, section 5.4)."""
+        """Return what the clients feed, and the reference of the setting (MJP, section 5.4)."""
         stack, draws = self.rows.defenses[setting], self._draws(batch)
         B = 1 if self.spec.together is None else len(batch.pictures)
         feed = stack.feed(batch.images, self.base.model.patch, draws.images, B)
@@ -154,7 +156,7 @@ class Evaluator:
         return Trial(setting, feed, feed.images if setting == "b" else batch.images, sent)
 
     def _draws(self, batch: Batch) -> Draws:
-        """Return the client's generators: those of its images, of the batch that they make, and of its model."""
+        """Return the client's generators: one for each image, one for the batch, and one for the model."""
         seed, together = self.spec.seed, batch.together
         return Draws(
             images=batch.draws(seed, "defense", self.spec.draw),
@@ -163,7 +165,7 @@ class Evaluator:
         )
 
     def _run(self, cell: Cell, trial: Trial, batch: Batch, panels: Sequence[list[Panel]]) -> list[Record]:
-        """Observe one batch and run every attack of the cell on it; their panels join those of the images."""
+        """Observe one batch, run every attack of the cell on it, and return the records; panels are added to strips."""
         if self.kept is not None:
             return self._again(cell, trial, batch, self.kept)
         if trial.sent is None:
@@ -198,7 +200,7 @@ class Evaluator:
         return records
 
     def _again(self, cell: Cell, trial: Trial, batch: Batch, kept: Mapping[str, Stolen]) -> list[Record]:
-        """Score what attacks brought home in an earlier run."""
+        """Score the kept reconstructions of an earlier run."""
         records, own = [], batch.stated(self.spec.together)
         names = self.rows.geometries(trial.setting)
         if "reassembled" in names:
@@ -217,7 +219,7 @@ class Evaluator:
         return records
 
     def _gradients(self, cell: Cell, trial: Trial, batch: Batch) -> tuple[Observation, list[Record], list[bool]]:
-        """Observe released gradients: what is seen, the facts for each image's rows, and whether they can be used."""
+        """Observe released gradients; return the observation, facts for each image's rows, and the usable images."""
         model, parts = cell.victim.model, self.rows.defenses[trial.setting].parts
         B = batch.images_per_release(self.spec.together)
         draws = batch.release_draws(self.spec.seed, self.spec.draw, B)
@@ -234,7 +236,7 @@ class Evaluator:
         return seen, facts, (norm.isfinite() & (norm > 0)).tolist()
 
     def _features(self, sent: Sent, trial: Trial, batch: Batch) -> tuple[FeatureObservation, list[Record], list[bool]]:
-        """Observe released features, and note what the client pays for its defense: whether its prediction is right."""
+        """Observe released features, and note what the defense costs the client: whether its prediction is right."""
         model, stack = self.base.model, self.rows.defenses[trial.setting]
         seen = observe_features(model, sent, stack, self._public_to(batch))
         logits, seconds = self._timed(lambda: predictions(model, sent))
@@ -251,7 +253,7 @@ class Evaluator:
         return seen, facts, [bool(sent.features.isfinite().all())] * len(right)
 
     def _public_to(self, batch: Batch) -> Float[Tensor, "m c h w"]:
-        """Return the adversary's images: the public ones, less those of the batch and other crops of their files."""
+        """Return the adversary's images: the public ones without those of the batch and other crops of their files."""
         left = set(self._others.without([picture.sha256 for picture in batch.pictures], batch.images))
         if len(left) == len(self.public):
             return self._all_public
@@ -263,7 +265,7 @@ class Evaluator:
 
     @cached_property
     def _all_public(self) -> Float[Tensor, "m c h w"]:
-        """Return the public images as one tensor, the same for all batches: attacks keep what they make of it."""
+        """Return the public images as one tensor, the same for all batches: attacks cache what they compute from it."""
         return torch.stack([*self.public.values()]).to(self.base.model.mean)
 
     def _attack(
@@ -275,11 +277,11 @@ class Evaluator:
         batch: Batch,
         panels: Sequence[list[Panel]],
     ) -> list[list[Record]]:
-        """Return for each image what its rows say of an attack, one for each geometry.
+        """Return for each image what its rows say of an attack, one record for each geometry.
 
-        An attack may fail in any way: its rows say so, and the run goes on. A batch of gradients that fails is tried
-        again image by image, so that no image is charged with the failure of its neighbours. An attack for one image
-        that was forced on the gradient of several is held against each of them.
+        An attack may fail in any way: its rows then say so, and the run goes on. If a batch of gradients fails, the
+        attack runs again image by image, so that no image fails because of its neighbours. The single reconstruction of
+        an attack for one image that was forced on the gradient of several is compared with each of them.
         """
         b, several = len(trial.reference), isinstance(seen, Observation) and seen.images_per_release > 1
         names, placed = self.rows.geometries(trial.setting), declared_by_attack(attack).places
@@ -318,29 +320,29 @@ class Evaluator:
         return outcomes
 
     def _assigned(self, stolen: Stolen, trial: Trial, *, several: bool) -> Stolen:
-        """Return pictures in the order of the images that they are nearest to, where an order says nothing.
+        """Return reconstructions in the order of the images that they are nearest to, if their own order says nothing.
 
-        That is where `several` images made one gradient, or where rows crossed images.
+        That is the case if `several` images made one gradient, or if rows were sent across images.
         """
         if several:
             return assigned(stolen, trial.feed.images, self.base.model.patch)
         return stolen if trial.sent is None else matched(trial.sent, stolen, trial.reference)
 
     def _beyond(self, attack: Attack | FeatureAttack, seen: Seen, b: int) -> list[Record]:
-        """Return of each image why the attack is outside its stated range; release by release, for that differs."""
+        """Return for each image why the attack is outside its stated range; the reason may differ between releases."""
         if not isinstance(seen, Observation):
             return [{"beyond_range": beyond_range(attack, seen)}] * b
         B = seen.images_per_release
         return [{"beyond_range": beyond_range(attack, taken(seen, [i // B]))} for i in range(b)]
 
     def _measured(self, scores: Record) -> Record:
-        """Return scores with the names of the metrics that were measured, whatever their values."""
+        """Return scores with the names of the metrics that were measured, those without a value included."""
         return scores | {"metrics": " ".join(sorted(self.metrics))}
 
     def _controls(self, trial: Trial, batch: Batch) -> list[Record]:
-        """Score pictures that no attack made, as reconstructions are scored: assigned, rounded, and under the oracle.
+        """Score negative controls as reconstructions are scored: assigned, rounded, and under the oracle.
 
-        Of shuffled patches the oracle would make the private image again: there is no such row.
+        Shuffled patches have no row under the oracle, which would turn them into the private image.
         """
         several = trial.sent is None and self.spec.together is not None
         together = several or (trial.sent is not None and crosses(trial.sent))
@@ -364,7 +366,7 @@ class Evaluator:
         return Controls(self._others, self.base.model.mean)
 
     def _failures(self, picture: Picture) -> list[Record]:
-        """Return the rows of a picture that could not be used."""
+        """Return the rows of an image that could not be used."""
         return [
             row | _failed(picture.problem or "unreadable")
             for setting in self.spec.settings
@@ -373,9 +375,9 @@ class Evaluator:
         ]
 
     def _once(self, name: tuple[str, ...], work: Callable[[], T]) -> tuple[T, float]:
-        """Return a result and the seconds it took; settings b and c release the same, so their results are shared.
+        """Return a result and the seconds it took; settings b and c release the same, so they share their results.
 
-        `name` is the setting, and what tells the result from others of the same chunk.
+        `name` is the setting, followed by what tells the result from others of the same chunk.
         """
         if not {"b", "c"} <= set(self.spec.settings) or name[0] == "a":
             return self._timed(work)
@@ -384,7 +386,7 @@ class Evaluator:
         return self._shared[name[1:]]
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
-        """Return a result and the seconds it took, the device's queue included."""
+        """Return a result and the seconds it took, with the device's queue finished before and after."""
         self._wait()
         start = time.perf_counter()
         result = work()

@@ -1,4 +1,4 @@
-"""The rows that everything is rebuilt from: their columns, and the key of what a row measures."""
+"""The rows of records, from which all tables, figures and pages are rebuilt: their columns, and the key of a cell."""
 
 import hashlib
 import json
@@ -40,22 +40,22 @@ __all__ = [
 ]
 
 SCHEMA = 5
-"""Version of the records' columns: rows have a key since 3, say since 4 whether an attack was beyond its range,
-and have since 5 scores that no gain or offset changes."""
+"""Version of the records' columns. Since 3, rows have a key. Since 4, they say whether an attack was beyond its range.
+Since 5, they have scores that no gain or offset changes."""
 
 GEOMETRIES = ("in_place", "oracle", "reassembled")
-"""How a reconstruction is laid out: as it is; with moved patches put where they fit by the evaluator; and, in setting
-c of released gradients, with the patches that a defense shuffled put in order by the adversary."""
+"""The layouts of a reconstruction: as it is; with the moved patches put in order by the evaluator; and, in setting c of
+released gradients, with the patches that a defense shuffled put in order by the adversary."""
 
 CONTROL = "control:"
-"""How the attack column of a negative control starts."""
+"""The start of a negative control's name in the column of attacks."""
 
 CONTROLS = tuple(CONTROL + name for name in ("mean", "other", "shuffled", "flat"))
 """The negative controls: the mean of public photographs, one of them, the private image with all patches shuffled, and
 one colour, the mean by which the victim normalises."""
 
 EXACT_DB = 100.0
-"""PSNR in dB beyond which figures are those of rounding, as the batch's size decides them: two of them are the same."""
+"""PSNR in dB above which two values count as the same: they measure rounding, which depends on the batch's size."""
 
 Record = dict[str, Any]
 
@@ -99,8 +99,9 @@ IDENTITY = (
 def exact_db(values: int) -> float:
     """Return the PSNR in dB above which every grey level of an image of so many values is right: 10 log₁₀(510² values).
 
-    An error of 1/510 in one value, half a grey level, makes a mean squared error of 1/(510² values) by itself. So above
-    that PSNR, rounding to 8 bits gives the private image; below it may, which PSNR alone cannot tell.
+    An error of 1/510 in one value, half a grey level, gives a mean squared error of 1/(510² values) by itself. So above
+    that PSNR, rounding to 8 bits gives the private image. Below it, rounding may give the private image too, but the
+    PSNR alone cannot tell.
     """
     return 10 * math.log10(510**2 * values)
 
@@ -112,10 +113,10 @@ def cell_key(row: Mapping[str, object]) -> str:
 
 
 def check_geometry(geometry: str, spec: Specification) -> None:
-    """Refuse a geometry that no row of a run has.
+    """Check that some row of a run has this geometry.
 
     Raises:
-        PrivlabError: if it is unknown, or there is nothing to re-assemble.
+        PrivlabError: if the geometry is unknown, or there is nothing to re-assemble.
     """
     if geometry not in GEOMETRIES:
         raise unknown_name("geometry", geometry, GEOMETRIES)
@@ -135,9 +136,9 @@ def to_frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What the rows of a run on one victim state, but for the image and its scores.
+    """Makes the rows of a run on one victim, with everything that they state except scores.
 
-    `public` are the hashes of the public photographs, of which controls are made and which attacks may use.
+    `public` are the hashes of the public photographs: controls are made of them, and attacks may use them.
     """
 
     spec: Specification
@@ -145,7 +146,13 @@ class Rows:
     public: Sequence[str]
 
     def of(self, picture: Picture, setting: str, cell: Cell) -> list[Record]:
-        """Return the rows of one picture in one cell, one for each attack and geometry, without its scores."""
+        """Return the rows of one image in one cell, without scores: one row for each attack and geometry.
+
+        Args:
+            picture: the image, whose name, hash, label and membership the rows state.
+            setting: "a", "b" or "c"; it decides the defense that the rows state, and the geometries.
+            cell: the attacks, and the block of the victim on which they run.
+        """
         return [
             self._stated(setting, attack.name, self._block(cell), json.dumps(asdict(attack)))
             | self._image(picture)
@@ -157,15 +164,22 @@ class Rows:
     def geometries(self, setting: str) -> tuple[str, ...]:
         """Return the geometries in which reconstructions are scored.
 
-        There is nothing to re-assemble where no patches were shuffled, and nothing to compare with in setting b, whose
-        reference is itself shuffled. Patches of less than 3 × 3 pixels have no borders to go by.
+        "reassembled" is left out where features are released or no patches were shuffled, and in setting b, whose
+        reference is itself shuffled. Patches of less than 3 × 3 pixels have no borders by which they could be put in
+        order.
         """
         shuffled = effects_of(self.base.model, self.defenses[setting].parts).patches != "kept"
         reassembled = setting == "c" and shuffled and not self.spec.features_released and self.base.model.patch >= 3
         return GEOMETRIES if reassembled else GEOMETRIES[:2]
 
     def control(self, picture: Picture, setting: str, name: str) -> Record:
-        """Return the row of one picture under a negative control, without its scores."""
+        """Return the row of one image under a negative control, in place and without scores.
+
+        Args:
+            picture: the image, whose name, hash, label and membership the row states.
+            setting: "a", "b" or "c"; it decides the defense that the row states.
+            name: the control, one of `CONTROLS`; it stands in the column of attacks.
+        """
         return self._stated(setting, name, None, None) | self._image(picture) | {"geometry": GEOMETRIES[0]}
 
     def cells(self, setting: str, cells: Iterable[Cell]) -> dict[str, str]:
@@ -179,7 +193,7 @@ class Rows:
 
     @cached_property
     def defenses(self) -> dict[str, Stack]:
-        """Return the defenses of each setting; looking what is installed up for every row would be slow."""
+        """Return the defenses of each setting; they are cached, as looking them up for every row would be slow."""
         return {setting: defense_of(self.spec, self.base, setting) for setting in self.spec.settings}
 
     def _block(self, cell: Cell) -> str | None:
@@ -209,9 +223,9 @@ class Rows:
         return known[setting, attack, block, params]
 
     def _params(self, setting: str) -> dict[str, Any]:
-        """Return the options of the defenses; of gradients of one image without the jigsaw's `per`, which says nothing.
+        """Return the options of the defenses; where gradients are of one image, the jigsaw's `per` is left out.
 
-        So these cells keep the keys that they had before there was a choice.
+        It has no effect there, and these cells keep the keys that they had before there was a choice.
         """
         stack = self.defenses[setting]
         params = stack.params()
@@ -245,7 +259,7 @@ class Rows:
         }
 
     def _conditions(self) -> dict[str, object]:
-        """Return what else a score depends on: labels, rounding, public images, client's batches, re-assembly."""
+        """Return what else a score depends on: labels, rounding, public images, the client's batch, and re-assembly."""
         spec = self.spec
         given: dict[str, object] = {
             "labels": spec.labels if spec.labels in (None, "predicted") else _digest(Path(spec.labels)),

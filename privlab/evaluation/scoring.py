@@ -1,4 +1,4 @@
-"""The scores of a reconstruction in every geometry: how its patches are laid out before they are compared."""
+"""The scores of a reconstruction in every geometry, that is, every layout of its patches before the comparison."""
 
 import math
 import warnings
@@ -40,14 +40,14 @@ Scores = dict[str, list[float | None]]
 """The values of each metric, one for each image; None where it was not measured."""
 
 UNDEFINED = {"fft2d_mjp": "undefined where a reconstruction or its image is black"}
-"""Why a metric may have no value though it can be computed here."""
+"""The reason why a metric may have no value for an image although it can be computed here."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
     """Scores images at the resolution of a victim, by the metrics that can be computed here.
 
-    `several` says that pictures are put in the order of the images that they are nearest to.
+    `several` says that reconstructions have been put in the order of the images that they are nearest to.
     """
 
     model: VictimModel
@@ -59,7 +59,15 @@ class Scorer:
     def geometries(
         self, stolen: Stolen, trial: Trial, names: Sequence[str] = GEOMETRIES[:2], *, placed: bool = False
     ) -> list[Scores]:
-        """Score reconstructions in these geometries; `placed` says that the attack has put loose patches in order."""
+        """Return the scores of reconstructions in place, under the oracle, and reassembled if asked for, in this order.
+
+        Args:
+            stolen: what the attack returned: b images, and what it says of the places of patches or rows.
+            trial: the references, and which patches the defense moved.
+            names: the geometries; only whether "reassembled" is among them is read, as the other two are always scored.
+            placed: whether the attack has already put its loose patches in order; "reassembled" is then the same as in
+                place.
+        """
         scores = self._in_place_and_oracle(stolen, trial)
         if "reassembled" in names:
             scores.append(self._reassembled(stolen, trial, scores[0], placed=placed))
@@ -84,9 +92,9 @@ class Scorer:
         return [in_place, self.score(home, trial.reference, moved) | self._mirrored(stolen.images, trial, True) | told]
 
     def oracle(self, images: Float[Tensor, "b c h w"], trial: Trial) -> Float[Tensor, "b c h w"] | None:
-        """Return pictures with every patch that was `moved` put where it fits the reference best; None if none was.
+        """Return images with each `moved` patch put where it fits the reference best; None if no patch was moved.
 
-        The rule is one for all attacks, whatever they say of places, and for controls.
+        The same rule holds for controls and for all attacks, whatever they say of places.
         """
         moved = self.moved(trial)
         if not moved.any():
@@ -97,9 +105,9 @@ class Scorer:
     def moved(self, trial: Trial) -> Bool[Tensor, "b n"]:
         """Mark the slots whose patches the oracle puts in order.
 
-        They are those that a defense shuffled (in setting b the reference is shuffled too, by a mere draw), those of
-        images whose rows were sent in another order, and, where gradients of a model without position embeddings are
-        released, all: its gradients are the same for any order of the patches.
+        They are the slots that a defense shuffled (in setting b the reference is shuffled too, by a mere draw), and all
+        slots of images whose rows were sent in another order. Where gradients of a model without position embeddings
+        are released, they are all slots: such gradients are the same for any order of the patches.
         """
         if trial.sent is not None:
             return trial.feed.moved | displaced(trial.sent)
@@ -109,7 +117,8 @@ class Scorer:
     def _reassembled(self, stolen: Stolen, trial: Trial, in_place: Scores, *, placed: bool) -> Scores:
         """Score reconstructions with the patches in the adversary's order, and that order itself.
 
-        Which patch stands in a slot is certain only where the attack keeps the order of what was fed.
+        The order is scored only where the attack keeps the order of what was fed: only then is it certain which patch a
+        slot holds.
         """
         feed, patch, loose = trial.feed, self.model.patch, stolen.loose
         if placed and loose is not None:
@@ -129,14 +138,24 @@ class Scorer:
         reference: Float[Tensor, "b c h w"],
         moved: Bool[Tensor, "b n"] | None = None,
     ) -> Scores:
-        """Score images as they are, and within the slots that were `moved` and the others."""
+        """Return the scores of images as they are; with `moved`, also the PSNR within the moved slots and the others.
+
+        Args:
+            images: b reconstructions or controls in [0, 1].
+            reference: the b images that they are compared with, in the same order.
+            moved: marks the slots whose patches a defense moved. The PSNR by region has no value for an image without
+                one.
+
+        Warns:
+            PrivlabWarning: where a metric of `UNDEFINED` has no value for an image.
+        """
         with full_precision():
             scores = score(images, reference, self.metrics, self.learned)
         for name in UNDEFINED.keys() & scores.keys():
             if scores[name].isnan().any():
                 warnings.warn(f"{name} is n/a for some pictures: {UNDEFINED[name]}.", PrivlabWarning, stacklevel=2)
         if moved is not None and "psnr" in self.metrics:
-            masked = moved.any(1)  # without a mask there are no two regions to tell apart
+            masked = moved.any(1)  # without a mask there is only one region
             nothing = torch.full_like(scores["psnr"], torch.nan)
             scores |= {"psnr_masked": nothing, "psnr_unmasked": nothing}
             if masked.any():
@@ -146,9 +165,9 @@ class Scorer:
         return {name: _nullable(values) for name, values in scores.items()}
 
     def _mirrored(self, images: Float[Tensor, "b c h w"], trial: Trial, oracle: bool = False) -> Scores:
-        """Score images against mirrored references, put in order by these where the `oracle` does it.
+        """Score images against mirrored references; with `oracle`, patches are first put in order by these references.
 
-        Pictures whose places among the images come from the references themselves have no such score.
+        Reconstructions that were assigned to images by the references themselves have no such score.
         """
         if self.several or (trial.sent is not None and crosses(trial.sent)):
             return {}
@@ -159,7 +178,7 @@ class Scorer:
         return {MIRRORED[name]: _nullable(values) for name, values in scores.items()}
 
     def _places(self, sent: Sent, stolen: Stolen) -> Scores:
-        """Score what the adversary says of rows and columns."""
+        """Score what the adversary says of the places of rows and columns."""
         b, key = len(sent.source), key_recovered(sent, stolen)
         placed = placement_accuracy(sent, stolen)
         neighbours = neighbour_accuracy(sent, stolen, self.model.grid)
@@ -173,9 +192,9 @@ class Scorer:
 def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
     """Return which slots an adversary knows to hold their own patch; None where the release does not say.
 
-    MJP replaces the position embeddings of the slots that it shuffles, so theirs get no gradient (MJP, Eq. 4): of one
-    image, and of several that share a mask (`per` batch). Not so under the jigsaw alone, and the gradient of several
-    images with masks of their own sums over these.
+    MJP replaces the position embeddings of the slots that it shuffles, so these embeddings get no gradient (MJP, Eq.
+    4). That shows in the gradient of one image, and in that of several images with a common mask (`per` batch). It does
+    not show under the jigsaw alone, nor where images have masks of their own, over which their gradient sums.
     """
     read = set(PatchGradientAdaptive.parameters) <= seen.gradients.keys()
     hidden = effects_of(seen.model, seen.defense).patches == "masked"

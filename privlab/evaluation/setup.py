@@ -1,4 +1,4 @@
-"""What a run is made of, from its specification: victims, attacks, images, learned metrics; and its warnings."""
+"""Makes the parts of a run from its specification: victims, attacks, images and learned metrics, with warnings."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ __all__ = ["Subject", "learned_metrics", "public_images", "source_of", "subject_
 class Subject:
     """What a case is run on: its victim, its attacks by block, and the images of the adversary.
 
-    `refused` says of each attack that cannot run here why.
+    `refused` holds the reason for each attack that cannot run here.
     """
 
     base: Victim
@@ -38,10 +38,10 @@ class Subject:
 
 
 def subject_of(spec: Specification, device: torch.device) -> Subject:
-    """Return what a specification of one victim is run on.
+    """Return the victim, attacks and public images of a specification with one victim.
 
     Raises:
-        PrivlabError: if a part of it does not exist or does not fit.
+        PrivlabError: if a part of the specification does not exist or does not fit.
     """
     base, messages = _victim(spec.models[0], spec.weights, spec.img_size, spec.seed, spec.classes, device)
     for message in messages:  # what weakens a victim weakens each run on it
@@ -57,7 +57,7 @@ def subject_of(spec: Specification, device: torch.device) -> Subject:
 def _victim(
     name: str, weights: str, img_size: int | None, seed: int, classes: int | None, device: torch.device
 ) -> tuple[Victim, tuple[str, ...]]:
-    """Return a victim, and the warnings that come with it; case after case is run on the same one."""
+    """Return a victim, and the warnings that come with it; it is cached, as successive cases often share one."""
     messages: list[str] = []
     with collected(messages):
         made = victim(name, weights=weights, img_size=img_size, seed=seed, classes=classes).to(device)
@@ -72,13 +72,17 @@ def _public(
 
 
 def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = True) -> ImageSource:
-    """Open the images; class folders named by WordNet ids get ImageNet's labels where the victims have them.
+    """Open the images of a run; class folders named by WordNet ids get ImageNet's labels where victims have them.
 
-    With `check` each image of a manifest is held against its hash.
+    Args:
+        spec: names the images, how many and which of them are used, and their labels.
+        victims: those that the images are fed to. ImageNet's labels need victims of 1000 classes each; labels of a
+            manifest must be below the least number of classes.
+        check: whether each image of a manifest is compared with the hash that the manifest states.
 
     Raises:
-        PrivlabError: if there are none, or fewer than make one gradient; if a manifest does not fit them, or has labels
-            that the victims do not have.
+        PrivlabError: if there are no images, or fewer than make one gradient; if a manifest does not fit them, or has
+            labels that the victims do not have.
     """
     wnids = None
     if all(base.model.vit.num_classes == 1000 for base in victims):
@@ -112,10 +116,16 @@ def _one_or_all(sources: tuple[str, ...]) -> str | tuple[str, ...]:
 def public_images(
     public: tuple[str, ...], limit: int, preprocessing: Preprocessing, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the public photographs by their hash: what negative controls are made of, and what an adversary has.
+    """Return the public photographs by their hash: negative controls are made of them, and an adversary may have them.
+
+    Args:
+        public: sources as `--public` names them, such as "samples" or a folder; files that cannot be read are left out.
+        limit: most photographs that are taken, the first ones.
+        preprocessing: the victim's, so that they have the size of its input.
+        device: where the photographs are kept.
 
     Raises:
-        PrivlabError: if there are none.
+        PrivlabError: if no photograph can be read.
     """
     source = open_images(_one_or_all(public), limit=limit)
     images = {picture.sha256: preprocessing(picture.pixels).to(device) for picture in source if picture.pixels}
@@ -128,17 +138,31 @@ def public_images(
 def learned_for(
     metrics: tuple[str, ...], spec: Specification, device: torch.device, base: Victim
 ) -> tuple[dict[str, Learned], dict[str, str]]:
-    """Return `learned_metrics` for these metrics, loaded once for the tasks of a case."""
+    """Return `learned_metrics` for some metrics and one victim, loaded once for all tasks of a case.
+
+    Args:
+        metrics: those to load or try; they replace the metrics of `spec`.
+        spec: names the files of weights.
+        device: where the networks are put.
+        base: the victim, at whose resolution the metrics are tried.
+    """
     return learned_metrics(replace(spec, metrics=metrics), device, [base])
 
 
 def learned_metrics(
     spec: Specification, device: torch.device, victims: Sequence[Victim]
 ) -> tuple[dict[str, Learned], dict[str, str]]:
-    """Load the metrics with trained weights that are asked for, and try every metric on the smallest input.
+    """Return the metrics with trained weights by name, and for each metric that cannot be computed here the reason.
+
+    Every metric is tried on a black image of the smallest size that a victim takes.
+
+    Args:
+        spec: names the metrics, and the files of weights (`lpips_weights`, `embedding`).
+        device: where the networks are put.
+        victims: those whose images are scored.
 
     Raises:
-        PrivlabError: if a file does not fit, or none of the metrics can be computed.
+        PrivlabError: if a file of weights does not fit, or none of the metrics can be computed.
     """
     learned: dict[str, Learned] = {}
     missing: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What is to be run: the specification of a run, and which attack runs on which block of a victim."""
+"""The specification of a run, and which attack runs on which block of a victim."""
 
 import shlex
 import warnings
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 WORST_CASE = "worst-case"
-"""The name of all attacks that can run and need not be named: what runs where none is named."""
+"""The name for all attacks that can run and need not be named; they run if no attack is named."""
 
 SETTINGS: dict[str, str] = {
     "a": "φ(∇M(x), x): the plain image is fed, and scored against",
@@ -57,12 +57,12 @@ RELEASES: dict[str, str] = {
     "gradients": "the gradient of each image's loss, as in federated learning",
     "features": "the embedded tokens, as in split learning",
 }
-"""What a client lets out, and the adversary sees."""
+"""What a client releases, and the adversary sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Specification:
-    """Everything that defines the science of a run; what only changes speed is not here.
+    """Everything that decides the results of a run; options that only change its speed are not here.
 
     Raises:
         PrivlabError: for an unknown setting, attack, defense, metric or block, or a number out of range.
@@ -147,7 +147,7 @@ class Specification:
 
     @property
     def features_released(self) -> bool:
-        """Return whether features are what the adversary sees: as said, or as a defense or an attack has it."""
+        """Return whether the adversary sees features: as `release` says, or else as a defense or an attack needs it."""
         if self.release != "auto":
             return self.release == "features"
         kinds = [installed_attacks()[name] for name in self.attacks or ()]
@@ -155,7 +155,7 @@ class Specification:
 
     @property
     def together(self) -> int | None:
-        """Return how many images leave a client as one, to be attacked as one; None where each goes by itself."""
+        """Return how many images are released as one, and attacked as one; None where each is released by itself."""
         if self.features_released:
             return self.client_batch
         return self.gradient_batch if self.gradient_batch > 1 else None
@@ -170,7 +170,7 @@ class Specification:
 
     @property
     def defends_gradients(self) -> bool:
-        """Return whether a defense acts on released gradients; in setting a none is at work."""
+        """Return whether a defense acts on released gradients; in setting a no defense is at work."""
         acts = "gradients" in self._acts_on
         return acts and any(setting != "a" for setting in self.settings)
 
@@ -181,12 +181,12 @@ class Specification:
         read_options(self.reassembly_options, [REASSEMBLIES[self.reassembly]])
         others = [option for option in self.options if option not in self.reassembly_options]
         read_options(others, [*parts, *(named or _by_default()).values()])
-        for kind in parts:  # setting a makes no use of them, and a mistake is one all the same
+        for kind in parts:  # also in setting a, which does not use them
             configured(kind, self.options)
 
     @property
     def reassembly_options(self) -> list[str]:
-        """Return the options of the re-assembly, which are given by its name."""
+        """Return the options of the re-assembly: those that start with its name."""
         return [option for option in self.options if option.strip().startswith(f"{self.reassembly}.")]
 
     def _check_release(self) -> None:
@@ -213,7 +213,7 @@ class Cell:
 
     @property
     def parameters(self) -> list[str]:
-        """Return the names of the gradients that the attacks read, with all that are released for "*"."""
+        """Return the names of the gradients that the attacks read; "*" stands for all that are released."""
         names = [name for attack in self.attacks if isinstance(attack, Attack) for name in attack.parameters]
         released = released_parameters(self.victim.model)
         if "*" in names:
@@ -223,10 +223,15 @@ class Cell:
 
 
 def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
-    """Return the defenses of a cell: none in setting a, where the plain image is fed.
+    """Return the defenses that are at work in a setting: none in setting a, where the plain image is fed.
 
-    In settings b and c, "auto" is MJP for a victim with E_unk, else the jigsaw alone; where features are released, and
-    no defense is named, there is none.
+    In settings b and c "auto" is MJP for a victim with E_unk. For another victim it is no defense where features are
+    released, and the jigsaw alone where gradients are.
+
+    Args:
+        spec: names the stacked defenses, and their options.
+        victim: the one that is fed; it may have an E_unk.
+        setting: "a", "b" or "c", of MJP, section 5.4.
 
     Raises:
         PrivlabError: if MJP is to put E_unk into a model that has none.
@@ -245,7 +250,7 @@ def part_of(name: str, spec: Specification) -> Defense | FeatureDefense | Gradie
 
 
 def admissions(spec: Specification) -> list[str]:
-    """Return the lines that try each defense which is not privlab's own, with its options: `privlab admit NAME …`."""
+    """Return the command that tests each defense from another package, with its options: `privlab admit NAME …`."""
     lines = []
     for name in spec.parts:
         if name == "auto" or name in DEFENSES:
@@ -269,10 +274,10 @@ def _defense(name: str, spec: Specification, victim: Victim) -> Defense | Featur
 
 
 def reassembly_of(spec: Specification, base: Victim) -> Reassembly:
-    """Return how shuffled patches are put in order.
+    """Return the method that puts shuffled patches in order.
 
     Raises:
-        PrivlabError: if it goes by a predictor that is not there, or is for patches other than the victim's.
+        PrivlabError: if it needs a predictor that is missing, or one that is for patches other than the victim's.
     """
     made = configured(REASSEMBLIES[spec.reassembly], spec.reassembly_options)
     if isinstance(made, Predicted):
@@ -281,10 +286,10 @@ def reassembly_of(spec: Specification, base: Victim) -> Reassembly:
 
 
 def plan(spec: Specification, base: Victim) -> list[Cell]:
-    """Return the cells of one victim: under --block auto every attack on the stock block, else on the april twin.
+    """Return the cells of one victim; --block auto is the stock block for attacks that can run there, else April's.
 
     Raises:
-        PrivlabError: if an attack that was asked for lacks a capability on each allowed block, or none is left.
+        PrivlabError: if an attack that was asked for lacks a capability on each allowed block, or no attack is left.
 
     Warns:
         PrivlabWarning: for each attack that was not asked for by name and cannot run.
@@ -299,7 +304,7 @@ def plan(spec: Specification, base: Victim) -> list[Cell]:
 
 
 def _none_runs(refused: Mapping[str, str]) -> str:
-    """Say in one short line why no attack can run: the commonest reason, with the first of those that it holds for."""
+    """Return one short line on why no attack can run: the commonest reason, with the first attack that it holds for."""
     by_reason: dict[str, list[str]] = {}
     for name, refusal in refused.items():
         by_reason.setdefault(refusal.removeprefix(f"Attack '{name}' "), []).append(f"'{name}'")
@@ -311,10 +316,15 @@ def _none_runs(refused: Mapping[str, str]) -> str:
 
 
 def applicable(spec: Specification, base: Victim, *, stand_ins: bool = False) -> tuple[list[Cell], dict[str, str]]:
-    """Return the cells of the attacks that can run on a victim, and for each of the others why it cannot.
+    """Return the cells of the attacks that can run on a victim, and for each other attack the reason why it cannot.
 
     Attacks that are not named come cheapest first, in the order of the registry; the cell of the dearest one is last.
-    Those that stand in for others that run are left out, unless `stand_ins` are asked for too.
+
+    Args:
+        spec: names the attacks (None: those of its release and defense that need not be named), their options, the
+            block and the defense.
+        base: the victim; a cell has it with the block on which its attacks run.
+        stand_ins: whether to keep attacks that only replace others where those cannot run. Named ones are always kept.
 
     Raises:
         PrivlabError: if an option does not fit an attack.
@@ -338,12 +348,12 @@ def applicable(spec: Specification, base: Victim, *, stand_ins: bool = False) ->
 
 
 def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[str]) -> bool:
-    """Return whether an attack is for where certain others cannot run, and one of these runs."""
+    """Return whether an attack only replaces certain others where these cannot run, and one of them is `running`."""
     return any(name in running for name in declared_by_attack(attack).stands_in_for)
 
 
 def _candidates(spec: Specification) -> dict[str, AttackClass]:
-    """Return the attacks that are named, or those of this release and defense that need not train anything first."""
+    """Return the attacks that are named, or else those of this release and defense that train nothing first."""
     if spec.attacks is not None:
         return {name: installed_attacks()[name] for name in spec.attacks}
     return {
@@ -356,7 +366,7 @@ def _candidates(spec: Specification) -> dict[str, AttackClass]:
 
 
 def _by_default() -> dict[str, AttackClass]:
-    """Return the attacks that need not be named to run; breaching's searches take hours by default."""
+    """Return the attacks that need not be named to run; breaching's searches, which take hours, must be named."""
     return {name: kind for name, kind in installed_attacks().items() if not declared_by_attack(kind).named_only}
 
 
@@ -367,7 +377,7 @@ def _home(
     defense: Sequence[Defense | FeatureDefense | GradientDefense],
     cells: dict[str, Cell],
 ) -> Victim:
-    """Return the first allowed block variant on which an attack may run, one that is there already if it can be."""
+    """Return the first allowed block variant on which an attack may run; a variant that `cells` has is used again."""
     if spec.features_released:
         check_capabilities(attack, granted_features(base.model, spec.public_limit, defense))
         return base
@@ -387,7 +397,7 @@ def _home(
         else:
             return variant
     assert refusal is not None
-    # Say what no block grants, and nothing that one would.
+    # The error names only what no block grants.
     check_capabilities(attack, anywhere, force=force, because=obstacles(base.model))
     raise refusal
 

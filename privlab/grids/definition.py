@@ -1,4 +1,4 @@
-"""An experiment as data: a TOML file that states what is compared, how its table looks, and what a paper printed."""
+"""An experiment as data: a TOML file with what is compared, the layout of its table, and what a paper printed."""
 
 import csv
 import itertools
@@ -22,7 +22,7 @@ else:
 __all__ = ["CHOICE", "FIGURES", "KNOWN", "Case", "Experiment", "Figure", "Layout", "read_experiment"]
 
 KNOWN = METRICS | PLACEMENT
-"""What may be a column of a table or an axis of a figure."""
+"""The metrics that may be a column of a table or an axis of a figure."""
 
 FIGURES: dict[str, str] = {
     "curve": "a score against an option, such as gamma, paper's attack beside worst case",
@@ -31,10 +31,10 @@ FIGURES: dict[str, str] = {
     "sheet": "reconstructions at the best, the median and the worst score",
     "claim": "the paper's figure beside the worst case, as paired bars",
 }
-"""Kinds of figure."""
+"""The kinds of figure, each with what it shows."""
 
 CHOICE = ("limit", "every", "offset", "manifest")
-"""What of `[run]` chooses images."""
+"""The keys of `[run]` that choose images."""
 
 _ALIASES = {"model": "models", "setting": "settings", "attack": "attacks", "set": "options"}
 _SEVERAL = {"attacks", "metrics", "images", "public", "options"}
@@ -48,8 +48,8 @@ _NO_GRID = {"attack", "metrics", "images", "public", "set", "seeds", "draws"}
 class Case:
     """One row of the grid: what is run, under which name, and what a paper printed for it.
 
-    `runs` has one specification for each seed and draw; `options` holds what the file says of this case alone, which
-    figures take their axes from.
+    `runs` has one specification for each seed and draw. `options` holds what the file says of this case alone; figures
+    take their axes from it.
     """
 
     label: str
@@ -100,7 +100,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class _File:
-    """A TOML file that can say on which line a key stands; those that --set gave, by table and key, stand on none."""
+    """A TOML file that can tell the line of a key; those `overridden` by --set, as (table, key), have none."""
 
     path: Path
     text: str
@@ -117,7 +117,7 @@ class _File:
         return self.refuse(str(unknown_name(kind, name, choices)), table, number, name)
 
     def line(self, table: str, number: int, key: str) -> int:
-        """Return the line of a key, or of its sub-table, or else of the table's header; of no table, the file's."""
+        """Return the line of a key or of its sub-table, or else of the table's header; without a table, the file's."""
         header = re.compile(rf"\s*\[+\s*{re.escape(table)}\s*\]+\s*(#.*)?$")
         starts = [i for i, line in enumerate(self.text.splitlines(), 1) if table and header.match(line)]
         if table and number >= len(starts):  # an inline table, or none
@@ -277,7 +277,7 @@ class _Published:
         return cls(name, list(csv.DictReader(line for line in lines if not line.startswith("#"))))
 
     def row(self, wanted: Mapping[str, object]) -> dict[str, float]:
-        """Return the figures of the one row that has these values, by our names of the metrics."""
+        """Return the figures of the only row with these values, by privlab's names of the metrics."""
         found = [row for row in self.rows if all(row.get(key) == str(value) for key, value in wanted.items())]
         if len(found) != 1:
             raise PrivlabError(f"{len(found)} rows of {self.name} have {dict(wanted)}. Give what names one.")
@@ -373,14 +373,14 @@ def _runs(file: _File, values: dict[str, Any], number: int, layout: Layout) -> I
 
 
 def _blamed(message: str, keys: Sequence[str]) -> str:
-    """Return the first of the keys that an error speaks of, by our name or that of the specification's field."""
+    """Return the first key that an error message names, under its own name or that of the specification's field."""
     words = {word.strip("'.,:-") for word in message.split()}
     fields_of = {key: _ALIASES.get(key, key) for key in keys}
     return next((key for key, name in fields_of.items() if words & {key, name, name.removesuffix("s")}), "")
 
 
 def _where(file: _File, number: int, key: str) -> tuple[str, int, str]:
-    """Return the table in which a case's key stands: its own, the grid's, or the one that all share."""
+    """Return the table in which a case's key stands: its own, the grid's, or the one of the whole run."""
     if not key:
         return ("case" if "[[case" in file.text else "run"), number, key
     for table, n in (("case", number), ("grid", 0)):

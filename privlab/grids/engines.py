@@ -29,10 +29,10 @@ ENGINES: dict[str, str] = {
 """Where the tasks of a grid may run."""
 
 _PATIENCE = 3
-"""How often workers may die in a row, with nothing finished in between, before a run gives up."""
+"""How often workers may die in a row, with no task finished in between, before a run gives up."""
 
 _HEARTBEAT = 5.0
-"""Seconds between two questions to the head of a Ray cluster, and how long it may take to answer."""
+"""Seconds between two checks of a Ray cluster's head, and the longest that it may take to answer."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,12 @@ class Engine:
 
 
 def run_tasks(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:
-    """Yield the result of every task, in the order in which they are finished; closed before that, workers end.
+    """Yield the results of the tasks, in the order in which they are finished; workers end with the generator.
+
+    Args:
+        tasks: those to run; a worker that is free takes the next one.
+        engine: where they run, and with how many workers.
+        say: called with a line of text when a worker process has died and its tasks are run again.
 
     Raises:
         PrivlabError: if a task cannot be run at all, or workers keep dying.
@@ -111,7 +116,7 @@ def _one_pool(tasks: Sequence[Task], engine: Engine) -> Iterator[tuple[int, Resu
     running: dict[Future[Result], int] = {}
     try:
         while True:
-            for number, task in waiting:  # a few ahead: no worker waits, and a million tasks are not queued
+            for number, task in waiting:  # only a few ahead, so that no worker waits and a million tasks are not queued
                 running[pool.submit(_work, task)] = number
                 if len(running) >= 2 * count:
                     break
@@ -130,7 +135,7 @@ _DEVICE: list[str] = []
 
 
 def _begin(names: Any, workers: int) -> None:  # noqa: ANN401
-    """Give a new worker its share of the processor's threads, and a GPU of its own."""
+    """Give a new worker its share of the processor's threads, and its GPU."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
     name = names.get()
@@ -139,7 +144,7 @@ def _begin(names: Any, workers: int) -> None:  # noqa: ANN401
 
 
 def _end_with_parent() -> None:
-    """End this worker when the run that it works for is killed: it would wait for tasks for ever."""
+    """End this worker when its parent process is killed; otherwise it would wait for tasks for ever."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
@@ -150,12 +155,12 @@ def _work(task: Task) -> Result:
 
 
 def _on_ray(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:
-    """Run tasks on a Ray cluster, which tries those of lost workers again; results go to this process's store."""
+    """Run tasks on a Ray cluster, which runs those of lost workers again; results go to this process's store."""
     try:
         ray = importlib.import_module("ray")
     except ImportError:
         raise PrivlabError("--engine ray needs the extra: pip install 'privlab[ray]'.") from None
-    own = {"env_vars": {"RAY_worker_niceness": "0"}}  # Ray's workers give way to everything else, at 15 by default
+    own = {"env_vars": {"RAY_worker_niceness": "0"}}  # Ray's default of 15 lets everything else go first
     options: dict[str, Any] = (
         {"address": engine.address}
         if engine.address
@@ -192,11 +197,11 @@ def _on_ray(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object])
         what = " ".join(str(error).split()) or type(error).__name__
         raise PrivlabError(f"The Ray cluster failed: {what[:200]}. What was finished is kept; run again.") from error
     except _HeadLost as error:
-        started = False  # without its head Ray takes a minute to shut down, and then ends the process
+        started = False  # without its head, Ray takes a minute to shut down and then ends the process
         raise PrivlabError(f"The Ray cluster failed: {error}. What was finished is kept; run again.") from None
     finally:
         if started:
-            with contextlib.suppress(Exception):  # a head that died cannot be left in peace
+            with contextlib.suppress(Exception):  # shutting down fails if the head has died
                 ray.shutdown()
 
 
@@ -206,14 +211,18 @@ class _HeadLost(Exception):
 
 @dataclass
 class _Head:
-    """The head of a Ray cluster. Ray ends the whole process, without a word of ours, a minute after it has lost it."""
+    """The head of a Ray cluster. A minute after losing it, Ray ends the whole process without an error of ours."""
 
     address: str | None
     asked: float = field(default_factory=time.monotonic)
     silent: int = 0
 
     def check(self) -> None:
-        """Ask it now and then whether it is there; it may be restarted meanwhile."""
+        """Ask every few seconds whether the head answers; it may be restarted in between.
+
+        Raises:
+            _HeadLost: if it has not answered several times in a row.
+        """
         if self.address is None or time.monotonic() - self.asked < _HEARTBEAT:
             return
         self.asked, (host, _, port) = time.monotonic(), self.address.rpartition(":")

@@ -1,4 +1,4 @@
-"""Results that were measured elsewhere: numbers with a reference, or reconstructions that our metrics score."""
+"""Results that were measured elsewhere: scores with a reference, or reconstructions that are scored here."""
 
 import json
 import math
@@ -40,20 +40,20 @@ _RESERVED = ("worst case", "best single attack")
 _COMPARED = ("cell", "image", "image_sha256", "geometry", "batch", "status", "reason", "metrics", "external")
 _BATCH = 32
 _CLOSE = 1e-4
-"""Relative difference of two scores beyond which they contradict each other: float32 rounds."""
+"""Relative difference above which two scores contradict each other; smaller ones are rounding of float32."""
 
 
 def add_external(directory: Path, file: Path) -> int:
-    """Add what a TOML file states to the records of an experiment, and return how many records that were.
+    """Add what a TOML file states to the records of an experiment, and return the number of records added.
 
-    `reference`, `case` (a name of `case_names`) and `attack` say what was measured; `setting` is the case's own where
-    it is left out. [scores] holds numbers by metric, which belong to no image. `reconstructions` is a folder of
-    pictures as large as the victim's input, matched by their stems with the private `images`: a folder, or "samples".
-    What cannot be matched, read or scored is a record that failed. Folders are found from where the file is. What is
-    there already is not added again.
+    `reference`, `case` (a name of `case_names`) and `attack` say what was measured. `setting` is the case's own where
+    it is left out. [scores] holds numbers by metric, which belong to no image. `reconstructions` is a folder of images
+    as large as the victim's input; they are matched by their stems with the private `images`, a folder or "samples".
+    Paths of folders are relative to the file. An image that cannot be matched, read or scored becomes a failed record.
+    A record that the store has already is not added again.
 
     Raises:
-        PrivlabError: for keys, values or names that do not fit, or scores that contradict those that are there.
+        PrivlabError: for keys, values or names that do not fit, or scores that contradict those in the store.
     """
     run = RunDirectory(directory)
     stated = _Stated.read(file, _cases_of(directory, run.read_run()))
@@ -75,7 +75,7 @@ def case_names(cases: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class _Case:
-    """A case of an experiment as `run.json` states it. `missing` are metrics that could not be computed there."""
+    """A case of an experiment as `run.json` states it. `missing` names the metrics that could not be computed there."""
 
     name: str
     spec: Specification
@@ -100,7 +100,7 @@ def _cases_of(directory: Path, facts: Mapping[str, Any]) -> dict[str, _Case]:
 
 @dataclass(frozen=True, eq=False)
 class _Stated:
-    """What a file states, checked."""
+    """The checked contents of a file."""
 
     file: Path
     reference: str
@@ -127,7 +127,7 @@ class _Stated:
         return cls(file, data["reference"], cases[name], data["attack"], setting, scores, *given)
 
     def row(self, scores: Mapping[str, float | None], **more: Any) -> Record:  # noqa: ANN401
-        """Return a record; weights, labels and devices of others are not known, and stay null."""
+        """Return a record; weights, labels and devices of results from elsewhere are not known, and stay null."""
         spec = self.case.spec
         row = {
             "victim": spec.models[0],
@@ -160,7 +160,11 @@ def _toml(file: Path) -> dict[str, Any]:
 
 
 def _check(file: Path, data: Mapping[str, Any]) -> None:
-    """Refuse what cannot be meant: the file has a reference, a case, an attack, and numbers or pictures."""
+    """Check that the file has a reference, a case, an attack, and scores or images, and that their values fit.
+
+    Raises:
+        PrivlabError: if anything is missing, unknown, or out of range.
+    """
     for name, value in data.items():
         if name not in _KEYS:
             raise PrivlabError(f"{file}: {unknown_name('key', name, _KEYS)}")
@@ -215,7 +219,7 @@ def _scored(stated: _Stated, run: RunDirectory) -> Iterator[Record]:
 
 @dataclass(frozen=True, eq=False)
 class _Pictures:
-    """Pictures by their stems."""
+    """Images by their stems."""
 
     source: ImageSource
     places: Mapping[str, int]
@@ -238,7 +242,7 @@ class _Pictures:
 
 @dataclass(frozen=True, eq=False)
 class _Scorer:
-    """Scores reconstructions as those of the case were; PNGs are kept of the images that have some already."""
+    """Scores reconstructions by the metrics of the case; PNGs are kept of images of which the run has some already."""
 
     stated: _Stated
     run: RunDirectory
@@ -288,7 +292,7 @@ class _Scorer:
 
     @cached_property
     def preprocessing(self) -> Preprocessing:
-        """Return the victim's own; its crop and its interpolation are those that timm states."""
+        """Return the victim's preprocessing; crop and interpolation are those that timm states for its architecture."""
         params = json.loads(self.params)
         known = get_pretrained_cfg(params["architecture"])
         config = resolve_data_config({"input_size": tuple(params["input"])}, known.to_dict() if known else {})
@@ -302,7 +306,7 @@ class _Scorer:
 
     @cached_property
     def learned(self) -> dict[str, Learned]:
-        """Load the metrics with trained weights that the case has, as far as they are here."""
+        """Load those of the case's metrics with trained weights whose weights are on this machine."""
         spec, found = self.stated.case.spec, {}
         weights = None if spec.lpips_weights is None else Path(spec.lpips_weights)
         for name in self._wanted:
@@ -323,10 +327,10 @@ class _Scorer:
 
 
 def _new(rows: Sequence[Record], store: Store) -> Iterator[Record]:
-    """Yield the records that the store lacks: those that are not there, had failed, or have metrics that are new.
+    """Yield the records that add something to the store: new ones, those that had failed, and those with new metrics.
 
     Raises:
-        PrivlabError: if one of them contradicts what is there.
+        PrivlabError: if a score contradicts that of the store.
     """
     table = store.read([*_COMPARED, *KNOWN])
     there = merged(part_frame(table.filter(pc.field("external").is_valid())))

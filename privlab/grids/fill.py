@@ -1,4 +1,4 @@
-"""A table of an experiment: lay the grid out, run what its store lacks, and read the results."""
+"""Fills the store of an experiment: lays the grid out, finds what the store lacks, and runs it."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +19,15 @@ from privlab.stores import RunDirectory, Store
 __all__ = ["Options", "Progress", "costs", "fill", "prepare"]
 
 Progress = Callable[[int, int, Result | None], None]
-"""(images done, images in all, the result that came last)."""
+"""It is called with (images done, images in all, last result)."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What changes the speed of a run, or what it keeps, but none of its results.
+    """Options that change the speed of a run, or what it keeps, but none of its results.
 
-    `chunk` is the number of images of a task, `pictures` of how many images PNGs are kept, and `keep` whether
-    reconstructions are, so that metrics that come later can be scored.
+    `chunk` is the number of images of a task. PNGs are kept of the first `pictures` images. `keep` says whether
+    reconstructions are kept, so that metrics that are added later can be scored.
     """
 
     engine: Engine = field(default_factory=Engine)
@@ -47,7 +47,12 @@ class Options:
 
 
 def prepare(experiment: Experiment, path: Path, options: Options) -> tuple[Grid, list[Task]]:
-    """Lay the grid out, and find what the store at `path` lacks.
+    """Return the grid of an experiment, and the tasks of what the store at `path` lacks; nothing is run.
+
+    Args:
+        experiment: the cases, as `read_experiment` returns them.
+        path: the run directory, which need not exist yet.
+        options: the device, the size of a task, the share of this machine, and what is kept.
 
     Raises:
         PrivlabError: if a part of the experiment does not exist or does not fit.
@@ -68,7 +73,11 @@ def prepare(experiment: Experiment, path: Path, options: Options) -> tuple[Grid,
 
 
 def estimate(tasks: Sequence[Task]) -> dict[tuple[object, ...], float]:
-    """Return the seconds that an image takes on this machine in each kind of task, measured on one image of each."""
+    """Return the seconds that an image takes on this machine in each kind of task.
+
+    They are measured on one image, or one client's batch, of each kind, in the second of two runs: the first one loads
+    the victim.
+    """
     seconds: dict[tuple[object, ...], float] = {}
     for task in tasks:
         if (kind := kind_of(task)) not in seconds:
@@ -96,7 +105,16 @@ def fill(
     say: Callable[[str], object] = lambda line: None,
     progress: Progress = lambda done, total, last: None,
 ) -> tuple[str, ...]:
-    """Run the tasks and keep what comes of each at once; return the warnings.
+    """Run the tasks, write the records and files of each as soon as it is finished, and return the warnings.
+
+    Args:
+        grid: the experiment that `run.json` states, and the image lists that the manifests state.
+        tasks: those that `prepare` found to be missing; if there are none, a finished run is left as it is.
+        path: the run directory; it is made if it does not exist.
+        options: the engine, and the device and workers that `run.json` states.
+        command: the command line, for `run.json`.
+        say: called with each message for the user, such as that a worker has died.
+        progress: called with (images done, images in all, last result); once before the first result, with None.
 
     Raises:
         PrivlabError: if the store cannot be written, or a task not be run; what was finished is kept.
@@ -108,7 +126,7 @@ def fill(
     if "specification" in earlier:
         raise PrivlabError(f"'{path}' holds a run of privlab attack. Give another --out.")
     known = _as_json(facts)
-    if earlier.get("cases") == known["cases"]:  # the same experiment: what weakened it then still does
+    if earlier.get("cases") == known["cases"]:  # the same experiment: its earlier warnings still hold
         messages += [message for message in earlier["warnings"] if message not in messages]
         if not tasks and earlier["status"] == "finished" and earlier | known == earlier:
             return tuple(messages)
@@ -122,7 +140,7 @@ def fill(
     try:
         with closing(run_tasks(tasks, options.engine, say)) as results:
             for result in results:
-                for name, content in result.files.items():  # first: a record says that its pictures are there
+                for name, content in result.files.items():  # before its record, which says that its image files exist
                     run.write_file(name, lambda file, content=content: file.write_bytes(content))
                 run.store.add(result.rows)
                 messages += [message for message in result.messages if message not in messages]
@@ -133,7 +151,7 @@ def fill(
         status = "interrupted"
         raise
     finally:
-        with suppress(PrivlabError):  # the disk may be full, which is not to hide the first error
+        with suppress(PrivlabError):  # the disk may be full, and the first error must not be hidden
             run.write_run(facts | {"status": status, "warnings": messages})
     return tuple(messages)
 
@@ -156,9 +174,13 @@ def _machine(command: str, options: Options) -> Mapping[str, Any]:
 
 
 def costs(grid: Grid, tasks: Sequence[Task], *, measure: bool = False) -> list[dict[str, Any]]:
-    """Return for each case what it runs, and how many of its images are done.
+    """Return a row for each case: its attacks, the refused ones, its images, those that are done, and the seconds left.
 
-    If `measure`, one image of each kind is run, and the seconds that the rest takes are said; None otherwise.
+    Args:
+        grid: the experiment.
+        tasks: those that `prepare` found to be missing.
+        measure: whether to run a first release (one image, or one client's batch) of each kind of task, and to
+            extrapolate the seconds that the rest takes; without it they are None.
     """
     seconds = estimate(tasks) if measure else None
     rows: list[dict[str, Any]] = []

@@ -25,7 +25,7 @@ __all__ = ["Grid", "Job", "Share", "lay_out", "missing"]
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One specification of a case: the key of the cell of each attack and control, and its images.
+    """One specification of a case, with the key of the cell of each attack and control, and its images.
 
     `metrics` are those that can be computed here; `batches` names the client's batch of each image, where images are
     released together.
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """An experiment laid out on this machine. `missing` says of each metric that cannot be computed here why."""
+    """An experiment laid out on this machine. `missing` says why a metric cannot be computed here."""
 
     experiment: Experiment
     jobs: tuple[Job, ...]
@@ -57,10 +57,10 @@ class Grid:
         return {images: str(i) for i, images in enumerate(dict.fromkeys(job.images for job in self.jobs))}
 
     def manifests(self, path: Path) -> dict[str, str]:
-        """Return the manifest of each list of images, by the name of its file in the run directory `path`.
+        """Return the text of the manifest of each list of images, by the name of its file in the run directory `path`.
 
         Raises:
-            PrivlabError: if a manifest that chose images lies there and would be replaced by that of others.
+            PrivlabError: if the manifest that chose the images lies there under another name, and would be replaced.
         """
         names = {
             images: "manifest.csv" if name == "0" else f"manifest-{name}.csv"
@@ -115,7 +115,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a grid that one of `count` machines runs: every `count`-th image, or client's batch."""
+    """The part of a grid that one of `count` machines runs: every `count`-th image or client's batch."""
 
     number: int = 1
     count: int = 1
@@ -127,7 +127,7 @@ class Share:
 
 
 def lay_out(experiment: Experiment, device: torch.device) -> Grid:
-    """Load what every case needs, check it, and find its images; nothing is run.
+    """Load and check everything that the cases need, and find their images; nothing is run.
 
     Raises:
         PrivlabError: if a part does not exist or does not fit, or an attack can run on no case.
@@ -166,7 +166,7 @@ def lay_out(experiment: Experiment, device: torch.device) -> Grid:
 
 
 def _check_attacks(jobs: Sequence[Job]) -> None:
-    """Refuse an attack that can run on no case: that is a mistake, where some cases without it are not."""
+    """Refuse an attack that can run on no case: that is a mistake, while it may well be refused on some cases."""
     everywhere = set.intersection(*(set(job.refused) for job in jobs))
     named = [name for name in jobs[0].spec.attacks or () if name in everywhere]
     if named:
@@ -190,16 +190,23 @@ def missing(
     again: bool = True,
     **options: Any,  # noqa: ANN401
 ) -> list[Task]:
-    """Return the tasks of what the store lacks, `size` images each; `options` are the other fields of a task.
+    """Return the tasks of what a store lacks of a grid, those on the same victim one after the other.
 
-    An image that failed counts as done, unless `retry_failed`. Metrics that came later are scored from what was kept,
-    where it was (`again`).
+    Args:
+        grid: the experiment.
+        store: the records so far.
+        size: images of a task; where images are released together, it is rounded down to whole batches, at least one.
+        share: the part of the images that this machine runs.
+        retry_failed: whether images that failed are run again; otherwise they count as done.
+        again: whether metrics that were added later are scored on kept reconstructions, where there are some, instead
+            of running the attacks again.
+        options: the other fields of a `Task`: device, batch_size, pictures and keep.
     """
     metrics = sorted({name for job in grid.jobs for name in job.metrics})
     done = _Done.read(store, grid, metrics, retry_failed=retry_failed)
     kept = _kept(store.path) if again else {}
     tasks: list[Task] = []
-    planned: dict[tuple[str, tuple[Reference, ...]], int] = {}  # cases may have cells in common: settings a of all γ
+    planned: dict[tuple[str, tuple[Reference, ...]], int] = {}  # cases may share cells: setting a of all γ
     for number, job in enumerate(grid.jobs):
         bits = done.of(number)
         for row, cell in enumerate(job.cells.values()):
@@ -210,7 +217,7 @@ def missing(
 
 
 def _victim(spec: Specification) -> tuple[str, ...]:
-    """Return what names a victim: cases on the same one go together, so that each is loaded once."""
+    """Return what identifies a victim; cases are sorted by it, so that each victim is loaded once."""
     return spec.models[0], spec.weights, str(spec.img_size), str(spec.seed), str(spec.classes)
 
 
@@ -227,7 +234,7 @@ def _tasks(
     kept: Mapping[str, str],
     options: Mapping[str, Any],
 ) -> Iterator[Task]:
-    """Yield the tasks of one job: images that lack the same things go together."""
+    """Yield the tasks of one job; images that lack the same cells and metrics share tasks."""
     wanted = _bits(job.metrics, metrics)
     lacking = wanted & ~done  # cells × images
     lacking[:, _others(job, share)] = 0
@@ -252,19 +259,19 @@ def _tasks(
 
 
 def _others(job: Job, share: Share) -> np.ndarray:
-    """Return which images are the other machines'."""
+    """Return which images are left to other machines."""
     unit = 1 if job.batches is None else job.spec.together or 1
     return np.arange(len(job.images)) // unit % share.count != share.number - 1
 
 
 def _files(job: Job, attacks: Sequence[str], images: Sequence[Reference], kept: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the files that hold what all these attacks stole of all these images, or none."""
+    """Return the files with the reconstructions of all these images by all these attacks; none if one is missing."""
     keys = [f"{job.cells[attack]}/{image.sha256}" for attack in attacks for image in images]
     return tuple(sorted({kept[key] for key in keys})) if all(key in kept for key in keys) else ()
 
 
 def _kept(path: Path) -> dict[str, str]:
-    """Return the file of each thing that was kept, by CELL/IMAGE."""
+    """Return the file of each kept reconstruction, by CELL/IMAGE."""
     found: dict[str, str] = {}
     for file in sorted(path.glob("kept/*.safetensors")):
         try:
@@ -278,9 +285,9 @@ def _kept(path: Path) -> dict[str, str]:
 
 
 def _check_labels(job: Job, places: np.ndarray, labels: np.ndarray) -> None:
-    """Refuse images that were measured with other labels than theirs; −1 is none: the victim's prediction stood in.
+    """Refuse images that were measured with other labels than they have now; −1 is no label (the victim's prediction).
 
-    The key of a cell does not name them, so that an image that is added later leaves the others as they are.
+    The key of a cell does not name labels, so that an image that is added later leaves the other images as they are.
     """
     if job.spec.labels == "predicted":
         return
@@ -306,10 +313,10 @@ class _Done:
 
     @classmethod
     def read(cls, store: Store, grid: Grid, metrics: Sequence[str], *, retry_failed: bool) -> "_Done":
-        """Read the columns that say what was measured; a failure counts as all of it.
+        """Read the columns that say what was measured; an image that failed counts as measured by all metrics.
 
-        Strings are compared by their codes in the store's dictionaries, of which there are few: a million rows are not
-        turned into Python's strings.
+        Strings are compared by their codes in the store's dictionaries, which are small: a million rows are not turned
+        into Python strings.
         """
         wanted = ["geometry", "cell", "image_sha256", "image", "batch", "status", "metrics", "label_origin"]
         table, rows = store.read([*wanted, "label"]), slice(None)
@@ -319,7 +326,7 @@ class _Done:
         names: dict[str, list[str]] = {}
         for name in wanted:
             column = table[name].unify_dictionaries().combine_chunks()
-            table = table.drop_columns(name)  # so that no column is held twice
+            table = table.drop_columns(name)  # so that no column is in memory twice
             codes[name], names[name] = column.indices.fill_null(-1).to_numpy()[rows], column.dictionary.to_pylist()
             if name == "geometry":
                 rows = np.flatnonzero(np.array([text == "in_place" for text in names[name]] + [False])[codes[name]])
@@ -358,7 +365,7 @@ class _Done:
                 _check_labels(job, place[fine & ~failed[own]], label[own][fine & ~failed[own]])
                 found = np.zeros(len(job.images), np.int64)
                 np.bitwise_or.at(found, place[fine], bits[own][fine])
-                joined[number, cell] = np.where(found == _FAILED, -1, found)  # what was finished later counts
+                joined[number, cell] = np.where(found == _FAILED, -1, found)  # a later success counts
         return cls(grid, joined)
 
     def of(self, number: int) -> np.ndarray:
@@ -367,6 +374,6 @@ class _Done:
         none = np.zeros(len(job.images), np.int64)
         bits = np.stack([self.bits.get((number, cell), none) for cell in job.cells.values()])
         attacks = np.array([name not in CONTROLS for name in job.cells])
-        if attacks.any():  # where nothing could be read there is nothing to make controls of
+        if attacks.any():  # an image that could not be read has no controls
             bits[~attacks] |= np.where((bits[attacks] == -1).all(0), -1, 0)
         return bits

@@ -1,4 +1,4 @@
-"""Tasks: which images of which case still have to be run, and one task's way from references to records.
+"""Tasks: images of a case that still have to be run, and how the references of one task become records.
 
 A task names images by their place in a source and their hash, so it is small; a worker reads them itself.
 """
@@ -28,7 +28,7 @@ __all__ = ["Reference", "Result", "Task", "joined", "references", "run_task"]
 class Reference:
     """One image, by its place in its source; `sha256` is empty where it could not be read.
 
-    `label` is the one that it comes with, None where the victim's prediction has to do; `member` as of a `Picture`.
+    `label` is the image's own, or None where the victim's prediction stands in; `member` is as in `Picture`.
     """
 
     place: int
@@ -40,16 +40,16 @@ class Reference:
 
     @property
     def picture(self) -> Picture:
-        """Return what is known of the image, as a picture that has not been read."""
+        """Return what is known of the image, as a `Picture` that has not been read."""
         return Picture(self.name, self.sha256, None, self.label, self.label_origin, member=self.member)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Images of one case, and what is missing of them.
+    """Images of one case, and the attacks and metrics that they lack.
 
-    `spec` is one of those of a `case`; of its attacks and metrics those named are missing. The first `pictures` images
-    of the source have their pictures kept. `kept` names files of what was stolen earlier, which is scored again.
+    `spec` is one specification of the `case`; only the `attacks` and `metrics` named here are missing. PNGs are kept of
+    the first `pictures` images of the source. `kept` names files of earlier reconstructions, which are scored again.
     """
 
     case: int
@@ -67,7 +67,7 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What came of a task: its records, files by their name in the run directory, and warnings."""
+    """The results of a task: its records, files by their name in the run directory, and warnings."""
 
     task: Task
     rows: pa.Table
@@ -78,7 +78,7 @@ class Result:
 
 
 def joined(tasks: Sequence[Task]) -> list[Task]:
-    """Join the tasks of settings b and c that are alike otherwise: their release is the same, and is attacked once."""
+    """Join tasks that differ only in setting b or c: both release the same, so the release is attacked once."""
     found: dict[Task, Task] = {}
     for task in tasks:
         if task.spec.settings not in (("b",), ("c",)) or task.kept:
@@ -91,7 +91,7 @@ def joined(tasks: Sequence[Task]) -> list[Task]:
 
 
 def references(source: ImageSource) -> list[Reference]:
-    """Return the images of a source, each content once; whole files are hashed without being decoded."""
+    """Return the images of a source, each content once; files are hashed whole and not decoded."""
     found = (
         Reference(place, picture.name, picture.sha256, picture.label, picture.label_origin, picture.member)
         for place, picture in enumerate(source.stated())
@@ -129,7 +129,7 @@ def run_task(task: Task) -> Result:
 
 
 def _pngs(strip: Strip) -> Iterator[tuple[str, bytes]]:
-    """Yield the pictures of a strip by name; what is fed is often the private image itself, and encoded once."""
+    """Yield the PNGs of a strip by name; what is fed is often the private image itself, which is encoded once."""
     done: list[tuple[torch.Tensor, bytes]] = []
     for panel in (panel for row in strip.rows for panel in row):
         png = next((png for image, png in done if torch.equal(image, panel.image)), None)
@@ -143,7 +143,7 @@ def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[
     places = None if source.names is None else {name: place for place, name in enumerate(source.names)}
     for start in range(0, len(task.images), size):
         wanted = task.images[start : start + size]
-        there = [r.place if places is None else places.get(r.name) for r in wanted]  # a file that goes moves the others
+        there = [r.place if places is None else places.get(r.name) for r in wanted]  # a deleted file shifts the others
         read = iter(source.pick([place for place in there if place is not None]))
         gone = "The file has gone since the run was planned."
         yield [
@@ -153,7 +153,7 @@ def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[
 
 
 def _same(picture: Picture, reference: Reference) -> Picture:
-    """Return the picture that was planned; one that has changed or gone since then is a failure of its own."""
+    """Return the image that was planned; if it has changed or gone since then, return it as one that failed."""
     if picture.sha256 == reference.sha256:
         return picture
     problem = picture.problem or "The file has changed since the run was planned."
@@ -175,7 +175,7 @@ def _evaluator(task: Task, device: torch.device) -> tuple[Evaluator, ImageSource
         controls=task.controls,
         keep=task.keep,
     )
-    return evaluator, source_of(task.spec, [subject.base], check=False)  # each is held against what was planned
+    return evaluator, source_of(task.spec, [subject.base], check=False)  # `_same` checks each image instead
 
 
 _PARTS = tuple(field.name for field in fields(Stolen))
@@ -193,7 +193,7 @@ def _saved(stolen: Mapping[str, Stolen]) -> bytes:
 
 
 def _kept(names: Sequence[str]) -> dict[str, Stolen]:
-    """Read what was stolen in earlier runs."""
+    """Read the reconstructions of earlier runs."""
     tensors = {key: tensor for name in names for key, tensor in load_file(name).items()}
     return {
         key: Stolen(**{part: tensors[f"{key}/{part}"] for part in _PARTS if f"{key}/{part}" in tensors})

@@ -1,4 +1,4 @@
-"""What is installed, as rows: victims, attacks, defenses, metrics, experiments."""
+"""The installed victims, attacks, defenses, metrics and experiments, as rows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""What this machine has, and what is missing for which feature."""
+"""The packages, hardware and weights of this machine, and what is missing for which feature."""
 
 import os
 import re
@@ -33,7 +33,7 @@ _EXTRAS = {
 
 
 def examine(lpips_weights: Path | None = None) -> list[Row]:
-    """Return rows of what, whether it is there ("ok" or "missing"), what was found, and what it is for."""
+    """Return a row for each feature: what it is, "ok" or "missing", what was found, and what it is needed for."""
     return [
         *(
             _row(name, found is not None, found or "not installed", _use(name))
@@ -68,7 +68,7 @@ def _extra(name: str, use: str) -> Row:
 
 
 def _packages(extra: str) -> Iterator[str]:
-    """Yield what privlab's own metadata list for an extra, as 'datasets>=2.19; extra == "datasets"'."""
+    """Yield the packages that privlab's own metadata list for an extra, as 'datasets>=2.19; extra == "datasets"'."""
     for requirement in requires("privlab") or ():
         needed, _, condition = requirement.partition(";")
         if re.search(rf"""extra == ["']{extra}["']""", condition) and (named := re.match(r"[\w.-]+", needed)):

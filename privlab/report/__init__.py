@@ -1,1 +1,1 @@
-"""What people look at: tables and pictures, each made from records."""
+"""Figures, pages and tables, each made from records."""

@@ -53,14 +53,14 @@ Part = Any
 """An attack or a defense: its name, or an instance of its class."""
 
 Progress = Callable[[int, int | None], None]
-"""(images done, images in all or None) of a run, over all its victims."""
+"""It is called with (images done, images in all or None), counted over all victims of a run."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a run left behind.
+    """The results of a run.
 
-    `missing` says of each metric that could not be computed why; `failed` names the images without a score.
+    `missing` holds the reason for each metric that could not be computed; `failed` names the images without a score.
     """
 
     spec: Specification
@@ -97,18 +97,18 @@ def attack(
         setting: "a", "b" or "c", or several; by default c where a defense is at work, else a.
         attack: the attacks, by name or made with their options, `PatchGradient(rtol=0)`; by default all that can run.
         images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
-        metrics: names of `privlab.metrics.registry.METRICS`; by default all but LPIPS of VGG and SqueezeNet.
+        metrics: names of `privlab.metrics.registry.METRICS`; by default all but F-SIM and LPIPS of VGG and SqueezeNet.
         device: "auto", "cpu", "cuda" or "cuda:N".
         batch_size: images at a time; by default 8 on a CPU and 64 on a GPU. Features are sent in `client_batch`es, and
             `gradient_batch` images make one gradient.
         out: the run directory; without one nothing is written.
-        overwrite: whether an earlier run in `out` gives way.
+        overwrite: whether an earlier run in `out` is replaced.
         options: the other fields of `privlab.evaluation.specification.Specification`: weights, block, gamma, limit,
             seed …; `defense` by name, or made with its options, `GradientNoise(multiplier=1e-3)`, or several of these,
             which are stacked.
 
     Raises:
-        PrivlabError: if something asked for does not exist, or an attack lacks a capability.
+        PrivlabError: if something that is asked for does not exist, or an attack lacks a capability.
 
     Warns:
         PrivlabWarning: for everything that weakens the verdict.
@@ -139,12 +139,20 @@ def specify(
     metrics: str | Sequence[str] | None = None,
     **options: Any,  # noqa: ANN401
 ) -> Specification:
-    """Return a specification from names, each one name, several with commas, or a sequence of names.
+    """Return a specification from names; each argument is one name, several with commas, or a sequence of names.
 
-    Attacks and defenses may be made already: their fields become options of the run.
+    An attack or defense may also be an instance of its class: its fields become options of the run.
+
+    Args:
+        model: names of victims.
+        setting: "a", "b" or "c", or several; by default c where a defense is named or a victim is one of MJP's, else a.
+        attack: the attacks; by default all that can run and need not be named.
+        images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
+        metrics: names of `METRICS`; by default those of `Specification`.
+        options: the other fields of `Specification`; `defense` may be one defense or several, which are stacked.
 
     Raises:
-        PrivlabError: for an unknown name or option, or a made part that is not installed under its name.
+        PrivlabError: for an unknown name or option, or an instance whose class is not installed under its name.
     """
     more: list[str] = []
     if attack is not None:
@@ -188,7 +196,19 @@ def execute(
     command: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Outcome:
-    """Check everything, then run; what is finished is on disk at any moment. `run.json` states the `command`.
+    """Check everything, run the attacks, and return the outcome; with `out`, what is finished is on disk at any moment.
+
+    Args:
+        spec: what is run.
+        own: a timm model that is attacked instead of `spec.models`.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        batch_size: images at a time, at least 1; by default 8 on a CPU and 64 on a GPU. Images that are released
+            together come in batches of their own size instead.
+        out: the run directory; without one the records are held in memory, and nothing is written.
+        overwrite: whether an earlier run in `out` is replaced.
+        strips: whether strips of images are written to `out`, of the first draw.
+        command: the command line, for `run.json`.
+        progress: called after each batch with (images done, images in all or None), counted over all victims.
 
     Raises:
         PrivlabError: before anything is run, if a part does not exist or does not fit; while it runs, if the run
@@ -225,7 +245,7 @@ def execute(
                 for i, strip in enumerate(scored.strips):
                     run.write_file(f"strips/{strip_name(first + i, strip)}", partial(save_strip, strip))
     except BaseException as error:
-        with suppress(PrivlabError):  # the disk may be full, which is not to hide the first error
+        with suppress(PrivlabError):  # the disk may be full, and the first error must not be hidden
             note("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
     note("finished")
@@ -238,7 +258,7 @@ def execute(
 class _Ready:
     """A run of which everything has been checked. `missing` says why a metric cannot be computed here.
 
-    `met` are the pictures that were read so far, by their hash, without their pixels.
+    `met` holds the images that were read so far, by their hash and without their pixels.
     """
 
     spec: Specification
@@ -251,7 +271,7 @@ class _Ready:
     met: dict[str, Picture] = field(default_factory=dict)
 
     def pictures(self) -> ImageSource:
-        """Return the images, which are noted as they are read: a stream could not be read again for a manifest."""
+        """Return the images, each noted in `met` when it is read: a stream cannot be read again for a manifest."""
 
         def noted(picture: Picture) -> Picture:
             self.met.setdefault(picture.sha256, replace(picture, pixels=None))
@@ -272,11 +292,11 @@ def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.d
 
 
 def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progress) -> Iterator[tuple[Scored, int]]:
-    """Yield what comes of each chunk and draw, with the number of its first image, one victim after the other."""
+    """Yield the results of each chunk and draw, with the number of its first image, one victim after the other."""
     count = ready.source.count
     total, done = None if count is None else count * len(ready.victims), 0
     size = batch_size or (64 if ready.device.type == "cuda" else 8)
-    size = ready.spec.together or size  # a client's batch is released together: it is no matter of speed
+    size = ready.spec.together or size  # a client's batch is released as one: its size changes results
     metrics = [name for name in ready.spec.metrics if name not in ready.missing]
     for base, of_base in zip(ready.victims, ready.cells, strict=True):
         cells = [Cell(cell.victim.to(ready.device), cell.attacks) for cell in of_base]
@@ -302,7 +322,7 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _parts(given: Part | Sequence[Part], kinds: Mapping[str, type[Any]], options: list[str]) -> tuple[str, ...]:
-    """Return the names of attacks or defenses; of those that are made already, their `options` are added."""
+    """Return the names of attacks or defenses; the options of those that are instances are added to `options`."""
     if isinstance(given, str):
         return _names(given)
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""An audit of recorded features: what a server of split learning could make of what it was sent. No image is known."""
+"""An audit of recorded features: what a server of split learning could reconstruct. No image is known."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """What an audit left: a row for each batch and attack, the warnings, and the directory of the pictures."""
+    """The results of an audit: a row for each batch and attack, the warnings, and the directory of the sheets."""
 
     rows: Sequence[Row]
     warnings: Sequence[str]
@@ -44,22 +44,22 @@ def audit(
 ) -> Audit:
     """Run attacks on recorded features; write a contact sheet for each batch and attack, and `run.json`.
 
-    `spec` names one victim, the public base of the recorded client, and the defense that the client is known to use.
-    The private images are not at hand: whether one of them is among the public ones cannot be known here, and whoever
-    names `--public` must leave them out.
+    `spec` names one victim, which is the public base of the recorded client, and the defense that the client is known
+    to use. The private images are not at hand, so whether one of them is among the public ones cannot be checked:
+    whoever names `--public` must leave them out.
 
     Args:
         folder: what `privlab split serve --record` wrote.
         spec: the victim, the defense, the attacks, and the adversary's public images.
         device: "auto", "cpu", "cuda" or "cuda:N".
         out: the run directory.
-        overwrite: whether an earlier run in `out` gives way.
-        limit: of the batches of each session and kind; all without it.
-        command: that `run.json` states.
-        progress: is called with the batches done.
+        overwrite: whether an earlier run in `out` is replaced.
+        limit: most batches of each session and kind; without it all are attacked.
+        command: the command line, for `run.json`.
+        progress: called after each batch with (batches done, None).
 
     Raises:
-        PrivlabError: without a recording, or one of features that the victim does not have; for what the attacks lack.
+        PrivlabError: if there is no recording, or its features do not fit the victim, or attacks lack a capability.
     """
     messages: list[str] = []
     with collected(messages):
@@ -107,7 +107,7 @@ def _observation(base: Victim, batch: Recorded, spec: Specification, public: Ten
 
 
 def _attack(attack: FeatureAttack, seen: FeatureObservation, batch: Recorded, run: RunDirectory) -> Row:
-    """Run one attack on one batch; a failure is a row too."""
+    """Run one attack on one batch, and return its row; a failure has a row too."""
     row: Row = {"session": batch.session, "kind": batch.kind, "number": batch.number, "attack": attack.name}
     start = time.perf_counter()
     try:

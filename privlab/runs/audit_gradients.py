@@ -1,4 +1,7 @@
-"""An audit of a released gradient in a file: what could be made of a real training step. No private image is needed."""
+"""An audit of a released gradient in a file: what could be reconstructed from a real training step.
+
+No private image is needed.
+"""
 
 import math
 import re
@@ -61,11 +64,11 @@ _GIVE_WEIGHTS = "Give --weights the client's, saved at that step, before the opt
 
 @dataclass(frozen=True, eq=False)
 class GradientAudit:
-    """What an audit left: a row for each attack, the red flags, and the directory of the pictures.
+    """The results of an audit: a row for each attack, the red flags, and the directory of the images.
 
     A row has `residual` where the reconstruction could be checked by the gradient that it gives, and scores where there
-    is a reference; `missing` says of each metric that could not be computed why. `reference` says how the client
-    preprocessed the reference, where that is not as the victim does.
+    is a reference. `missing` holds the reason for each metric that could not be computed. `reference` says how the
+    client preprocessed the reference, if it did so otherwise than the victim does.
     """
 
     rows: Sequence[Row]
@@ -89,25 +92,25 @@ def audit_gradients(
 ) -> GradientAudit:
     """Run every attack that the file grants; write each reconstruction as a PNG, and `run.json`.
 
-    `spec` names one victim, the client's model with the weights of that step, and the defense that the client is known
-    to use: "auto" is MJP where the model has E_unk, else none. `block` "auto" is the stock block: a client trains one
-    model, and no attack may choose another.
+    `spec` names one victim, which is the client's model with the weights of that step, and the defense that the client
+    is known to use: "auto" is MJP where the model has E_unk, else none. `block` "auto" is the stock block: a client
+    trains one model, and no attack may choose another.
 
     Args:
         file: what `privlab.capture` wrote.
         spec: the victim, the attacks, and the metrics if there is a reference.
         device: "auto", "cpu", "cuda" or "cuda:N".
         out: the run directory.
-        overwrite: whether an earlier run in `out` gives way.
-        reference: the private image, to score by, preprocessed as the victim does or, where that does not give the
-            released gradient and one of the usual ways does, as that does; without it a reconstruction is checked by
-            the gradient that it gives, and image priors learn from all bundled photographs: whether one of them is
-            private cannot be known.
-        command: that `run.json` states.
+        overwrite: whether an earlier run in `out` is replaced.
+        reference: the private image, by which reconstructions are scored. It is preprocessed as the victim's inputs
+            are; if that does not give the released gradient and one of the usual ways does, it is preprocessed in that
+            way. Without a reference, a reconstruction is checked by the gradient that it gives, and image priors learn
+            from all bundled photographs, as it cannot be known whether one of them is private.
+        command: the command line, for `run.json`.
 
     Raises:
         PrivlabError: for a file that cannot be read, does not fit the victim or contradicts itself, an attack that was
-            asked for and needs more than the file grants, or a reference that is no picture.
+            asked for and needs more than the file grants, or a reference that is no image.
     """
     spec = replace(spec, block="stock" if spec.block == "auto" else spec.block, release="gradients")
     messages: list[str] = []
@@ -163,7 +166,11 @@ def audit_gradients(
 
 
 def _knows_weights(released: Released, base: Victim) -> bool:
-    """Return whether the victim's weights are, for all we know, those of the client at that step."""
+    """Return whether the victim's weights are those of the client at that step, as far as the file says.
+
+    Warns:
+        PrivlabWarning: if they are not, or the file does not say.
+    """
     if released.weights_sha256 is None:
         _warn(
             f"{released.source} states no weights_sha256: {base.weights.origin} are taken for the client's, on trust."
@@ -178,7 +185,7 @@ def _knows_weights(released: Released, base: Victim) -> bool:
 
 
 def _other_weights(released: Released, base: Victim) -> str:
-    """Return that the hashes of the client's weights and of the victim's differ."""
+    """Return the words that say that the client's weights and the victim's have different hashes."""
     assert released.weights_sha256 is not None
     return (
         f"{released.source} was taken at other weights (SHA-256 {released.weights_sha256[:12]}) than "
@@ -187,7 +194,7 @@ def _other_weights(released: Released, base: Victim) -> str:
 
 
 def _attacks(spec: Specification, base: Victim, seen: Observation, released: Released) -> list[Attack]:
-    """Return the attacks that the file grants.
+    """Return the attacks that can run on what the file grants.
 
     Raises:
         PrivlabError: if one was asked for by name and cannot run.
@@ -225,7 +232,7 @@ def _attacks(spec: Specification, base: Victim, seen: Observation, released: Rel
 
 
 def _on_request(seen: Observation) -> list[str]:
-    """Return the attacks on gradients that run by name alone, and are granted what they need."""
+    """Return the attacks on gradients that must be named to run, and for which the file grants everything."""
     return [
         name
         for name, kind in installed_attacks().items()
@@ -239,7 +246,10 @@ def _on_request(seen: Observation) -> list[str]:
 def _attack(
     attack: Attack, seen: Observation, released: Released, labels: Sequence[int] | None
 ) -> tuple[Row, Float[Tensor, "r c h w"] | None]:
-    """Run one attack; a failure is a row too. One image is checked by its own gradient, where its label is known."""
+    """Run one attack, and return its row and its reconstruction, which is None if it failed.
+
+    The reconstruction of a single image is checked by the gradient that it gives, if its label is known.
+    """
     row: Row = {"attack": attack.name, "block": "april" if Capability.APRIL_BLOCK in seen.grants else "stock"}
     if released.is_zero:
         return row | {"status": "failed", "reason": "what is released is zero"}, None
@@ -261,7 +271,7 @@ def _attack(
 
 
 def _told(base: Victim, seen: Observation) -> Told | None:
-    """Return the labels that the head's gradient tells; its weights tell more, where they are the client's."""
+    """Return the labels that the head's gradient gives away; that of its weight is read only if weights are known."""
     held = {name: g[0] for name, g in seen.gradients.items()}
     if Capability.KNOWS_WEIGHTS not in seen.grants:
         held.pop("head.weight", None)
@@ -284,10 +294,10 @@ def _flags(
     changed: bool,
     named: bool,
 ) -> list[str]:
-    """Return the red flags: what weakens a verdict on this file, and what it gives away without any attack.
+    """Return the red flags: what weakens a verdict on this file, and what the file gives away without any attack.
 
-    `told` are the labels that the head's gradient gives away, where it can be relied on; `changed` says that what
-    was released is no gradient as it was, `named` that attacks were asked for by name.
+    `told` are the labels that the head's gradient gives away, where that gradient can be relied on. `changed` says that
+    the file does not hold a plain gradient, `named` that attacks were asked for by name.
     """
     if released.is_zero:
         return ["zero gradient: nothing was released, so nothing can be said of privacy"]

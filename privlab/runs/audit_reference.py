@@ -1,4 +1,4 @@
-"""The private image that a user holds beside a released gradient: scores by it, as the client preprocessed it."""
+"""The private image that a user has beside a released gradient: it is preprocessed as the client did, and scored by."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ __all__ = ["Judge", "Row", "as_fed"]
 Row = dict[str, Any]
 
 _MUCH_NEARER = 10.0
-"""PSNR by which one preprocessing is nearer to what was fed than another that gives its gradient too, in dB."""
+"""In dB: by how much the PSNR of one preprocessing must exceed that of another that explains the gradient as well."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +40,17 @@ class Judge:
 
     @classmethod
     def of(cls, reference: Path, spec: Specification, base: Victim) -> "Judge":
-        """Read the reference: as it is where it has the victim's input size, else as the victim's preprocessing has it.
+        """Return the judge that scores by the private image in a file.
+
+        An image of the victim's input size is taken as it is; any other one is preprocessed as the victim's inputs are.
+
+        Args:
+            reference: the file of the private image.
+            spec: names the metrics, their weights, and the public photographs of the control.
+            base: the victim, with its preprocessing and device.
 
         Raises:
-            PrivlabError: if it is no picture.
+            PrivlabError: if the file is no readable image.
         """
         picture = next(iter(open_images(reference)))
         if picture.pixels is None:
@@ -66,7 +73,10 @@ class Judge:
         return {name: float(value) for name, value in scores.items()}
 
     def photographs(self, cut: Preprocessing) -> tuple[str, ...] | None:
-        """Return the bundled photographs that priors may learn from, if the private image is one of them."""
+        """Return the bundled photographs that image priors may learn from; None stands for all of them.
+
+        Some are left out only if the private image is a bundled photograph.
+        """
         assert self.picture.pixels is not None
         return apart_from([self.picture.sha256], cut(self.picture.pixels)[None], cut)[0]
 
@@ -75,7 +85,7 @@ class Judge:
         return {"attack": CONTROLS[0], "status": "ok"} | self(self.public.mean(0, keepdim=True))
 
     def strip(self, panels: Sequence[Panel]) -> Strip:
-        """Return the private image beside what was reconstructed."""
+        """Return a strip of the private image and the reconstructions."""
         private = Panel("private", self.image[0].cpu(), ("private image",))
         return Strip(self.picture.name, self.picture.sha256, "audit", ((private, *panels),))
 
@@ -83,10 +93,19 @@ class Judge:
 def as_fed(
     judge: Judge, base: Victim, seen: Observation, label: int, made: Sequence[tuple[Row, Tensor | None]]
 ) -> tuple[Judge, str | None]:
-    """Return the judge by the reference as the client preprocessed it, and what there is to say of that.
+    """Return the judge by the reference as the client preprocessed it, and a sentence on that if there is one to say.
 
-    Nothing is where no reconstruction gives the released gradient, where a defense changed what was fed, and where the
-    reference gives that gradient too and none of the usual preprocessings comes nearer.
+    The judge is returned as it is, without a sentence, where no reconstruction gives the released gradient, where a
+    defense changed what was fed, and where the reference gives that gradient too and none of the usual preprocessings
+    is much nearer to the reconstruction.
+
+    Args:
+        judge: scores by the reference as the victim's preprocessing gives it.
+        base: the victim.
+        seen: the released gradient of one image, by which preprocessings are told apart.
+        label: the class index of the image.
+        made: the row of each attack, and its reconstruction; None where it failed. Of the rows that are "explained",
+            the one with the least residual is taken for what the client fed.
     """
     proven = [(row["residual"], row["attack"], x) for row, x in made if x is not None and row.get("explained")]
     effects, pixels = effects_of(seen.model, seen.defense), judge.picture.pixels
@@ -119,5 +138,5 @@ def as_fed(
 
 
 def _fits(pixels: Image.Image, base: Victim) -> bool:
-    """Return whether a picture has the size of a victim's input: it is what was fed, and nothing is to be cut off."""
+    """Return whether an image has the size of a victim's input: then it is what was fed, and nothing is cut off."""
     return (pixels.height, pixels.width) == base.preprocessing.size

@@ -1,4 +1,4 @@
-"""What is done to stores besides writing and reading: checks, merges, and results that were measured elsewhere."""
+"""Checks and merges of stores."""
 
 import hashlib
 import shutil
@@ -18,7 +18,7 @@ from privlab.stores.store import KEY, RunDirectory, Store, part_frame
 __all__ = ["Checked", "Conflict", "case_labels", "check", "existing", "merge"]
 
 _CLOSE = 1e-4
-"""Relative difference of two scores of one record beyond which they contradict each other: float32 rounds."""
+"""Relative difference above which two scores of a record contradict each other; smaller ones are float32's rounding."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Conflict:
 class Checked:
     """What a store holds: rows as they lie in its parts, records (each counted once), and what is wrong.
 
-    `external` records were measured elsewhere; those of them that are of no image count as none.
+    `external` records were measured elsewhere; those that belong to no image are not counted in `images`.
     """
 
     parts: int
@@ -55,13 +55,13 @@ class Checked:
 
 
 def check(path: Path) -> Checked:
-    """Read every part of a store, and say what it holds.
+    """Read every part of a store, and return what it holds.
 
     Raises:
         PrivlabError: if there is no store.
 
     Warns:
-        PrivlabWarning: for each file that is torn or foreign, which is set aside.
+        PrivlabWarning: for each file that is damaged or foreign, which is set aside.
     """
     store = existing(path)
     rows = part_frame(store.read())
@@ -90,10 +90,10 @@ def case_labels(path: Path) -> dict[str, str]:
 
 
 def merge(target: Path, sources: Sequence[Path]) -> list[Conflict]:
-    """Copy what other directories hold into one, parts, pictures and kept reconstructions; nothing is replaced.
+    """Copy the parts, images and kept reconstructions of other directories into one; no file of it is replaced.
 
     Returns:
-        the scores of records that two of them made, where they differ by more than rounding.
+        the scores of records that two directories have, where they differ by more than rounding.
 
     Raises:
         PrivlabError: if a directory holds no store, or the target cannot be written.

@@ -1,4 +1,4 @@
-"""The run directory is the store: records as Parquet parts that are only ever added, `run.json`, and pictures.
+"""The run directory is the store: records as Parquet parts that are only ever added, `run.json`, and image files.
 
 A part is written under a temporary name, synced and renamed, so it is there whole or not at all. There is no lock:
 several processes may add parts at once, and a record that two of them made counts once.
@@ -26,10 +26,10 @@ from privlab.evaluation import COLUMNS, SCHEMA
 __all__ = ["KEY", "RunDirectory", "Store", "merged", "part_frame"]
 
 KEY = ["cell", "image_id", "geometry", "batch"]
-"""What makes a record one of its kind; `image_id` is the image's hash, or its name where it could not be read."""
+"""The columns that identify a record; `image_id` is the image's hash, or its name where it could not be read."""
 
 _KEYED = 3
-"""The first version of the records whose rows have a key; what later ones add is null in those before."""
+"""The first version of the records whose rows have a key; columns that later versions add are null in older rows."""
 
 _SET_ASIDE = "set-aside"
 
@@ -50,7 +50,7 @@ class Store:
         return sorted(self.records.glob("part-*.parquet"))
 
     def add(self, rows: pa.Table) -> Path | None:
-        """Add rows as one Parquet part, whole or not at all; nothing for no rows.
+        """Add rows as one Parquet part, whole or not at all, and return its path; without rows nothing is written.
 
         Raises:
             PrivlabError: if the disk is full or the directory cannot be written.
@@ -106,7 +106,7 @@ class Store:
 
     def _put_aside(self, file: Path) -> str:
         if not (self.path / "run.json").exists():
-            return "left out"  # all of this may be somebody else's
+            return "left out"  # the directory may not be a run at all
         aside = self.path / _SET_ASIDE
         try:
             aside.mkdir(exist_ok=True)
@@ -125,7 +125,7 @@ def part_frame(table: pa.Table) -> pd.DataFrame:
 
 
 def merged(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return every record once, in the order of first rows: finished rows win, gaps are filled by the others."""
+    """Return every record once, in the order of first rows: finished rows come first, and others fill their gaps."""
     again = frame.duplicated(KEY, keep=False) & frame.cell.notna()  # rows of earlier versions have no key
     if again.any():
         several = frame[again].assign(place=frame.index[again], failed=frame.status[again] != "ok")
@@ -140,7 +140,7 @@ def merged(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _read(parts: Sequence[Path], columns: Sequence[str]) -> pa.Table:
-    """Return these columns of all parts; what is read is packed as it comes, for there may be ten thousand parts."""
+    """Return these columns of all parts; rows are packed while they are read, since there may be ten thousand parts."""
     fields = [COLUMNS.field(name) for name in columns]
     strings = [field.name for field in fields if pa.types.is_string(field.type)]
     coded = pa.schema([f.with_type(pa.dictionary(pa.int32(), f.type)) if f.name in strings else f for f in fields])
@@ -151,7 +151,7 @@ def _read(parts: Sequence[Path], columns: Sequence[str]) -> pa.Table:
             table = None
             with suppress(KeyError):  # it lacks one of the columns
                 table = pq.ParquetFile(part, read_dictionary=strings, pre_buffer=False).read(columns, use_threads=False)
-            if table is None or table.schema != coded:  # of an older version, or of other hands
+            if table is None or table.schema != coded:  # written by an older version, or by another program
                 form = ds.ParquetFileFormat(ds.ParquetReadOptions(dictionary_columns=strings))
                 table = ds.dataset(str(part), schema=coded, format=form).to_table(list(columns))
             group.append(table.replace_schema_metadata())
@@ -163,10 +163,10 @@ def _migrated(table: pa.Table, path: Path) -> pa.Table:
     """Return the rows in this version's schema.
 
     Rows of version 2 and before state no conditions and have no key: they can be shown and scored, but a plan does not
-    take them as done.
+    count them as done.
 
     Raises:
-        PrivlabError: for rows of a version that is yet to come.
+        PrivlabError: for rows of a later version than this one.
     """
     versions = set(table["schema"].unique().to_pylist())
     if newer := sorted(v for v in versions if v > SCHEMA):
@@ -188,7 +188,12 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, *, overwrite: bool = False, resume: bool = False) -> "RunDirectory":
-        """Make the directory, or take an empty one; an earlier run gives way, or goes on, only if told so.
+        """Make the run directory, or take an empty one, and return it.
+
+        Args:
+            path: the directory; its parents are made too.
+            overwrite: whether an earlier run in it is deleted.
+            resume: whether records are added to an earlier run in it, or to a folder of records without `run.json`.
 
         Raises:
             PrivlabError: if it holds another run or foreign files, or cannot be written.
@@ -247,7 +252,7 @@ class RunDirectory:
         write_whole(self.path / "run.json", lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
 
     def write_manifests(self, manifests: Mapping[str, str]) -> None:
-        """Write manifests by the names of their files, each whole or not at all; those of earlier images go.
+        """Write manifests by the names of their files, each whole or not at all; manifests of earlier runs are deleted.
 
         Raises:
             PrivlabError: if the disk is full or the directory cannot be written.
@@ -272,7 +277,7 @@ class RunDirectory:
             raise PrivlabError(f"Cannot read '{self.path / 'run.json'}': {error}.") from None
 
     def write_file(self, name: str, save: Callable[[Path], object]) -> None:
-        """Write a file of the run, such as a picture, by `save(path)`, whole or not at all."""
+        """Write a file of the run, such as an image, by `save(path)`, whole or not at all."""
         path = self.path / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

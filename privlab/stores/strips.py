@@ -1,6 +1,6 @@
 """Strips: private image | what the client fed | each reconstruction, with the scores written underneath.
 
-The PNG of a strip says in its text which panel lies where, so that a page can cut the pictures out again.
+The PNG of a strip says in its text which panel lies where, so that a page can cut the images out again.
 """
 
 import io
@@ -28,7 +28,7 @@ Box = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a picture lies: in a PNG of its own, or in a `box` of a strip, which shows it `scale` times as large."""
+    """Where an image lies: in a PNG of its own, or in a `box` of a strip, which shows it `scale` times as large."""
 
     file: Path
     box: Box | None = None
@@ -65,7 +65,7 @@ def save_strip(strip: Strip, path: Path) -> None:
 def places_of(path: Path) -> dict[tuple[str, str], Place]:
     """Return where the panels of a strip lie, by their name and the hash of the image.
 
-    There are none in a strip of an earlier version, and in a file that is torn, foreign or contradicts itself.
+    A strip of an earlier version has none, nor has a file that is damaged, foreign or contradicts itself.
     """
     try:
         with Image.open(path, formats=["PNG"]) as png:  # pixels are not read yet
@@ -80,10 +80,10 @@ def places_of(path: Path) -> dict[tuple[str, str], Place]:
 
 
 def pngs(places: Sequence[Place]) -> list[bytes]:
-    """Return pictures of one file, each as the bytes of a PNG in its own size; a strip is decoded once.
+    """Return images of one file, each as the bytes of a PNG in its own size; a strip is decoded once.
 
     Raises:
-        OSError, SyntaxError or ValueError: as Pillow says that a strip is torn.
+        OSError, SyntaxError or ValueError: by Pillow, if a strip is damaged.
     """
     file = places[0].file
     if places[0].box is None:
@@ -102,7 +102,7 @@ def _lines(rows: Sequence[Sequence[Panel]]) -> int:
 
 
 def _draw(canvas: Image.Image, panel: Panel, corner: tuple[int, int], scale: int) -> Box:
-    """Draw a panel with its lines, and return where its picture lies."""
+    """Draw a panel with its lines, and return where its image lies."""
     picture = _picture(panel.image)
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
     canvas.paste(picture, corner)

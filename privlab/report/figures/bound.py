@@ -17,7 +17,7 @@ _HEIGHT = 1.6
 
 
 def draw_bound(out: Path, kind: str = "svg") -> Path:
-    """Draw shares of successes against the multiplier, with their intervals and bounds, of one release each.
+    """Draw the shares of successes in one release against the noise multiplier, with their intervals and the bounds.
 
     Raises:
         PrivlabError: if there is no study, or the file cannot be written.

@@ -34,7 +34,8 @@ _BAR, _GAP = 0.11, 0.06
 def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     """Draw for each case what the paper printed, what its attack reaches here, and the worst case, with intervals.
 
-    The figures stand beside the bars, with the attack behind the worst case where it is not the same in all cases.
+    The figures stand beside the bars. The attack behind the worst case stands there too, unless it is the same in all
+    cases.
 
     Raises:
         PrivlabError: if no case has a published figure of the metric, or nothing was measured.
@@ -74,7 +75,7 @@ def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
 
 
 def _draw_bar(ax: Axes, at: float, role: Role, score: Score, scale: Scale) -> None:
-    """Draw a bar and its interval; what was not measured has neither."""
+    """Draw a bar and its interval; nothing where there is no score."""
     if math.isnan(score.mean):
         return
     mean, low, high = scale.place([score.mean, score.low, score.high])
@@ -84,7 +85,7 @@ def _draw_bar(ax: Axes, at: float, role: Role, score: Score, scale: Scale) -> No
 
 
 def _said(levels: Levels, case: int, role: Role, metric: str) -> str:
-    """Return the figure that stands beside a bar, or why there is none."""
+    """Return the text beside a bar: its figure, or "cannot run"."""
     score, row = levels.score(case, role, metric), levels.row(case, role)
     if row is not None and row.refused and not row.images and role is not WORST:
         return "cannot run"

@@ -32,7 +32,7 @@ from privlab.report.tables import CaseFacts, Results, Score
 __all__ = ["draw_curve"]
 
 Groups = Mapping[str, Sequence[tuple[float, int]]]
-"""The cases of each group, each after its place on the axis of the option, in ascending order."""
+"""The cases of each group, as (value of the option, number of the case), in ascending order."""
 
 _HEIGHT = 1.6
 """Height of the axes, in inches."""
@@ -54,8 +54,8 @@ class _Series:
 def draw_curve(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     """Draw a score against an option: for each group of cases a line for the paper's attack and one for the worst case.
 
-    Bands are intervals of the mean, and marks without a line what the paper printed. Cases that differ in more than
-    the option form groups; those without the option are left out.
+    Bands are intervals of the mean; marks without a line are what the paper printed. Cases that differ in more than the
+    option form groups; cases without the option are left out.
 
     Raises:
         PrivlabError: where the option is no number, two cases of a group share its value, there are more groups than
@@ -86,7 +86,7 @@ def draw_curve(results: Results, figure: Figure) -> matplotlib.figure.Figure:
 
 
 def _groups(results: Results, name: str, option: str) -> Groups:
-    """Return the cases that have the option as a number, grouped by what else they differ in."""
+    """Return the cases whose option is a number, grouped by what else they differ in."""
     at = {i: _number(case.options.get(option)) for i, case in enumerate(results.cases)}
     at = {i: x for i, x in at.items() if x is not None}
     if not at:
@@ -110,7 +110,7 @@ def _groups(results: Results, name: str, option: str) -> Groups:
 
 
 def _number(value: str | float | int | None) -> float | None:
-    """Return an option as a number, if it is one: 0.5 for `set = "std=0.5"`, too."""
+    """Return an option as a number, or None; of `set = "std=0.5"` the number is 0.5."""
     if isinstance(value, bool) or value is None:
         return None
     try:
@@ -121,13 +121,13 @@ def _number(value: str | float | int | None) -> float | None:
 
 
 def _title(case: CaseFacts, option: str) -> str:
-    """Return the title of the x axis: for `set = "gaussian-noise.std=0.5"` that of std."""
+    """Return the title of the x axis; for `set = "gaussian-noise.std=0.5"` it is that of std."""
     name, equals, _ = str(case.options[option]).rpartition("=")
     return option_title(name.rpartition(".")[2] if equals else option)
 
 
 def _group_names(cases: Sequence[CaseFacts], xs: Sequence[float], option: str) -> list[str]:
-    """Return for each case what it differs in but for the option: values of other options, and its group if need be."""
+    """Return for each case the values of the other options in which cases differ, and its group if need be."""
     keys = [key for key in dict.fromkeys(key for case in cases for key in case.options) if key != option]
     keys = [key for key in keys if len({str(case.options.get(key)) for case in cases}) > 1]
     names = [", ".join(_said(key, case.options[key]) for key in keys if key in case.options) for case in cases]
@@ -142,7 +142,7 @@ def _said(key: str, value: str | float | int) -> str:
 
 
 def _series(levels: Levels, metric: str, groups: Groups) -> Iterator[_Series]:
-    """Yield what is drawn: one group takes the colours of the roles, several take one colour and marker each."""
+    """Yield what is drawn: a single group takes the colours of the roles, several take one colour and marker each."""
     for role in (*levels.roles(metric), PUBLISHED):
         for i, (group, points) in enumerate(groups.items()):
             scores = [levels.score(case, role, metric) for _, case in points]
@@ -164,7 +164,7 @@ def _draw_series(ax: Axes, one: _Series, scale: Scale) -> None:
 
 
 def _handles(series: Sequence[_Series], control: Sequence[Line2D]) -> list[Line2D]:
-    """Return the legend: in a first column the groups, if there are several, and in the next the roles, in grey."""
+    """Return the legend: the groups in a first column, if there are several, and then the roles, in grey."""
     roles = {one.role: (one.color, one.marker) for one in series}
     groups = {one.group: (one.color, one.marker) for one in series}
     if len(groups) == 1:

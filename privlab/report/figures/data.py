@@ -1,4 +1,4 @@
-"""What figures show of the results: means with intervals by case and role, and what must be said beside them."""
+"""What figures show of the results: means with intervals by case and role, and the notes below a figure."""
 
 import math
 from collections import Counter
@@ -28,7 +28,15 @@ class Levels:
         return next((row for row in self.rows if row.case == case and row.kind == role.kind), None)
 
     def score(self, case: int, role: Role, metric: str) -> Score:
-        """Return the mean over images and its interval, a share in per cent; NaN where it was not measured."""
+        """Return the mean of a metric over the images of a case, with its interval; NaN where it was not measured.
+
+        A metric of utility is returned in per cent.
+
+        Args:
+            case: the number of the case, from 0.
+            role: which row of the case is read, such as the paper's attack or the worst case.
+            metric: a name in `KNOWN`.
+        """
         row = self.row(case, role)
         score = _NOTHING if row is None else row.scores.get(metric, _NOTHING)
         if KNOWN[metric].direction != "utility" or (role is PUBLISHED and score.mean > 1):
@@ -36,7 +44,7 @@ class Levels:
         return Score(score.mean * 100, score.low * 100, score.high * 100, score.images)
 
     def external(self, case: int, role: Role) -> bool:
-        """Return whether the row of a role was measured elsewhere, or an attack behind it."""
+        """Return whether the row of a role, or an attack behind it, was measured elsewhere."""
         row = self.row(case, role)
         return row is not None and row.external is not None
 
@@ -58,17 +66,17 @@ class Levels:
         return leakiest((sum(means) / len(means) for means in of.values()), default=math.nan)
 
     def attacks(self, cases: Iterable[int], metric: str) -> dict[int, str]:
-        """Return the attack that is the worst case of most images, for each case."""
+        """Return for each case the attack that is the worst case of most images."""
         worst = {case: self.row(case, WORST) for case in cases}
         counts = {case: row.leakiest.get(metric, {}) for case, row in worst.items() if row}
         return {case: max(sorted(count), key=lambda name: count[name]) for case, count in counts.items() if count}
 
 
 def read_levels(results: Results, figure: Figure, *metrics: str) -> Levels:
-    """Return the levels of these metrics.
+    """Return the rows of the leakage table with these metrics.
 
     Raises:
-        PrivlabError: if a name is no metric, or no image of the results has a figure for the first one.
+        PrivlabError: if a name is no metric, or no case of the results has a figure for the first one.
     """
     levels = Levels(results, leakage(replace(results, layout=replace(results.layout, columns=metrics))))
     cases = range(len(results.cases))
@@ -79,7 +87,11 @@ def read_levels(results: Results, figure: Figure, *metrics: str) -> Levels:
 
 
 def check_leaks(figure: Figure) -> None:
-    """Raise PrivlabError unless the figure's metric is one of leakage: utility has no worst case."""
+    """Check that the figure's metric is one of leakage: utility has no worst case.
+
+    Raises:
+        PrivlabError: if it is a metric of utility.
+    """
     if not KNOWN[figure.y].arrow:
         leaky = ", ".join(name for name, metric in KNOWN.items() if metric.arrow)
         raise PrivlabError(f"A {figure.kind} shows what leaks. Found y = {figure.y}. Choose from: {leaky}.")
@@ -88,7 +100,7 @@ def check_leaks(figure: Figure) -> None:
 def case_names(levels: Levels, *, grouped: bool = False) -> list[str]:
     """Return a name for each case: its label, † where it is external, and its group where labels repeat.
 
-    Where cases stand `grouped` under headings, their names go without.
+    If cases stand `grouped` under headings, their names have no group.
     """
     cases = levels.results.cases
     count = Counter(case.label for case in cases)
@@ -106,7 +118,7 @@ _GEOMETRIES = {
 
 
 def notes(levels: Levels, cases: Sequence[int], *said: str) -> list[str]:
-    """Return what a reader must know: images, geometry, failures, and what was measured elsewhere."""
+    """Return the notes below a figure: number of images, geometry, failures, and what was measured elsewhere."""
     rows = [row for row in levels.rows if row.case in set(cases)]
     images = sorted({row.images for row in rows if row.kind == "worst" and row.images})
     counted = (

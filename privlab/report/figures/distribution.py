@@ -1,4 +1,4 @@
-"""Distributions: a score of every image, for each case and attack, and for the worst case."""
+"""Distributions: the scores of all images, for each case and attack, and for the worst case."""
 
 import math
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ _ROW, _GAP = 0.115, 0.02
 """Heights of a row, and of the gap under it, in inches."""
 
 _POINTS = 100
-"""Images that a row shows as points: of more, as many quantiles, with the least and the greatest."""
+"""Most images that a row shows as dots; of more images it shows as many quantiles, the extremes included."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, spread evenly
 
@@ -50,7 +50,7 @@ class _Sample:
 
 
 def draw_distribution(results: Results, figure: Figure) -> matplotlib.figure.Figure:
-    """Draw the scores of all images: a row per case and attack, with quartiles, median and range, and the images.
+    """Draw the scores of all images: a row per case and attack, with quartiles, median, range, and dots for images.
 
     Raises:
         PrivlabError: if the metric is one of utility, or nothing was measured.

@@ -1,4 +1,4 @@
-"""The figures of an experiment, rebuilt from its records: vector files that a paper takes as they are."""
+"""The figures of an experiment, drawn from its records and written as vector files that a paper can use directly."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ _DRAW: Mapping[str, Callable[[Results, Figure], matplotlib.figure.Figure]] = {
     "claim": draw_claim,
 }
 _NO_DATE: Mapping[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
-"""Formats, each with what keeps the time out of the file, so that the same records give the same bytes."""
+"""The formats, each with metadata that keep the time out of the file, so that the same records give the same bytes."""
 
 
 def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
@@ -34,7 +34,7 @@ def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
 
     Raises:
         PrivlabError: if the kind or the metric is unknown, or the results lack what the figure shows: a numeric option
-            on x, values of the metric, a paper's figures, or pictures.
+            on x, values of the metric, a paper's figures, or images.
     """
     if figure.kind not in FIGURES:
         raise unknown_name("figure", figure.kind, FIGURES)
@@ -45,7 +45,14 @@ def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
 
 
 def write_figures(results: Results, out: Path, formats: Sequence[str] = ("pdf", "svg")) -> list[Path]:
-    """Draw every figure of the results and write it to `out` as NAME.FORMAT; the same records give the same bytes.
+    """Draw every figure of the results, write it to `out` as NAME.FORMAT, and return the files.
+
+    The same records give the same bytes.
+
+    Args:
+        results: the records, and the figures that the experiment asks for.
+        out: the folder, which is made if it does not exist.
+        formats: "pdf", "svg" or "png"; each figure is written in all of them.
 
     Raises:
         PrivlabError: if a figure cannot be drawn or written, or a format or name cannot be used.

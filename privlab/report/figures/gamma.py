@@ -1,4 +1,4 @@
-"""Figure 3 of MJP: what is left of accuracy, and of the predicted class, where a share γ of the patches is shuffled."""
+"""Figure 3 of MJP: the accuracy and the Consistency that are left when a share γ of the patches is shuffled."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ _AXES = {"shuffled_accuracy": "top-1 accuracy (%)", "consistency": "Consistency 
 
 
 def draw_by_gamma(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw accuracy and Consistency against γ, a line for each model that `privlab evaluate` judged on data."""
+    """Draw accuracy and Consistency against γ, a line for each model that `privlab evaluate` measured on data."""
     with styled():
         figure = Figure(figsize=(PAGE, 2.4), layout="constrained")
         for ax, (key, title) in zip(figure.subplots(1, 2), _AXES.items(), strict=True):
@@ -37,14 +37,14 @@ def check_ending(path: Path) -> None:
     """Check that a figure can be written under this name.
 
     Raises:
-        PrivlabError: for another ending than those of PDF, SVG and PNG.
+        PrivlabError: unless it ends in .pdf, .svg or .png.
     """
     if path.suffix not in _KINDS:
         raise PrivlabError(f"A figure is a file .pdf, .svg or .png. Found '{path}'.")
 
 
 def write_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as PDF, SVG or PNG, by the ending of its name: the same bytes each time.
+    """Write a figure as PDF, SVG or PNG, by the ending of its name; the same figure gives the same bytes.
 
     Raises:
         PrivlabError: for another ending, or if it cannot be written.

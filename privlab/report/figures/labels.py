@@ -18,16 +18,16 @@ __all__ = ["place_labels"]
 Floats = NDArray[np.float64]
 
 _NEAR = (3, 5)
-"""How far a label may be from its point, in points (1/72 inch), for it to be plain which one it names."""
+"""Distances, in points (1/72 inch), at which it is clear without a line which point a label names."""
 
 _FAR = (8, 12, 17, 23, 30, 38, 47, 57, 68)
-"""How far it may be where a thin line leads to its point."""
+"""Distances of labels from which a thin line leads to their points."""
 
 _ANGLES = np.array([0, 8, 4, 12, 2, 14, 6, 10, 1, 15, 7, 9, 3, 13, 5, 11]) * math.pi / 8
 """Directions in the order in which they are tried: right, left, above, below, and between."""
 
 _MARK, _LINE, _APART = 2.6, 0.4, 7.0
-"""What a mark, and what a line, keeps free on each side; how far a long label stays from other points. In points."""
+"""In points: what a mark keeps free on each side; what a line does; distance of near labels from other points."""
 
 
 def place_labels(
@@ -39,14 +39,22 @@ def place_labels(
     near: bool = False,
     over_lines: bool = False,
 ) -> bool:
-    """Write a text beside the last point of each join (n × 2), clear of all points, the lines of joins, and texts.
+    """Write a text beside the last point of each join, clear of all points, the lines of joins, and other texts.
 
-    Each text in turn takes the nearest free place, and a thin line leads to its point where that is not near; several
-    turns are tried. `near` allows near places alone, away from other points; `over_lines` lets texts lie on joins.
-    Returns False, with nothing written, where in each turn a text finds no free place.
+    Each text in turn takes the nearest free place, and a thin line leads to its point where that place is not near. If
+    a text finds none, the texts take their places again in another order. Where no order succeeds, nothing is written,
+    and False is returned.
+
+    Args:
+        figure: the figure of `ax`, in its final size.
+        ax: the axes, in their final limits and scales.
+        joins: the points of each label, n × 2 in data coordinates, which a line joins.
+        texts: one for each join.
+        near: whether a text may only be within 5 points (1/72 inch) of its own point, and must keep 7 from others.
+        over_lines: whether texts may lie on the lines of joins.
     """
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()  # the layout settles, and with it where points are on the paper
+    canvas.draw()  # this fixes the layout, and so the places of the points
     unit = figure.dpi / 72
     paths = [ax.transData.transform(join) / unit for join in joins]
     ends = [join[-1].tolist() for join in joins]
@@ -71,7 +79,7 @@ def place_labels(
 
 
 def _turns(points: Floats) -> Iterator[list[int]]:
-    """Yield orders of the points: as given, and by their place along four directions, there and back."""
+    """Yield orders in which labels are placed: as given, and sorted along four directions, ascending and descending."""
     yield list(range(len(points)))
     for way in ((1, 0), (0, 1), (1, 1), (1, -1)):
         order = np.argsort(points @ np.array(way), kind="stable").tolist()
@@ -79,7 +87,7 @@ def _turns(points: Floats) -> Iterator[list[int]]:
 
 
 def _taken(paths: Sequence[Floats], *, lines: bool) -> Floats:
-    """Return the boxes (m × 4) that the points of all paths keep free, and the lines along them if wanted."""
+    """Return the boxes (m × 4) that must stay free: around the points of all paths and, with `lines`, between them."""
     taken = [_squares(path, _MARK) for path in paths]
     if lines:
         taken += [_squares(_along(a, b), _LINE) for path in paths for a, b in itertools.pairwise(path)]
@@ -91,13 +99,13 @@ def _squares(centres: Floats, reach: float) -> Floats:
 
 
 def _along(a: Floats, b: Floats) -> Floats:
-    """Return places along a line, not more than a point (1/72 inch) apart."""
+    """Return places along a line, at most one point (1/72 inch) apart."""
     return np.linspace(a, b, 2 + int(np.abs(b - a).max()))
 
 
 @dataclass(eq=False)
 class _Room:
-    """The frame (x0, y0, x1, y1), the points (n × 2), what is taken (m × 4), and the labels' centres so far.
+    """The frame (x0, y0, x1, y1), the points (n × 2), the boxes that are taken (m × 4), and the labels' centres so far.
 
     `lines` lead from points to labels that are not near.
     """
@@ -128,7 +136,7 @@ class _Room:
         return False
 
     def _are_free(self, boxes: Floats, i: int) -> NDArray[np.bool_]:
-        """Return which boxes lie within the frame, on nothing that is taken, and, if near, away from other points."""
+        """Return which boxes lie in the frame, on nothing that is taken, and, with `near`, away from other points."""
         low, high = boxes[:, None, :2], boxes[:, None, 2:]
         inside = np.all((low >= self.frame[:2]) & (high <= self.frame[2:]), axis=(1, 2))
         apart = np.any((self.taken[:, :2] > high) | (self.taken[:, 2:] < low), axis=2)
@@ -140,7 +148,7 @@ class _Room:
         return np.logical_and(free, np.all(gaps >= _APART, axis=1))
 
     def _is_clear(self, line: Floats) -> bool:
-        """Return whether a line crosses nothing but what its start lies on."""
+        """Return whether a line crosses only the boxes on which it starts."""
         at = line[:, None]
         inside = np.array(np.all((self.taken[:, :2] < at) & (at < self.taken[:, 2:]), axis=2))
         return not inside[:, ~inside[0]].any()

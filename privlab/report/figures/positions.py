@@ -1,4 +1,4 @@
-"""What position embeddings know, drawn from the records of `privlab study pe`: one file for each figure and model."""
+"""Figures of position embeddings, drawn from the records of `privlab study pe`: one file for each figure and model."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ Facts = Mapping[str, Any]
 
 
 def draw_positions(out: Path, kind: str = "svg") -> list[Path]:
-    """Draw what a study left in `out`, into it, as svg, png or pdf, and return the files.
+    """Draw the figures of the study in `out`, write them there as svg, png or pdf, and return the files.
 
     Raises:
         PrivlabError: if there is no study, or a file cannot be written.
@@ -97,7 +97,7 @@ def _on_grid(points: pd.DataFrame, name: str, rows: int, columns: int) -> NDArra
 
 
 def _mesh(ax: Any, coordinates: list[NDArray[np.float64]]) -> None:  # noqa: ANN401
-    """Join what is adjacent on the grid of patches."""
+    """Join slots that are adjacent on the grid of patches."""
     for lines in (coordinates, [each.T for each in coordinates]):
         for line in zip(*lines, strict=True):
             ax.plot(*line, color="0.8", linewidth=0.4, zorder=1)
@@ -124,7 +124,7 @@ def _similarity(about: Facts, similarity: pd.DataFrame) -> Figure:
 
 
 def _attention(about: Facts, attention: pd.DataFrame, out: Path) -> Figure:
-    """Draw each image, and the attention of the class token by head, each map up to the 97th of its percentiles."""
+    """Draw each image and the class token's attention by head; each map's scale ends at its 97th percentile."""
     rows, columns = about["grid"]
     images, heads = list(dict.fromkeys(attention.image)), int(attention["head"].max()) + 1
     with styled():

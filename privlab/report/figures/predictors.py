@@ -1,4 +1,4 @@
-"""What position predictors can do, and how, drawn from the records of `privlab study positions`."""
+"""Figures of position predictors, drawn from the records of `privlab study positions`."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ _COLUMNS = ("picture", "patches as given", "by argmax", "by assignment")
 
 
 def draw_predictors(out: Path, kind: str = "svg") -> list[Path]:
-    """Draw what a study left in `out`, into it, as svg, png or pdf, and return the files.
+    """Draw the figures of the study in `out`, write them there as svg, png or pdf, and return the files.
 
     Raises:
         PrivlabError: if there is no study, or a file cannot be written.
@@ -54,7 +54,7 @@ def draw_predictors(out: Path, kind: str = "svg") -> list[Path]:
 
 
 def _title(about: Facts) -> str:
-    """Return a predictor's name, and what was hidden from it in its training, where a card says so."""
+    """Return a predictor's name, and which shares were hidden from it in training, if its card states them."""
     how = about["objective"] or {}
     signs = (("eta", "η"), ("gamma", "γ"), ("gamma_pos", "γ_pos"))
     said = [f"{sign} = {how[key]:g}" for key, sign in signs if key in how]
@@ -104,7 +104,7 @@ def _grid(ax: Axes, rows: pd.DataFrame) -> None:
 
 
 def _knn(facts: Sequence[Facts], knn: pd.DataFrame) -> Figure:
-    """Draw the k-NN probe by layer, the same networks untrained dashed (MP3, Figure 9)."""
+    """Draw the accuracy of the k-NN probe by layer, dashed for the same networks untrained (MP3, Figure 9)."""
     with styled():
         figure = Figure(figsize=(2 * PAGE / 3, 2.6), layout="constrained")
         ax = figure.subplots()
@@ -121,9 +121,9 @@ def _knn(facts: Sequence[Facts], knn: pd.DataFrame) -> Figure:
 
 
 def laid(patches: NDArray[np.float64], slots: NDArray[np.int64]) -> tuple[Patches, NDArray[np.bool_]]:
-    """Return what each slot shows if patch i is put into `slots[i]`, and which slots no patch claims.
+    """Return what each slot shows if patch i is put into `slots[i]`, and which slots get no patch.
 
-    Where several fall into one slot, their mean; where none does, grey.
+    A slot with several patches shows their mean; a slot without a patch is grey.
     """
     count = np.bincount(slots, minlength=len(patches))
     shown = np.zeros_like(patches)
@@ -135,7 +135,7 @@ def laid(patches: NDArray[np.float64], slots: NDArray[np.int64]) -> tuple[Patche
 
 
 def _reconstructions(about: Facts, placements: pd.DataFrame, out: Path) -> Figure:
-    """Draw pictures, their patches as given, and where a predictor puts them (MP3, Figure 2; DropPos, Figure 3)."""
+    """Draw images, their patches as given, and where a predictor puts them (MP3, Figure 2; DropPos, Figure 3)."""
     pictures = list(dict.fromkeys(placements.image))
     told = about["placed"]
     with styled():
@@ -153,7 +153,7 @@ def _reconstructions(about: Facts, placements: pd.DataFrame, out: Path) -> Figur
 
 
 def _one(line: Sequence[Axes], picture: NDArray[np.float64], own: pd.DataFrame, about: Facts) -> None:
-    """Draw one picture's row: itself, its shuffled patches, and these where the predictor puts them."""
+    """Draw one image's row: the image, its shuffled patches, and these where the predictor puts them."""
     rows, columns = about["grid"]
     side, truth, known = about["patch"], own.patch.to_numpy(), own.known.to_numpy()
     cut = picture.reshape(rows, side, columns, side, -1).swapaxes(1, 2).reshape(rows * columns, side, side, -1)
@@ -189,7 +189,7 @@ def _frame(ax: Axes, slots: NDArray[np.int64], about: Facts, color: str) -> None
 
 
 def _attention(about: Facts, attention: pd.DataFrame, heads: pd.DataFrame) -> Figure:
-    """Draw the mean attention by offset of every head, up to its own largest weight (MP3, Figures 8 and 11)."""
+    """Draw the mean attention of each head by offset; each map's scale ends at its maximum (MP3, Figures 8 and 11)."""
     deep, wide = about["depth"], about["heads"]
     rows, columns = about["grid"]
     with styled():

@@ -1,4 +1,4 @@
-"""Rows under headings: how claims and distributions stand on the paper, from top to bottom."""
+"""Rows under headings, from top to bottom: the y axis of claims and distributions."""
 
 import itertools
 from collections.abc import Sequence
@@ -28,13 +28,20 @@ class Row:
 
     @classmethod
     def named(cls, heading: str, name: str, height: float, gap: float) -> "Row":
-        """Return a row whose name may be long: it is wrapped, and the row is as high as it needs."""
+        """Return a row with its name wrapped, and as high as the name needs.
+
+        Args:
+            heading: the text above the row and its neighbours of the same heading; empty for none.
+            name: the text on the y axis, which may be long.
+            height: the least height of the row, in inches.
+            gap: the space below the row, in inches.
+        """
         text = wrapped([name], _NAMES)
         return cls(heading, text, max(height, _MORE * (text.count("\n") + 1)), gap)
 
 
 def stack(ax: Axes, rows: Sequence[Row]) -> list[float]:
-    """Name the rows on the y axis, in inches from the top; return the middle of each row."""
+    """Name the rows on the y axis, whose unit is inches from the top, and return the middle of each row."""
     middles, y = [], 0.0
     for heading, under in itertools.groupby(rows, key=lambda row: row.heading):
         if heading:
@@ -55,7 +62,7 @@ def stack(ax: Axes, rows: Sequence[Row]) -> list[float]:
 
 
 def height(rows: Sequence[Row]) -> float:
-    """Return the height of all rows, in inches."""
+    """Return the height of all rows and headings, in inches."""
     headings = sum(_height(heading) for heading, _ in itertools.groupby(row.heading for row in rows) if heading)
     return sum(row.height + row.gap for row in rows) + headings
 

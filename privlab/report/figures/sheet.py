@@ -24,18 +24,18 @@ __all__ = ["draw_sheet"]
 _RANKS = ("leakiest", "median", "least leaky")
 
 _DOTS = 240
-"""Pixels to an inch that a picture keeps at most, so that a sheet of photographs stays small."""
+"""Most pixels per inch of an image, so that the file of a sheet stays small."""
 
 _NARROW = 2
-"""Up to as many cases take a column of the paper, a line for each rank; more take a page, a line for each case."""
+"""Up to this many cases are a column wide, a line for each rank; more are a page wide, a line for each case."""
 
 _EDGE, _GAP, _BETWEEN, _LINE = 0.04, 0.04, 0.12, 0.088
-"""Inches around the sheet, between pictures, between ranks, and for a line of text."""
+"""Inches around the sheet, between images, between ranks, and for a line of text."""
 
 
 @dataclass(frozen=True)
 class _Panel:
-    """A picture and the lines under it; without a place there is none."""
+    """An image and the lines under it; without a place there is no image."""
 
     place: Place | None
     score: str = ""
@@ -43,13 +43,13 @@ class _Panel:
 
 
 def draw_sheet(results: Results, figure: Figure) -> matplotlib.figure.Figure:
-    """Draw for each case three images: private, fed, as the paper's attack returns it, and as the worst case does.
+    """Draw three images of each case: each private, fed, and as the paper's attack and the worst case reconstruct it.
 
-    They are the images with the leakiest, the median and the least leaky worst case, among those whose pictures were
+    They are the images with the leakiest, the median and the least leaky worst case, among those whose image files were
     kept. Scores stand beneath, with the attack behind the worst case.
 
     Raises:
-        PrivlabError: if the metric is one of utility, nothing was measured, or no pictures were kept or can be read.
+        PrivlabError: if the metric is one of utility, nothing was measured, or no images were kept or can be read.
     """
     check_leaks(figure)
     levels = read_levels(results, figure, figure.y)
@@ -63,13 +63,13 @@ def draw_sheet(results: Results, figure: Figure) -> matplotlib.figure.Figure:
 
 
 def _heads(results: Results) -> list[str]:
-    """Return what stands over the pictures of one image."""
+    """Return the headings over the columns of a sheet."""
     paper = results.layout.paper_attack
     return ["private", "fed", *([paper] if paper else []), "worst case"]
 
 
 def _ranked(results: Results, case: int, metric: str) -> list[list[_Panel]]:
-    """Return the pictures of the images at each rank, or nothing where none were kept."""
+    """Return the panels of the images at each rank, or nothing where no images were kept."""
     records = results.records.loc[results.records.case == case]
     images = leakage.per_image(records, [metric], results.layout.geometry)
     worst = images.loc[(images.attack == leakage.WORST) & images[metric].notna()]
@@ -90,7 +90,7 @@ def _ranked(results: Results, case: int, metric: str) -> list[list[_Panel]]:
 def _panels(
     results: Results, of: tuple[int, str], metric: str, of_paper: float, worst: tuple[str, str, float]
 ) -> list[_Panel]:
-    """Return the pictures `of` an image in a case; `worst` is the attack behind the worst case, geometry, score."""
+    """Return the panels `of` an image in a case; `worst` is the attack behind the worst case, geometry, and score."""
     decimals = results.layout.decimals.get(metric, KNOWN[metric].decimals)
     panels = [_Panel(results.picture(*of, what)) for what in ("private", "fed")]
     if paper := results.layout.paper_attack:
@@ -102,7 +102,7 @@ def _panels(
 def _draw(
     cases: Sequence[Sequence[Sequence[_Panel]]], titles: Sequence[str], heads: Sequence[str], said: Sequence[str]
 ) -> matplotlib.figure.Figure:
-    """Lay the pictures out, in inches from the top left corner."""
+    """Draw the panels, placed in inches from the top left corner."""
     narrow = len(cases) <= _NARROW
     width, blocks, left = (COLUMN, 1, _EDGE + 1.4 * _LINE) if narrow else (PAGE, len(_RANKS), _EDGE)
     block = (width - left - _EDGE + _BETWEEN) / blocks
@@ -140,7 +140,7 @@ def _write(ax: Axes, x: float, y: float, text: str, ha: str = "center", va: str 
 
 
 def _show(ax: Axes, panel: _Panel, x: float, y: float, side: float) -> None:
-    """Draw a picture within a square of that side, and what is written under it."""
+    """Draw an image within a square of that side, and the lines under it."""
     if panel.place is None:
         _write(ax, x + side / 2, y + side / 2, "no picture", va="center", color=GREY)
     else:
@@ -156,7 +156,7 @@ def _show(ax: Axes, panel: _Panel, x: float, y: float, side: float) -> None:
 
 
 def _read(place: Place, side: float) -> NDArray[np.uint8]:
-    """Return the pixels of a picture, made smaller where it has more than `_DOTS` to an inch."""
+    """Return the pixels of an image, made smaller where it has more than `_DOTS` per inch."""
     try:
         with Image.open(io.BytesIO(pngs([place])[0])) as image:
             image.thumbnail((round(side * _DOTS), round(side * _DOTS)), Image.Resampling.BOX)

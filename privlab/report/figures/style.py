@@ -1,4 +1,4 @@
-"""How figures look: one style for all kinds, readable in grey, and axes that know the leaky direction."""
+"""The style of all figures, readable in grey, and axes that mark the direction that leaks."""
 
 import math
 import textwrap
@@ -86,15 +86,15 @@ _STYLE: dict[str, Any] = {
 
 
 def styled() -> AbstractContextManager[None]:
-    """Return the context in which figures are drawn and written; a user's own settings hold again after it."""
+    """Return the context in which figures are drawn and written; afterwards a user's own settings hold again."""
     return matplotlib.style.context(["default", _STYLE])
 
 
 @dataclass(frozen=True)
 class Role:
-    """Whose figure a mark shows: told apart by fill, line and hatch, and only then by colour.
+    """Whose figure a mark shows. Fill, line and hatch tell roles apart even without colour.
 
-    `kind` is that of the row of the leakage table.
+    `kind` is the kind of the row in the leakage table.
     """
 
     kind: Literal["published", "paper", "worst", "attack"]
@@ -150,7 +150,7 @@ def metric_title(metric: str) -> str:
 
 
 def axis_title(metric: str, beside: str = "") -> str:
-    """Return a metric's name and unit, and where it leaks; turned upright, the arrow points up or down."""
+    """Return a metric's name, its unit, and an arrow to where it leaks; it turns with the text of an upright axis."""
     return _LEAKS[KNOWN[metric].direction].format(metric_title(metric) + (f", {beside}" if beside else ""))
 
 
@@ -166,7 +166,15 @@ def canvas() -> tuple[Figure, Axes]:
 
 
 def dress(figure: Figure, height: float, handles: Sequence[Artist], said: Iterable[str], columns: int = 2) -> None:
-    """Put the legend above the axes and what a reader must know under them; the axes keep that height, in inches."""
+    """Put the legend above the axes and notes below them, and give the figure its size: a column wide, 3.3 inches.
+
+    Args:
+        figure: one pair of axes, as `canvas` returns it.
+        height: height that remains for the axes, in inches.
+        handles: what the legend shows, filled column by column.
+        said: the notes, each of which starts a line and is wrapped.
+        columns: number of columns of the legend.
+    """
     figure.legends.clear()
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=2.6, columnspacing=1.2)
     text = wrapped(said, COLUMN)
@@ -176,13 +184,16 @@ def dress(figure: Figure, height: float, handles: Sequence[Artist], said: Iterab
 
 
 def wrapped(lines: Iterable[str], inches: float) -> str:
-    """Return lines of the small size, wrapped to that width."""
+    """Return lines in the small size, wrapped to a width in inches."""
     return "\n".join(part for line in lines for part in textwrap.wrap(line, int(inches * 24), break_on_hyphens=False))
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Where scores stand on an axis: infinite ones at `top`, and zeros of a logarithmic axis at `bottom`."""
+    """Where scores stand on an axis: infinite ones at `top`, and zeros of a logarithmic axis at `bottom`.
+
+    `finite` holds the least and the greatest finite value that the axis shows.
+    """
 
     log: bool
     finite: tuple[float, float]
@@ -191,12 +202,12 @@ class Scale:
 
     @classmethod
     def of(cls, metric: str, values: Iterable[float]) -> "Scale":
-        """Return the scale of a metric: logarithmic for errors over several decades, as of attacks that are exact."""
+        """Return the scale of a metric; that of errors may be logarithmic, as exact attacks have tiny ones."""
         return cls.over(values, log=KNOWN[metric].direction == "lower leaks")
 
     @classmethod
     def over(cls, values: Iterable[float], *, log: bool) -> "Scale":
-        """Return the scale of an axis: logarithmic, if allowed, where values ≥ 0 span more than two decades."""
+        """Return the scale of an axis; it is logarithmic if `log` allows that and values ≥ 0 span over two decades."""
         known = [value for value in values if not math.isnan(value)]
         finite = [value for value in known if math.isfinite(value)] or [0.0, 1.0]
         positive = [value for value in finite if value > 0]
@@ -222,7 +233,7 @@ class Scale:
         return placed if self.bottom is None else np.where(placed <= 0, self.bottom, placed)
 
     def apply(self, ax: Axes, which: Literal["x", "y"]) -> None:
-        """Give an axis this scale, and name the places of ∞ and 0 beside the ticks of what is finite."""
+        """Give an axis this scale, and label the places of ∞ and 0 besides the ticks of finite values."""
         axis = ax.xaxis if which == "x" else ax.yaxis
         if self.log:
             ax.set(**{f"{which}scale": "log"})
@@ -239,7 +250,14 @@ class Scale:
 
 
 def control_line(ax: Axes, level: float, scale: Scale, *, upright: bool = False) -> list[Line2D]:
-    """Draw the level of the leakiest control, if it was measured; return its part of the legend."""
+    """Draw a line at the leakiest control's score, and return its part of the legend; nothing where there is no score.
+
+    Args:
+        ax: the axes.
+        level: the control's mean, in units of the metric; NaN where no control was measured.
+        scale: the scale of the metric's axis, by which the line is placed.
+        upright: whether the metric is on the x axis, and the line vertical.
+    """
     if math.isnan(level):
         return []
     place = scale.at(level)
@@ -248,12 +266,20 @@ def control_line(ax: Axes, level: float, scale: Scale, *, upright: bool = False)
 
 
 def filled(role: Role) -> dict[str, Any]:
-    """Return how the bars of a role look."""
+    """Return matplotlib's keyword arguments for the bars of a role."""
     return {"facecolor": role.face, "hatch": role.hatch, "edgecolor": "black", "linewidth": 0.5}
 
 
 def look(role: Role, color: str | None = None, marker: str | None = None) -> dict[str, Any]:
-    """Return how the marks of a role look: line and fill tell roles apart, the marker (and colour) groups."""
+    """Return the keyword arguments of `Axes.plot` for the marks of a role.
+
+    Line and fill tell roles apart; the marker, and with it the colour, tells groups of cases apart.
+
+    Args:
+        role: whose figure the marks show.
+        color: that of the group; without it the role's own.
+        marker: that of the group; without it the role's own.
+    """
     return {
         "color": color or role.color,
         "marker": marker or role.marker,

@@ -37,9 +37,9 @@ _HEIGHT = 2.0
 def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     """Draw a metric of leakage against one of utility (`correct`, unless x names another): a labelled point per case.
 
-    A line joins what the paper's attack and what the worst case reach in a case. Where no utility was measured, the
-    paper's is taken, and the axis says so; cases without are left out. Where labels find no room beside their points,
-    numbers stand there, and a list beneath.
+    A line joins the points of the paper's attack and of the worst case. Where no utility was measured, the published
+    one is shown, and the axis says so; cases that lack a figure are left out. If labels find no room beside their
+    points, numbers stand there, with a list beneath.
 
     Raises:
         PrivlabError: if x is no metric, no case has both figures, or even numbers find no room.
@@ -81,7 +81,7 @@ def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure
 
 
 def _whose(levels: Levels, x: str) -> Role | None:
-    """Return whose utility is shown: that measured here, or else the paper's; None where x is a metric of leakage."""
+    """Return whose utility is shown: the measured one, or else the paper's; None where x is a metric of leakage."""
     if KNOWN[x].arrow:
         return None
     cases = range(len(levels.results.cases))
@@ -89,7 +89,7 @@ def _whose(levels: Levels, x: str) -> Role | None:
 
 
 def _points(levels: Levels, x: tuple[Role, str], y: tuple[Role, str]) -> dict[int, _Place]:
-    """Return where the cases stand that have both figures."""
+    """Return the places of the cases that have both figures."""
     cases = range(len(levels.results.cases))
     found = {i: (levels.score(i, *x).mean, levels.score(i, *y).mean) for i in cases}
     return {i: point for i, point in found.items() if not any(math.isnan(value) for value in point)}
@@ -98,7 +98,7 @@ def _points(levels: Levels, x: tuple[Role, str], y: tuple[Role, str]) -> dict[in
 def _draw_points(
     ax: Axes, points: Mapping[Role, Mapping[int, _Place]], scales: tuple[Scale, Scale]
 ) -> list[NDArray[np.float64]]:
-    """Draw the points of all roles, joined within a case; return for each case where its points are."""
+    """Draw the points of all roles, joined within a case, and return the points of each case."""
     places: dict[int, list[_Place]] = {}
     for role, of_role in points.items():
         for case, (x, y) in of_role.items():

@@ -1,4 +1,4 @@
-"""The page: one self-contained HTML file of a directory of results, to read and to click."""
+"""The page: one self-contained HTML file of a directory of results."""
 
 import base64
 import hashlib
@@ -29,7 +29,7 @@ __all__ = ["write_page"]
 
 
 def write_page(results: Results, out: Path) -> Path:
-    """Write the page of the results to the file `out` and return its path; nothing but `results` is read.
+    """Write the page of the results to the file `out` and return its path; only `results` and its directory are read.
 
     Raises:
         PrivlabError: if the file cannot be written.
@@ -56,7 +56,7 @@ def _part(name: str) -> str:
 
 
 def _context(results: Results) -> dict[str, Any]:
-    """Return what the template is filled with."""
+    """Return the variables of the template."""
     css, js = _part("page.css"), _part("page.js")
     rows, lead = leakage(results), lead_metric(results.layout.columns)
     return {
@@ -83,7 +83,7 @@ def _context(results: Results) -> dict[str, Any]:
 
 
 def _pictured(results: Results, lead: str) -> dict[str, Any]:
-    """Return the data of the script, the albums, and a sentence on how many pictures the page holds."""
+    """Return the data of the script, the albums, and a sentence on how many images the page shows."""
     if results.records.empty:
         return {"data": "", "albums": {}, "pictures": ""}
     images = Images.of(results.records)
@@ -99,18 +99,18 @@ def _pictured(results: Results, lead: str) -> dict[str, Any]:
 
 
 def _script(data: object) -> Markup:
-    """Return JSON that ends no script element: no <, no & and no > stands in it."""
+    """Return JSON without <, & and >, so that it cannot end a script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def _digest(text: str) -> str:
-    """Return the hash by which the page's own policy lets a script or a style run."""
+    """Return the hash by which the page's own security policy allows a script or a style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _held(held: Mapping[int, Album], images: int, kept: str) -> str:
-    """Return how many images are shown, and how."""
+    """Return a sentence on how many images are shown in full size, as thumbnails, and not at all."""
     shown = [album for album in held.values() if album.of]
     if not shown:
         return "No pictures were kept in this directory."
@@ -132,7 +132,7 @@ def _held(held: Mapping[int, Album], images: int, kept: str) -> str:
 
 
 def _counts(results: Results) -> list[tuple[str, int]]:
-    """Return what there is, as names and numbers."""
+    """Return the numbers of cases, images, attacks, controls, records and failures, with their names."""
     records = results.records
     control = records.attack.str.startswith(CONTROL).astype(bool)
     return [
@@ -180,7 +180,7 @@ def _pairs(facts: object) -> list[tuple[str, str]]:
 
 
 def _shortened(facts: object) -> object:
-    """Return the facts with long lists cut: those of the images' hashes would hide everything else."""
+    """Return the facts with long lists cut; the hashes of the images would otherwise hide everything else."""
     if isinstance(facts, Mapping):
         return {str(name): _shortened(value) for name, value in facts.items()}
     if isinstance(facts, list | tuple):

@@ -1,4 +1,4 @@
-"""What the script of the page reads: the scores of each attack on each case, image by image."""
+"""The data of the page's script: the scores of each attack on each case, image by image."""
 
 import math
 from collections import Counter
@@ -28,7 +28,7 @@ def title(metric: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """The images of all records: their names and hashes, by number; `number` finds one by the key of `per_image`."""
+    """The images of all records: names and hashes by number; `number` is found by an image's key in `per_image`."""
 
     names: Sequence[str]
     hashes: Sequence[str]
@@ -36,7 +36,7 @@ class Images:
 
     @classmethod
     def of(cls, records: pd.DataFrame) -> "Images":
-        """Number the images in the order of the records; one without a hash goes by its name."""
+        """Return the images, numbered in the order of the records; an image without a hash goes by its name."""
         found = records[["image", "image_sha256"]].fillna("").astype(str)
         found["key"] = found.image_sha256.where(found.image_sha256 != "", "name:" + found.image)
         found = found.drop_duplicates("key")
@@ -46,9 +46,9 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The scores of one row of the leakage table: for each image, by its number, one row of `values`.
+    """The scores of one row of the leakage table: `values` has one row per image, indexed by the image's number.
 
-    `by` names for the worst case the attack that reached each value; `failed` says why an image has no score.
+    For the worst case, `by` names the attack that reached each value; `failed` says why an image has no score.
     """
 
     row: Row
@@ -59,7 +59,7 @@ class Scores:
 
 
 def scores_of(results: Results, images: Images) -> list[Scores]:
-    """Return the scores of all cases under the layout's geometry, then those of attacks under the other geometries."""
+    """Return the scores of all cases in the layout's geometry, and then those of attacks in the other geometries."""
     own = results.layout.geometry
     attacked = results.records[~results.records.attack.str.startswith(CONTROL)]
     others = [str(name) for name in attacked.geometry.dropna().unique() if name != own]
@@ -105,7 +105,7 @@ def _failed(results: Results, images: Images) -> dict[tuple[int, str, str], dict
 
 
 def _reached(results: Results, images: Images) -> dict[tuple[int, str, int], str]:
-    """Return the attack behind each worst case, by case, metric and image; the first by name where several tie."""
+    """Return the attack behind each worst case, by case, metric and image; of several that tie, the first by name."""
     found = worst_case(results.records, results.layout.columns, results.layout.geometry)
     found = found.drop_duplicates(["case", "image", "metric"])
     keys = zip(found.case, found.metric, found.image.map(images.number), strict=True)
@@ -115,10 +115,15 @@ def _reached(results: Results, images: Images) -> dict[tuple[int, str, int], str
 def page_data(
     results: Results, images: Images, scores: Sequence[Scores], lead: str, *, fed: bool, kept: str
 ) -> dict[str, Any]:
-    """Return what the script reads. An infinite score is "inf", one that was not measured null.
+    """Return what the script of the page reads; an infinite score is "inf", one that was not measured null.
 
-    `lead` is the metric that is shown first; `fed` says whether there are pictures of what the client fed, `kept` in
-    which folder pictures lie.
+    Args:
+        results: the cases, and the columns of the table.
+        images: the images by their numbers, by which `scores` names them.
+        scores: the rows of the table, with the scores of each image.
+        lead: the metric that is shown first.
+        fed: whether the page holds images of what the client fed.
+        kept: the folder in which images are stored, "pictures" or "strips".
     """
     known = results.records.dropna(subset=["setting"]).groupby("case").setting.unique()
     settings = {case: ", ".join(map(str, values)) for case, values in known.items()}
@@ -149,7 +154,7 @@ def case_names(results: Results) -> list[str]:
 
 
 def decimals(results: Results, metric: str) -> int:
-    """Return the decimals that a metric is shown with."""
+    """Return the number of decimals with which a metric is shown."""
     return results.layout.decimals.get(metric, KNOWN[metric].decimals)
 
 
@@ -159,7 +164,7 @@ def leaks(metric: str) -> int:
 
 
 def _set(one: Scores, metrics: Sequence[str]) -> dict[str, Any]:
-    """Return one row of the table with its images: `at` has their numbers, `values` a list for each metric."""
+    """Return one row of the table with its images: `at` lists their numbers, `values` their scores by metric."""
     row = one.row
     found = {name: row.scores[name] for name in metrics}
     return {

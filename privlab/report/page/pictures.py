@@ -1,4 +1,4 @@
-"""The pictures that the page holds: thumbnails of all images, and as many in full size as a budget allows."""
+"""The images that the page holds: thumbnails of all, and as many in full size as a budget allows."""
 
 import base64
 import io
@@ -19,8 +19,8 @@ from privlab.stores import Place, pngs
 __all__ = ["FULL_BUDGET", "SMALL_BUDGET", "Album", "albums", "order_of"]
 
 FULL_BUDGET, SMALL_BUDGET = 40_000_000, 24_000_000
-"""Characters of a page that pictures in full size may take, and thumbnails. Every image that has a picture keeps the
-thumbnail of its private image, budget or not."""
+"""The most characters of a page that images in full size, and thumbnails, may take. The thumbnail of a private image is
+always kept, whatever the budget."""
 
 _SMALL = 112  # the longer side of a thumbnail, in pixels
 _SMALL_QUALITY, _FULL_QUALITY = 60, 80
@@ -28,10 +28,10 @@ _SMALL_QUALITY, _FULL_QUALITY = 60, 80
 
 @dataclass(frozen=True, eq=False)
 class Album:
-    """The pictures of one image as data URIs; equal ones are held once.
+    """The private image, the fed one and the reconstructions of one image, as data URIs; equal ones are held once.
 
     `of` gives the place of "CASE/WHAT" in both lists. `full` is None where only the thumbnail is held, and empty where
-    the thumbnail is the picture itself, unchanged. `unread` files were no pictures.
+    the thumbnail is the image itself, unchanged. `unread` is the number of files that could not be read as images.
     """
 
     of: Mapping[str, int]
@@ -41,12 +41,18 @@ class Album:
 
     @property
     def whole(self) -> bool:
-        """Return whether everything is held in full size."""
+        """Return whether all images are held in full size."""
         return None not in self.full
 
 
 def order_of(scores: Sequence[Scores], metric: str, images: int) -> list[int]:
-    """Return the numbers of all images: first those at the best, the median and the worst score of each attack."""
+    """Return the numbers of all images, those first that have the least, the median or the greatest score of a row.
+
+    Args:
+        scores: the rows of the table, with the scores of each image; those of controls are skipped.
+        metric: the one that scores are taken of.
+        images: the number of all images; their numbers are 0 to `images` − 1.
+    """
     extremes = []
     for one in scores:
         if one.row.kind != "control":
@@ -56,9 +62,16 @@ def order_of(scores: Sequence[Scores], metric: str, images: int) -> list[int]:
 
 
 def albums(results: Results, images: Images, scores: Sequence[Scores], order: Iterable[int]) -> dict[int, Album]:
-    """Return the album of each image that has a picture, by number, until the budgets are spent in this `order`.
+    """Return the album of each image that has a file, by the number of the image.
 
-    Then come thumbnails alone, and then the thumbnail of the private image alone.
+    An album holds the private image, the fed image and the reconstructions: in full size until `FULL_BUDGET` is spent,
+    as thumbnails until `SMALL_BUDGET` is spent, and after that only the thumbnail of the private image.
+
+    Args:
+        results: the cases, and the directory in which image files are looked for.
+        images: the hashes by the numbers of the images.
+        scores: the rows of the table; they say which attacks ran on which case.
+        order: the numbers of the images, in the order in which the budgets are spent.
     """
     wanted = {case: ["private", "fed"] for case in range(len(results.cases))}
     for one in scores:
@@ -92,7 +105,7 @@ def albums(results: Results, images: Images, scores: Sequence[Scores], order: It
 def _places(
     results: Results, sha: str, wanted: Mapping[int, Sequence[str]], *, private: bool
 ) -> dict[Path, dict[str, Place]]:
-    """Return where the pictures of an image lie, by their files: a strip holds several."""
+    """Return where the files of an image lie, grouped by file, since a strip holds several images."""
     found: dict[Path, dict[str, Place]] = {}
     for case, whats in wanted.items() if sha else ():
         for what in whats[:1] if private else whats:
@@ -122,7 +135,7 @@ def _album(places: Mapping[Path, Mapping[str, Place]], *, full: bool) -> Album:
 
 
 def _encoded(data: bytes, *, full: bool) -> tuple[str, str | None]:
-    """Return the thumbnail, and the picture in full size where it is wanted; a small picture is its own thumbnail."""
+    """Return the thumbnail and, if it is wanted, the image in full size; a small image is its own thumbnail."""
     with Image.open(io.BytesIO(data), formats=["PNG"]) as opened:
         if max(opened.size) <= _SMALL:
             opened.load()

@@ -1,4 +1,4 @@
-"""The verdict of the page: the paper's attack beside the worst case, and everything that weakens either."""
+"""The verdict of the page: the paper's attack beside the worst case, and everything that weakens either of them."""
 
 import math
 from collections import Counter
@@ -13,12 +13,12 @@ from privlab.report.tables import Flag, Results, Row, Score, conditions_that_dif
 __all__ = ["Verdict", "flags", "lead_text", "verdict"]
 
 _LEFT, _RIGHT, _EXACT = 8.0, 184.0, 194.0
-"""Where a plot of 200 units starts and ends, and where infinite values stand."""
+"""The start and the end of the scale in a plot of 200 units, and the place of infinite values."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One case in the table of the verdict, as text; `at` says where its marks stand in the plot."""
+    """One case in the table of the verdict, as text; `at` gives the places of its marks in the plot."""
 
     label: str
     external: str | None
@@ -36,7 +36,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The table of the verdict for one metric; `groups` are lines under a common heading."""
+    """The table of the verdict for one metric; `groups` holds its lines, each group with its heading."""
 
     name: str
     head: str
@@ -46,7 +46,13 @@ class Verdict:
 
 
 def verdict(results: Results, rows: Sequence[Row], metric: str) -> Verdict:
-    """Return the table of one metric that leaks."""
+    """Return the page's table of one metric: the figures of the paper, of its attack and of the worst case, by case.
+
+    Args:
+        results: the names of the cases and their groups, and the decimals of the metric.
+        rows: all rows of `leakage(results)`.
+        metric: one of leakage, which the rows have.
+    """
     cases = [_Case.of(rows, i, metric) for i in range(len(results.cases))]
     means = [score.mean for case in cases for score in (case.published, case.claim, case.worst, case.control)]
     finite = sorted(mean for mean in means if math.isfinite(mean)) or [0.0, 1.0]
@@ -63,7 +69,7 @@ def verdict(results: Results, rows: Sequence[Row], metric: str) -> Verdict:
 
 
 def shown(value: float, n: int) -> str:
-    """Return a number with n decimals; one that they would round to zero keeps two digits."""
+    """Return a number with n decimals; one that they would round to zero has two digits and a power of ten."""
     if math.isnan(value):
         return "n/a"
     if math.isinf(value):
@@ -74,7 +80,7 @@ def shown(value: float, n: int) -> str:
 
 @dataclass(frozen=True)
 class _Case:
-    """What was printed and measured of one case by one metric."""
+    """What was printed and measured for one case by one metric."""
 
     number: int
     metric: str
@@ -125,7 +131,7 @@ class _Case:
 
     @property
     def apart(self) -> bool:
-        """Return whether the intervals of the worst case and of the paper's attack do not meet."""
+        """Return whether the worst case leaks more than the paper's attack and their intervals do not meet."""
         first, second = (self.claim, self.worst) if leaks(self.metric) > 0 else (self.worst, self.claim)
         return first.high < second.low
 
@@ -151,14 +157,14 @@ _NOTHING = Score(math.nan)
 
 
 def _with_interval(score: Score, n: int, *, refused: bool) -> tuple[str, str]:
-    """Return a mean and what stands beside it: its interval, or that there is none because an attack was refused."""
+    """Return a mean and the text beside it: its interval, or "refused" if an attack was refused and has no mean."""
     if math.isnan(score.low) or math.isnan(score.high):
         return shown(score.mean, n), "refused" if refused and math.isnan(score.mean) else ""
     return shown(score.mean, n), f"[{shown(score.low, n)}, {shown(score.high, n)}]"
 
 
 def _most(leakiest: Mapping[str, int], images: int) -> str:
-    """Return the attacks behind a worst case, the most frequent first, with the images of each if they are several."""
+    """Return the attacks behind a worst case, the most frequent first, with the images of each if there are several."""
     first = Counter(leakiest).most_common(2)
     if len(leakiest) < 2:
         return "".join(name for name, _ in first)
@@ -167,7 +173,7 @@ def _most(leakiest: Mapping[str, int], images: int) -> str:
 
 
 def _place(mean: float, ends: tuple[float, float]) -> float | None:
-    """Return where a mean stands between the ends; infinity stands beyond the right one."""
+    """Return the place of a mean between the ends of the plot; infinity stands beyond the right end."""
     if math.isnan(mean):
         return None
     if math.isinf(mean):
@@ -177,7 +183,15 @@ def _place(mean: float, ends: tuple[float, float]) -> float | None:
 
 
 def lead_text(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
-    """Return the verdict in a few sentences, by one metric."""
+    """Return the verdict in a few sentences: on how many cases the worst case leaks more than the paper's attack.
+
+    Other sentences count the cases that are no better than a control, and those without a score.
+
+    Args:
+        results: the cases, and the name of the paper's attack.
+        rows: all rows of `leakage(results)`.
+        metric: one of leakage, by which the sentences judge.
+    """
     cases = [_Case.of(rows, i, metric) for i in range(len(results.cases))]
     scored = [case for case in cases if not math.isnan(case.worst.mean)]
     name, attack = title(metric).removesuffix(KNOWN[metric].arrow).strip(), results.layout.paper_attack
@@ -222,7 +236,13 @@ def _some(n: int, noun: str) -> str:
 
 
 def flags(results: Results, rows: Sequence[Row], metric: str) -> list[Flag]:
-    """Return everything that weakens the verdict, under common headings; those without an item are left out."""
+    """Return everything that weakens the verdict, under common headings; headings without an item are left out.
+
+    Args:
+        results: the records with their red flags, the warnings of the run, and the paper's conditions.
+        rows: all rows of `leakage(results)`.
+        metric: the one by whose worst case a case counts as having no score.
+    """
     status = results.facts.get("status", "finished")
     found = [
         Flag("Not finished", [f"the run's status is {status}"] if status != "finished" else []),

@@ -1,4 +1,4 @@
-"""Which cells of a table moved between two runs by more than their interval: the guard against regressions."""
+"""The cells of a table that moved between two runs by more than their interval: a guard against regressions."""
 
 import math
 from collections import Counter
@@ -20,10 +20,10 @@ from privlab.report.tables.sheet import heading, shown
 __all__ = ["Moved", "compare"]
 
 _ROUNDING = 1e-6
-"""Relative differences below are those of float32, on another machine or in another order."""
+"""Relative differences up to this are rounding of float32, on another machine or in another order."""
 
 _NOTHING = 1e-8
-"""Differences below are those of exact reconstructions, whose errors are all rounding."""
+"""Differences up to this are those of exact reconstructions, whose errors are only rounding."""
 
 _KEY = ["case", "attack", "external", "image"]
 
@@ -32,8 +32,9 @@ _KEY = ["case", "attack", "external", "image"]
 class Moved:
     """A cell that moved: an attack (or the worst case) on a case, by one metric.
 
-    `old` and `new` are the means; of failures, the numbers of images. `difference` is new − old over the `images` that
-    both runs have, with its interval; where they have none in common, it is that of the means, and `images` is 0.
+    `old` and `new` are the means; for failures, they are numbers of images. `difference` is new − old over the `images`
+    that both runs have, with its interval. Where they have none in common, it is the difference of the means, and
+    `images` is 0.
     """
 
     case: str
@@ -50,7 +51,7 @@ class Moved:
 
     @property
     def leaks_more(self) -> bool | None:
-        """Whether the new run leaks more; None where that cannot be said."""
+        """Return whether the new run leaks more; None where that cannot be said."""
         if self.what != "moved" or not KNOWN[self.metric].arrow or math.isnan(self.difference):
             return None
         return (self.difference > 0) == (KNOWN[self.metric].direction == "higher leaks")
@@ -71,12 +72,12 @@ class Moved:
 
 
 def compare(old: Results, new: Results) -> list[Moved]:
-    """Return the cells that moved by more than their interval, that one run alone has, or in which more images failed.
+    """Return the cells that moved by more than their interval, that only one run has, or in which more images failed.
 
-    A cell moved where the bootstrap interval of its difference, paired by image, does not hold zero. Where the runs
-    have no image in common, the interval is that of two independent means (Zou and Donner 2008); where one image is
-    all there is, every difference counts. Both runs are read with the new one's layout, without their controls; cases
-    are matched by group and label. Finite PSNRs beyond 100 dB count as 100: such reconstructions are exact.
+    A cell moved if the bootstrap interval of its difference, paired by image, does not hold zero. Where the runs have
+    no image in common, the interval is that of two independent means (Zou and Donner 2008). Where there is only one
+    image, every difference counts. Both runs are read with the new one's layout, without their controls; cases are
+    matched by group and label. Finite PSNRs above 100 dB count as 100: such reconstructions are exact.
     """
     layout = new.layout
     metrics = tuple(dict.fromkeys((*layout.columns, *old.layout.columns)))
@@ -98,7 +99,7 @@ _Place = tuple[str, str | None, str]
 
 
 def _names(results: Results) -> list[_Name]:
-    """Return what names each case: its group, its label, and a number if there are several of that name."""
+    """Return a name for each case: its group, its label, and a number that tells equal names apart."""
     seen: Counter[tuple[str | None, str]] = Counter()
     names = []
     for case in results.cases:
@@ -108,7 +109,7 @@ def _names(results: Results) -> list[_Name]:
 
 
 def _images(results: Results, metrics: tuple[str, ...], geometry: str, places: Mapping[_Name, int]) -> pd.DataFrame:
-    """Return the scores by image, without the controls, exact ones alike; cases are numbered by their names."""
+    """Return the scores by image, without controls and with exact scores made equal; cases are numbered by `places`."""
     found = per_image(results.records, metrics, geometry)
     found = found.loc[~found.control & (found.image != "") & (found.attack != SINGLE)]  # one of the others
     numbers = np.array([places[name] for name in _names(results)], dtype="int64")
@@ -118,7 +119,7 @@ def _images(results: Results, metrics: tuple[str, ...], geometry: str, places: M
 
 
 def _paired(old: pd.DataFrame, new: pd.DataFrame, metrics: tuple[str, ...]) -> pd.DataFrame:
-    """Return new − old for each cell and image that both have."""
+    """Return new − old for each cell and image that both runs have."""
     both = old.merge(new, on=_KEY, suffixes=("_old", "_new")).sort_values(_KEY)
     pairs = both[_KEY].assign(scored=True, failed=False)
     for name in metrics:
@@ -150,13 +151,13 @@ def _of_cell(
 
 
 def _still(old: Score, new: Score, change: Score) -> bool:
-    """Say whether a change is within its interval, or within rounding."""
+    """Return whether a change is within its interval, or within rounding."""
     finite = [abs(score.mean) for score in (old, new) if math.isfinite(score.mean)]
     return abs(change.mean) <= max([_NOTHING, *(_ROUNDING * mean for mean in finite)]) or change.low <= 0 <= change.high
 
 
 def _unpaired(old: Score, new: Score) -> Score:
-    """Return the difference of two independent means, its interval recovered from theirs; of 0 common images."""
+    """Return the difference of two independent means, with an interval recovered from theirs, over 0 common images."""
     difference = 0.0 if old.mean == new.mean else new.mean - old.mean
     low = difference - math.hypot(new.mean - new.low, old.high - old.mean)
     high = difference + math.hypot(new.high - new.mean, old.mean - old.low)

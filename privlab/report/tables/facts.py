@@ -1,4 +1,4 @@
-"""What the rules of red flags look at: the scores of each case, and what its rows state."""
+"""The facts that the rules of red flags read: the scores of each case, and what its rows state."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ SAME = [
     *("victim", "weights_sha256", "block", "release", "setting", "defense", "defense_params"),
     *("attack", "geometry", "conditions"),
 ]
-"""What two records have in common of which the attacks may differ in their budgets alone."""
+"""The columns that two records must share if their attacks are to be compared by budget alone."""
 _NEEDED = (*SAME, "attack_params", "seed", "draw", "weights", "reason", "batch_images")
 _NEEDED += ("victim_params", "label_origin", "beyond_range")
 
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What the rules look at."""
+    """The facts that the rules read."""
 
     records: pd.DataFrame
     names: Sequence[str]
@@ -38,7 +38,14 @@ class Facts:
 
     @classmethod
     def of(cls, records: pd.DataFrame, names: Sequence[str], metric: str, geometry: str) -> "Facts":
-        """Return the facts of records; columns that they lack are null."""
+        """Return the facts of records; columns that the records lack are added and null.
+
+        Args:
+            records: a row per image, attack and geometry; `case` has the number of its case.
+            names: the names of the cases, by their numbers.
+            metric: the one by which attacks are compared.
+            geometry: "in_place", "oracle" or "reassembled": in which scores are compared.
+        """
         named = [name for name in _NAMED if name in records]
         there = records.reindex(columns=list(dict.fromkeys([*named, *_NEEDED, metric, *STRUCTURE, *MIRRORED.values()])))
         return cls(there, names, metric, geometry)
@@ -50,25 +57,25 @@ class Facts:
 
     @cached_property
     def own(self) -> pd.Series:
-        """Return which rows are of attacks, and not of controls."""
+        """Return which rows are those of attacks; the others are controls."""
         return ~self.records.attack.str.startswith(CONTROL).astype(bool)
 
     @cached_property
     def images(self) -> pd.DataFrame:
-        """Return the images of each case, attack and control that were scored, without what is chosen among attacks."""
+        """Return the scored images of each case, attack and control, without worst case and best single attack."""
         found = per_image(self.records, list(dict.fromkeys([self.metric, *STRUCTURE])), self.geometry)
         return found.loc[found.scored & ~found.attack.isin([WORST, SINGLE])]
 
     @cached_property
     def scored(self) -> pd.DataFrame:
-        """Return those of the attacks."""
+        """Return the scored images of attacks, without controls."""
         return self.images.loc[~self.images.control.astype(bool)]
 
     @cached_property
     def means(self) -> Mapping[int, Mapping[str, float]]:
         """Return the mean over the images of each attack and control that was scored, by case.
 
-        An attack counts in the geometry in which it leaks most, of those that an adversary can make.
+        The mean of an attack is that of the geometry in which it leaks most, among those that an adversary can make.
         """
         means = self.images.groupby(["case", "attack"], sort=False).agg(mean=(self.metric, "mean"))["mean"]
         table: dict[int, dict[str, float]] = {}
@@ -89,7 +96,7 @@ class Facts:
         return {case: found for case, found in parts.items() if found}
 
     def attacks(self, case: int) -> dict[str, float]:
-        """Return the attacks that were scored on a case, with their means."""
+        """Return the means of the attacks that were scored on a case."""
         return {name: mean for name, mean in self.means.get(case, {}).items() if not name.startswith(CONTROL)}
 
     def beaten(self, case: int) -> tuple[str, dict[str, float]]:
@@ -103,32 +110,32 @@ class Facts:
 
     @cached_property
     def structure(self) -> Mapping[int, Mapping[str, Measure]]:
-        """Return the attacks that leak structure, by case; images are those of the geometry that is asked for."""
+        """Return the attacks that leak structure, by case; their scores are those of the geometry that is asked for."""
         images = {int(str(case)): rows for case, rows in self.images.groupby("case")}
         return {case: structure(images[case], [*self.attacks(case)]) if case in images else {} for case in self.means}
 
     def rank(self, mean: float) -> float:
-        """Return a mean as a number that is higher where more leaks, to the decimals that a table shows."""
+        """Return a mean as a number that is higher where more leaks, rounded to the decimals of the tables."""
         mean = min(mean, EXACT_DB) if self.metric in DECIBELS else mean
         return self.sign * round(mean, KNOWN[self.metric].decimals)
 
     def leakiest(self, means: Mapping[str, float]) -> str | None:
-        """Return which of these leaks most."""
+        """Return the name that leaks most; None where none has a mean."""
         known = [name for name, mean in means.items() if mean == mean]  # NaN is not itself
         return max(known, key=lambda name: self.sign * means[name], default=None) if self.sign else None
 
     def said(self, name: str, mean: float) -> str:
-        """Return a name with its mean, and what that is in."""
+        """Return a name with its mean and its unit."""
         unit = unit_of(self.metric)
         return f"{name} {shown(mean, KNOWN[self.metric].decimals)} {unit}"
 
     def where(self, cases: Iterable[int]) -> str:
-        """Return the names of cases."""
+        """Return the names of cases as text."""
         names = [self.names[case] for case in cases]
         return "every case" if len(names) == len(self.names) else cut(names)
 
     def grouped(self, found: Mapping[int, str]) -> list[str]:
-        """Return what is found of cases, each text once, with its cases if there are several to name."""
+        """Return the texts found for cases, each once, with the names of its cases unless there is only one case."""
         if len(self.names) == 1:
             return [*found.values()]
         return [
@@ -137,7 +144,7 @@ class Facts:
         ]
 
     def knows(self, attack: str, case: int) -> bool:
-        """Return whether all parts of a defense are undone in what is scored: by the attack, or by the geometry."""
+        """Return whether all parts of a case's defense are undone in what is scored, by the attack or the geometry."""
         return knows(undone(attack, self.cases[case], self.geometry), self.defenses[case], self.kinds[case])
 
     @cached_property
@@ -147,11 +154,11 @@ class Facts:
 
     @cached_property
     def kinds(self) -> Mapping[int, Mapping[str, frozenset[str]]]:
-        """Return what kinds of effects the parts of each case's defense have that are not privlab's own."""
+        """Return the kinds of effects of those parts of each case's defense that are not privlab's own."""
         return {case: kinds_in(self.cases[case], parts) for case, parts in self.defenses.items()}
 
 
 def cut(texts: Sequence[str]) -> str:
-    """Join texts; of many say how many more there are."""
+    """Join the first texts; if there are more, say how many."""
     more = f"; {len(texts) - _MOST} more" if len(texts) > _MOST else ""
     return "; ".join(texts[:_MOST]) + more

@@ -1,4 +1,4 @@
-"""Red flags: what weakens a verdict, read from records alone. A rule stands here once, for tables and for the page."""
+"""Red flags: what weakens a verdict, found in records alone. Tables and the page share these rules."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -21,21 +21,21 @@ __all__ = ["DETERMINISTIC", "FEWEST", "RULES", "Flag", "flag_lines", "flags_of",
 DETERMINISTIC = frozenset(
     {"none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"},
 )
-"""The defenses that draw nothing; any other one, those of other packages too, is taken to draw at random."""
+"""The defenses that draw nothing at random; every other one, also from another package, is taken to do so."""
 
 BUDGETS = frozenset({"steps", "rounds", "iterations", "max_iterations", "starts", "restarts", "num_trials", "inner"})
-"""Options of attacks of which more is more work; of a path such as optim.max_iterations the last part counts."""
+"""Options of attacks that are budgets: more of them is more work. Of optim.max_iterations the last part counts."""
 
 NOTHING = "what is released is zero or not finite"
-"""The reason of a record that had nothing to attack."""
+"""The reason in a record where there was nothing to attack."""
 
 FEWEST = 20
-"""Images of a case below which its means say little, and no attack's failure says anything."""
+"""The number of images of a case below which its means say little, and the failure of an attack says nothing."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A way in which a verdict is weakened, and where."""
+    """A way in which a verdict is weakened, and the cases or attacks that it concerns."""
 
     head: str
     items: Sequence[str]
@@ -46,7 +46,11 @@ def red_flags(
 ) -> list[Flag]:
     """Return the flags that the rules raise, in the order of `RULES`; those without an item are left out.
 
-    `names` are those of the cases, `records.case` their numbers. Attacks are compared by one metric, in one geometry.
+    Args:
+        records: a row per image, attack and geometry; `case` has the number of its case.
+        names: the names of the cases, by their numbers.
+        metric: the one by which attacks are compared.
+        geometry: "in_place", "oracle" or "reassembled": in which attacks are compared.
     """
     facts = Facts.of(records, names, metric, geometry)
     return [Flag(head, items) for head, rule in RULES.items() if (items := rule(facts))]
@@ -59,14 +63,14 @@ def flags_of(results: Results) -> list[Flag]:
 
 
 def structure_cases(results: Results) -> set[int]:
-    """Return the cases of which an attack leaks structure, whatever its scale."""
+    """Return the cases in which some attack leaks structure, whatever its scale."""
     layout = results.layout
     facts = Facts.of(results.records, case_names(results), lead_metric(layout.columns), layout.geometry)
     return {case for case, found in facts.structure.items() if found}
 
 
 def flag_lines(flags: Sequence[Flag]) -> list[str]:
-    """Return the flags as lines of text, and what none of them proves."""
+    """Return the flags as lines of text; if there are any, a last line says that a failed attack proves nothing."""
     lines = [f"flag: {flag.head}: {cut(flag.items)}" for flag in flags]
     return [*lines, "An attack that fails is no evidence of privacy."] if lines else []
 
@@ -90,9 +94,10 @@ def _no_adaptive_attack(facts: Facts) -> list[str]:
 
 
 def _fits(kind: AttackClass, parts: frozenset[str], rows: pd.DataFrame) -> bool:
-    """Return whether an attack is of what was released in a case, as far as its rows state it.
+    """Return whether an attack could run on what was released in a case, as far as its rows state it.
 
-    That is features, or gradients: of one image or of several, with one of these defenses on them where it needs one.
+    The attack must be on features or on gradients, as released; on gradients of several images, if they were; and on
+    defended gradients, if it needs such.
     """
     on_features = Capability.RELEASED_FEATURES in kind.requires
     if {"features", "gradients"} & {*rows.release} == {"gradients" if on_features else "features"}:
@@ -187,7 +192,7 @@ def _shown_nothing(facts: Facts) -> list[str]:
 
 
 def _structure_alone(facts: Facts) -> list[str]:
-    """Name what leaks structure, whose scale is lost, so that the lead metric shows nothing."""
+    """Name the attacks that leak structure but lose its scale, so that the lead metric does not show the leak."""
     lines = []
     for case in facts.means:
         best, beaten = facts.beaten(case)
@@ -225,14 +230,14 @@ def _random_weights(facts: Facts) -> list[str]:
 
 
 def _few_images(facts: Facts) -> list[str]:
-    """Count the different images that an attack was scored on; where none ran, another flag says so."""
+    """Count the different images on which attacks were scored; a case where no attack ran has a flag of its own."""
     own = facts.scored.loc[facts.scored.image != ""]
     counts = own.groupby("case").image.nunique().to_dict()
     return facts.grouped({case: _some(n, "image") for case, n in counts.items() if n < FEWEST})
 
 
 def _predicted_labels(facts: Facts) -> list[str]:
-    rows = facts.records.loc[facts.records.release != "features"]  # what is embedded depends on no label
+    rows = facts.records.loc[facts.records.release != "features"]  # features do not depend on labels
     named = rows.image_sha256.where(rows.image_sha256.fillna("") != "", rows.image)
     told = rows.assign(named=named).loc[rows.label_origin == "predicted"]
     counts = told.groupby("case").named.nunique().to_dict()
@@ -240,7 +245,7 @@ def _predicted_labels(facts: Facts) -> list[str]:
 
 
 def _untrained_unknown(facts: Facts) -> list[str]:
-    """Name the origins of E_unk where a defense feeds it and no training has shaped it."""
+    """Name the origin of E_unk where a defense feeds it and no training has shaped it."""
     stated = facts.records.loc[facts.records.victim_params.notna(), ["case", "victim_params", "defense_params"]]
     found: dict[int, str] = {}
     for case, victim, defense in stated.drop_duplicates().itertuples(index=False):
@@ -257,7 +262,7 @@ def _no_attack(facts: Facts) -> list[str]:
 
 
 def _beyond_range(facts: Facts) -> list[str]:
-    """Return the attacks of each case of which every row is of one beyond its range, with the reason of each."""
+    """Return the attacks of each case in which every attack is beyond its stated range, with the reasons."""
     found: dict[int, str] = {}
     own = facts.records.loc[facts.own & (facts.records.status == "ok")]
     for case, rows in own.groupby("case", sort=True):
@@ -287,4 +292,4 @@ RULES: Mapping[str, Callable[[Facts], list[str]]] = {
     "Predicted labels": _predicted_labels,
     "Few images": _few_images,
 }
-"""The rule that raises each flag; README's "Red flags" says it in words."""
+"""The rule behind each flag; the README's "Red flags" states them in words."""

@@ -1,4 +1,4 @@
-"""A leakage table as text: LaTeX, Markdown, CSV, JSON, and for a terminal."""
+"""A leakage table as text: LaTeX, Markdown, CSV, JSON, and a layout for a terminal."""
 
 import csv
 import io
@@ -42,7 +42,14 @@ _BARE = Caption()
 def render(
     form: str, rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, standalone: bool = False
 ) -> str:
-    """Return the rows, all of a `leakage` or its `headline`, in one of `FORMATS`; `standalone` is for LaTeX.
+    """Return a leakage table as text, in one of `FORMATS`.
+
+    Args:
+        form: "latex", "csv", "markdown" or "json".
+        rows: all rows of `leakage`, or those of its `headline`.
+        layout: the columns, with their decimals, and the level of the intervals.
+        caption: the title, the source of published figures, remarks, and verdicts.
+        standalone: whether LaTeX is a whole document; the other formats do not read it.
 
     Raises:
         PrivlabError: for an unknown format.
@@ -61,7 +68,13 @@ def render(
 def to_latex(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, standalone: bool = False) -> str:
     r"""Return a tabular for \input, which needs booktabs, and its notes; or a whole document of one page that fits it.
 
-    Each case is a line, under which stand its rows; means and intervals have columns of their own, to be aligned.
+    Each case has a line, and its rows follow below; means and intervals have columns of their own, so that they align.
+
+    Args:
+        rows: all rows of `leakage`, or those of its `headline`.
+        layout: the columns, with their decimals, and the level of the intervals.
+        caption: the source, remarks and verdicts become notes; only a whole document shows the title.
+        standalone: whether to return a whole document.
     """
     sheet = Sheet(rows, layout, caption)
     heads = "".join(rf" & \multicolumn{{2}}{{c}}{{{to_tex(heading(name))}}}" for name in layout.columns)
@@ -94,7 +107,13 @@ def to_latex(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, s
 
 
 def to_markdown(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
-    """Return a table of GitHub's Markdown, its title above and its notes below."""
+    """Return a table of GitHub's Markdown, its title above and its notes below.
+
+    Args:
+        rows: all rows of `leakage`, or those of its `headline`.
+        layout: the columns, with their decimals, and the level of the intervals.
+        caption: the title; the source, remarks and verdicts become notes.
+    """
     sheet = Sheet(rows, layout, caption)
     empty = [""] * (1 + len(layout.columns))
     lines = [["case", "", "images", *(_markdown(heading(name)) for name in layout.columns)]]
@@ -121,8 +140,14 @@ def to_markdown(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -
 def to_csv(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
     """Return one line per row, figures in full: METRIC, METRIC_low, METRIC_high, METRIC_images and METRIC_leakiest.
 
-    The last says, for a worst case, on how many images each attack reached it, and which the best single attack is;
-    beside a worst case stands the verdict, if there are any. What was not measured is empty.
+    For a worst case the last says on how many images each attack reached it, and for the best single attack which one
+    it is. What was not measured is empty.
+
+    Args:
+        rows: all rows of `leakage`, or those of its `headline`.
+        layout: the columns.
+        caption: if it has verdicts, they have a column, which is filled beside a worst case; nothing else of it is
+            shown.
     """
     out = io.StringIO()
     write = csv.writer(out, lineterminator="\n").writerow
@@ -145,7 +170,13 @@ def to_csv(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str
 
 
 def to_json(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
-    """Return the rows as data; null is not measured, an infinite figure "Infinity"."""
+    """Return the rows as JSON: a figure that was not measured is null, an infinite one "Infinity".
+
+    Args:
+        rows: all rows of `leakage`, or those of its `headline`.
+        layout: the columns, the level of the intervals, and the geometry, which are stated beside the rows.
+        caption: its fields are stated beside the rows.
+    """
     metrics = {name: KNOWN[name].direction for name in layout.columns}
     about = {"metrics": metrics, "interval": layout.interval, "geometry": layout.geometry, "worst_case": BOUND}
     table = asdict(caption) | about | {"rows": [asdict(row) for row in rows]}
@@ -155,7 +186,11 @@ def to_json(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> st
 def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, stacked: bool = False) -> Table:
     """Lay the table out for a terminal: a line for each case, published, paper's attack, worst case, best attack.
 
-    `stacked` gives each row a line of its own: for a narrow terminal, or all the rows of a leakage.
+    Args:
+        rows: all rows of `leakage`, or those of its `headline`.
+        layout: the columns, with their decimals, and the level of the intervals.
+        caption: the title; the source, remarks and verdicts stand below the table.
+        stacked: whether each row has a line of its own: for a narrow terminal, or to show all rows of `leakage`.
     """
     sheet = Sheet(rows, layout, caption)
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -168,7 +203,7 @@ def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, st
 
 
 def _stacked(sheet: Sheet, table: Table) -> None:
-    """Lay out each row under a line for its case, intervals under their means."""
+    """Lay out each row under a line for its case, with intervals under their means."""
     table.add_column("case")
     table.add_column("images", justify="right")
     for name in sheet.layout.columns:
@@ -186,7 +221,7 @@ def _stacked(sheet: Sheet, table: Table) -> None:
 
 
 def _side_by_side(sheet: Sheet, table: Table) -> None:
-    """Lay out a line for each case: under every metric what was published and the best of what was measured."""
+    """Lay out a line for each case: for each metric what was published, and the headline rows of what was measured."""
     cases: dict[int, dict[str, Row]] = {}
     for row in sheet.rows:
         cases.setdefault(row.case, {})[row.kind] = row
@@ -227,7 +262,7 @@ def _text(cell: Cell) -> Text:
 
 
 def plain_data(value: object) -> object:
-    """Return data as JSON may hold them."""
+    """Return data that JSON can hold: NaN becomes null, infinity a text."""
     if isinstance(value, Mapping):
         return {key: plain_data(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -238,12 +273,12 @@ def plain_data(value: object) -> object:
 
 
 def _markdown(text: str) -> str:
-    """Escape what Markdown or HTML would read as markup."""
+    """Escape characters that Markdown or HTML would read as markup."""
     return re.sub(r"([\\`*_{}\[\]<>#|~$&])", r"\\\1", " ".join(text.split()))
 
 
 def _tex_text(text: str) -> str:
-    """Return a line as LaTeX; γ of a case's label, which an experiment spells gamma, is printed as γ."""
+    """Return a line as LaTeX; "gamma" in a case's label, as experiments spell it, is printed as γ."""
     return to_tex(re.sub(r"\bgamma\b(?=[ =]+[\d.])", "γ", text))
 
 

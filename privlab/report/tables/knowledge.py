@@ -1,4 +1,4 @@
-"""Which defenses an attack knows: by their names, or by what they do, as others of their kinds that it knows."""
+"""Which defenses an attack knows: by their names, or because they have the same kinds of effects as known ones."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -15,35 +15,49 @@ from privlab.threat import declared_by_attack
 __all__ = ["declared", "kinds_in", "knows", "undefended", "undone"]
 
 Kinds = Mapping[str, frozenset[str]]
-"""Kinds of effects by the name of a defense; of those alone that are not privlab's own."""
+"""Kinds of effects by the name of a defense, only for defenses that are not privlab's own."""
 
 
 def declared(attack: str) -> frozenset[str]:
-    """Return the defenses that an attack declares to be written against; one that is not installed has none."""
+    """Return the defenses that an attack declares to know; for an attack that is not installed there are none."""
     kind = installed().get(attack)
     return frozenset() if kind is None else frozenset(declared_by_attack(kind).knows)
 
 
 def undefended(attack: str) -> str:
-    """Return what an attack declares to be where nothing is defended: another attack, or itself."""
+    """Return which attack an attack declares to be where nothing is defended: another one, or by default itself."""
     kind = installed().get(attack)
     return attack if kind is None else declared_by_attack(kind).undefended or attack
 
 
 def undone(attack: str, rows: pd.DataFrame, geometry: str) -> frozenset[str]:
-    """Return the defenses that are undone in what is scored: by the attack, and by a geometry of its `rows`."""
+    """Return the defenses that are undone in what is scored: those that the attack declares to know, and the jigsaw.
+
+    The jigsaw counts where the geometry puts patches in order, or where the attack has rows of geometry "reassembled".
+
+    Args:
+        attack: the attack's name.
+        rows: the records of one case, of all attacks and geometries.
+        geometry: the one in which the case is scored.
+    """
     scored = rows.geometry[rows.attack == attack]
     return declared(attack) | ({"jigsaw"} if geometry != "in_place" or (scored == "reassembled").any() else frozenset())
 
 
 def knows(known: frozenset[str], parts: Iterable[str], kinds: Kinds) -> bool:
-    """Return whether who knows some defenses knows all these: by name, or as others of their kinds."""
+    """Return whether all parts of a defense are known: by name, or as defenses whose kinds of effects are known.
+
+    Args:
+        known: the names of the defenses that an attack knows.
+        parts: the names of the stacked defenses of a case.
+        kinds: the kinds of effects of those parts that are not privlab's own, as `kinds_in` returns them.
+    """
     others = frozenset[str]().union(*(kinds_of(DEFENSES[name]()) for name in known & DEFENSES.keys()))
     return all(part in known or (bool(kinds.get(part)) and kinds[part] <= others) for part in parts)
 
 
 def kinds_in(rows: pd.DataFrame, parts: frozenset[str]) -> Kinds:
-    """Return what kinds of effects the parts of a case's defense have, with the options that its records state."""
+    """Return the kinds of effects of the parts of a defense that are not privlab's own, with the recorded options."""
     stated = rows.reindex(columns=["defense_params"]).defense_params
     params = stated.iloc[0] if len(stated) else None
     return {part: _kinds(part, params, alone=len(parts) == 1) for part in parts - DEFENSES.keys()}

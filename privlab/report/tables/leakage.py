@@ -32,10 +32,10 @@ __all__ += ["bootstrap", "conditions_that_differ", "headline", "leakage", "measu
 Kind = Literal["published", "paper", "worst", "single", "attack", "control"]
 _RESAMPLES = 2000
 _BLOCKS = 2048
-"""Above as many images, blocks of images are resampled: the interval's width stays right to about 1/√(2 · 2048)."""
+"""Of more images than this, blocks are resampled; the interval's width stays right to about 1/√(2 · 2048)."""
 _SEED = 20230617
 _AT_ONCE = 2**23
-"""Numbers of one resampling that are held in memory together."""
+"""The most numbers of a resampling that are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ class Score:
 class Row:
     """One row of a leakage table.
 
-    `images` have a score; `failed` ones have a failed record, be it in one of several draws, or of the worst case under
-    any attack. `leakiest` says by metric, for the worst case, on how many images each attack reached it; all that tie
-    count; for the best single attack which one it is; "april (reassembled)" is not scored as it is. `exact` images have
-    every grey level right; None where PSNR was not measured. `refused` says why attacks cannot run here; `external` is
-    the reference of what was measured elsewhere.
+    `images` is the number of images with a score. `failed` counts the images with a failed record, in any draw; for the
+    worst case, under any attack. For the worst case, `leakiest` says by metric on how many images each attack reached
+    it, and all attacks that tie count; for the best single attack it names that attack. An attack there is written
+    "april (reassembled)" if it is not scored as it is. `exact` counts the images with every grey level right; it is
+    None where PSNR was not measured. `refused` says why attacks cannot run here; `external` is the reference of what
+    was measured elsewhere.
     """
 
     case: int
@@ -74,10 +75,10 @@ class Row:
 
 
 Measured = tuple[Mapping[str, Score], int, int]
-"""What was measured in one cell, an attack on a case: its scores, the images that have one, those that failed."""
+"""What was measured for an attack on a case: scores by metric, number of images scored, number of images failed."""
 
 _Cell = tuple[Measured, int | None]
-"""What was measured, and how many of the images are exact."""
+"""What was measured, and the number of exact images; None where PSNR was not measured."""
 
 
 def leakage(results: Results) -> list[Row]:
@@ -114,9 +115,9 @@ def headline(rows: Sequence[Row]) -> list[Row]:
 
 
 def conditions_that_differ(results: Results) -> list[str]:
-    """Return a line for each condition of the paper's that is not met here, as "weights: paper: … / here: …".
+    """Return a line for each of the paper's conditions that is not met here, as "weights: paper: … / here: …".
 
-    The paper's conditions are free text: a line is left out only where what was run is certain to be the same.
+    The paper's conditions are free text, so a line is left out only if what was run is certain to be the same.
     """
     lines = []
     for name, paper in results.conditions.items():
@@ -140,7 +141,7 @@ _TRUE_LABELS = {"folder", "file", "dataset"}
 
 
 def _here(results: Results, name: str, paper: str) -> tuple[str, bool]:
-    """Return what a condition is here, and whether it is certain to be the paper's."""
+    """Return the condition as it was here, and whether it is certain to be the paper's."""
     records, said = results.records, paper.casefold().replace("_", "-")
     own = records if "external" not in records else records.loc[records.external.isna()]
     if name == "images":
@@ -171,9 +172,14 @@ def _here(results: Results, name: str, paper: str) -> tuple[str, bool]:
 def bootstrap(values: Floats, starts: Whole, level: float) -> tuple[Floats, Floats]:
     """Return the ends of the percentile bootstrap interval of the mean of each segment values[starts[i]:starts[i + 1]].
 
-    The means of 2000 resamples are cut at the shares (1 ± level) / 2; the generator is seeded by the segment's length,
-    so equal segments have equal intervals, and scores of the same images are resampled alike. An infinite value makes
-    a resample that holds it infinite. A segment of one value has no interval: NaN.
+    The means of 2000 resamples are cut at the shares (1 ± level) / 2. The generator is seeded by the segment's length,
+    so equal segments have equal intervals, and scores of the same images are resampled alike. An infinite value makes a
+    resample that holds it infinite. A segment of one value has no interval: NaN.
+
+    Args:
+        values: the scores of all segments, one segment after the other; none is NaN.
+        starts: the place of each segment's first value, ascending; the last segment ends with the values.
+        level: confidence level of the interval, in (0, 1).
     """
     sizes = np.diff(np.append(starts, len(values)))
     low, high = np.full(len(starts), np.nan), np.full(len(starts), np.nan)
@@ -187,7 +193,7 @@ def bootstrap(values: Floats, starts: Whole, level: float) -> tuple[Floats, Floa
 
 
 def _percentiles(values: Floats, level: float) -> tuple[Floats, Floats]:
-    """Return the ends of the interval for each row of (segments × images)."""
+    """Return the ends of the interval for each row of `values` (segments × images)."""
     blocks = min(values.shape[1], _BLOCKS)
     weights = _weights(values.shape[1], blocks)
     finite = np.isfinite(values)
@@ -203,7 +209,7 @@ def _percentiles(values: Floats, level: float) -> tuple[Floats, Floats]:
 
 
 def _folded(values: Floats, blocks: int) -> Floats:
-    """Add up every `blocks`-th column."""
+    """Return the sums of every `blocks`-th column."""
     padded = np.pad(values, ((0, 0), (0, -values.shape[1] % blocks)))
     return padded.reshape(len(values), -1, blocks).sum(axis=1)
 
@@ -220,7 +226,13 @@ def _weights(size: int, blocks: int) -> Floats:
 def measured(
     images: pd.DataFrame, metrics: Sequence[str], level: float
 ) -> Iterator[tuple[tuple[int, str, str], Measured]]:
-    """Yield (case, attack, external) and what was measured there, from a table like that of `per_image`."""
+    """Yield (case, attack, external) and what was measured there: scores by metric, images scored, and images failed.
+
+    Args:
+        images: a table like that of `per_image`, one row per case, attack and image.
+        metrics: the columns of the table whose means are taken.
+        level: confidence level of their bootstrap intervals, in (0, 1).
+    """
     group, keys = groups(images, CELL)
     known = (images.image != "").to_numpy(bool)
     count, failed = (

@@ -1,4 +1,4 @@
-"""What an attack leaks beside the leakiest control of the same images, with the interval of the difference."""
+"""What an attack leaks, compared with the leakiest control of the same images, with the interval of the difference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +15,16 @@ from privlab.report.tables.sheet import shown, unit_of
 __all__ = ["Measure", "measure", "structure"]
 
 _MIRRORED = "the mirrored image"
-"""The control that an attack is for itself: its picture beside the image as a mirror shows it."""
+"""A control that the attack itself gives: its reconstruction, compared with the mirrored image."""
 
 
 @dataclass(frozen=True)
 class Measure:
     """What an attack leaks by one metric, beside the leakiest control of the same images.
 
-    `ahead` counts the images on which it leaks more, `exact` those that it gives back but for rounding; `gain` is the
-    mean of what it leaks more, positive where it does, with the interval that the verdict goes by.
+    `ahead` counts the images on which the attack leaks more than the control, `exact` those that it reconstructs up to
+    rounding. `gain` is the mean of the difference, positive where the attack leaks more, with the interval by which the
+    verdict goes.
     """
 
     attack: str
@@ -37,7 +38,7 @@ class Measure:
 
     @property
     def leaks(self) -> bool:
-        """Return whether more leaks than from the control, beyond the interval, or an image altogether."""
+        """Return whether more leaks than from the control, beyond the interval, or an image is given back exactly."""
         return self.gain.low > 0 or self.exact > 0
 
     def __str__(self) -> str:
@@ -53,10 +54,18 @@ class Measure:
 
 
 def measure(images: pd.DataFrame, attack: str, metric: str, level: float, shown_level: float) -> Measure | None:
-    """Return what an attack leaks beside the leakiest control of its images; None without a control, or a score.
+    """Return what an attack leaks beside the leakiest control of the same images; None where that cannot be said.
 
-    A metric of `STRUCTURE` has the mirrored image as one more control, and says nothing without it: of two pictures
-    that have nothing in common the smoother one has more of these.
+    The gain of an image is its score less that of the control, with the sign turned where lower values leak. A metric
+    of `STRUCTURE` has the attack's score against the mirrored image as one more control, and is None without it: of two
+    images that have nothing in common with the reference, the smoother one scores higher.
+
+    Args:
+        images: rows of `per_image` of one case, attacks and controls.
+        attack: the name of the attack. None is returned if it has no score, or if no control has all of its images.
+        metric: a column of `images`, one of leakage.
+        level: confidence level of the interval of the gain, in (0, 1), by which the verdict goes.
+        shown_level: confidence level of the interval of the attack's own score, which is only shown.
     """
     sign = 1 if KNOWN[metric].direction == "higher leaks" else -1
     known = images.loc[images[metric].notna()]
@@ -99,10 +108,15 @@ def _score(values: "np.ndarray[tuple[int], np.dtype[np.float64]]", level: float)
 
 
 def structure(images: pd.DataFrame, attacks: Sequence[str], level: float = 0.95) -> dict[str, Measure]:
-    """Return the attacks that leak structure, beyond the interval of their difference, each by the metric that says so.
+    """Return the attacks that leak structure, each with the first metric of `STRUCTURE` that shows it.
 
-    `images` are rows of `per_image` with the metrics of `STRUCTURE` that were measured; the level is shared by all that
-    is tried (Bonferroni).
+    An attack leaks structure where the whole interval of its gain over the leakiest control is above 0.
+
+    Args:
+        images: rows of `per_image` of one case, with those metrics of `STRUCTURE` that were measured.
+        attacks: the names of the attacks that are tried.
+        level: confidence level of all intervals together, in (0, 1); of m metrics and attacks tried, each interval has
+            the level 1 − (1 − level) / m (Bonferroni).
     """
     names = [name for name in STRUCTURE if name in images and images[name].notna().any()]
     each = 1 - (1 - level) / max(len(names) * len(attacks), 1)

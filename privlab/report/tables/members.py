@@ -1,4 +1,4 @@
-"""Photographs that the victim saw in training and those that it did not, apart: what was measured of each."""
+"""Images that the victim saw in training, and those that it did not: what was measured on each, apart."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _WORDS = {"seen": "seen in training", "not seen": "not seen", "unknown": "unknow
 
 @dataclass(frozen=True)
 class Apart:
-    """The mean and the standard deviation (n − 1) of one attack over the images of one case and membership."""
+    """The mean and the standard deviation (n − 1) of one attack over the images of one case and one membership."""
 
     case: str
     member: str
@@ -33,9 +33,16 @@ class Apart:
 def apart(
     records: pd.DataFrame, names: Sequence[str], paper: str | None, metric: str, geometry: str = "in_place"
 ) -> list[Apart]:
-    """Return what the paper's attack and the worst case have on members, on others, and on what is not known.
+    """Return mean and spread of the paper's attack and of the worst case, on members, on others, and on unknown images.
 
-    `names` are those of the cases, `records.case` their numbers. There is nothing where no membership is known.
+    Nothing is returned where no membership is known.
+
+    Args:
+        records: a row per image, attack and geometry; `case` has the number of its case, `member` the membership.
+        names: the names of the cases, by their numbers.
+        paper: the name of the paper's attack; without one there is the worst case alone.
+        metric: the one that means are taken of.
+        geometry: "in_place", "oracle" or "reassembled": in which reconstructions are scored.
     """
     if "member" not in records or records.member.isna().all():
         return []
@@ -62,7 +69,7 @@ def apart_of(results: Results) -> list[Apart]:
 
 
 def apart_lines(rows: Sequence[Apart]) -> list[str]:
-    """Return a line for each case; counts are those of the images."""
+    """Return a line for each case; counts in it are of images."""
     several = len({row.case for row in rows}) > 1
     lines = []
     for case in dict.fromkeys(row.case for row in rows):

@@ -20,7 +20,7 @@ WORST = "worst case"
 """The name of the bound that takes, for each image, the attack that leaks most."""
 
 BOUND = "the best attack of each image, chosen by the evaluator: an upper bound"
-"""What the worst case is: no adversary can tell which attack came nearest."""
+"""What the worst case is. It is a bound, as no adversary can tell which attack came nearest."""
 
 SINGLE = "best single attack"
 """The name of the attack with the leakiest mean over the images, in the geometry in which it leaks most."""
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 Whole = NDArray[np.intp]
 
 _LARGEST = (3, 384, 384)
-"""What is taken for images whose size is not recorded: the largest input of timm's plain ViTs."""
+"""The shape that is assumed for images whose size is not recorded: the largest input of timm's plain ViTs."""
 
 
 def lead_metric(columns: Sequence[str]) -> str:
@@ -46,7 +46,7 @@ def sign_of(metric: str) -> int:
 
 
 def named(attack: str, geometry: str) -> str:
-    """Return an attack with the geometry of its score, where it is not scored as it is: "april (reassembled)"."""
+    """Return an attack with the geometry of its score, as "april (reassembled)"; in place, return its name alone."""
     return attack if geometry == GEOMETRIES[0] else f"{attack} ({geometry})"
 
 
@@ -57,7 +57,13 @@ def per_image(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     failed, the metrics, averaged over the draws that were scored, and exact: 1 where every draw is exact (of a worst
     case: any attack), 0 where not, NaN where PSNR was not measured. Beside metrics of `STRUCTURE` stand those against
     the mirrored image (`MIRRORED`) where records have them. A worst case is `failed` where any attack failed.
-    Attacks are scored in one geometry; of `worst_case` and `leakiest_geometries`, the others say in which ones.
+
+    Args:
+        records: a row per image, attack, geometry and draw; `case` has the number of its case.
+        metrics: the names of the metrics, each of which gets a column.
+        geometry: "in_place", "oracle" or "reassembled": in which attacks and controls are scored. Unless it is the
+            oracle, the worst case and the best attack are taken over all geometries that an adversary can make;
+            `worst_case` and `leakiest_geometries` say in which ones.
     """
     return Scored.of(records, metrics, geometry).images
 
@@ -65,25 +71,35 @@ def per_image(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
 def worst_case(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
     """Return the leakiest score of each case, image and metric over all attacks and draws, and the attack behind it.
 
-    Columns: case, image, metric, value, attack, geometry; a row for each attack that reached the value. Scores are
-    taken in every geometry that an adversary can make, the oracle's where that is the geometry asked for. Controls,
-    failed rows and figures of no known image have no part in it, nor have metrics of utility.
+    Columns: case, image, metric, value, attack, geometry; a row for each attack that reached the value. Controls,
+    failed rows and figures of no known image have no part in it.
+
+    Args:
+        records: a row per image, attack, geometry and draw; `case` has the number of its case.
+        metrics: the names of the metrics; those of utility are skipped.
+        geometry: "oracle" takes the scores of that geometry alone. The other two take those of all geometries that an
+            adversary can make, "in_place" and "reassembled".
     """
     return _reached(_pool(_tidy(records, metrics, geometry)), metrics)
 
 
 def leakiest_geometries(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
-    """Return each attack that was scored on a case in the geometry that an adversary can make in which it leaks most.
+    """Return, for each attack that was scored on a case, the geometry in which it leaks most.
 
-    Columns: case, attack, external, geometry, value (the mean over the images, by the lead metric), images. Where the
-    oracle is asked for, that is the geometry of all.
+    Columns: case, attack, external, geometry, value (the mean over the images, by the lead metric), images.
+
+    Args:
+        records: a row per image, attack, geometry and draw; `case` has the number of its case.
+        metrics: the names of the metrics, of which the lead metric decides.
+        geometry: "oracle" takes that geometry alone. The other two take all that an adversary can make, "in_place" and
+            "reassembled".
     """
     return _leakiest(_by_geometry(_pool(_tidy(records, metrics, geometry)), metrics), lead_metric(metrics))
 
 
 @dataclass(frozen=True)
 class Single:
-    """Which attack is the best single one of a case: its name, with its geometry, and its reference if it has one."""
+    """The best single attack of a case: its name with its geometry, and its reference if it was measured elsewhere."""
 
     name: str
     external: str
@@ -91,10 +107,10 @@ class Single:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """Records, read once: the table of `per_image`, that of `worst_case`, and the best single attack of each case.
+    """The tables of `per_image` and `worst_case`, and the best single attack of each case, from one reading.
 
-    That is the attack with the leakiest mean over the images, by the lead metric, of all that were scored on half as
-    many images as any other one, or more.
+    The best single attack has the leakiest mean over the images, by the lead metric, among the attacks that were scored
+    on at least half as many images as any other one.
     """
 
     images: pd.DataFrame
@@ -103,7 +119,13 @@ class Scored:
 
     @classmethod
     def of(cls, records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> "Scored":
-        """Read the records of one geometry, and those that the worst case and the best attack are taken from."""
+        """Return the tables of records in one geometry; worst case and best attack are taken over more geometries.
+
+        Args:
+            records: a row per image, attack, geometry and draw; `case` has the number of its case.
+            metrics: the names of the metrics; the lead metric decides which attack is the best single one.
+            geometry: "in_place", "oracle" or "reassembled", as in `per_image`.
+        """
         rows = _tidy(records, metrics, geometry)
         pool = _pool(rows)
         reached, of_geometry = _reached(pool, metrics), _by_geometry(pool, metrics)
@@ -123,7 +145,10 @@ class Scored:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Measured values in ascending order within their groups; `group` names the one that starts at each of `starts`."""
+    """Measured values by group, ascending within a group unless `of` is told otherwise.
+
+    `group` has the number of the group that starts at each of `starts`.
+    """
 
     values: Floats
     starts: Whole
@@ -131,7 +156,13 @@ class Segments:
 
     @classmethod
     def of(cls, values: Floats, group: Whole, *, ascending: bool = True) -> "Segments":
-        """Leave out what was not measured; without `ascending` a group keeps its order."""
+        """Return the values of each group as one segment; those that were not measured (NaN) are left out.
+
+        Args:
+            values: one for each row of a table.
+            group: the number of each row's group, from 0.
+            ascending: whether values ascend within a group; otherwise they keep the order of the rows.
+        """
         kept = ~np.isnan(values)
         values, group = values[kept], group[kept]
         order = np.lexsort((values, group)) if ascending else np.argsort(group, kind="stable")
@@ -155,16 +186,16 @@ class Segments:
 
 
 def groups(rows: pd.DataFrame, by: list[str]) -> tuple[Whole, pd.DataFrame]:
-    """Return the number of each row's group, in the order of the keys, and the keys."""
+    """Return the group number of each row, in the order of the keys, and the keys of all groups."""
     group = rows.groupby(by, sort=True).ngroup().to_numpy(np.intp)
     _, first = np.unique(group, return_index=True)
     return group, rows.iloc[first][by].reset_index(drop=True)
 
 
 def _tidy(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> pd.DataFrame:
-    """Return the rows of a geometry, and of all that an adversary can make, with no null in what names them.
+    """Return the rows of a geometry, and of all geometries that an adversary can make.
 
-    No failure has a score.
+    The columns that name a row have no null, and failed rows have no score.
     """
     attacks, names = pd.factorize(records.attack, sort=True)
     control = np.array([str(name).startswith(CONTROL) for name in names], dtype=bool)[attacks]
@@ -192,9 +223,9 @@ def _tidy(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> pd.Da
 
 
 def _controls(records: pd.DataFrame, control: NDArray[np.bool_], geometry: str) -> NDArray[np.bool_]:
-    """Return which rows are the controls of a geometry: its own, and as they are those that have none in it.
+    """Return which rows are the controls of a geometry: its own, and for controls that have none there, those in place.
 
-    Shuffled patches in the order of an oracle are the private image: they are no control of it.
+    Shuffled patches are no control under the oracle: in its order they are the private image.
     """
     plain = control & (records.geometry.isna() | (records.geometry == GEOMETRIES[0])).to_numpy(bool)
     own = control & (records.geometry == geometry).to_numpy(bool)
@@ -210,7 +241,7 @@ def _controls(records: pd.DataFrame, control: NDArray[np.bool_], geometry: str) 
 
 
 def _exact(rows: pd.DataFrame) -> Floats:
-    """Return 1 where a PSNR leaves no pixel a grey level off, 0 where it may, NaN where there is none."""
+    """Return 1 where the PSNR leaves no grey level wrong, 0 where it may, and NaN where there is no PSNR."""
     psnr = rows.psnr.to_numpy("float64", na_value=np.nan) if "psnr" in rows else np.full(len(rows), np.nan)
     stated = rows.victim_params.astype(object).fillna("{}") if "victim_params" in rows else pd.Series("{}", rows.index)
     codes, victims = pd.factorize(stated)
@@ -219,12 +250,12 @@ def _exact(rows: pd.DataFrame) -> Floats:
 
 
 def _pool(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return what the worst case and the best single attack are taken from."""
+    """Return the rows from which the worst case and the best single attack are taken."""
     return rows.loc[~rows.control & (rows.image != "")]
 
 
 def _worst(pool: pd.DataFrame, reached: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    # What is of use to the client has no leakiest value: an image's worst case shows the mean over all attacks.
+    # Metrics of utility have no leakiest value: of these, an image's worst case is the mean over all attacks.
     worst = _averaged(pool, ["case", "image"], [name for name in metrics if not KNOWN[name].arrow])
     best = reached.drop_duplicates(["case", "image", "metric"])
     wide = best.pivot(index=["case", "image"], columns="metric", values="value").reset_index()
@@ -246,7 +277,7 @@ def _by_geometry(pool: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
 
 
 def _leakiest(images: pd.DataFrame, lead: str) -> pd.DataFrame:
-    """Return `leakiest_geometries`; of two that leak alike the first one by name, which is `in_place`."""
+    """Return `leakiest_geometries`; of two geometries that leak alike, the first by name, which is `in_place`."""
     cells = images.loc[images.scored].groupby([*CELL, "geometry"])[lead].agg(["mean", "count"]).reset_index()
     cells = cells.rename(columns={"mean": "value", "count": "images"}).sort_values([*CELL, "geometry"])
     if sign_of(lead):
@@ -274,7 +305,7 @@ def _reached(pool: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
 
 
 def _averaged(rows: pd.DataFrame, by: list[str], metrics: Sequence[str]) -> pd.DataFrame:
-    """Return one row per group: its mean scores, and whether any row was scored, and failed."""
+    """Return one row per group: its mean scores, whether any of its rows was scored, and whether any failed."""
     group, keys = groups(rows, by)
     for name in ("scored", "failed"):
         keys[name] = np.bincount(group, rows[name].to_numpy(), minlength=len(keys)) > 0

@@ -1,9 +1,10 @@
 """Verdicts with power: a defense is said to hold only where the same attack is seen to work without it.
 
-A case is "broken" where an attack leaks more than the leakiest control, beyond the interval of their difference, or
-gives an image back exactly. It "holds" only beside a positive control: an attack that knows the defense, in its stated
-range, on the same images, batch, precision and conditions of the undefended release, which does leak there, and more
-than what the interval leaves open under the defense. Whatever is neither is "no evidence", with the reason.
+A case is "broken" if an attack leaks more than the leakiest control, beyond the interval of their difference, or
+reconstructs an image exactly. It "holds" only beside a positive control: an attack that knows the defense, in its
+stated range, must leak on the undefended release of the same images, with the same batch, precision and conditions, and
+it must leak more there than the interval leaves open under the defense. A case in which no defense is at work is "no
+defense". Every other case, and one without a score, is "no evidence", with the reason.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +28,16 @@ __all__ = ["Measure", "PowerVerdict", "power", "power_of", "scope"]
 Word = Literal["broken", "holds", "no evidence", "no defense"]
 
 _SAME = ("victim_params", "weights_sha256", "block", "release", "dtype", "conditions", "batch_images")
-"""What a record has in common with one of its positive control, beside the image and the batch."""
+"""The columns in which a record must agree with one of its positive control, besides the image and the batch."""
 
 _NEEDED = (*_SAME, "attack_params", "batch", "defense", "setting", "beyond_range", "schema", "image", "external")
 _RANGED = 4
-"""The first schema of the records that says whether an attack was beyond its range."""
+"""The first version of the records that states whether an attack was beyond its range."""
 
 
 @dataclass(frozen=True)
 class PowerVerdict:
-    """The verdict on one case: a word, why, what leaks most, and the positive control if it holds."""
+    """The verdict on one case: a word, the reason, what leaks most, and the positive control if the defense holds."""
 
     case: int
     label: str
@@ -51,7 +52,7 @@ class PowerVerdict:
 
 
 def scope(records: pd.DataFrame) -> str:
-    """Return the threat model that every verdict on these records is under, and what is outside it, in a sentence."""
+    """Return one text on the threat model of every verdict on these records, and on what is outside it."""
     kinds = {*records.reindex(columns=["release"]).release.dropna()}
     seen = " or ".join(sorted(kinds)) or "what is released"
     images = ", has images of its own" if "features" in kinds else ""
@@ -73,17 +74,17 @@ def power(
 ) -> list[PowerVerdict]:
     """Return the verdict on each case, from records alone.
 
-    The lead metric comes first; a case is broken by any metric that leaks, of these and of `STRUCTURE`, which see what
-    PSNR does not, and without which nothing is said to hold. Of m attacks and metrics tried, the interval
-    of each difference has the level 1 − (1 − level) / m, for the best of many is ahead by chance (Bonferroni). MJP's
-    own FFT2D is left out: it compares means above all.
+    The lead metric comes first. A case is broken by any metric of leakage among `metrics` and `STRUCTURE`; the latter
+    see what PSNR does not, and without them no defense is said to hold. Of m attacks and metrics tried, the interval of
+    each difference has the level 1 − (1 − level) / m, as the best of many is ahead by chance (Bonferroni). MJP's own
+    FFT2D is left out: it compares means above all.
 
     Args:
-        records: whose column `case` numbers the cases.
-        names: those of the cases.
+        records: a row per image, attack and geometry; `case` has the number of its case.
+        names: the names of the cases, by their numbers.
         metrics: the columns of the table.
-        geometry: in which reconstructions are compared.
-        level: of the intervals.
+        geometry: "in_place", "oracle" or "reassembled": in which reconstructions are compared.
+        level: confidence level of all intervals of a case together, in (0, 1).
     """
     leaky = [name for name in metrics if KNOWN[name].direction != "utility" and name != "fft2d_mjp"]
     leaky.sort(key=lambda name: name != lead_metric(metrics))
@@ -95,7 +96,7 @@ def power(
 
 @dataclass(frozen=True, eq=False)
 class _Facts:
-    """The records of all cases, and how they are looked at."""
+    """The records of all cases, with the metrics, the geometry and the level by which they are judged."""
 
     records: pd.DataFrame
     names: Sequence[str]
@@ -109,12 +110,12 @@ class _Facts:
 
     @cached_property
     def defenses(self) -> Mapping[int, frozenset[str]]:
-        """Return the parts of each case's defense; none is at work where it is empty."""
+        """Return the parts of each case's defense; the set is empty where no defense is at work."""
         named = {case: rows.defense.dropna().unique() for case, rows in self.cases.items()}
         return {case: frozenset("+".join(found).split("+")) - {"none", ""} for case, found in named.items()}
 
     def images(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Return the scores of each attack, control and image; of an attack in the geometry in which it leaks most."""
+        """Return the scores of each attack, control and image; an attack's are of the geometry where it leaks most."""
         best = leakiest_geometries(rows, self.metrics, self.geometry).drop_duplicates("attack")
         where = dict(zip(best.attack, best.geometry, strict=True))
         found = {name: per_image(rows, self.metrics, name) for name in (self.geometry, *where.values())}
@@ -156,7 +157,7 @@ class _Facts:
         return self._unbroken(replace(said, measure=best), rows, by_metric[self.metrics[0]])
 
     def _unbroken(self, said: PowerVerdict, rows: pd.DataFrame, found: Sequence[Measure]) -> PowerVerdict:
-        """Return that a defense holds beside its positive control, or what is missing for that."""
+        """Return the verdict that a defense holds beside its positive control, or what is missing for that verdict."""
         parts, own = self.defenses[said.case], {m.attack: rows.loc[rows.attack == m.attack] for m in found}
         kinds = kinds_in(rows, parts)
         beyond = "; ".join(
@@ -205,9 +206,9 @@ class _Facts:
         return replace(said, word="holds", why=why, measure=first, positive=control)
 
     def _positive(self, attack: str, own: pd.DataFrame) -> Measure | None:
-        """Return what an attack leaks of the same images from the undefended release, all else being the same.
+        """Return what an attack leaks from the undefended release of the same images, all else being the same.
 
-        One that is another attack where nothing is defended is compared with that one, whatever options both have.
+        An attack that is another one where nothing is defended is compared with that one, whatever the options of both.
         """
         plain = undefended(attack)
         options = ["attack_params"] if plain == attack else []
@@ -224,7 +225,7 @@ class _Facts:
 
 
 def _keys(rows: pd.DataFrame, options: Sequence[str]) -> set[tuple[object, ...]]:
-    """Return what each row is a measurement of, but for defense, setting and draws."""
+    """Return the identity of each row's measurement, without its defense, setting and draws."""
     columns = [*_SAME, *options, "image_sha256", "batch"]
     return set(rows[columns].astype(object).where(rows[columns].notna(), None).itertuples(index=False, name=None))
 

@@ -1,4 +1,4 @@
-"""What a directory of records holds, as tables, figures and pages read it."""
+"""The contents of a directory of records, as tables, figures and pages read them."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ __all__ = ["CaseFacts", "Results", "beside", "by_case", "load_results", "papers_
 
 @dataclass(frozen=True, eq=False)
 class CaseFacts:
-    """One row of the experiment: its name, what it differs in, a paper's figures, and the attacks that cannot run."""
+    """One row of the experiment: its name, its own options, a paper's figures, and the attacks that cannot run."""
 
     label: str
     group: str | None = None
@@ -44,9 +44,14 @@ class Results:
     path: Path
 
     def picture(self, case: int, image_sha256: str, what: str) -> Place | None:
-        """Return where the picture of an image in a case lies: "private", "fed", or an attack's name; None if nowhere.
+        """Return the file in which an image of a case is kept, and where in it; None if none is kept.
 
         `privlab table` keeps PNGs, `privlab attack` strips.
+
+        Args:
+            case: the number of the case, from 0.
+            image_sha256: the hash of the private image.
+            what: "private", "fed" (what the client fed), or the name of an attack, for its reconstruction.
         """
         attack = CONTROLS[0] if what in ("private", "fed") else what
         suffix = f"-{what}" if what in ("private", "fed") else ""
@@ -81,7 +86,7 @@ def load_results(path: Path) -> Results:
 
 
 def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) -> Results:
-    """Return the records that the experiment asked for last; others of the store belong to earlier versions of it."""
+    """Return the records that the experiment asked for last; others in the store are of earlier versions of it."""
     experiment, lists = facts["experiment"], facts["image_lists"]
     wanted = pd.DataFrame(
         [
@@ -99,7 +104,7 @@ def _of_experiment(path: Path, facts: Mapping[str, Any], records: pd.DataFrame) 
     for name, images in listed.items():
         inside |= (own.images == name) & own.image_id.isin(images)
     own = own.loc[inside]
-    if (members := facts.get("members")) is not None:  # what is said now stands, whatever it was when they were made
+    if (members := facts.get("members")) is not None:  # the last manifest decides, not that of the records
         said = [members[name].get(image) for name, image in zip(own.images, own.image_id, strict=True)]
         own = own.assign(member=pd.Series(said, own.index, dtype=object))
     own = own.drop(columns=["image_id", "images"])
@@ -134,13 +139,13 @@ def by_case(records: pd.DataFrame) -> tuple[pd.DataFrame, tuple[CaseFacts, ...]]
 
 
 def papers_attack(attacks: Iterable[str]) -> str | None:
-    """Return which of the attacks the papers of the defenses print: MJP's, or Permutation Equivariance's."""
+    """Return the one of the attacks that the defenses' papers report: MJP's, or else Permutation Equivariance's."""
     there = set(attacks)
     return next((name for name in ("april", "inversion-mae") if name in there), None)
 
 
 def beside(metrics: Iterable[str]) -> set[str]:
-    """Return the metrics that tables leave to the records, as the one that MJP prints is measured too."""
+    """Return the metrics that only the records show, because the variant that MJP prints was measured too."""
     there = set(metrics)
     return {name for name, printed in {"fft2d": "fft2d_mjp", "ssim_skimage": "ssim"}.items() if printed in there}
 

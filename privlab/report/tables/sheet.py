@@ -1,4 +1,4 @@
-"""A leakage table as plain text, before any markup: what stands in each cell, under which head, with which notes."""
+"""A leakage table as plain text, before any markup: its headings, its cells and its notes."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ _MEASURED = ("paper", "worst", "single", "attack")
 
 @dataclass(frozen=True)
 class Caption:
-    """What stands around a table: its title; the paper of the published figures; lines below, as on conditions.
+    """The text around a table: its title, the paper of the published figures, and remarks below it, as on conditions.
 
     `verdicts` has a line for each case, by its number.
     """
@@ -48,13 +48,13 @@ class Caption:
 
 
 def of_single(metrics: Sequence[str]) -> str:
-    """Return what the best single attack is."""
+    """Return the note that explains the best single attack."""
     by = heading(lead_metric(metrics)).rstrip(" ↑↓")
     return f"{SINGLE}: that with the leakiest mean over the images, by {by}, as the evaluator finds it"
 
 
 def heading(metric: str) -> str:
-    """Return a metric as the head of a column, with the arrow that leaks: "PSNR ↑"."""
+    """Return a metric as the heading of a column, with an arrow to where it leaks: "PSNR ↑"."""
     short = {"placement_accuracy": "placed", "neighbour_accuracy": "neighbours", "f_sim": "F-SIM"}
     short |= {"fft2d_mjp": "FFT2D (MJP)"}
     first, _, rest = metric.partition("_")
@@ -64,7 +64,7 @@ def heading(metric: str) -> str:
 
 
 def unit_of(metric: str) -> str:
-    """Return what stands behind a figure of a metric: "dB", or the metric's name where it has no unit."""
+    """Return the unit behind a figure of a metric: "dB", or the metric's name if it has no unit."""
     return "dB" if metric == "psnr" else "dB of psnr_affine" if metric == "psnr_affine" else metric
 
 
@@ -89,7 +89,7 @@ class Sheet:
     caption: Caption
 
     def lines(self) -> Iterator[tuple[Literal["group", "case", "row"], Row]]:
-        """Yield the rows, each new group and case before its first row."""
+        """Yield the lines of the table: each row, and a group and a case before their first rows."""
         above = None
         for row in self.rows:
             if row.group is not None and (above is None or above.group != row.group):
@@ -100,11 +100,11 @@ class Sheet:
             above = row
 
     def cells(self, row: Row) -> list[Cell]:
-        """Return what stands in each column of a row."""
+        """Return the cells of a row, one for each column."""
         return [self.cell(row, name) for name in self.layout.columns]
 
     def cell(self, row: Row, name: str) -> Cell:
-        """Return what a row has of one metric."""
+        """Return the cell of a row for one metric."""
         score, decimals = row.scores[name], self._decimals(name)
         mean, reach = shown(score.mean, decimals), max(score.high - score.mean, score.mean - score.low)
         interval = shown(reach, decimals) if math.isfinite(reach) else ""
@@ -115,7 +115,7 @@ class Sheet:
         return ",".join(self._marks[text] for text in _footnotes(row))
 
     def notes(self) -> list[tuple[str, str]]:
-        """Return the lines under the table, with their marks; general ones have none."""
+        """Return the lines under the table, each with its mark; general lines have none."""
         kinds = {row.kind for row in self.rows}
         shares = "; a share says how often an attack reaches it, over images and columns"
         shared = any("%" in behind(row, self.layout) for row in self.rows)
@@ -153,7 +153,7 @@ class Sheet:
 
     @cached_property
     def _leakiest(self) -> dict[tuple[str | None, str], str]:
-        """Return the leakiest figure that was measured here of each group and metric, as it is printed."""
+        """Return, as it is printed, the leakiest figure that was measured here in each group, for each metric."""
         best: dict[tuple[str | None, str], float] = {}
         for row in self.rows if self.layout.bold else ():
             for name in self.layout.columns if row.kind in _MEASURED else ():
@@ -165,7 +165,7 @@ class Sheet:
 
 
 def _footnotes(row: Row) -> list[str]:
-    """Return what must be said of a row: why attacks cannot run, and what was measured elsewhere."""
+    """Return the footnotes of a row: why attacks cannot run, and what was measured elsewhere."""
     attacks: dict[str, list[str]] = {}
     for attack, reason in row.refused.items():
         attacks.setdefault(reason, []).append(attack)
@@ -181,7 +181,7 @@ def _letters(number: int) -> str:
 
 
 def row_name(row: Row, layout: Layout) -> str:
-    """Return what a row is of its case, with the attacks behind a worst case or a best attack."""
+    """Return the name of a row within its case, with the attacks behind a worst case or a best attack."""
     external = " (external)" if row.external and row.kind != "worst" else ""
     if row.kind == "published":
         return "published"
@@ -207,13 +207,19 @@ def behind(row: Row, layout: Layout) -> str:
 
 
 def images(row: Row) -> str:
-    """Return the numbers of images scored, and of those that are exact and that failed."""
+    """Return the numbers of images that were scored, that are exact, and that failed, as text."""
     if not row.images and not row.failed:
         return "—"
     return counted(row.images, row.exact, row.failed)
 
 
 def counted(images: int, exact: int | None, failed: int) -> str:
-    """Return numbers of images: "20 (18 exact, 1 failed)"."""
+    """Return numbers of images as text: "20 (18 exact, 1 failed)".
+
+    Args:
+        images: those that have a score.
+        exact: those of them with every grey level right; None where PSNR was not measured. 0 and None are not shown.
+        failed: those that have a failed record; 0 is not shown.
+    """
     more = [f"{count} {what}" for count, what in ((exact, "exact"), (failed, "failed")) if count]
     return f"{images}" + (f" ({', '.join(more)})" if more else "")

@@ -26,14 +26,14 @@ __all__ = ["KNOWN", "explanations", "flags", "members", "not_measured", "shown_m
 __all__ += ["verdicts"]
 
 KNOWN = METRICS | PLACEMENT
-"""What a column of the table may be."""
+"""The metrics that may be a column of the table."""
 
 _SETTINGS = {
     "a": "a, nothing is defended, and the private image x is the reference",
     "b": "b, the defense is at work, and x̃, what the client fed, is the reference: an order that is lost costs nothing",
     "c": "c, the defense is at work, and the private image x is the reference",
 }
-"""What is fed and what reconstructions are compared with (MJP, section 5.4)."""
+"""What each setting feeds, and with what it compares reconstructions (MJP, section 5.4)."""
 
 _KINDS = ("paper", "worst", "single", "attack", "control")
 
@@ -47,6 +47,11 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     metric's own direction; `leakiest` says by the lead metric on how many images each attack reached it, and which is
     the best single one. `exact` counts the images of which every grey level is right; None without PSNR. The spread is
     the standard deviation over the images (n − 1); what no image has is NaN.
+
+    Args:
+        records: those of one `privlab attack`.
+        metrics: the names of the metrics; those of placement that were measured are added.
+        geometry: "in_place", "oracle" or "reassembled": in which attacks and controls are scored.
     """
     cased, cases = by_case(records)
     there = cased.loc[(cased.geometry == geometry) | cased.attack.str.startswith(CONTROL)]
@@ -81,9 +86,14 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
 
 
 def elsewhere(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
-    """Return what the paper's attack, the worst case and the best attack have in the other geometries, a line for each.
+    """Return a line per other geometry: what the paper's attack, the worst case and the best attack have there.
 
-    By the lead metric; what a geometry does not change is left out.
+    Figures that are the same as in the geometry of the table are left out.
+
+    Args:
+        records: those of one `privlab attack`.
+        metrics: the names of the metrics, of which the lead metric is told.
+        geometry: that of the table.
     """
     lead, lines = lead_metric(metrics), []
     here = _leading(summarise(records, [lead], geometry), lead)
@@ -96,14 +106,20 @@ def elsewhere(records: pd.DataFrame, metrics: Sequence[str], geometry: str) -> l
 
 
 def _leading(table: pd.DataFrame, lead: str) -> dict[str, str]:
-    """Return the lead metric of the first rows of each case, by their names, in words."""
+    """Return the lead metric of the headline rows of each case as text, by the names of the rows."""
     rows = table.loc[table.kind.isin(["paper", "worst", "single"])].to_dict("records")
     several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
     return {" ".join([*(str(row[c]) for c in several), row["attack"]]): _value(row, lead, " ± ") for row in rows}
 
 
 def explanations(table: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
-    """Return what the first rows of the table are, and what its scores stand on, a line for each."""
+    """Return the lines that explain the table: its settings, the worst case, the best attack, and its geometry.
+
+    Args:
+        table: the rows of `summarise`.
+        metrics: its metrics, of which the lead metric is named.
+        geometry: that of the table.
+    """
     reassembled = any("(reassembled)" in name for behind in table.leakiest if behind for name in behind)
     settings = [said for setting, said in _SETTINGS.items() if (table.setting == setting).any()]
     return [
@@ -117,13 +133,25 @@ def explanations(table: pd.DataFrame, metrics: Sequence[str], geometry: str) -> 
 
 
 def flags(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Flag]:
-    """Return the red flags of a run."""
+    """Return the red flags of a run, with attacks compared by the lead metric.
+
+    Args:
+        records: those of one `privlab attack`.
+        metrics: the names of the metrics, of which the lead metric is taken.
+        geometry: "in_place", "oracle" or "reassembled": in which attacks are compared.
+    """
     cased, cases = by_case(records)
     return red_flags(cased, [case.label for case in cases], lead_metric(metrics), geometry)
 
 
 def members(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Apart]:
-    """Return what a run has on members of the training data and on others, apart."""
+    """Return what a run has on members of the training data and on others, apart, by the lead metric.
+
+    Args:
+        records: those of one `privlab attack`.
+        metrics: the names of the metrics, of which the lead metric is taken.
+        geometry: "in_place", "oracle" or "reassembled": in which reconstructions are scored.
+    """
     cased, cases = by_case(records)
     paper = papers_attack(records.attack.unique())
     return apart(cased, [case.label for case in cases], paper, lead_metric(metrics), geometry)
@@ -140,7 +168,7 @@ def _ordered(attacks: Sequence[str]) -> Iterator[tuple[str, str]]:
 def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
     """Return the metrics that the table shows, in the order of MJP's Table 5; the records hold the others too.
 
-    Where features are released, what was measured of rows, keys and utility follows.
+    Where features are released, the metrics of rows, keys and utility that were measured follow.
     """
     order = (
         *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "ssim", "ssim_skimage"),
@@ -151,7 +179,7 @@ def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
 
 
 def not_measured(outcome: Outcome, shown: Sequence[str]) -> list[str]:
-    """Return why figures of the shown metrics are n/a, or over fewer images than there are: one line for each."""
+    """Return one line for each shown metric that is n/a, or has fewer images than there are, with the reason."""
     scored = outcome.records.loc[outcome.records.status == "ok"]
     tried = " " + scored.metrics.fillna("") + " "
     reasons = {name: f"{reason.partition(':')[0]}; see the warning" for name, reason in outcome.missing.items()}
@@ -164,7 +192,7 @@ def not_measured(outcome: Outcome, shown: Sequence[str]) -> list[str]:
 
 
 def verdicts(outcome: Outcome) -> list[str]:
-    """Return one line per victim that says what the numbers stand on, and one for the threat model."""
+    """Return one line per victim on its weights, defense and seed, and one on the threat model."""
     spec = outcome.spec
     lines = []
     for base in outcome.victims:
@@ -181,7 +209,7 @@ def verdicts(outcome: Outcome) -> list[str]:
 
 
 def _how(spec: Specification) -> str:
-    """Return what else of a run its numbers stand on."""
+    """Return the other options of a run on which its numbers depend: draws, gradient batch, and force."""
     draws = f"; {spec.draws} draws of each image" if spec.draws > 1 else ""
     batch = f"; {spec.gradient_batch} images in one gradient" if spec.gradient_batch > 1 else ""
     return draws + batch + ("; FORCED: attacks run where their formulas do not hold" if spec.force else "")
@@ -190,7 +218,10 @@ def _how(spec: Specification) -> str:
 def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = False) -> Table:
     """Lay the table out for a terminal; the arrow shows the leaky direction of each metric.
 
-    `stacked` puts the spread under the mean, for a narrow terminal.
+    Args:
+        table: the rows of `summarise`.
+        metrics: those that get a column, each mean ± standard deviation over the images.
+        stacked: whether the spread stands below the mean, for a narrow terminal.
     """
     several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
     shown = (
@@ -213,7 +244,7 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
 
 
 def _about(row: Mapping[Hashable, Any]) -> str:
-    """Return what stands under a name: that an attack is the paper's; which attacks are behind the worst case."""
+    """Return the text under a name: that an attack is the paper's, or which attacks are behind the worst case."""
     if row["leakiest"] is None:
         return "the paper's" if row["kind"] == "paper" else ""
     order = sorted(row["leakiest"].items(), key=lambda pair: -pair[1])

@@ -19,7 +19,7 @@ _ACCENTS = dict(
 
 
 def to_tex(text: str) -> str:
-    """Return text as LaTeX in plain ASCII; a character that LaTeX has no name for here is shown as [U+…]."""
+    """Return text as LaTeX in plain ASCII; a character without a LaTeX name here is shown as [U+…]."""
     whole = unicodedata.normalize("NFC", " ".join(text.split()))
     letters = "".join(c if c in _TEX else unicodedata.normalize("NFD", c) for c in whole)
     return re.sub("-(?=-)", "-{}", re.sub(f"(.)([{''.join(_ACCENTS)}]*)", _letter, letters))
