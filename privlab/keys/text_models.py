@@ -3,8 +3,9 @@
     shape, layout = text_shape(model), text_layout(model)
     keyed = apply_key(model.state_dict(), key := new_key(shape), shape, layout)
 
-Embeddings, the final norm of GPT-2, poolers and heads stay with the key's owner. Columns: T_(C)(Z P_C) = T(Z) P_C for
-both. Rows: BERT's encoder is equivariant where no row is padding; GPT-2's causal mask forbids any order but its own.
+Embeddings, the final norm of GPT-2, poolers and heads stay with the key's owner. In the columns, both models satisfy
+T_(C)(Z P_C) = T(Z) P_C. In the rows, BERT's encoder is equivariant if no row is padding; GPT-2's causal mask admits no
+order of rows but the original one.
 """
 
 import re
