@@ -57,7 +57,7 @@ class GradientQuantisation:
 
     def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
         """Return s²/12; s is the distance between neighbouring numbers of the type."""
-        if self.dtype == "int8":  # the largest entry is a multiple of the step, so the step is that of what was sent
+        if self.dtype == "int8":  # rounding keeps the largest entry, so the released gradient has the same step
             return {name: (_step(g).square() / 12).expand_as(g) for name, g in released.items()}
         kind = torch.finfo(_FLOATS[self.dtype])
         smallest = kind.tiny * kind.eps

@@ -112,7 +112,7 @@ def shape_of_model(model: str, heads: int | None = None) -> ModelShape:
         return read_model(Path(model)).shape(heads)
     if heads is not None:
         raise PrivlabError(f"--heads is for files. '{model}' has its own.")
-    with torch.device("meta"):  # no memory for weights that nobody needs
+    with torch.device("meta"):  # the weights are not needed, and take no memory
         vit = timm.create_model(victims.resolve(model)[0])
     if not isinstance(vit, VisionTransformer):
         raise PrivlabError(f"Keys are for timm's VisionTransformer. Found {model}, a {type(vit).__name__}.")
@@ -179,7 +179,7 @@ def encrypt_file(model: ModelFile, stored: KeyFile, out: Path, owner: Path | Non
         if owner.resolve() == out.resolve():
             raise PrivlabError(f"--owner and --out must be two files. Found '{owner}' for both.")
         write_new(owner, to_bytes(kept, model.metadata), private=True, overwrite=overwrite)
-        # E_unk is privlab's own: timm's strict loading would refuse a stand-in.
+        # E_unk is privlab's own, so timm's strict loading would refuse zeros in its place.
         state |= {name: torch.zeros_like(tensor) for name, tensor in kept.items()}
         state.pop("unk_embed", None)
     write_new(out, to_bytes(state, seal.metadata()), overwrite=overwrite)

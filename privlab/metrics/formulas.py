@@ -35,7 +35,7 @@ class Pair:
         """
         check_shapes(x, y)
         for name, image in {"x": x, "y": y}.items():
-            if not ((image >= 0) & (image <= 1)).all():  # so written, NaN fails too
+            if not ((image >= 0) & (image <= 1)).all():  # written so that NaN fails too
                 low, high = (bound.item() for bound in image.aminmax())
                 raise PrivlabError(f"{name} must be in [0, 1]. Found values from {low:.4g} to {high:.4g}.")
         return cls(x.double(), y.double())
@@ -88,7 +88,7 @@ def _psnr(pair: Pair) -> Float[Tensor, " b"]:
 
 
 def _psnr_affine(pair: Pair) -> Float[Tensor, " b"]:
-    error = torch.minimum((pair.fitted - pair.y).square().mean(dim=_CHW), pair.mse)  # rounding: nothing fits worse
+    error = torch.minimum((pair.fitted - pair.y).square().mean(dim=_CHW), pair.mse)  # no fit is worse but by rounding
     return -10 * error.log10()
 
 
@@ -130,7 +130,7 @@ def _fft2d(pair: Pair) -> Float[Tensor, " b"]:
     x, y = pair.centred
     squares, both = _dot(x, x) + _dot(y, y), (_dot(x, x) * _dot(y, y)).sqrt()
     cosine = torch.where(both > 0, _dot(x, y) / both, squares == 0)
-    return (1 - cosine).clamp(0, 2)  # rounding oversteps the bounds
+    return (1 - cosine).clamp(0, 2)  # rounding may overstep the bounds
 
 
 def _fft2d_mjp(pair: Pair) -> Float[Tensor, " b"]:
@@ -141,7 +141,7 @@ def _fft2d_mjp(pair: Pair) -> Float[Tensor, " b"]:
 
 
 def _centred(image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-    shifted = image - image[..., :1, :1]  # makes a constant channel 0, where its rounded mean might not
+    shifted = image - image[..., :1, :1]  # makes a constant channel exactly 0, whatever the rounding of its mean
     return shifted - shifted.mean(dim=(2, 3), keepdim=True)
 
 

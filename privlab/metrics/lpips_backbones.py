@@ -28,8 +28,8 @@ class LpipsUnavailable(PrivlabError):
 class Backbone:
     """One of torchvision's networks as LPIPS uses it; its pooling needs images of at least `min_side` pixels a side."""
 
-    prefix: str  # of the names of its files
-    weight: str  # torchvision's enum entry
+    prefix: str  # of the names of the files with its weights
+    weight: str  # name of torchvision's enum entry
     min_side: int
 
 

@@ -68,7 +68,7 @@ def fixed_guess(images: Float[Tensor, "m ..."], psnr: float) -> float:
     near = rms <= 2 * 10 ** (-psnr / 20)
     k = 1
     while len(near):
-        fewest, i = near.sum(1).min(0)  # itself included
+        fewest, i = near.sum(1).min(0)  # the count includes image i itself
         k = max(k, int(fewest))
         rest = torch.arange(len(near)) != i
         near = near[rest][:, rest]

@@ -200,8 +200,8 @@ class Lpips:
 
     module: nn.Module
     net: str  # alex, vgg or squeeze
-    sha256: str  # of the backbone's file
-    file: str  # its name
+    sha256: str  # hash of the backbone's file
+    file: str  # name of the backbone's file
 
     def __call__(self, x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
         """Return the learned perceptual distance per image: Σ_layers mean_hw Σ_c w_c (φ_c(x) − φ_c(y))².

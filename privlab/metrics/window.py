@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["RADIUS", "gaussian"]
 
-RADIUS, _SIGMA = 5, 1.5  # of the Gaussian window of SSIM, 11 × 11
+RADIUS, _SIGMA = 5, 1.5  # radius and σ of the Gaussian window of SSIM, 11 × 11
 _STRIP = 24  # rows of a strip of the banded matrix: short ones multiply fewer zeros, long ones run at full speed
 
 

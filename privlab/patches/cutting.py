@@ -170,7 +170,7 @@ def blockwise_mask(
     target = int(ratio * height * width)
     mask = torch.zeros(grid, dtype=torch.bool)
     if target == height * width:
-        return ~mask.flatten()  # no rectangle smaller than the grid has to be found
+        return ~mask.flatten()  # random rectangles might not cover the whole grid
     while (left := target - int(mask.sum())) > 0:
         if not _add_block(mask, left, smallest, aspect, draw):
             break

@@ -1,4 +1,4 @@
-"""Row and column permutations of features, as index tensors: `order[i]` names what stands at place i.
+"""Row and column permutations of features as index tensors: place i receives the row or column `order[i]`.
 
 With rows r and columns c, (P_R Z P_C)[i, j] = Z[r[i], c[j]]. No permutation matrix is ever built: a gather reads and
 writes each value once, where P_R Z is a product of n × n by n × d (Permutation Equivariance, CVPR 2024, Eq. 2 and 5).

@@ -73,7 +73,7 @@ def check_capabilities(
         attack: the attack, with the capabilities that it requires.
         grants: the capabilities that the observation grants.
         force: whether the capabilities in `FORCEABLE` may be missing.
-        because: why a capability is not granted, for the error message; without an entry, its meaning stands there.
+        because: why a capability is not granted, for the error message; by default the message gives its meaning.
 
     Raises:
         PrivlabError: if the attack reads gradients and features are released, or the reverse, or if a capability is

@@ -82,7 +82,7 @@ class Client:
         Args:
             contract: the terms of the session.
             session: the id of a session to resume; empty for a new one.
-            steps: the steps after which the client can go on, the best first; 0 allows a new session.
+            steps: the steps after which the client can continue, the best first; 0 allows a new session.
             saved: the last step of which the client keeps a checkpoint.
             weights: T's initial weights by timm's names, if the contract says that the client brings them.
             traffic: counts the messages; None counts them in an object of the session's own.
@@ -115,7 +115,7 @@ class Client:
 
 
 class Remote:
-    """T as the client sees it: `id` names the session, which goes on after `step`; a crash leaves step `durable`."""
+    """T as the client sees it: `id` names the session, which continues after `step`; a crash leaves step `durable`."""
 
     def __init__(self, channel: grpc.Channel, token: str, contract: Contract, timeout: float, traffic: Traffic) -> None:
         self.contract, self.timeout, self.traffic = contract, timeout, traffic
@@ -131,7 +131,7 @@ class Remote:
 
         Args:
             session: the id of a session to resume; empty for a new one.
-            steps: the steps after which the client can go on, the best first; 0 allows a new session.
+            steps: the steps after which the client can continue, the best first; 0 allows a new session.
             saved: the last step of which the client keeps a checkpoint.
 
         Raises:

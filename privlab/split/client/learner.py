@@ -83,7 +83,7 @@ class Learner:
 
     @property
     def key_bits(self) -> float:
-        """Return the size of the secret orders that are drawn for an image sent alone, in bits."""
+        """Return the size of the orders that defenses on features draw for an image sent alone, in bits."""
         return self._blank().key_bits
 
     @property

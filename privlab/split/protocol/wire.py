@@ -107,7 +107,7 @@ def _read(data: bytes, want: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
 
 
 def _finite(name: str, tensor: Tensor) -> Tensor:
-    low, high = tensor.aminmax()  # NaN spreads to both; half the work of isfinite, and no memory
+    low, high = tensor.aminmax()  # NaN spreads to both; this takes half the work of isfinite, and no memory
     if not bool(low.isfinite() & high.isfinite()):
         raise Refusal("INVALID_ARGUMENT", f"'{name}' holds NaN or infinity. Numbers must be finite.")
     return tensor
