@@ -14,7 +14,7 @@ __all__ = ["BatchShuffle"]
 
 @dataclass(frozen=True)
 class BatchShuffle:
-    """Draw a share of the batch's patch tokens and shuffle them among all images; class tokens stay.
+    """Draw a share of the batch's patch tokens and shuffle them among all images; class and register tokens stay.
 
     The server's attention then mixes the patches of different images, and the client restores the order of its outputs.
     Unlike `row-permutation`, this changes the utility.

@@ -1,4 +1,4 @@
-"""`gradient-quantisation`: the gradient in fewer bits."""
+"""`gradient-quantisation`: the gradient is released in fewer bits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

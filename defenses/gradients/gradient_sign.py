@@ -1,4 +1,4 @@
-"""`gradient-sign`: one bit of each entry of the gradient."""
+"""`gradient-sign`: only the sign of each entry of the gradient is released."""
 
 import math
 from collections.abc import Mapping, Sequence

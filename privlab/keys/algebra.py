@@ -177,7 +177,7 @@ def residual_only(columns: Int[Tensor, " d"], shape: ModelShape) -> ModelKey:
 def key_bits(shape: ModelShape, space: str) -> float:
     """Return log₂ of the number of keys in a space, for a model of this shape.
 
-    `full`: log₂ d! + l (log₂ h! + 2h log₂ e! + log₂ m!), with (h + 1) for 2h where heads share a norm of Q and K.
+    `full`: log₂ d! + l (log₂ h! + 2h log₂ e! + log₂ m!), with (h + 1) for 2h if heads share a norm of Q and K.
     """
     if space != "full":
         return residual_bits(shape, space)

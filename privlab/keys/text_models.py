@@ -53,7 +53,7 @@ def text_layout(model: nn.Module) -> Layout:
     """Return the layout of a BERT or GPT-2 of transformers, with or without a head.
 
     Raises:
-        PrivlabError: for any other model, by its type.
+        PrivlabError: if it is another model; the message names its type.
     """
     return {"bert": BERT, "gpt2": GPT2}[_family(model)]
 
@@ -62,7 +62,7 @@ def text_shape(model: nn.Module) -> ModelShape:
     """Read the shape of a BERT or GPT-2 of transformers.
 
     Raises:
-        PrivlabError: for any other model, by its type.
+        PrivlabError: if it is another model; the message names its type.
     """
     family, config = _family(model), _config(model)
     width, heads = config.hidden_size, config.num_attention_heads

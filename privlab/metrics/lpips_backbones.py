@@ -21,7 +21,7 @@ _HOW = "Give the file, or the folder that holds it, with --lpips-weights PATH."
 
 
 class LpipsUnavailable(PrivlabError):
-    """The pretrained backbone of an LPIPS network is neither on this machine nor within reach."""
+    """The pretrained backbone of an LPIPS network is not on this machine and cannot be downloaded."""
 
 
 @dataclass(frozen=True)

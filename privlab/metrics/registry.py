@@ -196,7 +196,7 @@ def gms_affine(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Floa
 
 @dataclass(frozen=True, eq=False)
 class Lpips:
-    """LPIPS with one pretrained backbone, and what identifies that backbone; called as `lpips(x, y)`."""
+    """LPIPS with one pretrained backbone, and that backbone's file name and hash; called as `lpips(x, y)`."""
 
     module: nn.Module
     net: str  # alex, vgg or squeeze

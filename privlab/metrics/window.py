@@ -1,4 +1,4 @@
-"""SSIM's window over images, by banded matrices."""
+"""Filtering of images by SSIM's window, with banded matrices."""
 
 import math
 from functools import lru_cache

@@ -123,7 +123,7 @@ class Predicted:
         """Return the file of the predictor for patches of this grid and side.
 
         Raises:
-            PrivlabError: if there is none.
+            PrivlabError: if there is no such file.
         """
         name = placer(self.name, grid, patch) if self.weights == "auto" else self.weights
         if name is not None and (path := predictor_file(name)).is_file():

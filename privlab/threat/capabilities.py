@@ -1,4 +1,4 @@
-"""Capabilities: what the adversary is granted, as declared data."""
+"""Capabilities: declared data that say what the adversary knows and sees."""
 
 from enum import Enum
 

@@ -23,7 +23,7 @@ __all__ = ["Learner"]
 
 @dataclass(frozen=True, eq=False)
 class _Begun:
-    """A step that waits for the server."""
+    """A step between `begin` and `finish`."""
 
     sent: Sent
     labels: Int[Tensor, " b"]

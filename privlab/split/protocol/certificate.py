@@ -1,4 +1,4 @@
-"""Certificates for trying TLS out: an authority of one's own, and one certificate each for server and clients."""
+"""Certificates for trying out TLS: a new authority, and one certificate each for server and clients."""
 
 import datetime
 import ipaddress
