@@ -1,4 +1,4 @@
-"""Defenses: one file, one defense; on images before the embedding, or on what leaves: features or gradients."""
+"""Defenses, one per file: on images before the embedding, or on the features or gradients that are released."""
 
 from privlab.base import with_plugins
 from privlab.defenses.features.batch_shuffle import BatchShuffle

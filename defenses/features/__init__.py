@@ -1,1 +1,1 @@
-"""Defenses on released features: one file, one defense."""
+"""Defenses on released features, one per file."""

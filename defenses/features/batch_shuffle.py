@@ -14,10 +14,10 @@ __all__ = ["BatchShuffle"]
 
 @dataclass(frozen=True)
 class BatchShuffle:
-    """Draw a share of the batch's patch tokens and shuffle them among all images; class tokens stay.
+    """Draw a share of the batch's patch tokens and shuffle them among all images; class and register tokens stay.
 
-    The server's attention then mixes the patches of different images, and the client puts its outputs back: the
-    utility changes, unlike under `row-permutation`.
+    The server's attention then mixes the patches of different images, and the client restores the order of its outputs.
+    Unlike `row-permutation`, this changes the utility.
 
     Args:
         share: the share of all patch tokens that is shuffled, in [0, 1]. The source prints no number for Table 6.

@@ -1,4 +1,4 @@
-"""`column-permutation`: the entries of every token are sent in a secret order, the same for a model's lifetime."""
+"""`column-permutation`: the entries of every token are sent in a secret order, which a model keeps for its lifetime."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -11,10 +11,10 @@ __all__ = ["ColumnPermutation"]
 
 @dataclass(frozen=True)
 class ColumnPermutation:
-    """Send Z P_C instead of Z, to a server whose weights are keyed by P_C; the client undoes it on what comes back.
+    """Send Z P_C instead of Z to a server whose weights are keyed by P_C; the client restores the order of the outputs.
 
-    With the weights of Eq. 6, 12 and 13 outputs are T(Z) P_C and gradients are permuted alike (Theorems 4.4 and 4.5):
-    the utility stays as it is. P_C is drawn once: the weights keep it.
+    With the weights of Eq. 6, 12 and 13, outputs are T(Z) P_C and gradients are permuted alike (Theorems 4.4 and 4.5),
+    so the utility does not change. P_C is drawn once for a model, because its weights depend on it.
 
     Source: Permutation Equivariance (Xu et al., CVPR 2024), Equations 5 and 6.
     """
@@ -25,7 +25,7 @@ class ColumnPermutation:
     acts_as: ClassVar[Effects] = Effects(columns=True)
 
     def send(self, sent: Sent, draws: Draws) -> Sent:
-        """Return the columns in their secret order."""
+        """Return the features with their columns in the secret order."""
         d = sent.features.shape[-1]
         columns = draw_orders(d, [draws.model])[0].to(sent.source.device)
         return replace(

@@ -14,10 +14,10 @@ __all__ = ["GaussianNoise"]
 
 @dataclass(frozen=True)
 class GaussianNoise:
-    """Send Z + ε, ε ~ N(0, std²) in every entry, one draw per image.
+    """Send Z + ε, ε ~ N(0, std²) in every entry, with one generator per image.
 
     Args:
-        std: in the units of the features, at least 0. The source prints no number for Table 6.
+        std: the standard deviation in the units of the features, at least 0. The source prints no number for Table 6.
 
     Source: "GN" in Table 6 of Permutation Equivariance (CVPR 2024), after Jeong et al. (AISafety 2022).
     """
@@ -28,7 +28,7 @@ class GaussianNoise:
     std: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check the deviation.
+        """Check the standard deviation.
 
         Raises:
             PrivlabError: if it is negative or not finite.
@@ -38,10 +38,10 @@ class GaussianNoise:
 
     @property
     def acts_as(self) -> Effects:
-        """Return how large the noise is."""
+        """Return the standard deviation of the noise as an effect."""
         return Effects(noise_std=self.std)
 
     def send(self, sent: Sent, draws: Draws) -> Sent:
-        """Return the features with noise."""
+        """Return the features with added noise."""
         noise = torch.stack([torch.randn(sent.features.shape[1:], generator=draw) for draw in draws.images])
         return replace(sent, features=sent.features + self.std * noise.to(sent.features))

@@ -14,14 +14,14 @@ __all__ = ["RowPermutation"]
 
 @dataclass(frozen=True)
 class RowPermutation:
-    """Send P_R Z instead of Z, with P_R drawn afresh; the client undoes it on what comes back.
+    """Send P_R Z instead of Z, with P_R drawn anew for each batch; the client restores the order of the outputs.
 
-    A Transformer's outputs, gradients and learnt weights are those without it (Theorems 4.1 and 4.2, Corollary 4.3), so
-    the utility stays as it is.
+    A Transformer's outputs, gradients and learnt weights are the same as without it (Theorems 4.1 and 4.2, Corollary
+    4.3), so the utility does not change.
 
     Args:
-        per: "batch" draws one order for all images of a batch, as the paper does; "image" one for each.
-        class_token: whether class and register tokens are moved too, as the paper's 197 × 197 matrices do.
+        per: "batch" draws one order for all images of a batch, as the paper does; "image" draws one for each.
+        class_token: whether class and register tokens are moved too, as by the paper's 197 × 197 matrices.
 
     Source: Permutation Equivariance (Xu et al., CVPR 2024), Equation 2.
     """
@@ -43,11 +43,11 @@ class RowPermutation:
 
     @property
     def acts_as(self) -> Effects:
-        """Return that rows are moved, by one order or by each image's own."""
+        """Return the effect: rows move by one order for the batch, or by each image's own."""
         return Effects(rows="shared" if self.per == "batch" else "own")
 
     def send(self, sent: Sent, draws: Draws) -> Sent:
-        """Return the rows in their secret order."""
+        """Return the features with their rows in the secret order."""
         b, t, _ = sent.features.shape
         fixed = 0 if self.class_token else sent.prefix
         generators = [draws.batch] if self.per == "batch" else draws.images

@@ -1,1 +1,1 @@
-"""Defenses on released gradients: one file, one defense."""
+"""Defenses on released gradients, one per file."""

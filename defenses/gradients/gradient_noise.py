@@ -1,4 +1,4 @@
-"""`gradient-noise`: the gradient clipped, and Gaussian noise on it, with the differential privacy that this buys."""
+"""`gradient-noise`: a clipped gradient with Gaussian noise, and the differential privacy that this gives."""
 
 import math
 import warnings
@@ -23,13 +23,14 @@ DELTA = 1e-5
 class GradientNoise:
     """Release g · min(1, C/‖g‖) + ε, ε ~ N(0, (multiplier · C)²), with ‖g‖ over all released parameters of an image.
 
-    The same gradient may be released K times, each time with fresh noise. All that K such releases tell stands in
-    their mean, a sufficient statistic, and that is what is handed on: to the adversary, or to a defense stacked after.
+    The same gradient may be released K times, each time with fresh noise. The mean of K such releases is a sufficient
+    statistic: it holds all that they tell. So the mean is passed on, to the adversary or to the next defense in a
+    stack.
 
     Args:
-        clip: C, above 0.
+        clip: C, the largest norm of an image's gradient, above 0.
         multiplier: σ of the noise of one release in units of C, at least 0.
-        releases: K, at least 1.
+        releases: K, the number of releases of the same gradient, at least 1.
 
     Source: DP-SGD (Abadi et al., CCS 2016), Algorithm 1, with a lot of one image and no averaging.
     """
@@ -59,9 +60,9 @@ class GradientNoise:
     def release(
         self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
     ) -> dict[str, Float[Tensor, "b ..."]]:
-        """Return the clipped gradients with noise; an image draws for its parameters in the order of their names.
+        """Return the clipped gradients with noise, or the mean of several such releases.
 
-        Of several releases the mean is returned.
+        An image's generator draws for the parameters in the order of their names.
         """
         std, released, clipped = self.multiplier * self.clip, {}, self.expected(gradients)
         for name in sorted(gradients):
@@ -74,23 +75,23 @@ class GradientNoise:
         return released
 
     def expected(self, gradients: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
-        """Return what is released of these gradients on average: g · min(1, C/‖g‖)."""
+        """Return the mean of the releases of these gradients: g · min(1, C/‖g‖)."""
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
         scale = (self.clip / norm).clamp(max=1)  # a gradient of zero stays zero
         return {name: g * scale.view(-1, *[1] * (g.ndim - 1)) for name, g in gradients.items()}
 
     def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
-        """Return the variance of the noise, of several releases that of their mean."""
+        """Return the variance of the noise, (multiplier · C)² / K, that of the mean of K releases."""
         variance = (self.multiplier * self.clip) ** 2 / self.releases
         return {name: torch.full_like(g, variance) for name, g in released.items()}
 
     def epsilon(self, delta: float = DELTA, *, replaced: bool = False) -> float:
         """Return ε such that all releases together are (ε, δ)-differentially private, by Opacus's RDP accountant.
 
-        One image makes the gradient, so nothing is sampled (rate 1), and the noise is multiplier times what the
-        image can add (‖·‖ ≤ C): this is ε for an image's presence. Where a client always sends, and which image it has
-        is to be hidden, one is `replaced` by another and the gradient moves by up to 2C: half the multiplier counts.
-        The K releases are K steps of the accountant, each of which may see the outcome of those before.
+        One image makes the gradient, so nothing is sampled (rate 1), and the noise is the multiplier times the most
+        that the image can add (‖·‖ ≤ C): this is ε for an image's presence. If a client always sends, and the secret is
+        which image it has, one image is `replaced` by another and the gradient moves by up to 2C: half the multiplier
+        counts. The K releases are K steps of the accountant, each of which may depend on the outcomes of those before.
 
         Raises:
             PrivlabError: if Opacus is not installed.
@@ -100,7 +101,7 @@ class GradientNoise:
             return math.inf
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what it imports
+                warnings.simplefilter("ignore")  # the warnings of its imports
                 from opacus.accountants import RDPAccountant  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise PrivlabError("no accountant: pip install 'privlab[privacy]'") from None
@@ -113,7 +114,7 @@ class GradientNoise:
         return float(accountant.get_epsilon(delta, alphas=orders))
 
     def remark(self) -> str:
-        """Return what the noise of all releases buys, in one clause; or why that is not known here."""
+        """Return the ε that the noise of all releases gives, in one clause, or why it is not known here."""
         try:
             present, which = self.epsilon(), self.epsilon(replaced=True)
         except PrivlabError as error:

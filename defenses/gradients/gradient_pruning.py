@@ -18,12 +18,12 @@ __all__ = ["GradientPruning"]
 class GradientPruning:
     """Release the share `keep` of an image's gradient that is largest in magnitude, over all parameters; 0 elsewhere.
 
-    Which entries are missing is public: they are the zeros.
+    The adversary sees which entries are missing: they are the zeros.
 
     Args:
-        keep: in (0, 1]; at least one entry is kept.
+        keep: the share of the entries that is released, in (0, 1]; at least one entry is kept.
 
-    Source: Deep Gradient Compression (Lin et al., ICLR 2018), without its accumulation of what was left out; as a
+    Source: Deep Gradient Compression (Lin et al., ICLR 2018), without its accumulation of the dropped entries; as a
     defense, Deep Leakage from Gradients (Zhu et al., NeurIPS 2019), Section 5.2.
     """
 
@@ -46,7 +46,7 @@ class GradientPruning:
     def release(
         self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
     ) -> dict[str, Float[Tensor, "b ..."]]:
-        """Return the gradients with zeros for all but the largest entries; of equal ones at the edge, all are kept."""
+        """Return the gradients with zeros for all but the largest entries; entries equal to the smallest are kept."""
         sizes = torch.cat([g.flatten(1).abs() for g in gradients.values()], 1)
         count = sizes.shape[1]
         dropped = count - max(1, round(self.keep * count))
@@ -56,7 +56,7 @@ class GradientPruning:
         return {name: g.where(g.abs() >= edge.view(-1, *[1] * (g.ndim - 1)), 0) for name, g in gradients.items()}
 
     def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
-        """Return τ²/3 where an entry is missing, which is in [−τ, τ]; τ is the smallest size that was released."""
+        """Return τ²/3 for a missing entry, which is in [−τ, τ], and 0 for others; τ is the least released magnitude."""
         if self.keep == 1:
             return {name: torch.zeros_like(g) for name, g in released.items()}
         sizes = torch.cat([g.flatten(1).abs() for g in released.values()], 1)

@@ -1,4 +1,4 @@
-"""`gradient-quantisation`: the gradient in fewer bits."""
+"""`gradient-quantisation`: the gradient is released in fewer bits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ _FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class GradientQuantisation:
-    """Release the gradient rounded to `dtype`, in the numbers that it had.
+    """Release the gradient rounded to `dtype`, stored in the precision that it had.
 
     Args:
-        dtype: bf16 or fp16; or int8, s · round(g/s) with s = max |g| / 127 for each parameter of each image. fp16 takes
-            what is below 2⁻²⁵ for zero, and what is beyond 65504 for that.
+        dtype: bf16 or fp16; or int8, s · round(g/s) with s = max |g| / 127 for each parameter of each image. fp16 turns
+            magnitudes below 2⁻²⁵ into zero, and magnitudes above 65504 into 65504.
 
     Source: 8-bit gradients after QSGD (Alistarh et al., NeurIPS 2017), rounded to nearest; half precision as a
     defense, Deep Leakage from Gradients (Zhu et al., NeurIPS 2019), Section 5.1.
@@ -39,7 +39,7 @@ class GradientQuantisation:
         """Check the type.
 
         Raises:
-            PrivlabError: if it is none of the three.
+            PrivlabError: if it is not one of the three.
         """
         if self.dtype not in ("int8", *_FLOATS):
             raise unknown_name("dtype of gradient-quantisation", self.dtype, ("int8", *_FLOATS))
@@ -56,8 +56,8 @@ class GradientQuantisation:
         return {name: g.clamp(-most, most).to(kind).to(g) for name, g in gradients.items()}
 
     def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
-        """Return s²/12, with s the distance between neighbouring numbers."""
-        if self.dtype == "int8":  # the largest entry is a multiple of the step, so the step is that of what was sent
+        """Return s²/12; s is the distance between neighbouring numbers of the type."""
+        if self.dtype == "int8":  # rounding keeps the largest entry, so the released gradient has the same step
             return {name: (_step(g).square() / 12).expand_as(g) for name, g in released.items()}
         kind = torch.finfo(_FLOATS[self.dtype])
         smallest = kind.tiny * kind.eps
@@ -68,6 +68,6 @@ class GradientQuantisation:
 
 
 def _step(g: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
-    """Return s of each image, 1 where all is zero, in a shape that goes with g."""
+    """Return s of each image, 1 if its entries are all zero, in a shape that broadcasts to g."""
     step = g.flatten(1).abs().amax(1).view(-1, *[1] * (g.ndim - 1)) / 127
     return step.where(step > 0, 1)

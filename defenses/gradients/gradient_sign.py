@@ -1,4 +1,4 @@
-"""`gradient-sign`: one bit of each entry of the gradient."""
+"""`gradient-sign`: only the sign of each entry of the gradient is released."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,12 @@ class GradientSign:
     def release(
         self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
     ) -> dict[str, Float[Tensor, "b ..."]]:
-        """Return the signs."""
+        """Return the signs of the gradients."""
         return {name: g.sign() for name, g in gradients.items()}
 
     def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
-        """Return 1 − 2/π: of the sign of a normal entry, in whatever unit, √(2/π) times the entry explains the rest."""
+        """Return 1 − 2/π, the variance of the sign of a normal entry that the entry does not explain linearly.
+
+        In units of the entry's standard deviation, the linear fit is √(2/π) times the entry.
+        """
         return {name: torch.full_like(g, 1 - 2 / math.pi) for name, g in released.items()}

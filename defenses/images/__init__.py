@@ -1,1 +1,1 @@
-"""Defenses on images, before the embedding: one file, one defense."""
+"""Defenses on images before the embedding, one per file."""

@@ -17,10 +17,10 @@ __all__ = ["Blur"]
 
 @dataclass(frozen=True)
 class Blur:
-    """Convolve with a Gaussian of standard deviation sigma, cut at 3 sigma, reflected at the border.
+    """Convolve the image with a Gaussian of standard deviation sigma, cut at 3 sigma; the image is reflected outside.
 
     Args:
-        sigma: in pixels, above 0.
+        sigma: the standard deviation in pixels, above 0.
 
     Source: a baseline of the frameworks that Table 6 of Permutation Equivariance (CVPR 2024) follows; no number given.
     """
@@ -33,7 +33,7 @@ class Blur:
     sigma: float = 3.0
 
     def __post_init__(self) -> None:
-        """Check the deviation.
+        """Check the standard deviation.
 
         Raises:
             PrivlabError: if it is not above 0, or not finite.

@@ -1,4 +1,4 @@
-"""`cutmix`: a rectangle of each image is covered by that of another one."""
+"""`cutmix`: a rectangle of another image covers that of each image."""
 
 import math
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ __all__ = ["CutMix"]
 class CutMix:
     """Paste into each image a random rectangle, of area (1 − λ)·h·w, of another image of the batch, at the same place.
 
-    λ ~ Beta(alpha, alpha), one draw per image; the rectangle has the image's aspect and is cut at its border.
-    A batch of one image has no other: it stays as it is.
+    λ ~ Beta(alpha, alpha), one draw per image; the rectangle has the image's aspect ratio and is cut at its border.
+    The image of a batch of one does not change.
 
     Args:
-        alpha: above 0; 1 in Yun et al. (uniform λ).
+        alpha: the parameter of the Beta distribution, above 0; 1 in Yun et al. (uniform λ).
 
     Source: CutMix (Yun et al., ICCV 2019), Equations 1 and 2; as a defense of split learning, Baek et al. (2022).
     """
 
     name: ClassVar[str] = "cutmix"
     paper: ClassVar[str] = "CutMix (Yun et al. 2019), Eq. 1 and 2; in split learning, Baek et al. (2022)"
-    mixes: ClassVar[bool] = True  # images of a batch, so one's own release depends on another's
+    mixes: ClassVar[bool] = True  # the release of an image depends on other images of the batch
 
     acts_as: ClassVar[Effects] = Effects(other=True)
 
@@ -61,7 +61,7 @@ class CutMix:
         return Feed.undefended(mixed, patch)
 
     def _draw(self, i: int, b: int, draw: Generator) -> tuple[int, float, float, float]:
-        """Return another image, the rectangle's share of the area 1 − λ, and its centre, in parts of the sides."""
+        """Return another image, the rectangle's share 1 − λ of the area, and its centre relative to the sides."""
         step, down, across = torch.rand(3, generator=draw, dtype=torch.float64).tolist()
         seed = int(torch.randint(2**62, (), generator=draw))
         λ = float(np.random.default_rng(seed).beta(self.alpha, self.alpha))

@@ -22,8 +22,9 @@ class Jigsaw:
 
     Args:
         gamma: the share γ of the slots that is masked, in [0, 1].
-        per: "batch" draws one mask and one order for all images that are released together, as the authors' code does:
-            by the draw of the first of them. "image" draws for each, which tells less. Of one image both are the same.
+        per: "batch" draws one mask and one order for all images that are released together, as the authors' code does,
+            with the generator of the first of them. "image" draws for each image, which reveals less. For one image
+            both are the same.
 
     Source: MJP (CVPR 2023), Algorithm 1, and the mask generator of its authors' code.
     """
@@ -47,10 +48,10 @@ class Jigsaw:
 
     @property
     def acts_as(self) -> Effects:
-        """Return that patches are moved, and nothing tells where."""
+        """Return the effect: patches are shuffled, and the position embeddings do not show which."""
         return Effects(patches="shuffled", one_order=self.per == "batch")
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
-        """Return x̃ with the drawn mask and order; `per` batch `draws` has one for each release, not for each image."""
+        """Return x̃ with the drawn mask and order; with `per` = "batch", `draws` has one generator for each release."""
         shuffled, order, moved = jigsaw(images, patch, self.gamma, draws)
         return Feed(images=shuffled, order=order, moved=moved)

@@ -16,10 +16,10 @@ __all__ = ["LowPass"]
 
 @dataclass(frozen=True)
 class LowPass:
-    """Keep the frequencies f of the image with ‖f‖ ≤ radius, in cycles per pixel; clip to [0, 1].
+    """Keep the frequencies f of the image with ‖f‖ ≤ radius, in cycles per pixel, and clip the image to [0, 1].
 
     Args:
-        radius: in (0, 1]; 0.05 in Table 6, 0.01 to 0.05 in Figure 7. 0.5 · √2 passes everything.
+        radius: the largest frequency kept, in (0, 1]; 0.05 in Table 6, 0.01 to 0.05 in Figure 7. 0.5 · √2 keeps all.
 
     Source: Jeong et al. (AISafety 2022); "LP" in Table 6 of Permutation Equivariance (CVPR 2024).
     """

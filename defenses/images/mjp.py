@@ -1,4 +1,4 @@
-"""`mjp`: masked jigsaw puzzle, with an unknown position embedding where patches were shuffled."""
+"""`mjp`: masked jigsaw puzzle, with an unknown position embedding in the slots of shuffled patches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +21,11 @@ class Mjp(Jigsaw):
     Args:
         gamma: the share γ of the slots that is masked, in [0, 1]. The paper trains with 0.03, evaluates settings
             b and c with 0.27 (Table 5), and shows 0.9 (Figures 9 and 10).
-        per: "batch" or "image", as of `Jigsaw`. Under "batch" the zero rows of ∂ℓ/∂E_pos are the mask, however many
+        per: "batch" or "image", as for `Jigsaw`. With "batch" the zero rows of ∂ℓ/∂E_pos are the mask, however many
             images a gradient sums.
-        masked_pe: what stands at the masked slots. "unknown": E_unk. "none": no position embedding, which is "w/o
-            E_unk" to the letter (Table 5, group 3). "slot": that of the slot, a plain jigsaw, whose accuracy comes
-            closer to the one which that row prints.
+        masked_pe: the position embedding of the masked slots. "unknown": E_unk. "none": no position embedding, which is
+            "w/o E_unk" taken literally (Table 5, group 3). "slot": that of the slot, a plain jigsaw, whose accuracy is
+            closer to the one printed in that row.
 
     Source: MJP (CVPR 2023), Algorithms 1 and 2, Equations 3 to 5.
     """
@@ -47,14 +47,14 @@ class Mjp(Jigsaw):
 
     @property
     def acts_as(self) -> Effects:
-        """Return that patches are moved, and what stands for their position embeddings."""
+        """Return the effect: patches are shuffled, and their position embeddings are replaced or kept."""
         if self.masked_pe == "slot":
             return super().acts_as
         kind = "unknown" if self.masked_pe == "unknown" else "zero"
         return Effects(patches="masked", pe=kind, one_order=self.per == "batch")
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
-        """Return x̃ with the drawn mask, which is also where position embeddings are replaced."""
+        """Return x̃ with the drawn mask, which also marks the slots whose position embeddings are replaced."""
         feed = super().__call__(images, patch, draws)
         if self.masked_pe == "slot":
             return feed

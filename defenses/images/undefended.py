@@ -1,4 +1,4 @@
-"""`none`: the client feeds its images as they are. The control of every defense, and setting a."""
+"""`none`: the client feeds its images unchanged. This is the control of every defense, and setting a."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ __all__ = ["Undefended"]
 
 @dataclass(frozen=True)
 class Undefended:
-    """x̃ = x."""
+    """Feed x̃ = x."""
 
     name: ClassVar[str] = "none"
     paper: ClassVar[str] = "the control"
@@ -22,5 +22,5 @@ class Undefended:
     acts_as: ClassVar[Effects] = Effects()
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
-        """Return the images as they are, every patch in its own slot."""
+        """Return the images unchanged, every patch in its own slot."""
         return Feed.undefended(images, patch)

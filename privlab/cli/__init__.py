@@ -1,4 +1,4 @@
-"""The command line: options in, tables out; no logic. One file per group of commands."""
+"""The command line: it turns options into tables and holds no logic. One file holds one group of commands."""
 
 import sys
 import traceback
@@ -25,7 +25,7 @@ __all__ = ["cli", "main"]
 
 
 def main() -> None:
-    """Run the command line; every mistake ends in one line and exit status 2, an interrupt in 130."""
+    """Run the command line; every mistake ends with one line and exit status 2, an interrupt with 130."""
     sys.exit(_status(sys.argv[1:]))
 
 

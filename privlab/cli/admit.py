@@ -1,4 +1,4 @@
-"""`privlab admit`: whether a defense is what it says."""
+"""`privlab admit`: it checks whether a defense releases what it says."""
 
 from dataclasses import asdict
 from typing import Any

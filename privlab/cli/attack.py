@@ -1,4 +1,4 @@
-"""`privlab attack`: options in, a table out."""
+"""`privlab attack`: it attacks what a client releases and prints a table of scores."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -203,14 +203,14 @@ def attack(
 
 
 def _new_directory(models: Sequence[str], settings: Sequence[str]) -> Path:
-    """Return a run directory that is not there yet."""
+    """Return the path of a run directory that does not exist yet."""
     what = "-".join([*models, *settings]).replace(":", "_").replace("/", "_")[:80]
     stem = Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{what}")
     return next(path for n in count(1) if not (path := stem if n == 1 else stem.with_name(f"{stem.name}-{n}")).exists())
 
 
 def _kept(path: Path, attacks: Sequence[str]) -> str:
-    """Return what an interrupted run has left, and how to go on."""
+    """Return what an interrupted run has kept, and how to continue it."""
     if not path.exists():
         return "Nothing had been run yet, and nothing is kept."
     images = kept_images(path)
@@ -230,7 +230,7 @@ def _batch_size(text: str) -> int | None:
 
 
 def _judged(path: Path, geometry: str) -> tuple[list[str], "list[PowerVerdict]"]:
-    """Return what the page of a run says of it in sentences, and the verdict on each case."""
+    """Return the sentences of a run's page, and the verdict on each case."""
     from privlab.report.page import lead_text
     from privlab.report.tables import lead_metric, load_results, power_of
     from privlab.report.tables.leakage import leakage

@@ -25,7 +25,7 @@ _SCORING = {"metrics", "lpips_weights", "embedding", "public", "public_limit"}
 
 
 def audit_features(context: click.Context, folder: Path, path: Path, options: Mapping[str, Any]) -> int:
-    """Attack recorded features, of which no private image is known, and print what was made of them."""
+    """Attack recorded features, whose private images are unknown, and print a summary of the attacks."""
     from privlab.runs import audit, specify
 
     _refuse(context, _FEATURES, "--features: there is no private image. Leave it out.")
@@ -57,7 +57,7 @@ def audit_features(context: click.Context, folder: Path, path: Path, options: Ma
 
 
 def audit_gradient_file(context: click.Context, file: Path, path: Path, options: Mapping[str, Any]) -> int:
-    """Attack a released gradient, with the private image at hand or without, and print what was made of it."""
+    """Attack a released gradient, with a reference image for scoring or without, and print the results."""
     from privlab.runs import specify
     from privlab.runs.audit_gradients import audit_gradients
 
@@ -148,7 +148,7 @@ def _print_gradients(found: "GradientAudit", metrics: Sequence[str]) -> None:
 
 
 def _says(row: Mapping[str, Any], reference: str | None) -> str:
-    """Return what a row says of the private image; `reference` is what is said of the one that the user gave."""
+    """Return what a row proves about the private image; `reference` describes the image that the user gave, if any."""
     if row["status"] != "ok":
         return "failed"
     if "block" not in row:

@@ -1,4 +1,4 @@
-"""What every command shares: options, progress, and printing. Data goes to standard output, messages to error."""
+"""Options, progress and printing for all commands. Data goes to standard output, messages to standard error."""
 
 import json
 import math
@@ -49,10 +49,10 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Commands(click.Group):
-    """A group whose help has the first sentence of each command, whole, which click cuts to one line."""
+    """A group whose help shows the whole first sentence of each command, which click cuts to one line."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the names of the commands, and what each does."""
+        """Write the names of the commands, each with its first sentence."""
         with formatter.section("Commands"):
             rows = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
             formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in rows if each])
@@ -66,27 +66,27 @@ def common(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Count(MofNCompleteColumn):
-    """How many are done of how many; nothing while it is not known of how many."""
+    """The number done of the total; empty while the total is unknown."""
 
     def render(self, task: Task) -> Text:
         return Text() if task.total is None else super().render(task)
 
 
 def command_line(context: click.Context) -> str:
-    """Return the command as it was typed, quoted, so that it runs when it is pasted into a shell."""
+    """Return the command as it was typed, quoted so that a shell runs it when it is pasted."""
     return shlex.join(["privlab", *(context.find_root().obj or ())])
 
 
 class Interrupted(Exception):
-    """Ctrl-C; the message says what was kept, and how to go on."""
+    """The user pressed Ctrl-C; the message says what was kept, and how to continue."""
 
 
 @contextmanager
 def interruptible(kept: Callable[[], str]) -> Iterator[None]:
-    """Let an interrupt say what was kept and how to go on.
+    """Turn Ctrl-C within the context into an error that says what was kept and how to continue.
 
     Raises:
-        Interrupted: with what `kept` returns.
+        Interrupted: if the user presses Ctrl-C; `kept` returns its message.
     """
     try:
         yield
@@ -95,7 +95,7 @@ def interruptible(kept: Callable[[], str]) -> Iterator[None]:
 
 
 def kept_images(path: Path) -> int:
-    """Return of how many images a run directory has records."""
+    """Return the number of images of which a run directory has records."""
     from privlab.stores import Store
 
     images = Store(path).read(["image_sha256", "image"]).to_pylist()
@@ -104,15 +104,15 @@ def kept_images(path: Path) -> int:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Show a progress bar on standard error, with the steps of a search or training inside and the time left for it."""
-    from privlab.training import listening  # it costs the import of torch
+    """Show a progress bar on standard error, with the steps and the remaining time of a search or training inside."""
+    from privlab.training import listening  # this imports torch, which is slow
 
     columns = (TextColumn("{task.description}"), BarColumn(), _Count(), TimeRemainingColumn())
     bar = Progress(*columns, console=err)
     task = bar.add_task(what, total=None)
 
     def show(done: int, total: int | None) -> None:
-        bar.start()  # not before all is checked: a mistake then is one line
+        bar.start()  # only after all checks, so that a mistake prints one line
         bar.update(task, description=what, completed=done, total=total)
 
     def step(now: "Step") -> None:
@@ -143,12 +143,12 @@ def print_rows(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table of numbers to standard output, whole: a terminal that is too narrow wraps it, nothing is cut."""
+    """Print a whole table to standard output; a terminal that is too narrow wraps it, and nothing is cut."""
     Console(highlight=False, width=_width(table)).print(table)
 
 
 def fits(table: Table) -> bool:
-    """Return whether a table is no wider than the terminal; a file has no width."""
+    """Return whether a table is no wider than the terminal; it always fits a file."""
     return _width(table) <= Console().width or not sys.stdout.isatty()
 
 
@@ -157,20 +157,20 @@ def _width(table: Table) -> int:
 
 
 def plain(value: object) -> object:
-    """Return a value that JSON can hold: what was not measured is null, an infinite PSNR is "Infinity"."""
+    """Return a value that JSON can hold: NaN becomes None, and an infinite PSNR becomes "Infinity"."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return None if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def print_json(value: object) -> None:
-    """Print plain data to standard output."""
+    """Print plain data to standard output as JSON."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 @contextmanager
 def warned() -> Iterator[None]:
-    """Print what weakens a verdict as lines of its own, each once."""
+    """Print each of privlab's warnings within the context once, on a line of its own, after the context."""
     from privlab.base import collected
 
     messages: list[str] = []

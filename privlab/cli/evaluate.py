@@ -1,4 +1,4 @@
-"""`privlab evaluate`: what trained victims are worth."""
+"""`privlab evaluate`: it measures the utility of trained victims."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`privlab keys`: make keys, encrypt models with them, and recover the keys of encrypted models."""
+"""`privlab keys`: it makes keys, encrypts models with them, and recovers the keys of encrypted models."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`privlab list`, `doctor` and `bench`: what is installed, what this machine has, and how fast it is."""
+"""`privlab list`, `doctor` and `bench`: they show what is installed, what the machine has, and how fast it is."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,10 +35,10 @@ def doctor(lpips_weights: Path | None, as_json: bool) -> None:
 
 
 class _Benches(Commands):
-    """A group that answers an unknown name with the nearest ones."""
+    """A group that answers an unknown name with the most similar ones."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        """Return a bench by its name."""
+        """Return the bench of a name."""
         if cmd_name not in self.commands:
             raise unknown_name("bench", cmd_name, self.commands)
         return self.commands[cmd_name]

@@ -1,4 +1,4 @@
-"""`privlab models`: the zoo, timm's hub, and weights of one's own."""
+"""`privlab models`: the zoo, timm's hub, and the user's own weights."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -56,7 +56,7 @@ def show(name: str, as_json: bool) -> int:
 
 
 def _lines(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield `key: value` lines; what has names of its own, and texts of a list, stand below their key, indented."""
+    """Yield `key: value` lines; a mapping, and a list of texts, follow their key on indented lines."""
     for key, value in facts.items():
         if value and isinstance(value, Mapping):
             yield f"{indent}{key}:"

@@ -1,4 +1,4 @@
-"""`privlab store`: look into a directory of records, export it, merge several, and add what was measured elsewhere."""
+"""`privlab store`: it shows, checks, exports and merges directories of records, and adds results of other programs."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _SUFFIXES = (".csv", ".parquet", ".json")
 
 @contextmanager
 def warned() -> Iterator[None]:
-    """Say each of privlab's warnings in one line."""
+    """Print each of privlab's warnings within the context on one line, even if the context raises."""
     from privlab.base import collected
 
     messages: list[str] = []
@@ -123,7 +123,7 @@ def export(directory: Path, file: Path, as_json: bool) -> None:
 
 
 def _json_lines(frame: "DataFrame") -> str:
-    """Return one object a line, every number in full."""
+    """Return the records as JSON, one object per line, with every number in full precision."""
     rows = frame.astype(object).where(frame.notna(), None).to_dict("records")
     return "".join(
         json.dumps({name: plain(value) for name, value in row.items()}, ensure_ascii=False) + "\n" for row in rows

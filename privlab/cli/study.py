@@ -1,4 +1,4 @@
-"""`privlab study`: the studies of `experiments/`, run on images that a user names."""
+"""`privlab study`: it runs the studies of `experiments/` on the user's images."""
 
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,7 @@ def noise_bound(figures: str, out: Path, as_json: bool, **options: Any) -> None:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    """Return the numbers that stand between commas."""
+    """Return the numbers of a comma-separated list."""
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:

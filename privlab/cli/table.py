@@ -1,4 +1,4 @@
-"""`privlab table`: an experiment in, its table out."""
+"""`privlab table`: it runs an experiment and prints its table."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,7 +95,7 @@ def table(
         with warned():
             _show_plan(*prepare(parsed, path, how), as_json=as_json, measure=measure)
         return 0
-    from privlab.report.tables import load_results  # a plan is shown without the seconds that its imports take
+    from privlab.report.tables import load_results  # a plan does not need it, and its imports take seconds
 
     with warned():
         other = None if compare is None else load_results(compare)
@@ -113,7 +113,7 @@ def table(
 
 
 def _kept(path: Path) -> str:
-    """Return what an interrupted run has left, and how to go on."""
+    """Return what an interrupted run has kept, and how to continue it."""
     images = kept_images(path)
     there = f"records of {images} {'image' if images == 1 else 'images'}" if images else "no records yet"
     return f"'{path}' keeps what was finished: {there}. The same command goes on where it was."
@@ -139,7 +139,7 @@ def _options(given: dict[str, Any]) -> "Options":
 
 @contextmanager
 def _progress(how: "Options") -> Iterator[Any]:
-    """Show the progress of the whole and of each worker on standard error."""
+    """Show the progress of the whole run and of each worker on standard error."""
     columns = (
         *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
         *(TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()),
@@ -151,7 +151,7 @@ def _progress(how: "Options") -> Iterator[Any]:
 
     def show(done: int, total: int, last: "Result | None") -> None:
         if not total:
-            return  # nothing was missing
+            return  # no cell was missing
         bar.start()
         bar.update(whole, completed=done, total=total)
         if last is None or not several:
@@ -160,7 +160,7 @@ def _progress(how: "Options") -> Iterator[Any]:
         if name not in workers:
             workers[name] = bar.add_task(f"worker {len(workers) + 1} ({name})", total=0, speed="")
         images = len(last.task.images)
-        share = (total - done) / len(workers)  # of what is left
+        share = (total - done) / len(workers)  # of the remaining images
         finished = bar.tasks[bar.task_ids.index(workers[name])].completed + images
         speed = f"{images / last.seconds:.2f}/s" if last.seconds else ""
         bar.update(workers[name], completed=finished, total=finished + share, speed=speed)
@@ -173,7 +173,7 @@ def _progress(how: "Options") -> Iterator[Any]:
 
 
 def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure: bool) -> None:
-    """Print each case with its cells and what is done; what the rest costs, if one image of each kind is to be run."""
+    """Print each case with its cells and the images done; with `measure`, run one image of each kind for the costs."""
     from privlab.grids import costs
 
     with err.status("measuring one image of each kind" if measure else "planning"):

@@ -1,4 +1,4 @@
-"""`privlab train`: victims and position predictors of one's own."""
+"""`privlab train`: it trains victims and position predictors."""
 
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def train(context: click.Context, device: str, out: Path, as_json: bool, **optio
 
 
 def _kept(out: Path) -> str:
-    """Return what an interrupted training has left, and how to go on."""
+    """Return what an interrupted training has kept, and how to continue it."""
     steps = [int(path.name.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*")]
     if not steps:
         return "No checkpoint had been written, and nothing is kept; --save-every says after how many steps one is."

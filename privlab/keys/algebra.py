@@ -1,4 +1,4 @@
-"""Model keys: a Transformer's weights permuted so that only features permuted alike make sense of them.
+"""Model keys: a Transformer's weights permuted so that they are of use only with features permuted alike.
 
 With c = key.residual, (Z P_C)[..., j] = Z[..., c[j]] and T_(C)(Z P_C) = T(Z) P_C, where T_(C) are the weights that
 `apply_key` returns (Permutation Equivariance, CVPR 2024, Eq. 5 to 7, 12, 13; Theorems 4.4, 4.5, 4.7). Gradients and the
@@ -14,14 +14,14 @@ What may be permuted in a block of width d with h heads of size e and m hidden u
 - `value`: the outputs of V within each head, with the norm and the gate after them and the inputs of proj.
 - `hidden`: the hidden units, fc1's outputs and fc2's inputs; both halves of a gated MLP alike.
 
-An order that mixes heads is not among them. `full` draws all of these independently. `paper` is the space of the
-reference generator: one order within heads, the same for all of them, and one of the heads, used as P_C of every
-W_(C) = P_C⁻¹ W P_C. `residual` permutes the stream alone.
+No order mixes features of different heads. The space `full` draws all of these orders independently. `paper` is the
+space of the reference generator: one order within heads, the same for all of them, and one order of the heads; together
+they are P_C of every W_(C) = P_C⁻¹ W P_C. `residual` permutes the residual stream alone.
 
-Which bits count depends on the adversary. One who has the encrypted weights and wants to use them needs `residual` only
-(`residual_bits`: log₂ d! in `full`, log₂ h! e! in `paper`): all other orders cancel inside the backbone, and only hide
-which of its units is which unit of a public model. None of this is encryption as cryptographers mean it: against a
-public base, the weight-matching attack finds every order by assignment, whatever the number of bits.
+Which bits count depends on the adversary. An adversary who has the encrypted weights and wants to use them needs
+`residual` only (`residual_bits`: log₂ d! in `full`, log₂ h! e! in `paper`). All other orders cancel inside the backbone
+and only hide which of its units is which unit of a public model. None of this is encryption in the cryptographic sense:
+against a public base, the weight-matching attack finds every order by assignment, whatever the number of bits.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ SPACES = ("full", "paper", "residual")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a key must know of a backbone: sizes, whether heads share a norm of Q and K, whether fc1 is two halves."""
+    """What a key must know of a backbone: its sizes, whether heads share a norm of Q and K, and if fc1 is gated."""
 
     width: int
     depth: int
@@ -77,7 +77,7 @@ class ModelShape:
         """Read the shape of timm's VisionTransformer.
 
         Raises:
-            PrivlabError: with the name of a block, attention or MLP whose algebra is not known.
+            PrivlabError: if the algebra of a block, attention or MLP is not known; the message names its type.
         """
         for block in vit.blocks:
             _check_type("block", block, (Block, ResPostBlock))
@@ -88,10 +88,11 @@ class ModelShape:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Tensor], heads: int) -> "ModelShape":
-        """Read the shape of weights in timm's layout; only the number of heads is not written in them.
+        """Read the shape of weights in timm's layout; they tell everything but the number of heads.
 
         Raises:
-            PrivlabError: for weights that lack a block's tensors, or a number of heads that does not divide.
+            PrivlabError: if the weights lack tensors of a block, or the number of heads does not divide the number of
+                attention features.
         """
         layers = _layers(state)
         width, inner = _matrix(layers, "attn.proj.weight").shape
@@ -115,13 +116,13 @@ class ModelShape:
 
     @property
     def fingerprint(self) -> str:
-        """Return SHA-256 over the canonical JSON: a key and a model of different shapes differ in it."""
+        """Return SHA-256 of the canonical JSON; a key and a model of different shapes differ in it."""
         return hashlib.sha256(f"privlab-shape/1\n{self.text}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class ModelKey:
-    """Orders of a backbone's features: place i holds what was at `order[i]`. Its repr shows none of them."""
+    """Orders of a backbone's features: place i holds what was at `order[i]`. The repr shows none of the orders."""
 
     residual: Int[Tensor, " d"] = field(repr=False)
     heads: Int[Tensor, "l h"] = field(repr=False)
@@ -136,10 +137,10 @@ class ModelKey:
 
 
 def new_key(shape: ModelShape, space: str = "full") -> ModelKey:
-    """Draw a key uniformly from a space, from the operating system's CSPRNG.
+    """Draw a key uniformly from a space, with the operating system's CSPRNG.
 
     Raises:
-        PrivlabError: for an unknown space, or one that the shape does not have.
+        PrivlabError: if the space is unknown, or is `paper` and the width is not heads × head size.
     """
     d, n, h, e, m = shape.width, shape.depth, shape.heads, shape.head_dim, shape.hidden
     if space == "full":
@@ -176,7 +177,7 @@ def residual_only(columns: Int[Tensor, " d"], shape: ModelShape) -> ModelKey:
 def key_bits(shape: ModelShape, space: str) -> float:
     """Return log₂ of the number of keys in a space, for a model of this shape.
 
-    `full`: log₂ d! + l (log₂ h! + 2h log₂ e! + log₂ m!), with (h + 1) for 2h where heads share a norm of Q and K.
+    `full`: log₂ d! + l (log₂ h! + 2h log₂ e! + log₂ m!), with (h + 1) for 2h if heads share a norm of Q and K.
     """
     if space != "full":
         return residual_bits(shape, space)
@@ -186,17 +187,23 @@ def key_bits(shape: ModelShape, space: str) -> float:
 
 
 def residual_bits(shape: ModelShape, space: str) -> float:
-    """Return log₂ of the number of orders of the residual stream: what stands against an unauthorised user."""
+    """Return log₂ of the number of orders of the residual stream: what an unauthorised user has to guess."""
     if space not in SPACES:
         raise unknown_name("key space", space, SPACES)
     return bits(shape.heads, shape.head_dim) if space == "paper" else bits(shape.width)
 
 
 def apply_key(state: Mapping[str, Tensor], key: ModelKey, shape: ModelShape, layout: Layout = VIT) -> dict[str, Tensor]:
-    """Return the weights of T_(C); the owner's tensors are passed on as they are.
+    """Return the weights of T_(C), W_(C)[i, j] = W[rows[i], columns[j]]; the owner's tensors are not changed.
 
-    W_(C)[i, j] = W[rows[i], columns[j]] with the orders of the axes (Eq. 6, 12, 13). Gradients, and an optimiser's
-    averages of them, go the same way; leading dimensions, such as one per image, are kept.
+    Gradients, and an optimiser's averages of them, are permuted alike (Eq. 6, 12, 13).
+
+    Args:
+        state: weights, gradients or averages by their names in `layout`; leading dimensions, such as one per image, are
+            kept.
+        key: the orders of the axes.
+        shape: the sizes of the model that the key is for.
+        layout: which axes of which tensors the key permutes.
 
     Raises:
         PrivlabError: if the key is for another shape, or a tensor is unknown or mis-shaped.
@@ -207,7 +214,13 @@ def apply_key(state: Mapping[str, Tensor], key: ModelKey, shape: ModelShape, lay
 def remove_key(
     state: Mapping[str, Tensor], key: ModelKey, shape: ModelShape, layout: Layout = VIT
 ) -> dict[str, Tensor]:
-    """Return the weights that `apply_key` was given, bit by bit.
+    """Return the weights that `apply_key` was given, bit by bit: the inverse of `apply_key` with the same key.
+
+    Args:
+        state: weights, gradients or averages of T_(C) by their names in `layout`; leading dimensions are kept.
+        key: the orders of the axes.
+        shape: the sizes of the model that the key is for.
+        layout: which axes of which tensors the key permutes.
 
     Raises:
         PrivlabError: if the key is for another shape, or a tensor is unknown or mis-shaped.
@@ -216,10 +229,10 @@ def remove_key(
 
 
 def check_fits(orders: Mapping[str, Tensor], shape: ModelShape) -> None:
-    """Check that the orders of a key are permutations, of the sizes that a shape asks for.
+    """Check that the orders of a key are permutations of the sizes that a shape asks for.
 
     Raises:
-        PrivlabError: with the order that does not fit, and why.
+        PrivlabError: if an order does not fit; the message names it and says why.
     """
     n, h, e, m = shape.depth, shape.heads, shape.head_dim, shape.hidden
     want = {"residual": (shape.width,), "heads": (n, h), "qk": (n, h, e), "value": (n, h, e), "hidden": (n, m)}
@@ -241,7 +254,7 @@ def _check_type(kind: str, module: torch.nn.Module, types: tuple[type, ...]) -> 
 
 
 def _layers(state: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the tensors of each block, after checking that all blocks hold the same."""
+    """Return the tensors of each block, after a check that all blocks hold tensors of the same names."""
     layers: dict[int, dict[str, Tensor]] = {}
     for name, tensor in state.items():
         if found := VIT.layer.fullmatch(name):
@@ -261,7 +274,7 @@ def _matrix(layers: list[dict[str, Tensor]], name: str) -> Tensor:
 
 
 def _draw(n: int, *lead: int) -> Tensor:
-    """Return uniformly random orders of n from the operating system, `lead` of them."""
+    """Return uniformly random orders of n in the shape (*lead, n), from the operating system's CSPRNG."""
     system, drawn = random.SystemRandom(), []
     for _ in range(math.prod(lead)):
         order = list(range(n))

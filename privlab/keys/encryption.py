@@ -1,9 +1,9 @@
-"""Encrypted model files: the backbone permuted by a key, the rest with the owner; and back, bit by bit.
+"""Encrypted model files: a key permutes the backbone, the owner keeps the rest; decryption is exact, bit by bit.
 
-ENC is a safetensors file in timm's layout that timm loads as it is: the keyed backbone, and zeros for the embedding,
-the final norm and the head, which go to the OWNER file (or stay in the clear, which is the paper's setting). ENC's
-metadata hold `privlab_format`, `privlab_key_id` (the commitment to the key), `privlab_shape` and `privlab_owner`
-(SHA-256 of the owner's tensors, or `clear`); never the key. OWNER keeps the metadata that the model's file had.
+ENC is a safetensors file in timm's layout that timm loads as it is. It holds the keyed backbone, and zeros for the
+embedding, the final norm and the head, which go to the OWNER file (or stay in the clear, which is the paper's setting).
+ENC's metadata hold `privlab_format`, `privlab_key_id` (the commitment to the key), `privlab_shape` and `privlab_owner`
+(SHA-256 of the owner's tensors, or `clear`), but never the key. OWNER keeps the metadata that the model's file had.
 
 This is obfuscation: whoever has the public model that ENC was made from finds the key by assignment.
 """
@@ -47,7 +47,7 @@ _CLEAR = "clear"
 
 @dataclass(frozen=True)
 class Seal:
-    """What an encrypted file says of itself; `owner` is the hash of the owner's tensors, None where they are in it."""
+    """What an encrypted file says of itself; `owner` is the hash of the owner's tensors, None if they are in it."""
 
     key_id: str
     shape: ModelShape
@@ -66,7 +66,7 @@ class Seal:
 
 @dataclass(frozen=True, eq=False)
 class ModelFile:
-    """Weights that were read from a file, in timm's layout; those with a `seal` say that they are encrypted."""
+    """Weights that were read from a file, in timm's layout; `seal` is None if the file does not say it is encrypted."""
 
     path: Path
     state: dict[str, Tensor]
@@ -74,10 +74,10 @@ class ModelFile:
     seal: Seal | None
 
     def shape(self, heads: int | None = None) -> ModelShape:
-        """Return the shape of the backbone; only an encrypted file says its number of heads.
+        """Return the shape of the backbone; only an encrypted file states its number of heads.
 
         Raises:
-            PrivlabError: if the number of heads is missing or wrong, or these are no weights in timm's layout.
+            PrivlabError: if the number of heads is missing or wrong, or the weights are not in timm's layout.
         """
         heads = heads if heads is not None or self.seal is None else self.seal.shape.heads
         if heads is None:
@@ -97,21 +97,22 @@ def read_model(path: Path) -> ModelFile:
 
 
 def is_file(model: str) -> bool:
-    """Return whether a model is named by its file."""
+    """Return whether a model is given as a file, not as a name."""
     return Path(model).is_file() or Path(model).suffix in (".safetensors", ".pth", ".pt", ".bin")
 
 
 def shape_of_model(model: str, heads: int | None = None) -> ModelShape:
-    """Return the shape of a victim's name, of timm:NAME, or of a file (see ModelFile.shape).
+    """Return the shape of a model that is given as a victim's name, as timm:NAME, or as a file (see ModelFile.shape).
 
     Raises:
-        PrivlabError: for an unknown name, a file that cannot be read, or heads that are missing or out of place.
+        PrivlabError: if the name is unknown, the file cannot be read, `heads` is missing for a file, or is given for a
+            name.
     """
     if is_file(model):
         return read_model(Path(model)).shape(heads)
     if heads is not None:
         raise PrivlabError(f"--heads is for files. '{model}' has its own.")
-    with torch.device("meta"):  # no memory for weights that nobody needs
+    with torch.device("meta"):  # the weights are not needed, and take no memory
         vit = timm.create_model(victims.resolve(model)[0])
     if not isinstance(vit, VisionTransformer):
         raise PrivlabError(f"Keys are for timm's VisionTransformer. Found {model}, a {type(vit).__name__}.")
@@ -119,10 +120,15 @@ def shape_of_model(model: str, heads: int | None = None) -> ModelShape:
 
 
 def check_fingerprint(stored: KeyFile, shape: ModelShape, source: object) -> None:
-    """Check that a key is for models of a shape.
+    """Check that a key is for models of a shape, by their fingerprints.
+
+    Args:
+        stored: the key, with the shape that it was made for.
+        shape: the shape of the model.
+        source: the model's name or path, for the error message.
 
     Raises:
-        PrivlabError: with what differs.
+        PrivlabError: if the fingerprints differ; the message says in which sizes.
     """
     if stored.shape.fingerprint != shape.fingerprint:
         wanted = asdict(stored.shape)
@@ -134,10 +140,10 @@ def check_fingerprint(stored: KeyFile, shape: ModelShape, source: object) -> Non
 
 
 def check_model(stored: KeyFile, model: ModelFile) -> None:
-    """Check that a key fits a model, and is the one that it was encrypted with, if it was.
+    """Check that a key fits a model and, if the model is encrypted, that it was encrypted with this key.
 
     Raises:
-        PrivlabError: with what differs.
+        PrivlabError: if the key does not fit, or is not the model's; the message says what differs.
     """
     check_fingerprint(stored, model.shape(model.seal.shape.heads if model.seal else stored.shape.heads), model.path)
     if model.seal is not None and model.seal.key_id != stored.key_id:
@@ -147,10 +153,19 @@ def check_model(stored: KeyFile, model: ModelFile) -> None:
 
 
 def encrypt_file(model: ModelFile, stored: KeyFile, out: Path, owner: Path | None, *, overwrite: bool = False) -> Seal:
-    """Write the encrypted model to `out`, and what stays with the owner to `owner`; None leaves it in the clear.
+    """Write the encrypted model to `out` and the owner's tensors to `owner`; return the seal that `out` carries.
+
+    Args:
+        model: the plain model.
+        stored: the key to encrypt with.
+        out: the encrypted model, to be written.
+        owner: a file of mode 0600 for the embedding, the final norm and the head, to be written; None leaves these
+            tensors in the clear in `out`.
+        overwrite: whether existing files may be replaced.
 
     Raises:
-        PrivlabError: if the key does not fit, the model is encrypted already, or a file cannot be written.
+        PrivlabError: if the key does not fit, the model is encrypted already, both paths are one file, or a file cannot
+            be written.
     """
     if model.seal is not None:
         raise PrivlabError(
@@ -164,7 +179,7 @@ def encrypt_file(model: ModelFile, stored: KeyFile, out: Path, owner: Path | Non
         if owner.resolve() == out.resolve():
             raise PrivlabError(f"--owner and --out must be two files. Found '{owner}' for both.")
         write_new(owner, to_bytes(kept, model.metadata), private=True, overwrite=overwrite)
-        # E_unk is privlab's own: timm's strict loading would refuse a stand-in.
+        # E_unk is privlab's own, so timm's strict loading would refuse zeros in its place.
         state |= {name: torch.zeros_like(tensor) for name, tensor in kept.items()}
         state.pop("unk_embed", None)
     write_new(out, to_bytes(state, seal.metadata()), overwrite=overwrite)
@@ -172,10 +187,17 @@ def encrypt_file(model: ModelFile, stored: KeyFile, out: Path, owner: Path | Non
 
 
 def decrypt_file(model: ModelFile, stored: KeyFile, out: Path, owner: Path | None, *, overwrite: bool = False) -> None:
-    """Write the model that was encrypted, bit by bit; after training, the model that training made of it.
+    """Write the model that was encrypted, bit by bit; after training, write the trained model without the key.
+
+    Args:
+        model: the encrypted model, trained further or not.
+        stored: the key that it was encrypted with.
+        out: the plain model, to be written.
+        owner: the owner's file, to be read; None if the encrypted file holds these tensors in the clear.
+        overwrite: whether existing files may be replaced.
 
     Raises:
-        PrivlabError: for a wrong key, a missing or wrong owner's file, or a file that cannot be written.
+        PrivlabError: if the key is wrong, the owner's file is missing or wrong, or `out` cannot be written.
     """
     check_model(stored, model)
     state, metadata = remove_key(model.state, stored.key, stored.shape), {"format": "pt"}
@@ -190,10 +212,17 @@ def decrypt_file(model: ModelFile, stored: KeyFile, out: Path, owner: Path | Non
 
 
 def rekey_file(model: ModelFile, old: KeyFile, new: KeyFile, out: Path, *, overwrite: bool = False) -> Seal:
-    """Write an encrypted model under another key; the owner's file stays valid.
+    """Write an encrypted model under another key and return its seal; the owner's file stays valid.
+
+    Args:
+        model: the encrypted model.
+        old: the key that it was encrypted with.
+        new: the key to encrypt it with, of the same shape.
+        out: the model under the new key, to be written.
+        overwrite: whether an existing `out` may be replaced.
 
     Raises:
-        PrivlabError: for a wrong key, a model that is not encrypted, or a file that cannot be written.
+        PrivlabError: if a key is wrong, the model is not encrypted, or `out` cannot be written.
     """
     if model.seal is None:
         raise PrivlabError(f"'{model.path}' does not say that it is encrypted: encrypt it.")
@@ -206,10 +235,10 @@ def rekey_file(model: ModelFile, old: KeyFile, new: KeyFile, out: Path, *, overw
 
 
 def public_state(model: str) -> dict[str, Tensor]:
-    """Return the weights of a file, or the pretrained ones of a victim's name or timm:NAME.
+    """Return the weights of a file, or the pretrained weights of a victim's name or of timm:NAME.
 
     Raises:
-        PrivlabError: if they cannot be had.
+        PrivlabError: if they cannot be read or found.
     """
     if is_file(model):
         return read_model(Path(model)).state

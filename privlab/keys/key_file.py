@@ -11,9 +11,9 @@
 
 Canonical bytes: the lines `privlab-key/1`, `shape` and `space`; then for each tensor, by name, the line
 `NAME:DIMENSIONS` (as in `qk:12x3x64`) and its int32 in little-endian. The same key gives the same file, byte by byte:
-nothing is dated, and metadata are sorted. `key_id` commits to the key in a domain of its own (the lines
-`privlab-key-id/1` and `shape`, then the tensors as above). An encrypted model carries it, so that a wrong key of the
-right shape is refused; it confirms a guess of the whole key, and says nothing else of it.
+the file holds no date, and its metadata are sorted. `key_id` is a commitment to the key under a hash domain of its own
+(the lines `privlab-key-id/1` and `shape`, then the tensors as above). An encrypted model carries it, so that a wrong
+key of the right shape is refused. It confirms a guess of the whole key and tells nothing else of the key.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class KeyFile:
         return key_id(self.key, self.shape)
 
     def facts(self) -> dict[str, object]:
-        """Return what may be told of the key: sizes and hashes, in bits and hexadecimal digits."""
+        """Return the public facts of the key: its space and shape, sizes in bits, and hashes in hexadecimal digits."""
         return {
             "space": self.key.space,
             "bits": round(key_bits(self.shape, self.key.space), 1),
@@ -70,12 +70,18 @@ def key_id(key: ModelKey, shape: ModelShape) -> str:
 
 
 def canonical(key: ModelKey, shape: ModelShape) -> bytes:
-    """Return the bytes that the checksum is taken over."""
+    """Return the canonical bytes of a key: the checksum is their SHA-256."""
     return f"{FORMAT}\n{shape.text}\n{key.space}\n".encode() + _tensor_bytes(key)
 
 
 def save_key(key: ModelKey, shape: ModelShape, path: Path, *, overwrite: bool = False) -> None:
     """Write a key file of mode 0600.
+
+    Args:
+        key: the orders; they are stored as int32.
+        shape: the shape that the key fits.
+        path: the file to be written.
+        overwrite: whether an existing file may be replaced.
 
     Raises:
         PrivlabError: if the file exists and may not be overwritten, or cannot be written.
@@ -95,7 +101,7 @@ def load_key(path: Path) -> KeyFile:
     """Read a key file.
 
     Raises:
-        PrivlabError: if there is none, others may read it, or it is foreign, newer, truncated, corrupted or no key.
+        PrivlabError: if the file is missing, readable by others, of another or a newer format, truncated or corrupted.
     """
     data = _read_private(path)
     metadata = _metadata(data)
@@ -123,7 +129,7 @@ def load_key(path: Path) -> KeyFile:
 
 
 def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Return a safetensors file whose bytes depend on nothing but its content: metadata are sorted."""
+    """Return the bytes of a safetensors file; they depend on its content alone, since the metadata are sorted."""
     copies = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
     data = save(copies, dict(metadata) or None)
     size = int.from_bytes(data[:8], "little")
@@ -136,7 +142,13 @@ def to_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> byte
 
 
 def write_new(path: Path, data: bytes, *, private: bool = False, overwrite: bool = False) -> None:
-    """Write a new file, or put it in the place of an old one at once; `private` gives it the mode 0600.
+    """Write a new file whole, or replace an old one atomically.
+
+    Args:
+        path: the file to be written.
+        data: its bytes.
+        private: whether the mode is 0600, and not 0644.
+        overwrite: whether an existing file may be replaced.
 
     Raises:
         PrivlabError: if the file exists and may not be overwritten, or cannot be written.
@@ -183,7 +195,7 @@ def _read_private(path: Path) -> bytes:
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """Return a file's metadata; none where it is no safetensors file."""
+    """Return a file's metadata; an empty mapping if it is no safetensors file."""
     try:
         found = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         return {str(name): str(value) for name, value in found.items()}
@@ -192,7 +204,7 @@ def _metadata(data: bytes) -> dict[str, str]:
 
 
 def _shape(text: str) -> ModelShape:
-    """Parse the canonical JSON of a shape; anything else is refused."""
+    """Return the shape of its canonical JSON, and refuse any other text."""
     content: dict[str, Any] = json.loads(text)
     wanted = {field.name: field.type for field in fields(ModelShape)}
     if {name: type(value) for name, value in content.items()} != wanted:

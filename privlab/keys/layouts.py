@@ -13,11 +13,12 @@ Rules = dict[str, tuple[str, ...]]
 class Layout:
     """Tensor names of one family of models, with the order of each axis.
 
-    `layer` splits a name into the layer's index and the rest; `inner` gives one order per axis for each rest, `outer`
-    for each name outside of the layers; `owner` matches names that stay with the key's owner, and as they are.
+    `layer` splits a tensor's name into the layer's index and the rest. `inner` gives one order per axis for each rest,
+    and `outer` for each name outside of the layers. `owner` matches the names of tensors that stay with the key's owner
+    and are not permuted.
 
-    The orders are residual; qk and value, of the features of all heads; qkv, the three stacked; head, of the features
-    of one head, shared by all; hidden; and up, which is hidden, or hidden twice where fc1 is gated.
+    The names of the orders are: residual; qk and value, of the features of all heads; qkv, the three stacked; head, of
+    the features of one head, shared by all heads; hidden; and up, which is hidden, or hidden twice if fc1 is gated.
     """
 
     layer: re.Pattern[str]
@@ -27,12 +28,19 @@ class Layout:
 
 
 def affine(order: str, *modules: str) -> Rules:
-    """Return the rules of norms: weight and bias have one axis (Eq. 12)."""
+    """Return the rules of norms, whose weight and bias have one axis (Eq. 12)."""
     return {f"{module}.{kind}": (order,) for module in modules for kind in ("weight", "bias")}
 
 
 def linear(outputs: str, inputs: str, *modules: str, transposed: bool = False) -> Rules:
-    """Return the rules of linear maps: weight is outputs × inputs, or `transposed` (Eq. 6, 13)."""
+    """Return the rules of linear maps: weight is outputs × inputs, and bias has the axis of the outputs (Eq. 6, 13).
+
+    Args:
+        outputs: the order of the outputs, by its name in `Layout`.
+        inputs: the order of the inputs.
+        modules: the maps that these orders hold for, by their names within a layer.
+        transposed: whether weight is inputs × outputs, as in GPT-2.
+    """
     axes = (inputs, outputs) if transposed else (outputs, inputs)
     weights: Rules = {f"{module}.weight": axes for module in modules}
     return weights | {f"{module}.bias": (outputs,) for module in modules}
@@ -59,4 +67,4 @@ VIT = Layout(
         r"(cls_token|reg_token|dist_token|pos_embed|unk_embed)|(patch_embed|norm|fc_norm|attn_pool|head|head_dist)\..+"
     ),
 )
-"""timm's VisionTransformer. Embedding, final norm and head are the owner's: they work on restored features."""
+"""timm's VisionTransformer. The owner keeps embedding, final norm and head: they work on restored features."""

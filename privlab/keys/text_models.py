@@ -3,8 +3,9 @@
     shape, layout = text_shape(model), text_layout(model)
     keyed = apply_key(model.state_dict(), key := new_key(shape), shape, layout)
 
-Embeddings, the final norm of GPT-2, poolers and heads stay with the key's owner. Columns: T_(C)(Z P_C) = T(Z) P_C for
-both. Rows: BERT's encoder is equivariant where no row is padding; GPT-2's causal mask forbids any order but its own.
+Embeddings, the final norm of GPT-2, poolers and heads stay with the key's owner. In the columns, both models satisfy
+T_(C)(Z P_C) = T(Z) P_C. In the rows, BERT's encoder is equivariant if no row is padding; GPT-2's causal mask admits no
+order of rows but the original one.
 """
 
 import re
@@ -52,7 +53,7 @@ def text_layout(model: nn.Module) -> Layout:
     """Return the layout of a BERT or GPT-2 of transformers, with or without a head.
 
     Raises:
-        PrivlabError: for any other model, by its type.
+        PrivlabError: if it is another model; the message names its type.
     """
     return {"bert": BERT, "gpt2": GPT2}[_family(model)]
 
@@ -61,7 +62,7 @@ def text_shape(model: nn.Module) -> ModelShape:
     """Read the shape of a BERT or GPT-2 of transformers.
 
     Raises:
-        PrivlabError: for any other model, by its type.
+        PrivlabError: if it is another model; the message names its type.
     """
     family, config = _family(model), _config(model)
     width, heads = config.hidden_size, config.num_attention_heads

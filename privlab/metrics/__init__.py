@@ -1,4 +1,4 @@
-"""How near a reconstruction comes to its reference, and how well rows and keys were recovered."""
+"""Metrics: similarity of reconstructions to their references, and recovery of rows and keys."""
 
 import lazy_loader
 

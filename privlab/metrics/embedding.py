@@ -1,4 +1,4 @@
-"""F-SIM: how alike a network finds two images, by the cosine of their embeddings."""
+"""F-SIM: the similarity of two images as a network sees it, the cosine of their embeddings."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class Embedding:
     std: Float[Tensor, "c 1 1"]
 
     def __call__(self, x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-        """Cosine of the embeddings per image: ⟨f(x), f(y)⟩ / (‖f(x)‖ ‖f(y)‖).
+        """Return the cosine of the embeddings per image: ⟨f(x), f(y)⟩ / (‖f(x)‖ ‖f(y)‖).
 
         Images are resized to the network's input by an antialiased bilinear filter. Range [−1, 1]; higher leaks.
 
@@ -44,10 +44,10 @@ class Embedding:
 
 
 def load_embedding(text: str, device: torch.device | str = "cpu") -> Embedding:
-    """Return the embedding that "timm:NAME@FILE" names: a timm model without its classifier, its weights from FILE.
+    """Return the embedding that "timm:NAME@FILE" names: a timm model without its classifier, with the weights of FILE.
 
     Raises:
-        PrivlabError: if the text has another form, timm has no such model, or the file does not fit it.
+        PrivlabError: if the text has another form, timm has no such model, or the file does not fit the model.
     """
     name, _, file = text.removeprefix("timm:").partition("@")
     if not (text.startswith("timm:") and name and file):

@@ -1,4 +1,4 @@
-"""The formulas of the metrics, on a pair of checked images, which keeps what several of them share."""
+"""The formulas of the metrics on a pair of checked images; the pair keeps the terms that several metrics share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,38 +21,38 @@ _CHW = (1, 2, 3)
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Checked images in float64, with what several metrics are made of."""
+    """Checked images in float64, with the terms that several metrics share, computed once."""
 
     x: Float[Tensor, "b c h w"]
     y: Float[Tensor, "b c h w"]
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor) -> "Pair":
-        """Return images that were checked.
+        """Return the pair of two batches after checking them.
 
         Raises:
             PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
         """
         check_shapes(x, y)
         for name, image in {"x": x, "y": y}.items():
-            if not ((image >= 0) & (image <= 1)).all():  # so written, NaN fails too
+            if not ((image >= 0) & (image <= 1)).all():  # written so that NaN fails too
                 low, high = (bound.item() for bound in image.aminmax())
                 raise PrivlabError(f"{name} must be in [0, 1]. Found values from {low:.4g} to {high:.4g}.")
         return cls(x.double(), y.double())
 
     @cached_property
     def mse(self) -> Float[Tensor, " b"]:
-        """mean((x − y)²)."""
+        """Return mean((x − y)²) per image."""
         return (self.x - self.y).square().mean(dim=_CHW)
 
     @cached_property
     def centred(self) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b c h w"]]:
-        """Return both, each channel less its mean."""
+        """Return x and y with the mean of each channel subtracted."""
         return _centred(self.x), _centred(self.y)
 
     @cached_property
     def fitted(self) -> Float[Tensor, "b c h w"]:
-        """Return g x + o with the least squares' gain and offset of each colour; flat where x is."""
+        """Return g x + o, with the gain and offset of each channel by least squares; constant where x is constant."""
         x, y = self.centred
         power = x.square().sum((2, 3), keepdim=True)
         gain = torch.where(power > 0, (x * y).sum((2, 3), keepdim=True) / power, 0)
@@ -60,7 +60,7 @@ class Pair:
 
     @cached_property
     def ssim_map(self) -> Float[Tensor, "b c h w"]:
-        """Return the similarity of each pixel's surroundings."""
+        """Return the structural similarity at each pixel, before averaging."""
         x, y = self.x, self.y
         μx, μy, squares, products = gaussian(torch.stack([x, y, x * x + y * y, x * y]))
         μμ, μxμy = μx * μx + μy * μy, μx * μy
@@ -88,7 +88,7 @@ def _psnr(pair: Pair) -> Float[Tensor, " b"]:
 
 
 def _psnr_affine(pair: Pair) -> Float[Tensor, " b"]:
-    error = torch.minimum((pair.fitted - pair.y).square().mean(dim=_CHW), pair.mse)  # rounding: nothing fits worse
+    error = torch.minimum((pair.fitted - pair.y).square().mean(dim=_CHW), pair.mse)  # no fit is worse but by rounding
     return -10 * error.log10()
 
 
@@ -108,7 +108,7 @@ def _gms_affine(pair: Pair) -> Float[Tensor, " b"]:
 
 
 def _magnitude(image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c u v"]:
-    """Return |∇| by Prewitt's operators on means of 2 × 2 pixels, where all neighbours are inside."""
+    """Return |∇| by Prewitt's operators on means of 2 × 2 pixels, at the pixels whose neighbours are all inside."""
     f = avg_pool2d(image, 2)
     rows, columns = (f.unfold(axis, 3, 1).mean(-1) for axis in (2, 3))  # means of three, across the difference
     return torch.hypot(columns[:, :, 2:] - columns[:, :, :-2], rows[..., 2:] - rows[..., :-2])
@@ -130,7 +130,7 @@ def _fft2d(pair: Pair) -> Float[Tensor, " b"]:
     x, y = pair.centred
     squares, both = _dot(x, x) + _dot(y, y), (_dot(x, x) * _dot(y, y)).sqrt()
     cosine = torch.where(both > 0, _dot(x, y) / both, squares == 0)
-    return (1 - cosine).clamp(0, 2)  # rounding oversteps the bounds
+    return (1 - cosine).clamp(0, 2)  # rounding may overstep the bounds
 
 
 def _fft2d_mjp(pair: Pair) -> Float[Tensor, " b"]:
@@ -141,7 +141,7 @@ def _fft2d_mjp(pair: Pair) -> Float[Tensor, " b"]:
 
 
 def _centred(image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-    shifted = image - image[..., :1, :1]  # makes a constant channel 0, where its rounded mean might not
+    shifted = image - image[..., :1, :1]  # makes a constant channel exactly 0, whatever the rounding of its mean
     return shifted - shifted.mean(dim=(2, 3), keepdim=True)
 
 
@@ -165,4 +165,4 @@ FORMULAS: dict[str, Callable[[Pair], Tensor]] = {
     "correlation": _correlation,
     "gms_affine": _gms_affine,
 }
-"""Each metric without trained weights, one value per image; `privlab.metrics.registry` says what it is."""
+"""Each metric without trained weights, one value per image; `privlab.metrics.registry` defines it."""

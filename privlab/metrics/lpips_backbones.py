@@ -1,7 +1,7 @@
 """Where the pretrained backbones of LPIPS come from: a file, a folder, torchvision's cache, or its download.
 
-A distance taken with a random backbone looks plausible and means nothing, so none is ever made up: what
-cannot be had is refused, and the hash of what was read goes with the metric.
+A distance taken with a random backbone looks plausible and means nothing, so no backbone is ever made up: a missing
+file is an error, and the hash of the file that was read goes with the metric.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ _HOW = "Give the file, or the folder that holds it, with --lpips-weights PATH."
 
 
 class LpipsUnavailable(PrivlabError):
-    """The pretrained backbone of an LPIPS network is neither on this machine nor within reach."""
+    """The pretrained backbone of an LPIPS network is not on this machine and cannot be downloaded."""
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """One of torchvision's networks as LPIPS uses it; below `min_side` pixels a pool has nothing left."""
+    """One of torchvision's networks as LPIPS uses it; its pooling needs images of at least `min_side` pixels a side."""
 
-    prefix: str  # of the names of its files
-    weight: str  # torchvision's enum entry
+    prefix: str  # of the names of the files with its weights
+    weight: str  # name of torchvision's enum entry
     min_side: int
 
 
@@ -41,11 +41,14 @@ BACKBONES: dict[str, Backbone] = {
 
 
 def find_backbone(net: str, weights: Path | None = None, *, download: bool = True) -> Path:
-    """Return the file of the backbone of `net` ("alex", "vgg", "squeeze").
+    """Return the file of the pretrained backbone of an LPIPS network.
 
-    A given `weights` is that file, or a folder with a file named after the network (alexnet…, vgg16…,
-    squeezenet1_1…), and nothing else is tried. Without it: torchvision's cache, then with `download`
-    torchvision's download, unless HF_HUB_OFFLINE=1.
+    Args:
+        net: "alex", "vgg" or "squeeze".
+        weights: the file, or a folder with a file named after the network (alexnet…, vgg16…, squeezenet1_1…); nothing
+            else is tried. None looks into torchvision's cache.
+        download: whether a file that is missing in the cache is downloaded as torchvision does; never with
+            HF_HUB_OFFLINE=1, nor if `weights` is given.
 
     Raises:
         PrivlabError: if there is no network of that name.
@@ -74,9 +77,13 @@ def read_features(path: Path) -> tuple[dict[str, Tensor], str]:
 
 
 def load_features(trunk: torch.nn.Module, features: Mapping[str, Tensor], path: Path) -> None:
-    """Load `features.*` of torchvision into the slices of LPIPS's `trunk`, every tensor or none.
+    """Load torchvision's tensors into the slices of LPIPS's trunk, every tensor or none.
 
-    The slices keep torchvision's indices: `features.3.weight` is `slice2.3.weight`. The message names `path`.
+    Args:
+        trunk: the backbone of an LPIPS network. Its slices keep torchvision's indices: `features.3.weight` is
+            `slice2.3.weight`.
+        features: torchvision's tensors by their names `features.*`.
+        path: the file that they came from, for the error message.
 
     Raises:
         PrivlabError: if a tensor is missing, unexpected or of another shape; the message names it.
@@ -95,7 +102,7 @@ def load_features(trunk: torch.nn.Module, features: Mapping[str, Tensor], path: 
 
 
 def _in_folder(folder: Path, prefix: str) -> Path:
-    """Return the first file named after the network; where there is none, the pattern looked for."""
+    """Return the first file named after the network, or the pattern that was looked for if there is none."""
     name = re.compile(rf"{prefix}(?!_bn)([-_].*)?\.(safetensors|pth|pt|bin)")
     found = sorted(path for path in folder.iterdir() if name.fullmatch(path.name))
     return found[0] if found else folder / f"{prefix}*.safetensors or {prefix}*.pth"

@@ -1,4 +1,4 @@
-"""How well rows were put in place and keys recovered: the metrics of permuted features."""
+"""Metrics of permuted features: how many rows were put in place, and how much of the key was recovered."""
 
 from dataclasses import replace
 
@@ -33,19 +33,25 @@ PLACEMENT: dict[str, Metric] = {
     "key_recovered": Metric("key_recovered", None, "higher leaks", (0.0, 1.0), 4, "share of the column key's entries"),
     "correct": Metric("correct", None, "utility", (0.0, 1.0), 4, "the client's prediction is the label"),
 }
-"""What the records of released features hold besides the metrics of images."""
+"""The metrics that records of released features hold besides the metrics of images."""
 
 
 def placement_accuracy(sent: Sent, stolen: Stolen) -> Float[Tensor, " b"] | None:
-    """Share of an image's patch slots that got their own row, in [0, 1]; None where rows are not placed."""
+    """Return the share of each image's patch slots that got their own row, in [0, 1]; None if rows are not placed."""
     found = _found(sent, stolen)
     return None if found is None else (found == _slots(sent)).double().mean(1)
 
 
 def neighbour_accuracy(sent: Sent, stolen: Stolen, grid: tuple[int, int]) -> Float[Tensor, " b"] | None:
-    """Share of the pairs of adjacent slots, across and down, that hold patches adjacent in just that way, in [0, 1].
+    """Return the share of pairs of adjacent slots whose patches are adjacent in the same direction, in [0, 1].
 
-    A patch's own neighbours count wherever the pair stands, and of whichever image of the batch it is.
+    Pairs run across and down. A pair of neighbours counts wherever it stands, and from whichever image of the batch.
+
+    Args:
+        sent: what the client sent, with the true origin of each row.
+        stolen: what the attack returned, with the row that it put into each patch slot; without rows the result is
+            None.
+        grid: (h, w), the patches in a column and in a row of an image.
     """
     found = _found(sent, stolen)
     if found is None:
@@ -55,15 +61,20 @@ def neighbour_accuracy(sent: Sent, stolen: Stolen, grid: tuple[int, int]) -> Flo
 
 
 def placed_share(held: Int[Tensor, "b n"], moved: Bool[Tensor, "b n"]) -> Float[Tensor, " b"]:
-    """Share of the `moved` slots s that hold their own patch, `held[s]` = s, in [0, 1]; NaN where none was moved."""
+    """Return the share of the `moved` slots s with their own patch, `held[s]` = s, in [0, 1]; NaN if none was moved."""
     own = held == torch.arange(held.shape[1], device=held.device)
     return (own & moved).sum(1).double() / moved.sum(1)
 
 
 def adjacent_share(held: Int[Tensor, "b n"], moved: Bool[Tensor, "b n"], grid: tuple[int, int]) -> Float[Tensor, " b"]:
-    """Share of the pairs of adjacent slots, one of them `moved` or both, that hold patches adjacent in just that way.
+    """Return the share of pairs of adjacent slots whose patches are adjacent in the same direction, in [0, 1].
 
-    In [0, 1]; NaN where none was moved.
+    Pairs run across and down. Those with at least one moved slot count; the share is NaN for an image without any.
+
+    Args:
+        held: the patch that each slot holds, by the number of its own slot.
+        moved: marks the slots that the defense shuffled.
+        grid: (h, w), the patches in a column and in a row of an image, with h · w = n.
     """
     square = moved.unflatten(1, grid)
     across, down = square[:, :, 1:] | square[:, :, :-1], square[:, 1:] | square[:, :-1]
@@ -72,7 +83,7 @@ def adjacent_share(held: Int[Tensor, "b n"], moved: Bool[Tensor, "b n"], grid: t
 
 
 def key_recovered(sent: Sent, stolen: Stolen) -> float | None:
-    """Share of the entries of the column key that were recovered, in [0, 1]; None without a key or a guess."""
+    """Return the share of the column key's entries that were recovered, in [0, 1]; None without a key or a guess."""
     if sent.columns is None or stolen.columns is None:
         return None
     return float((stolen.columns.to(sent.columns) == sent.columns).double().mean())
@@ -86,9 +97,14 @@ def in_best_order(
     *,
     across: bool = False,
 ) -> Float[Tensor, "b c h w"]:
-    """Return the images with the patches of these slots in the order of least squared error: a bound on any placement.
+    """Return the images with some patches in the order of least squared error: a bound on any placement.
 
-    Each image keeps its own patches; `across` the images they may go to any of them.
+    Args:
+        images: reconstructions.
+        reference: the images that they are compared with.
+        slots: marks the patches that are put in order; the others stay.
+        patch: the side of a patch, in pixels.
+        across: whether patches may go to any image of the batch, and not only stay within their own.
     """
     found, wanted = patchify(images, patch), patchify(reference, patch)
     b, n, _ = found.shape
@@ -103,9 +119,9 @@ def in_best_order(
 
 
 def displaced(sent: Sent) -> Bool[Tensor, "b n"]:
-    """Mark all slots of each image of which a row was sent in the place of another one: which row is one's own is open.
+    """Mark all slots of each image with a patch slot whose row is not its own: the origin of its rows is unknown.
 
-    Class and register tokens that changed their places among themselves displace no patch.
+    An image in which only class and register tokens changed places is not marked.
     """
     b, t = sent.source.shape
     moved = sent.source != torch.arange(b * t, device=sent.source.device).view(b, t)
@@ -113,16 +129,21 @@ def displaced(sent: Sent) -> Bool[Tensor, "b n"]:
 
 
 def crosses(sent: Sent) -> bool:
-    """Return whether a row was sent among those of another image."""
+    """Return whether any row was sent in the place of a row of another image."""
     b, t = sent.source.shape
     return bool((sent.source // t != torch.arange(b, device=sent.source.device)[:, None]).any())
 
 
 def matched(sent: Sent, stolen: Stolen, reference: Float[Tensor, "b c h w"]) -> Stolen:
-    """Return the reconstructions in the order of the images that they are nearest to, where rows crossed images.
+    """Return the reconstructions in the order of the images that they are nearest to, if rows crossed images.
 
-    Which image of a batch is the first is no secret worth hiding, and not to be found: the evaluator assigns
-    reconstructions to images by least squared error. Where every row stayed with its image, nothing is moved.
+    The order of the images in a batch is no secret, and cannot be recovered: the evaluator assigns reconstructions to
+    images by least squared error. If every row stayed with its image, the reconstructions stay in their order.
+
+    Args:
+        sent: what the client sent, with the true origin of each row.
+        stolen: one reconstruction for each image, and the rows that it was made of if the attack names them.
+        reference: the images of the client, in [0, 1], in their order.
     """
     if not crosses(sent):
         return stolen
@@ -132,10 +153,15 @@ def matched(sent: Sent, stolen: Stolen, reference: Float[Tensor, "b c h w"]) -> 
 
 
 def assigned(stolen: Stolen, fed: Float[Tensor, "b c h w"], patch: int) -> Stolen:
-    """Return what came of one gradient of b images in the order of the fed images that it is nearest to.
+    """Return the reconstructions from one gradient of b images in the order of the fed images that they are nearest to.
 
-    As in `matched`, reconstructions are assigned to images by least squared error; patches in an order of the
-    adversary's own are first put where they fit that image best.
+    As in `matched`, reconstructions are assigned to images by least squared error.
+
+    Args:
+        stolen: b reconstructions; patches that it marks as loose, in an order of the adversary's own, are first put
+            where they fit an image best.
+        fed: the b images that the gradient was computed from, in [0, 1].
+        patch: the side of a patch, in pixels.
     """
     b = len(fed)
     found, wanted = stolen.images.repeat(b, 1, 1, 1), fed.repeat_interleave(b, 0)
@@ -146,7 +172,14 @@ def assigned(stolen: Stolen, fed: Float[Tensor, "b c h w"], patch: int) -> Stole
 
 
 def as_sent(sent: Sent, images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b c h w"]:
-    """Return what was fed with its patches in the order of the sent rows; a class or register token is a grey patch."""
+    """Return the images with their patches in the order of the sent rows.
+
+    Args:
+        sent: what the client sent, with the true origin of each row; a class or register token in a patch's place is
+            shown as a grey patch.
+        images: the images that the client embedded, in [0, 1].
+        patch: the side of a patch, in pixels.
+    """
     t, places = sent.source.shape[1], sent.source[:, sent.prefix :]
     patches = patchify(images, patch)
     image, place = places // t, places % t - sent.prefix
@@ -160,15 +193,15 @@ def _found(sent: Sent, stolen: Stolen) -> Int[Tensor, "b n"] | None:
 
 
 def _slots(sent: Sent) -> Int[Tensor, "b n"]:
-    """Return the tokens that belong into the patch slots."""
+    """Return the tokens that belong in the patch slots."""
     b, t = sent.source.shape
     return torch.arange(b * t, device=sent.source.device).view(b, t)[:, sent.prefix :]
 
 
 def _adjacent(image: Int[Tensor, "b n"], place: Int[Tensor, "b n"], grid: tuple[int, int]) -> Bool[Tensor, "b _"]:
-    """Return which pairs of slots, across and then down, hold patches of one image adjacent in just that way.
+    """Return which pairs of slots, across and then down, hold patches of one image adjacent in the same direction.
 
-    A slot holds the patch at `place` in an image; below zero it holds none.
+    A slot holds the patch at `place` of its image, or no patch if `place` is below zero.
     """
     image, place = image.unflatten(1, grid), place.unflatten(1, grid)
     row, column, patch = place.div(grid[1], rounding_mode="floor"), place % grid[1], place >= 0
@@ -178,7 +211,7 @@ def _adjacent(image: Int[Tensor, "b n"], place: Int[Tensor, "b n"], grid: tuple[
 
 
 def _same(image: Int[Tensor, "b r c"], patch: Bool[Tensor, "b r c"], dim: int) -> Bool[Tensor, "b _ _"]:
-    """Return where two neighbours along `dim` hold patches of one image."""
+    """Mark the pairs of neighbours along `dim` that hold patches of one image."""
     n = image.shape[dim]
     first, second = patch.narrow(dim, 0, n - 1), patch.narrow(dim, 1, n - 1)
     return (image.diff(dim=dim) == 0) & first & second

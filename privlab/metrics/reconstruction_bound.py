@@ -1,9 +1,9 @@
-"""What differential privacy says of reconstruction: the share of successes that no attack may exceed.
+"""The bound of differential privacy on reconstruction: the share of successes that no attack exceeds.
 
-The prior π is uniform over m pictures that the adversary has; one of them, z, is the image of the client. The release
+The prior π is uniform over m images that the adversary has; one of them, z, is the image of the client. The release
 is N(g_z, (σC)² I) with ‖g_z‖ ≤ C, as `gradient-noise` makes it of one image, T times. Without the image it would be
-N(0, (σC)² I), whatever z is: there every attack guesses, with no more than the success κ of the best fixed guess. So
-the sensitivity is that of an image's presence, C and not 2C, although what is hidden is which image it is.
+N(0, (σC)² I), whatever z is: every attack would have to guess, with at most the success κ of the best fixed guess. So
+the sensitivity is that of an image's presence, C and not 2C, although the secret is which image it is.
 """
 
 import math
@@ -21,17 +21,17 @@ __all__ = ["clopper_pearson", "fixed_guess", "gram", "identified", "success_boun
 
 
 def success_bound(prior: float, multiplier: float, releases: int = 1) -> float:
-    """Return Φ(Φ⁻¹(κ) + √T / σ): no attack succeeds more often, whatever it knows but the image.
+    """Return Φ(Φ⁻¹(κ) + √T / σ): no attack succeeds more often, even if it knows everything except the image.
 
     It is the power of the best test of level κ between N(0, σ²) and N(1, σ²), by T draws.
 
     Args:
         prior: κ in [0, 1], the success of the best guess that does not see the release (see `fixed_guess`).
         multiplier: σ, at least 0; the noise in units of the clipping norm C.
-        releases: T, at least 1; each may be chosen by what came of those before.
+        releases: T, at least 1; each may be chosen after the outcomes of those before.
 
     Raises:
-        PrivlabError: for a number out of range.
+        PrivlabError: if a number is out of range.
 
     Source: Hayes, Mahloujifar & Balle (2023), "Bounding Training Data Reconstruction in DP-SGD": the blow-up function
         of the Gaussian mechanism, with every example in every step; in closed form, Kaissis, Hayes, Ziller & Rueckert
@@ -52,11 +52,11 @@ def success_bound(prior: float, multiplier: float, releases: int = 1) -> float:
 
 
 def fixed_guess(images: Float[Tensor, "m ..."], psnr: float) -> float:
-    """Return κ: an upper bound of the share of the images that one picture reaches at `psnr` dB or more.
+    """Return κ, an upper bound on the share of the images that one guess reaches at `psnr` dB or more.
 
-    A picture within the distance r of k images (r = 10^(−psnr/20), root mean square, for pixels in [0, 1]) has them
-    within 2r of each other: each of the k has k − 1 others that near. The greatest k for which some images have that,
-    among themselves, is the greatest core of the graph of near ones, plus one. No less than 1/m.
+    If a guess is within the distance r of k images (r = 10^(−psnr/20), root mean square, for pixels in [0, 1]), these
+    images are within 2r of each other: each of the k has k − 1 others that near. The greatest k for which k images
+    satisfy this among themselves is the greatest core number of the graph of images within 2r, plus one. κ ≥ 1/m.
 
     Raises:
         PrivlabError: if there are no images.
@@ -68,7 +68,7 @@ def fixed_guess(images: Float[Tensor, "m ..."], psnr: float) -> float:
     near = rms <= 2 * 10 ** (-psnr / 20)
     k = 1
     while len(near):
-        fewest, i = near.sum(1).min(0)  # itself included
+        fewest, i = near.sum(1).min(0)  # the count includes image i itself
         k = max(k, int(fewest))
         rest = torch.arange(len(near)) != i
         near = near[rest][:, rest]
@@ -76,10 +76,15 @@ def fixed_guess(images: Float[Tensor, "m ..."], psnr: float) -> float:
 
 
 def clopper_pearson(hits: int, trials: int, level: float = 0.95) -> tuple[float, float]:
-    """Return the exact two-sided interval of a share, `hits` of `trials` having been counted.
+    """Return the exact two-sided confidence interval (low, high) of the probability of a success.
+
+    Args:
+        hits: successes counted, in [0, trials].
+        trials: independent trials, at least 1.
+        level: the probability that the interval covers, in (0, 1).
 
     Raises:
-        PrivlabError: for impossible counts.
+        PrivlabError: if the counts are impossible.
 
     Source: Clopper & Pearson (1934).
     """
@@ -92,7 +97,7 @@ def clopper_pearson(hits: int, trials: int, level: float = 0.95) -> tuple[float,
 
 
 def gram(gradients: Mapping[str, Float[Tensor, "m ..."]]) -> Float[Tensor, "m m"]:
-    """Return the inner products of the gradients of m images, over all parameters."""
+    """Return the inner products ⟨g_j, g_k⟩ of the gradients of m images, over all parameters."""
     total = torch.zeros(())
     for g in gradients.values():
         flat = g.flatten(1).double()
@@ -101,17 +106,17 @@ def gram(gradients: Mapping[str, Float[Tensor, "m ..."]]) -> Float[Tensor, "m m"
 
 
 def identified(products: Float[Tensor, "m m"], std: float, draws: int, generator: Generator) -> Int[Tensor, "m draws"]:
-    """Return which of m images the best attack takes for the one whose gradient was released with noise.
+    """Return the image that the best attack chooses for each noisy release of the gradient of each of m images.
 
-    The attack has the m gradients g_j as they are released but for the noise, and takes the likeliest: the greatest
-    ⟨G, g_j⟩ − ‖g_j‖² / 2 of G = g_i + noise. Nothing of G but these m products counts, and the noise in them has the
-    covariance std² · ⟨g_j, g_k⟩: so no gradient need be drawn.
+    The attack has the m gradients g_j as they are released but without noise, and chooses the likeliest j: the greatest
+    ⟨G, g_j⟩ − ‖g_j‖² / 2 of G = g_i + noise. G matters only through these m products, and the noise in them has the
+    covariance std² · ⟨g_j, g_k⟩: so no gradient has to be drawn.
 
     Args:
-        products: ⟨g_j, g_k⟩, of `gram`.
-        std: of the noise of an entry, above 0.
-        draws: of the noise, for each image.
-        generator: of the draws.
+        products: ⟨g_j, g_k⟩, as `gram` returns them.
+        std: the standard deviation of the noise on an entry of the gradient, above 0.
+        draws: the number of noisy releases drawn for each image.
+        generator: the random generator, on the CPU, that the noise is drawn from.
     """
     λ, Q = torch.linalg.eigh(products.double())
     root = Q * λ.clamp_min(0).sqrt()

@@ -1,4 +1,4 @@
-"""How near a reconstruction x comes to the reference y: one pure function per metric, one value per image.
+"""Similarity of a reconstruction x to the reference y: one pure function per metric, one value per image.
 
 Images are RGB or grey in [0, 1] at the victim's resolution. Results are float64 and never averaged over the batch.
 Pixels outside [0, 1], NaN among them, are refused: such images are still normalised or were never
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def mse(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-    """Mean squared error per image, over channels and pixels: mean((x − y)²).
+    """Return the mean squared error per image, over channels and pixels: mean((x − y)²).
 
     Range [0, 1], in squared units of pixels in [0, 1]; lower leaks.
 
@@ -57,9 +57,9 @@ def mse(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tenso
 
 
 def psnr(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-    """Peak signal-to-noise ratio per image, in dB: −10 log₁₀ MSE(x, y).
+    """Return the peak signal-to-noise ratio per image, in dB: −10 log₁₀ MSE(x, y).
 
-    Range [0, ∞]; higher leaks. Equal images give inf, which no ε hides.
+    Range [0, ∞]; higher leaks. Equal images give inf: no ε is added to the MSE.
 
     Raises:
         PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
@@ -70,9 +70,14 @@ def psnr(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tens
 def psnr_region(
     x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"], region: Bool[Tensor, "b h w"]
 ) -> Float[Tensor, " b"]:
-    """PSNR per image over the pixels where `region` is True, in dB: −10 log₁₀ mean_region((x − y)²).
+    """Return the PSNR per image over the pixels of a region, in dB: −10 log₁₀ mean_region((x − y)²).
 
     Range [0, ∞]; higher leaks. An image whose region is empty gives nan.
+
+    Args:
+        x: reconstructions in [0, 1].
+        y: references in [0, 1].
+        region: marks the pixels that count; the mean runs over them and over all channels.
 
     Raises:
         PrivlabError: if the shapes do not fit or a pixel lies outside [0, 1].
@@ -85,11 +90,11 @@ def psnr_region(
 
 
 def ssim(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-    """Structural similarity per image, in MJP's convention: the zero-padded map, averaged over all of it.
+    """Return the structural similarity per image in MJP's convention: the mean of the whole zero-padded map.
 
     (2 μx μy + C₁)(2 σxy + C₂) / ((μx² + μy² + C₁)(σx² + σy² + C₂)), with C₁ = 0.01², C₂ = 0.03² and moments
     under an 11 × 11 Gaussian window of σ = 1.5 (biased variances), per channel. Range [−1, 1]; higher leaks.
-    Outside the image are zeros in both, so that a border of 5 pixels is rated too similar: for images of 32
+    Both images are padded with zeros, so that a border of 5 pixels is rated too similar: for images of 32
     pixels a side that is half of the map.
 
     Raises:
@@ -101,7 +106,7 @@ def ssim(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tens
 
 
 def ssim_skimage(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-    """Structural similarity per image as scikit-image has it: the map of `ssim`, cropped by 5 pixels a side.
+    """Return the structural similarity per image as scikit-image does: `ssim` without a border of 5 pixels.
 
     Equals `structural_similarity(gaussian_weights=True, sigma=1.5, use_sample_covariance=False,
     data_range=1)`. Range [−1, 1]; higher leaks.
@@ -115,12 +120,12 @@ def ssim_skimage(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Fl
 
 
 def fft2d(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-    """Cosine distance of the 2-D spectra per image: 1 − Re⟨F, G⟩ / (‖F‖ ‖G‖), each channel's DC set to zero.
+    """Return the cosine distance of the 2-D spectra per image, each channel's DC set to 0: 1 − Re⟨F, G⟩ / (‖F‖ ‖G‖).
 
-    By Parseval ⟨F, G⟩ = h w ⟨x, y⟩, and no DC is no mean: it is 1 minus the correlation of the pixels, each
-    channel less its mean, and says nothing that pixels do not. Range [0, 2], 1 for unrelated images; lower
-    leaks. Where both have constant channels only, nothing is left that could differ: 0. Where one of them has, it
-    has nothing in common with the other: 1.
+    By Parseval ⟨F, G⟩ = h w ⟨x, y⟩, and a spectrum without DC belongs to a channel without mean. So this is 1 minus
+    the correlation of the pixels after each channel's mean is subtracted; it tells nothing that pixels do not. Range
+    [0, 2], 1 for unrelated images; lower leaks. It is 0 if both images have constant channels only, and 1 if one of
+    them has.
 
     Raises:
         PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
@@ -131,11 +136,11 @@ def fft2d(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Ten
 
 
 def fft2d_mjp(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-    """FFT2D as MJP's script computes it: |1 − Σ F G / √(Σ F F · Σ G G)|, without a complex conjugate.
+    """Return FFT2D as MJP's script computes it: |1 − Σ F G / √(Σ F F · Σ G G)|, without a complex conjugate.
 
     F, G are numpy's fft2 of x, y per channel; sums run over channels and frequencies. Without the conjugate,
     Σ F(k) G(k) = h w Σ x(n) y(−n mod (h, w)): x is compared with y turned by 180°. Pixels in [0, 1] make all
-    three sums real and non-negative, and so the root is real; but Cauchy and Schwarz do not bound the ratio.
+    three sums real and non-negative, so the root is real; but the Cauchy-Schwarz inequality does not bound the ratio.
     Range [0, ∞); lower leaks. Where Σ F F or Σ G G is 0 (a black image), it is undefined: nan or inf.
 
     Raises:
@@ -147,10 +152,11 @@ def fft2d_mjp(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float
 
 
 def psnr_affine(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-    """PSNR per image after the best gain and offset of each colour, in dB: −10 log₁₀ min_{g, o} mean((g x + o − y)²).
+    """Return the PSNR per image after the best gain g and offset o of each channel, in dB.
 
-    The least squares of a colour leave var(y) (1 − ρ²), with ρ the correlation of its pixels. Range [0, ∞], never below
-    `psnr`; higher leaks. It sees structure whose scale is lost, and a negative; a flat picture has −10 log₁₀ var(y).
+    It is −10 log₁₀ min_{g, o} mean((g x + o − y)²). The least-squares fit of a channel leaves the error
+    var(y) (1 − ρ²), with ρ the correlation of its pixels. Range [0, ∞], never below `psnr`; higher leaks. It detects
+    structure whose scale is lost, and a negative; a constant reconstruction has −10 log₁₀ var(y).
 
     Raises:
         PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
@@ -161,10 +167,10 @@ def psnr_affine(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Flo
 
 
 def correlation(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-    """Correlation of the pixels per image, without its sign, averaged over colours: mean_c |cov(x, y)| / (σ_x σ_y).
+    """Return the unsigned correlation of the pixels per image, averaged over channels: mean_c |cov(x, y)| / (σ_x σ_y).
 
-    Range [0, 1]; higher leaks. Gains and offsets of colours leave it as it is, negative gains too. A constant colour
-    has nothing in common with one that varies, 0, and everything with another constant one, 1.
+    Range [0, 1]; higher leaks. Gains, negative ones too, and offsets of channels do not change it. A constant channel
+    has the correlation 0 with one that varies, and 1 with another constant one.
 
     Raises:
         PrivlabError: if x and y differ in shape or a pixel lies outside [0, 1].
@@ -175,11 +181,11 @@ def correlation(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Flo
 
 
 def gms_affine(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-    """Similarity of gradient magnitudes per image, after the best gain and offset: mean (2 m n + C) / (m² + n² + C).
+    """Return the similarity of gradient magnitudes per image, after the best gain and offset of each channel.
 
-    m and n are the magnitudes of Prewitt's gradients of each colour of g x + o, as in `psnr_affine`, and of y, both
-    averaged over 2 × 2 pixels first; C = 170 / 255². Only pixels whose neighbours are all in the image count. Range
-    (0, 1]; higher leaks.
+    It is mean (2 m n + C) / (m² + n² + C), where m and n are the magnitudes of Prewitt's gradients of each channel of
+    g x + o, as in `psnr_affine`, and of y, both averaged over 2 × 2 pixels first; C = 170 / 255². Only pixels whose
+    neighbours are all in the image count. Range (0, 1]; higher leaks.
 
     Raises:
         PrivlabError: if an image is smaller than 6 × 6, the shapes differ, or a pixel lies outside [0, 1].
@@ -191,21 +197,21 @@ def gms_affine(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Floa
 
 @dataclass(frozen=True, eq=False)
 class Lpips:
-    """LPIPS with one pretrained backbone, and what identifies that backbone; called as `lpips(x, y)`."""
+    """LPIPS with one pretrained backbone, and that backbone's file name and hash; called as `lpips(x, y)`."""
 
     module: nn.Module
     net: str  # alex, vgg or squeeze
-    sha256: str  # of the backbone's file
-    file: str  # its name
+    sha256: str  # hash of the backbone's file
+    file: str  # name of the backbone's file
 
     def __call__(self, x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-        """Learned perceptual distance per image: Σ_layers mean_hw Σ_c w_c (φ_c(x) − φ_c(y))².
+        """Return the learned perceptual distance per image: Σ_layers mean_hw Σ_c w_c (φ_c(x) − φ_c(y))².
 
         φ are the unit-normalised features of 2 x − 1, in [−1, 1], as the network was trained; they are
         computed in float32. Range [0, ∞); lower leaks.
 
         Raises:
-            PrivlabError: if images are not RGB or grey, too small for the backbone, or a pixel lies outside [0, 1].
+            PrivlabError: if images are not RGB or grey, are too small for the backbone, or have a pixel outside [0, 1].
 
         Source: Zhang et al. 2018; the `lpips` package, version 0.1 of the linear layers.
         """
@@ -213,10 +219,12 @@ class Lpips:
 
 
 def load_lpips(net: str, weights: Path | None = None, device: torch.device | str = "cpu") -> Lpips:
-    """Return LPIPS with the pretrained backbone "alex", "vgg" or "squeeze"; never with a random one.
+    """Return LPIPS with a pretrained backbone, never with a random one; torch's global random state is not changed.
 
-    The backbone is the file `weights`, or is found in the folder `weights`; without it, in torchvision's
-    cache or by torchvision's download. Torch's global random state stays as it is.
+    Args:
+        net: the backbone: "alex", "vgg" or "squeeze".
+        weights: the backbone's file, or a folder that holds it; None looks into torchvision's cache, then downloads.
+        device: where the metric computes.
 
     Raises:
         LpipsUnavailable: if the backbone is in none of these places.
@@ -254,7 +262,7 @@ class Metric:
 
     @property
     def arrow(self) -> str:
-        """The direction that leaks, as tables print it; utility has none."""
+        """Return the direction that leaks as an arrow for tables; utility has none."""
         return {"higher leaks": "↑", "lower leaks": "↓", "utility": ""}[self.direction]
 
 
@@ -281,14 +289,14 @@ METRICS: dict[str, Metric] = {
 }
 
 DECIBELS = ("psnr", "psnr_affine")
-"""The metrics in dB: exact reconstructions have as much as rounding leaves, or infinity."""
+"""The metrics in dB: they are infinite for exact reconstructions, or as large as rounding allows."""
 
 STRUCTURE = ("psnr_affine", "correlation", "gms_affine")
-"""The metrics that no gain or offset of a colour changes: they see what is there where its scale is lost."""
+"""The metrics that no gain or offset of a channel changes: they detect structure whose scale is lost."""
 
 MIRRORED = {name: f"{name}_mirrored" for name in STRUCTURE}
-"""The columns of the same against the mirrored reference. Photographs are as likely as their mirrored selves, so that a
-picture that knows nothing of the image scores the same on both: what is more is a leak."""
+"""The columns of the same metrics against the mirrored reference. A photograph is as likely as its mirror image, so a
+reconstruction that knows nothing of the image scores the same on both: the excess over the mirrored score is a leak."""
 
 Learned = Callable[[Tensor, Tensor], Tensor]
 """A metric with trained weights: (x, y) ↦ one value per image."""
@@ -304,12 +312,16 @@ def score(
     metrics: Sequence[str],
     learned: Mapping[str, Learned] = {},
 ) -> dict[str, Float[Tensor, " b"]]:
-    """Return the wanted `metrics` by name, one value per image each, with what they share computed once.
+    """Return metrics by name, one value per image each; terms that several metrics share are computed once.
 
-    `learned` holds the metrics that need trained weights: {"lpips_alex": load_lpips("alex")}.
+    Args:
+        x: reconstructions in [0, 1].
+        y: references in [0, 1].
+        metrics: names of `METRICS`.
+        learned: the metrics that need trained weights, by name: {"lpips_alex": load_lpips("alex")}.
 
     Raises:
-        PrivlabError: if a metric is unknown, lacks its backbone or refuses the images.
+        PrivlabError: if a metric is unknown, lacks its trained weights or refuses the images.
     """
     for name in metrics:
         _check_metric(name, learned)

@@ -1,4 +1,4 @@
-"""SSIM's window over images, by banded matrices."""
+"""Filtering of images by SSIM's window, with banded matrices."""
 
 import math
 from functools import lru_cache
@@ -9,14 +9,14 @@ from torch import Tensor
 
 __all__ = ["RADIUS", "gaussian"]
 
-RADIUS, _SIGMA = 5, 1.5  # of the Gaussian window of SSIM, 11 × 11
+RADIUS, _SIGMA = 5, 1.5  # radius and σ of the Gaussian window of SSIM, 11 × 11
 _STRIP = 24  # rows of a strip of the banded matrix: short ones multiply fewer zeros, long ones run at full speed
 
 
 def gaussian(images: Float[Tensor, "*n h w"]) -> Float[Tensor, "*n h w"]:
-    """Filter by the window with zeros outside, by its banded matrices: that is faster than convolution here.
+    """Filter images, padded with zeros, by the window; its banded matrices are faster here than convolution.
 
-    A strip of a banded matrix meets few pixels; what lies beyond is multiplied by zero, and left out.
+    A strip of a banded matrix reads few pixels; those beyond its band, which it would multiply by zero, are left out.
     """
     h, w = images.shape[-2:]
     planes = images.flatten(0, -3)
@@ -27,7 +27,7 @@ def gaussian(images: Float[Tensor, "*n h w"]) -> Float[Tensor, "*n h w"]:
 
 
 def _strips(n: int) -> list[tuple[slice, slice]]:
-    """Return strips of n rows, and the rows within the window's reach of each."""
+    """Return the strips of n rows, each with the rows within the window's reach of it."""
     return [(slice(i, i + _STRIP), slice(max(0, i - RADIUS), i + _STRIP + RADIUS)) for i in range(0, n, _STRIP)]
 
 

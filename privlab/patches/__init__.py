@@ -1,4 +1,4 @@
-"""Images as bags of patches, their masks, and permutations as index tensors."""
+"""Images as sets of patches, their masks, and permutations as index tensors."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Images as bags of patches: cutting, joining, permuting by index, and the block-wise mask of BEiT and MJP.
+"""Images as sets of patches: cutting, joining, permuting by index, and the block-wise mask of BEiT and MJP.
 
 Permutations are index tensors, never matrices: `order[i]` names the patch that slot i holds.
 """
@@ -28,7 +28,7 @@ def patchify(images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n
     """Cut images into rows of k = c·patch² values, in the order of a convolution's flattened weight.
 
     Raises:
-        PrivlabError: if the sides are no multiples of `patch`.
+        PrivlabError: if a side of the images is not a multiple of `patch`.
     """
     _, c, h, w = images.shape
     if h % patch or w % patch:
@@ -46,7 +46,16 @@ def unpatchify(patches: Float[Tensor, "b n k"], shape: tuple[int, int, int]) -> 
 
 
 def permute(images: Float[Tensor, "b c h w"], order: Int[Tensor, "b n"], patch: int) -> Float[Tensor, "b c h w"]:
-    """Rearrange patches so that slot i of the result holds patch `order[i]` of the image."""
+    """Return images with their patches rearranged: slot i holds patch `order[i]` of the same image.
+
+    Args:
+        images: the images; their sides are multiples of `patch`.
+        order: one permutation of the n patches for each image.
+        patch: the side of a patch, in pixels.
+
+    Raises:
+        PrivlabError: if a side of the images is not a multiple of `patch`.
+    """
     patches, (_, c, h, w) = patchify(images, patch), images.shape
     rows = order[..., None].expand(-1, -1, patches.shape[-1])
     return unpatchify(patches.gather(1, rows), (c, h, w))
@@ -63,10 +72,18 @@ def shuffled_within(mask: Bool[Tensor, " n"], draw: Generator) -> Int[Tensor, " 
 def jigsaw(
     images: Float[Tensor, "b c h w"], patch: int, ratio: float, draws: Sequence[Generator]
 ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"], Bool[Tensor, "b n"]]:
-    """Return x̃, the order and the mask of each image, by a draw for each, or for each group of as many (MJP, Alg. 1).
+    """Return x̃ of each image, with patches shuffled within a block-wise mask, the order and the mask (MJP, Alg. 1).
+
+    Args:
+        images: the images; their sides are multiples of `patch`.
+        patch: the side of a patch, in pixels.
+        ratio: γ in [0, 1], the share of the slots that is masked.
+        draws: generators on the CPU, one for each image or one for each group of consecutive images of equal size; the
+            images of a group share mask and order.
 
     Raises:
-        PrivlabError: if `ratio` is outside [0, 1].
+        PrivlabError: if `ratio` is outside [0, 1], the number of images is not a multiple of that of the draws, or a
+            side of the images is not a multiple of `patch`.
     """
     group, grid = _shared(images, draws), (images.shape[2] // patch, images.shape[3] // patch)
     masks = [blockwise_mask(grid, ratio, draw) for draw in draws]
@@ -78,9 +95,19 @@ def jigsaw(
 def shuffled_pixels(
     images: Float[Tensor, "b c h w"], mask: Bool[Tensor, "b n"], patch: int, draws: Sequence[Generator]
 ) -> Float[Tensor, "b c h w"]:
-    """Shuffle the pixels within each masked patch, colours together, by one order for all patches that share a draw.
+    """Return images with the pixels of each masked patch shuffled, by one order for all patches that share a draw.
 
-    There is a draw for each image, or for each group of as many.
+    The channels of a pixel stay together.
+
+    Args:
+        images: the images; their sides are multiples of `patch`.
+        mask: marks the patches whose pixels are shuffled.
+        patch: the side of a patch, in pixels.
+        draws: generators on the CPU, one for each image or one for each group of consecutive images of equal size.
+
+    Raises:
+        PrivlabError: if the number of images is not a multiple of that of the draws, or a side of the images is not a
+            multiple of `patch`.
 
     Source: MLP-Mixer (Tolstikhin et al. 2021), Section 3.5: pixels within each patch, by a shared permutation.
     """
@@ -96,7 +123,7 @@ def _shared(images: Float[Tensor, "b c h w"], draws: Sequence[Generator]) -> int
     """Return how many images share a draw.
 
     Raises:
-        PrivlabError: if they are not as many for each.
+        PrivlabError: if the number of images is not a multiple of that of the draws.
     """
     if not draws or len(images) % len(draws):
         raise PrivlabError(f"{len(images)} images take as many draws, or a divisor of that. Found {len(draws)}.")
@@ -106,7 +133,13 @@ def _shared(images: Float[Tensor, "b c h w"], draws: Sequence[Generator]) -> int
 def slots_to_pixels(
     slots: Bool[Tensor, "b n"], grid: tuple[int, int], patch: int
 ) -> Bool[Tensor, "b {grid[0]*patch} {grid[1]*patch}"]:
-    """Widen a mask over patch slots to a mask over pixels."""
+    """Return the mask over pixels of a mask over patch slots.
+
+    Args:
+        slots: marks patch slots, row by row of the grid.
+        grid: (h, w), the patches in a column and in a row of an image.
+        patch: the side of a patch, in pixels.
+    """
     square = slots.unflatten(1, grid)
     return square.repeat_interleave(patch, 1).repeat_interleave(patch, 2)
 
@@ -114,12 +147,19 @@ def slots_to_pixels(
 def blockwise_mask(
     grid: tuple[int, int], ratio: float, draw: Generator, *, smallest: int = 8, aspect: float = 0.3
 ) -> Bool[Tensor, " {grid[0]*grid[1]}"]:
-    """Mask about ratio·n slots of a grid by random rectangles (BEiT, Alg. 1; MJP, Alg. 1, line 3).
+    """Return a mask of about ratio·n slots of a grid, made of random rectangles (BEiT, Alg. 1; MJP, Alg. 1, line 3).
 
-    Blocks of s ~ U(smallest, left) slots and log-uniform aspect ratio in [aspect, 1/aspect] are laid down until
-    ⌊ratio·n⌋ slots are covered; `left` are still to be. A block that would cover more than `left` is drawn anew, so
-    the count is never above the target; it falls short only where ten draws in a row find no room. Where fewer than
-    `smallest` are left, s = left (BEiT's code draws s beyond that, and mostly in vain), and a block may span the grid.
+    Blocks of s ~ U(smallest, left) slots and log-uniform aspect ratio in [aspect, 1/aspect] are added until ⌊ratio·n⌋
+    slots are covered; `left` counts the slots that are still missing. A block that would cover more than `left` is
+    drawn anew, so the count never exceeds the target; it falls short only if ten draws in a row find no room. If fewer
+    than `smallest` are left, s = left (BEiT's code draws s beyond that, mostly in vain), and a block may span the grid.
+
+    Args:
+        grid: (h, w), the patches in a column and in a row of an image.
+        ratio: γ in [0, 1], the share of the slots to mask.
+        draw: the random generator, on the CPU.
+        smallest: the least area s of a block, in slots.
+        aspect: the least ratio of a block's height to its width, in (0, 1].
 
     Raises:
         PrivlabError: if `ratio` is outside [0, 1].
@@ -130,7 +170,7 @@ def blockwise_mask(
     target = int(ratio * height * width)
     mask = torch.zeros(grid, dtype=torch.bool)
     if target == height * width:
-        return ~mask.flatten()  # no rectangle smaller than the grid has to be found
+        return ~mask.flatten()  # random rectangles might not cover the whole grid
     while (left := target - int(mask.sum())) > 0:
         if not _add_block(mask, left, smallest, aspect, draw):
             break
@@ -138,7 +178,7 @@ def blockwise_mask(
 
 
 def _add_block(mask: Bool[Tensor, "h w"], left: int, smallest: int, aspect: float, draw: Generator) -> bool:
-    """Cover at least one and at most `left` new slots by one rectangle; False after ten failures."""
+    """Cover at least one and at most `left` new slots by one rectangle; return False after ten failures."""
     height, width = mask.shape
     for _ in range(10):
         size, shape, top, side = torch.rand(4, generator=draw, dtype=torch.float64).tolist()

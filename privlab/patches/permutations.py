@@ -1,4 +1,4 @@
-"""Row and column permutations of features, as index tensors: `order[i]` names what stands at place i.
+"""Row and column permutations of features as index tensors: place i receives the row or column `order[i]`.
 
 With rows r and columns c, (P_R Z P_C)[i, j] = Z[r[i], c[j]]. No permutation matrix is ever built: a gather reads and
 writes each value once, where P_R Z is a product of n × n by n × d (Permutation Equivariance, CVPR 2024, Eq. 2 and 5).
@@ -19,9 +19,14 @@ __all__ = ["bits", "draw_orders", "inverse", "permute_features", "restore_featur
 def permute_features(
     Z: Float[Tensor, "*b n d"], rows: Int[Tensor, "... n"] | None = None, columns: Int[Tensor, " d"] | None = None
 ) -> Float[Tensor, "*b n d"]:
-    """Return P_R Z P_C, in one pass where both are given and one order of rows serves a batch.
+    """Return P_R Z P_C, in one pass if both orders are given and one order of rows serves the batch.
 
-    `rows` is one order for all of a batch (n), or one for each image (b × n). Source: Eq. 2, 5 and 8.
+    Args:
+        Z: features; leading dimensions are those of a batch.
+        rows: one order for all of a batch (n), or one for each image (b × n); None leaves rows in place.
+        columns: one order for all rows; None leaves columns in place.
+
+    Source: Eq. 2, 5 and 8.
     """
     if rows is not None and (columns is None or rows.ndim > 1 or Z.ndim == 2):  # whole rows: one order of all tokens
         n, d = Z.shape[-2:]
@@ -34,7 +39,14 @@ def permute_features(
 def restore_features(
     Z: Float[Tensor, "*b n d"], rows: Int[Tensor, "... n"] | None = None, columns: Int[Tensor, " d"] | None = None
 ) -> Float[Tensor, "*b n d"]:
-    """Return P_R⁻¹ Z P_C⁻¹: the inverse of `permute_features` with the same orders."""
+    """Return P_R⁻¹ Z P_C⁻¹: the inverse of `permute_features` with the same orders.
+
+    Args:
+        Z: features; leading dimensions are those of a batch.
+        rows: the order that the rows were permuted by, one for all of a batch (n) or one for each image (b × n); None
+            leaves rows in place.
+        columns: the order that the columns were permuted by; None leaves columns in place.
+    """
     return permute_features(Z, None if rows is None else inverse(rows), None if columns is None else inverse(columns))
 
 
@@ -46,7 +58,7 @@ def inverse(order: Int[Tensor, "*b n"]) -> Int[Tensor, "*b n"]:
 
 
 class _Permuted(torch.autograd.Function):
-    """P_R Z P_C; the gradient is permuted back in a pass like its own, where that of a gather is added up."""
+    """P_R Z P_C; its gradient is permuted back in one pass, whereas autograd accumulates the gradient of a gather."""
 
     @staticmethod
     def forward(Z: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
@@ -60,7 +72,7 @@ class _Permuted(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ANN401
-        """Keep the orders."""
+        """Keep the orders for the backward pass."""
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
@@ -71,15 +83,15 @@ class _Permuted(torch.autograd.Function):
 
 
 _EXACT = 2**20
-"""Below it, a place in single precision is nearest to itself."""
+"""Below this size, an index that is computed in single precision rounds to itself."""
 
 
 def _sampled(Z: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
-    """Return Z[..., rows[:, None], columns]: features sampled as pixels, each at a pixel's centre, so to the last bit.
+    """Return Z[..., rows[:, None], columns], exact to the last bit: features are sampled as pixels, at their centres.
 
-    On a CPU torch does this by vector instructions in all threads: faster than its `gather`, `index_select` or an index
-    (experiments/notes/speed.md). Up to 8 images, or tokens where rows stay, are sampled together as an image's
-    channels.
+    On a CPU torch does this with vector instructions in all threads: faster than its `gather`, `index_select` or an
+    index (experiments/notes/speed.md). Up to 8 images, or tokens if rows stay in place, are sampled together as the
+    channels of one image.
     """
     n, d = Z.shape[-2:] if rows is not None else (1, Z.shape[-1])
     count = Z.numel() // (n * d)
@@ -93,11 +105,17 @@ def _sampled(Z: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
 
 
 def draw_orders(n: int, draws: Sequence[Generator], *, fixed: int = 0) -> Int[Tensor, "b n"]:
-    """Return one uniformly random order of n for each draw; the first `fixed` places keep what they hold."""
+    """Return one uniformly random order of n for each draw.
+
+    Args:
+        n: the number of rows or columns to permute.
+        draws: generators on the CPU, one for each of the b orders.
+        fixed: how many of the first places keep what they hold, such as the class and register tokens.
+    """
     orders = [torch.cat([torch.arange(fixed), fixed + torch.randperm(n - fixed, generator=draw)]) for draw in draws]
     return torch.stack(orders)
 
 
 def bits(*sizes: int) -> float:
-    """Return log₂ Π n!: the size, in bits, of a key that permutes each of `sizes` freely."""
+    """Return log₂ Π n! over the `sizes` n: the size, in bits, of a key that permutes each of them freely."""
     return sum(math.lgamma(n + 1) for n in sizes) / math.log(2)

@@ -1,4 +1,4 @@
-"""Where an adversary puts patches that a defense shuffled, from what it holds alone."""
+"""Re-assembly: an adversary orders the patches that a defense shuffled, from what it holds alone."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""How well the border of one patch continues another: the costs that a jigsaw is put together by."""
+"""How well the border of one patch continues another: the costs by which a jigsaw is solved."""
 
 import torch
 from jaxtyping import Float
@@ -9,24 +9,25 @@ from privlab.base import PrivlabError
 __all__ = ["FLOOR", "border_cost", "border_costs"]
 
 FLOOR = 1e-5
-"""Variance of an exact pixel in [0, 1] that no neighbour foretells: rounding to 8 bits, and the camera's noise."""
+"""Variance of an exact pixel in [0, 1] that no neighbour predicts: rounding to 8 bits, and the camera's noise."""
 
 
 def border_cost(
     left: Float[Tensor, "*b m c p p"], right: Float[Tensor, "*b k c p p"], *, floor: float = FLOOR
 ) -> Float[Tensor, "*b m k"]:
-    """Return how badly each right patch continues each left one: minus the log-likelihood of what is seen, or so.
+    """Return how badly each right patch continues each left one: roughly, minus the log-likelihood of the border.
 
-    The line of pixels beyond a border is foretold as f = a + (a − b)/2 from the last two, a and b. The error e = x − f
-    of every pixel counts (1 + c)/2 · log(1 + eᵀ C⁻¹ e), Cauchy's law, where C is the covariance over the channels of
-    the same prediction's errors on the last lines within the patch, plus floor · I. Both sides foretell each other.
+    The line of pixels beyond a border is predicted as f = a + (a − b)/2 from the last two lines, a and b. The error
+    e = x − f of every pixel counts (1 + c)/2 · log(1 + eᵀ C⁻¹ e), as under a Cauchy distribution. C is the covariance
+    over the channels of the same prediction's errors on the last lines within the patch, plus floor · I. The costs of
+    both directions, left to right and right to left, are added.
 
     The colour covariance is that of Mahalanobis gradient compatibility; the slope and the heavy tail are ours, and find
     more neighbours. The cost of a patch below another is that of their transposes.
 
     Args:
-        left: c × p × p patches, p ≥ 3, in [0, 1] or thereabouts.
-        right: candidates.
+        left: m patches of c × p × p pixels, p ≥ 3, approximately in [0, 1].
+        right: k candidates for the right neighbour of each left patch.
         floor: variance of a pixel's error, > 0; for estimated patches, that of the estimate.
 
     Raises:
@@ -46,7 +47,7 @@ def border_cost(
 
 
 def border_costs(patches: Float[Tensor, "*b n c p p"], *, floor: float = FLOOR) -> Float[Tensor, "2 *b n n"]:
-    """Return `border_cost` of every patch to the right of every other, and below it."""
+    """Return `border_cost` of patch j to the right of patch i, at [0, ..., i, j], and below it, at [1, ..., i, j]."""
     down = patches.mT
     return torch.stack([border_cost(patches, patches, floor=floor), border_cost(down, down, floor=floor)])
 

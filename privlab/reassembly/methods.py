@@ -1,7 +1,7 @@
-"""Re-assembly: where an adversary puts patches that a defense shuffled, from what it holds alone.
+"""Re-assembly: an adversary orders the patches that a defense shuffled, from what it holds alone.
 
-By their borders, or by a position predictor that was trained on pictures of the same kind, with borders or without.
-Where patches carry position embeddings, attacks place them by these, and nothing is left to re-assemble.
+It goes by their borders, or by a position predictor that was trained on images of the same kind, with borders or
+without. If patches carry position embeddings, attacks place them by these, and nothing is left to re-assemble.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from privlab.victims import placer
 __all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearranged", "standing"]
 
 BY_CHANCE = 3
-"""Patches of photographs that fit each other where a shuffle of all of them has put them: in a group, at most."""
+"""The largest group of neighbours that fit each other by chance after all patches of a photograph are shuffled."""
 
 
 @runtime_checkable
@@ -41,12 +41,13 @@ class Reassembly(Protocol):
     def __call__(
         self, patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], known: Bool[Tensor, "b n"]
     ) -> Int[Tensor, "b n"]:
-        """Return the orders: slot s of image i is given patch `order[i, s]`, its own where `known`.
+        """Return the orders: slot s of image i is given patch `order[i, s]`, its own if the slot is `known`.
 
         Args:
-            patches: reconstructed, in [0, 1], in the slots where they came to light.
+            patches: reconstructed patches in [0, 1], in the slots in which the attack returned them.
             grid: (h, w) with h · w = n.
-            known: marks the slots that are known to hold their own patch; none, where nothing says which were shuffled.
+            known: marks the slots that are known to hold their own patch; no slot, if it is unknown which were
+                shuffled.
         """
         ...
 
@@ -55,11 +56,11 @@ class Reassembly(Protocol):
 class Borders:
     """Put patches where their borders fit, by `privlab.reassembly.solver`, anchored on the slots that are known.
 
-    Where none is known, those are taken for known whose borders fit as they are, if there are any: `standing`.
-    Patches that are all alike, such as grey ones, have no order: they stay.
+    If none is known, the slots whose borders fit as they are count as known, if there are any: `standing`. Patches that
+    are all equal, such as grey ones, have no order and stay.
 
     Args:
-        rounds: as in `privlab.reassembly.solver.assemble`.
+        rounds: rounds of re-growth after the first, at least 0, as in `privlab.reassembly.solver.assemble`.
 
     Source: as cited in `privlab.reassembly.solver`.
     """
@@ -81,7 +82,7 @@ class Borders:
     def __call__(
         self, patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], known: Bool[Tensor, "b n"]
     ) -> Int[Tensor, "b n"]:
-        """Return the order of least border cost that is found for each image."""
+        """Return, for each image, the order of the least border cost that was found."""
         return torch.stack([self._order(each, grid, row) for each, row in zip(patches, known, strict=True)])
 
     def _order(
@@ -97,14 +98,14 @@ class Borders:
 class Predicted:
     """Put patches where a trained position predictor says that they belong.
 
-    Its −log p(slot | patch) stands beside the border costs in `privlab.reassembly.solver.assemble`; without these, the
-    patches are assigned to the slots so that the product of p is largest. Known slots are as in `Borders`.
+    Its −log p(slot | patch) is added to the border costs in `privlab.reassembly.solver.assemble`; without border costs,
+    the patches are assigned to the slots so that the product of p is largest. Known slots are as in `Borders`.
 
     Args:
-        weights: a `predictor.safetensors` of `privlab train`, or a predictor's name in the zoo; "auto" for that of the
-            zoo which is for these patches.
+        weights: a `predictor.safetensors` of `privlab train`, or a predictor's name in the zoo; "auto" takes the
+            zoo's predictor for these patches.
         borders: whether border costs count too.
-        rounds: as in `privlab.reassembly.solver.assemble`.
+        rounds: rounds of re-growth after the first, at least 0, as in `privlab.reassembly.solver.assemble`.
     """
 
     name: ClassVar[str]
@@ -122,7 +123,7 @@ class Predicted:
         """Return the file of the predictor for patches of this grid and side.
 
         Raises:
-            PrivlabError: if there is none.
+            PrivlabError: if there is no such file.
         """
         name = placer(self.name, grid, patch) if self.weights == "auto" else self.weights
         if name is not None and (path := predictor_file(name)).is_file():
@@ -138,7 +139,7 @@ class Predicted:
         """Return the predictor for patches of this grid and side.
 
         Raises:
-            PrivlabError: if there is no such file, it holds none or one of another kind, or it is for other patches.
+            PrivlabError: if the file is missing, holds no predictor or one of another kind, or is for other patches.
         """
         found = load_predictor(self.file(grid, patch))
         if found.name != self.name:
@@ -150,10 +151,10 @@ class Predicted:
     def __call__(
         self, patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], known: Bool[Tensor, "b n"]
     ) -> Int[Tensor, "b n"]:
-        """Return the order of least cost that is found for each image.
+        """Return, for each image, the order of the least cost that was found.
 
         Raises:
-            PrivlabError: as `predictor` does.
+            PrivlabError: if there is no predictor for these patches, as `predictor` says.
         """
         predictor, pixels = self.predictor(grid, patches.shape[-1]).to(patches.device), patches.float()
         costs = torch.stack([border_costs(each) for each in pixels])
@@ -172,7 +173,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class ByMp3(Predicted):
-    """Places by MP3: a predictor that was trained to order patches without any position embeddings.
+    """Placement by MP3, a predictor that was trained to order patches without any position embeddings.
 
     Source: MP3 (Zhai et al., ICML 2022), Section 4.2.2; as an attack, ours.
     """
@@ -183,7 +184,7 @@ class ByMp3(Predicted):
 
 @dataclass(frozen=True)
 class ByDropPos(Predicted):
-    """Places by DropPos: a predictor that is told where the known patches stand, and reconstructs the other positions.
+    """Placement by DropPos, a predictor that is given the positions of known patches and reconstructs the others.
 
     Source: DropPos (Wang et al., NeurIPS 2023), Section 3; as an attack, ours.
     """
@@ -198,10 +199,11 @@ def rearranged(
     """Return the orders in which an adversary puts the patches of its reconstructions, from what it holds alone.
 
     Args:
-        stolen: what an attack brought home; slots that are not `loose` hold their own patch, where it says which are.
-        known: the slots that the release shows to hold their own patch; None where it shows none.
-        by: how patches are put in order.
-        grid: (h, w), the patches of an image.
+        stolen: what an attack returned; if it marks slots as loose, all other slots hold their own patch.
+        known: marks the slots that the release shows to hold their own patch; None if it shows none. Read only if
+            `stolen` does not mark loose slots.
+        by: the method that puts patches in order.
+        grid: (h, w), the patches in a column and in a row of an image.
         patch: the side of a patch, in pixels.
     """
     patches = patchify(stolen.images, patch).unflatten(2, (-1, patch, patch))
@@ -217,7 +219,7 @@ def _alike(patches: Float[Tensor, "k c p p"]) -> bool:
 
 
 def _assigned(places: Float[Tensor, "n n"], fixed: Bool[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Return the order of least cost of the pieces that are not fixed, each by itself."""
+    """Return the order that assigns the pieces that are not fixed to their slots at the least total cost."""
     order, free = torch.arange(len(fixed), device=fixed.device), (~fixed).nonzero()[:, 0]
     among = places[free][:, free].double().cpu().numpy()
     order[free] = free[torch.from_numpy(linear_sum_assignment(among)[1]).to(free)]
@@ -225,10 +227,10 @@ def _assigned(places: Float[Tensor, "n n"], fixed: Bool[Tensor, " n"]) -> Int[Te
 
 
 def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tensor, " n"]:
-    """Mark the patches that stand where they belong, as far as their borders say: the largest group that fits.
+    """Mark the patches that are in their own slots as far as their borders show: the largest group that fits.
 
-    Two neighbours fit if each is the other's best one in their direction. A group no larger than `BY_CHANCE` says
-    nothing: none is marked then.
+    Two neighbours fit if each is the other's best one in their direction. A group no larger than `BY_CHANCE` proves
+    nothing: no patch is marked then.
     """
     n = costs.shape[-1]
     alone = torch.eye(n, dtype=torch.bool, device=costs.device)
@@ -246,4 +248,4 @@ def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tenso
 
 
 REASSEMBLIES: dict[str, type[Reassembly]] = {kind.name: kind for kind in (Borders, ByMp3, ByDropPos)}
-"""The solvers by name."""
+"""The methods of re-assembly by name."""

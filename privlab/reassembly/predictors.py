@@ -1,7 +1,7 @@
-"""Position predictors: networks that tell from the patches of a picture which slot each of them belongs to.
+"""Position predictors: networks that tell from the patches of an image which slot each of them belongs to.
 
-A predictor is kept in one safetensors file, `predictor.safetensors`: its tensors, and under `privlab` in the metadata
-what it is built from, as JSON. It needs neither timm's registry nor training code to be read.
+A predictor is kept in one safetensors file, `predictor.safetensors`, which holds its tensors and, under `privlab` in
+the metadata, the sizes to build it from, as JSON. Reading it needs neither timm's registry nor training code.
 """
 
 import json
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 LEFT_BEHIND = ("model.vit.head.", "model.vit.pos_embed", "model.unk_embed")
-"""What of a model no predictor reads."""
+"""The parts of a model that no predictor reads."""
 
 
 class PositionPredictor(nn.Module):
-    """A ViT's patch embedding, class token, blocks and norm, with something on top that names a slot for each patch.
+    """A ViT's patch embedding, class token, blocks and norm, with a part on top that names a slot for each patch.
 
     Raises:
-        PrivlabError: if the model is no plain ViT with one class token.
+        PrivlabError: if the model is not a plain ViT with one class token.
     """
 
     name: ClassVar[str]
@@ -70,7 +70,7 @@ class PositionPredictor(nn.Module):
         """Refuse patches that the predictor was not made for.
 
         Raises:
-            PrivlabError: if the grid or the side of a patch is another one.
+            PrivlabError: if the grid or the side of a patch is not the predictor's.
         """
         if (grid, patch) != (self.model.grid, self.model.patch):
             (h, w), p = self.model.grid, self.model.patch
@@ -80,28 +80,28 @@ class PositionPredictor(nn.Module):
             )
 
     def decoder(self) -> dict[str, int]:
-        """Return the sizes of what stands on the ViT, if there is a choice."""
+        """Return the sizes of the part on top of the ViT; empty if they follow from the ViT."""
         return {}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a predictor's file holds."""
+        """Return the tensors that a predictor's file holds, by name."""
         named = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         return {name: tensor for name, tensor in named.items() if not name.startswith(LEFT_BEHIND)}
 
     def embed(self, patches: Float[Tensor, "b m c p p"]) -> Float[Tensor, "b m d"]:
-        """Return x E + b of patches in [0, 1], in any order; the victim's normalisation first."""
+        """Return x E + b of patches x in [0, 1], in any order, after the victim's normalisation."""
         proj = self.model.vit.patch_embed.proj
         return F.linear(self.model.normalise(patches).flatten(2), proj.weight.flatten(1), proj.bias)
 
     @abstractmethod
     def scores(self, patches: Float[Tensor, "b n c p p"], known: Bool[Tensor, "b n"]) -> Float[Tensor, "b n s"]:
-        """Return log p(slot s | patch i), of patches of which some are `known` to stand in their own slot."""
+        """Return log p(slot s | patch i) of patches, some of which are `known` to be in their own slot."""
 
 
 class Mp3Network(PositionPredictor):
     """MP3: no position embeddings; only context tokens give keys and values, all give queries; a linear head D → N.
 
-    Source: Zhai et al., ICML 2022, Section 3.2 and Algorithm 1. The class token, which that leaves out, is context.
+    Source: Zhai et al., ICML 2022, Section 3.2 and Algorithm 1, which leaves out the class token: here it is context.
     """
 
     name = "mp3"
@@ -118,8 +118,8 @@ class Mp3Network(PositionPredictor):
         """Return the logits of the slots for each patch.
 
         Args:
-            patches: in [0, 1], in any order.
-            context: the numbers of the context patches of each picture, without repetition; by default all of them.
+            patches: patches in [0, 1], in any order.
+            context: the indices of the context patches of each image, without repetition; None takes all patches.
         """
         if context is None or context.shape[1] == self.slots:
             return self._read(patches, None)
@@ -127,7 +127,7 @@ class Mp3Network(PositionPredictor):
         return _rows(self._read(_rows(patches, order), context.shape[1]), order.argsort(1))
 
     def _read(self, patches: Float[Tensor, "b n c p p"], m: int | None) -> Float[Tensor, "b n s"]:
-        """Return the logits, the first m patches being context; None for all."""
+        """Return the logits if the first m patches are context; None takes all."""
         vit, x = self.model.vit, self.embed(patches)
         x = torch.cat([_class_token(vit, len(x)), x], 1)
         for block in vit.blocks:
@@ -135,21 +135,21 @@ class Mp3Network(PositionPredictor):
         return self.head(vit.norm(x[:, 1:]))
 
     def scores(self, patches: Float[Tensor, "b n c p p"], known: Bool[Tensor, "b n"]) -> Float[Tensor, "b n s"]:
-        """Return log p with all patches as context; which are known makes no difference."""
+        """Return log p with all patches as context; `known` has no effect."""
         return self(patches).log_softmax(2)
 
 
 class DropPosNetwork(PositionPredictor):
-    """DropPos: fixed 2-D sin-cos PEs, a learnable mask token where they are dropped; a decoder without PEs.
+    """DropPos: fixed 2-D sin-cos PEs, a learnable mask token in place of dropped ones, and a decoder without PEs.
 
     Args:
-        model: the encoder; PEs of its own are not read.
-        width: of the decoder.
-        depth: of the decoder, in blocks.
-        heads: of the decoder.
+        model: the encoder; its own PEs are not read.
+        width: the decoder's width, a multiple of `heads`.
+        depth: the decoder's number of blocks.
+        heads: the decoder's attention heads.
 
     Raises:
-        PrivlabError: if the widths cannot be divided as sin-cos PEs and heads need it.
+        PrivlabError: if the encoder's width is not a multiple of 4, or the decoder's is not one of its heads.
 
     Source: Wang et al., NeurIPS 2023, Sections 3.1 and 3.2, Eq. 3; p₀, the PE of the class token, is zero as in MAE.
     """
@@ -185,7 +185,13 @@ class DropPosNetwork(PositionPredictor):
     def encode(
         self, patches: Float[Tensor, "b m c p p"], places: Int[Tensor, "b m"], known: Bool[Tensor, "b m"]
     ) -> Float[Tensor, "b t d"]:
-        """Return the encoder's output, class token first; the arguments are those of `forward`."""
+        """Return the encoder's output, t = 1 + m rows with the class token first.
+
+        Args:
+            patches: patches in [0, 1], m ≤ N of each image, in any order.
+            places: the slot of each patch; read only if the patch is known.
+            known: marks the patches that carry their PE; the others carry the mask token.
+        """
         vit = self.model.vit
         x = self.embed(patches) + torch.where(known[..., None], self.pe[places], self.mask)
         return vit.norm(vit.blocks(torch.cat([_class_token(vit, len(x)), x], 1)))
@@ -196,15 +202,15 @@ class DropPosNetwork(PositionPredictor):
         """Return the logits of the slots for each patch.
 
         Args:
-            patches: in [0, 1], m ≤ N of a picture, in any order.
-            places: the slot of each patch; read only where `known`.
+            patches: patches in [0, 1], m ≤ N of each image, in any order.
+            places: the slot of each patch; read only if the patch is known.
             known: marks the patches that carry their PE; the others carry the mask token.
         """
         x = self.blocks(self.lead(self.encode(patches, places, known)))
         return self.head(self.norm(x[:, 1:]))
 
     def scores(self, patches: Float[Tensor, "b n c p p"], known: Bool[Tensor, "b n"]) -> Float[Tensor, "b n s"]:
-        """Return log p with the PEs of the patches that are known."""
+        """Return log p if the known patches carry their PEs."""
         places = torch.arange(known.shape[1], device=known.device).expand(len(known), -1)
         return self(patches, places, known).log_softmax(2)
 
@@ -214,9 +220,14 @@ PREDICTORS: dict[str, type[PositionPredictor]] = {kind.name: kind for kind in (M
 
 
 def masked_block(block: Any, x: Float[Tensor, "b t d"], m: int) -> Float[Tensor, "b t d"]:  # noqa: ANN401
-    """Apply timm's block with keys and values of the first m rows alone; those of the others are never computed.
+    """Return the output of timm's block with keys and values of the first m rows alone.
 
-    Equal to dense attention with −∞ at the keys of all other rows.
+    This equals dense attention with −∞ at the keys of all other rows, whose keys and values are never computed.
+
+    Args:
+        block: timm's Block of a plain ViT.
+        x: the rows, context first; all of them give queries.
+        m: the number of context rows, the class token included, in [1, t].
     """
     x = x + block.drop_path1(block.ls1(_masked_attention(block.attn, block.norm1(x), m)))
     return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
@@ -242,7 +253,7 @@ def _first(chosen: Int[Tensor, "b m"], n: int) -> Int[Tensor, "b n"]:
 
 
 def _rows(x: Float[Tensor, "b n *k"], order: Int[Tensor, "b n"]) -> Float[Tensor, "b n *k"]:
-    """Return the rows of each matrix in its order; by index_select, whose backward pass is quick on a CPU."""
+    """Return the rows of each matrix in its order, by index_select, whose backward pass is fast on a CPU."""
     b, n = order.shape
     flat = order + n * torch.arange(b, device=order.device)[:, None]
     return x.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (b, n))
@@ -259,7 +270,13 @@ def tiles(images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b n c 
 
 
 def save_predictor(predictor: PositionPredictor, path: Path, *, half: bool = False) -> None:
-    """Write a predictor, which `load_predictor` reads; with `half`, in half precision."""
+    """Write a predictor to a file that `load_predictor` reads.
+
+    Args:
+        predictor: the predictor; parts of its model that it never reads are left out.
+        path: the safetensors file to be written.
+        half: whether tensors are stored in half precision.
+    """
     model, facts = predictor.model, {"predictor": predictor.name, "decoder": predictor.decoder()}
     facts |= _sizes(model) | {"mean": model.mean.flatten().tolist(), "std": model.std.flatten().tolist()}
     tensors = {name: tensor.half() if half else tensor for name, tensor in predictor.tensors().items()}
@@ -272,10 +289,10 @@ def predictor_file(name: str) -> Path:
 
 
 def load_predictor(path: Path) -> PositionPredictor:
-    """Return the predictor of a file, in single precision, ready to be used; read once as long as it stays the same.
+    """Return the predictor of a file, in single precision and evaluation mode; an unchanged file is read once.
 
     Raises:
-        PrivlabError: if the file is missing, damaged, or holds no position predictor.
+        PrivlabError: if the file is missing or damaged, or holds no position predictor.
     """
     if not path.is_file():
         raise PrivlabError(f"No position predictor at '{path}'. `privlab train mp3|droppos` makes one.")
@@ -291,7 +308,7 @@ def _loaded(path: Path, *stamp: int) -> PositionPredictor:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
         if facts["predictor"] not in PREDICTORS:
             raise unknown_name("position predictor", str(facts["predictor"]), PREDICTORS)
-        with torch.device("meta"):  # nothing is drawn, and sizes that are lies take no memory
+        with torch.device("meta"):  # no random draws, and false sizes take no memory
             made = PREDICTORS[facts["predictor"]](_plain(facts), **facts["decoder"])
         if _shapes(made) != {name: tuple(tensor.shape) for name, tensor in state.items()}:
             raise PrivlabError("its tensors are not those of the network that it describes")
@@ -311,7 +328,7 @@ def _filled(facts: Mapping[str, Any], state: Mapping[str, Tensor]) -> PositionPr
 
 
 def _sizes(model: VictimModel) -> dict[str, Any]:
-    """Return what the plain ViT of a predictor is built from."""
+    """Return the sizes that the plain ViT of a predictor is built from."""
     vit, (channels, height, width) = model.vit, model.image_shape
     block: Any = vit.blocks[0]
     return {

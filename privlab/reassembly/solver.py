@@ -1,4 +1,4 @@
-"""Re-assembly of patches by their borders alone: no training, with anchors or without."""
+"""Re-assembly of patches by their borders alone, without training, with anchors or without."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from privlab.reassembly.border_costs import FLOOR, border_costs
 __all__ = ["ROUNDS", "assemble", "solve_jigsaw"]
 
 DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))
-"""Right, left, down, up; direction d ^ 1 is the way back."""
+"""Right, left, down, up; direction d ^ 1 is the opposite of d."""
 
 ROUNDS = 30
 """Rounds of re-growth: about a quarter of a second for 196 pieces without anchors."""
@@ -25,7 +25,7 @@ LEAST = 1e-6
 """A change of the total cost below this is rounding."""
 
 Orders = Int[np.ndarray, " slots"]
-"""The piece in each slot, −1 where there is none."""
+"""The piece in each slot, −1 for an empty slot."""
 
 
 def solve_jigsaw(
@@ -37,12 +37,19 @@ def solve_jigsaw(
     rounds: int = ROUNDS,
     seed: int = 0,
 ) -> Int[Tensor, " n"]:
-    """Return the order that re-assembles an image from its patches in [0, 1]: slot s holds patch `order[s]`.
+    """Return the order that re-assembles an image from its patches by their border costs: slot s holds `order[s]`.
 
-    The arguments are those of `border_cost` and `assemble`.
+    Args:
+        patches: patches in [0, 1], p ≥ 3, in the slots in which they are given.
+        grid: (h, w), the patches in a column and in a row, with h · w = n.
+        anchors: marks, of all n, each patch i that is known to belong in slot i.
+        floor: variance of a pixel's error, > 0, as in `border_cost`.
+        rounds: rounds of re-growth after the first, as in `assemble`.
+        seed: seed of the random choices of these rounds.
 
     Raises:
-        PrivlabError: if grid or anchors do not fit the patches, or a pixel is not finite.
+        PrivlabError: if grid or anchors do not fit the patches, patches have sides below 3 pixels, a pixel is not
+            finite, or `floor` is not positive.
     """
     return assemble(border_costs(patches, floor=floor), grid, anchors, rounds=rounds, seed=seed)
 
@@ -56,23 +63,25 @@ def assemble(
     rounds: int = ROUNDS,
     seed: int = 0,
 ) -> Int[Tensor, " n"]:
-    """Return the order of least total cost that is found: slot s holds piece `order[s]`.
+    """Return the order of the least total cost that was found: slot s holds piece `order[s]`.
 
-    Growth: the piece whose margin over its rivals is largest goes first, given the pieces that stand.
+    Growth: the next piece to be placed is the one with the largest margin over its rivals, given the placed pieces.
     Descent: pieces in the slots of one colour of the chessboard do not touch, so their best arrangement given the
-    others is an assignment; then swaps of any two; and the best cyclic shift, where no slot is known.
+    others is an assignment. Swaps of any two pieces follow and, if no slot is known, the best cyclic shift.
     Rounds: of the pieces that are each other's best neighbours, one connected fragment without a random rectangle
-    stays, the rest is grown anew, and what costs less is kept. With `places`, once with and once without them.
+    stays; the rest is grown anew, and the cheaper arrangement is kept. With `places` and without anchors, the search
+    also runs without `places`.
 
-    Pieces that are alike are told apart by chance.
+    The order of equal pieces is left to chance.
 
     Args:
-        costs: of piece j to the right of piece i, and below it; costs of several pictures cut alike may be added up.
+        costs: [0, i, j] is the cost of piece j to the right of piece i, [1, i, j] below it; costs of several images
+            cut alike may be added up.
         grid: (h, w) with h · w = n.
         anchors: marks, of all n, each piece i that is known to belong in slot i.
-        places: [s, j] is what piece j costs in slot s by itself, such as −log of a predictor's probability.
-        rounds: of growth after the first.
-        seed: of the rounds.
+        places: [s, j] is the cost of piece j in slot s by itself, such as −log of a predictor's probability.
+        rounds: rounds of re-growth after the first.
+        seed: seed of the random choices of these rounds.
 
     Raises:
         PrivlabError: if grid or anchors do not fit the costs, or a cost is not finite.
@@ -92,7 +101,7 @@ def assemble(
     four, draw = np.stack([across, across.T, down, down.T]), Generator().manual_seed(seed)
     board = _board(four, np.zeros((n, n)) if places is None else places.detach().double().cpu().numpy(), grid)
     order = _search(board, board if board.own.any() or fixed.any() else _room(board), fixed, rounds, draw)
-    if board.own.any() and not fixed.any():  # places that mislead: the frame may be found by the borders alone
+    if board.own.any() and not fixed.any():  # places may mislead: borders alone may find the frame
         bare = _board(four, np.zeros((n, n)), grid)
         free = _settle(board, _search(bare, _room(bare), fixed, rounds, draw), np.arange(n), shift=False)
         order = min(order, free, key=lambda found: _total(board, found))
@@ -103,8 +112,8 @@ def assemble(
 class _Board:
     """h × w slots: `beside[d, s]` is the slot in direction d of s, −1 beyond the rim.
 
-    `costs[d, a, b]` is the cost of piece b in direction d of piece a, and `best[d, a]` the b for which it is least;
-    `own[s, a]` is what piece a costs in slot s whatever its neighbours.
+    `costs[d, a, b]` is the cost of piece b in direction d of piece a, and `best[d, a]` the b for which it is least.
+    `own[s, a]` is the cost of piece a in slot s whatever its neighbours.
     """
 
     shape: tuple[int, int]
@@ -122,13 +131,13 @@ def _board(costs: Float[np.ndarray, "4 n n"], own: Float[np.ndarray, "slots n"],
 
 
 def _room(board: _Board) -> _Board:
-    """Return a ground on which a picture may grow to any side from any slot."""
+    """Return a larger board on which an image may grow to any side from any slot."""
     h, w = (2 * side - 1 for side in board.shape)
     return _board(board.costs, np.zeros((h * w, board.own.shape[1])), (h, w))
 
 
 def _others(costs: Float[np.ndarray, "4 n n"]) -> Float[np.ndarray, "4 n n"]:
-    """Return the costs, infinite for a piece beside itself."""
+    """Return the costs with infinity for a piece beside itself."""
     return np.where(np.eye(costs.shape[1], dtype=bool), np.inf, costs)
 
 
@@ -139,7 +148,7 @@ def _total(board: _Board, order: Orders) -> float:
 
 
 def _slot_costs(board: _Board, order: Orders) -> Float[np.ndarray, "slots n"]:
-    """Return what every piece would cost in every slot, given what stands around it."""
+    """Return the cost of every piece in every slot, given the pieces around the slot."""
     around = np.append(order, -1)[board.beside]
     cost = board.own.copy()
     for costs, piece in zip(board.costs, around, strict=True):
@@ -148,7 +157,7 @@ def _slot_costs(board: _Board, order: Orders) -> Float[np.ndarray, "slots n"]:
 
 
 def _grow(board: _Board, order: Orders, window: tuple[int, int]) -> Int[np.ndarray, " n"]:
-    """Place the missing pieces, the surest first, so that all stand in some window; return what the window holds."""
+    """Place the missing pieces, the surest first, so that all are within a window; return the window's content."""
     order, cost = order.copy(), _slot_costs(board, order)
     known = (np.append(order, -1)[board.beside] >= 0).sum(0)
     free = np.setdiff1d(np.arange(cost.shape[1]), order)
@@ -172,14 +181,14 @@ def _within(places: np.ndarray, taken: np.ndarray, size: int) -> np.ndarray:
 
 
 def _surest(cost: np.ndarray, known: np.ndarray) -> tuple[int, int]:
-    """Return the slot and the piece whose margin over other pieces and other slots is the largest."""
+    """Return the slot and the piece with the largest margin over other pieces and other slots."""
     mean = cost / known
     margin = (np.minimum(_rival(mean, 0), _rival(mean, 1)) - mean) * known
     return divmod(int(margin.argmax()), cost.shape[1])
 
 
 def _rival(cost: np.ndarray, axis: int) -> np.ndarray:
-    """Return the least of the other costs along an axis."""
+    """Return, for each entry, the least of the other costs along an axis."""
     if cost.shape[axis] == 1:
         return np.full_like(cost, np.inf)
     first, second = np.split(np.partition(cost, 1, axis).take([0, 1], axis), 2, axis)
@@ -187,7 +196,7 @@ def _rival(cost: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _settle(board: _Board, order: Orders, movable: Int[np.ndarray, " k"], *, shift: bool) -> Orders:
-    """Go down to an arrangement that no assignment within a colour, no swap and no shift improves."""
+    """Descend to an arrangement that no assignment within a colour, no swap and no shift improves."""
     before = np.inf
     while (total := _total(board, order)) < before - LEAST:
         before = total
@@ -207,7 +216,7 @@ def _assigned(board: _Board, order: Orders, slots: Int[np.ndarray, " k"]) -> Ord
 
 
 def _swapped(board: _Board, order: Orders, movable: Int[np.ndarray, " k"]) -> Orders:
-    """Swap the two pieces that gain the most, as long as any gain."""
+    """Swap the two pieces that reduce the cost most, until no swap reduces it."""
     order = order.copy()
     while True:
         cost = _slot_costs(board, order)[:, order]
@@ -221,7 +230,7 @@ def _swapped(board: _Board, order: Orders, movable: Int[np.ndarray, " k"]) -> Or
 
 
 def _touching(board: _Board, order: Orders) -> Float[np.ndarray, "slots slots"]:
-    """Return what a swap's change misses where the two slots touch: each piece then stands beside the other."""
+    """Return the part of a swap's change that is missed if the two slots touch: each piece is then beside the other."""
     missed = np.zeros((len(order), len(order)))
     for costs, beside in zip(board.costs[::2], board.beside[::2], strict=True):
         a, b = np.flatnonzero(beside >= 0), beside[beside >= 0]
@@ -231,7 +240,7 @@ def _touching(board: _Board, order: Orders) -> Float[np.ndarray, "slots slots"]:
 
 
 def _shifted(board: _Board, order: Orders) -> Orders:
-    """Return the cyclic shift that puts the rim where borders fit worst, rows and columns apart."""
+    """Return the cyclic shift that puts the rim where borders fit worst, for rows and columns separately."""
     square = order.reshape(board.shape)
     across = board.costs[0][square, np.roll(square, -1, 1)].sum(0)
     down = board.costs[2][square, np.roll(square, -1, 0)].sum(1)
@@ -239,7 +248,7 @@ def _shifted(board: _Board, order: Orders) -> Orders:
 
 
 def _search(board: _Board, ground: _Board, fixed: Bool[np.ndarray, " n"], rounds: int, draw: Generator) -> Orders:
-    """Grow, descend, and repeat; on a `ground` that leaves room on every side where no slot is known."""
+    """Grow, descend and repeat, on a `ground` that leaves room on every side if no slot is known."""
     movable, shift = np.flatnonzero(~fixed), ground is not board
     start = np.where(fixed, np.arange(len(fixed)), -1) if fixed.any() else _first(board)
     order = _settle(board, _regrown(board, ground, start), movable, shift=shift)
@@ -254,7 +263,7 @@ def _search(board: _Board, ground: _Board, fixed: Bool[np.ndarray, " n"], rounds
 
 
 def _first(board: _Board) -> Orders:
-    """Place one piece: in the surest slot if pieces have places, else the one with the surest neighbour in any."""
+    """Place one piece: the surest one in its slot if pieces have places, else the one with the surest neighbour."""
     order = np.full(len(board.own), -1)
     slot, piece = _surest(board.own, np.ones((len(order), 1), int))
     if not board.own.any():
@@ -265,7 +274,7 @@ def _first(board: _Board) -> Orders:
 
 
 def _regrown(board: _Board, ground: _Board, order: Orders) -> Orders:
-    """Grow what is missing around the pieces that stand: where they are, or anywhere on a larger ground."""
+    """Grow the missing pieces around the placed ones, on the board itself or anywhere on a larger ground."""
     if ground is board:
         return _grow(board, order, board.shape)
     laid = np.full(len(ground.own), -1)
@@ -290,7 +299,7 @@ def _fragments(board: _Board, order: Orders) -> tuple[int, Int[np.ndarray, " n"]
 
 
 def _part(fragments: Int[np.ndarray, " n"], shape: tuple[int, int], draw: Generator) -> Bool[np.ndarray, " n"]:
-    """Return a fragment, drawn by its size, without a random rectangle of at most half the sides."""
+    """Return a fragment, drawn in proportion to its size, without a random rectangle of at most half the sides."""
     slot, *box = torch.rand(5, generator=draw, dtype=torch.float64).tolist()
     kept = fragments == fragments[int(slot * len(fragments))]
     cut = np.zeros(shape, bool)

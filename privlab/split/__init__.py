@@ -1,6 +1,6 @@
-"""Split learning between two processes: `privlab split serve` holds T, `train` and `infer` keep all the rest.
+"""Split learning between two processes: `privlab split serve` holds T, `train` and `infer` keep the rest.
 
-Needs the extra `split` (grpcio, protobuf).
+The package needs the extra `split` (grpcio, protobuf).
 """
 
 from privlab.split.client.client import Client, Lost, Traffic

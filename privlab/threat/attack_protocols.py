@@ -1,4 +1,4 @@
-"""What attacks are, on gradients and on features, and what they must be granted."""
+"""The protocols of attacks on gradients and on features, and the check of the capabilities that they need."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
@@ -17,14 +17,16 @@ __all__ = ["Attack", "AttackClass", "FeatureAttack", "check_capabilities"]
 class Attack(Protocol):
     """A frozen dataclass of hyper-parameters; calling it turns an observation into images in [0, 1].
 
-    `parameters` names the gradients that it reads ("*": all that are released), `requires` what it must be granted,
-    `paper` its source. One with `named_only` set runs only where it is asked for by name, and one with `stands_in_for`,
-    unless it is, only where none of the attacks named there runs. It may read further gradients, `if_released`. `knows`
-    names the defenses that it takes into account; with `places` set it puts loose patches in order itself. One that
-    needs a defense may name the attack that it is without one, `undefended`: that is its positive control.
+    `parameters` names the gradients that the attack reads ("*": all that are released), `requires` the capabilities
+    that it needs, `paper` its source. An attack with `named_only` runs only if it is asked for by name. An attack with
+    `stands_in_for` runs without being named only if none of the attacks listed there runs. It may read further
+    gradients, `if_released`. `knows` names the defenses that it takes into account; with `places` it puts loose patches
+    in order itself. An attack that needs a defense may name its counterpart without one as `undefended`: that is its
+    positive control.
 
-    A method `beyond(seen)` says of an observation, from what is public, which condition of its exactness does not hold,
-    in a few words, or None. Records keep it. Without the method it has no stated range: nothing is said to be exact.
+    A method `beyond(seen)` returns, from public knowledge, the condition of the attack's exactness that an observation
+    violates, in a few words, or None. Records keep it. An attack without the method states no range in which it is
+    exact.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -34,7 +36,7 @@ class Attack(Protocol):
     parameters: ClassVar[tuple[str, ...]]
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"] | Stolen:
-        """Reconstruct the images that the clients fed, in [0, 1]; `Stolen` where there is more to say."""
+        """Return the reconstructed images of the clients in [0, 1]; `Stolen` if the attack found more than images."""
         ...
 
 
@@ -48,7 +50,7 @@ class FeatureAttack(Protocol):
     requires: ClassVar[frozenset[Capability]]
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
-        """Reconstruct the images that the client embedded, in [0, 1]."""
+        """Return the reconstructed images that the client embedded, in [0, 1]."""
         ...
 
 
@@ -65,10 +67,17 @@ def check_capabilities(
     force: bool = False,
     because: Mapping[Capability, str] | None = None,
 ) -> None:
-    """Refuse an attack that requires more than is granted; `because` says of a capability why it is not.
+    """Refuse an attack that requires more than is granted.
+
+    Args:
+        attack: the attack, with the capabilities that it requires.
+        grants: the capabilities that the observation grants.
+        force: whether the capabilities in `FORCEABLE` may be missing.
+        because: why a capability is not granted, for the error message; by default the message gives its meaning.
 
     Raises:
-        PrivlabError: with the name and the meaning of each missing capability.
+        PrivlabError: if the attack reads gradients and features are released, or the reverse, or if a capability is
+            missing; the message names each missing one.
     """
     grants = frozenset(grants)
     reads, released = (Capability.RELEASED_FEATURES in what for what in (attack.requires, grants))

@@ -1,4 +1,4 @@
-"""Capabilities: what the adversary is granted, as declared data."""
+"""Capabilities: declared data that say what the adversary knows and sees."""
 
 from enum import Enum
 
@@ -6,7 +6,7 @@ __all__ = ["FORCEABLE", "Capability"]
 
 
 class Capability(str, Enum):
-    """One thing the adversary is granted; observations grant them, attacks require them."""
+    """A capability of the adversary: observations grant capabilities, attacks require them."""
 
     KNOWS_WEIGHTS = "knows_weights"
     BATCH_SIZE_ONE = "batch_size_one"
@@ -25,7 +25,7 @@ class Capability(str, Enum):
 
     @property
     def meaning(self) -> str:
-        """Return what the capability says, in one clause."""
+        """Return the meaning of the capability, in one clause."""
         return _MEANING[self]
 
 
@@ -47,4 +47,4 @@ _MEANING = {
 }
 
 FORCEABLE = frozenset({Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE})
-"""What a forced run may lack: the formula can still be evaluated, it only does not hold."""
+"""The capabilities that a forced run may lack: the formula can still be evaluated, although it does not hold."""

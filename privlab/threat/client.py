@@ -1,4 +1,4 @@
-"""What the client alone holds: what it feeds, its secret draws, and how what it sends came about."""
+"""The client's private knowledge: what it feeds, its secret draws, and the origin of what it sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +17,9 @@ __all__ = ["Draws", "Feed", "Sent"]
 class Feed:
     """What a defending client feeds its model; known to the client and to the scorer, not to the adversary.
 
-    `images` are x̃ in [0, 1]; slot i holds patch `order[i]` of the private image; `moved` marks the slots that
-    the defense shuffles; `masked_pe` marks those whose position embedding is replaced by E_unk, or by zero.
+    `images` are x̃ in [0, 1]; slot i holds patch `order[i]` of the private image. `moved` marks the slots that the
+    defense shuffles, `masked_pe` those whose position embedding is replaced by E_unk, or by zero if `replacement` says
+    so.
     """
 
     images: Float[Tensor, "b c h w"]
@@ -35,7 +36,7 @@ class Feed:
         return cls(images=images, order=order, moved=torch.zeros_like(order, dtype=torch.bool))
 
     def take(self, rows: slice | Sequence[int]) -> "Feed":
-        """Return what some of the clients feed."""
+        """Return the feed of some of the clients, by their rows in the batch."""
         masked = None if self.masked_pe is None else self.masked_pe[rows]
         return replace(self, images=self.images[rows], order=self.order[rows], moved=self.moved[rows], masked_pe=masked)
 
@@ -51,11 +52,11 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """What a client of split learning sends, and how it came about; the server sees `features` alone.
+    """What a client of split learning sends, with its secret origin; the server sees `features` alone.
 
-    Row (i, j) is row `source[i, j]` of the batch's b·t embedded tokens, counted image by image; its entry k is entry
-    `columns[k]` of that token (None: the columns are where they were). The first `prefix` tokens of an image are its
-    class and register tokens. `key_bits` is the size of what was drawn, in bits.
+    Row (i, j) is row `source[i, j]` of the batch's b·t embedded tokens, counted image by image. Its entry k is entry
+    `columns[k]` of that token; None leaves columns in place. The first `prefix` tokens of an image are its class and
+    register tokens. `key_bits` is the size of the drawn orders, in bits.
     """
 
     features: Float[Tensor, "b t d"]
@@ -66,12 +67,12 @@ class Sent:
 
     @classmethod
     def plain(cls, tokens: Float[Tensor, "b t d"], prefix: int) -> "Sent":
-        """Return tokens sent as they are."""
+        """Return tokens as an undefended client sends them."""
         b, t, _ = tokens.shape
         return cls(tokens, torch.arange(b * t, device=tokens.device).view(b, t), prefix)
 
     def restored(self, outputs: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Return the server's outputs with rows and columns where the client had them (Eq. 2 and 5)."""
+        """Return the server's outputs with rows and columns back in the client's order (Eq. 2 and 5)."""
         if self.columns is not None:
             outputs = restore_features(outputs, columns=self.columns)
         return permute_features(outputs.flatten(0, 1), inverse(self.source.flatten())).view_as(outputs)

@@ -1,6 +1,6 @@
-"""What attacks and defenses may declare beyond their protocols, and what holds where they do not.
+"""What attacks and defenses may declare beyond their protocols, with the defaults of what they do not declare.
 
-Plug-ins are plain classes: what they leave out has the default that stands here, and is read nowhere else.
+Plug-ins are plain classes. A declaration that they leave out has the default given here; it is read nowhere else.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ __all__ = ["AttackDeclarations", "DefenseDeclarations", "acts_on", "declared_by_
 
 
 def _no_range(seen: object) -> str | None:
-    """Return nothing: an attack that states no range is never said to be outside of it."""
+    """Return None: an attack that states no range is never reported to be outside of it."""
 
 
 def _no_remark() -> str:
@@ -28,15 +28,15 @@ class AttackDeclarations:
     """Class attributes and methods of an attack, on gradients or on features.
 
     Args:
-        parameters: the gradients that it reads, "*" for all; attacks on features read none.
-        if_released: further gradients that it reads where they are released.
+        parameters: the gradients that the attack reads, "*" for all; attacks on features read none.
+        if_released: further gradients that it reads if they are released.
         knows: the defenses that it takes into account, by their kinds or names.
-        named_only: whether it runs only where it is asked for by name.
-        stands_in_for: attacks; it runs unnamed only where none of them does.
+        named_only: whether it runs only if it is asked for by name.
+        stands_in_for: names of attacks; without being named, it runs only if none of them does.
         places: whether it puts loose patches in order itself.
-        undefended: the attack that it is where nothing is defended, its positive control; "" for itself.
+        undefended: the name of its counterpart without a defense, its positive control; "" for itself.
         obstacle: why it runs on no ViT, or "".
-        beyond: says of an observation which condition of its exactness does not hold, or None.
+        beyond: returns the condition of its exactness that an observation violates, or None.
     """
 
     parameters: tuple[str, ...] = ()
@@ -55,12 +55,12 @@ class DefenseDeclarations:
     """Attributes and methods of a defense, of whichever kind.
 
     Args:
-        acts_as: its `Effects`, where it declares them; what is none is refused by whoever measures them.
-        std: of the noise that it adds to features, where it says so.
-        per: "batch" where one draw serves all images that are released together.
-        mixes: whether one image's release depends on the others'.
-        remark: returns what is to be said beside its options, such as the ε that its noise buys.
-        expected: returns what it releases on average of given gradients; None where that is what it is given.
+        acts_as: its `Effects`, if it declares them; code that measures effects refuses a value of another type.
+        std: the standard deviation of the noise that it adds to features, if it declares it.
+        per: "batch" if one draw serves all images that are released together.
+        mixes: whether one image's release depends on the other images.
+        remark: returns a remark to print beside its options, such as the ε that its noise gives.
+        expected: returns the mean of its releases of given gradients; None if that is these gradients.
     """
 
     acts_as: Any = None
@@ -75,19 +75,19 @@ D = TypeVar("D", AttackDeclarations, DefenseDeclarations)
 
 
 def declared_by_attack(attack: Attack | FeatureAttack | AttackClass) -> AttackDeclarations:
-    """Return what an attack or its class declares.
+    """Return what an attack or its class declares, with defaults for the rest.
 
     Args:
-        attack: of this package or of another.
+        attack: an attack of this package or of another.
     """
     return _declared(attack, AttackDeclarations)
 
 
 def declared_by_defense(defense: Defense | FeatureDefense | GradientDefense) -> DefenseDeclarations:
-    """Return what a defense declares.
+    """Return what a defense declares, with defaults for the rest.
 
     Args:
-        defense: of this package or of another; made, as it may declare by its options.
+        defense: a defense of this package or of another; an instance, since declarations may depend on options.
     """
     return _declared(defense, DefenseDeclarations)
 
@@ -96,7 +96,7 @@ def acts_on(kind: DefenseClass) -> Literal["images", "features", "gradients"]:
     """Return what the defenses of a class act on.
 
     Args:
-        kind: the class. Python cannot check it against a protocol with data members: its method says it.
+        kind: the class. Its methods decide, since Python cannot check a class against a protocol with data members.
     """
     return "features" if hasattr(kind, "send") else "gradients" if hasattr(kind, "release") else "images"
 

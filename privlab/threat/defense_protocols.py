@@ -1,4 +1,4 @@
-"""What defenses are: on images, on features, on gradients."""
+"""The protocols of defenses on images, on features and on gradients."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
@@ -15,7 +15,7 @@ __all__ = ["Defense", "DefenseClass", "FeatureDefense", "GradientDefense"]
 class Defense(Protocol):
     """A frozen dataclass of hyper-parameters; calling it turns private images into what the client feeds.
 
-    What it does may be declared, `acts_as: Effects`; without it, attacks go by what is measured. So for all defenses.
+    A defense of any kind may declare its effects as `acts_as: Effects`; otherwise attacks rely on measured effects.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -23,7 +23,14 @@ class Defense(Protocol):
     paper: ClassVar[str]
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
-        """Transform b images by one draw each; one with `per` = "batch" is given a draw for each release of b / r."""
+        """Return what the clients feed instead of b private images.
+
+        Args:
+            images: the private images in [0, 1].
+            patch: the side of a patch, in pixels.
+            draws: the clients' secret generators, one for each image; a defense with `per` = "batch" gets one for each
+                of r releases, each of b / r images.
+        """
         ...
 
 
@@ -36,7 +43,7 @@ class FeatureDefense(Protocol):
     paper: ClassVar[str]
 
     def send(self, sent: Sent, draws: Draws) -> Sent:
-        """Return what is sent instead of `sent`."""
+        """Return what the client sends instead of `sent`."""
         ...
 
 
@@ -44,7 +51,8 @@ class FeatureDefense(Protocol):
 class GradientDefense(Protocol):
     """A frozen dataclass of hyper-parameters; it changes the gradients of all released parameters before they leave.
 
-    One with a method `expected` says what it releases on average of given gradients, such as what clipping leaves.
+    A defense may have a method `expected` that returns the mean of its releases of given gradients, such as what
+    clipping leaves.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -54,13 +62,13 @@ class GradientDefense(Protocol):
     def release(
         self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
     ) -> Mapping[str, Float[Tensor, "b ..."]]:
-        """Return what is released instead of `gradients`, each image's by itself and with its own draw."""
+        """Return what is released instead of `gradients`, for each image by itself and with its own draw."""
         ...
 
     def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> Mapping[str, Float[Tensor, "b ..."]]:
-        """Return the variance of what this adds to each entry, as an adversary knows it from some of the release.
+        """Return the variance of what this adds to each entry, as an adversary knows it from a part of the release.
 
-        An entry that was released as zero, and may be something else, is taken to be evenly spread around zero.
+        An entry that was released as zero, but may have another value, is taken as uniform around zero.
         """
         ...
 

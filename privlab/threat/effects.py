@@ -1,4 +1,4 @@
-"""What a defense does, whatever its name is."""
+"""The effects of a defense, whatever its name is."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,26 +7,26 @@ __all__ = ["Effects", "Rows"]
 
 
 Rows = Literal["kept", "shared", "own", "mixed"]
-"""Where rows may have gone: nowhere, by one order for the batch, by one for each image, or to other images too."""
+"""How rows may have moved: not at all, by one order for the batch, by one for each image, or to other images too."""
 
 
 @dataclass(frozen=True)
 class Effects:
-    """What a defense does, whatever its name is: the adversary can run it on images of its own and see.
+    """The effects of a defense, whatever its name is: the adversary can run it on its own images and see them.
 
-    A defense may declare it as `acts_as`, a class attribute, or a property where it depends on options; `privlab admit`
-    holds the release against it. Where nothing is declared it is measured: `privlab.release.effects`.
+    A defense may declare them as `acts_as`, a class attribute, or a property if they depend on options; `privlab admit`
+    checks the release against them. Effects that are not declared are measured: `privlab.release.effects`.
 
     Args:
-        rows: where the rows of what is sent may have gone.
-        columns: whether the entries of the tokens that are sent are in another order.
-        noise_std: the standard deviation of the noise on each of them.
-        patches: of the image that is fed: "kept" in their slots, moved among slots that are "masked", whose position
+        rows: how the rows of the sent features may have moved.
+        columns: whether the entries of the sent tokens are in another order.
+        noise_std: the standard deviation of the noise on each of these entries.
+        patches: the patches of the fed image: "kept" in their slots, moved among "masked" slots, whose position
             embeddings are replaced, or "shuffled" beyond these.
-        pe: what stands for the position embeddings that are replaced: "unknown" (E_unk) or "zero"; "slot": none is.
+        pe: what replaces position embeddings: "unknown" (E_unk) or "zero"; "slot" if none is replaced.
         one_order: whether images that are released together share one order of their patches, and one mask.
-        gradients: "kept", "noisy", "pruned" (zero or as they were), or "rounded".
-        other: whether anything else changes, pixels or features: blur, a scale, a clip.
+        gradients: "kept", "noisy", "pruned" (zero or unchanged), or "rounded".
+        other: whether anything else changes pixels or features: blur, a scale, a clip.
     """
 
     rows: Rows = "kept"
@@ -40,7 +40,7 @@ class Effects:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Return what is done, without how far: two defenses of the same kinds are met by the same attacks."""
+        """Return the kinds of effects without their strength: the same attacks answer defenses of the same kinds."""
         done = {
             "mixed": self.rows == "mixed",
             "rows": self.rows in ("shared", "own"),

@@ -1,9 +1,9 @@
-"""What an adversary sees, and what an attack brings home.
+"""What an adversary sees, and what an attack returns.
 
-Public and private. Everything in an `Observation` is public to the adversary: the model with its weights,
-the released gradients, and the knowledge that the threat model grants. The private image has no field, so no
-attack can read it. A defense's algorithm and its hyper-parameters are public (Kerckhoffs); its draws stay in
-the `Feed`, which only the client and the scorer hold.
+Everything in an `Observation` is public to the adversary: the model with its weights, the released gradients, and the
+knowledge that the threat model grants. The private image has no field, so no attack can read it. A defense's algorithm
+and its hyper-parameters are public (Kerckhoffs); its draws stay in the `Feed`, which only the client and the scorer
+hold.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ __all__ = ["FeatureObservation", "Observation", "Stolen"]
 class Observation:
     """Everything that the adversary sees of r independent releases, and nothing else.
 
-    `gradients` are ∂ℓ/∂θ by timm's parameter name (and `unk_embed`, MJP's E_unk), with a leading dimension r, as
-    they were released; `defense` holds the algorithms at work with their public parameters, in their order.
+    `gradients` are the released ∂ℓ/∂θ by timm's parameter names (and `unk_embed`, MJP's E_unk), with a leading
+    dimension r; `defense` holds the defenses at work with their public parameters, in their order.
 
-    Each release is the gradient of the mean loss of `images_per_release` = B images, its defense acting on that mean.
-    An attack returns r·B images, release by release, those of one release in any order: the evaluator assigns them.
-    `batch_size_one` is granted for B = 1 alone. `photographs` names the bundled photographs that an image prior may
-    learn from, where not all may be: of a private image, and other crops of its file, nothing is learned.
+    Each release is the gradient of the mean loss of `images_per_release` = B images, and its defense acts on that mean.
+    An attack returns r·B images, release by release; those of one release may be in any order, since the evaluator
+    assigns them. `batch_size_one` is granted for B = 1 alone. `photographs` names the bundled photographs that an image
+    prior may learn from if not all are allowed: it must not learn from a private image or other crops of its file.
     """
 
     model: VictimModel
@@ -46,8 +46,8 @@ class FeatureObservation:
     """Everything that the server of split learning sees of a batch of b images, and nothing else.
 
     `model` is the public base: the embedding F₁ with its position embeddings, and the rest. `defense` holds the
-    algorithms at work with their public parameters, in their order; `public` are images of the adversary's own.
-    Capabilities say which of these an attack may use.
+    defenses at work with their public parameters, in their order; `public` are the adversary's own images. The
+    capabilities in `grants` say which of these an attack may use.
     """
 
     model: VictimModel
@@ -59,12 +59,12 @@ class FeatureObservation:
 
 @dataclass(frozen=True, eq=False)
 class Stolen:
-    """What an attack brings home, with a row for each image of the batch.
+    """The result of an attack, with a row for each image of the batch.
 
-    Of features: `rows[i, s]` names the row of the batch's b·t sent rows that the adversary puts into patch slot s of
-    image i; None where images do not come row by row. `columns` is the recovered column key, as in `Sent`.
-    Of gradients: `loose` marks the slots whose patches are in an order of the adversary's own choice; `tokens` is how
-    many tokens were told apart, `tokens_sure` how many of them beyond doubt.
+    From features: `rows[i, s]` is the row, of the batch's b·t sent rows, that the adversary puts into patch slot s of
+    image i; None if images are not made row by row. `columns` is the recovered column key, as in `Sent`.
+    From gradients: `loose` marks the slots whose patches are in an order of the adversary's own choice. `tokens` is the
+    number of tokens that were separated, `tokens_sure` the number of those that are certain.
     """
 
     images: Float[Tensor, "b c h w"]
@@ -76,17 +76,17 @@ class Stolen:
 
     @classmethod
     def of(cls, result: "Float[Tensor, 'b c h w'] | Stolen") -> "Stolen":
-        """Return what an attack brought home, which may be images alone."""
+        """Return the result of an attack, which may be images alone, as `Stolen`."""
         return cls(result) if isinstance(result, Tensor) else result
 
     def take(self, i: int) -> "Stolen":
-        """Return what belongs to image i alone; its rows still count those of the whole batch."""
+        """Return the part of image i alone; its rows still index those of the whole batch."""
         own = {name: value[i : i + 1] for name in _OF_IMAGES if (value := getattr(self, name)) is not None}
         return replace(self, **own)
 
     @classmethod
     def joined(cls, parts: Sequence["Stolen"]) -> "Stolen":
-        """Return what was brought home of one batch, image by image, as one."""
+        """Return the results for the images of one batch as one result."""
         own = {
             name: torch.cat([getattr(part, name) for part in parts])
             for name in _OF_IMAGES

@@ -17,10 +17,10 @@ __all__ = ["Stack"]
 
 @dataclass(frozen=True)
 class Stack:
-    """The defenses of a client, in the order in which they act; none is the undefended client.
+    """The defenses of a client, in the order in which they act; an empty stack is the undefended client.
 
-    `parts` on images act before the embedding, `parts` on features after it, `parts` on gradients on what is released,
-    whatever their order in between.
+    Parts on images act before the embedding, parts on features after it, and parts on gradients on the released
+    gradients, however the three kinds are mixed in `parts`.
     """
 
     parts: tuple[Defense | FeatureDefense | GradientDefense, ...]
@@ -46,22 +46,27 @@ class Stack:
         return "+".join(part.name for part in self.parts)
 
     def params(self) -> dict[str, object]:
-        """Return the options of the one part, or those of each part by its name."""
+        """Return the options of a single part, or those of each of several parts by its name."""
         if len(self.parts) == 1:
             return asdict(self.parts[0])
         return {part.name: asdict(part) for part in self.parts}
 
     def __repr__(self) -> str:
-        """Return the parts as they are written, each with its remark, if it has one: the ε that noise buys."""
+        """Return the parts as they are written, each with its remark if it has one, such as the ε of its noise."""
         remarks = ((part, declared_by_defense(part).remark()) for part in self.parts)
         return " + ".join(f"{part!r} ({remark})" if remark else repr(part) for part, remark in remarks)
 
     def feed(
         self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator], images_per_release: int = 1
     ) -> Feed:
-        """Return what the clients feed their models: one part's images are the next part's.
+        """Return what the clients feed their models: each part on images transforms the images of the part before.
 
-        A part that draws `per` batch gets one draw for each release: that of its first image.
+        Args:
+            images: the private images in [0, 1], release by release.
+            patch: the side of a patch, in pixels.
+            draws: the clients' secret generators, one for each image; a part with `per` = "batch" gets one for each
+                release, that of its first image.
+            images_per_release: the number of consecutive images that are released together.
         """
         feed = Feed.undefended(images, patch)
         for part in self.on_images:
@@ -70,7 +75,12 @@ class Stack:
         return feed
 
     def send(self, tokens: Float[Tensor, "b t d"], prefix: int, draws: Draws) -> Sent:
-        """Return what the client sends of its embedded tokens.
+        """Return what the client sends instead of its embedded tokens.
+
+        Args:
+            tokens: the embedded tokens of a batch.
+            prefix: the number of class and register tokens, which come first in each image.
+            draws: the client's secret generators for this batch.
 
         Raises:
             PrivlabError: if a part acts on gradients, which are not what is sent.

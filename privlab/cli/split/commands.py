@@ -108,7 +108,7 @@ _SERVER = _options(
 @click.group(cls=Commands)
 def split() -> None:
     """Train and run a model with its backbone on a server that sees permuted features alone."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's core would write pages where we write a line
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's core would print pages of messages
     if importlib.util.find_spec("grpc") is None:
         raise PrivlabError("Split learning needs the extra: pip install 'privlab[split]'.")
 
@@ -282,7 +282,7 @@ def certificate(folder: Path, host: tuple[str, ...], days: int, as_json: bool) -
 
 
 def _client(options: dict[str, Any]) -> "Client":
-    """Return the client, and take its options out of the others."""
+    """Return the client, and remove its options from `options`."""
     from privlab.split import Client, ClientTls, read_token
 
     server, timeout, token_file = (options.pop(name) for name in ("server", "timeout", "token_file"))
@@ -291,7 +291,7 @@ def _client(options: dict[str, Any]) -> "Client":
         raise PrivlabError("--tls-cert and --tls-key are for TLS: give --tls-ca, or --tls, too.")
     client = Client(server, read_token(token_file), ClientTls(*files) if system or files[0] else None, timeout)
     if client.tls is not None:
-        client.tls.credentials()  # what is wrong with the files is said before anything is read
+        client.tls.credentials()  # reports mistakes in the files before images are read
     return client
 
 
@@ -308,11 +308,11 @@ _FREE = {
     "train": _CONNECTION | {"resume", "device", "as_json", "epochs"},
     "infer": _CONNECTION | {"run", "device", "as_json", "images", "limit", "split", "labels"},
 }
-"""What a run that is taken up does not keep."""
+"""The options that a resumed run does not keep, by command."""
 
 
 def _taken_up(context: click.Context, folder: Path, device: str) -> "Started":
-    """Return an earlier run; options that shaped it cannot be given anew."""
+    """Resume an earlier run; the options that determined it cannot be given again."""
     from privlab.base import pick_device
     from privlab.split.client.job import resumed
 
@@ -325,7 +325,7 @@ def _taken_up(context: click.Context, folder: Path, device: str) -> "Started":
 
 
 def _batches(started: "Started", folder: Path, *, resuming: bool) -> "Batches":
-    """Read the images, and make the folder of the client's checkpoint."""
+    """Return the batches of a run's images, and make the folder of the client's checkpoint."""
     from privlab.split.client.data import Batches
     from privlab.split.client.train import CHECKPOINT
     from privlab.split.protocol.checkpoint import private_folder
@@ -341,7 +341,7 @@ def _batches(started: "Started", folder: Path, *, resuming: bool) -> "Batches":
 
 
 def _read(job: "Job", started: "Started") -> "Dataset":
-    """Read a job's images, with labels that the victim predicts if that is asked for."""
+    """Return a job's images, labelled by the victim's predictions if the job asks for these."""
     from privlab.split.client.data import load
 
     with progress_bar("reading") as progress:

@@ -1,4 +1,4 @@
-"""What `privlab split` prints: events of a server, progress and results of a client."""
+"""The output of `privlab split`: events of a server, progress and results of a client."""
 
 import json
 import warnings
@@ -42,19 +42,19 @@ def show_event(event: Mapping[str, object]) -> None:
 
 
 def say(message: str) -> None:
-    """Say what goes wrong meanwhile."""
+    """Print a message on standard error while the program continues."""
     err.print(message, style="yellow", markup=False)
 
 
 def say_failed(failed: Mapping[str, str]) -> None:
-    """Say which pictures could not be read, and why."""
+    """Print which images could not be read, and why."""
     for image, reason in failed.items():
         err.print(f"Failed: {image}: {reason}", style="red", markup=False)
 
 
 @contextmanager
 def shown_warnings() -> Iterator[None]:
-    """Show privlab's warnings as lines."""
+    """Print each of privlab's warnings within the context on a line of its own, after the context."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PrivlabWarning)
         yield
@@ -74,7 +74,7 @@ def training_bar(total: int) -> Iterator[Callable[["StepDone"], None]]:
     mean: dict[str, float] = {}
 
     def show(done: "StepDone") -> None:
-        bar.start()  # not before the first step: a mistake then is one line
+        bar.start()  # only after the first step, so that a mistake prints one line
         now = {"loss": done.loss, "accuracy": done.hits / done.images, "ms": 1000 * done.seconds}
         for name, value in now.items():
             mean[name] = value if name not in mean else 0.95 * mean[name] + 0.05 * value
@@ -88,7 +88,7 @@ def training_bar(total: int) -> Iterator[Callable[["StepDone"], None]]:
 
 
 def print_training(summary: Mapping[str, Any], as_json: bool) -> None:
-    """Print what a training came to."""
+    """Print the results of a training."""
     if as_json:
         print_json(dict(summary))
         return
@@ -103,7 +103,7 @@ def print_training(summary: Mapping[str, Any], as_json: bool) -> None:
 
 
 def print_inference(summary: Mapping[str, Any], as_json: bool) -> None:
-    """Print the answers."""
+    """Print the predictions and the accuracy of an inference."""
     if as_json:
         print_json(dict(summary))
         return

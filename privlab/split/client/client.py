@@ -1,4 +1,4 @@
-"""The client's end of the wire: a session as a context, its requests as calls, its failures as one-line errors."""
+"""The client's side of the connection: a session as a context, requests as calls, failures as one-line errors."""
 
 import queue
 import time
@@ -30,12 +30,12 @@ class Lost(PrivlabError):
 
 
 class Rebuffed(Lost):
-    """The server hung up at once: at the first attempt, it most likely wants another kind of connection."""
+    """The server closed the connection at once: at the first attempt, it probably needs another kind of connection."""
 
 
 @dataclass
 class Traffic:
-    """What went over the wire: bytes of messages, and how long each with tensors waited for its reply, in seconds."""
+    """Bytes of the messages sent and received, and the seconds that each message with tensors waited for its reply."""
 
     sent: int = 0
     received: int = 0
@@ -44,16 +44,16 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Client:
-    """Where a server is, and how to talk to it.
+    """The address of a server, and how to connect to it.
 
     Args:
         address: HOST:PORT.
-        token: the server's.
-        tls: what to trust; without it, the server must be on this machine.
+        token: the bearer token of the server.
+        tls: the authority to trust, and the client's own certificate; without it, the server must be on this machine.
         timeout: seconds to wait for one reply.
 
     Raises:
-        PrivlabError: for an address of another form, or one of another machine without TLS.
+        PrivlabError: if the address has another form, or is of another machine and `tls` is missing.
     """
 
     address: str
@@ -80,15 +80,15 @@ class Client:
         """Open a session, or resume one after the first of `steps` that the server knows too.
 
         Args:
-            contract: the terms.
-            session: the id of one to resume; empty for a new one.
-            steps: after which the client can go on, the best first; 0 may begin anew.
+            contract: the terms of the session.
+            session: the id of a session to resume; empty for a new one.
+            steps: the steps after which the client can continue, the best first; 0 allows a new session.
             saved: the last step of which the client keeps a checkpoint.
             weights: T's initial weights by timm's names, if the contract says that the client brings them.
-            traffic: is counted up.
+            traffic: counts the messages; None counts them in an object of the session's own.
 
         Raises:
-            PrivlabError: for whatever the server refuses; `Lost` if trying again may help.
+            PrivlabError: if the server refuses a request; `Lost` if trying again may help.
         """
         channel = self._channel(contract)
         remote = Remote(channel, self.token, contract, self.timeout, traffic or Traffic())
@@ -115,7 +115,7 @@ class Client:
 
 
 class Remote:
-    """T, as the client sees it: `id` names the session, `step` is where it goes on, `durable` what a crash leaves."""
+    """T as the client sees it: `id` names the session, which continues after `step`; a crash leaves step `durable`."""
 
     def __init__(self, channel: grpc.Channel, token: str, contract: Contract, timeout: float, traffic: Traffic) -> None:
         self.contract, self.timeout, self.traffic = contract, timeout, traffic
@@ -127,7 +127,16 @@ class Remote:
         self._replies: Inbox[bytes] = Inbox(self._call)
 
     def open(self, session: str, steps: Sequence[int], saved: int) -> None:
-        """Open the session."""
+        """Open the session, or resume it; `id`, `step` and `weights_sha256` are then the server's.
+
+        Args:
+            session: the id of a session to resume; empty for a new one.
+            steps: the steps after which the client can continue, the best first; 0 allows a new session.
+            saved: the last step of which the client keeps a checkpoint.
+
+        Raises:
+            PrivlabError: if the server refuses; `Lost` if trying again may help.
+        """
         self.saved = saved
         contract = ContractMessage(**asdict(self.contract))
         request = Request(open=Open(version=VERSION, session=session, steps=steps, contract=contract))
@@ -140,27 +149,27 @@ class Remote:
             self._send(Request(weights=part))
 
     def forward(self, step: int, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Return T(features), the first half of a step."""
+        """Return T(features): the first half of a step."""
         request = Request()
         request.forward.step, request.forward.data = step, pack("features", features)
         return self._tensor(self._exchange(request).outputs.data, "outputs", features)
 
     def backward(self, step: int, gradient: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Return ∂ℓ/∂features, given ∂ℓ/∂outputs, the second half: the server changes T."""
+        """Return ∂ℓ/∂features, given ∂ℓ/∂outputs: the second half of a step, in which the server changes T."""
         request = Request()
         request.backward.step, request.backward.data = step, pack("gradient", gradient)
         return self._tensor(self._exchange(request).gradient.data, "gradient", gradient)
 
     def infer(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Return T(features); the server learns nothing of it, but what it sees."""
+        """Return T(features) without training T; the server sees the features."""
         return self._tensor(self._exchange(Request(infer=pack("features", features))).inferred, "outputs", features)
 
     def save(self) -> None:
-        """Have the server write a checkpoint; `durable` then says whether it did."""
+        """Ask the server to write a checkpoint; `durable` then says whether it did."""
         self._ask(Request(save=Save()))
 
     def close(self) -> None:
-        """End the stream: the server writes its checkpoint and lets the session go."""
+        """End the stream: the server writes its checkpoint and releases the session."""
         self._requests.put(None)
         with suppress(grpc.RpcError, futures.TimeoutError):
             self._replies.get(min(self.timeout, 10.0))
@@ -168,7 +177,7 @@ class Remote:
         self._replies.close()
 
     def _exchange(self, request: Request) -> Reply:
-        """Ask, and note how long it takes."""
+        """Return the reply to a request, and record how long it took."""
         began = time.perf_counter()
         reply = self._ask(request)
         self.traffic.waited.append(time.perf_counter() - began)
@@ -210,7 +219,7 @@ def _parsed(data: bytes) -> Reply:
 
 
 def _translated(error: grpc.RpcError) -> PrivlabError:
-    """Return what a failed call means to the user."""
+    """Return the error that tells the user what a failed call means."""
     status = error.code().name  # pyright: ignore[reportAttributeAccessIssue]
     details = " ".join(str(error.details()).split())  # pyright: ignore[reportAttributeAccessIssue]
     if status in ("ABORTED", "DEADLINE_EXCEEDED", "CANCELLED") or "RST_STREAM" in details:

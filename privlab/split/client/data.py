@@ -21,7 +21,7 @@ _READ = 64
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Pictures that could be read, preprocessed; `labels` are −1 where there is none, `failed` says why by name."""
+    """Preprocessed images; a label is −1 if there is none; `failed` says why an image could not be read, by name."""
 
     names: tuple[str, ...]
     images: UInt8[Tensor, "n c h w"]
@@ -33,16 +33,16 @@ class Dataset:
         return len(self.names)
 
     def labelled_by(self, model: VictimModel) -> "Dataset":
-        """Return the same with the classes that a model predicts for the plain images as labels."""
+        """Return the same images, labelled with the classes that a model predicts for the plain images."""
         with torch.no_grad():
             parts = [model(self.pixels(slice(i, i + _READ)).to(model.mean)) for i in range(0, len(self), _READ)]
         return replace(self, labels=torch.cat(parts).argmax(1).cpu())
 
     def checked(self, classes: int) -> "Dataset":
-        """Return the same, if every picture has a label below `classes`.
+        """Return the dataset itself if every image has a label below `classes`.
 
         Raises:
-            PrivlabError: with the first picture that has none, or whose label is too high.
+            PrivlabError: if an image has no label, or one that is too high; the message names the first.
         """
         for name, label in zip(self.names, self.labels.tolist(), strict=True):
             if label < 0:
@@ -54,15 +54,20 @@ class Dataset:
         return self
 
     def pixels(self, index: Int[Tensor, " b"] | slice) -> Float[Tensor, "b c h w"]:
-        """Return images in [0, 1]: eight bits by 255, as they were read."""
+        """Return images in [0, 1]: the stored eight-bit values divided by 255."""
         return self.images[index].float() / 255
 
 
 def load(source: ImageSource, preprocessing: Preprocessing, progress: Progress = lambda done, total: None) -> Dataset:
-    """Read all pictures of a source.
+    """Read all images of a source into memory, as eight bits per channel.
+
+    Args:
+        source: where the images are.
+        preprocessing: how they are resized and cropped for the victim.
+        progress: called with the number of images read and that of all images, None if it is unknown.
 
     Raises:
-        PrivlabError: if none can be read.
+        PrivlabError: if no image can be read.
     """
     pictures, images, failed = [], [], {}
     for chunk in batches(source, preprocessing, _READ):
@@ -82,7 +87,7 @@ def load(source: ImageSource, preprocessing: Preprocessing, progress: Progress =
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Which images each step takes: all in an order drawn anew for every epoch; the last batch may be smaller."""
+    """The images of each step: all images in an order drawn anew for every epoch; the last batch may be smaller."""
 
     data: Dataset
     size: int
@@ -90,7 +95,7 @@ class Batches:
 
     @property
     def per_epoch(self) -> int:
-        """Return the steps of an epoch."""
+        """Return the number of steps in an epoch."""
         return -(-len(self.data) // self.size)
 
     def images_in(self, step: int) -> int:
@@ -98,7 +103,7 @@ class Batches:
         return min(self.size, len(self.data) - (step - 1) % self.per_epoch * self.size)
 
     def __getitem__(self, step: int) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, " b"]]:
-        """Return images and labels of a step, counted from 1: a function of the seed and the step alone."""
+        """Return images and labels of a step, counted from 1; they depend on the seed and the step alone."""
         epoch, position = divmod(step - 1, self.per_epoch)
         chosen = _order(self.seed, epoch, len(self.data))[position * self.size : (position + 1) * self.size]
         return self.data.pixels(chosen), self.data.labels[chosen]

@@ -1,4 +1,4 @@
-"""Inference over the wire: the server sees permuted features, the client alone the answers."""
+"""Inference through the server: it sees permuted features, and the client alone sees the answers."""
 
 import secrets
 from collections.abc import Callable
@@ -28,12 +28,22 @@ def infer(
     tell: Callable[[str], None] = lambda message: None,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> Float[Tensor, "n y"]:
-    """Return the class probabilities of each image, by the learner and the T of a session (none: the initial T).
+    """Return the class probabilities of each image, computed by the learner and the T of a session.
 
-    Permutations and noise are drawn anew from the operating system; P_C is the learner's.
+    Permutations and noise are drawn anew from the operating system's CSPRNG; P_C is the learner's.
+
+    Args:
+        learner: the client's half, after as many steps as the session's T.
+        client: the address of the server.
+        data: the n images.
+        session: the id of the training session whose T is used; empty for the initial T.
+        traffic: counts the messages.
+        retry_for: seconds to try again if the server does not answer.
+        tell: called with the reason when it begins to wait.
+        progress: called with the number of images answered and that of all images.
 
     Raises:
-        PrivlabError: for what the server refuses, or when it does not answer in time.
+        PrivlabError: if the server refuses a request, or does not answer in time.
     """
     patience = Patience(retry_for, tell)
     weights = learner.initial_weights() if learner.contract.own_weights and learner.step == 0 else None

@@ -1,4 +1,4 @@
-"""What a client is to do, as plain data that stands in its checkpoint, and the things made of it."""
+"""The task of a client, as plain data that its checkpoint holds, and the objects made from it."""
 
 import warnings
 from dataclasses import asdict, dataclass, fields
@@ -23,12 +23,12 @@ __all__ = ["Job", "Started", "resumed", "stack_of", "started"]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The options of a training or an inference that shape its result.
+    """The options of a training or an inference that determine its result.
 
-    `labels` is a CSV file, None for the source's own, or "predicted": what the victim sees in the plain image.
+    `labels` is a CSV file, None for the source's own, or "predicted" for the victim's predictions on plain images.
 
     Raises:
-        PrivlabError: for a value out of its range.
+        PrivlabError: if a value is out of its range.
     """
 
     model: str
@@ -53,9 +53,9 @@ class Job:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Job":
-        """Read what `asdict` wrote, and JSON kept."""
+        """Return the job that `asdict` turned into plain data, after a round trip through JSON."""
         known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
-        for name in known.keys() & {"images", "options"}:  # lists, where JSON kept them
+        for name in known.keys() & {"images", "options"}:  # JSON turned tuples into lists
             known[name] = tuple(known[name])
         return cls(**known)
 
@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Started:
-    """A job with its victim and learner; `session` is that of an earlier run, `facts` stand in the checkpoint."""
+    """A job with its victim and learner; `session` is that of an earlier run; a checkpoint holds `facts`."""
 
     job: Job
     victim: Victim
@@ -78,10 +78,10 @@ class Started:
 
 
 def stack_of(names: str, options: tuple[str, ...]) -> Stack:
-    """Return defenses by their names, joined by +, with their options.
+    """Return the stack of the defenses whose names are joined by +, with their options.
 
     Raises:
-        PrivlabError: for a name or an option that none has.
+        PrivlabError: if a name or an option is unknown.
     """
     installed, parts = defenses(), names.split("+")
     for name in parts:
@@ -93,19 +93,19 @@ def stack_of(names: str, options: tuple[str, ...]) -> Stack:
 
 
 def started(job: Job, device: torch.device) -> Started:
-    """Begin a job, with a fresh secret.
+    """Begin a job with a fresh secret.
 
     Raises:
-        PrivlabError: for a victim, a defense or terms that cannot be.
+        PrivlabError: if the victim, a defense or the terms of the contract are impossible.
     """
     return _made(job, new_secret(), device)
 
 
 def resumed(folder: Path, device: torch.device) -> Started:
-    """Take up a job where the checkpoint in a client's folder left it.
+    """Resume a job from the checkpoint in a client's folder.
 
     Raises:
-        PrivlabError: if there is none, or it cannot be read.
+        PrivlabError: if there is no checkpoint, or it cannot be read.
     """
     path = folder / CHECKPOINT
     if not path.exists():
@@ -113,7 +113,7 @@ def resumed(folder: Path, device: torch.device) -> Started:
     _, facts = checkpoint.read(path, only_facts=True)
     job = Job.of(facts["job"])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivlabWarning)  # random weights, say: the run that began it said so
+        warnings.simplefilter("ignore", PrivlabWarning)  # such as random weights: the first run warned of them
         made = _made(job, facts["secret"], device)
     made.learner.restore(path)
     return Started(job, made.victim, made.learner, facts, facts["session"])

@@ -1,4 +1,4 @@
-"""The client's half: images, labels, F₁, F₂, the secret permutations; what leaves it is a `Sent` and a gradient."""
+"""The client's half: images, labels, F₁, F₂, the secret permutations; only a `Sent` and a gradient leave it."""
 
 import copy
 from dataclasses import dataclass
@@ -23,24 +23,27 @@ __all__ = ["Learner"]
 
 @dataclass(frozen=True, eq=False)
 class _Begun:
-    """A step that waits for the server."""
+    """A step between `begin` and `finish`."""
 
     sent: Sent
     labels: Int[Tensor, " b"]
 
 
 class Learner:
-    """F₁ and F₂ of a client with their optimiser, after `step` steps; a copy, the model given stays as it is.
+    """F₁ and F₂ of a client with their optimiser, after `step` steps; they are a copy of the given model's.
 
-    A step is `begin`, `grade`, `finish`. It draws from the secret by its number alone, so that a step done again, after
-    a crash, is the same to the last bit. `losses` and `hits` hold the mean loss and the right answers of every step.
+    A step is `begin`, `grade`, `finish`. Its draws depend on the secret and its number alone, so that a step repeated
+    after a crash is the same to the last bit. `losses` and `hits` hold the mean loss and the number of correct answers
+    of every step.
 
     Args:
-        model: the victim.
+        model: the victim; it is not changed.
         stack: the client's defenses.
         contract: the terms of the session.
-        secret: what permutations and noise are drawn from.
-        classes: a fresh head of so many classes, drawn from `seed`, instead of the victim's own.
+        secret: the secret that permutations and noise are drawn from.
+        classes: the number of classes of a fresh head that replaces the victim's; None keeps the victim's head.
+        seed: the seed of the fresh head's weights.
+        device: where F₁ and F₂ compute.
     """
 
     def __init__(
@@ -70,26 +73,26 @@ class Learner:
 
     @property
     def device(self) -> torch.device:
-        """Return where F₁ and F₂ compute."""
+        """Return the device on which F₁ and F₂ compute."""
         return self.model.mean.device
 
     @property
     def classes(self) -> int:
-        """Return how many classes F₂ tells apart."""
+        """Return the number of classes of F₂."""
         return int(self.model.vit.num_classes)
 
     @property
     def key_bits(self) -> float:
-        """Return the size of what is drawn for an image that is sent alone, in bits."""
+        """Return the size of the orders that defenses on features draw for an image sent alone, in bits."""
         return self._blank().key_bits
 
     @property
     def columns(self) -> Int[Tensor, " d"] | None:
-        """Return the secret P_C, the same for all batches; None if the defenses leave columns where they are."""
+        """Return the secret P_C, the same for all batches; None if no defense permutes columns."""
         return self._blank().columns
 
     def initial_weights(self) -> dict[str, Tensor]:
-        """Return T's initial weights, permuted by P_C: the server learns neither (Eq. 6)."""
+        """Return T's initial weights permuted by P_C: the server learns neither the weights nor P_C (Eq. 6)."""
         state = Backbone(self.model, self.contract.torch_dtype).state_dict()
         if (columns := self.columns) is None:
             return state
@@ -97,7 +100,7 @@ class Learner:
         return apply_key(state, residual_only(columns, shape), shape)
 
     def send(self, images: Float[Tensor, "b c h w"], draws: Draws) -> Sent:
-        """Return what is sent of images in [0, 1]: F₁, after the defenses."""
+        """Return what the client sends for images in [0, 1]: their embedding by F₁, with the defenses applied."""
         images = images.to(self.device, self.contract.torch_dtype)
         feed = self.stack.feed(images, self.model.patch, draws.images, len(images))
         tokens = self.model.embed(feed.images, feed.masked_pe, feed.replacement)
@@ -110,7 +113,7 @@ class Learner:
         return sent.features.detach()
 
     def grade(self, outputs: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Return ∂ℓ/∂outputs, with ℓ the mean cross-entropy of F₂ of the server's outputs, put back in order."""
+        """Return ∂ℓ/∂outputs; ℓ is the mean cross-entropy of F₂ on the server's outputs, restored to their order."""
         begun = self._begun
         assert begun is not None
         outputs = outputs.detach().requires_grad_()
@@ -125,7 +128,7 @@ class Learner:
         return outputs.grad
 
     def finish(self, gradient: Float[Tensor, "b t d"]) -> None:
-        """Change F₁ and F₂ by one step of the optimiser, given ∂ℓ/∂features."""
+        """Update F₁ and F₂ by one step of the optimiser, given ∂ℓ/∂features."""
         assert self._begun is not None
         self._begun.sent.features.backward(gradient)
         self._optimizer.step()
@@ -138,7 +141,7 @@ class Learner:
             return self.model.head(sent.restored(outputs)).softmax(1)
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
-        """Write everything that a later client needs to go on after this step.
+        """Write everything that a later client needs to continue after this step.
 
         Raises:
             PrivlabError: if the disk is full or the folder cannot be written.
@@ -149,7 +152,7 @@ class Learner:
         checkpoint.write(path, state | history | averages, facts | {"step": self.step})
 
     def restore(self, path: Path) -> None:
-        """Go back to what `save` wrote.
+        """Restore the state that `save` wrote.
 
         Raises:
             PrivlabError: if it cannot be read.
@@ -164,7 +167,7 @@ class Learner:
         self.step, self._begun = facts["step"], None
 
     def _blank(self) -> Sent:
-        """Return what would be sent of a blank image."""
+        """Return what the client would send for a black image."""
         with torch.no_grad():
             return self.send(torch.zeros(1, *self.model.image_shape), self._draws(0, 1))
 
@@ -173,7 +176,7 @@ class Learner:
 
 
 def _fresh_head(old: nn.Module, classes: int, seed: int) -> nn.Linear:
-    """Return a new classifier, leaving torch's global random state alone."""
+    """Return a new classifier; torch's global random state is not changed."""
     assert isinstance(old, nn.Linear)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""How long a client tries again when the server does not answer."""
+"""How long a client tries again if the server does not answer."""
 
 import time
 from collections.abc import Callable
@@ -12,11 +12,11 @@ _FIRST, _LONGEST = 0.1, 5.0
 
 
 class Patience:
-    """Waits ever longer between attempts, up to `seconds` in a row without success.
+    """Pauses between attempts that double in length, for up to `seconds` in a row without success.
 
     Args:
-        seconds: after which it ends.
-        tell: is told why it waits, once in a row.
+        seconds: the time without success after which `wait` raises.
+        tell: called with the reason at the first of several waits in a row.
     """
 
     def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
@@ -26,14 +26,14 @@ class Patience:
         self._pause = _FIRST
 
     def met(self) -> None:
-        """Begin anew: the server has answered."""
+        """Reset the time and the pauses: the server has answered."""
         self._met, self._since, self._pause = True, None, _FIRST
 
     def wait(self, lost: Lost) -> None:
         """Wait before the next attempt.
 
         Raises:
-            PrivlabError: if it has lasted too long, or the server wants another kind of connection.
+            PrivlabError: if the time is over, or the server needs another kind of connection.
         """
         if isinstance(lost, Rebuffed) and not self._met:
             raise lost

@@ -1,4 +1,4 @@
-"""What a training or an inference came to, as plain data."""
+"""The results of a training or an inference, as plain data."""
 
 import statistics
 from collections.abc import Mapping
@@ -16,7 +16,15 @@ __all__ = ["inference_summary", "training_summary"]
 
 
 def training_summary(learner: Learner, batches: Batches, traffic: Traffic, seconds: float, done: int) -> dict[str, Any]:
-    """Return loss and accuracy by epoch, of the whole run, and what this client took for its `done` steps."""
+    """Return loss and accuracy by epoch, over the whole run, and the speed and traffic of this client's own steps.
+
+    Args:
+        learner: the client's half after training, with the losses and hits of all steps.
+        batches: the images of each step.
+        traffic: the messages of this client.
+        seconds: the time that this client trained.
+        done: the number of steps that this client did, without those before it resumed.
+    """
     epochs = -(-learner.step // batches.per_epoch)
     images = sum(batches.images_in(step) for step in range(learner.step - done + 1, learner.step + 1))
     return {
@@ -31,7 +39,15 @@ def training_summary(learner: Learner, batches: Batches, traffic: Traffic, secon
 def inference_summary(
     data: Dataset, probabilities: Float[Tensor, "n y"], classes: Mapping[int, str], traffic: Traffic, seconds: float
 ) -> dict[str, Any]:
-    """Return the answer for each image, and the accuracy over those with a label; null where none has one."""
+    """Return the answer for each image, and the accuracy over the images with a label, None if there are none.
+
+    Args:
+        data: the n images with their labels.
+        probabilities: the class probabilities of each image.
+        classes: the names of the classes by their numbers; a class without a name has None.
+        traffic: the messages of this client.
+        seconds: the time that the inference took.
+    """
     best = probabilities.max(1)
     known = data.labels >= 0
     hits = (best.indices == data.labels)[known].double()
@@ -54,7 +70,7 @@ def inference_summary(
 
 
 def _epoch(learner: Learner, batches: Batches, epoch: int) -> dict[str, Any]:
-    """Return the mean loss and the accuracy of an epoch, as it was learnt: each image before its own step."""
+    """Return the mean loss and the accuracy of an epoch, each image measured before the update of its own step."""
     steps = slice(epoch * batches.per_epoch, min((epoch + 1) * batches.per_epoch, learner.step))
     sizes = torch.tensor([batches.images_in(i + 1) for i in range(steps.start, steps.stop)], dtype=torch.float64)
     loss = float((learner.losses[steps] * sizes).sum() / sizes.sum())

@@ -1,4 +1,4 @@
-"""The client's training loop: steps over the wire, checkpoints in step with the server's, and back after a crash."""
+"""The client's training loop: steps through the server, checkpoints in step with the server's, crash recovery."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ CHECKPOINT = "client.safetensors"
 
 @dataclass(frozen=True)
 class StepDone:
-    """What a step came to."""
+    """The result of a step."""
 
     step: int
     loss: float
@@ -35,17 +35,17 @@ class Trainer:
     """Trains a learner against a server.
 
     The client keeps one checkpoint, of the last step that it knows to be durable on the server. After a crash on either
-    side both go on from the last step that both have: nothing is applied twice, and the weights come out as if nothing
-    had happened.
+    side, both continue from the last step that both have: no step is applied twice, and the weights are the same as
+    without the crash.
 
     Args:
         learner: the client's half.
-        client: where the server is.
-        folder: of the client's checkpoint, `client.safetensors`.
-        facts: stand in the checkpoint.
-        session: the id of a session to resume.
-        retry_for: seconds to go on trying when the server does not answer.
-        tell: is told what goes wrong meanwhile.
+        client: the address of the server.
+        folder: the folder of the client's checkpoint, `client.safetensors`.
+        facts: plain data to keep in the checkpoint.
+        session: the id of a session to resume; empty for a new one.
+        retry_for: seconds to try again if the server does not answer.
+        tell: called with the reason when it begins to wait.
     """
 
     def __init__(
@@ -65,10 +65,15 @@ class Trainer:
         self._saved = learner.step
 
     def train(self, batches: Batches, steps: int, on_step: Callable[[StepDone], None] = lambda done: None) -> None:
-        """Train up to so many steps in all.
+        """Train until the learner has done `steps` steps in all.
+
+        Args:
+            batches: the images and labels of each step.
+            steps: the number of steps in all, those of earlier runs included.
+            on_step: called with the result of each step.
 
         Raises:
-            PrivlabError: for what the server refuses, or when it does not come back in time.
+            PrivlabError: if the server refuses a request, or does not answer in time.
         """
         while True:
             try:
@@ -95,10 +100,10 @@ class Trainer:
             remote.save()
             if remote.durable == learner.step != self._saved:
                 self._save(remote)
-                remote.save()  # tells the server that its older checkpoint is not needed any more
+                remote.save()  # tells the server that it may remove its older checkpoint
 
     def _begin(self, remote: Remote) -> None:
-        """Go back to where the server goes on."""
+        """Restore the step after which the server continues."""
         self._patience.met()
         learner = self.learner
         if remote.step != learner.step:

@@ -1,4 +1,4 @@
-"""What both sides agree on: messages, contracts, checkpoints, certificates and secrets.
+"""The parts that client and server share: messages, contracts, checkpoints, certificates and secrets.
 
 The code of `split_pb2.py` is generated, from the root of the repository, by
 

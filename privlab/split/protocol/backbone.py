@@ -14,9 +14,9 @@ _SERVERS = ("vit.norm_pre.", "vit.blocks.")
 
 
 class Backbone(nn.Module):
-    """T: a copy of a victim's blocks, and of the norm before them, with timm's names; ready to be trained.
+    """T: a trainable copy of a victim's blocks and of the norm before them, with timm's names.
 
-    Dropout and drop path stay off: a step that is computed again must come out the same.
+    Dropout and drop path stay off, since a step that is computed again must give the same result.
     """
 
     def __init__(self, model: VictimModel, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Certificates for trying TLS out: an authority of one's own, and one certificate each for server and clients."""
+"""Certificates for trying out TLS: a new authority, and one certificate each for server and clients."""
 
 import datetime
 import ipaddress
@@ -20,15 +20,16 @@ _Key = ec.EllipticCurvePrivateKey
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: float) -> list[Path]:
-    """Write ca.pem, server.pem, server.key, client.pem and client.key; the authority's own key is thrown away.
+    """Write ca.pem, server.pem, server.key, client.pem and client.key; the authority's own key is discarded.
 
     Args:
-        folder: where they go; none of them may be there yet.
+        folder: the folder of the files; none of them may exist yet.
         hosts: names and addresses of the server.
-        days: how long they hold, from an hour ago on; for less than none, they have expired.
+        days: the days from now on for which the certificates are valid, starting an hour ago; if negative, they have
+            expired.
 
     Raises:
-        PrivlabError: if one of them is there, or cannot be written.
+        PrivlabError: if one of the files exists, or cannot be written.
     """
     until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=days)
     authority = ec.generate_private_key(ec.SECP256R1())
@@ -51,7 +52,7 @@ def _certificate(
     until: datetime.datetime,
     hosts: Sequence[str] = (),
 ) -> x509.Certificate:
-    """Return a certificate, signed by its issuer or by itself."""
+    """Return a certificate that is signed by its issuer, or by itself if it has none."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     signer = key if issuer is None else issuer[1]
     hour = datetime.timedelta(hours=1)

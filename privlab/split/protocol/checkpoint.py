@@ -1,4 +1,4 @@
-"""Tensors and facts on disk as one safetensors file: whole or not there, and readable by their owner alone."""
+"""Tensors and facts on disk as one safetensors file, which is complete or absent and readable by its owner alone."""
 
 import json
 from collections.abc import Container, Mapping
@@ -19,7 +19,7 @@ _FORMAT = "privlab-split/1"
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that its owner alone may enter, or take one that is there.
+    """Make a folder that its owner alone may enter, or return the one that exists.
 
     Raises:
         PrivlabError: if it cannot be made.
@@ -32,7 +32,12 @@ def private_folder(path: Path) -> Path:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write tensors and plain facts; what stood there before stays until all of it is on the disk.
+    """Write tensors and plain facts as one file, atomically: an older file stays until the new one is on the disk.
+
+    Args:
+        path: the safetensors file to be written, of mode 0600.
+        tensors: tensors by name, on any device.
+        facts: plain data that JSON can hold.
 
     Raises:
         PrivlabError: if the disk is full or the folder cannot be written.
@@ -47,10 +52,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -
 
 
 def read(path: Path, *, only_facts: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `write` wrote, or its facts alone.
+    """Return the tensors and facts that `write` wrote, or no tensors with `only_facts`.
 
     Raises:
-        PrivlabError: if the file is not there, torn, or of another kind.
+        PrivlabError: if the file is missing, incomplete, or of another kind.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -72,12 +77,17 @@ class Checkpoints:
         self.folder = folder
 
     def steps(self) -> list[int]:
-        """Return the steps that are there, the last first."""
+        """Return the steps that have a checkpoint, the last first."""
         names = (path.stem.removeprefix("step-") for path in self.folder.glob("step-*.safetensors"))
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step.
+
+        Args:
+            step: the number of the step, which names the file.
+            tensors: the session's state by name, as `Session.tensors` returns it.
+            facts: plain data that JSON can hold, such as the session's id and contract.
 
         Raises:
             PrivlabError: if the disk is full or the folder cannot be written.
@@ -85,18 +95,18 @@ class Checkpoints:
         write(private_folder(self.folder) / self._name(step), tensors, facts)
 
     def read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Read the checkpoint of a step.
+        """Return the tensors and facts of a step's checkpoint.
 
         Raises:
-            PrivlabError: if it is not there, or torn.
+            PrivlabError: if the checkpoint is missing or incomplete.
         """
         return read(self.folder / self._name(step))
 
     def facts(self, step: int) -> dict[str, Any]:
-        """Read the facts of a checkpoint alone.
+        """Return the facts of a step's checkpoint without its tensors.
 
         Raises:
-            PrivlabError: if it is not there, or torn.
+            PrivlabError: if the checkpoint is missing or incomplete.
         """
         return read(self.folder / self._name(step), only_facts=True)[1]
 
@@ -123,7 +133,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put back what `optimizer_state` returned, or nothing into a fresh optimiser."""
+    """Restore the state that `optimizer_state` returned; other tensors are ignored."""
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):

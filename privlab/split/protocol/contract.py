@@ -1,4 +1,4 @@
-"""What client and server of a session agree on: sizes, precision, optimiser; whatever arrives is checked against it."""
+"""The terms of a session: sizes, precision, optimiser; both sides check what they receive against them."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ _LARGEST = {"width": 2**14, "max_tokens": 2**16, "max_batch": 2**16}
 
 
 class Refusal(PrivlabError):
-    """What one side of a session does not accept from the other; `status` is a name of gRPC's status codes."""
+    """A request or reply that the other side of a session refuses; `status` is the name of a gRPC status code."""
 
     session: str | None = None
 
@@ -35,17 +35,17 @@ class Contract:
     Args:
         model: timm's name of the architecture; the server must hold the same.
         width: d, the width of a token.
-        max_tokens: t at most, class and register tokens included.
-        max_batch: b at most.
-        dtype: "float32" or "float64", of every tensor that is sent, and of T.
-        optimizer: "adamw", or "sgd" with momentum; of T on the server, of F₁ and F₂ on the client.
-        lr: learning rate, above 0.
-        momentum: of "sgd", in [0, 1).
+        max_tokens: the largest t, the tokens of an image, class and register tokens included.
+        max_batch: the largest b, the images of a batch.
+        dtype: "float32" or "float64", the precision of T and of every tensor that is sent.
+        optimizer: "adamw", or "sgd" with momentum; the server uses it for T, the client for F₁ and F₂.
+        lr: the learning rate, above 0.
+        momentum: the momentum of "sgd", in [0, 1).
         weight_decay: at least 0; decoupled in "adamw".
         own_weights: whether the client brings T's initial weights, as with a column permutation (Eq. 6).
 
     Raises:
-        PrivlabError: for a value out of its range.
+        PrivlabError: if a value is out of its range.
     """
 
     model: str
@@ -76,10 +76,10 @@ class Contract:
 
     @classmethod
     def of(cls, values: object) -> "Contract":
-        """Read the fields of a message, or of a mapping.
+        """Return the contract whose fields a message or a mapping holds.
 
         Raises:
-            Refusal: for a value out of its range, or one that is missing.
+            Refusal: if a value is out of its range, or missing.
         """
         try:
             if isinstance(values, Mapping):
@@ -90,7 +90,7 @@ class Contract:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Return the precision as torch has it."""
+        """Return the precision as torch's dtype."""
         return DTYPES[self.dtype]
 
     @property
@@ -101,8 +101,8 @@ class Contract:
     def session_bytes(self, parameters: int, depth: int) -> int:
         """Return an estimate of the memory that a training session takes on the server, in bytes.
 
-        T's weights, their gradients and the optimiser's averages; about 24 tensors of the size of the features that
-        each block keeps for its backward pass; eight messages under way.
+        It counts T's weights, their gradients and the optimiser's averages, about 24 tensors of the size of the
+        features that each block keeps for its backward pass, and eight messages in transit.
         """
         averages = 2 if self.optimizer == "adamw" else 1
         return parameters * (2 + averages) * self.torch_dtype.itemsize + self.message_bytes * (24 * depth + 8)

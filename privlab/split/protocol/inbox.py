@@ -1,4 +1,4 @@
-"""A stream of messages that can be waited for with a limit of time."""
+"""A stream of messages that can be awaited with a time limit."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Reads one message at a time in a thread of its own: gRPC's iterators cannot be waited for with a limit."""
+    """Reads one message at a time in a thread of its own, since gRPC's iterators offer no time limit."""
 
     def __init__(self, stream: Iterator[T]) -> None:
         self._stream = stream
@@ -21,7 +21,7 @@ class Inbox(Generic[T]):
         """Return the next message, or None at the end of the stream.
 
         Raises:
-            TimeoutError: (of concurrent.futures) if none came; the next call goes on waiting for the same message.
+            TimeoutError: (of concurrent.futures) if no message came; the next call waits for the same message.
         """
         if self._coming is None:
             self._coming = self._reader.submit(next, self._stream, None)
@@ -30,5 +30,5 @@ class Inbox(Generic[T]):
         return message
 
     def close(self) -> None:
-        """Read no more; the thread ends with the stream."""
+        """Stop reading; the thread ends with the stream."""
         self._reader.shutdown(wait=False)

@@ -1,7 +1,7 @@
 """The client's secret draws: fresh ones for each batch, one for the model's lifetime, all from one 256-bit secret.
 
-torch's CPU generator is a Mersenne Twister of 19968 bits of state, but `manual_seed` keeps 32 bits of a seed: whoever
-sees permuted features could try all 2³² orders. Here the whole state comes from SHAKE-256 of the secret.
+torch's CPU generator is a Mersenne Twister of 19968 bits of state, but `manual_seed` keeps 32 bits of a seed: an
+adversary who sees permuted features could try all 2³² orders. Here the whole state comes from SHAKE-256 of the secret.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ def new_secret() -> str:
 
 
 def generator(secret: str, *purpose: object) -> Generator:
-    """Return a CPU generator whose state is SHAKE-256 of the secret and the purpose: the same for the same."""
+    """Return a CPU generator whose whole state is SHAKE-256 of the secret and the purpose."""
     key = "/".join(map(str, (secret, *purpose))).encode()
     words = np.frombuffer(hashlib.shake_256(key).digest(4 * _WORDS), "<u4").astype("<u8")
     drawn = Generator().manual_seed(0)
@@ -35,9 +35,13 @@ def generator(secret: str, *purpose: object) -> Generator:
 
 
 def batch_draws(secret: str, batch: object, size: int, fresh: str | None = None) -> Draws:
-    """Return the draws of one batch of `size` images, by its number; the model's are the same for all batches.
+    """Return the draws of one batch; the generator of the model's lifetime is the same for all batches.
 
-    With `fresh`, another secret, the batch's own draws come from that one.
+    Args:
+        secret: the client's secret, as `new_secret` returns it.
+        batch: what identifies the batch, such as the number of its step.
+        size: the number of its images.
+        fresh: another secret that the draws of the images and of the batch come from; None takes `secret` for them too.
     """
     own = fresh or secret
     return Draws(

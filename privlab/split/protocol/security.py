@@ -1,4 +1,4 @@
-"""Who may talk to a server, and over what: bearer tokens, TLS, and which addresses stay on this machine."""
+"""Access to a server: bearer tokens, TLS, and which addresses belong to this machine."""
 
 import hmac
 import ipaddress
@@ -23,7 +23,7 @@ _OPEN_TO_ALL = "/grpc.health.v1.Health/Check"
 
 
 def make_token(path: Path) -> str:
-    """Return the token of a file; where there is none, a new one of 256 bits from the system's CSPRNG is written.
+    """Return the token of a file; if there is no file, write one with 256 bits from the system's CSPRNG.
 
     Raises:
         PrivlabError: if the file is readable by others, holds no token, or cannot be written.
@@ -44,7 +44,7 @@ def read_token(path: Path) -> str:
     """Return the token of a file.
 
     Raises:
-        PrivlabError: if there is none, others than its owner may read or write it, or it holds no token.
+        PrivlabError: if the file is missing, others than its owner may access it, or it holds no token.
     """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -63,7 +63,7 @@ def read_token(path: Path) -> str:
 
 
 class RequireToken(grpc.ServerInterceptor):
-    """Turns away every call without the token, compared in constant time; the health check is open to all."""
+    """Refuses every call without the token, which is compared in constant time; the health check needs no token."""
 
     def __init__(self, token: str, refused: Callable[[str], None]) -> None:
         self._expected = f"Bearer {token}".encode()
@@ -99,7 +99,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Return host and port of "HOST:PORT" or "[::1]:PORT".
 
     Raises:
-        PrivlabError: for anything else.
+        PrivlabError: if the address has another form.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -108,10 +108,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine, under all addresses that it resolves to.
+    """Return whether a host is this machine: whether all addresses that it resolves to are loopback addresses.
 
     Raises:
-        PrivlabError: if it does not resolve.
+        PrivlabError: if the host does not resolve.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -122,17 +122,17 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class ServerTls:
-    """A server's certificate chain and key, and the authority of its clients' certificates, if they must have one."""
+    """A server's certificate chain and key; with `client_ca`, clients must have a certificate of that authority."""
 
     cert: Path
     key: Path
     client_ca: Path | None = None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return what gRPC needs.
+        """Return the credentials for gRPC.
 
         Raises:
-            PrivlabError: for files that cannot be read, hold nothing of the kind, or do not belong together.
+            PrivlabError: if a file cannot be read or holds no certificate or key, or if cert and key do not match.
         """
         _check_pair(self.cert, self.key)
         pair = _read(self.key), _read(self.cert)
@@ -142,17 +142,17 @@ class ServerTls:
 
 @dataclass(frozen=True)
 class ClientTls:
-    """The authority that a client trusts (None: the system's), and its own certificate and key, if the server asks."""
+    """The authority that a client trusts, None for the system's, and the client's certificate and key, if needed."""
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Return what gRPC needs.
+        """Return the credentials for gRPC.
 
         Raises:
-            PrivlabError: for files that cannot be read, hold nothing of the kind, or do not belong together.
+            PrivlabError: if a file cannot be read or holds no certificate or key, or if cert and key do not match.
         """
         if (self.cert is None) != (self.key is None):
             raise PrivlabError("A client's certificate needs its key: give both --tls-cert and --tls-key.")

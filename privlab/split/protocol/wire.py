@@ -1,6 +1,6 @@
-"""Tensors as bytes, in the safetensors format; what arrives is checked before anything is done with it.
+"""Tensors as bytes in the safetensors format; received bytes are checked before they are used.
 
-Nothing is unpickled: safetensors' reader checks that sizes, offsets and types agree, and holds no code.
+Nothing is unpickled: safetensors' reader checks that sizes, offsets and types agree, and executes no code.
 """
 
 import json
@@ -17,14 +17,14 @@ from privlab.split.protocol.contract import Contract, Refusal
 __all__ = ["HEADER", "chunks", "pack", "pack_state", "unpack", "unpack_state"]
 
 HEADER = 2**16
-"""Room for what stands before the numbers, and around them in a message, in bytes."""
+"""Room in a message for everything but the numbers, in bytes."""
 
 _CHUNK = 2**22
 _CODES = {torch.float32: "F32", torch.float64: "F64"}
 
 
 def pack(name: str, tensor: Tensor) -> bytes:
-    """Return one tensor as bytes: a header, and the numbers, copied once."""
+    """Return one tensor as bytes: a header, then the numbers, copied once."""
     return pack_state({name: tensor})
 
 
@@ -41,10 +41,16 @@ def pack_state(state: Mapping[str, Tensor]) -> bytes:
 
 
 def unpack(data: bytes, name: str, contract: Contract) -> Float[Tensor, "b t d"]:
-    """Read one batch of tokens.
+    """Return the batch of tokens that a message holds.
+
+    Args:
+        data: the bytes of a safetensors file with one tensor.
+        name: the name that the tensor must have.
+        contract: the terms: b ≤ max_batch, t ≤ max_tokens, d and the type.
 
     Raises:
-        Refusal: for bytes that are no such tensor, a name, type or shape off the contract, NaN or infinity.
+        Refusal: if the bytes are no such tensor, its name, type or shape violates the contract, or a number is NaN or
+            infinite.
     """
     tensors = _read(data, {name: contract.torch_dtype})
     tensor = tensors[name]
@@ -57,10 +63,15 @@ def unpack(data: bytes, name: str, contract: Contract) -> Float[Tensor, "b t d"]
 
 
 def unpack_state(data: bytes, like: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Read named tensors with exactly the names and shapes of `like`.
+    """Return named tensors, which must have exactly the expected names and shapes.
+
+    Args:
+        data: the bytes of a safetensors file.
+        like: tensors with the expected names and shapes.
+        dtype: the expected type of all tensors, float32 or float64.
 
     Raises:
-        Refusal: for bytes that are no such tensors, other names, types or shapes, NaN or infinity.
+        Refusal: if the bytes are no such tensors, names, types or shapes differ, or a number is NaN or infinite.
     """
     tensors = _read(data, dict.fromkeys(like, dtype))
     for name, tensor in tensors.items():
@@ -72,12 +83,12 @@ def unpack_state(data: bytes, like: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 
 def chunks(data: bytes) -> list[bytes]:
-    """Return the parts of a large message; the last one is empty."""
+    """Return the parts of a large message, in order; the last one is empty."""
     return [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)] + [b""]
 
 
 def _read(data: bytes, want: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Return tensors of these names and types, and no others."""
+    """Return the tensors; refuse bytes with other names or types."""
     try:
         found = dict(deserialize(data))
     except SafetensorError as error:
@@ -96,7 +107,7 @@ def _read(data: bytes, want: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
 
 
 def _finite(name: str, tensor: Tensor) -> Tensor:
-    low, high = tensor.aminmax()  # NaN spreads to both; half the work of isfinite, and no memory
+    low, high = tensor.aminmax()  # NaN spreads to both; this takes half the work of isfinite, and no memory
     if not bool(low.isfinite() & high.isfinite()):
         raise Refusal("INVALID_ARGUMENT", f"'{name}' holds NaN or infinity. Numbers must be finite.")
     return tensor

@@ -1,4 +1,4 @@
-"""A session while a client talks to it: requests in, replies out, checkpoints and records on the way."""
+"""A session while a client is connected: it answers requests and writes checkpoints and records."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,10 +18,11 @@ __all__ = ["Live"]
 
 @dataclass(eq=False)
 class Live:
-    """A session in a client's hands.
+    """A session that a client is connected to.
 
-    `after` is the step after which the client goes on; `durable` the last step that survives a crash of this server;
-    `saved` the last step of which the client keeps a checkpoint: that one of ours is kept too, should it go back there.
+    `after` is the step after which the client continues; `durable` the last step that survives a crash of this server;
+    `saved` the last step of which the client keeps a checkpoint. The server keeps its checkpoint of that step too, in
+    case the client returns to it.
     """
 
     id_: str
@@ -50,10 +51,10 @@ class Live:
         return Reply(durable=min(self.durable, self.after), opened=opened)
 
     def answer(self, request: Request) -> Reply | None:
-        """Return the reply to a request; a part of the initial weights has none.
+        """Return the reply to a request, or None for a part of the initial weights, which has no reply.
 
         Raises:
-            Refusal: for a request out of order, or tensors off the contract.
+            Refusal: if the request is out of order, or its tensors violate the contract.
         """
         kind = request.WhichOneof("kind")
         self._saved(request.saved)
@@ -76,7 +77,7 @@ class Live:
         raise Refusal("INVALID_ARGUMENT", f"Expected forward, backward, infer or save. Found '{kind}'.")
 
     def checkpoint(self) -> None:
-        """Write where the session is; on a full disk it goes on, and what was durable stays so."""
+        """Write a checkpoint of the session; on a full disk it continues, and the older checkpoint stays durable."""
         step = self.session.step
         if step == self.durable:
             return
@@ -90,7 +91,7 @@ class Live:
         self.log("saved", self.name, step=step)
 
     def close(self) -> None:
-        """Write the checkpoint, and the record of a step that was left half done."""
+        """Write the checkpoint, and the record of a step whose backward never came."""
         if self.record is not None and (pending := self.session.pending_features) is not None:
             self.record.step(self.session.step + 1, pending, None)
         self.checkpoint()

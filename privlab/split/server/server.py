@@ -1,4 +1,4 @@
-"""The server of split learning: holds T, sees features and gradients, and never an image or a label."""
+"""The server of split learning: it holds T and sees features and gradients, but never an image or a label."""
 
 import signal
 import threading
@@ -33,30 +33,31 @@ SERVICE = "privlab.split.v1.Split"
 METHOD = f"/{SERVICE}/Session"
 
 Event = Callable[[dict[str, object]], None]
-"""Is told what happens: "event", "session" where there is one, and facts."""
+"""Called with each event: "event", "session" if the event has one, and facts."""
 
 _GLANCE = 0.2
-_SPARE_THREADS = 8  # refusals and health checks get through when all sessions are taken
+_SPARE_THREADS = 8  # for refusals and health checks while all sessions are taken
 
 
 class Server:
-    """A server on a real port, as a context: it listens inside, and stops gracefully at the end.
+    """A server on a real port, as a context: it listens inside the context and stops gracefully at its end.
 
     Args:
-        victim: holds T's initial weights.
-        token: what clients must bring.
-        state: folder of the checkpoints; one server at a time.
-        host: where to listen; other machines can reach it only over TLS.
-        port: 0 takes a free one.
+        victim: the model that holds T's initial weights.
+        token: the bearer token that clients must send.
+        state: the folder of the checkpoints, for one server at a time.
+        host: the address to listen on; an address that other machines can reach needs TLS.
+        port: the port to listen on; 0 takes a free one.
         tls: certificate and key; with `client_ca`, clients need a certificate too.
-        limits: what clients may take.
-        checkpoint_every: steps between two checkpoints.
-        record: folder for what an honest-but-curious server keeps.
+        limits: the most that clients may use.
+        checkpoint_every: the number of steps between two checkpoints, at least 1.
+        record: the folder in which an honest-but-curious server records what it sees; None records nothing.
         device: where T computes.
-        on_event: is told each event.
+        on_event: called with each event.
 
     Raises:
-        PrivlabError: if it cannot listen there, another server uses `state`, or others could listen in.
+        PrivlabError: if it cannot listen there, another server uses `state`, or other machines could connect without
+            TLS.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Server:
         self.stop()
 
     def stop(self, grace: float = 30.0) -> None:
-        """Let each client finish the step that it is in, for `grace` seconds at most; write checkpoints; close."""
+        """Let each client finish its current step within `grace` seconds, write checkpoints, and close."""
         self._tell_health(serving=False)
         self._last_word = time.monotonic() + grace
         self._stopping.set()
@@ -155,7 +156,7 @@ class Server:
         except Refusal as refusal:
             self._log("refused", refusal.session, status=refusal.status, reason=str(refusal))
             context.abort(grpc.StatusCode[refusal.status], str(refusal))
-        except Exception as error:  # out of memory, above all: the other sessions go on
+        except Exception as error:  # mostly out of memory: the other sessions continue
             what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             self._log("failed", None, reason=what)
             reason = f"The server failed at this request ({type(error).__name__}): its log says more."
@@ -177,10 +178,10 @@ class Server:
                     yield reply
 
     def _next(self, inbox: Inbox[bytes], live: Live | None) -> Request | None:
-        """Return the client's next request; None when it is gone.
+        """Return the client's next request, or None if the client has disconnected.
 
         Raises:
-            Refusal: when it was silent for too long, or this server is stopping.
+            Refusal: if the client was silent for too long, or this server is stopping.
         """
         data = self._waited(inbox, live)
         if data is None:
@@ -199,7 +200,7 @@ class Server:
                 return inbox.get(_GLANCE)
             except futures.TimeoutError:
                 now = time.monotonic()
-            except Exception:  # gRPC raises a bare Exception when the client is gone
+            except Exception:  # gRPC raises a bare Exception if the client has disconnected
                 return None
         said = f"Nothing came for {self.limits.idle:g} seconds"
         raise Refusal("DEADLINE_EXCEEDED", f"{said}: the session was saved, and can be resumed.")

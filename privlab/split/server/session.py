@@ -16,7 +16,7 @@ __all__ = ["Session"]
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """What a step brought and what it was answered, kept so that a step sent again gets the same answer."""
+    """The tensors of a step, kept so that a step that is sent again gets the same answer."""
 
     step: int
     features: Float[Tensor, "b t d"]
@@ -28,8 +28,8 @@ class _Exchange:
 class Session:
     """T and its optimiser, after `step` steps.
 
-    A step is `forward`, then `backward`, both of its number. The last one applied may be sent again, and is answered
-    as before; a forward whose backward never comes is forgotten.
+    A step is `forward`, then `backward`, both with its number. The last applied step may be sent again and gets the
+    same answer; a forward whose backward never comes has no effect.
     """
 
     def __init__(self, backbone: Backbone, contract: Contract) -> None:
@@ -53,7 +53,7 @@ class Session:
         """Return T(features).
 
         Raises:
-            Refusal: for a step that is not due, other features for a step that is applied, or outputs not finite.
+            Refusal: if the step is not due, was applied with other features, or its outputs are not finite.
         """
         if step == self.step and (last := self._last) is not None:
             _check_same(step, "features", features, last.features)
@@ -70,7 +70,8 @@ class Session:
         """Return ∂ℓ/∂features, given ∂ℓ/∂outputs, and change T by one step of the optimiser.
 
         Raises:
-            Refusal: for a step without a forward, a gradient of another shape, or one that is not finite.
+            Refusal: if the step has no forward, was applied with another gradient, or the gradient has another shape
+                or leads to one that is not finite.
         """
         if step == self.step and (last := self._last) is not None:
             _check_same(step, "gradient", gradient, last.gradient)
@@ -95,7 +96,7 @@ class Session:
         return answer
 
     def infer(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Return T(features), and learn nothing.
+        """Return T(features) without changing T.
 
         Raises:
             Refusal: if the outputs are not finite.
@@ -106,12 +107,12 @@ class Session:
         return outputs
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return everything that a later session needs to go on: weights, averages, the last exchange."""
+        """Return everything that a later session needs to continue: weights, averages, the last exchange."""
         weights = {f"backbone.{name}": tensor for name, tensor in self.backbone.state_dict().items()}
         return weights | optimizer_state(self.optimizer) | self._exchange()
 
     def restore(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` returned after `step` steps."""
+        """Restore the state that `tensors` returned after `step` steps."""
         weights = {n.removeprefix("backbone."): t for n, t in tensors.items() if n.startswith("backbone.")}
         self.backbone.load_state_dict(weights)
         restore_optimizer(self.optimizer, tensors)

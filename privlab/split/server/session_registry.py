@@ -1,4 +1,4 @@
-"""Which sessions a server has: opened, resumed, limited in number and memory; each one is in one client's hands."""
+"""The sessions of a server: opened, resumed, limited in number and memory; each has one client at a time."""
 
 import hmac
 import os
@@ -26,7 +26,7 @@ from privlab.victims import Victim, hash_of
 __all__ = ["VERSION", "Limits", "Sessions"]
 
 VERSION = 1
-"""Of the protocol."""
+"""The version of the protocol."""
 
 _ID = re.compile(r"[0-9a-f]{64}")
 _NAME = 12
@@ -38,11 +38,11 @@ def _most_memory() -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may take of a server: sessions at once, images in a batch, bytes of memory for all sessions and in
+    """The most that clients may use: sessions at once, images in a batch, bytes of memory for all sessions and in
     one message, seconds of silence.
 
     Raises:
-        PrivlabError: for a limit that is not positive.
+        PrivlabError: if a limit is not positive.
     """  # noqa: D205
 
     sessions: int = 8
@@ -58,16 +58,16 @@ class Limits:
 
 
 class Sessions:
-    """The sessions of a server: those that clients talk to now, and those on disk, in FOLDER/NAME.
+    """The sessions of a server: those with a connected client, and those on disk, in FOLDER/NAME.
 
     Args:
-        victim: holds T's initial weights; clients without weights of their own start from them.
-        folder: where checkpoints stand.
-        limits: what clients may take.
-        every: steps between two checkpoints.
+        victim: the model that holds T's initial weights, from which clients without weights of their own start.
+        folder: the folder of the checkpoints.
+        limits: the most that clients may use.
+        every: the number of steps between two checkpoints.
         device: where T computes.
-        log: is told each event, by name, with the session's name and facts.
-        recorder: keeps what is seen, if that is asked for.
+        log: called with the name of each event, the session's name and facts.
+        recorder: records what the server sees; None records nothing.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Sessions:
 
     @contextmanager
     def opened(self, request: Open, saved: int) -> Iterator[Live]:
-        """Open a new session, or one from disk; at the end its checkpoint is written.
+        """Open a new session, or one from disk, as a context; write its checkpoint at the end.
 
         Raises:
-            Refusal: if the contract does not hold here, a limit is reached, or there is no such session, it is in
-                another client's hands, or it cannot go on after any of the client's steps.
+            Refusal: if this server does not accept the contract, a limit is reached, there is no such session, it has
+                another client, or it cannot continue after any of the client's steps.
         """
         contract = self._checked(request)
         steps = list(request.steps) or [0]
@@ -113,7 +113,7 @@ class Sessions:
                 live.close()
 
     def _checked(self, request: Open) -> Contract:
-        """Return the contract if it holds on this server."""
+        """Return the contract if this server accepts it."""
         if request.version != VERSION:
             raise Refusal("FAILED_PRECONDITION", f"The protocol is version {VERSION}. Found {request.version}.")
         contract = Contract.of(request.contract)
@@ -130,7 +130,7 @@ class Sessions:
         return contract
 
     def _known(self, asked: str, steps: Sequence[int]) -> str | None:
-        """Return the id of a session that is on disk or in use; None where a new one is to be opened."""
+        """Return the id of a session that is on disk or in use, or None if a new one has to be opened."""
         if asked and not _ID.fullmatch(asked):
             raise Refusal(
                 "INVALID_ARGUMENT", f"A session's id has 64 hexadecimal digits. Found {len(asked)} characters."
@@ -154,7 +154,7 @@ class Sessions:
 
     @contextmanager
     def _place(self, id_: str, need: int) -> Iterator[None]:
-        """Hold a place for a session, or refuse it."""
+        """Reserve a place and memory for a session, or refuse it."""
         with self._lock:
             if id_ in self._taken:
                 raise Refusal("ABORTED", "The session is in another client's hands: one client at a time.")
@@ -172,7 +172,7 @@ class Sessions:
                 del self._taken[id_]
 
     def _live(self, id_: str, steps: Sequence[int], contract: Contract, saved: int) -> Live:
-        """Return the session after the first of the client's steps that it can go on from."""
+        """Return the session after the first of the client's steps from which it can continue."""
         session, stored = Session(self._backbone(contract.dtype), contract), self._checkpoints(id_)
         for step in steps:
             if step == 0 or self._restored(session, stored, step):
@@ -195,7 +195,7 @@ class Sessions:
         )
 
     def _restored(self, session: Session, stored: Checkpoints, step: int) -> bool:
-        """Return whether the session was put back to a step, or one further: then the client's next one is known."""
+        """Return whether the session was restored to a step, or to the next, which the client may then send again."""
         for candidate in (step, step + 1):
             if candidate not in stored.steps():
                 continue
