@@ -1,5 +1,6 @@
 """The house plan: rooms depend one way, attacks and defenses do not know each other, and no room is too large."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -81,3 +82,30 @@ def test_what_plugins_declare_is_read_in_one_place() -> None:
     sources = [path for top in ("privlab", *FOLDERS) for path in (ROOT / top).rglob("*.py")]
     elsewhere = [path for path in sources if names & {*read.findall(path.read_text(encoding="utf-8"))}]
     assert elsewhere == []
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Return the names of a function's parameters."""
+    given = function.args
+    return [each.arg for each in given.posonlyargs + given.args + given.kwonlyargs if each.arg not in ("self", "cls")]
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    """Return public functions, and public methods of public classes, of a module, but for the commands of click."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    classes = [node for node in body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    nodes = [*body, *(node for kind in classes for node in kind.body)]
+    found = [node for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    return [node for node in found if not any("command" in ast.unparse(each) for each in node.decorator_list)]
+
+
+def test_every_public_function_of_three_parameters_documents_them() -> None:
+    silent = []
+    for room in rooms():
+        for path in [] if room.parts[-1] == "cli" or "cli" in room.parts else modules(room):
+            for function in functions(path):
+                _, _, said = (ast.get_docstring(function) or "").partition("Args:")
+                missing = [name for name in parameters(function) if not re.search(rf"^ *\*{{0,2}}{name}:", said, re.M)]
+                if len(parameters(function)) > 2 and missing:
+                    silent.append(f"{path.relative_to(ROOT)}: {function.name}: {', '.join(missing)}")
+    assert silent == []

@@ -1,4 +1,4 @@
-"""The placement of permuted rows, and the reassembly of what was shuffled."""
+"""Assigns permuted rows to slots, and rebuilds images from them."""
 
 import lazy_loader
 

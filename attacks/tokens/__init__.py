@@ -1,4 +1,4 @@
-"""The equations of tokens in the gradients of the first block, and searches for their solutions."""
+"""Solves the equations of tokens in the gradients of the first block."""
 
 import lazy_loader
 

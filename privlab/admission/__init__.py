@@ -1,4 +1,4 @@
-"""The admission test of a defense: whether its release is what it declares and nothing else."""
+"""Tests that a defense releases what it declares, and nothing more."""
 
 import lazy_loader
 

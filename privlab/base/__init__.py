@@ -1,4 +1,4 @@
-"""Helpers for every package that know nothing of privacy: errors, options, plug-ins, draws, files, precision."""
+"""Shared helpers without privacy logic: errors, options, plug-ins, random draws, files, precision."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""The pipeline: a specification becomes observations, reconstructions, scores and records."""
+"""Runs a specification: observes, attacks, scores, and makes records."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Experiments as data: their grid of cases, the tasks that it lacks, the engines that run them."""
+"""Plans the cases and tasks of an experiment, and runs the tasks that a store lacks."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Images: where they come from, how they are decoded and preprocessed, and which of them are public."""
+"""Opens image sources, decodes and preprocesses images, and tells the public ones from the private."""
 
 import lazy_loader
 

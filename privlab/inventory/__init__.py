@@ -1,4 +1,4 @@
-"""What is installed, and what this machine lacks."""
+"""Lists what is installed, and says what this machine lacks."""
 
 import lazy_loader
 

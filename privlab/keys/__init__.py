@@ -1,4 +1,4 @@
-"""Model keys: permuted weights, their files, and the models that they encrypt."""
+"""Makes model keys, stores them in files, and encrypts models with them."""
 
 import lazy_loader
 

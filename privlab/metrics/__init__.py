@@ -1,4 +1,4 @@
-"""Metrics: similarity of reconstructions to their references, and recovery of rows and keys."""
+"""Scores reconstructions, the placement of rows, and recovered keys."""
 
 import lazy_loader
 

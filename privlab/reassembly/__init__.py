@@ -1,4 +1,4 @@
-"""Re-assembly: an adversary orders the patches that a defense shuffled, from what it holds alone."""
+"""Estimates the order of shuffled patches from what the adversary holds."""
 
 import lazy_loader
 

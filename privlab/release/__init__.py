@@ -1,4 +1,4 @@
-"""What leaves the client, computed, captured in files and recorded; and what labels and effects it gives away."""
+"""Computes, saves and reads what a client releases, and infers labels and the effects of defenses from it."""
 
 import lazy_loader
 

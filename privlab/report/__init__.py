@@ -1,1 +1,1 @@
-"""Figures, pages and tables, each made from records."""
+"""Makes tables, figures and the page from records."""

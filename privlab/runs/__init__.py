@@ -1,4 +1,4 @@
-"""One run: an attack, or the audit of recorded features or of a gradient file."""
+"""Runs one attack, or audits recorded features or a gradient file."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Run directories: records as Parquet parts, strips, and their maintenance."""
+"""Writes, reads and merges run directories: records as Parquet parts, strips."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""The threat model in types: capabilities, observations, and what attacks and defenses declare."""
+"""Defines the types of the threat model: capabilities, observations, what attacks and defenses declare."""
 
 import lazy_loader
 

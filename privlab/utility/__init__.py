@@ -1,4 +1,4 @@
-"""The utility of a classifier: accuracy, consistency under shuffles, robustness."""
+"""Measures a classifier's accuracy, its consistency under shuffles, and its robustness."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Victims: named timm ViTs with weights of stated origin, and other classifiers that are trained and judged."""
+"""Makes victims, named timm ViTs with weights of stated origin, and other classifiers to train and evaluate."""
 
 import lazy_loader
 
