@@ -1,4 +1,4 @@
-"""Tests that a defense releases what it declares, and nothing more."""
+"""Tests that defenses, attacks and metrics are what they declare, and nothing more."""
 
 import lazy_loader
 

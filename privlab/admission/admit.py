@@ -23,7 +23,7 @@ from privlab.images import Preprocessing, open_images
 from privlab.threat import Defense, FeatureDefense, GradientDefense, declared_by_defense
 from privlab.victims import VictimModel, victim
 
-__all__ = ["MODEL", "Check", "admit", "admit_named"]
+__all__ = ["MODEL", "Check", "admit", "admit_named", "photographs", "quiet", "same_random_state", "small_victim"]
 
 AnyDefense = Defense | FeatureDefense | GradientDefense
 Case = OnImages | OnFeatures | OnGradients
@@ -73,7 +73,7 @@ def admit(
         expected = (3, *model.image_shape)
         raise PrivlabError(f"Admission takes three images, of shape {expected}. Found {tuple(images.shape)}.")
     subject = Subject(copy.deepcopy(model).double(), images.detach().cpu().double(), seed)
-    with _same_random_state(), full_precision(), _quiet():
+    with same_random_state(), full_precision(), quiet():
         return tuple(_checks(_case(defense, subject), model))
 
 
@@ -127,7 +127,7 @@ def small_victim(
         depth: number of the first blocks that are kept; None keeps all.
         seed: seed of random weights.
     """
-    with _quiet():
+    with quiet():
         model = copy.deepcopy(victim(name, weights=weights, img_size=img_size, seed=seed).model)
     model.vit.blocks = model.vit.blocks[:depth]
     return model
@@ -243,7 +243,7 @@ def _random_states() -> dict[str, object]:
 
 
 @contextmanager
-def _same_random_state() -> Iterator[None]:
+def same_random_state() -> Iterator[None]:
     """Restore all global generators afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -256,7 +256,7 @@ def _same_random_state() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress privlab's warnings, which weaken a verdict on an attack: here only the figures count."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivlabWarning)

@@ -1,4 +1,4 @@
-"""`privlab admit`: it checks whether a defense releases what it says."""
+"""`privlab admit`: whether a defense, an attack or a metric is what it says."""
 
 from dataclasses import asdict
 from typing import Any
@@ -13,8 +13,8 @@ __all__ = ["admit"]
 
 
 @click.command()
-@click.argument("defense")
-@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="An option of the defense; repeat it.")
+@click.argument("name")
+@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="An option of it; repeat it.")
 @click.option("--gamma", type=float, help="γ of jigsaw and mjp.")
 @click.option("--model", default="vit_ti_mjp", show_default=True, help="The victim on which it is tried.")
 @click.option("--weights", default="random", show_default=True, help="auto, pretrained, random, or a file.")
@@ -22,12 +22,16 @@ __all__ = ["admit"]
 @click.option("--depth", type=click.IntRange(min=1), default=2, show_default=True, help="Blocks of it that are kept.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @common
-def admit(defense: str, as_json: bool, **options: Any) -> int:  # noqa: ANN401
-    """Check that a defense releases what it says and nothing else; exit status 1 where a check fails."""
-    from privlab.admission import admit_named
+def admit(name: str, as_json: bool, **options: Any) -> int:  # noqa: ANN401
+    """Check a defense, an attack or a metric by its NAME, before a run; exit status 1 where a check fails.
 
-    with err.status(f"admitting {defense}"):
-        checks = admit_named(defense, **options)
+    A defense must release what it says and nothing else; an attack or a metric must say what it needs, and return what
+    it should.
+    """
+    from privlab.admission import admit_any
+
+    with err.status(f"admitting {name}"):
+        checks = admit_any(name, **options)
     if as_json:
         print_json([{name: plain(value) for name, value in asdict(check).items()} for check in checks])
     else:

@@ -85,9 +85,9 @@ def test_what_mixes_says_so(cli: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("mpj",), "Unknown defense 'mpj'. Did you mean mjp"),
+        (("mpj",), "Unknown defense, attack or metric 'mpj'. Did you mean mjp"),
         (("mjp+blur",), "one at a time. Found 'mjp+blur'"),
-        ((), "Missing argument 'DEFENSE'"),
+        ((), "Missing argument 'NAME'"),
         (("blur", "--set", "sigmo=1"), "Did you mean sigma"),
         (("blur", "--set", "sigma=wide"), "must be of type float. Found 'wide'"),
         (("jigsaw", "--gamma", "2"), "must be in [0, 1]. Found 2.0"),

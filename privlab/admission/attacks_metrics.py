@@ -1,0 +1,247 @@
+"""The admission test of an attack or a metric: what it lacks, before a run finds it."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from privlab.admission.admit import MODEL, admit_named, photographs, quiet, same_random_state, small_victim
+from privlab.admission.claims import Check
+from privlab.attacks import attacks
+from privlab.base import PrivlabError, configured, read_options, unknown_name
+from privlab.defenses import GradientNoise, RowPermutation, Undefended, defenses
+from privlab.evaluation import attack_batch
+from privlab.metrics import METRICS, Metric
+from privlab.release import observe, observe_features, released_parameters, send
+from privlab.threat import (
+    AttackDeclarations,
+    Capability,
+    Draws,
+    FeatureObservation,
+    Feed,
+    Observation,
+    Stack,
+    declared_by_attack,
+)
+from privlab.victims import VictimModel
+from privlab.victims.model import april_twin
+
+__all__ = ["admit_any", "admit_attack", "admit_metric"]
+
+Seen = Observation | FeatureObservation
+
+
+def admit_any(
+    name: str,
+    options: Sequence[str] = (),
+    *,
+    gamma: float | None = None,
+    **victim: Any,  # noqa: ANN401
+) -> tuple[Check, ...]:
+    """Admit a defense, an attack or a metric by its name; where a name is of two, it is the first of these.
+
+    Args:
+        name: of the defense, attack or metric.
+        options: of it, KEY=VALUE; metrics have none.
+        gamma: γ of the defenses `jigsaw` and `mjp`.
+        **victim: `model`, `weights`, `img_size`, `depth` and `seed`, as `admit_attack` takes them.
+
+    Raises:
+        PrivlabError: for an unknown name, an option of something else, and as the admission of each.
+    """
+    if name in defenses() or "+" in name:
+        return admit_named(name, options, gamma=gamma, **victim)
+    if name not in attacks() and name not in METRICS:
+        raise unknown_name("defense, attack or metric", name, [*defenses(), *attacks(), *METRICS])
+    if gamma is not None:
+        raise PrivlabError(f"--gamma is for jigsaw and mjp. Found {gamma} for {name}: leave it out.")
+    if name in attacks():
+        return admit_attack(name, options, **victim)
+    if options:
+        raise PrivlabError(f"Metrics take no options. Found '{options[0]}' for {name}: leave it out.")
+    return admit_metric(METRICS[name])
+
+
+def admit_attack(
+    name: str,
+    options: Sequence[str] = (),
+    *,
+    model: str = MODEL,
+    weights: str = "random",
+    img_size: int | None = 64,
+    depth: int | None = 2,
+    seed: int = 0,
+) -> tuple[Check, ...]:
+    """Try an installed attack on a small victim, as a run would.
+
+    `declared`: its name, paper, capabilities, parameters and what else it declares are there, and of their types.
+    `granted`: some release of the victim grants what it requires: plain or noisy gradients, or features. `returns`: it
+    returns an image in [0, 1] for each that was released. `untouched`: it changes neither the victim nor the release.
+    `same-seen`: the same observation gives the same images. After a failed check what stands on it is left out.
+
+    Args:
+        name: of the attack.
+        options: of it, KEY=VALUE, as `--set` takes them.
+        model: the name of the victim on which it is tried.
+        weights: of the victim, as `--weights` takes them.
+        img_size: the side of the victim's input in pixels; None for its own.
+        depth: how many blocks of the victim are kept; None for all.
+        seed: of the weights and of the release's draws.
+
+    Raises:
+        PrivlabError: for an unknown name or option, or a victim that cannot be made.
+    """
+    if name not in attacks():
+        raise unknown_name("attack", name, attacks())
+    kind = attacks()[name]
+    problems = list(_undeclared(name, kind))
+    declared = Check.at_most("declared", float(len(problems)), 0.0, "; ".join(problems[:3]) or "faults of what it says")
+    if problems:
+        return (declared,)
+    read_options(options, [kind])
+    attack = configured(kind, options)
+    victim = small_victim(model, weights, img_size, depth, seed)
+    with same_random_state(), quiet():
+        return (declared, *_tried(attack, victim, seed))
+
+
+def admit_metric(metric: Metric) -> tuple[Check, ...]:
+    """Try a metric on photographs: each beside itself, beside another, and beside noise.
+
+    `returns`: one real value per image. `range`: all are within the range that it states. `direction`: an image beside
+    itself leaks at least as much as beside anything else. `alone`: an image's value does not depend on the batch.
+    `untouched`: it changes no image that it is given.
+
+    Args:
+        metric: with a function; one that needs trained weights cannot be tried.
+
+    Raises:
+        PrivlabError: if it needs trained weights, or fails on images of 64 × 64 pixels.
+    """
+    if metric.function is None:
+        raise PrivlabError(f"Metric '{metric.name}' needs trained weights, and cannot be admitted.")
+    with same_random_state():
+        return tuple(_measured(metric, metric.function))
+
+
+def _undeclared(name: str, kind: type[Any]) -> Iterator[str]:
+    """Yield what an attack's class lacks, or says in another type."""
+    if not is_dataclass(kind):
+        yield "it is no dataclass"
+        return
+    wanted: dict[str, type] = {"name": str, "paper": str, "requires": frozenset}
+    for attribute, form in wanted.items():
+        found = getattr(kind, attribute, None)
+        if not isinstance(found, form):
+            yield f"{attribute} must be a {form.__name__}. Found {found!r}"
+    if isinstance(found := getattr(kind, "name", None), str) and found != name:
+        yield f"its name is '{found}', and it is installed as '{name}'"
+    requires = getattr(kind, "requires", frozenset())
+    if odd := [each for each in requires if not isinstance(each, Capability)]:
+        yield f"requires must hold capabilities. Found {odd[0]!r}"
+    if Capability.RELEASED_FEATURES not in requires and not getattr(kind, "parameters", ()):
+        yield "parameters must name the gradients that it reads, or be ('*',)"
+    hints = get_type_hints(AttackDeclarations)
+    for field in fields(AttackDeclarations):
+        found, form = getattr(kind, field.name, None), get_origin(hints[field.name]) or hints[field.name]
+        if found is not None and not (callable(found) if field.name == "beyond" else isinstance(found, form)):
+            yield f"{field.name} must be a {form.__name__}. Found {found!r}"
+
+
+def _tried(attack: Any, victim: VictimModel, seed: int) -> Iterator[Check]:  # noqa: ANN401
+    """Yield what comes of an attack on the first release that grants what it requires."""
+    missing: list[frozenset[Capability]] = []
+    for release in _releases(victim, seed):
+        seen = release()
+        lacking = attack.requires - seen.grants
+        unread = {*declared_by_attack(attack).parameters} - {"*", *released_parameters(seen.model)}
+        if not lacking and (isinstance(seen, FeatureObservation) or not unread):
+            yield Check.at_most("granted", 0.0, 0.0, "capabilities that it requires, and this victim cannot grant")
+            yield from _run(attack, seen)
+            return
+        missing.append(lacking)
+    least = min(missing, key=len)
+    what = ", ".join(sorted(capability.value for capability in least)) or "a gradient that it reads is not released"
+    yield Check.at_most("granted", float(max(len(least), 1)), 0.0, f"not granted by this victim: {what}")
+
+
+def _releases(victim: VictimModel, seed: int) -> Iterator[Callable[[], Seen]]:
+    """Yield what makes each observation on which an attack may be tried."""
+    images = photographs(victim)[:2].to(victim.mean)
+    labels = torch.arange(2) % victim.vit.num_classes
+
+    def draw(number: int) -> torch.Generator:
+        return torch.Generator().manual_seed(seed + number)
+
+    def gradients(model: VictimModel, *defense: Any) -> Observation:  # noqa: ANN401
+        return observe(model, images, labels, sorted(released_parameters(model)), defense, [draw(0), draw(1)])
+
+    def features(*defense: Any) -> FeatureObservation:  # noqa: ANN401
+        stack, public = Stack(defense), photographs(victim)[2:].to(victim.mean)
+        draws = Draws([draw(0), draw(1)], draw(2), draw(3))
+        return observe_features(
+            victim, send(victim, Feed.undefended(images, victim.patch), stack, draws), stack, public
+        )
+
+    yield lambda: gradients(victim)
+    yield lambda: gradients(april_twin(victim))
+    yield lambda: gradients(victim, GradientNoise())
+    yield lambda: features(Undefended())
+    yield lambda: features(RowPermutation())
+
+
+def _run(attack: Any, seen: Seen) -> Iterator[Check]:  # noqa: ANN401
+    before = {name: value.clone() for name, value in _given(seen).items()}
+    try:
+        images = attack_batch(attack, seen).images
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        yield Check.at_most("returns", 1.0, 0.0, what)
+        return
+    yield Check.at_most("returns", 0.0, 0.0, "faults; it returns an image in [0, 1] for each that was released")
+    changed = [name for name, value in _given(seen).items() if not torch.equal(value, before[name])]
+    what = "tensors of the victim and the release that it changed"
+    yield Check.at_most("untouched", float(len(changed)), 0.0, f"{what}: {', '.join(changed[:3])}" if changed else what)
+    if not changed:
+        apart = float((attack_batch(attack, seen).images - images).abs().max())
+        yield Check.at_most("same-seen", apart, 0.0, "largest difference of two reconstructions from one observation")
+
+
+def _given(seen: Seen) -> Mapping[str, Tensor]:
+    """Return every tensor that an attack is given."""
+    released = {"features": seen.features} if isinstance(seen, FeatureObservation) else dict(seen.gradients)
+    return {f"weights of {name}": value for name, value in seen.model.state_dict().items()} | released
+
+
+def _measured(metric: Metric, function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Check]:
+    shown = photographs(small_victim())[:2]
+    noise = torch.rand(shown.shape, generator=torch.Generator().manual_seed(0)).to(shown)
+    x, y = torch.cat([shown] * 3), torch.cat([shown, shown.flip(0), noise])
+    given = copy.deepcopy((x, y))
+    try:
+        values = function(x, y)
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise PrivlabError(f"Metric '{metric.name}' does not run: {what}") from error
+    fine = isinstance(values, Tensor) and values.shape == (len(x),) and values.is_floating_point()
+    found = f"{tuple(values.shape)} of {values.dtype}" if isinstance(values, Tensor) else type(values).__name__
+    yield Check.at_most("returns", float(not fine), 0.0, f"faults; real values of shape ({len(x)},), found {found}")
+    if not fine:
+        return
+    low, high = metric.range
+    outside = int(((values < low) | (values > high) | values.isnan()).sum())
+    yield Check.at_most("range", float(outside), 0.0, f"values outside of [{low:g}, {high:g}]")
+    if metric.arrow:
+        sign = 1 if metric.arrow == "↑" else -1
+        leaks = sign * values
+        worse = int((leaks[2:] > leaks[:2].min()).sum())
+        yield Check.at_most("direction", float(worse), 0.0, "pairs that leak more than an image beside itself")
+    alone = torch.cat([function(a[None], b[None]) for a, b in zip(x, y, strict=True)])
+    same = torch.where(alone == values, 0.0, (alone - values).abs())  # infinite ones too
+    limit = 1e-6 * float(values[values.isfinite()].abs().max()) if values.isfinite().any() else 0.0
+    yield Check.at_most("alone", float(same.max()), limit, "change of an image's value with the batch around it")
+    changed = sum(not torch.equal(now, before) for now, before in zip((x, y), given, strict=True))
+    yield Check.at_most("untouched", float(changed), 0.0, "batches of images that it changed")
