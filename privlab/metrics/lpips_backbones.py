@@ -121,7 +121,7 @@ def _from_torchvision(net: str, download: bool) -> Path:
 
 def _download(url: str, path: Path) -> str:
     """Download into torchvision's cache; return why it failed, or an empty string."""
-    from privlab.victims import offline, reachable
+    from privlab.victims.weights import offline, reachable
 
     if offline():
         return "was not tried (HF_HUB_OFFLINE is set)"
