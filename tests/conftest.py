@@ -1,7 +1,10 @@
 """What several tests need: tiny models, photographs, and where trained weights and more photographs may be."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import settings
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from privlab.cli import _status
 from privlab.images import Preprocessing, open_images
 from privlab.victims import VictimModel
 
@@ -16,6 +20,62 @@ settings.register_profile("untimed", deadline=None)  # no test depends on how bu
 settings.load_profile("untimed")
 
 SHARED = Path(__file__).parents[1].parent / "shared"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small inputs gain nothing from threads, which wait for one another on a busy machine; a forked child has none."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the cache's folder, an empty one."""
+    monkeypatch.setenv("PRIVLAB_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: its exit status, and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """Return the one line that says what was wrong: nothing else may explain it, and no traceback."""
+        assert self.status == 2
+        lines = [line for line in self.err.splitlines() if line.startswith("Error: ")]
+        assert len(lines) == 1
+        assert self.err.endswith(lines[0] + "\n")
+        assert self.out == ""
+        return lines[0].removeprefix("Error: ")
+
+    @property
+    def json(self) -> Any:
+        """Return what was printed as JSON."""
+        assert self.status == 0, self.err
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Run `privlab` as its entry point does."""
+
+    def run(*arguments: object) -> Outcome:
+        capsys.readouterr()
+        status = _status([str(argument) for argument in arguments])
+        outcome = Outcome(status, *capsys.readouterr())
+        assert "--debug" in arguments or "Traceback" not in outcome.err
+        assert "a fault of privlab" not in outcome.err
+        return outcome
+
+    return run
 
 
 @pytest.fixture(scope="session")

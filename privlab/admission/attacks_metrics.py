@@ -142,11 +142,11 @@ def _undeclared(name: str, kind: type[Any]) -> Iterator[str]:
     requires = getattr(kind, "requires", frozenset())
     if odd := [each for each in requires if not isinstance(each, Capability)]:
         yield f"requires must hold capabilities. Found {odd[0]!r}"
-    if Capability.RELEASED_FEATURES not in requires and not getattr(kind, "parameters", ()):
-        yield "parameters must name the gradients that it reads, or be ('*',)"
     hints = get_type_hints(AttackDeclarations)
     for field in fields(AttackDeclarations):
         found, form = getattr(kind, field.name, None), get_origin(hints[field.name]) or hints[field.name]
+        if field.name == "parameters" and not found and Capability.RELEASED_FEATURES not in requires:
+            yield "parameters must name the gradients that it reads, or be ('*',)"
         if found is not None and not (callable(found) if field.name == "beyond" else isinstance(found, form)):
             yield f"{field.name} must be a {form.__name__}. Found {found!r}"
 

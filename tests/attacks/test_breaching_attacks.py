@@ -235,6 +235,15 @@ def _filters() -> Iterator[object]:
     yield from warnings.filters
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Have Python's own handler, which a process that a shell has started in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_it() -> None:
     """Ctrl-C: breaching itself takes it for the end of its search, and goes on with the next."""
     model = tiny()

@@ -1,6 +1,6 @@
 """Gradient matching on small ViTs: what it recovers, what it leaves exact, and how it goes on after an interrupt."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,25 +24,13 @@ from privlab.threat import Defense, Feed, GradientDefense, Observation, Stack, S
 from privlab.training import Progress, listening, tell
 from privlab.victims import VictimModel
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 SMALL = {"img_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
 """N = 4 patches of K = 48 values."""
 
 ONE = SMALL | {"img_size": 4}
 """One patch: the objective has no other minima in the way."""
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVLAB_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The likelihood of a release over all layers: against loops, finite differences, and the embedding alone."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,22 +19,10 @@ from privlab.threat import GradientDefense, Observation
 from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
+pytestmark = pytest.mark.usefixtures("cache")
+
 SMALL = {"img_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 """N = 4 patches of K = 48 values."""
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVLAB_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def under(model: VictimModel, images: Tensor, *defense: GradientDefense) -> Observation:

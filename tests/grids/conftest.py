@@ -9,14 +9,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from PIL import Image
 
 from privlab.base import PrivlabError
@@ -29,15 +27,6 @@ TINY = {
     **{"model": "vit_ti", "weights": "random", "img_size": 32, "setting": "a"},
     **{"attack": ["patch-gradient"], "metrics": ["mse", "psnr"]},
 }
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Inputs as small as these gain nothing from threads, and a forked child has none of its parent's."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -209,41 +198,6 @@ def same() -> Callable[..., None]:
 def rows() -> Callable[[Path], int]:
     """Return how many rows lie in the parts of a store, a record that was made twice counted twice."""
     return lambda path: len(Store(path).read(["image"]))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a command left: its exit status, and what it wrote."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        """Return the one line that says what was wrong: nothing else may explain it, and no traceback."""
-        assert self.status == 2
-        lines = [line for line in self.err.splitlines() if line.startswith("Error: ")]
-        assert len(lines) == 1
-        assert self.err.endswith(lines[0] + "\n")
-        assert self.out == ""
-        return lines[0].removeprefix("Error: ")
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """Run `privlab` as its entry point does."""
-
-    def run(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        status = _status([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        outcome = Outcome(status, said.out, said.err)
-        assert "Traceback" not in outcome.err
-        assert "a fault of privlab" not in outcome.err
-        return outcome
-
-    return run
 
 
 @pytest.fixture

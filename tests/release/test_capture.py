@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,15 +38,6 @@ from privlab.threat import Capability, Feed, Observation
 from privlab.victims import VictimModel, hash_of, victim
 
 Made = Callable[..., VictimModel]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Inputs as small as these gain nothing from threads, which wait for one another on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def step(model: VictimModel, images: Tensor, labels: Tensor, path: Path, reduction: str = "mean") -> Released:

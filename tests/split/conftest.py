@@ -26,15 +26,6 @@ CHILD = str(Path(__file__).with_name("child.py"))
 PATIENCE = 60.0
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors as small as these gain nothing from threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def tiny() -> SimpleNamespace:
     """Return the makers of tiny things that the child processes use too."""

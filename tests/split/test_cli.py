@@ -1,5 +1,6 @@
 """`privlab split` as its users type it: a server in a process of its own, clients, and everything that can go wrong."""
 
+import functools
 import json
 import signal
 import stat
@@ -12,31 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from privlab.cli import _status
 from privlab.release import read_recording
 
 MODEL = ("--model", "vit_ti", "--weights", "random", "--img-size", "32")
-
-
-class Result:
-    """What a command left: its exit status, and what it wrote."""
-
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
-
-    @property
-    def error(self) -> str:
-        """Return the one line that says what was wrong: nothing else may explain it, and no traceback."""
-        lines = [line for line in self.err.splitlines() if line.startswith("Error: ")]
-        assert (self.status, len(lines), self.out) == (2, 1, ""), self.err
-        assert self.err.endswith(lines[0] + "\n")
-        return lines[0].removeprefix("Error: ")
-
-    @property
-    def json(self) -> Any:
-        """Return what was printed as JSON."""
-        assert self.status == 0, self.err
-        return json.loads(self.out)
 
 
 @pytest.fixture(autouse=True)
@@ -50,18 +29,9 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+def cli(cli: Callable[..., Any]) -> Callable[..., Any]:
     """Run `privlab split` as its entry point does."""
-
-    def run(*arguments: object) -> Result:
-        capsys.readouterr()
-        status = _status(["split", *map(str, arguments)])
-        result = Result(status, *capsys.readouterr())
-        assert "Traceback" not in result.err
-        assert "a fault of privlab" not in result.err
-        return result
-
-    return run
+    return functools.partial(cli, "split")
 
 
 @pytest.fixture
