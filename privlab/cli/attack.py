@@ -148,12 +148,15 @@ def attack(
         verdicts,
     )
     from privlab.report.tables.summary import flags, members
-    from privlab.runs import execute, specify
+    from privlab.runs import execute, specify, unfinished
 
     options |= {"public": public, "options": options_}
     spec = specify(model, setting, attack=attack, images=images, metrics=metrics, **options)
     check_geometry(geometry, spec)
-    path = out or _new_directory(spec.models, spec.settings)
+    begun = None if out is not None or overwrite else unfinished(Path("runs"), spec)
+    path = out or begun or _new_directory(spec.models, spec.settings)
+    if begun is not None:
+        err.print(f"Continuing the unfinished run '{begun}'; --overwrite starts a new one.", markup=False)
     with interruptible(lambda: _kept(path, spec.attacks or ())), progress_bar("attacking") as progress:
         outcome = execute(
             spec,
@@ -215,10 +218,8 @@ def _kept(path: Path, attacks: Sequence[str]) -> str:
         return "Nothing had been run yet, and nothing is kept."
     images = kept_images(path)
     there = f"the records of {images} {'image' if images == 1 else 'images'}, which `privlab report {path}` shows"
-    search = " A search of gradient-matching goes on where it was." if "gradient-matching" in attacks else ""
-    return (
-        f"'{path}' keeps {there if images else 'no image yet'}. The same command with --overwrite starts anew.{search}"
-    )
+    search = ", a search of gradient-matching too" if "gradient-matching" in attacks else ""
+    return f"'{path}' keeps {there if images else 'no image yet'}. The same command goes on where it was{search}."
 
 
 def _batch_size(text: str) -> int | None:

@@ -30,6 +30,7 @@ from .setup import learned_metrics as learned_metrics
 from .setup import public_images as public_images
 from .setup import source_of as source_of
 from .setup import subject_of as subject_of
+from .setup import victim_of as victim_of
 from .specification import SETTINGS as SETTINGS
 from .specification import Cell as Cell
 from .specification import Specification as Specification

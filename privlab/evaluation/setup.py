@@ -17,7 +17,7 @@ from privlab.images.datasets import imagenet_classes
 from privlab.metrics import Learned, LpipsUnavailable, load_embedding, load_lpips, score
 from privlab.victims import Victim, victim
 
-__all__ = ["Subject", "learned_metrics", "public_images", "source_of", "subject_of"]
+__all__ = ["Subject", "learned_metrics", "public_images", "source_of", "subject_of", "victim_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,15 +37,30 @@ class Subject:
         return Rows(spec, self.base, tuple(self.public))
 
 
-def subject_of(spec: Specification, device: torch.device) -> Subject:
-    """Return the victim, attacks and public images of a specification with one victim.
+def victim_of(spec: Specification, device: torch.device) -> Victim:
+    """Return the victim of a specification with one victim; the last two are cached, as cases often share one.
 
     Raises:
-        PrivlabError: if a part of the specification does not exist or does not fit.
+        PrivlabError: if there is no such victim, or its weights do not fit.
     """
     base, messages = _victim(spec.models[0], spec.weights, spec.img_size, spec.seed, spec.classes, device)
     for message in messages:  # what weakens a victim weakens each run on it
         warnings.warn(message, PrivlabWarning, stacklevel=2)
+    return base
+
+
+def subject_of(spec: Specification, device: torch.device, own: Victim | None = None) -> Subject:
+    """Return the victim, attacks and public images of a specification with one victim.
+
+    Args:
+        spec: what is run.
+        device: where the victim and the public images are put.
+        own: a victim that is attacked instead of the one that `spec` names; it is on the device.
+
+    Raises:
+        PrivlabError: if a part of the specification does not exist or does not fit.
+    """
+    base = victim_of(spec, device) if own is None else own
     defense_of(spec, base, spec.settings[0])
     reassembly_of(spec, base)
     cells, refused = applicable(spec, base)
@@ -57,7 +72,7 @@ def subject_of(spec: Specification, device: torch.device) -> Subject:
 def _victim(
     name: str, weights: str, img_size: int | None, seed: int, classes: int | None, device: torch.device
 ) -> tuple[Victim, tuple[str, ...]]:
-    """Return a victim, and the warnings that come with it; it is cached, as successive cases often share one."""
+    """Return a victim, and the warnings that come with it."""
     messages: list[str] = []
     with collected(messages):
         made = victim(name, weights=weights, img_size=img_size, seed=seed, classes=classes).to(device)

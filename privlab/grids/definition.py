@@ -4,7 +4,7 @@ import csv
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,18 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]  # of Python 3.10
 
-__all__ = ["CHOICE", "FIGURES", "KNOWN", "Case", "Experiment", "Figure", "Layout", "read_experiment"]
+__all__ = [
+    "CHOICE",
+    "FIGURES",
+    "KNOWN",
+    "Case",
+    "Experiment",
+    "Figure",
+    "Layout",
+    "beside",
+    "papers_attack",
+    "read_experiment",
+]
 
 KNOWN = METRICS | PLACEMENT
 """The metrics that may be a column of a table or an axis of a figure."""
@@ -48,8 +59,8 @@ _NO_GRID = {"attack", "metrics", "images", "public", "set", "seeds", "draws"}
 class Case:
     """One row of the grid: what is run, under which name, and what a paper printed for it.
 
-    `runs` has one specification for each seed and draw. `options` holds what the file says of this case alone; figures
-    take their axes from it.
+    `runs` has one specification for each seed and draw; where it has several settings, the case is of `setting`, and
+    they are attacked together. `options` holds what the file says of this case alone; figures take their axes from it.
     """
 
     label: str
@@ -57,6 +68,7 @@ class Case:
     runs: tuple[Specification, ...]
     options: Mapping[str, str | float | int]
     published: Mapping[str, float] = field(default_factory=dict)
+    setting: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,18 @@ class Experiment:
     layout: Layout
     figures: tuple[Figure, ...] = ()
     conditions: Mapping[str, str] = field(default_factory=dict)
+
+
+def papers_attack(attacks: Iterable[str]) -> str | None:
+    """Return the one of the attacks that the defenses' papers report: MJP's, or else Permutation Equivariance's."""
+    there = set(attacks)
+    return next((name for name in ("april", "inversion-mae") if name in there), None)
+
+
+def beside(metrics: Iterable[str]) -> set[str]:
+    """Return the metrics that only the records show, because the variant that MJP prints was measured too."""
+    there = set(metrics)
+    return {name for name, printed in {"fft2d": "fft2d_mjp", "ssim_skimage": "ssim"}.items() if printed in there}
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Fills the store of an experiment: lays the grid out, finds what the store lacks, and runs it."""
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from privlab.base import PrivlabError, commit, hardware, pick_device, versions
@@ -16,7 +18,7 @@ from privlab.grids.plan import Grid, Share, lay_out, missing
 from privlab.grids.tasks import Result, Task, joined, run_task
 from privlab.stores import RunDirectory, Store
 
-__all__ = ["Options", "Progress", "costs", "fill", "prepare"]
+__all__ = ["Options", "Progress", "costs", "fill", "lacking", "prepare"]
 
 Progress = Callable[[int, int, Result | None], None]
 """It is called with (images done, images in all, last result)."""
@@ -26,8 +28,8 @@ Progress = Callable[[int, int, Result | None], None]
 class Options:
     """Options that change the speed of a run, or what it keeps, but none of its results.
 
-    `chunk` is the number of images of a task. PNGs are kept of the first `pictures` images. `keep` says whether
-    reconstructions are kept, so that metrics that are added later can be scored.
+    `chunk` is the number of images of a task. PNGs are kept of the first `pictures` images, and a strip of each image
+    if `strips`. `keep` says whether reconstructions are kept, so that metrics that are added later can be scored.
     """
 
     engine: Engine = field(default_factory=Engine)
@@ -35,6 +37,7 @@ class Options:
     batch_size: int | None = None
     chunk: int = 16
     pictures: int = 100
+    strips: bool = False
     keep: bool = False
     share: Share = field(default_factory=Share)
     retry_failed: bool = False
@@ -58,18 +61,29 @@ def prepare(experiment: Experiment, path: Path, options: Options) -> tuple[Grid,
         PrivlabError: if a part of the experiment does not exist or does not fit.
     """
     grid = lay_out(experiment, pick_device(options.device))
-    found = missing(
+    return grid, lacking(grid, path, options)
+
+
+def lacking(grid: Grid, path: Path | None, options: Options) -> list[Task]:
+    """Return the tasks of what the store at `path` lacks of a grid; the directory need not exist yet.
+
+    Args:
+        grid: the experiment, as `lay_out` returns it.
+        path: the run directory; None for no store.
+        options: the device, the size of a task, the share of this machine, and what is kept.
+    """
+    return missing(
         grid,
-        Store(path),
+        None if path is None else Store(path),
         size=options.chunk,
         share=options.share,
         retry_failed=options.retry_failed,
         device=options.device,
         batch_size=options.batch_size,
         pictures=options.pictures,
+        strips=options.strips,
         keep=options.keep,
     )
-    return grid, found
 
 
 def estimate(tasks: Sequence[Task]) -> dict[tuple[object, ...], float]:
@@ -101,7 +115,9 @@ def fill(
     path: Path,
     options: Options,
     *,
-    command: str = "",
+    command: str | None = None,
+    stated: Mapping[str, Any] = MappingProxyType({}),
+    overwrite: bool = False,
     say: Callable[[str], object] = lambda line: None,
     progress: Progress = lambda done, total, last: None,
 ) -> tuple[str, ...]:
@@ -113,26 +129,37 @@ def fill(
         path: the run directory; it is made if it does not exist.
         options: the engine, and the device and workers that `run.json` states.
         command: the command line, for `run.json`.
+        stated: what `run.json` states besides; "specification" is that of a run of `privlab attack`.
+        overwrite: whether an earlier run is deleted; otherwise records are added to it.
         say: called with each message for the user, such as that a worker has died.
         progress: called with (images done, images in all, last result); once before the first result, with None.
 
     Raises:
-        PrivlabError: if the store cannot be written, or a task not be run; what was finished is kept.
+        PrivlabError: if `path` holds a run of another kind, or of another specification; if the store cannot be
+            written, or a task not be run. What was finished is kept.
     """
     manifests = grid.manifests(path)
-    run = RunDirectory.create(path, resume=True)
-    messages, facts = list(grid.messages), grid.facts()
+    run = RunDirectory.create(path, overwrite=overwrite, resume=not overwrite)
+    messages, facts = list(grid.messages), {**stated, **grid.facts()}
     earlier = run.read_run() if run.is_run() else {}
-    if "specification" in earlier:
-        raise PrivlabError(f"'{path}' holds a run of privlab attack. Give another --out.")
     known = _as_json(facts)
+    if earlier and earlier.get("specification") != known.get("specification"):
+        table = "holds a run of privlab attack. Give another --out."
+        raise PrivlabError(f"'{path}' {'holds another run. Use --overwrite, or another --out.' if stated else table}")
     if earlier.get("cases") == known["cases"]:  # the same experiment: its earlier warnings still hold
         messages += [message for message in earlier["warnings"] if message not in messages]
         if not tasks and earlier["status"] == "finished" and earlier | known == earlier:
             return tuple(messages)
     facts |= _machine(command, options)
+    start, before = time.perf_counter(), earlier.get("seconds", 0.0)
+    facts["started"] = earlier.get("started", facts["written"])
+
+    def note(status: str) -> None:
+        seconds = round(before + time.perf_counter() - start, 3)
+        run.write_run(facts | {"status": status, "seconds": seconds, "warnings": messages})
+
     run.write_manifests(manifests)
-    run.write_run(facts | {"status": "running", "warnings": messages})
+    note("running")
     tasks = joined(tasks)
     total, done = sum(len(task.images) for task in tasks), 0
     progress(done, total, None)
@@ -152,7 +179,7 @@ def fill(
         raise
     finally:
         with suppress(PrivlabError):  # the disk may be full, and the first error must not be hidden
-            run.write_run(facts | {"status": status, "warnings": messages})
+            note(status)
     return tuple(messages)
 
 
@@ -160,9 +187,8 @@ def _as_json(value: object) -> Any:  # noqa: ANN401
     return json.loads(json.dumps(value))
 
 
-def _machine(command: str, options: Options) -> Mapping[str, Any]:
-    return {
-        "command": command,
+def _machine(command: str | None, options: Options) -> Mapping[str, Any]:
+    return ({} if command is None else {"command": command}) | {
         "privlab": versions()["privlab"],
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "engine": options.engine.name,

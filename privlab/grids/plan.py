@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -18,14 +18,16 @@ from privlab.evaluation.setup import learned_for
 from privlab.grids.definition import Experiment
 from privlab.grids.tasks import Reference, Task, references
 from privlab.images import ImageSource, to_csv
+from privlab.metrics import Embedding, Lpips
 from privlab.stores import Store
+from privlab.victims import Victim
 
 __all__ = ["Grid", "Job", "Share", "lay_out", "missing"]
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One specification of a case, with the key of the cell of each attack and control, and its images.
+    """One specification of a case in one setting, with the key of the cell of each attack and control, and its images.
 
     `metrics` are those that can be computed here; `batches` names the client's batch of each image, where images are
     released together.
@@ -33,23 +35,30 @@ class Job:
 
     case: int
     spec: Specification
+    setting: str
+    first: bool
     cells: Mapping[str, str]
     refused: Mapping[str, str]
     images: tuple[Reference, ...]
     batches: tuple[str, ...] | None
     metrics: tuple[str, ...]
-    victim: str
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """An experiment laid out on this machine. `missing` says why a metric cannot be computed here."""
+    """An experiment laid out on this machine. `missing` says why a metric cannot be computed here.
+
+    `learned` states the file and hash of each metric's trained weights. `own` is a victim that is attacked instead of
+    those that the experiment names.
+    """
 
     experiment: Experiment
     jobs: tuple[Job, ...]
     sources: tuple[str, ...]
     missing: Mapping[str, str]
     messages: tuple[str, ...]
+    learned: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    own: Victim | None = None
 
     @cached_property
     def image_lists(self) -> dict[tuple[Reference, ...], str]:
@@ -84,7 +93,11 @@ class Grid:
                 "published": dict(case.published),
                 "refused": dict(jobs[0].refused),
                 "jobs": [
-                    {"specification": asdict(job.spec), "cells": dict(job.cells), "images": lists[job.images]}
+                    {
+                        "specification": asdict(replace(job.spec, settings=(job.setting,))),
+                        "cells": dict(job.cells),
+                        "images": lists[job.images],
+                    }
                     for job in jobs
                 ],
             }
@@ -109,6 +122,7 @@ class Grid:
                 "source": "; ".join(self.sources),
                 "count": len({image.sha256 or image.name for images in lists for image in images}),
             },
+            "learned_metrics": dict(self.learned),
             "missing_metrics": dict(self.missing),
         }
 
@@ -126,43 +140,56 @@ class Share:
             raise PrivlabError(f"--shard must be I/N with 1 ≤ I ≤ N. Found {self.number}/{self.count}.")
 
 
-def lay_out(experiment: Experiment, device: torch.device) -> Grid:
+def lay_out(experiment: Experiment, device: torch.device, own: Victim | None = None) -> Grid:
     """Load and check everything that the cases need, and find their images; nothing is run.
+
+    Args:
+        experiment: the cases.
+        device: where victims and attacks are put.
+        own: a victim that is attacked instead of those that the cases name.
 
     Raises:
         PrivlabError: if a part does not exist or does not fit, or an attack can run on no case.
     """
     messages: list[str] = []
     unavailable: dict[str, str] = {}
+    learned: dict[str, dict[str, str]] = {}
     found: dict[tuple[object, ...], tuple[ImageSource, tuple[Reference, ...]]] = {}
     jobs: list[Job] = []
     with collected(messages):
         for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
             for spec in case.runs:
-                subject = subject_of(spec, device)
+                subject = subject_of(spec, device, own)
+                setting = case.setting or spec.settings[0]
                 chosen = (spec.images, spec.limit, spec.every, spec.offset, spec.manifest, spec.split, spec.labels)
                 at = (*chosen, subject.base.model.vit.num_classes)
                 if at not in found:
                     source = source_of(spec, [subject.base])
                     found[at] = source, tuple(references(source))
-                _, lacking = learned_for(spec.metrics, spec, device, subject.base)
+                metrics, lacking = learned_for(spec.metrics, spec, device, subject.base)
                 unavailable |= lacking
+                learned |= {
+                    name: {"file": metric.file, "sha256": metric.sha256}
+                    for name, metric in metrics.items()
+                    if isinstance(metric, Lpips | Embedding)
+                }
                 job = Job(
                     number,
                     spec,
-                    subject.rows(spec).cells(spec.settings[0], subject.cells),
+                    setting,
+                    spec is case.runs[0],
+                    subject.rows(spec).cells(setting, subject.cells),
                     subject.refused,
                     found[at][1],
                     _batches(found[at][1], spec),
                     tuple(name for name in spec.metrics if name not in lacking),
-                    subject.base.weights.sha256,
                 )
                 jobs.append(job)
     jobs.sort(key=lambda job: job.case)
     _check_attacks(jobs)
     sources = tuple(dict.fromkeys(source.description for source, _ in found.values()))
     messages += [f"{name} is n/a: {reason}" for name, reason in unavailable.items()]
-    return Grid(experiment, tuple(jobs), sources, unavailable, tuple(messages))
+    return Grid(experiment, tuple(jobs), sources, unavailable, tuple(messages), learned, own)
 
 
 def _check_attacks(jobs: Sequence[Job]) -> None:
@@ -182,7 +209,7 @@ def _batches(images: Sequence[Reference], spec: Specification) -> tuple[str, ...
 
 def missing(
     grid: Grid,
-    store: Store,
+    store: Store | None,
     *,
     size: int = 16,
     share: Share = Share(),  # frozen
@@ -194,17 +221,17 @@ def missing(
 
     Args:
         grid: the experiment.
-        store: the records so far.
+        store: the records so far; None for none.
         size: images of a task; where images are released together, it is rounded down to whole batches, at least one.
         share: the part of the images that this machine runs.
         retry_failed: whether images that failed are run again; otherwise they count as done.
         again: whether metrics that were added later are scored on kept reconstructions, where there are some, instead
             of running the attacks again.
-        options: the other fields of a `Task`: device, batch_size, pictures and keep.
+        options: the other fields of a `Task`: device, batch_size, pictures, strips (of first draws) and keep.
     """
     metrics = sorted({name for job in grid.jobs for name in job.metrics})
-    done = _Done.read(store, grid, metrics, retry_failed=retry_failed)
-    kept = _kept(store.path) if again else {}
+    done = _Done(grid, {}) if store is None else _Done.read(store, grid, metrics, retry_failed=retry_failed)
+    kept = _kept(store.path) if again and store is not None else {}
     tasks: list[Task] = []
     planned: dict[tuple[str, tuple[Reference, ...]], int] = {}  # cases may share cells: setting a of all γ
     for number, job in enumerate(grid.jobs):
@@ -212,7 +239,8 @@ def missing(
         for row, cell in enumerate(job.cells.values()):
             bits[row] |= planned.get((cell, job.images), 0)
             planned[cell, job.images] = planned.get((cell, job.images), 0) | _bits(job.metrics, metrics)
-        tasks += _tasks(job, bits, metrics, size, share, kept, options)
+        own = {**options, "own": grid.own, "strips": job.first and bool(options.get("strips"))}
+        tasks += _tasks(job, bits, metrics, size, share, kept, own)
     return sorted(tasks, key=lambda task: _victim(task.spec))
 
 
@@ -255,7 +283,8 @@ def _tasks(
                 chunk = tuple(images[start : start + size])
                 controls = len(attacks) < len(lack)
                 files = _files(job, attacks, chunk, kept) if bits != wanted else ()
-                yield Task(job.case, job.spec, chunk, attacks, missing_metrics, controls, kept=files, **options)
+                what = (job.case, job.spec, (job.setting,), chunk, attacks, missing_metrics, controls)
+                yield Task(*what, kept=files, **options)
 
 
 def _others(job: Job, share: Share) -> np.ndarray:

@@ -18,8 +18,9 @@ from privlab.base import collected, pick_device
 from privlab.evaluation import COLUMNS, Cell, Evaluator, Specification, Strip, source_of, subject_of
 from privlab.evaluation.setup import learned_for
 from privlab.images import ImageSource, LabelOrigin, Picture, chunk_of
-from privlab.stores import to_png
+from privlab.stores import strip_name, strip_png, to_png
 from privlab.threat import Stolen
+from privlab.victims import Victim
 
 __all__ = ["Reference", "Result", "Task", "joined", "references", "run_task"]
 
@@ -48,12 +49,15 @@ class Reference:
 class Task:
     """Images of one case, and the attacks and metrics that they lack.
 
-    `spec` is one specification of the `case`; only the `attacks` and `metrics` named here are missing. PNGs are kept of
-    the first `pictures` images of the source. `kept` names files of earlier reconstructions, which are scored again.
+    `spec` is one specification of the `case`; only the `settings`, `attacks` and `metrics` named here are missing. PNGs
+    are kept of the first `pictures` images of the source, and a strip of each image if `strips`. `kept` names files of
+    earlier reconstructions, which are scored again. `own` is a victim that is attacked instead of the one that `spec`
+    names.
     """
 
     case: int
     spec: Specification
+    settings: tuple[str, ...]
     images: tuple[Reference, ...]
     attacks: tuple[str, ...]
     metrics: tuple[str, ...]
@@ -61,8 +65,10 @@ class Task:
     device: str = "auto"
     batch_size: int | None = None
     pictures: int = 0
+    strips: bool = False
     keep: bool = False
     kept: tuple[str, ...] = ()
+    own: Victim | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,15 +84,20 @@ class Result:
 
 
 def joined(tasks: Sequence[Task]) -> list[Task]:
-    """Join tasks that differ only in setting b or c: both release the same, so the release is attacked once."""
+    """Join tasks that differ only in the setting: those of one specification, and those of settings b and c.
+
+    Settings b and c release the same, so the release is attacked once.
+    """
     found: dict[Task, Task] = {}
     for task in tasks:
-        if task.spec.settings not in (("b",), ("c",)) or task.kept:
-            found[task] = task
-            continue
-        both = replace(task, case=-1, spec=replace(task.spec, settings=("b", "c")))
-        other = found.get(both)
-        found[both] = task if other is None or other.spec == task.spec else replace(other, spec=both.spec)
+        alone = task.spec.settings in (("b",), ("c",))
+        spec = replace(task.spec, settings=("b", "c")) if alone else task.spec
+        key = task if task.kept else replace(task, case=-1, spec=spec, settings=())
+        other = found.get(key)
+        if other is None or other.settings == task.settings:
+            found[key] = task
+        else:
+            found[key] = replace(other, spec=spec, settings=tuple(sorted({*other.settings, *task.settings})))
     return [*found.values()]
 
 
@@ -114,7 +125,8 @@ def run_task(task: Task) -> Result:
         rows: list[pa.Table] = []
         files: dict[str, bytes] = {}
         stolen: dict[str, Stolen] = {}
-        first = {reference.sha256 for reference in task.images if reference.place < task.pictures}
+        place = {reference.sha256: reference.place for reference in task.images}
+        first = {sha256 for sha256, number in place.items() if number < task.pictures}
         for pictures in _batches(task, source, device):
             scored = evaluator(chunk_of(pictures, evaluator.base.preprocessing))
             rows.append(pa.Table.from_pylist(scored.records, schema=COLUMNS))
@@ -122,6 +134,8 @@ def run_task(task: Task) -> Result:
             for strip in scored.strips:
                 if strip.image_sha256 in first:
                     files |= {f"pictures/{strip.image_sha256[:16]}/{name}.png": png for name, png in _pngs(strip)}
+                if task.strips:
+                    files[f"strips/{strip_name(place[strip.image_sha256], strip)}"] = strip_png(strip)
         if stolen:
             files[f"kept/{_name_of(stolen)}.safetensors"] = _saved(stolen)
     seconds, worker = time.perf_counter() - start, f"{platform.node()}:{os.getpid()}"
@@ -161,17 +175,17 @@ def _same(picture: Picture, reference: Reference) -> Picture:
 
 
 def _evaluator(task: Task, device: torch.device) -> tuple[Evaluator, ImageSource]:
-    subject = subject_of(task.spec, device)
+    subject = subject_of(task.spec, device, task.own)
     learned, _ = learned_for(task.metrics, task.spec, device, subject.base)
     wanted = ((cell.victim, tuple(a for a in cell.attacks if a.name in task.attacks)) for cell in subject.cells)
     evaluator = Evaluator(
-        task.spec,
+        replace(task.spec, settings=task.settings),
         subject.base,
         [Cell(base, attacks) for base, attacks in wanted if attacks],
         task.metrics,
         learned,
         subject.public,
-        strips=task.pictures > 0,
+        strips=task.pictures > 0 or task.strips,
         controls=task.controls,
         keep=task.keep,
     )

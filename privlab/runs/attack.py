@@ -1,53 +1,40 @@
 """One run: from a specification to records and strips, readable at any moment."""
 
-import time
+import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from privlab.attacks import attacks
-from privlab.base import (
-    PrivlabError,
-    PrivlabWarning,
-    collected,
-    commit,
-    hardware,
-    pick_device,
-    stated,
-    unknown_name,
-    versions,
-)
+from privlab.base import PrivlabError, PrivlabWarning, collected, pick_device, stated, unknown_name
 from privlab.defenses import defenses
-from privlab.evaluation import (
-    Cell,
-    Evaluator,
-    Record,
-    Scored,
-    Specification,
-    defense_of,
-    learned_metrics,
-    plan,
-    public_images,
-    reassembly_of,
-    source_of,
-    to_frame,
+from privlab.evaluation import COLUMNS, Cell, Specification, defense_of, plan, victim_of
+from privlab.grids import (
+    KNOWN,
+    Case,
+    Experiment,
+    Layout,
+    Options,
+    beside,
+    joined,
+    lacking,
+    lay_out,
+    papers_attack,
+    run_tasks,
 )
-from privlab.images import ImageSource, Picture, batches, to_csv
-from privlab.metrics import Embedding, Learned, Lpips
-from privlab.stores import RunDirectory, save_strip, strip_name
+from privlab.grids.fill import fill
+from privlab.stores import RunDirectory, Store
 from privlab.victims import Victim, check_plain, victim
 
-__all__ = ["Outcome", "attack", "execute", "specify"]
+__all__ = ["Outcome", "attack", "execute", "specify", "unfinished"]
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
@@ -198,6 +185,9 @@ def execute(
 ) -> Outcome:
     """Check everything, run the attacks, and return the outcome; with `out`, what is finished is on disk at any moment.
 
+    The run is an experiment with a case for each victim and setting. If `out` holds an unfinished run of the same
+    specification, it goes on; if it holds a finished one, nothing is run again.
+
     Args:
         spec: what is run.
         own: a timm model that is attacked instead of `spec.models`.
@@ -208,7 +198,7 @@ def execute(
         overwrite: whether an earlier run in `out` is replaced.
         strips: whether strips of images are written to `out`, of the first draw.
         command: the command line, for `run.json`.
-        progress: called after each batch with (images done, images in all or None), counted over all victims.
+        progress: called after each batch with (images done, images in all), counted over all victims and draws.
 
     Raises:
         PrivlabError: before anything is run, if a part does not exist or does not fit; while it runs, if the run
@@ -219,100 +209,83 @@ def execute(
     if overwrite and out and spec.manifest and Path(spec.manifest).resolve().parent == Path(out).resolve():
         raise PrivlabError(f"'{spec.manifest}' lies in the run that gives way. Copy it, or give another --out.")
     messages: list[str] = []
+    place = pick_device(device)
     with collected(messages):
-        ready = _prepare(spec, own, pick_device(device))
-    messages += [f"{name} is n/a: {reason}" for name, reason in ready.missing.items()]
-    run = None if out is None else RunDirectory.create(Path(out), overwrite=overwrite)
-    facts = _facts(ready) | ({} if command is None else {"command": command})
-    kept: list[Record] = []
-    start = time.perf_counter()
-
-    def note(status: str) -> None:
-        if run is not None:
-            seconds = round(time.perf_counter() - start, 3)
-            if ready.met:
-                run.write_manifests({"manifest.csv": to_csv(ready.met.values())})
-            run.write_run(facts | {"status": status, "seconds": seconds, "warnings": messages})
-
-    note("running")
-    try:
-        with collected(messages):
-            for scored, first in _score(ready, batch_size, strips and run is not None, progress):
-                if run is None:
-                    kept += scored.records
-                    continue
-                run.write_records(scored.records)
-                for i, strip in enumerate(scored.strips):
-                    run.write_file(f"strips/{strip_name(first + i, strip)}", partial(save_strip, strip))
-    except BaseException as error:
-        with suppress(PrivlabError):  # the disk may be full, and the first error must not be hidden
-            note("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
-        raise
-    note("finished")
-    records = to_frame(kept) if run is None else run.store.frame()
-    path = None if run is None else run.path
-    return Outcome(spec, records, tuple(ready.victims), tuple(messages), ready.missing, path)
+        bases = _victims(spec, own, place)
+        cells = [plan(spec, base) for base in bases]
+        path = None if out is None else Path(out)
+        grid = lay_out(_experiment(spec, bases, cells, path), place, bases[0] if own is not None else None)
+    messages += [message for message in grid.messages if message not in messages]
+    grid = replace(grid, messages=tuple(messages))
+    chunk = batch_size or (64 if place.type == "cuda" else 8)
+    how = Options(device=device, batch_size=batch_size, chunk=chunk, pictures=0, strips=strips and path is not None)
+    if path is None:
+        results = [*run_tasks(joined(lacking(grid, None, how)), how.engine, print)]
+        messages += [message for result in results for message in result.messages if message not in messages]
+        records = pa.concat_tables([COLUMNS.empty_table(), *(result.rows for result in results)]).to_pandas()
+        return Outcome(spec, records, tuple(bases), tuple(messages), grid.missing, None)
+    told = fill(
+        grid,
+        lacking(grid, None if overwrite else path, how),
+        path,
+        how,
+        command=command,
+        stated=_facts(spec, bases, cells),
+        overwrite=overwrite,
+        progress=lambda done, total, _: progress(done, total),
+    )
+    records = Store(path).frame()
+    own_cells = {cell for job in grid.jobs for cell in job.cells.values()}
+    return Outcome(spec, records[records.cell.isin(own_cells)], tuple(bases), told, grid.missing, path)
 
 
-@dataclass(frozen=True, eq=False)
-class _Ready:
-    """A run of which everything has been checked. `missing` says why a metric cannot be computed here.
-
-    `met` holds the images that were read so far, by their hash and without their pixels.
-    """
-
-    spec: Specification
-    device: torch.device
-    victims: Sequence[Victim]
-    cells: Sequence[Sequence[Cell]]
-    learned: Mapping[str, Learned]
-    missing: Mapping[str, str]
-    source: ImageSource
-    met: dict[str, Picture] = field(default_factory=dict)
-
-    def pictures(self) -> ImageSource:
-        """Return the images, each noted in `met` when it is read: a stream cannot be read again for a manifest."""
-
-        def noted(picture: Picture) -> Picture:
-            self.met.setdefault(picture.sha256, replace(picture, pixels=None))
-            return picture
-
-        return self.source.changed(noted)
+def _victims(spec: Specification, own: VisionTransformer | None, device: torch.device) -> list[Victim]:
+    if own is None:
+        return [victim_of(replace(spec, models=(name,)), device) for name in spec.models]
+    options = {"weights": spec.weights, "img_size": spec.img_size, "seed": spec.seed, "classes": spec.classes}
+    return [victim(own, **options).to(device)]
 
 
-def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.device) -> _Ready:
-    victims = _victims(spec, own)
-    cells = [plan(spec, base) for base in victims]
-    for base in victims:
-        reassembly_of(spec, base)
+def _experiment(
+    spec: Specification, bases: Sequence[Victim], cells: Sequence[Sequence[Cell]], path: Path | None
+) -> Experiment:
+    """Return a run as an experiment: a case for each victim and setting, a specification for each draw."""
+    cases: list[Case] = []
+    for base in bases:
+        alone = replace(spec, models=(base.name,), draws=1)
+        runs = tuple(replace(alone, draw=spec.draw + i) for i in range(spec.draws))
         for setting in spec.settings:
-            defense_of(spec, base, setting)
-    learned, missing = learned_metrics(spec, device, victims)
-    return _Ready(spec, device, victims, cells, learned, missing, source_of(spec, victims))
+            at_work = defense_of(spec, base, setting).name
+            options = {"victim": base.name, "setting": setting, "defense": at_work}
+            cases.append(Case(f"{base.name}, setting {setting}, {at_work}", None, runs, options, setting=setting))
+    reported = [name for name in spec.metrics if name in KNOWN]
+    columns = tuple(name for name in reported if name not in beside(reported)) or spec.metrics
+    paper = papers_attack(attack.name for of_base in cells for cell in of_base for attack in cell.attacks)
+    title = _title(bases, [case.options["defense"] for case in cases])
+    return Experiment(
+        "attack" if path is None else path.name, title, None, tuple(cases), Layout(columns, paper_attack=paper)
+    )
 
 
-def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progress) -> Iterator[tuple[Scored, int]]:
-    """Yield the results of each chunk and draw, with the number of its first image, one victim after the other."""
-    count = ready.source.count
-    total, done = None if count is None else count * len(ready.victims), 0
-    size = batch_size or (64 if ready.device.type == "cuda" else 8)
-    size = ready.spec.together or size  # a client's batch is released as one: its size changes results
-    metrics = [name for name in ready.spec.metrics if name not in ready.missing]
-    for base, of_base in zip(ready.victims, ready.cells, strict=True):
-        cells = [Cell(cell.victim.to(ready.device), cell.attacks) for cell in of_base]
-        public = public_images(ready.spec.public, ready.spec.public_limit, base.preprocessing, ready.device)
-        specs = [replace(ready.spec, draw=ready.spec.draw + i) for i in range(ready.spec.draws)]
-        evaluators = [
-            Evaluator(spec, base.to(ready.device), cells, metrics, ready.learned, public, strips and spec is specs[0])
-            for spec in specs
-        ]
-        first = 0
-        for chunk in batches(ready.pictures(), base.preprocessing, size):
-            scored = [evaluator(chunk) for evaluator in evaluators]
-            yield from ((of_draw, first) for of_draw in scored)
-            first += scored[0].images
-            done += scored[0].images
-            progress(done, total)
+def _title(bases: Sequence[Victim], at_work: Sequence[object]) -> str:
+    """Return what is attacked: the victims, and the defenses at work."""
+    victims, defenses = (", ".join(dict.fromkeys(map(str, names))) for names in ([b.name for b in bases], at_work))
+    defenses = ", ".join(name for name in defenses.split(", ") if name != "none")
+    return f"{victims} with {defenses}" if defenses else f"{victims}, undefended"
+
+
+def unfinished(folder: Path, spec: Specification) -> Path | None:
+    """Return the last run directory in a folder that holds an unfinished run of a specification; None if none does."""
+    found = [path for path in folder.glob("*/") if _status(path, spec) in ("running", "interrupted", "failed")]
+    return max(found, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
+
+
+def _status(path: Path, spec: Specification) -> str | None:
+    """Return the status of the run of a specification that a directory holds; None if it holds none."""
+    run = RunDirectory(path)
+    facts = run.read_run() if run.is_run() else {}
+    same = facts.get("specification") == json.loads(json.dumps(asdict(spec)))
+    return facts.get("status") if same and "cases" in facts else None
 
 
 def _names(names: str | Sequence[str]) -> tuple[str, ...]:
@@ -344,39 +317,20 @@ def _parts(given: Part | Sequence[Part], kinds: Mapping[str, type[Any]], options
     return tuple(dict.fromkeys(names))
 
 
-def _victims(spec: Specification, own: VisionTransformer | None) -> list[Victim]:
-    return [
-        victim(model, weights=spec.weights, img_size=spec.img_size, seed=spec.seed, classes=spec.classes)
-        for model in (spec.models if own is None else [own])
-    ]
-
-
-def _facts(ready: _Ready) -> dict[str, Any]:
-    """Return what `run.json` states of a run."""
+def _facts(spec: Specification, bases: Sequence[Victim], cells: Sequence[Sequence[Cell]]) -> dict[str, Any]:
+    """Return what `run.json` states of a run beyond what it states of every experiment."""
     return {
-        "privlab": versions()["privlab"],
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "specification": asdict(ready.spec),
+        "specification": asdict(spec),
         "victims": [
             {"name": base.name, "weights": asdict(base.weights)}
             | base.params()
             | {"attacks": {cell.victim.block: [repr(attack) for attack in cell.attacks] for cell in of_base}}
-            for base, of_base in zip(ready.victims, ready.cells, strict=True)
+            for base, of_base in zip(bases, cells, strict=True)
         ],
         "defenses": {
-            f"{base.name}/{setting}": repr(defense_of(ready.spec, base, setting))
-            for base in ready.victims
-            for setting in ready.spec.settings
-        },
-        "images": {"source": ready.source.description, "count": ready.source.count},
-        "learned_metrics": {
-            name: {"file": metric.file, "sha256": metric.sha256}
-            for name, metric in ready.learned.items()
-            if isinstance(metric, Lpips | Embedding)
+            f"{base.name}/{setting}": repr(defense_of(spec, base, setting))
+            for base in bases
+            for setting in spec.settings
         },
         "precision": "the model's (no TF32, no autocast); linear solves and all metrics but LPIPS in float64",
-        "versions": versions(),
-        "hardware": hardware(ready.device),
-        "commit": commit(),
-        "missing_metrics": dict(ready.missing),
     }

@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -53,7 +52,7 @@ from privlab.release import (
 )
 from privlab.release.residual import residual
 from privlab.runs.audit_reference import Judge, Row, as_fed
-from privlab.stores import RunDirectory, save_strip, strip_name, to_png
+from privlab.stores import RunDirectory, strip_name, strip_png, to_png
 from privlab.threat import Attack, Capability, Observation, check_capabilities, declared_by_attack
 from privlab.victims import Victim, victim
 
@@ -157,7 +156,7 @@ def audit_gradients(
     if judge is not None:
         messages += [f"{name} is n/a: {reason}" for name, reason in judge.missing.items()]
         strip = judge.strip(panels)
-        run.write_file(f"strips/{strip_name(0, strip)}", partial(save_strip, strip))
+        run.write_file(f"strips/{strip_name(0, strip)}", lambda path: path.write_bytes(strip_png(strip)))
     found = _flags(released, seen, base, told, rows, changed=update is not None, named=spec.attacks is not None)
     facts = _facts(spec, base, released) | ({} if command is None else {"command": command})
     facts |= {"labels": labels, "flags": found, "warnings": messages, "reference": told_of_reference}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from privlab.evaluation import Panel, Strip
 
-__all__ = ["Place", "places_of", "pngs", "save_strip", "strip_name", "to_png"]
+__all__ = ["Place", "places_of", "pngs", "strip_name", "strip_png", "to_png"]
 
 _SIDE, _GAP, _LINE, _FONT = 224, 8, 18, 14
 _TEXT = "privlab strip"  # the keyword of a strip's text
@@ -42,8 +42,8 @@ def strip_name(index: int, strip: Strip) -> str:
     return f"{victim}-{index:05d}-{stem[-60:]}.png"
 
 
-def save_strip(strip: Strip, path: Path) -> None:
-    """Draw a strip on white, and write it as a PNG with a text from which `places_of` reads where its panels lie.
+def strip_png(strip: Strip) -> bytes:
+    """Return a strip on white as the bytes of a PNG, with a text from which `places_of` reads where its panels lie.
 
     Small images are enlarged by whole pixels, so that nothing is smoothed away.
     """
@@ -59,7 +59,9 @@ def save_strip(strip: Strip, path: Path) -> None:
     }
     text = PngInfo()
     text.add_text(_TEXT, json.dumps({"image": strip.image_sha256, "scale": scale, "panels": boxes}))
-    canvas.save(path, "PNG", pnginfo=text)
+    png = io.BytesIO()
+    canvas.save(png, "PNG", pnginfo=text)
+    return png.getvalue()
 
 
 def places_of(path: Path) -> dict[tuple[str, str], Place]:

@@ -57,7 +57,7 @@ class World:
         cells = {name: f"{case}/{name}" for name in (*names, *CONTROLS)}
         if self.shared:
             cells |= {name: f"0/{name}" for name in (names[0], *CONTROLS)}
-        return Job(case, spec, cells, {}, images, batches, tuple(self.metrics), "")
+        return Job(case, spec, spec.settings[0], True, cells, {}, images, batches, tuple(self.metrics))
 
     def units(self) -> set[Unit]:
         """Return everything that there is to measure."""
@@ -344,7 +344,9 @@ def test_settings_b_and_c_of_the_same_images_are_one_task() -> None:
     """What they release is the same; a task of other images, of another attack or of what was kept stays alone."""
     images = (Reference(0, "0.png", "0" * 64),)
     specs = [Specification(models=("vit_ti",), settings=(setting,)) for setting in "bca"]
-    b, c, a = (Task(i, spec, images, ATTACKS[:1], METRICS, controls=True) for i, spec in enumerate(specs))
+    b, c, a = (
+        Task(i, spec, spec.settings, images, ATTACKS[:1], METRICS, controls=True) for i, spec in enumerate(specs)
+    )
     (both,) = joined([b, c])
     assert (both.spec.settings, both.case, both.images) == (("b", "c"), b.case, images)
     for other in (a, replace(c, images=()), replace(c, attacks=ATTACKS[:2]), replace(c, kept=("file",))):

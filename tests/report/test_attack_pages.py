@@ -24,7 +24,7 @@ from privlab.images import read_picture
 from privlab.report.figures.draw import draw
 from privlab.report.page import write_page
 from privlab.report.tables import Results, load_results
-from privlab.stores import Place, places_of, pngs, save_strip, to_png
+from privlab.stores import Place, places_of, pngs, strip_png, to_png
 from privlab.victims import victim
 
 ATTACKS = ("april", "patch-gradient")
@@ -85,7 +85,7 @@ def test_panels_are_cut_out_as_they_were_drawn(
         for r, count in enumerate(columns)
     )
     path = tmp_path_factory.mktemp("strip") / "strip.png"
-    save_strip(Strip("image", "sha", "victim", rows), path)
+    path.write_bytes(strip_png(Strip("image", "sha", "victim", rows)))
     found = places_of(path)
     wanted = {(panel.name, "sha"): to_png(panel.image) for row in rows for panel in row}
     assert dict(zip(found, pngs([*found.values()]), strict=True)) == wanted

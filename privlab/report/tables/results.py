@@ -1,7 +1,7 @@
 """The contents of a directory of records, as tables, figures and pages read them."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +11,10 @@ import pandas as pd
 
 from privlab.base import PrivlabError
 from privlab.evaluation import CONTROLS
-from privlab.grids import KNOWN, Figure, Layout
+from privlab.grids import KNOWN, Figure, Layout, beside, papers_attack
 from privlab.stores import Place, RunDirectory, places_of
 
-__all__ = ["CaseFacts", "Results", "beside", "by_case", "load_results", "papers_attack"]
+__all__ = ["CaseFacts", "Results", "by_case", "load_results"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,18 +136,6 @@ def by_case(records: pd.DataFrame) -> tuple[pd.DataFrame, tuple[CaseFacts, ...]]
     found = records.loc[:, keys].drop_duplicates().itertuples(index=False)
     cases = (CaseFacts(f"{row.victim}, setting {row.setting}, {row.defense}", options=row._asdict()) for row in found)
     return records.assign(case=records.groupby(keys, sort=False).ngroup()), tuple(cases)
-
-
-def papers_attack(attacks: Iterable[str]) -> str | None:
-    """Return the one of the attacks that the defenses' papers report: MJP's, or else Permutation Equivariance's."""
-    there = set(attacks)
-    return next((name for name in ("april", "inversion-mae") if name in there), None)
-
-
-def beside(metrics: Iterable[str]) -> set[str]:
-    """Return the metrics that only the records show, because the variant that MJP prints was measured too."""
-    there = set(metrics)
-    return {name for name, printed in {"fft2d": "fft2d_mjp", "ssim_skimage": "ssim"}.items() if printed in there}
 
 
 def _title(records: pd.DataFrame) -> str:

@@ -12,13 +12,14 @@ from rich.table import Table
 
 from privlab.defenses import Jigsaw
 from privlab.evaluation import CONTROL, GEOMETRIES, UNDEFINED, Specification, defense_of
+from privlab.grids import beside, papers_attack
 from privlab.metrics import METRICS, PLACEMENT
 from privlab.release import effects_of
 from privlab.report.tables.flags import Flag, red_flags
 from privlab.report.tables.members import Apart, apart
 from privlab.report.tables.per_image import SINGLE, WORST, Scored, lead_metric, named
 from privlab.report.tables.power import scope
-from privlab.report.tables.results import beside, by_case, papers_attack
+from privlab.report.tables.results import by_case
 from privlab.report.tables.sheet import OF_ADVERSARIES, OF_EXACT, OF_ORACLE, OF_WORST, counted, of_single
 from privlab.runs import Outcome
 
