@@ -30,6 +30,7 @@ from privlab.release import observe
 from privlab.report.page import write_page
 from privlab.report.tables import load_results
 from privlab.runs.attack import Progress
+from privlab.stores import RunDirectory
 from privlab.threat import Attack
 
 __all__ = ["bench_table", "resume_child"]
@@ -158,7 +159,7 @@ def _run(experiment: Experiment, path: Path, options: Options) -> list[tuple[flo
             results.append((time.perf_counter(), last.worker, len(last.task.images)))
 
     grid, tasks = prepare(experiment, path, options)
-    fill(grid, tasks, path, options, progress=note)
+    fill(grid, tasks, RunDirectory.create(path, resume=True), options, progress=note)
     return results
 
 
@@ -260,7 +261,7 @@ def resume_child(file: str, path: str) -> None:
     grid, tasks = prepare(read_experiment(Path(file)), Path(path), options)
     if tasks:
         raise PrivlabError(f"{len(tasks)} tasks are missing of a run that is finished.")
-    fill(grid, tasks, Path(path), options)
+    fill(grid, tasks, RunDirectory.create(Path(path), resume=True), options)
     print(json.dumps([time.perf_counter() - start, peak_memory(), imports]))  # noqa: T201
 
 

@@ -96,14 +96,16 @@ def table(
             _show_plan(*prepare(parsed, path, how), as_json=as_json, measure=measure)
         return 0
     from privlab.report.tables import load_results  # a plan does not need it, and its imports take seconds
+    from privlab.stores import RunDirectory
 
     with warned():
         other = None if compare is None else load_results(compare)
         grid, tasks = prepare(parsed, path, how)
+    run = RunDirectory.create(path, resume=True)
     command = command_line(click.get_current_context())
     with interruptible(lambda: _kept(path)), _progress(how) as progress:
         messages = fill(
-            grid, tasks, path, how, command=command, say=lambda line: err.print(line, markup=False), progress=progress
+            grid, tasks, run, how, command=command, say=lambda line: err.print(line, markup=False), progress=progress
         )
     for message in messages:
         err.print(f"Warning: {message}", style="yellow", markup=False)

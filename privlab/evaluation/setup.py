@@ -17,7 +17,7 @@ from privlab.images.datasets import imagenet_classes
 from privlab.metrics import Learned, LpipsUnavailable, load_embedding, load_lpips, score
 from privlab.victims import Victim, victim
 
-__all__ = ["Subject", "learned_metrics", "public_images", "source_of", "subject_of", "victim_of"]
+__all__ = ["Subject", "forget", "learned_metrics", "public_images", "source_of", "subject_of", "victim_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +147,12 @@ def public_images(
     if not images:
         raise PrivlabError(f"--public needs one readable image or more. Found none in {', '.join(public)}.")
     return images
+
+
+def forget() -> None:
+    """Drop the victims, metrics and public images of earlier runs: their files may have changed since."""
+    for kept in (_victim, _public, learned_for):
+        kept.cache_clear()
 
 
 @lru_cache(maxsize=2)

@@ -112,12 +112,11 @@ def kind_of(task: Task) -> tuple[object, ...]:
 def fill(
     grid: Grid,
     tasks: Sequence[Task],
-    path: Path,
+    run: RunDirectory,
     options: Options,
     *,
     command: str | None = None,
     stated: Mapping[str, Any] = MappingProxyType({}),
-    overwrite: bool = False,
     say: Callable[[str], object] = lambda line: None,
     progress: Progress = lambda done, total, last: None,
 ) -> tuple[str, ...]:
@@ -126,26 +125,26 @@ def fill(
     Args:
         grid: the experiment that `run.json` states, and the image lists that the manifests state.
         tasks: those that `prepare` found to be missing; if there are none, a finished run is left as it is.
-        path: the run directory; it is made if it does not exist.
+        run: the run directory; records are added to those of an earlier run.
         options: the engine, and the device and workers that `run.json` states.
         command: the command line, for `run.json`.
-        stated: what `run.json` states besides; "specification" is that of a run of `privlab attack`.
-        overwrite: whether an earlier run is deleted; otherwise records are added to it.
+        stated: what `run.json` states besides; a run of `privlab attack` has a "specification" and "victims", and only
+            one that states the same goes on.
         say: called with each message for the user, such as that a worker has died.
         progress: called with (images done, images in all, last result); once before the first result, with None.
 
     Raises:
-        PrivlabError: if `path` holds a run of another kind, or of another specification; if the store cannot be
-            written, or a task not be run. What was finished is kept.
+        PrivlabError: if `run` holds a run of another kind, or of another specification; if it cannot be written, or a
+            task not be run. What was finished is kept.
     """
-    manifests = grid.manifests(path)
-    run = RunDirectory.create(path, overwrite=overwrite, resume=not overwrite)
+    manifests = grid.manifests(run.path)
     messages, facts = list(grid.messages), {**stated, **grid.facts()}
     earlier = run.read_run() if run.is_run() else {}
     known = _as_json(facts)
-    if earlier and earlier.get("specification") != known.get("specification"):
+    if earlier and any(earlier.get(name) != known.get(name) for name in ("specification", "victims")):
         table = "holds a run of privlab attack. Give another --out."
-        raise PrivlabError(f"'{path}' {'holds another run. Use --overwrite, or another --out.' if stated else table}")
+        attack = "holds another run. Use --overwrite, or another --out."
+        raise PrivlabError(f"'{run.path}' {attack if stated else table}")
     if earlier.get("cases") == known["cases"]:  # the same experiment: its earlier warnings still hold
         messages += [message for message in earlier["warnings"] if message not in messages]
         if not tasks and earlier["status"] == "finished" and earlier | known == earlier:

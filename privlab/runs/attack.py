@@ -16,7 +16,7 @@ from torch import nn
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, PrivlabWarning, collected, pick_device, stated, unknown_name
 from privlab.defenses import defenses
-from privlab.evaluation import COLUMNS, Cell, Specification, defense_of, plan, victim_of
+from privlab.evaluation import COLUMNS, Cell, Specification, defense_of, forget, plan, victim_of
 from privlab.grids import (
     KNOWN,
     Case,
@@ -31,7 +31,7 @@ from privlab.grids import (
     run_tasks,
 )
 from privlab.grids.fill import fill
-from privlab.stores import RunDirectory, Store
+from privlab.stores import RunDirectory
 from privlab.victims import Victim, check_plain, victim
 
 __all__ = ["Outcome", "attack", "execute", "specify", "unfinished"]
@@ -208,6 +208,7 @@ def execute(
         raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
     if overwrite and out and spec.manifest and Path(spec.manifest).resolve().parent == Path(out).resolve():
         raise PrivlabError(f"'{spec.manifest}' lies in the run that gives way. Copy it, or give another --out.")
+    forget()
     messages: list[str] = []
     place = pick_device(device)
     with collected(messages):
@@ -224,17 +225,17 @@ def execute(
         messages += [message for result in results for message in result.messages if message not in messages]
         records = pa.concat_tables([COLUMNS.empty_table(), *(result.rows for result in results)]).to_pandas()
         return Outcome(spec, records, tuple(bases), tuple(messages), grid.missing, None)
+    run = RunDirectory.create(path, overwrite=overwrite, resume=not overwrite)
     told = fill(
         grid,
-        lacking(grid, None if overwrite else path, how),
-        path,
+        lacking(grid, path, how),
+        run,
         how,
         command=command,
         stated=_facts(spec, bases, cells),
-        overwrite=overwrite,
         progress=lambda done, total, _: progress(done, total),
     )
-    records = Store(path).frame()
+    records = run.store.frame()
     own_cells = {cell for job in grid.jobs for cell in job.cells.values()}
     return Outcome(spec, records[records.cell.isin(own_cells)], tuple(bases), told, grid.missing, path)
 

@@ -15,8 +15,11 @@ from typing import Any
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import save_file
 
+from privlab.evaluation import pipeline
 from privlab.stores import store
+from privlab.victims import victim
 
 SCORED = "attack == 'patch-gradient' and status == 'ok'"
 PRIVLAB = Path(sys.executable).parent / "privlab"
@@ -115,7 +118,8 @@ def test_first_error_is_told_although_the_disk_is_full(
         def fail(temporary: Path) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        write(path, save if path.name == "run.json" and not path.exists() else fail, **options)
+        whole = path.name == "manifest.csv" or (path.name == "run.json" and not path.exists())
+        write(path, save if whole else fail, **options)
 
     monkeypatch.setattr(store, "write_whole", full)
     assert "records'. What was finished before stays readable." in attack().error
@@ -169,7 +173,7 @@ def test_interrupt_leaves_what_is_finished(
     assert (done.status, done.out) == (130, "")
     path = tmp_path / "run"
     shown = f"'{path}' keeps the records of 2 images, which `privlab report {path}` shows."
-    assert done.err.endswith(f"Interrupted. {shown} The same command with --overwrite starts anew.\n")
+    assert done.err.endswith(f"Interrupted. {shown} The same command goes on where it was.\n")
     assert list(records().query(SCORED).image.unique()) == ["a.png", "b.png"]
     assert facts(tmp_path / "run")["status"] == "interrupted"
 
@@ -181,16 +185,115 @@ def test_an_interrupt_before_any_image(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("privlab.runs.attack._score", interrupted)
+    monkeypatch.setattr("privlab.grids.fill.run_tasks", interrupted)
     done = attack("--attack", attack_name)
     assert done.status == 130
-    search = " A search of gradient-matching goes on where it was." if attack_name == "gradient-matching" else ""
-    left = f"'{tmp_path / 'run'}' keeps no image yet. The same command with --overwrite starts anew.{search}"
+    search = ", a search of gradient-matching too" if attack_name == "gradient-matching" else ""
+    left = f"'{tmp_path / 'run'}' keeps no image yet. The same command goes on where it was{search}."
     assert done.err.endswith(f"Interrupted. {left}\n")
     assert attack("--overwrite", "--attack", attack_name).status == 130
-    monkeypatch.setattr("privlab.runs.attack._prepare", interrupted)
+    monkeypatch.setattr("privlab.runs.attack.lay_out", interrupted)
     done = attack("--attack", attack_name, "--out", tmp_path / "other")
     assert done.err.endswith("Interrupted. Nothing had been run yet, and nothing is kept.\n")
+
+
+# The same command again
+
+
+TIMES = ["seconds_attack", "seconds_observe", "seconds_score"]
+TWICE = ("--batch-size", "1", "--setting", "b,c", "--draws", "2", "--strips", "--attack", "april", "--metrics", "psnr")
+"""Two records of every image in each of two settings and draws."""
+
+
+def untimed(frame: pd.DataFrame) -> pd.DataFrame:
+    key = ["image", "attack", "setting", "draw", "geometry"]
+    return frame.drop(columns=TIMES).sort_values(key).reset_index(drop=True)
+
+
+def attacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each attack that is run adds its name."""
+    names: list[str] = []
+    run = pipeline.attack_batch
+    monkeypatch.setattr(pipeline, "attack_batch", lambda each, seen: (names.append(each.name), run(each, seen))[1])
+    return names
+
+
+@pytest.mark.parametrize("status", ["interrupted", "running", "failed"])
+def test_an_unfinished_run_goes_on_with_the_same_command(
+    attack: Callable[..., Any],
+    records: Callable[..., pd.DataFrame],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: str,
+) -> None:
+    """What a killed process leaves is a run that says "running"; its records are those of a run that was not killed."""
+    whole = attack(*TWICE, "--out", tmp_path / "whole")
+    assert attack(*TWICE).status == 0
+    run = tmp_path / "run"
+    parts = sorted((run / "records").iterdir())
+    assert len(parts) == 6  # an image of a draw each: both settings are attacked together
+    for part in parts[-2:]:
+        part.unlink()
+    strips = {strip.name: strip.read_bytes() for strip in (run / "strips").iterdir()}
+    (run / "strips" / "vit_ti-00002-c.png").unlink()
+    parts[2].unlink()  # of the first draw, whose strips are kept
+    (run / "run.json").write_text(json.dumps(facts(run) | {"status": status}))
+    kept = {part: part.read_bytes() for part in (run / "records").iterdir()}
+    names = attacked(monkeypatch)
+    again = attack(*TWICE)
+    assert again.status == 0
+    assert names.count("april") == 3  # nothing that was finished is attacked again
+    assert {part: part.read_bytes() for part in kept} == kept
+    assert len(list((run / "records").iterdir())) == 6
+    assert facts(run)["status"] == "finished"
+    assert {strip.name: strip.read_bytes() for strip in (run / "strips").iterdir()} == strips
+    pd.testing.assert_frame_equal(untimed(records()), untimed(records(tmp_path / "whole")))
+    assert again.out.replace(str(run), "") == whole.out.replace(str(tmp_path / "whole"), "")
+
+
+def test_a_finished_run_is_shown_again(
+    attack: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = attack(*TWICE)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    names = attacked(monkeypatch)
+    again = attack(*TWICE)
+    assert (again.status, again.out, names) == (0, first.out, [])
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.filterwarnings("ignore:vit_ti has RANDOM:privlab.base.warnings.PrivlabWarning")
+def test_another_victim_under_the_same_name_is_another_run(
+    cli: Callable[..., Any], photos: Path, tmp_path: Path
+) -> None:
+    weights = tmp_path / "mine.safetensors"
+    options = ("--model", "vit_ti", "--img-size", "32", "--images", photos, "--out", tmp_path / "run")
+    for seed in (0, 1):
+        vit = victim("vit_ti", weights="random", img_size=32, seed=seed).model.vit
+        save_file(vit.state_dict(), weights)
+        done = cli("attack", *options, "--weights", weights, "--attack", "april")
+        if seed:
+            assert done.error == f"'{tmp_path / 'run'}' holds another run. Use --overwrite, or another --out."
+        else:
+            assert done.status == 0
+
+
+def test_the_same_command_without_out_goes_on_with_the_last_unfinished_run(
+    cli: Callable[..., Any], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ("attack", "--model", "vit_ti", "--weights", "random", "--img-size", "32", "--images", photos)
+    command += ("--attack", "april", "--no-strips", "--json")
+    first = cli(*command).json["run"]
+    assert cli(*command).json["run"] != first  # it is finished: a new one
+    (tmp_path / first / "run.json").write_text(json.dumps(facts(tmp_path / first) | {"status": "interrupted"}))
+    other = cli(*command, "--seed", "1")
+    assert other.json["run"] != first
+    again = cli(*command)
+    assert again.json["run"] == first
+    assert f"Continuing the unfinished run '{first}'; --overwrite starts a new one." in " ".join(again.err.split())
+    (tmp_path / first / "run.json").write_text(json.dumps(facts(tmp_path / first) | {"status": "interrupted"}))
+    assert cli(*command, "--overwrite").json["run"] not in (first, other.json["run"])
 
 
 def privlab(*arguments: object, **options: Any) -> subprocess.Popen[str]:
@@ -222,7 +325,9 @@ def test_ctrl_c_in_the_real_command(
         out, err = command.communicate(timeout=60)
     assert command.returncode == 130
     assert out == ""
-    assert re.search(r"(?:^|\n)Interrupted\. '.*' keeps the records of \d+ images?, which .* starts anew\.\n$", err)
+    assert re.search(
+        r"(?:^|\n)Interrupted\. '.*' keeps the records of \d+ images?, which .* goes on where it was\.\n$", err
+    )
     assert "Traceback" not in err
     assert facts(run)["status"] == "interrupted"
     scored = records().query(SCORED)

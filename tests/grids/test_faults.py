@@ -17,7 +17,7 @@ import pytest
 from privlab.base import PrivlabError
 from privlab.grids import Result, engines, prepare, read_experiment
 from privlab.grids.fill import fill
-from privlab.stores import Store, check
+from privlab.stores import RunDirectory, Store, check
 
 KILLS = 50
 IMAGES = 40
@@ -183,7 +183,7 @@ def test_image_that_is_another_one_when_it_is_run(
     asked, how = experiment(images=[str(album)], **sent), options(chunk=2)
     grid, tasks = prepare(asked, tmp_path / "run", how)
     change(album / "b.png")
-    fill(grid, tasks, tmp_path / "run", how)
+    fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), how)
     frame = Store(tmp_path / "run").frame()
     failed = frame[frame.status == "failed"]
     assert set(failed.image_sha256) == {grid.jobs[0].images[1].sha256}
@@ -202,7 +202,7 @@ def test_image_that_came_meanwhile(
     asked, how = experiment(images=[str(album)]), options()
     grid, tasks = prepare(asked, tmp_path / "run", how)
     picture(album / "0.png", 9)
-    fill(grid, tasks, tmp_path / "run", how)
+    fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), how)
     assert set(Store(tmp_path / "run").frame().status) == {"ok"}
     assert done(asked, tmp_path / "run") == 1
     assert sorted(set(Store(tmp_path / "run").frame().image)) == ["0.png", "a.png", "b.png", "c.png", "d.png"]
@@ -241,10 +241,10 @@ def test_folder_of_the_images_is_gone(experiment: Any, options: Any, album: Path
     grid, tasks = prepare(asked, tmp_path / "run", how)
     album.rename(tmp_path / "elsewhere")
     with pytest.raises(PrivlabError, match=f"^No file or folder '{album}'."):
-        fill(grid, tasks, tmp_path / "run", how)
+        fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), how)
     assert facts(tmp_path / "run")["status"] == "failed"
     (tmp_path / "elsewhere").rename(album)
-    fill(grid, tasks, tmp_path / "run", how)
+    fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), how)
     assert len(Store(tmp_path / "run").frame()) == 24
 
 

@@ -15,7 +15,7 @@ from privlab.base import PrivlabError
 from privlab.evaluation import COLUMNS
 from privlab.grids import Experiment, lay_out, read_experiment
 from privlab.report.tables import apart_lines, apart_of, load_results
-from privlab.stores import Store, merge
+from privlab.stores import RunDirectory, Store, merge
 
 CPU = torch.device("cpu")
 
@@ -199,7 +199,7 @@ def test_picture_that_changes_under_way_is_a_failure_of_its_own(
     experiment = read_experiment(write(images=[str(tmp_path / "own")], manifest=str(path)))
     grid, tasks = prepare(experiment, tmp_path / "run", options())
     picture(tmp_path / "own" / "b.png", 99)
-    fill(grid, tasks, tmp_path / "run", options())
+    fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), options())
     table = (
         Store(tmp_path / "run").frame().query("attack == 'patch-gradient'").drop_duplicates("image").set_index("image")
     )
