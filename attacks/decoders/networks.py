@@ -131,7 +131,7 @@ class Decoder(nn.Module):
     def reconstruct(
         self, features: Float[Tensor, "b t d"], order: Rows
     ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"] | None]:
-        """Return images in [0, 1], and the row of each slot (as in `Stolen`), None for a decoder that assigns no rows.
+        """Return images in [0, 1], and the row of each slot as `Reconstruction` has it, None if no rows are assigned.
 
         `order` says what the defense does to the places of rows.
         """

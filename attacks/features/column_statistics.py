@@ -10,7 +10,7 @@ from torch import Tensor
 
 from privlab.attacks.rows import effects, reassembled, undone
 from privlab.base import PrivlabError
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["ColumnStatistics"]
 
@@ -60,7 +60,7 @@ class ColumnStatistics:
         if not self.ridge > 0:
             raise PrivlabError(f"ridge of column-statistics must be positive. Found {self.ridge}.")
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Recover the columns, then the rows and the images."""
         rows = undone(seen).double().flatten(0, 1)
         public = seen.model.embed(seen.public.to(seen.model.mean)).detach().double().flatten(0, 1)

@@ -20,7 +20,7 @@ from privlab.attacks.rows import (
 )
 from privlab.base import PrivlabError
 from privlab.reassembly import ROUNDS, assemble
-from privlab.threat import Capability, FeatureObservation, Rows, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction, Rows
 
 __all__ = ["RowAlignment"]
 
@@ -79,7 +79,7 @@ class RowAlignment:
                 f"Found iterations {self.iterations} and rounds {self.rounds}."
             )
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Align the rows, put the slots in place and invert the rows."""
         model, kind, noise = seen.model, effects(seen).rows, effects(seen).noise_std
         warn_of_moves(self.name, seen, rows=True)
@@ -98,7 +98,7 @@ class RowAlignment:
             order = self._order(seen, Z, law, public, drift)
             rows, Z = rows[:, order], Z[:, order]
         pe = _posterior(Z.mean(0), public, law[1] / len(Z), drift)
-        return Stolen(model.to_images(inverted(model, Z + law[0] - pe, seen.public, noise)[0]), rows)
+        return Reconstruction(model.to_images(inverted(model, Z + law[0] - pe, seen.public, noise)[0]), rows)
 
     def _aligned(
         self, Z: Float[Tensor, "b n d"], covariance: Float[Tensor, "d d"], signatures: Float[Tensor, "n d"]

@@ -30,7 +30,7 @@ from privlab.attacks.solvers import (
 from privlab.base import PrivlabError, PrivlabWarning, draw_for, unknown_name
 from privlab.patches import patchify, unpatchify
 from privlab.release import released_gradients, released_parameters, told_labels
-from privlab.threat import Attack, Capability, Feed, GradientDefense, Observation, Stolen, check_capabilities
+from privlab.threat import Attack, Capability, Feed, GradientDefense, Observation, Reconstruction, check_capabilities
 from privlab.victims import VictimModel, hash_of
 
 __all__ = ["GradientMatching", "Match", "mismatch"]
@@ -117,7 +117,7 @@ class GradientMatching:
                 f"Found {self.steps}, {self.restarts}, {self.lr:g} and {self.tv:g}."
             )
 
-    def __call__(self, seen: Observation) -> Stolen:
+    def __call__(self, seen: Observation) -> Reconstruction:
         """Reconstruct the images that the clients fed.
 
         Raises:
@@ -135,7 +135,7 @@ class GradientMatching:
         rows = torch.arange(len(winner), device=winner.device)
         chosen = best.unflatten(0, (self.restarts, -1))[winner, rows]
         images = seen.model.to_images(match.patches(chosen, rows).flatten(0, 1))
-        return Stolen(images, loose=match.masked)
+        return Reconstruction(images, loose=match.masked)
 
     def _points(self, match: "Match", seen: Observation, restart: int) -> Float[Tensor, "r q"]:
         """Return where the search of each release starts."""
@@ -148,7 +148,7 @@ class GradientMatching:
         elif start == "grey":
             images = mean.new_full((count, *shape), 0.5)
         else:
-            images = Stolen.of(STARTS[start]()(seen)).images.to(mean)
+            images = Reconstruction.of(STARTS[start]()(seen)).images.to(mean)
         X = patchify(seen.model.normalise(images), seen.model.patch).unflatten(0, (-1, match.B))
         if restart and start != "noise":
             noise = [torch.randn(X.shape[1:], generator=draw, dtype=X.dtype) for draw in draws]

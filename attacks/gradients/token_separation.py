@@ -41,7 +41,7 @@ from privlab.attacks.tokens import (
     slots_of_tokens,
 )
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.threat import Capability, Observation, Stolen
+from privlab.threat import Capability, Observation, Reconstruction
 from privlab.victims import VictimModel
 
 __all__ = ["TokenSeparation"]
@@ -117,7 +117,7 @@ class TokenSeparation(TokenSearch):
         found = [f"{a} = {x} ≥ {b} = {y}" for (x, y), (a, b) in told if x >= y]
         return " and ".join(found) or None
 
-    def __call__(self, seen: Observation) -> Stolen:
+    def __call__(self, seen: Observation) -> Reconstruction:
         """Reconstruct the private images, and return how many tokens were found.
 
         Raises:
@@ -149,12 +149,12 @@ class TokenSeparation(TokenSearch):
         counts = self.counts(found)
         loose = hidden.repeat_interleave(B, 0)
         if not loose.any():
-            return Stolen(model.to_images(_completed(seen, X, known)), **counts)
+            return Reconstruction(model.to_images(_completed(seen, X, known)), **counts)
         lost = [None] * len(X) if model.vit.pos_embed is None else ~known
         each = zip(model.to_images(X), loose, lost, strict=True)
         order = torch.stack([placed(model, *image) for image in each])
         X, known = X.gather(1, order[..., None].expand_as(X)), known.gather(1, order)
-        return Stolen(model.to_images(_completed(seen, X, known)), loose=loose, **counts)
+        return Reconstruction(model.to_images(_completed(seen, X, known)), loose=loose, **counts)
 
     def _hidden(self, seen: Observation) -> Bool[Tensor, "r n"]:
         """Return the slots that nothing tells apart: all without position embeddings, under MJP the masked ones.

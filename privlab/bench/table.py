@@ -136,10 +136,10 @@ def _stages(experiment: Experiment, folder: Path, device: torch.device) -> dict[
     options = Options(device=str(device), batch_size=_BATCH)
 
     def bare() -> None:
-        for (x, y), cell in itertools.product(chunks, subject.cells):
-            seen = observe(cell.victim.model, x, y, cell.parameters)
+        for (x, y), group in itertools.product(chunks, subject.groups):
+            seen = observe(group.victim.model, x, y, group.parameters)
             with full_precision():
-                for attack in cell.attacks:
+                for attack in group.attacks:
                     assert isinstance(attack, Attack)
                     attack(seen)
 

@@ -261,14 +261,16 @@ class _Scorer:
         if not fine:
             return
         ours = torch.stack([self.preprocessing(private.pixels) for private, _ in fine if private.pixels])
-        stolen = torch.stack([to_tensor(theirs.pixels) for _, theirs in fine])
-        scores = {name: values.tolist() for name, values in score(stolen, ours, self.metrics, self.learned).items()}
+        reconstruction = torch.stack([to_tensor(theirs.pixels) for _, theirs in fine])
+        scores = {
+            name: values.tolist() for name, values in score(reconstruction, ours, self.metrics, self.learned).items()
+        }
         for i, (private, _) in enumerate(fine):
             values = {name: None if math.isnan(of_all[i]) else of_all[i] for name, of_all in scores.items()}
             row = self.stated.row(values, **self._of(private))
             folder = f"pictures/{private.sha256[:16]}"
             if (self.run.path / folder).is_dir():
-                png = to_png(stolen[i])
+                png = to_png(reconstruction[i])
                 self.run.write_file(f"{folder}/{row['cell']}.png", lambda path, png=png: path.write_bytes(png))
             yield row
 

@@ -20,5 +20,5 @@ from .effects import Effects as Effects
 from .effects import Rows as Rows
 from .observations import FeatureObservation as FeatureObservation
 from .observations import Observation as Observation
-from .observations import Stolen as Stolen
+from .observations import Reconstruction as Reconstruction
 from .stack import Stack as Stack

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.images import ImageSource, batches, open_images
-from privlab.victims import Pupil, Victim
+from privlab.victims import NamedClassifier, Victim
 
 __all__ = [
     "ALEXNET",
@@ -136,7 +136,13 @@ def mean_corruption_error(rows: list[Corrupted], baseline: Mapping[str, float]) 
 
 
 def corruption_errors(
-    victim: Victim | Pupil, root: Path, *, classes: Classes = None, limit: int | None = None, size: int = 64, show: Show
+    victim: Victim | NamedClassifier,
+    root: Path,
+    *,
+    classes: Classes = None,
+    limit: int | None = None,
+    size: int = 64,
+    show: Show,
 ) -> list[Corrupted]:
     """Return the top-1 error of a classifier for each corruption and severity, in [0, 1].
 
@@ -175,7 +181,7 @@ def natural(seen: Outputs) -> Natural:
 def outlier_aupr(outliers: Outputs, inliers: Outputs) -> float:
     """Return the AUPR of −max softmax over the classes that the outliers' folders name; over all where they name none.
 
-    Inliers of other classes are left out, as ImageNet-O is judged.
+    Inliers of other classes are left out, as ImageNet-O is evaluated.
 
     Raises:
         PrivlabError: as `aupr` does.
@@ -191,7 +197,12 @@ def outlier_aupr(outliers: Outputs, inliers: Outputs) -> float:
 
 @torch.no_grad()
 def outputs(
-    victim: Victim | Pupil, source: ImageSource, *, labelled: bool = True, size: int = 64, show: Show | None = None
+    victim: Victim | NamedClassifier,
+    source: ImageSource,
+    *,
+    labelled: bool = True,
+    size: int = 64,
+    show: Show | None = None,
 ) -> Outputs:
     """Return logits and labels of all images that can be read.
 
@@ -215,7 +226,7 @@ def outputs(
 
 
 def read_batches(
-    victim: Victim | Pupil, source: ImageSource, skipped: list[str], *, labelled: bool = True, size: int = 64
+    victim: Victim | NamedClassifier, source: ImageSource, skipped: list[str], *, labelled: bool = True, size: int = 64
 ) -> Iterator[tuple[Float[Tensor, "b 3 h w"], Int[Tensor, " b"]]]:
     """Yield batches of preprocessed images in [0, 1], and their labels.
 

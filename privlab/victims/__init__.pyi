@@ -5,7 +5,7 @@ from .catalogue import show as show
 from .classifiers import Backbone as Backbone
 from .classifiers import Classifier as Classifier
 from .classifiers import IndexedViT as IndexedViT
-from .classifiers import Pupil as Pupil
+from .classifiers import NamedClassifier as NamedClassifier
 from .classifiers import RelativeViT as RelativeViT
 from .classifiers import SwinModel as SwinModel
 from .classifiers import classifier as classifier

@@ -1,4 +1,4 @@
-"""Classifiers that are trained and judged, but not attacked: Swins, ResNets, ViTs with relative PEs or indices."""
+"""Classifiers that are trained and evaluated, but not attacked: Swins, ResNets, ViTs with relative PEs or indices."""
 
 import copy
 import warnings
@@ -28,7 +28,16 @@ from privlab.victims.named import UnknownOrigin, Victim, Weights, resolve, victi
 from privlab.victims.relative_attention import TABLE, RelativeBlock
 from privlab.victims.zoo import BACKBONES
 
-__all__ = ["Backbone", "Classifier", "IndexedViT", "Pupil", "RelativeViT", "SwinModel", "classifier", "told_of"]
+__all__ = [
+    "Backbone",
+    "Classifier",
+    "IndexedViT",
+    "NamedClassifier",
+    "RelativeViT",
+    "SwinModel",
+    "classifier",
+    "told_of",
+]
 
 _MODULES = {"timm.models.swin_transformer": SwinTransformer, "timm.models.resnet": ResNet}
 
@@ -46,7 +55,7 @@ class Backbone(nn.Module):
     Raises:
         PrivlabError: if the sides are no multiples of `patch`, or the network does not classify.
 
-    Source: MJP (CVPR 2023), Section 5.1. Its authors' code judges every backbone by pieces of 16 at 224 pixels.
+    Source: MJP (CVPR 2023), Section 5.1. Its authors' code evaluates every backbone by pieces of 16 at 224 pixels.
     """
 
     mean: Tensor
@@ -248,7 +257,7 @@ class RelativeViT(_ViT):
 
 
 Classifier = VictimModel | Backbone
-"""What `classify` and `mjp` train, and `privlab evaluate` judges."""
+"""What `classify` and `mjp` train, and `privlab evaluate` scores."""
 
 
 def told_of(
@@ -266,7 +275,7 @@ def told_of(
 
 
 @dataclass(frozen=True, eq=False)
-class Pupil:
+class NamedClassifier:
     """A classifier that is no victim of attacks, and what identifies it."""
 
     name: str
@@ -275,7 +284,7 @@ class Pupil:
     preprocessing: Preprocessing
     weights: Weights
 
-    def to(self, device: torch.device | str) -> "Pupil":
+    def to(self, device: torch.device | str) -> "NamedClassifier":
         """Return this classifier on another device."""
         if self.model.mean.device == torch.device(device):
             return self
@@ -284,7 +293,7 @@ class Pupil:
 
 def classifier(
     name: str, *, weights: str | Path = "auto", img_size: int | None = None, seed: int = 0
-) -> Victim | Pupil:
+) -> Victim | NamedClassifier:
     """Make a victim, or one of `BACKBONES` or of timm's Swins and ResNets.
 
     Args:
@@ -325,7 +334,7 @@ def classifier(
         origin = f"pretrained:{architecture}" if weights in ("auto", "pretrained") else f"file:{path.name}"
         whence = _filled(model, state, name, path.name, resize=img_size is not None)
     facts = Weights(origin, stored.hash_of(stored.own_layout(model)), whence)
-    return Pupil(name, architecture, model.eval().requires_grad_(False), preprocessing, facts)
+    return NamedClassifier(name, architecture, model.eval().requires_grad_(False), preprocessing, facts)
 
 
 def _family(name: str) -> type[nn.Module] | None:

@@ -66,7 +66,7 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit_s_relpos": ("vit_small_patch16_224", {"pos_embed": "none"}),
     "vit_b_relpos": ("vit_base_patch16_224", {"pos_embed": "none"}),
 }
-"""Our name of a model that is trained and judged, but not attacked -> timm's name, and the changes to it.
+"""Our name of a model that is trained and evaluated, but not attacked -> timm's name, and the changes to it.
 
 The Swins also come as NAME_mjp (with absolute position embeddings and E_unk). NAME_relpos has relative position
 embeddings alone; NAME_idx also has embeddings of the patches' own indices (IDX of MJP's Table 4).

@@ -49,9 +49,9 @@ def test_a_square_projection_is_inverted_exactly(tiny_model: Make, photographs: 
     model = tiny_model(embed_dim=48)
     private, public = photographs(6, 16).double().split(3)
     seen, sent = seen_of(model, private, public)
-    stolen = LeastSquares(prior)(seen)
-    assert psnr(stolen.images, private).min() > 100
-    accuracy = placement_accuracy(sent, stolen)
+    reconstruction = LeastSquares(prior)(seen)
+    assert psnr(reconstruction.images, private).min() > 100
+    accuracy = placement_accuracy(sent, reconstruction)
     assert accuracy is not None
     assert accuracy.tolist() == [1, 1, 1]
 

@@ -66,9 +66,9 @@ def test_a_captured_step_is_privlab_s_own_observation(tiny_model: Made, crops: T
     assert set(seen.gradients) == {name for name, _ in model.vit.named_parameters()}
     assert seen.grants == own.grants
     assert_same(seen, own)
-    stolen = PatchGradient()(seen)
-    assert psnr(stolen, x).item() > 100
-    assert residual(seen, stolen, 3) < 1e-4
+    reconstruction = PatchGradient()(seen)
+    assert psnr(reconstruction, x).item() > 100
+    assert residual(seen, reconstruction, 3) < 1e-4
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
