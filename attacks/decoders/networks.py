@@ -34,10 +34,10 @@ __all__ = [
     "TokenDecoder",
 ]
 
-HEAD = 32
+HEAD_WIDTH = 32
 """Width of an attention head."""
 
-FINE = 16
+PIXEL_CHANNELS = 16
 """Channels of a convolution on pixels, and channels in a group of its norm."""
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -114,13 +114,13 @@ class Decoder(nn.Module):
     """What all decoders share: their shape, the whitening at their input, and the loss of an image.
 
     Raises:
-        PrivlabError: if `width` is not a multiple of `HEAD`.
+        PrivlabError: if `width` is not a multiple of `HEAD_WIDTH`.
     """
 
     def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()
-        if width < HEAD or width % HEAD:
-            raise PrivlabError(f"The width of a decoder must be a multiple of {HEAD}. Found {width}.")
+        if width < HEAD_WIDTH or width % HEAD_WIDTH:
+            raise PrivlabError(f"The width of a decoder must be a multiple of {HEAD_WIDTH}. Found {width}.")
         self.shape = shape
         self.whiten = Whitening(shape.width)
 
@@ -177,9 +177,9 @@ class ConvDecoder(Decoder):
         self.layers = nn.Sequential(
             nn.Conv2d(shape.width, width, 1),
             *(_Residual(width) for _ in range(depth)),
-            nn.ConvTranspose2d(width, FINE, shape.patch, shape.patch),
-            _Residual(FINE),
-            _silent(nn.Conv2d(FINE, 3, 3, padding=1)),
+            nn.ConvTranspose2d(width, PIXEL_CHANNELS, shape.patch, shape.patch),
+            _Residual(PIXEL_CHANNELS),
+            _silent(nn.Conv2d(PIXEL_CHANNELS, 3, 3, padding=1)),
         )
 
     def forward(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b c h w"]:
@@ -278,7 +278,7 @@ class _Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.GroupNorm(width // FINE, width),
+            nn.GroupNorm(width // PIXEL_CHANNELS, width),
             nn.Conv2d(width, width, 3, padding=1),
             nn.GELU(),
             nn.Conv2d(width, width, 3, padding=1),
@@ -305,7 +305,7 @@ class _Look(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.of_slots, self.of_bag = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, width // HEAD, batch_first=True)
+        self.attention = nn.MultiheadAttention(width, width // HEAD_WIDTH, batch_first=True)
 
     def forward(self, slots: Float[Tensor, "b n e"], bag: Float[Tensor, "b t e"]) -> Float[Tensor, "b n e"]:
         bag = self.of_bag(bag)
@@ -313,7 +313,7 @@ class _Look(nn.Module):
 
 
 def _blocks(width: int, depth: int) -> nn.Sequential:
-    return nn.Sequential(*(Block(width, width // HEAD, qkv_bias=True) for _ in range(depth)))
+    return nn.Sequential(*(Block(width, width // HEAD_WIDTH, qkv_bias=True) for _ in range(depth)))
 
 
 def _to_pixels(shape: Shape, width: int) -> nn.Linear:

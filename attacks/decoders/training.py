@@ -27,8 +27,8 @@ from privlab.victims import VictimModel, cache_folder, hash_of
 __all__ = ["DecoderSpec", "decoder_for", "decoder_key", "released", "train_decoder"]
 
 FORMAT = "privlab-decoder/1"
-FEW = 200
-"""Fewer public images than this make a poor decoder."""
+LEAST_IMAGES = 200
+"""Number of public images below which a decoder is poor."""
 
 Parts = Sequence[Defense | FeatureDefense | GradientDefense]
 
@@ -161,14 +161,14 @@ def decoder_for(
     Args:
         model: the victim, on whose device the decoder is put.
         defense: the defenses that the client uses, in their order.
-        public: images of the adversary, in [0, 1]; the decoder is poor with fewer than `FEW`.
+        public: images of the adversary, in [0, 1]; the decoder is poor with fewer than `LEAST_IMAGES`.
         spec: the kind and size of the decoder, and the plan of its training.
         progress: is called with the progress of a training; never, if the decoder is in the cache.
 
     Warns:
         PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
     """
-    if len(public) < FEW:
+    if len(public) < LEAST_IMAGES:
         _warn(f"A decoder trained on {len(public)} public images is poor: its low score is no evidence of privacy.")
     key = decoder_key(model, defense, public, spec)
     path = cache_folder("decoders") / f"{spec.kind}-{key[:32]}.safetensors"

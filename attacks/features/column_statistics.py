@@ -14,8 +14,8 @@ from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["ColumnStatistics"]
 
-LEAST = 1e-9
-"""A smaller change of the log-likelihood per row is rounding."""
+LEAST_CHANGE = 1e-9
+"""Change of the log-likelihood per row, in nats, below which an exchange is rounding."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _by_swaps(A: Tensor, v: Tensor, R: Tensor, m: Tensor, places: Int[Tensor, " 
         others = C + C.mT - c - c[:, None] - (a[:, None] - A) * (B - b[:, None]) - (A - a) * (b - B)
         change = (a[:, None] - a) * (b - b[:, None]) + 2 * others - 2 * (v[:, None] - v) * (m - m[:, None])
         i, j = divmod(int(change.argmin()), len(p))
-        if change[i, j] > -LEAST:
+        if change[i, j] > -LEAST_CHANGE:
             return p
         pair, back = [i, j], [j, i]
         p[pair], m[pair] = p[back], m[back]

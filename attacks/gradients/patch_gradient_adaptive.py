@@ -25,7 +25,7 @@ from privlab.victims import VictimModel
 
 __all__ = ["PatchGradientAdaptive", "Release", "masked_slots", "posterior"]
 
-_FLOOR = 1e-4
+_LEAST_VARIANCE_RATIO = 1e-4
 """The least error variance of one of the two gradients, relative to that of the other."""
 
 
@@ -60,7 +60,7 @@ class Release:
         G, vG = G.flatten(2), vG.flatten(2)
         noise_pe, noise_weight = vA.mean((1, 2), keepdim=True), vG.mean((1, 2), keepdim=True)
         rounding = G.square().mean((1, 2), keepdim=True) * RTOL**2
-        least = torch.maximum(_FLOOR * torch.maximum(noise_pe, noise_weight), rounding)
+        least = torch.maximum(_LEAST_VARIANCE_RATIO * torch.maximum(noise_pe, noise_weight), rounding)
         least = least.clamp_min(torch.finfo(torch.float64).tiny)
         edges = (torch.where(t == 0, (3 * v).sqrt(), 0) for t, v in ((A, vA), (G, vG)))
         return cls(A, G, noise_pe.maximum(least), noise_weight.maximum(least), *edges)

@@ -17,10 +17,10 @@ from privlab.victims import VictimModel
 
 __all__ = ["by_borders", "by_embeddings", "inverted", "pixels", "placed", "reassembled", "summed_costs"]
 
-WITNESSES = 8
-"""Public images on which the error of the linear inversion is measured."""
+ERROR_IMAGES = 8
+"""Number of public images on which the error of the linear inversion is measured."""
 
-SWEEPS = 20
+MOST_SWEEPS = 20
 """The most sweeps over the grid when patches are grouped."""
 
 
@@ -147,10 +147,10 @@ def inverted(
     Args:
         model: the victim, whose W and β embed the patches.
         rows: W x + β + ε of each patch, without its position embedding.
-        public: images in [0, 1] for the prior of the patches; the first `WITNESSES` also measure the error.
+        public: images in [0, 1] for the prior of the patches; the first `ERROR_IMAGES` also measure the error.
         noise: standard deviation of ε, white, in the units of the rows, ≥ 0.
     """
-    few = model.normalise(public[:WITNESSES].to(model.mean))
+    few = model.normalise(public[:ERROR_IMAGES].to(model.mean))
     own = model.vit.patch_embed.proj(few).flatten(2).mT.detach().to(rows)
     own = own + noise * torch.randn(own.shape, generator=Generator().manual_seed(0)).to(rows)
     found, check = invert_rows(model, torch.cat([rows, own]), public, noise=noise).split([len(rows), len(own)])
@@ -170,7 +170,7 @@ def _groups(
     links = _links(patches, grid, floor)
     held = np.full((n, b), -1)
     held[0] = np.arange(b)
-    for sweep in range(SWEEPS):
+    for sweep in range(MOST_SWEEPS):
         before = held.copy()
         for slot in range(sweep == 0, n):
             around = [cost[held[other]] for other, cost in links[slot] if held[other, 0] >= 0]

@@ -34,8 +34,8 @@ from privlab.threat import Capability
 
 __all__ = ["RecoveredOrder", "WeightMatching", "WeightObservation", "recovered_fraction", "recovery_curve"]
 
-CERTAIN = 1 - 1e-6
-"""If every entry has this posterior probability, no refinement is needed."""
+CERTAIN_PROBABILITY = 1 - 1e-6
+"""Posterior probability, in [0, 1], from which an entry is certain; no refinement is needed if every entry has it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ class WeightMatching:
         residual, done = _assign(first), 0
         alpha = _correlation(have, want, residual)
         order = _posterior(first, alpha)
-        while done < self.rounds and order.gather(1, residual[:, None]).min() < CERTAIN:
+        while done < self.rounds and order.gather(1, residual[:, None]).min() < CERTAIN_PROBABILITY:
             scores = first + sum(
                 _judged(e, b, kind, order, alpha)
                 for e, b in zip(encrypted.layers, base.layers, strict=True)

@@ -30,7 +30,7 @@ Case = OnImages | OnFeatures | OnGradients
 
 MODEL = "vit_ti_mjp"
 """The victim on which a defense is tested; it has E_unk, which MJP needs."""
-NEAR = 1e-9
+MOST_CHANGE = 1e-9
 """The largest change by rounding of a client's own release when the batch changes, relative to its size."""
 
 
@@ -203,7 +203,9 @@ def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
     value = apart(case.own(release), case.own(other))
     if declared_by_defense(case.defense).mixes:
         return Check.at_most("neighbours", value, math.inf, "change of one's own release; it mixes images, as it says")
-    return Check.at_most("neighbours", value, NEAR, "change of one's own release with another image in the batch")
+    return Check.at_most(
+        "neighbours", value, MOST_CHANGE, "change of one's own release with another image in the batch"
+    )
 
 
 def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:

@@ -36,7 +36,7 @@ __all__ = ["bench_table", "resume_child"]
 
 _RECORDS, _SHOWN = 1_000_000, 1000
 _BATCH, _CHUNK, _WORKERS = 8, 2, 2
-_SCALED = 1000
+_RESUMED_IMAGES = 1000
 """Number of images of the grid that is resumed."""
 
 _BARE, _TABLE = "bare observation and attacks", "table run"
@@ -233,9 +233,9 @@ def _a_core_each() -> Iterator[None]:
 
 def _resumed(folder: Path, step: Callable[[], None]) -> dict[str, float]:
     """Make an experiment with all of its records, and resume it in a process of its own."""
-    cases = -(-_RECORDS // (_SCALED * (2 * len(GEOMETRIES) + len(CONTROLS))))
+    cases = -(-_RECORDS // (_RESUMED_IMAGES * (2 * len(GEOMETRIES) + len(CONTROLS))))
     file, path, gammas = folder / "scaled.toml", folder / "scaled", [(i + 1) / (cases + 1) for i in range(cases)]
-    images = photographs(folder / "scaled-images", _SCALED)
+    images = photographs(folder / "scaled-images", _RESUMED_IMAGES)
     made = experiment_file(file, images, f"[grid]\ngamma = {gammas}", model="vit_ti", img_size=32, setting="c")
     count = finished_run(made, path, Options(device="cpu", pictures=0), real=2)
     assert count >= _RECORDS

@@ -20,7 +20,7 @@ __all__ = ["bench_train"]
 
 _BARE, _BARE_FUSED = "bare timm loop", "bare timm loop, fused attention"
 _SMALL, _LOADING = "cifar_vit: classify", "cifar_vit: batches alone"
-_STILL = Augmentation(flip=False, shift=0)
+_NO_AUGMENTATION = Augmentation(flip=False, shift=0)
 
 _TARGETS = {
     "classify_over_bare": "≥ 0.95",
@@ -86,10 +86,10 @@ def _stages(model: str, batch: int, steps: int, device: torch.device) -> dict[st
     of = {"classify": model, "mjp": f"{model}_mjp", "mp3": f"{model}_nope", "droppos": model}
     options = {"mp3": ("eta=0.75",)}
     recipes = {
-        name: _recipe(name, victim_name, batch, options.get(name, ()), device, _STILL)
+        name: _recipe(name, victim_name, batch, options.get(name, ()), device, _NO_AUGMENTATION)
         for name, victim_name in of.items()
     }
-    bare, fused = (_recipe("classify", model, batch, (), device, _STILL) for _ in range(2))
+    bare, fused = (_recipe("classify", model, batch, (), device, _NO_AUGMENTATION) for _ in range(2))
     assert isinstance(fused.victim, VictimModel)
     for block in fused.victim.vit.blocks:
         setattr(block.attn, "fused_attn", True)  # noqa: B010  # timm's modules are typed loosely

@@ -69,16 +69,16 @@ _ORDER = (
     "seconds_observe seconds_attack seconds_score status reason beyond_range schema privlab_version "
     "defense_params attack_params victim_params conditions metrics cell batch batch_images external"
 )
-_REAL = (
+_FLOAT_COLUMNS = (
     *(*METRICS, *MIRRORED.values(), *PLACEMENT),
     *["psnr_unmasked", "psnr_masked", "key_bits", "tokens_found", "tokens_sure", "grad_norm"],
     *["seconds_observe", "seconds_attack", "seconds_score"],
 )
-_WHOLE = ["label", "seed", "draw", "schema", "batch_images"]
+_INTEGER_COLUMNS = ["label", "seed", "draw", "schema", "batch_images"]
 
 
 def _type(column: str) -> pa.DataType:
-    return pa.int64() if column in _WHOLE else pa.float64() if column in _REAL else pa.string()
+    return pa.int64() if column in _INTEGER_COLUMNS else pa.float64() if column in _FLOAT_COLUMNS else pa.string()
 
 
 if twice := [name for name in ADDED if _ORDER.split().count(name) > 1]:

@@ -26,7 +26,7 @@ from privlab.victims import placer
 
 __all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearranged", "standing"]
 
-BY_CHANCE = 3
+CHANCE_GROUP = 3
 """The largest group of neighbours that fit each other by chance after all patches of a photograph are shuffled."""
 
 
@@ -229,7 +229,7 @@ def _assigned(places: Float[Tensor, "n n"], fixed: Bool[Tensor, " n"]) -> Int[Te
 def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tensor, " n"]:
     """Mark the patches that are in their own slots as far as their borders show: the largest group that fits.
 
-    Two neighbours fit if each is the other's best one in their direction. A group no larger than `BY_CHANCE` proves
+    Two neighbours fit if each is the other's best one in their direction. A group no larger than `CHANCE_GROUP` proves
     nothing: no patch is marked then.
     """
     n = costs.shape[-1]
@@ -244,7 +244,7 @@ def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tenso
     _, group = connected_components(coo_array((np.ones(len(a)), (a, b)), (n, n)), directed=False)
     size = np.bincount(group)
     marked = torch.from_numpy(group == size.argmax()).to(costs.device)
-    return marked if size.max() > BY_CHANCE else torch.zeros_like(marked)
+    return marked if size.max() > CHANCE_GROUP else torch.zeros_like(marked)
 
 
 REASSEMBLIES: dict[str, type[Reassembly]] = {kind.name: kind for kind in (Borders, ByMp3, ByDropPos)}

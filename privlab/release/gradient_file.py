@@ -19,15 +19,15 @@ from privlab.release.updates import partial_training
 from privlab.threat import Capability, Defense, FeatureDefense, GradientDefense, Observation
 from privlab.victims import VictimModel, from_any_layout
 
-__all__ = ["HEAD", "Released", "check_fit", "check_head", "head_of", "observation", "read_released"]
+__all__ = ["HEAD_BIAS", "Released", "check_fit", "check_head", "head_of", "observation", "read_released"]
 
-HEAD = "head.bias"
+HEAD_BIAS = "head.bias"
 """The gradient that tells labels, batch size and reduction."""
 
 _HALVES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _FLOATS = {torch.float32, torch.float64, *_HALVES}
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_SLACK = 1e-2  # relative error that rounding may leave in a bias gradient; bfloat16 keeps eight bits
+_ROUNDING_ERROR = 1e-2  # relative error that rounding may leave in a bias gradient; bfloat16 keeps eight bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ def check_fit(released: Released, model: VictimModel) -> None:
 
 def head_of(released: Released) -> Float[Tensor, " y"] | None:
     """Return the gradient of the classifier's bias, averaged over the batch; None where it was not released."""
-    head = released.gradients.get(HEAD)
+    head = released.gradients.get(HEAD_BIAS)
     return None if head is None else head.double() / (1 if released.reduction == "mean" else released.batch_size)
 
 
@@ -157,30 +157,30 @@ def check_head(released: Released) -> bool:
     """
     mean, size = head_of(released), released.batch_size
     if mean is None:
-        _warn(f"{released.source}: no gradient of {HEAD}: labels, batch size and reduction cannot be checked.")
+        _warn(f"{released.source}: no gradient of {HEAD_BIAS}: labels, batch size and reduction cannot be checked.")
         return False
     h = mean * size
     positive = float(h.clamp(min=0).sum())
-    if abs(float(h.sum())) > _SLACK * float(h.abs().sum()) + 1e-5 * size:
+    if abs(float(h.sum())) > _ROUNDING_ERROR * float(h.abs().sum()) + 1e-5 * size:
         _warn(
-            f"{released.source}: the gradient of {HEAD} adds up to {float(h.sum()):.3g} instead of 0: the loss is no "
-            "softmax cross-entropy, there is noise, or the file holds what an optimiser made of gradients. Labels, "
+            f"{released.source}: the gradient of {HEAD_BIAS} adds up to {float(h.sum()):.3g} instead of 0: the loss is "
+            "no softmax cross-entropy, there is noise, or the file holds what an optimiser made of gradients. Labels, "
             "batch size and reduction cannot be checked."
         )
         return False
     stated = f"batch size {size} under reduction {released.reduction}"
-    if positive > size * (1 + _SLACK):
+    if positive > size * (1 + _ROUNDING_ERROR):
         raise PrivlabError(
-            f"{released.source} contradicts itself: with {stated}, the positive entries of {HEAD} add up to at most "
-            f"{size / _factor(released):g}. Found {positive / _factor(released):.4g}: the reduction is another, the "
-            "batch larger, or the gradient scaled (unscale it first)."
+            f"{released.source} contradicts itself: with {stated}, the positive entries of {HEAD_BIAS} add up to at "
+            f"most {size / _factor(released):g}. Found {positive / _factor(released):.4g}: the reduction is another, "
+            "the batch larger, or the gradient scaled (unscale it first)."
         )
     room = size / len(h)
-    fewest = sum(max(1, math.ceil(-value * (1 - _SLACK) - room)) for value in h.tolist() if value < -room)
+    fewest = sum(max(1, math.ceil(-value * (1 - _ROUNDING_ERROR) - room)) for value in h.tolist() if value < -room)
     if fewest > size:
         raise PrivlabError(
-            f"{released.source} contradicts itself: with {stated}, the gradient of {HEAD} must name at most {size} "
-            f"labels. Found {fewest}: the batch is larger, or its reduction another."
+            f"{released.source} contradicts itself: with {stated}, the gradient of {HEAD_BIAS} must name at most "
+            f"{size} labels. Found {fewest}: the batch is larger, or its reduction another."
         )
     return True
 

@@ -38,7 +38,7 @@ from privlab.evaluation import (
     stands_in,
 )
 from privlab.release import (
-    EXPLAINED,
+    EXPLAINED_RESIDUAL,
     Released,
     Told,
     check_fit,
@@ -268,7 +268,7 @@ def _attack(
     row["blank"] = bool((lightest - darkest < 1 / 255).all())
     if released.batch_size == len(images) == 1 and labels is not None and Capability.KNOWS_WEIGHTS in seen.grants:
         row["residual"] = residual(seen, images, labels[0])
-        row["explained"] = row["residual"] < EXPLAINED
+        row["explained"] = row["residual"] < EXPLAINED_RESIDUAL
     return row, images
 
 

@@ -14,7 +14,7 @@ from privlab.base import PrivlabError, full_precision
 from privlab.evaluation import CONTROLS, Panel, Specification, Strip, learned_metrics, public_images
 from privlab.images import Others, Picture, Preprocessing, apart_from, nearest, open_images
 from privlab.metrics import Learned, psnr, score
-from privlab.release import EXPLAINED, effects_of, unlit
+from privlab.release import EXPLAINED_RESIDUAL, effects_of, unlit
 from privlab.release.residual import residual
 from privlab.threat import Observation
 from privlab.victims import Victim
@@ -23,7 +23,7 @@ __all__ = ["ReferenceScorer", "Row", "as_fed"]
 
 Row = dict[str, Any]
 
-_MUCH_NEARER = 10.0
+_PSNR_MARGIN = 10.0
 """In dB: by how much the PSNR of one preprocessing must exceed that of another that explains the gradient as well."""
 
 
@@ -123,12 +123,12 @@ def as_fed(
         f"the client preprocessed it otherwise than {base.name} does ({how}: residual {own:.2g}, {name} at "
         f"{before:.2f} dB)"
     )
-    if left < EXPLAINED and (own >= EXPLAINED or after > before + _MUCH_NEARER):
+    if left < EXPLAINED_RESIDUAL and (own >= EXPLAINED_RESIDUAL or after > before + _PSNR_MARGIN):
         return replace(scorer, image=image), (
             f"{otherwise}. It gives the released gradient {found.how} (residual {left:.2g}, {name} at {after:.2f} dB): "
             "scores are by that."
         )
-    if own < EXPLAINED:
+    if own < EXPLAINED_RESIDUAL:
         return scorer, None
     return scorer, (
         f"{otherwise} and in none of {tried} usual ways (the nearest, {found.how}: residual {left:.2g}, {name} at "

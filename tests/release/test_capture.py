@@ -21,8 +21,8 @@ from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import Mjp
 from privlab.metrics import psnr
 from privlab.release import (
-    EXPLAINED,
-    HEAD,
+    EXPLAINED_RESIDUAL,
+    HEAD_BIAS,
     Released,
     check_fit,
     check_head,
@@ -130,7 +130,7 @@ def test_the_residual_tells_the_private_image_from_others(photographs: Callable[
     seen = observation(step(model, x[:1], torch.tensor([7]), tmp_path / "update.safetensors"), model)
     assert residual(seen, x[:1], 7) < 1e-5
     others = [*x[1:], x[0].mean((1, 2), keepdim=True).expand_as(x[0]), torch.rand_like(x[0]), x[0].flip(2)]
-    assert all(residual(seen, other[None], 7) > 2 * EXPLAINED for other in others)
+    assert all(residual(seen, other[None], 7) > 2 * EXPLAINED_RESIDUAL for other in others)
 
 
 def test_what_the_file_says(tiny_model: Made, crops: Tensor, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_mistake_in_the_loop_is_one_line(tmp_path: Path) -> None:
 
 
 def released_head(mean: Tensor, size: int, reduction: str) -> Released:
-    return Released("head.safetensors", {HEAD: mean}, size, reduction)
+    return Released("head.safetensors", {HEAD_BIAS: mean}, size, reduction)
 
 
 @given(
