@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from privlab.base import PrivlabError
 from privlab.patches import patchify, unpatchify
-from privlab.threat import Rows
+from privlab.threat import RowOrder
 from privlab.victims import VictimModel
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "ConvDecoder",
     "Decoder",
     "MaeDecoder",
-    "Release",
+    "OwnRelease",
     "SetDecoder",
     "Shape",
     "TokenDecoder",
@@ -69,7 +69,7 @@ class Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class Release:
+class OwnRelease:
     """Features that an adversary made itself, and what it knows of them.
 
     `source` is that of `Sent`; `images` are the images before the defense; `fed` are the same images with each patch in
@@ -124,12 +124,12 @@ class Decoder(nn.Module):
         self.shape = shape
         self.whiten = Whitening(shape.width)
 
-    def objective(self, call: Callable[..., Any], seen: Release) -> Tensor:
+    def objective(self, call: Callable[..., Any], seen: OwnRelease) -> Tensor:
         """Return the loss of `call`, which is this decoder's forward pass: the mean squared error of the images."""
         return F.mse_loss(call(seen.features), seen.images)
 
     def reconstruct(
-        self, features: Float[Tensor, "b t d"], order: Rows
+        self, features: Float[Tensor, "b t d"], order: RowOrder
     ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"] | None]:
         """Return images in [0, 1], and the row of each slot as `Reconstruction` has it, None if no rows are assigned.
 
@@ -240,7 +240,7 @@ class TokenDecoder(Decoder):
         rows = self.whiten(features)
         return self.outwards(self.layers(self.inwards(rows) + self.slots(slots))), self.place(rows)
 
-    def objective(self, call: Callable[..., Any], seen: Release) -> Tensor:
+    def objective(self, call: Callable[..., Any], seen: OwnRelease) -> Tensor:
         """Return the mean squared error of the patches, given their slots, and the cross-entropy of the slots."""
         t, prefix = seen.source.shape[1], self.shape.prefix
         image, slot = seen.source // t, seen.source % t
@@ -250,7 +250,7 @@ class TokenDecoder(Decoder):
         return F.mse_loss(patches[of_patch], wanted[of_patch]) + F.cross_entropy(scores.flatten(0, 1), slot.flatten())
 
     def reconstruct(
-        self, features: Float[Tensor, "b t d"], order: Rows
+        self, features: Float[Tensor, "b t d"], order: RowOrder
     ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"]]:
         """Return images in [0, 1] and the row of each slot: by the best assignment, or by place if order is kept."""
         b, t, _ = features.shape

@@ -20,7 +20,7 @@ from privlab.attacks.rows import (
 )
 from privlab.base import PrivlabError
 from privlab.reassembly import ROUNDS, assemble
-from privlab.threat import Capability, FeatureObservation, Reconstruction, Rows
+from privlab.threat import Capability, FeatureObservation, Reconstruction, RowOrder
 
 __all__ = ["RowAlignment"]
 
@@ -133,7 +133,7 @@ class RowAlignment:
         return assemble(costs, model.grid, places=places, rounds=self.rounds)
 
 
-def _check(features: Float[Tensor, "b t d"], kind: Rows) -> None:
+def _check(features: Float[Tensor, "b t d"], kind: RowOrder) -> None:
     if len(features) < 2:
         raise PrivlabError("row-alignment compares the images of a batch. Found one image: send two or more.")
     if kind == "mixed":
@@ -142,7 +142,7 @@ def _check(features: Float[Tensor, "b t d"], kind: Rows) -> None:
         )
 
 
-def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: Rows) -> Int[Tensor, "b n"]:
+def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: RowOrder) -> Int[Tensor, "b n"]:
     """Return the rows of the batch that differ between images, which those of class and register tokens do not."""
     b, t, _ = features.shape
     if kind == "own":

@@ -10,7 +10,7 @@ from torch import Tensor
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.patches import restore_features
 from privlab.release import effects_of
-from privlab.threat import Effects, FeatureObservation, Rows
+from privlab.threat import Effects, FeatureObservation, RowOrder
 from privlab.victims import VictimModel
 
 __all__ = [
@@ -141,7 +141,7 @@ def _squares(rows: Float[Tensor, "b t d"], slots: Float[Tensor, "s d"]) -> Float
     return rows.square().sum(2, keepdim=True) - 2 * rows @ slots.mT + slots.square().sum(1)
 
 
-def place_rows(costs: Float[Tensor, "b t s"], kind: Rows) -> Int[Tensor, "b s"]:
+def place_rows(costs: Float[Tensor, "b t s"], kind: RowOrder) -> Int[Tensor, "b s"]:
     """Return, for every slot of every image, the row of the batch that an assignment of least cost puts there.
 
     If rows are mixed among images, each slot takes b rows, and which of them belongs to which image is left open.

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.admission.claims import Check, OnFeatures, OnGradients, OnImages, Subject
+from privlab.admission.claims import Check, OnFeatures, OnGradients, OnImages, TwoClients
 from privlab.admission.measures import apart
 from privlab.base import PrivlabError, PrivlabWarning, configured, full_precision, read_options, unknown_name
 from privlab.defenses import defenses
@@ -72,7 +72,7 @@ def admit(
     if images.shape != (3, *model.image_shape):
         expected = (3, *model.image_shape)
         raise PrivlabError(f"Admission takes three images, of shape {expected}. Found {tuple(images.shape)}.")
-    subject = Subject(copy.deepcopy(model).double(), images.detach().cpu().double(), seed)
+    subject = TwoClients(copy.deepcopy(model).double(), images.detach().cpu().double(), seed)
     with same_random_state(), full_precision(), quiet():
         return tuple(_checks(_case(defense, subject), model))
 
@@ -140,7 +140,7 @@ def photographs(model: VictimModel) -> Float[Tensor, "3 c h w"]:
     return torch.stack([cut(picture.pixels) for picture in open_images("samples", limit=3) if picture.pixels])
 
 
-def _case(defense: AnyDefense, subject: Subject) -> Case:
+def _case(defense: AnyDefense, subject: TwoClients) -> Case:
     if isinstance(defense, GradientDefense):
         return OnGradients(defense, subject)
     return OnFeatures(defense, subject) if isinstance(defense, FeatureDefense) else OnImages(defense, subject)

@@ -50,7 +50,7 @@ from privlab.threat import (
 )
 from privlab.victims import VictimModel
 
-__all__ = ["Check", "OnFeatures", "OnGradients", "OnImages", "Subject"]
+__all__ = ["Check", "OnFeatures", "OnGradients", "OnImages", "TwoClients"]
 
 CONTROL_PSNR = 60.0
 """The least PSNR of the control, in dB."""
@@ -102,7 +102,7 @@ class Check:
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class TwoClients:
     """A victim in float64 with two clients of one image each, and a third that may take the second's place."""
 
     model: VictimModel
@@ -135,7 +135,7 @@ class OnImages:
     """A defense on images: what the client feeds is x̃, with its order."""
 
     defense: Defense
-    subject: Subject
+    subject: TwoClients
 
     contents: ClassVar[str] = "images in [0, 1], an order of the patches, masks"
 
@@ -215,7 +215,7 @@ class OnGradients:
     """A defense on the gradients of all released parameters."""
 
     defense: GradientDefense
-    subject: Subject
+    subject: TwoClients
 
     contents: ClassVar[str] = "the gradients of the released parameters, in their shapes and types"
 
@@ -298,7 +298,7 @@ class OnFeatures:
     """A defense on the tokens that a client of split learning sends."""
 
     defense: FeatureDefense
-    subject: Subject
+    subject: TwoClients
 
     contents: ClassVar[str] = "as many rows as the embedding has, orders of rows and columns"
 
@@ -405,7 +405,7 @@ def acts_as(defense: AnyDefense, model: VictimModel) -> Iterator[Check]:
         yield Check.at_most("acts-as", float(len(wrong)), 0.0, "; ".join(wrong) or "effects that are not as declared")
 
 
-def _patch_gradient(subject: Subject) -> Check:
+def _patch_gradient(subject: TwoClients) -> Check:
     """Return what patch-gradient finds without a defense."""
     images, attack = subject.clients(), PatchGradient()
     check_capabilities(attack, granted(subject.model))

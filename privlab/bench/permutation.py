@@ -9,14 +9,13 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.attacks.features.pe_assignment import PEAssignment
-from privlab.base import PrivlabWarning, hardware, pick_device, versions
+from privlab.base import PrivlabWarning, Progress, hardware, pick_device, versions
 from privlab.bench.common import Bench, median_seconds, pictures
 from privlab.defenses import RowPermutation
 from privlab.keys import ModelShape, apply_key, new_key
 from privlab.metrics import placement_accuracy
 from privlab.patches import draw_orders, permute_features, restore_features
 from privlab.release import observe_features, send
-from privlab.runs.attack import Progress
 from privlab.threat import Draws, FeatureObservation, Feed, Sent, Stack
 from privlab.victims import Victim, victim
 

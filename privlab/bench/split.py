@@ -21,9 +21,8 @@ from jaxtyping import UInt8
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, hardware, pick_device, versions
+from privlab.base import PrivlabError, PrivlabWarning, Progress, hardware, pick_device, versions
 from privlab.bench.common import Bench, peak_memory, pictures, timed
-from privlab.runs.attack import Progress
 from privlab.victims import Victim, victim
 
 if TYPE_CHECKING:

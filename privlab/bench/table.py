@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from privlab.base import PrivlabError, PrivlabWarning, full_precision, hardware, pick_device, versions
+from privlab.base import PrivlabError, PrivlabWarning, Progress, full_precision, hardware, pick_device, versions
 from privlab.bench.common import Bench, median_seconds, peak_memory, timed
 from privlab.bench.first_paint import find_chromium, first_paint
 from privlab.bench.stores import experiment_file, finished_run, photographs
@@ -29,7 +29,6 @@ from privlab.images import batches, open_images
 from privlab.release import observe
 from privlab.report.page import write_page
 from privlab.report.tables import load_results
-from privlab.runs.attack import Progress
 from privlab.threat import Attack
 
 __all__ = ["bench_table", "resume_child"]

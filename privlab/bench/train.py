@@ -9,9 +9,8 @@ from timm.optim import create_optimizer_v2
 from torch import Generator, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabWarning, configured, draw_for, hardware, pick_device, versions
+from privlab.base import PrivlabWarning, Progress, configured, draw_for, hardware, pick_device, versions
 from privlab.bench.common import Bench, median_seconds
-from privlab.runs.attack import Progress
 from privlab.training import Augmentation, Compute, Examples, Plan, train
 from privlab.training.objectives import OBJECTIVES, ObjectiveRecipe
 from privlab.victims import VictimModel, victim

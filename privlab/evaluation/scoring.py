@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive, Release
+from privlab.attacks.gradients.patch_gradient_adaptive import NoisyGradients, PatchGradientAdaptive
 from privlab.attacks.solvers import shares_mask
 from privlab.base import PrivlabWarning, full_precision
 from privlab.evaluation.batch import Trial
@@ -212,7 +212,7 @@ def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
     hidden = effects_of(seen.model, seen.defense).patches == "masked"
     if not hidden or not read or not shares_mask(seen):
         return None
-    return (~Release.of(seen).unheard).repeat_interleave(seen.images_per_release, 0)
+    return (~NoisyGradients.of(seen).unheard).repeat_interleave(seen.images_per_release, 0)
 
 
 def _numbers(counts: Tensor | None, b: int) -> list[float | None]:

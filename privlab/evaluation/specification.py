@@ -29,7 +29,7 @@ from privlab.threat import (
 from privlab.victims import Victim
 
 __all__ = [
-    "RELEASES",
+    "RELEASE_KINDS",
     "SETTINGS",
     "WORST_CASE",
     "AttackGroup",
@@ -53,7 +53,7 @@ SETTINGS: dict[str, str] = {
 }
 """The settings of MJP, section 5.4; x̃ is the shuffled x."""
 
-RELEASES: dict[str, str] = {
+RELEASE_KINDS: dict[str, str] = {
     "gradients": "the gradient of each image's loss, as in federated learning",
     "features": "the embedded tokens, as in split learning",
 }
@@ -117,7 +117,7 @@ class Specification:
             ("setting", self.settings, SETTINGS),
             ("attack", self.attacks or (), {WORST_CASE, *installed_attacks()}),
             ("defense", self.parts, {"auto", *defenses()} if len(self.parts) == 1 else defenses()),
-            ("release", (self.release,), {"auto", *RELEASES}),
+            ("release", (self.release,), {"auto", *RELEASE_KINDS}),
             ("reassembly", (self.reassembly,), REASSEMBLIES),
             ("metric", self.metrics, METRICS),
             ("block", (self.block,), ("auto", "stock", "april")),

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from privlab.base import PrivlabError, PrivlabWarning, unknown_name, with_plugins
 from privlab.metrics.formulas import FORMULAS, Pair, by, check_shapes
-from privlab.metrics.lpips_backbones import BACKBONES, LpipsUnavailable, find_backbone, load_features, read_features
+from privlab.metrics.lpips_backbones import (
+    LPIPS_BACKBONES,
+    LpipsUnavailable,
+    find_backbone,
+    load_features,
+    read_features,
+)
 
 __all__ = [
     "ADDED",
@@ -334,7 +340,7 @@ def score(
 
 def _lpips(pair: Pair, lpips: Lpips) -> Float[Tensor, " b"]:
     _, c, h, w = pair.x.shape
-    side = BACKBONES[lpips.net].min_side
+    side = LPIPS_BACKBONES[lpips.net].min_side
     if c not in (1, 3) or min(h, w) < side:
         raise PrivlabError(f"lpips_{lpips.net} needs images of at least 3×{side}×{side}. Found {c}×{h}×{w}.")
     weight = next(lpips.module.parameters())

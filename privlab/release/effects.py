@@ -22,7 +22,7 @@ from privlab.threat import (
     Effects,
     FeatureDefense,
     GradientDefense,
-    Rows,
+    RowOrder,
     Sent,
     Stack,
     declared_by_defense,
@@ -42,7 +42,7 @@ STD_TOLERANCE = 0.05
 ROUNDING_ERROR = 1e-3
 """The relative error of a release, beyond its noise, above which it is more than rounding."""
 
-ORDER: dict[Rows, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
+ORDER: dict[RowOrder, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
 
 _MEASURED: WeakKeyDictionary[VictimModel, dict[AnyDefense, Effects]] = WeakKeyDictionary()
 """The measured effects of each defense, for each victim in memory."""
@@ -184,7 +184,7 @@ def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
     tokens = model.embed(_images(model))
     b = len(tokens)
     sent = [part.send(Sent.plain(tokens.clone(), model.vit.num_prefix_tokens), draws) for draws in _draws(b)]
-    places: list[Rows] = [_rows(each) for each in sent]
+    places: list[RowOrder] = [_rows(each) for each in sent]
     plain = torch.stack([_restored(each) for each in sent])
     variance = float(plain.diff(dim=0).double().square().mean() / 2)
     off = float((plain - tokens).double().square().mean()) - variance
@@ -200,12 +200,12 @@ def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
     )
 
 
-def _furthest(*rows: Rows) -> Rows:
+def _furthest(*rows: RowOrder) -> RowOrder:
     """Return where rows have gone furthest."""
     return max(rows, key=lambda each: ORDER[each])
 
 
-def _rows(sent: Sent) -> Rows:
+def _rows(sent: Sent) -> RowOrder:
     b, t = sent.source.shape
     images = torch.arange(b, device=sent.source.device)[:, None]
     order, slots = sent.source - t * images, torch.arange(t, device=sent.source.device)

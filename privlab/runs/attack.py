@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -19,6 +19,7 @@ from privlab.attacks import attacks
 from privlab.base import (
     PrivlabError,
     PrivlabWarning,
+    Progress,
     collected,
     commit,
     hardware,
@@ -51,9 +52,6 @@ __all__ = ["Outcome", "attack", "execute", "specify"]
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
-
-Progress = Callable[[int, int | None], None]
-"""It is called with (images done, images in all or None), counted over all victims of a run."""
 
 
 @dataclass(frozen=True, eq=False)

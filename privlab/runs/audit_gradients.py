@@ -39,14 +39,14 @@ from privlab.evaluation import (
 )
 from privlab.release import (
     EXPLAINED_RESIDUAL,
-    Released,
+    GradientFile,
     Told,
     check_fit,
     check_head,
     head_of,
     labels_of_signs,
     observation,
-    read_released,
+    read_gradient_file,
     told_labels,
     unlit,
     update_in,
@@ -115,7 +115,7 @@ def audit_gradients(
     spec = replace(spec, block="stock" if spec.block == "auto" else spec.block, release="gradients")
     messages: list[str] = []
     with collected(messages):
-        released = read_released(file)
+        released = read_gradient_file(file)
         base = victim(
             spec.models[0],
             weights=spec.weights,
@@ -167,7 +167,7 @@ def audit_gradients(
     )
 
 
-def _knows_weights(released: Released, base: Victim) -> bool:
+def _knows_weights(released: GradientFile, base: Victim) -> bool:
     """Return whether the victim's weights are those of the client at that step, as far as the file says.
 
     Warns:
@@ -186,7 +186,7 @@ def _knows_weights(released: Released, base: Victim) -> bool:
     return True
 
 
-def _other_weights(released: Released, base: Victim) -> str:
+def _other_weights(released: GradientFile, base: Victim) -> str:
     """Return the words that say that the client's weights and the victim's have different hashes."""
     assert released.weights_sha256 is not None
     return (
@@ -195,7 +195,7 @@ def _other_weights(released: Released, base: Victim) -> str:
     )
 
 
-def _attacks(spec: Specification, base: Victim, seen: Observation, released: Released) -> list[Attack]:
+def _attacks(spec: Specification, base: Victim, seen: Observation, released: GradientFile) -> list[Attack]:
     """Return the attacks that can run on what the file grants.
 
     Raises:
@@ -246,7 +246,7 @@ def _on_request(seen: Observation) -> list[str]:
 
 
 def _attack(
-    attack: Attack, seen: Observation, released: Released, labels: Sequence[int] | None
+    attack: Attack, seen: Observation, released: GradientFile, labels: Sequence[int] | None
 ) -> tuple[Row, Float[Tensor, "r c h w"] | None]:
     """Run one attack, and return its row and its reconstruction, which is None if it failed.
 
@@ -287,7 +287,7 @@ def _write(run: RunDirectory, attack: str, number: int, image: Float[Tensor, "c 
 
 
 def _flags(
-    released: Released,
+    released: GradientFile,
     seen: Observation,
     base: Victim,
     told: Told | None,
@@ -342,7 +342,7 @@ def _flags(
     return found
 
 
-def _facts(spec: Specification, base: Victim, released: Released) -> Row:
+def _facts(spec: Specification, base: Victim, released: GradientFile) -> Row:
     stated = {"file": released.source, "batch_size": released.batch_size, "reduction": released.reduction}
     stated |= {"model": released.model, "weights_sha256": released.weights_sha256}
     return {

@@ -120,7 +120,7 @@ epochs. The small ones of `mp3` and `droppos` are for predictors: what the paper
 accuracy (DropPos, Tables 3 and 4).
 """
 
-_ANY_BACKBONE = ("classify", "mjp")
+_ANY_CLASSIFIER = ("classify", "mjp")
 """The recipes that do not need a plain ViT."""
 
 
@@ -228,7 +228,7 @@ def _network(config: TrainingConfig) -> Victim | NamedClassifier:
         PrivlabError: as `victim` does; for random weights to fine-tune.
     """
     tuned = config.recipe == "finetune"
-    if config.recipe in _ANY_BACKBONE or (tuned and config.model.endswith("_relpos")):
+    if config.recipe in _ANY_CLASSIFIER or (tuned and config.model.endswith("_relpos")):
         made = classifier(config.model, weights=config.weights, img_size=config.img_size, seed=config.seed)
     else:
         made = victim(config.model, weights=config.weights, img_size=config.img_size, seed=config.seed, start=tuned)
@@ -243,7 +243,7 @@ def _take_head(network: Victim | NamedClassifier, classes: int, config: Training
     Warns:
         PrivlabWarning: if the head of the weights has another number of classes, and is left behind.
     """
-    if config.recipe in _ANY_BACKBONE or network.model.classes == classes:
+    if config.recipe in _ANY_CLASSIFIER or network.model.classes == classes:
         return
     vit = network.model.vit if isinstance(network, Victim) else network.model.net
     message = f"{config.model}: the weights' head is for {network.model.classes} classes, the data have {classes}"

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, Progress, unknown_name
 from privlab.images import ImageSource, open_images
 from privlab.images.datasets import imagenet_classes
 from privlab.utility import robustness
 from privlab.utility.consistency import Batch, consistency_by_gamma
-from privlab.utility.robustness import ALEXNET, Classes, Outputs, Show
+from privlab.utility.robustness import ALEXNET, Classes, Outputs
 from privlab.victims import NamedClassifier, Victim, classifier
 
 __all__ = ["GAMMAS", "EvaluationConfig", "evaluate_models"]
@@ -77,7 +77,7 @@ class EvaluationConfig:
 
 
 def evaluate_models(
-    config: EvaluationConfig, *, device: str = "cpu", progress: Show | None = None
+    config: EvaluationConfig, *, device: str = "cpu", progress: Progress | None = None
 ) -> list[dict[str, Any]]:
     """Return a row for each model: its name, its weights, and the scores that were asked for.
 
@@ -100,7 +100,7 @@ def evaluate_models(
 
 
 def _row(
-    config: EvaluationConfig, subject: Victim | NamedClassifier, baseline: Mapping[str, float], show: Show
+    config: EvaluationConfig, subject: Victim | NamedClassifier, baseline: Mapping[str, float], show: Progress
 ) -> dict[str, Any]:
     classes = imagenet_classes() if subject.model.classes == 1000 else None
     row: dict[str, Any] = {
@@ -123,7 +123,7 @@ def _row(
 
 
 def _on_data(
-    config: EvaluationConfig, subject: Victim | NamedClassifier, classes: Classes, show: Show
+    config: EvaluationConfig, subject: Victim | NamedClassifier, classes: Classes, show: Progress
 ) -> dict[str, Any]:
     source, skipped = _data(config, classes), list[str]()
     batches = _counted(config, subject, source, skipped, show)
@@ -135,7 +135,7 @@ def _on_data(
 
 
 def _counted(
-    config: EvaluationConfig, subject: Victim | NamedClassifier, source: ImageSource, skipped: list[str], show: Show
+    config: EvaluationConfig, subject: Victim | NamedClassifier, source: ImageSource, skipped: list[str], show: Progress
 ) -> Iterator[Batch]:
     """Yield the batches with the places of their images."""
     count = 0
@@ -151,7 +151,7 @@ def _on_corruptions(
     subject: Victim | NamedClassifier,
     classes: Classes,
     baseline: Mapping[str, float],
-    show: Show,
+    show: Progress,
 ) -> dict[str, Any]:
     """Return errors by corruption and severity; mCE against AlexNet is for ImageNet's 1,000 classes alone."""
     rows = robustness.corruption_errors(
@@ -168,7 +168,7 @@ def _on_corruptions(
 
 
 def _on_outliers(
-    config: EvaluationConfig, root: Path, subject: Victim | NamedClassifier, classes: Classes, show: Show
+    config: EvaluationConfig, root: Path, subject: Victim | NamedClassifier, classes: Classes, show: Progress
 ) -> dict[str, Any]:
     source = open_images(root, limit=config.limit, class_to_index=classes)
     high = robustness.outputs(subject, source, labelled=False, size=config.batch, show=show)

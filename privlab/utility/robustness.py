@@ -1,6 +1,6 @@
 """How well a classifier copes with unusual images: ImageNet-C (mCE), -A (Acc, AURRA) and -O (AUPR)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, Progress
 from privlab.images import ImageSource, batches, open_images
 from privlab.victims import NamedClassifier, Victim
 
@@ -50,9 +50,6 @@ ALEXNET: dict[str, float] = {
 """AlexNet's error on ImageNet-C, mean over the five severities, as its authors publish it (hendrycks/robustness)."""
 
 SEVERITIES = (1, 2, 3, 4, 5)
-
-Show = Callable[[int, int | None], None]
-"""Is told how many images, or folders of a corruption and severity, are done, and of how many."""
 
 Classes = Mapping[str, int] | None
 """The label of each class by the name of its folder, where that is known."""
@@ -142,7 +139,7 @@ def corruption_errors(
     classes: Classes = None,
     limit: int | None = None,
     size: int = 64,
-    show: Show,
+    show: Progress,
 ) -> list[Corrupted]:
     """Return the top-1 error of a classifier for each corruption and severity, in [0, 1].
 
@@ -202,7 +199,7 @@ def outputs(
     *,
     labelled: bool = True,
     size: int = 64,
-    show: Show | None = None,
+    show: Progress | None = None,
 ) -> Outputs:
     """Return logits and labels of all images that can be read.
 

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BACKBONES", "BASE", "COMPACT", "PLACERS", "ZOO", "Entry", "Placer", "placer", "shipped"]
+__all__ = ["BASE", "CLASSIFIERS", "COMPACT", "PLACERS", "ZOO", "Entry", "Placer", "placer", "shipped"]
 
 _CIFAR: dict[str, Any] = {
     "img_size": 32,
@@ -50,7 +50,7 @@ _CIFAR_RESNET: dict[str, Any] = {
     "pretrained_cfg_overlay": _CIFAR["pretrained_cfg_overlay"],
 }
 
-BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
+CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "swin_t": ("swin_tiny_patch4_window7_224", {}),
     "swin_s": ("swin_small_patch4_window7_224", {}),
     "swin_b": ("swin_base_patch4_window7_224", {}),

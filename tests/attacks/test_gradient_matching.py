@@ -21,7 +21,7 @@ from privlab.metrics import psnr, psnr_region
 from privlab.patches import patchify, slots_to_pixels
 from privlab.release import observe, released_gradients, released_parameters
 from privlab.threat import Defense, Feed, GradientDefense, Observation, Reconstruction, Stack
-from privlab.training import Progress, listening, tell
+from privlab.training import TrainingProgress, listening, tell
 from privlab.victims import VictimModel
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -54,8 +54,8 @@ def seen_of(
     return feed, observe(model, feed, torch.arange(len(images)), parameters, defense, draws, B)
 
 
-def steps_of(attack: GradientMatching, seen: Observation) -> tuple[Reconstruction, list[Progress]]:
-    heard: list[Progress] = []
+def steps_of(attack: GradientMatching, seen: Observation) -> tuple[Reconstruction, list[TrainingProgress]]:
+    heard: list[TrainingProgress] = []
     with listening(heard.append):
         return attack(seen), heard
 
@@ -227,7 +227,7 @@ def test_an_interrupted_search_goes_on_to_the_same_end(
     assert len(heard) == 14
     assert not any(cache.rglob("*.safetensors"))  # nothing is left of a search that is over
 
-    def stop(now: Progress) -> None:
+    def stop(now: TrainingProgress) -> None:
         if now.step == 6:
             raise KeyboardInterrupt
 
@@ -249,7 +249,7 @@ def test_a_kill_loses_no_more_than_the_last_seconds(
     _, seen = seen_of(small, pictures(1))
     kept = []
 
-    def look(now: Progress) -> None:
+    def look(now: TrainingProgress) -> None:
         kept.extend([*cache.rglob("step-*")] if now.step == 5 else [])
 
     with listening(look):
@@ -388,7 +388,11 @@ def test_a_mask_that_does_not_show_is_warned_of(small: VictimModel) -> None:
 
 def test_the_progress_bar_shows_steps_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("attacking"):
-        tell(Progress(step=30, steps=300, epoch=0.0, loss=0.1, learning_rate=0.1, seconds=20.0, seconds_left=184.0))
+        tell(
+            TrainingProgress(
+                step=30, steps=300, epoch=0.0, loss=0.1, learning_rate=0.1, seconds=20.0, seconds_left=184.0
+            )
+        )
     told = " ".join(capsys.readouterr().err.split())
     assert "attacking: step 30 of 300, 0:03:04 left" in told
     assert "?" not in told  # it is not known of how many images

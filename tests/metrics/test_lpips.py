@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privlab.base import PrivlabError
-from privlab.metrics import BACKBONES, Lpips, LpipsUnavailable, load_lpips, score
+from privlab.metrics import LPIPS_BACKBONES, Lpips, LpipsUnavailable, load_lpips, score
 
 WEIGHTS = Path(__file__).parents[2].parent / "shared" / "weights"
 
@@ -87,7 +87,7 @@ def test_agrees_with_the_package_on_a_test_backbone(alex: Lpips, alexnet: dict[s
 
 @pytest.mark.parametrize("net", ["alex", "squeeze"])
 def test_agrees_with_the_package_on_pretrained_backbones(net: str) -> None:
-    path = need_weights(BACKBONES[net].prefix)
+    path = need_weights(LPIPS_BACKBONES[net].prefix)
     assert_agrees(load_lpips(net, WEIGHTS), load_file(path))
 
 
@@ -231,7 +231,7 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("net", ["alex", "squeeze", "vgg"])
 def test_the_smallest_side_is_the_one_below_which_the_network_fails(net: str) -> None:
-    side = BACKBONES[net].min_side
+    side = LPIPS_BACKBONES[net].min_side
     with torch.device("meta"):  # shapes alone decide, and random weights take seconds
         model = {"alex": torchvision.models.alexnet, "vgg": torchvision.models.vgg16}.get(
             net, torchvision.models.squeezenet1_1

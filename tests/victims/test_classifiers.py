@@ -11,11 +11,11 @@ from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError
 from privlab.patches import patchify
-from privlab.training import Augmentation, Compute, Examples, Plan, Progress, train
+from privlab.training import Augmentation, Compute, Examples, Plan, TrainingProgress, train
 from privlab.training.loop import _optimiser
 from privlab.training.objectives import DALS, Classify, ObjectiveRecipe, TrainMjp
 from privlab.utility import consistency_by_gamma, measure_consistency
-from privlab.victims import Backbone, SwinModel, classifier
+from privlab.victims import SwinModel, TimmClassifier, classifier
 
 STILL = Augmentation(flip=False, shift=0)
 COLOURS: tuple[Any, Any] = ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
@@ -35,11 +35,11 @@ def swin(*, unknown: bool = True, **options: Any) -> SwinModel:
     return made.double().eval().requires_grad_(False)
 
 
-def resnet() -> Backbone:
+def resnet() -> TimmClassifier:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = timm.create_model("resnet18", channels=(4, 4, 8, 8), num_classes=3)
-    return Backbone(net, (3, 32, 32), *COLOURS).double().eval().requires_grad_(False)
+    return TimmClassifier(net, (3, 32, 32), *COLOURS).double().eval().requires_grad_(False)
 
 
 def pictures(n: int = 6) -> Examples:
@@ -53,11 +53,11 @@ def shades(n: int, seed: int) -> Examples:
     return Examples((noise + 90 * labels[:, None, None, None]).byte(), labels, 3, f"shades {seed}")
 
 
-def seen(model: Backbone, n: int = 2) -> Tensor:
+def seen(model: TimmClassifier, n: int = 2) -> Tensor:
     return pictures(n).images.to(model.mean) / 255
 
 
-def normalised(model: Backbone, images: Tensor) -> Tensor:
+def normalised(model: TimmClassifier, images: Tensor) -> Tensor:
     return (images - model.mean) / model.std
 
 
@@ -83,7 +83,7 @@ def test_e_unk_stands_at_every_patch_of_a_masked_piece() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: swin(unknown=False), resnet])
-def test_without_position_embeddings_it_is_timms(make: Callable[[], Backbone]) -> None:
+def test_without_position_embeddings_it_is_timms(make: Callable[[], TimmClassifier]) -> None:
     model = make()
     images = seen(model)
     torch.testing.assert_close(model(images), model.net(normalised(model, images)))
@@ -103,7 +103,7 @@ def test_what_the_classifier_reads_is_pooled() -> None:
 @pytest.mark.parametrize(("side", "patch"), [(32, 4), (124, 4), (128, 16), (224, 16)])
 def test_pieces_are_of_16_pixels_where_a_picture_has_enough(side: int, patch: int) -> None:
     net = timm.create_model("resnet18", channels=(4, 4, 8, 8), num_classes=3)
-    assert Backbone(net, (3, side, side), *COLOURS).patch == patch
+    assert TimmClassifier(net, (3, side, side), *COLOURS).patch == patch
 
 
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -184,7 +184,7 @@ def test_an_unknown_embedding_moves_features() -> None:
 
 
 @pytest.mark.parametrize(("make", "objective"), [(swin, TrainMjp(gamma=0.3)), (resnet, SHUFFLE)])
-def test_classes_are_learnt_from_shuffled_pictures(make: Callable[[], Backbone], objective: TrainMjp) -> None:
+def test_classes_are_learnt_from_shuffled_pictures(make: Callable[[], TimmClassifier], objective: TrainMjp) -> None:
     """Dark, grey and light pictures, each with noise, are told apart, others than those of the training too."""
     model = make().float()
     train(ObjectiveRecipe(model, shades(24, 0), objective, STILL), Plan(steps=40, batch_size=12, learning_rate=1e-2))
@@ -207,14 +207,16 @@ def test_relative_position_biases_of_a_swin_are_spared_weight_decay(objective: C
 
 
 @pytest.mark.parametrize(("make", "objective"), [(swin, TrainMjp(gamma=0.3)), (resnet, SHUFFLE)])
-def test_a_training_goes_on_to_the_same_bits(make: Callable[[], Backbone], objective: TrainMjp, tmp_path: Path) -> None:
+def test_a_training_goes_on_to_the_same_bits(
+    make: Callable[[], TimmClassifier], objective: TrainMjp, tmp_path: Path
+) -> None:
     """What BatchNorm has counted included; stochastic depth is at work."""
     plan = Plan(steps=6, batch_size=4, learning_rate=1e-2)
 
     class StoppedError(Exception):
         pass
 
-    def stop(now: Progress) -> None:
+    def stop(now: TrainingProgress) -> None:
         if now.step == 4:
             raise StoppedError
 

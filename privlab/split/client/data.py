@@ -1,7 +1,6 @@
 """The client's images and labels in memory, as eight bits, and the batch of every step."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -9,13 +8,12 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from privlab.base import PrivlabError, draw_for
+from privlab.base import PrivlabError, Progress, draw_for
 from privlab.images import ImageSource, Preprocessing, batches
 from privlab.victims import VictimModel
 
 __all__ = ["Batches", "Dataset", "load"]
 
-Progress = Callable[[int, int | None], None]
 _BATCH_SIZE = 64
 """Images that are read, or classified, at a time."""
 

@@ -7,7 +7,7 @@ import torch
 
 from privlab.base import PrivlabError
 from privlab.release import SessionRecorder
-from privlab.split.protocol.checkpoint import Checkpoints
+from privlab.split.protocol.checkpoint import SessionCheckpoints
 from privlab.split.protocol.contract import Refusal
 from privlab.split.protocol.split_pb2 import Opened, Reply, Request, Saved, Tensors
 from privlab.split.protocol.wire import HEADER_BYTES, pack, unpack, unpack_state
@@ -29,7 +29,7 @@ class Live:
     name: str
     session: Session
     after: int
-    stored: Checkpoints
+    stored: SessionCheckpoints
     saved: int
     every: int
     weights_sha256: str

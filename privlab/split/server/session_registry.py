@@ -15,7 +15,7 @@ import torch
 from privlab.base import PrivlabError
 from privlab.release import Recorder
 from privlab.split.protocol.backbone import Backbone
-from privlab.split.protocol.checkpoint import Checkpoints
+from privlab.split.protocol.checkpoint import SessionCheckpoints
 from privlab.split.protocol.contract import Contract, Refusal
 from privlab.split.protocol.split_pb2 import Open
 from privlab.split.protocol.wire import HEADER_BYTES
@@ -197,7 +197,7 @@ class Sessions:
             else self._recorder.session(id_[:_NAME_LENGTH], self._facts(contract)),
         )
 
-    def _restored(self, session: Session, stored: Checkpoints, step: int) -> bool:
+    def _restored(self, session: Session, stored: SessionCheckpoints, step: int) -> bool:
         """Return whether the session was restored to a step, or to the next, which the client may then send again."""
         for candidate in (step, step + 1):
             if candidate not in stored.steps():
@@ -218,8 +218,8 @@ class Sessions:
     def _facts(self, contract: Contract) -> dict[str, object]:
         return {"contract": asdict(contract), "weights_sha256": self._hash(contract.dtype)}
 
-    def _checkpoints(self, id_: str) -> Checkpoints:
-        return Checkpoints(self._folder / id_[:_NAME_LENGTH])
+    def _checkpoints(self, id_: str) -> SessionCheckpoints:
+        return SessionCheckpoints(self._folder / id_[:_NAME_LENGTH])
 
     def _backbone(self, dtype: str) -> Backbone:
         return Backbone(self._victim.model, getattr(torch, dtype)).to(self._device)
