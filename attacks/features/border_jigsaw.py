@@ -6,7 +6,7 @@ from typing import ClassVar
 from privlab.attacks.rows import by_borders, warn_of_moves
 from privlab.base import PrivlabError
 from privlab.reassembly import ROUNDS, load_predictor, predictor_file
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["BorderJigsaw"]
 
@@ -53,7 +53,7 @@ class BorderJigsaw:
         if self.rounds < 0:
             raise PrivlabError(f"rounds of border-jigsaw must be at least 0. Found {self.rounds}.")
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Invert the rows and put them together.
 
         Raises:

@@ -13,7 +13,7 @@ from privlab.attacks.solvers import invert_rows
 from privlab.attacks.solvers.embedding_inverse import PRIORS
 from privlab.base import PrivlabError, unknown_name
 from privlab.patches import patchify, unpatchify
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["FeatureOptimisation", "LeastSquares"]
 
@@ -50,10 +50,10 @@ class LeastSquares:
         if self.prior not in PRIORS:
             raise unknown_name("prior", self.prior, PRIORS)
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
         warn_of_moves(self.name, seen)
-        return Stolen(seen.model.to_images(_patches(seen, self.prior)), _as_sent(seen))
+        return Reconstruction(seen.model.to_images(_patches(seen, self.prior)), _as_sent(seen))
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class FeatureOptimisation:
             if not 0 <= getattr(self, name) < math.inf:
                 raise PrivlabError(f"{name} of {self.name} must be at least 0 and finite. Found {getattr(self, name)}.")
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
         model, prefix = seen.model, seen.model.vit.num_prefix_tokens
         warn_of_moves(self.name, seen)
@@ -105,7 +105,7 @@ class FeatureOptimisation:
             slope = _slope_of_misfit(images, W, wanted, model.patch) + weight * _slope_of_variation(images)
             u.grad = slope * images * (1 - images)
             adam.step()
-        return Stolen(u.sigmoid(), _as_sent(seen))
+        return Reconstruction(u.sigmoid(), _as_sent(seen))
 
 
 def _slope_of_misfit(

@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from privlab.attacks.rows import by_embeddings, known_tokens, placed, undone, warn_of_moves
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["PEAssignment"]
 
@@ -40,7 +40,7 @@ class PEAssignment:
         }
     )
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Place the rows and invert them."""
         warn_of_moves(self.name, seen, rows=True)
         return by_embeddings(seen)

@@ -178,7 +178,7 @@ def lay_out(experiment: Experiment, device: torch.device, own: Victim | None = N
                     spec,
                     setting,
                     spec is case.runs[0],
-                    subject.rows(spec).cells(setting, subject.cells),
+                    subject.rows(spec).cells(setting, subject.groups),
                     subject.refused,
                     found[at][1],
                     _batches(found[at][1], spec),

@@ -21,12 +21,12 @@ from privlab.patches import patchify
 from privlab.reassembly.border_costs import border_costs
 from privlab.reassembly.predictors import PositionPredictor, load_predictor, predictor_file
 from privlab.reassembly.solver import ROUNDS, assemble
-from privlab.threat import Stolen
+from privlab.threat import Reconstruction
 from privlab.victims import placer
 
 __all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearranged", "standing"]
 
-BY_CHANCE = 3
+CHANCE_GROUP = 3
 """The largest group of neighbours that fit each other by chance after all patches of a photograph are shuffled."""
 
 
@@ -194,21 +194,21 @@ class ByDropPos(Predicted):
 
 
 def rearranged(
-    stolen: Stolen, known: Bool[Tensor, "b n"] | None, by: Reassembly, grid: tuple[int, int], patch: int
+    reconstruction: Reconstruction, known: Bool[Tensor, "b n"] | None, by: Reassembly, grid: tuple[int, int], patch: int
 ) -> Int[Tensor, "b n"]:
     """Return the orders in which an adversary puts the patches of its reconstructions, from what it holds alone.
 
     Args:
-        stolen: what an attack returned; if it marks slots as loose, all other slots hold their own patch.
+        reconstruction: what an attack returned; if it marks slots as loose, all other slots hold their own patch.
         known: marks the slots that the release shows to hold their own patch; None if it shows none. Read only if
-            `stolen` does not mark loose slots.
+            `reconstruction` does not mark loose slots.
         by: the method that puts patches in order.
         grid: (h, w), the patches in a column and in a row of an image.
         patch: the side of a patch, in pixels.
     """
-    patches = patchify(stolen.images, patch).unflatten(2, (-1, patch, patch))
-    if stolen.loose is not None:
-        known = ~stolen.loose
+    patches = patchify(reconstruction.images, patch).unflatten(2, (-1, patch, patch))
+    if reconstruction.loose is not None:
+        known = ~reconstruction.loose
     elif known is None:
         known = torch.zeros(patches.shape[:2], dtype=torch.bool, device=patches.device)
     return by(patches, grid, known)
@@ -229,7 +229,7 @@ def _assigned(places: Float[Tensor, "n n"], fixed: Bool[Tensor, " n"]) -> Int[Te
 def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tensor, " n"]:
     """Mark the patches that are in their own slots as far as their borders show: the largest group that fits.
 
-    Two neighbours fit if each is the other's best one in their direction. A group no larger than `BY_CHANCE` proves
+    Two neighbours fit if each is the other's best one in their direction. A group no larger than `CHANCE_GROUP` proves
     nothing: no patch is marked then.
     """
     n = costs.shape[-1]
@@ -244,7 +244,7 @@ def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tenso
     _, group = connected_components(coo_array((np.ones(len(a)), (a, b)), (n, n)), directed=False)
     size = np.bincount(group)
     marked = torch.from_numpy(group == size.argmax()).to(costs.device)
-    return marked if size.max() > BY_CHANCE else torch.zeros_like(marked)
+    return marked if size.max() > CHANCE_GROUP else torch.zeros_like(marked)
 
 
 REASSEMBLIES: dict[str, type[Reassembly]] = {kind.name: kind for kind in (Borders, ByMp3, ByDropPos)}

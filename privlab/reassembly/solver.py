@@ -21,8 +21,8 @@ DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))
 ROUNDS = 30
 """Rounds of re-growth: about a quarter of a second for 196 pieces without anchors."""
 
-LEAST = 1e-6
-"""A change of the total cost below this is rounding."""
+LEAST_CHANGE = 1e-6
+"""Change of the total cost, in units of the costs, below which an exchange is rounding."""
 
 Orders = Int[np.ndarray, " slots"]
 """The piece in each slot, −1 for an empty slot."""
@@ -198,7 +198,7 @@ def _rival(cost: np.ndarray, axis: int) -> np.ndarray:
 def _settle(board: _Board, order: Orders, movable: Int[np.ndarray, " k"], *, shift: bool) -> Orders:
     """Descend to an arrangement that no assignment within a colour, no swap and no shift improves."""
     before = np.inf
-    while (total := _total(board, order)) < before - LEAST:
+    while (total := _total(board, order)) < before - LEAST_CHANGE:
         before = total
         for colour in (0, 1):
             order = _assigned(board, order, movable[np.add(*np.divmod(movable, board.shape[1])) % 2 == colour])
@@ -224,7 +224,7 @@ def _swapped(board: _Board, order: Orders, movable: Int[np.ndarray, " k"]) -> Or
         change = cost + cost.T - own - own[:, None] + _touching(board, order)
         change = change[np.ix_(movable, movable)]
         i, j = divmod(int(change.argmin()), len(movable))
-        if change[i, j] > -LEAST:
+        if change[i, j] > -LEAST_CHANGE:
             return order
         order[movable[[i, j]]] = order[movable[[j, i]]]
 

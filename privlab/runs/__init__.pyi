@@ -4,4 +4,4 @@ from .attack import specify as specify
 from .attack import unfinished as unfinished
 from .audit_features import audit as audit
 from .audit_gradients import GradientAudit as GradientAudit
-from .audit_reference import Judge as Judge
+from .audit_reference import ReferenceScorer as ReferenceScorer

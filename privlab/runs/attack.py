@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, PrivlabWarning, collected, pick_device, stated, unknown_name
+from privlab.base import PrivlabError, PrivlabWarning, Progress, collected, pick_device, stated, unknown_name
 from privlab.defenses import defenses
-from privlab.evaluation import COLUMNS, Cell, Specification, defense_of, forget, plan, victim_of
+from privlab.evaluation import COLUMNS, AttackGroup, Specification, defense_of, forget, plan, victim_of
 from privlab.grids import (
     KNOWN,
     Case,
@@ -38,9 +38,6 @@ __all__ = ["Outcome", "attack", "execute", "specify", "unfinished"]
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
-
-Progress = Callable[[int, int | None], None]
-"""It is called with (images done, images in all or None), counted over all victims of a run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,9 +210,9 @@ def execute(
     place = pick_device(device)
     with collected(messages):
         bases = _victims(spec, own, place)
-        cells = [plan(spec, base) for base in bases]
+        groups = [plan(spec, base) for base in bases]
         path = None if out is None else Path(out)
-        grid = lay_out(_experiment(spec, bases, cells, path), place, bases[0] if own is not None else None)
+        grid = lay_out(_experiment(spec, bases, groups, path), place, bases[0] if own is not None else None)
     messages += [message for message in grid.messages if message not in messages]
     grid = replace(grid, messages=tuple(messages))
     chunk = batch_size or (64 if place.type == "cuda" else 8)
@@ -232,7 +229,7 @@ def execute(
         run,
         how,
         command=command,
-        stated=_facts(spec, bases, cells),
+        stated=_facts(spec, bases, groups),
         progress=lambda done, total, _: progress(done, total),
     )
     records = run.store.frame()
@@ -248,7 +245,7 @@ def _victims(spec: Specification, own: VisionTransformer | None, device: torch.d
 
 
 def _experiment(
-    spec: Specification, bases: Sequence[Victim], cells: Sequence[Sequence[Cell]], path: Path | None
+    spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]], path: Path | None
 ) -> Experiment:
     """Return a run as an experiment: a case for each victim and setting, a specification for each draw."""
     cases: list[Case] = []
@@ -261,7 +258,7 @@ def _experiment(
             cases.append(Case(f"{base.name}, setting {setting}, {at_work}", None, runs, options, setting=setting))
     reported = [name for name in spec.metrics if name in KNOWN]
     columns = tuple(name for name in reported if name not in beside(reported)) or spec.metrics
-    paper = papers_attack(attack.name for of_base in cells for cell in of_base for attack in cell.attacks)
+    paper = papers_attack(attack.name for of_base in groups for group in of_base for attack in group.attacks)
     title = _title(bases, [case.options["defense"] for case in cases])
     return Experiment(
         "attack" if path is None else path.name, title, None, tuple(cases), Layout(columns, paper_attack=paper)
@@ -318,15 +315,15 @@ def _parts(given: Part | Sequence[Part], kinds: Mapping[str, type[Any]], options
     return tuple(dict.fromkeys(names))
 
 
-def _facts(spec: Specification, bases: Sequence[Victim], cells: Sequence[Sequence[Cell]]) -> dict[str, Any]:
+def _facts(spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]]) -> dict[str, Any]:
     """Return what `run.json` states of a run beyond what it states of every experiment."""
     return {
         "specification": asdict(spec),
         "victims": [
             {"name": base.name, "weights": asdict(base.weights)}
             | base.params()
-            | {"attacks": {cell.victim.block: [repr(attack) for attack in cell.attacks] for cell in of_base}}
-            for base, of_base in zip(bases, cells, strict=True)
+            | {"attacks": {group.victim.block: [repr(attack) for attack in group.attacks] for group in of_base}}
+            for base, of_base in zip(bases, groups, strict=True)
         ],
         "defenses": {
             f"{base.name}/{setting}": repr(defense_of(spec, base, setting))

@@ -36,11 +36,11 @@ _DOCUMENT = r"""\documentclass{article}
 %(notes)s\end{document}
 """
 
-_BARE = Caption()
+_NO_CAPTION = Caption()
 
 
 def render(
-    form: str, rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, standalone: bool = False
+    form: str, rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION, *, standalone: bool = False
 ) -> str:
     """Return a leakage table as text, in one of `FORMATS`.
 
@@ -65,7 +65,7 @@ def render(
     raise unknown_name("format", form, FORMATS)
 
 
-def to_latex(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, standalone: bool = False) -> str:
+def to_latex(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION, *, standalone: bool = False) -> str:
     r"""Return a tabular for \input, which needs booktabs, and its notes; or a whole document of one page that fits it.
 
     Each case has a line, and its rows follow below; means and intervals have columns of their own, so that they align.
@@ -106,7 +106,7 @@ def to_latex(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, s
     return _DOCUMENT % parts
 
 
-def to_markdown(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
+def to_markdown(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION) -> str:
     """Return a table of GitHub's Markdown, its title above and its notes below.
 
     Args:
@@ -137,7 +137,7 @@ def to_markdown(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -
     return (f"**{_markdown(caption.title)}**\n\n" if caption.title else "") + table + notes
 
 
-def to_csv(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
+def to_csv(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION) -> str:
     """Return one line per row, figures in full: METRIC, METRIC_low, METRIC_high, METRIC_images and METRIC_leakiest.
 
     For a worst case the last says on how many images each attack reached it, and for the best single attack which one
@@ -169,7 +169,7 @@ def to_csv(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str
     return out.getvalue()
 
 
-def to_json(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> str:
+def to_json(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION) -> str:
     """Return the rows as JSON: a figure that was not measured is null, an infinite one "Infinity".
 
     Args:
@@ -183,7 +183,7 @@ def to_json(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE) -> st
     return json.dumps(plain_data(table), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
 
 
-def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, stacked: bool = False) -> Table:
+def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION, *, stacked: bool = False) -> Table:
     """Lay the table out for a terminal: a line for each case, published, paper's attack, worst case, best attack.
 
     Args:
