@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from privlab.attacks.rows import by_borders, warn_of_moves
-from privlab.base import PrivlabError
+from privlab.base import check_range
 from privlab.reassembly import ROUNDS, load_predictor, predictor_file
 from privlab.threat import Capability, FeatureObservation, Stolen
 
@@ -45,13 +45,8 @@ class BorderJigsaw:
     predictor: str = ""
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if `rounds` is negative.
-        """
-        if self.rounds < 0:
-            raise PrivlabError(f"rounds of border-jigsaw must be at least 0. Found {self.rounds}.")
+        """Raise PrivlabError if `rounds` is negative."""
+        check_range(self.rounds >= 0, "rounds of border-jigsaw", "at least 0", self.rounds)
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Invert the rows and put them together.

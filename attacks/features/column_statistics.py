@@ -9,7 +9,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from privlab.attacks.rows import effects, reassembled, undone
-from privlab.base import PrivlabError
+from privlab.base import check_range
 from privlab.threat import Capability, FeatureObservation, Stolen
 
 __all__ = ["ColumnStatistics"]
@@ -52,13 +52,8 @@ class ColumnStatistics:
     ridge: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if `ridge` is not positive.
-        """
-        if not self.ridge > 0:
-            raise PrivlabError(f"ridge of column-statistics must be positive. Found {self.ridge}.")
+        """Raise PrivlabError if `ridge` is not positive."""
+        check_range(self.ridge > 0, "ridge of column-statistics", "positive", self.ridge)
 
     def __call__(self, seen: FeatureObservation) -> Stolen:
         """Recover the columns, then the rows and the images."""

@@ -68,11 +68,7 @@ class RowAlignment:
     rounds: int = ROUNDS
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if a number is out of range.
-        """
+        """Raise PrivlabError if a number is out of range."""
         if self.iterations < 1 or self.rounds < 0:
             raise PrivlabError(
                 "row-alignment needs iterations ≥ 1 and rounds ≥ 0. "

@@ -160,11 +160,7 @@ class PatchGradientAdaptive:
     epsilon: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if a number is out of range.
-        """
+        """Raise PrivlabError if a number is out of range."""
         if self.rounds < 0 or self.steps < 1 or not self.epsilon > 0:
             raise PrivlabError(
                 "patch-gradient-adaptive takes rounds ≥ 0, steps ≥ 1 and epsilon > 0. "

@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 
 from privlab.attacks.weights.weight_matching import WeightMatching, WeightObservation, recovered_fraction
-from privlab.base import unknown_name, write_whole
+from privlab.base import check_name, write_whole
 from privlab.experiments.studies.data import Images, check_folder, fresh_head, load_split, loss_of, mirrored
 from privlab.keys import ModelKey, ModelShape, apply_key, new_key
 from privlab.patches import permute_features, restore_features
@@ -58,14 +58,9 @@ class FinetuneStudy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the manners and the folder.
-
-        Raises:
-            PrivlabError: for an unknown manner, or a folder without `train` and `test`.
-        """
+        """Raise PrivlabError for an unknown manner, or a folder without `train` and `test`."""
         for manner in self.manners:
-            if manner not in MANNERS:
-                raise unknown_name("manner", manner, MANNERS)
+            check_name("manner", manner, MANNERS)
         check_folder(self.images)
 
 

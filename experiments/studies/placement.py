@@ -13,7 +13,15 @@ from jaxtyping import Float
 from scipy.stats import bootstrap
 from torch import Tensor
 
-from privlab.base import PrivlabError, configured, draw_for, read_options, unknown_name, versions, write_whole
+from privlab.base import (
+    PrivlabError,
+    check_name,
+    configured,
+    draw_for,
+    read_options,
+    versions,
+    write_whole,
+)
 from privlab.images import Chunk, Preprocessing, batches, open_images
 from privlab.metrics import adjacent_share, placed_share
 from privlab.patches import jigsaw, patchify
@@ -59,8 +67,7 @@ class PlacementStudy:
     def __post_init__(self) -> None:
         """Check the names and numbers."""
         for name in self.solvers:
-            if name not in REASSEMBLIES:
-                raise unknown_name("re-assembly", name, REASSEMBLIES)
+            check_name("re-assembly", name, REASSEMBLIES)
         read_options(self.options, [REASSEMBLIES[name] for name in self.solvers])
         if self.patch < 3 or self.img_size < 2 * self.patch or self.img_size % self.patch:
             raise PrivlabError(

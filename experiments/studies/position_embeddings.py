@@ -74,11 +74,7 @@ class PositionStudy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check that the weights go with the models.
-
-        Raises:
-            PrivlabError: if they do not.
-        """
+        """Raise PrivlabError if the weights do not go with the models."""
         if len(self.weights) not in (1, len(self.models)):
             raise PrivlabError(
                 f"--weights takes one for all of the {len(self.models)} models, or one for each. "

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from torch import Generator, Tensor
 
-from privlab.base import unknown_name
+from privlab.base import check_name
 from privlab.evaluation import Specification, defense_of
 from privlab.experiments.studies.data import (
     Images,
@@ -91,14 +91,9 @@ class Study:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the methods and the folder.
-
-        Raises:
-            PrivlabError: for an unknown method, or a folder without `train` and `test`.
-        """
+        """Raise PrivlabError for an unknown method, or a folder without `train` and `test`."""
         for method in self.methods:
-            if method not in METHODS:
-                raise unknown_name("method", method, METHODS)
+            check_name("method", method, METHODS)
         check_folder(self.images)
 
     def specification(self, method: str, weights: str) -> Specification:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name
 
 __all__ = ["BACKBONES", "Backbone", "LpipsUnavailable", "find_backbone", "load_features", "read_features"]
 
@@ -54,8 +54,7 @@ def find_backbone(net: str, weights: Path | None = None, *, download: bool = Tru
         PrivlabError: if there is no network of that name.
         LpipsUnavailable: if the file is in none of these places; the message names them.
     """
-    if net not in BACKBONES:
-        raise unknown_name("LPIPS network", net, BACKBONES)
+    check_name("LPIPS network", net, BACKBONES)
     if weights is None:
         return _from_torchvision(net, download)
     path = _in_folder(weights, BACKBONES[net].prefix) if weights.is_dir() else weights

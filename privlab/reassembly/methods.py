@@ -16,7 +16,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_range
 from privlab.patches import patchify
 from privlab.reassembly.border_costs import border_costs
 from privlab.reassembly.predictors import PositionPredictor, load_predictor, predictor_file
@@ -71,13 +71,8 @@ class Borders:
     rounds: int = ROUNDS
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if `rounds` is negative.
-        """
-        if self.rounds < 0:
-            raise PrivlabError(f"rounds of re-assembly must be at least 0. Found {self.rounds}.")
+        """Raise PrivlabError if `rounds` is negative."""
+        check_range(self.rounds >= 0, "rounds of re-assembly", "at least 0", self.rounds)
 
     def __call__(
         self, patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], known: Bool[Tensor, "b n"]

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_range
 
 __all__ = ["certain_counts", "labels_of", "likely_labels"]
 
@@ -25,8 +25,7 @@ def certain_counts(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> 
     Raises:
         PrivlabError: if the batch size is below 1, or the gradient is not finite.
     """
-    if batch_size < 1:
-        raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
+    check_range(batch_size >= 1, "batch_size", "a positive number", batch_size)
     if not head_bias_gradient.isfinite().all():
         raise PrivlabError("The gradient of the head's bias must be finite. Found NaN or infinity.")
     least = -head_bias_gradient.double() * (1 - _BFLOAT16) - _ROUNDING * batch_size

@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib.figure
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name
 from privlab.grids import FIGURES, KNOWN, Figure
 from privlab.report.figures.claim import draw_claim
 from privlab.report.figures.curve import draw_curve
@@ -36,10 +36,8 @@ def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
         PrivlabError: if the kind or the metric is unknown, or the results lack what the figure shows: a numeric option
             on x, values of the metric, a paper's figures, or images.
     """
-    if figure.kind not in FIGURES:
-        raise unknown_name("figure", figure.kind, FIGURES)
-    if figure.y not in KNOWN:
-        raise unknown_name("metric", figure.y, KNOWN)
+    check_name("figure", figure.kind, FIGURES)
+    check_name("metric", figure.y, KNOWN)
     with styled():
         return _DRAW[figure.kind](results, figure)
 
@@ -75,8 +73,7 @@ def write_figures(results: Results, out: Path, formats: Sequence[str] = ("pdf", 
 
 def _check(figures: Sequence[Figure], formats: Sequence[str]) -> None:
     for kind in formats:
-        if kind not in _NO_DATE:
-            raise unknown_name("format of figures", kind, _NO_DATE)
+        check_name("format of figures", kind, _NO_DATE)
     names = [figure.name for figure in figures]
     for name in names:
         if names.count(name) > 1:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_range
 from privlab.reassembly import DropPosNetwork, tiles
 from privlab.training.objectives.mp3 import some_of
 from privlab.victims import VictimModel
@@ -56,15 +56,11 @@ class TrainDropPos:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not 0 <= self.gamma < 1:
-            raise PrivlabError(f"gamma (γ) of droppos must be in [0, 1). Found {self.gamma}.")
-        if not 0 < self.gamma_pos <= 1:
-            raise PrivlabError(f"gamma_pos (γ_pos) must be in (0, 1]. Found {self.gamma_pos}.")
+        check_range(0 <= self.gamma < 1, "gamma (γ) of droppos", "in [0, 1)", self.gamma)
+        check_range(0 < self.gamma_pos <= 1, "gamma_pos (γ_pos)", "in (0, 1]", self.gamma_pos)
         for key in ("sigma", "sigma_end"):
-            if not 0 <= getattr(self, key) < math.inf:
-                raise PrivlabError(f"{key} (σ) must be at least 0 and finite. Found {getattr(self, key)}.")
-        if not self.temperature > 0:
-            raise PrivlabError(f"temperature (τ) must be positive. Found {self.temperature}.")
+            check_range(0 <= (value := getattr(self, key)) < math.inf, f"{key} (σ)", "at least 0 and finite", value)
+        check_range(self.temperature > 0, "temperature (τ)", "positive", self.temperature)
 
     @property
     def labelled(self) -> bool:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabError
+from privlab.base import check_range
 from privlab.reassembly import Mp3Network, tiles
 from privlab.training.objectives.base import set_drop_path
 from privlab.victims import VictimModel
@@ -40,8 +40,7 @@ class TrainMp3:
     def __post_init__(self) -> None:
         """Check the options."""
         for key, sign in (("eta", " (η)"), ("drop_path", "")):
-            if not 0 <= getattr(self, key) < 1:
-                raise PrivlabError(f"{key}{sign} must be in [0, 1). Found {getattr(self, key)}.")
+            check_range(0 <= (value := getattr(self, key)) < 1, f"{key}{sign}", "in [0, 1)", value)
 
     @property
     def labelled(self) -> bool:
