@@ -18,4 +18,3 @@ from .predictors import sincos as sincos
 from .predictors import tiles as tiles
 from .solver import ROUNDS as ROUNDS
 from .solver import assemble as assemble
-from .solver import solve_jigsaw as solve_jigsaw

@@ -11,9 +11,8 @@ from scipy.sparse.csgraph import connected_components
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
-from privlab.reassembly.border_costs import FLOOR, border_costs
 
-__all__ = ["ROUNDS", "assemble", "solve_jigsaw"]
+__all__ = ["ROUNDS", "assemble"]
 
 DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))
 """Right, left, down, up; direction d ^ 1 is the opposite of d."""
@@ -26,32 +25,6 @@ LEAST = 1e-6
 
 Orders = Int[np.ndarray, " slots"]
 """The piece in each slot, −1 for an empty slot."""
-
-
-def solve_jigsaw(
-    patches: Float[Tensor, "n c p p"],
-    grid: tuple[int, int],
-    anchors: Bool[Tensor, " k"] | None = None,
-    *,
-    floor: float = FLOOR,
-    rounds: int = ROUNDS,
-    seed: int = 0,
-) -> Int[Tensor, " n"]:
-    """Return the order that re-assembles an image from its patches by their border costs: slot s holds `order[s]`.
-
-    Args:
-        patches: patches in [0, 1], p ≥ 3, in the slots in which they are given.
-        grid: (h, w), the patches in a column and in a row, with h · w = n.
-        anchors: marks, of all n, each patch i that is known to belong in slot i.
-        floor: variance of a pixel's error, > 0, as in `border_cost`.
-        rounds: rounds of re-growth after the first, as in `assemble`.
-        seed: seed of the random choices of these rounds.
-
-    Raises:
-        PrivlabError: if grid or anchors do not fit the patches, patches have sides below 3 pixels, a pixel is not
-            finite, or `floor` is not positive.
-    """
-    return assemble(border_costs(patches, floor=floor), grid, anchors, rounds=rounds, seed=seed)
 
 
 def assemble(
