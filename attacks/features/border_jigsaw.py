@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from privlab.attacks.rows import by_borders, warn_of_moves
+from privlab.attacks.rows import WHITE_BOX, by_borders, warn_of_moves
 from privlab.base import check_range
 from privlab.reassembly import ROUNDS, load_predictor, predictor_file
 from privlab.threat import Capability, FeatureObservation, Stolen
@@ -31,15 +31,7 @@ class BorderJigsaw:
     name: ClassVar[str] = "border-jigsaw"
     paper: ClassVar[str] = "ours; after Gallagher (2012), Paikin and Tal (2015)"
     knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.RELEASED_FEATURES,
-            Capability.KNOWS_WEIGHTS,
-            Capability.AUXILIARY_IMAGES,
-            Capability.OWN_ROWS,
-            Capability.KNOWS_DEFENSE,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.OWN_ROWS}
 
     rounds: int = ROUNDS
     predictor: str = ""

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.attacks.rows import effects, reassembled, undone
+from privlab.attacks.rows import WHITE_BOX, effects, reassembled, undone
 from privlab.base import check_range
 from privlab.threat import Capability, FeatureObservation, Stolen
 
@@ -40,14 +40,7 @@ class ColumnStatistics:
     name: ClassVar[str] = "column-statistics"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 5"
     knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation", "gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.RELEASED_FEATURES,
-            Capability.KNOWS_WEIGHTS,
-            Capability.AUXILIARY_IMAGES,
-            Capability.KNOWS_DEFENSE,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX
 
     ridge: float = 0.1
 

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from privlab.attacks.rows import (
+    WHITE_BOX,
     effects,
     inverted,
     known_tokens,
@@ -54,15 +55,7 @@ class RowAlignment:
     name: ClassVar[str] = "row-alignment"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 2"
     knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.RELEASED_FEATURES,
-            Capability.KNOWS_WEIGHTS,
-            Capability.AUXILIARY_IMAGES,
-            Capability.OWN_ROWS,
-            Capability.KNOWS_DEFENSE,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.OWN_ROWS}
 
     iterations: int = 20
     rounds: int = ROUNDS

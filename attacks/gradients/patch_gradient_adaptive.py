@@ -145,14 +145,10 @@ class PatchGradientAdaptive:
         {"mjp", "gradient-noise", "gradient-pruning", "gradient-quantisation", "gradient-sign"}
     )
     undefended: ClassVar[str] = "patch-gradient"
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.LEARNABLE_PE_GRADIENT,
-            Capability.BATCH_SIZE_ONE,
-            Capability.KNOWS_DEFENSE,
-            Capability.GRADIENT_DEFENSE,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = MjpSubspace.requires | {
+        Capability.KNOWS_DEFENSE,
+        Capability.GRADIENT_DEFENSE,
+    }
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
 
     rounds: int = 6
