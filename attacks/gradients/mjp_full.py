@@ -68,10 +68,9 @@ class MjpFull(TokenSearch):
     name: ClassVar[str] = "mjp-full"
     paper: ClassVar[str] = "ours, against MJP (Ren et al. 2023), Algorithm 2"
     knows: ClassVar[frozenset[str]] = frozenset({"mjp"})
-    requires: ClassVar[frozenset[Capability]] = MjpSubspace.requires | {
-        Capability.KNOWS_WEIGHTS,
-        Capability.PLAIN_BLOCK,
-    }
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE, Capability.KNOWS_WEIGHTS, Capability.PLAIN_BLOCK}
+    )
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight", FC1, FC2, QKV, PROJ)
     places: ClassVar[bool] = True  # its loose patches are put in order: there is nothing left to re-assemble
 
