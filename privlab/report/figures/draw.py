@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib.figure
 
@@ -11,6 +10,7 @@ from privlab.grids import FIGURES, KNOWN, Figure
 from privlab.report.figures.claim import draw_claim
 from privlab.report.figures.curve import draw_curve
 from privlab.report.figures.distribution import draw_distribution
+from privlab.report.figures.gamma import KINDS, write_figure
 from privlab.report.figures.sheet import draw_sheet
 from privlab.report.figures.style import styled
 from privlab.report.figures.trade_off import draw_trade_off
@@ -25,8 +25,6 @@ _DRAW: Mapping[str, Callable[[Results, Figure], matplotlib.figure.Figure]] = {
     "sheet": draw_sheet,
     "claim": draw_claim,
 }
-_NO_DATE: Mapping[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
-"""The formats, each with metadata that keep the time out of the file, so that the same records give the same bytes."""
 
 
 def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
@@ -60,20 +58,14 @@ def write_figures(results: Results, out: Path, formats: Sequence[str] = ("pdf", 
     for figure in results.figures:
         picture = draw(results, figure)
         for kind in formats:
-            path = out / f"{figure.name}.{kind}"
-            try:
-                out.mkdir(parents=True, exist_ok=True)
-                with styled():
-                    picture.savefig(path, format=kind, metadata=_NO_DATE[kind])
-            except OSError as error:
-                raise PrivlabError(f"Cannot write the figure '{path}': {error.strerror or error}.") from None
-            written.append(path)
+            written.append(out / f"{figure.name}.{kind}")
+            write_figure(picture, written[-1])
     return written
 
 
 def _check(figures: Sequence[Figure], formats: Sequence[str]) -> None:
     for kind in formats:
-        check_name("format of figures", kind, _NO_DATE)
+        check_name("format of figures", kind, KINDS)
     names = [figure.name for figure in figures]
     for name in names:
         if names.count(name) > 1:
