@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from privlab.base import PrivlabError, check_name
+from privlab.base import PrivlabError, check_name, first
 
 __all__ = ["BACKBONES", "Backbone", "LpipsUnavailable", "find_backbone", "load_features", "read_features"]
 
@@ -95,7 +95,7 @@ def load_features(trunk: torch.nn.Module, features: Mapping[str, Tensor], path: 
         "mis-shaped": {name for name in own.keys() & features.keys() if features[name].shape != shape[name]},
     }
     if any(wrong.values()):
-        found = "; ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names)
+        found = "; ".join(f"{kind} {first(sorted(names))}" for kind, names in wrong.items() if names)
         raise PrivlabError(f"{path} does not fit this LPIPS network. Found: {found}.")
     trunk.load_state_dict({own[name]: tensor for name, tensor in features.items()})
 
@@ -133,8 +133,3 @@ def _download(url: str, path: Path) -> str:
     except (OSError, RuntimeError) as error:  # RuntimeError: the content has another hash
         return f"failed ({error})"
     return ""
-
-
-def _listed(names: set[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(sorted(names)[:most]) + more

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_range
 
-__all__ = ["certain_counts", "labels_of", "likely_labels"]
+__all__ = ["certain_counts", "labels_of", "likely_labels", "listed"]
 
 _ROUNDING = 1e-3
 """How far −h_c may lie above a whole number, for each image."""
@@ -45,7 +45,7 @@ def labels_of(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[
     if batch_size == 1:
         least = int(head_bias_gradient.argmin())
         return [least] if head_bias_gradient[least] < 0 else None
-    return _listed(counts) if int(counts.sum()) == batch_size else None
+    return listed(counts) if int(counts.sum()) == batch_size else None
 
 
 def likely_labels(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[int]:
@@ -65,8 +65,9 @@ def likely_labels(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> l
         c = int(explained.argmin() if step > 0 else explained.masked_fill(counts == 0, -torch.inf).argmax())
         counts[c] += step
         explained[c] += step
-    return _listed(counts)
+    return listed(counts)
 
 
-def _listed(counts: Int[Tensor, " y"]) -> list[int]:
+def listed(counts: Int[Tensor, " y"]) -> list[int]:
+    """Return each class as often as it counts, in ascending order."""
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts).tolist()

@@ -310,7 +310,8 @@ def _written(
         "augmentation": asdict(lesson.augmentation),
         "plan": asdict(plan),
         "start": {"weights": pupil.weights.origin, "sha256": pupil.weights.sha256, "notes": list(notes)},
-        "data": {"source": Path(course.data).name, "split": course.split} | _of_data(lesson.data),
+        "data": {"source": Path(course.data).name, "split": course.split}
+        | {"pictures": len(lesson.data), "sha256": lesson.data.identity},
         "skipped": list(lesson.data.skipped),
         "course": _of_course(course),
         "command": command,
@@ -338,10 +339,6 @@ def _written(
 def _plain(options: dict[str, Any]) -> dict[str, Any]:
     """Return options as JSON holds them, which has no infinity."""
     return {name: str(each) if isinstance(each, float) and math.isinf(each) else each for name, each in options.items()}
-
-
-def _of_data(data: Examples) -> dict[str, Any]:
-    return {"pictures": len(data), "sha256": data.identity}
 
 
 def _judged(

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 import privlab
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, first
 from privlab.evaluation import CONTROL
 from privlab.images import one_line
 from privlab.report.page.data import Images, case_names, page_data, scores_of
@@ -170,8 +170,7 @@ def _tables(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _distinct(values: pd.Series) -> str:
-    found = [str(value) for value in values.dropna().unique()]
-    return ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
+    return first(map(str, values.dropna().unique()), 12)
 
 
 def _pairs(facts: object) -> list[tuple[str, str]]:

@@ -31,6 +31,7 @@ class Classify:
 
     name: ClassVar[str] = "classify"
     paper: ClassVar[str] = "DeiT (Touvron et al. 2021)"
+    labelled: ClassVar[bool] = True
 
     smoothing: float = 0.1
     mixup: float = 0.0
@@ -41,11 +42,6 @@ class Classify:
         check_range(0 <= self.smoothing < 1, "smoothing", "in [0, 1)", self.smoothing)
         for key in ("mixup", "cutmix"):
             check_range((value := getattr(self, key)) >= 0, key, "at least 0", value)
-
-    @property
-    def labelled(self) -> bool:
-        """Return whether it needs labels."""
-        return True
 
     def module(self, model: Any) -> nn.Module:  # noqa: ANN401  # a `Classifier`, or what a kind of it takes
         """Return the victim alone."""
