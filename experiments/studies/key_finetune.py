@@ -21,7 +21,7 @@ from torch import Generator, Tensor
 
 from privlab.attacks.weights.weight_matching import WeightMatching, WeightObservation, recovered_fraction
 from privlab.base import check_name, write_whole
-from privlab.experiments.studies.data import Images, check_folder, fresh_head, load_split, loss_of, mirrored
+from privlab.experiments.studies.data import FineTuning, Images, check_folder, fresh_head, load_split, loss_of
 from privlab.keys import ModelKey, ModelShape, apply_key, new_key
 from privlab.patches import permute_features, restore_features
 from privlab.training import Compute, Plan, Progress, train
@@ -65,19 +65,10 @@ class FinetuneStudy:
 
 
 @dataclass(frozen=True, eq=False)
-class _Keyed:
+class _Keyed(FineTuning):
     """A recipe that fine-tunes a model; `columns` permutes its features before the backbone, and is undone after it."""
 
-    model: VictimModel
-    identity: str
-    images: Images
     columns: Int[Tensor, " d"] | None
-
-    def __len__(self) -> int:
-        return len(self.images.pixels)
-
-    def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
-        return mirrored(self.images.pixels[rows], draw), self.images.labels[rows]
 
     def loss(self, model: Any, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:  # noqa: ANN401
         images, labels = batch

@@ -1,6 +1,5 @@
 """`privlab study placement`: how many shuffled patches each re-assembly puts back, given exact patches."""
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from privlab.base import (
     versions,
     write_whole,
 )
+from privlab.experiments.studies.data import write_facts
 from privlab.images import Chunk, Preprocessing, batches, open_images
 from privlab.metrics import adjacent_share, placed_share
 from privlab.patches import jigsaw, patchify
@@ -123,8 +123,7 @@ def study(plan: PlacementStudy, out: Path, *, say: Say = print) -> dict[str, Any
         "placed": _means(records, plan.seed),
         "versions": versions(),
     }
-    text = json.dumps(facts, indent=1, ensure_ascii=False)
-    write_whole(out / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
+    write_facts(out / FACTS, facts)
     return facts
 
 
