@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from privlab.base import PrivlabError
 from privlab.patches import patchify, unpatchify
-from privlab.threat import Rows
+from privlab.threat import RowOrder
 from privlab.victims import VictimModel
 
 __all__ = [
@@ -28,16 +28,16 @@ __all__ = [
     "ConvDecoder",
     "Decoder",
     "MaeDecoder",
-    "Release",
+    "OwnRelease",
     "SetDecoder",
     "Shape",
     "TokenDecoder",
 ]
 
-HEAD = 32
+HEAD_WIDTH = 32
 """Width of an attention head."""
 
-FINE = 16
+PIXEL_CHANNELS = 16
 """Channels of a convolution on pixels, and channels in a group of its norm."""
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -69,7 +69,7 @@ class Shape:
 
 
 @dataclass(frozen=True, eq=False)
-class Release:
+class OwnRelease:
     """Features that an adversary made itself, and what it knows of them.
 
     `source` is that of `Sent`; `images` are the images before the defense; `fed` are the same images with each patch in
@@ -114,24 +114,24 @@ class Decoder(nn.Module):
     """What all decoders share: their shape, the whitening at their input, and the loss of an image.
 
     Raises:
-        PrivlabError: if `width` is not a multiple of `HEAD`.
+        PrivlabError: if `width` is not a multiple of `HEAD_WIDTH`.
     """
 
     def __init__(self, shape: Shape, width: int) -> None:
         super().__init__()
-        if width < HEAD or width % HEAD:
-            raise PrivlabError(f"The width of a decoder must be a multiple of {HEAD}. Found {width}.")
+        if width < HEAD_WIDTH or width % HEAD_WIDTH:
+            raise PrivlabError(f"The width of a decoder must be a multiple of {HEAD_WIDTH}. Found {width}.")
         self.shape = shape
         self.whiten = Whitening(shape.width)
 
-    def objective(self, call: Callable[..., Any], seen: Release) -> Tensor:
+    def objective(self, call: Callable[..., Any], seen: OwnRelease) -> Tensor:
         """Return the loss of `call`, which is this decoder's forward pass: the mean squared error of the images."""
         return F.mse_loss(call(seen.features), seen.images)
 
     def reconstruct(
-        self, features: Float[Tensor, "b t d"], order: Rows
+        self, features: Float[Tensor, "b t d"], order: RowOrder
     ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"] | None]:
-        """Return images in [0, 1], and the row of each slot (as in `Stolen`), None for a decoder that assigns no rows.
+        """Return images in [0, 1], and the row of each slot as `Reconstruction` has it, None if no rows are assigned.
 
         `order` says what the defense does to the places of rows.
         """
@@ -177,9 +177,9 @@ class ConvDecoder(Decoder):
         self.layers = nn.Sequential(
             nn.Conv2d(shape.width, width, 1),
             *(_Residual(width) for _ in range(depth)),
-            nn.ConvTranspose2d(width, FINE, shape.patch, shape.patch),
-            _Residual(FINE),
-            _silent(nn.Conv2d(FINE, 3, 3, padding=1)),
+            nn.ConvTranspose2d(width, PIXEL_CHANNELS, shape.patch, shape.patch),
+            _Residual(PIXEL_CHANNELS),
+            _silent(nn.Conv2d(PIXEL_CHANNELS, 3, 3, padding=1)),
         )
 
     def forward(self, features: Float[Tensor, "b t d"]) -> Float[Tensor, "b c h w"]:
@@ -240,7 +240,7 @@ class TokenDecoder(Decoder):
         rows = self.whiten(features)
         return self.outwards(self.layers(self.inwards(rows) + self.slots(slots))), self.place(rows)
 
-    def objective(self, call: Callable[..., Any], seen: Release) -> Tensor:
+    def objective(self, call: Callable[..., Any], seen: OwnRelease) -> Tensor:
         """Return the mean squared error of the patches, given their slots, and the cross-entropy of the slots."""
         t, prefix = seen.source.shape[1], self.shape.prefix
         image, slot = seen.source // t, seen.source % t
@@ -250,7 +250,7 @@ class TokenDecoder(Decoder):
         return F.mse_loss(patches[of_patch], wanted[of_patch]) + F.cross_entropy(scores.flatten(0, 1), slot.flatten())
 
     def reconstruct(
-        self, features: Float[Tensor, "b t d"], order: Rows
+        self, features: Float[Tensor, "b t d"], order: RowOrder
     ) -> tuple[Float[Tensor, "b c h w"], Int[Tensor, "b n"]]:
         """Return images in [0, 1] and the row of each slot: by the best assignment, or by place if order is kept."""
         b, t, _ = features.shape
@@ -278,7 +278,7 @@ class _Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.GroupNorm(width // FINE, width),
+            nn.GroupNorm(width // PIXEL_CHANNELS, width),
             nn.Conv2d(width, width, 3, padding=1),
             nn.GELU(),
             nn.Conv2d(width, width, 3, padding=1),
@@ -305,7 +305,7 @@ class _Look(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.of_slots, self.of_bag = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, width // HEAD, batch_first=True)
+        self.attention = nn.MultiheadAttention(width, width // HEAD_WIDTH, batch_first=True)
 
     def forward(self, slots: Float[Tensor, "b n e"], bag: Float[Tensor, "b t e"]) -> Float[Tensor, "b n e"]:
         bag = self.of_bag(bag)
@@ -313,7 +313,7 @@ class _Look(nn.Module):
 
 
 def _blocks(width: int, depth: int) -> nn.Sequential:
-    return nn.Sequential(*(Block(width, width // HEAD, qkv_bias=True) for _ in range(depth)))
+    return nn.Sequential(*(Block(width, width // HEAD_WIDTH, qkv_bias=True) for _ in range(depth)))
 
 
 def _to_pixels(shape: Shape, width: int) -> nn.Linear:

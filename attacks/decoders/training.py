@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Generator, Tensor, nn
 
-from privlab.attacks.decoders.networks import DECODERS, Decoder, Release, Shape
+from privlab.attacks.decoders.networks import DECODERS, Decoder, OwnRelease, Shape
 from privlab.base import PrivlabError, PrivlabWarning, check_name, draw_for, full_precision, write_whole
 from privlab.patches import permute
 from privlab.release import send
@@ -27,8 +27,8 @@ from privlab.victims import VictimModel, cache_folder, hash_of
 __all__ = ["DecoderSpec", "decoder_for", "decoder_key", "released", "train_decoder"]
 
 FORMAT = "privlab-decoder/1"
-FEW = 200
-"""Fewer public images than this make a poor decoder."""
+LEAST_IMAGES = 200
+"""Number of public images below which a decoder is poor."""
 
 Parts = Sequence[Defense | FeatureDefense | GradientDefense]
 
@@ -59,7 +59,7 @@ class DecoderSpec:
         check_name("decoder", self.kind, DECODERS)
 
 
-def released(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"], draw: Generator) -> Release:
+def released(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"], draw: Generator) -> OwnRelease:
     """Return what a client with this defense would send of these images, with keys and noise drawn from `draw`.
 
     Args:
@@ -74,7 +74,9 @@ def released(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"
     draws = Draws(images=of_images, batch=batch, model=key)
     feed = stack.feed(images, model.patch, draws.images, len(images))
     sent = send(model, feed, stack, draws)
-    return Release(sent.features.float(), sent.source, images.float(), permute(images, feed.order, model.patch).float())
+    return OwnRelease(
+        sent.features.float(), sent.source, images.float(), permute(images, feed.order, model.patch).float()
+    )
 
 
 class Inversion:
@@ -93,7 +95,7 @@ class Inversion:
         return len(self.public)
 
     def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return a new release of some public images: its features, source, images and fed images (see `Release`)."""
+        """Return a new release of some public images: features, source, images and fed images (see `OwnRelease`)."""
         images = self.public[rows.to(self.public.device)].to(self.victim.mean)
         if self.spec.augment:
             mirrored = (torch.rand(len(images), 1, 1, 1, generator=draw) < 0.5).to(images.device)
@@ -107,10 +109,10 @@ class Inversion:
 
         Args:
             model: the decoder, or what Fabric wraps around it; it makes the forward pass.
-            batch: the parts of a `Release` in their order, as `batch` returns them.
+            batch: the parts of a `OwnRelease` in their order, as `batch` returns them.
             draw: not used, because the objective is not random.
         """
-        return self.model.objective(model, Release(*batch))
+        return self.model.objective(model, OwnRelease(*batch))
 
     def _rows(self) -> Float[Tensor, "m d"]:
         """Return the rows of some releases under several keys; the whitening takes its statistics from them."""
@@ -160,14 +162,14 @@ def decoder_for(
     Args:
         model: the victim, on whose device the decoder is put.
         defense: the defenses that the client uses, in their order.
-        public: images of the adversary, in [0, 1]; the decoder is poor with fewer than `FEW`.
+        public: images of the adversary, in [0, 1]; the decoder is poor with fewer than `LEAST_IMAGES`.
         spec: the kind and size of the decoder, and the plan of its training.
         progress: is called with the progress of a training; never, if the decoder is in the cache.
 
     Warns:
         PrivlabWarning: for few public images, and if the stored file is damaged or foreign, or cannot be written.
     """
-    if len(public) < FEW:
+    if len(public) < LEAST_IMAGES:
         _warn(f"A decoder trained on {len(public)} public images is poor: its low score is no evidence of privacy.")
     key = decoder_key(model, defense, public, spec)
     path = cache_folder("decoders") / f"{spec.kind}-{key[:32]}.safetensors"

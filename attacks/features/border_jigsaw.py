@@ -6,7 +6,7 @@ from typing import ClassVar
 from privlab.attacks.rows import WHITE_BOX, by_borders, warn_of_moves
 from privlab.base import check_range
 from privlab.reassembly import ROUNDS, load_predictor, predictor_file
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["BorderJigsaw"]
 
@@ -40,7 +40,7 @@ class BorderJigsaw:
         """Raise PrivlabError if `rounds` is negative."""
         check_range(self.rounds >= 0, "rounds of border-jigsaw", "at least 0", self.rounds)
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Invert the rows and put them together.
 
         Raises:

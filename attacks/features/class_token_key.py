@@ -9,7 +9,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, reassembled, undone
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["ClassTokenKey"]
 
@@ -35,7 +35,7 @@ class ClassTokenKey:
     knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.CLASS_TOKEN}
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Recover the columns, then the rows and the images."""
         prefix, _ = known_tokens(seen.model)
         return reassembled(seen, _columns(_prefix_rows(undone(seen).double(), prefix, seen), prefix))

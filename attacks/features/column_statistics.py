@@ -10,12 +10,12 @@ from torch import Tensor
 
 from privlab.attacks.rows import WHITE_BOX, effects, reassembled, undone
 from privlab.base import check_range
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["ColumnStatistics"]
 
-LEAST = 1e-9
-"""A smaller change of the log-likelihood per row is rounding."""
+LEAST_CHANGE = 1e-9
+"""Change of the log-likelihood per row, in nats, below which an exchange is rounding."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ColumnStatistics:
         """Raise PrivlabError if `ridge` is not positive."""
         check_range(self.ridge > 0, "ridge of column-statistics", "positive", self.ridge)
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Recover the columns, then the rows and the images."""
         rows = undone(seen).double().flatten(0, 1)
         public = seen.model.embed(seen.public.to(seen.model.mean)).detach().double().flatten(0, 1)
@@ -106,7 +106,7 @@ def _by_swaps(A: Tensor, v: Tensor, R: Tensor, m: Tensor, places: Int[Tensor, " 
         others = C + C.mT - c - c[:, None] - (a[:, None] - A) * (B - b[:, None]) - (A - a) * (b - B)
         change = (a[:, None] - a) * (b - b[:, None]) + 2 * others - 2 * (v[:, None] - v) * (m - m[:, None])
         i, j = divmod(int(change.argmin()), len(p))
-        if change[i, j] > -LEAST:
+        if change[i, j] > -LEAST_CHANGE:
             return p
         pair, back = [i, j], [j, i]
         p[pair], m[pair] = p[back], m[back]

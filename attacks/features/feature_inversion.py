@@ -13,7 +13,7 @@ from privlab.attacks.solvers import invert_rows
 from privlab.attacks.solvers.embedding_inverse import PRIORS
 from privlab.base import check_name, check_range
 from privlab.patches import patchify, unpatchify
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["FeatureOptimisation", "LeastSquares"]
 
@@ -45,10 +45,10 @@ class LeastSquares:
         """Raise PrivlabError if the prior is unknown."""
         check_name("prior", self.prior, PRIORS)
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
         warn_of_moves(self.name, seen)
-        return Stolen(seen.model.to_images(_patches(seen, self.prior)), _as_sent(seen))
+        return Reconstruction(seen.model.to_images(_patches(seen, self.prior)), _as_sent(seen))
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class FeatureOptimisation:
             value = getattr(self, name)
             check_range(0 <= value < math.inf, f"{name} of {self.name}", "at least 0 and finite", value)
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
         model, prefix = seen.model, seen.model.vit.num_prefix_tokens
         warn_of_moves(self.name, seen)
@@ -96,7 +96,7 @@ class FeatureOptimisation:
             slope = _slope_of_misfit(images, W, wanted, model.patch) + weight * _slope_of_variation(images)
             u.grad = slope * images * (1 - images)
             adam.step()
-        return Stolen(u.sigmoid(), _as_sent(seen))
+        return Reconstruction(u.sigmoid(), _as_sent(seen))
 
 
 def _slope_of_misfit(

@@ -8,7 +8,7 @@ import torch
 from privlab.attacks.decoders import DecoderSpec, decoder_for
 from privlab.base import PrivlabError
 from privlab.release import effects_of
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 from privlab.training import Plan
 
 __all__ = ["InversionConv", "InversionMae", "InversionSet", "InversionToken"]
@@ -51,7 +51,7 @@ class _Inversion:
     augment: bool = True
     seed: int = 0
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded.
 
         Raises:
@@ -63,7 +63,7 @@ class _Inversion:
         order = effects_of(seen.model, seen.defense).rows
         with torch.no_grad():
             images, rows = decoder.reconstruct(seen.features.float(), order)
-        return Stolen(images.to(seen.model.mean.dtype), rows)
+        return Reconstruction(images.to(seen.model.mean.dtype), rows)
 
     @property
     def spec(self) -> DecoderSpec:

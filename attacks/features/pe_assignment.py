@@ -7,7 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from privlab.attacks.rows import WHITE_BOX, by_embeddings, known_tokens, placed, undone, warn_of_moves
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["PEAssignment"]
 
@@ -32,7 +32,7 @@ class PEAssignment:
     knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "batch-shuffle", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.POSITION_EMBEDDINGS}
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Place the rows and invert them."""
         warn_of_moves(self.name, seen, rows=True)
         return by_embeddings(seen)

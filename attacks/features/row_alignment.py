@@ -21,7 +21,7 @@ from privlab.attacks.rows import (
 )
 from privlab.base import PrivlabError
 from privlab.reassembly import ROUNDS, assemble
-from privlab.threat import Capability, FeatureObservation, Rows, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction, RowOrder
 
 __all__ = ["RowAlignment"]
 
@@ -68,7 +68,7 @@ class RowAlignment:
                 f"Found iterations {self.iterations} and rounds {self.rounds}."
             )
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Align the rows, put the slots in place and invert the rows."""
         model, kind, noise = seen.model, effects(seen).rows, effects(seen).noise_std
         warn_of_moves(self.name, seen, rows=True)
@@ -87,7 +87,7 @@ class RowAlignment:
             order = self._order(seen, Z, law, public, drift)
             rows, Z = rows[:, order], Z[:, order]
         pe = _posterior(Z.mean(0), public, law[1] / len(Z), drift)
-        return Stolen(model.to_images(inverted(model, Z + law[0] - pe, seen.public, noise)[0]), rows)
+        return Reconstruction(model.to_images(inverted(model, Z + law[0] - pe, seen.public, noise)[0]), rows)
 
     def _aligned(
         self, Z: Float[Tensor, "b n d"], covariance: Float[Tensor, "d d"], signatures: Float[Tensor, "n d"]
@@ -122,7 +122,7 @@ class RowAlignment:
         return assemble(costs, model.grid, places=places, rounds=self.rounds)
 
 
-def _check(features: Float[Tensor, "b t d"], kind: Rows) -> None:
+def _check(features: Float[Tensor, "b t d"], kind: RowOrder) -> None:
     if len(features) < 2:
         raise PrivlabError("row-alignment compares the images of a batch. Found one image: send two or more.")
     if kind == "mixed":
@@ -131,7 +131,7 @@ def _check(features: Float[Tensor, "b t d"], kind: Rows) -> None:
         )
 
 
-def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: Rows) -> Int[Tensor, "b n"]:
+def _patch_rows(features: Float[Tensor, "b t d"], p: int, kind: RowOrder) -> Int[Tensor, "b n"]:
     """Return the rows of the batch that differ between images, which those of class and register tokens do not."""
     b, t, _ = features.shape
     if kind == "own":

@@ -30,12 +30,12 @@ from privlab.attacks.solvers import (
 from privlab.base import PrivlabError, PrivlabWarning, check_name, draw_for
 from privlab.patches import patchify, unpatchify
 from privlab.release import released_gradients, released_parameters, told_labels
-from privlab.threat import Attack, Capability, Feed, GradientDefense, Observation, Stolen, check_capabilities
+from privlab.threat import Attack, Capability, Feed, GradientDefense, Observation, Reconstruction, check_capabilities
 from privlab.victims import VictimModel, hash_of
 
 __all__ = ["GradientMatching", "Match", "mismatch"]
 
-HEAD = "head.bias"
+HEAD_BIAS = "head.bias"
 """The parameter whose gradient reveals the labels."""
 
 OBJECTIVES = ("cosine", "l2", "likelihood")
@@ -48,11 +48,11 @@ STARTS: dict[str, type[Attack]] = {
 _EPSILON = 0.07
 """ε of the total variation, which makes it smooth at zero, as in `mjp-subspace`."""
 
-_APART = 0.1
+_RESTART_STD = 0.1
 """Standard deviation, in normalised pixels, of the noise by which restarts differ from their common start."""
 
-_AT_ONCE = 2**26
-"""The most entries of gradients that are held at once."""
+_MOST_ENTRIES = 2**26
+"""The most entries of gradients that are held in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class GradientMatching:
                 f"Found {self.steps}, {self.restarts}, {self.lr:g} and {self.tv:g}."
             )
 
-    def __call__(self, seen: Observation) -> Stolen:
+    def __call__(self, seen: Observation) -> Reconstruction:
         """Reconstruct the images that the clients fed.
 
         Raises:
@@ -130,7 +130,7 @@ class GradientMatching:
         rows = torch.arange(len(winner), device=winner.device)
         chosen = best.unflatten(0, (self.restarts, -1))[winner, rows]
         images = seen.model.to_images(match.patches(chosen, rows).flatten(0, 1))
-        return Stolen(images, loose=match.masked)
+        return Reconstruction(images, loose=match.masked)
 
     def _points(self, match: "Match", seen: Observation, restart: int) -> Float[Tensor, "r q"]:
         """Return where the search of each release starts."""
@@ -143,11 +143,11 @@ class GradientMatching:
         elif start == "grey":
             images = mean.new_full((count, *shape), 0.5)
         else:
-            images = Stolen.of(STARTS[start]()(seen)).images.to(mean)
+            images = Reconstruction.of(STARTS[start]()(seen)).images.to(mean)
         X = patchify(seen.model.normalise(images), seen.model.patch).unflatten(0, (-1, match.B))
         if restart and start != "noise":
             noise = [torch.randn(X.shape[1:], generator=draw, dtype=X.dtype) for draw in draws]
-            X = X + _APART * torch.stack(noise).to(X)
+            X = X + _RESTART_STD * torch.stack(noise).to(X)
         return match.coordinates(X)
 
     def _start(self, match: "Match", seen: Observation) -> str:
@@ -254,7 +254,9 @@ class Match:
         """Return the objective and its gradient at the points of candidates with these numbers, a few at a time."""
         size = self.B * sum(parameter.numel() for parameter in self.model.parameters())
         values, slopes = [], []
-        for some, of_some in zip(*(each.split(max(1, _AT_ONCE // size)) for each in (points, numbers)), strict=True):
+        for some, of_some in zip(
+            *(each.split(max(1, _MOST_ENTRIES // size)) for each in (points, numbers)), strict=True
+        ):
             with torch.enable_grad():
                 x = some.detach().requires_grad_()
                 value = self._value(x, of_some % len(self.norm))
@@ -319,10 +321,12 @@ def _identity(seen: Observation, attack: GradientMatching) -> tuple[str, ...]:
 
 def _labels(head: nn.Module, G: Mapping[str, Float[Tensor, "r ..."]], B: int) -> Int[Tensor, " rB"]:
     """Return the labels of all images as the gradients reveal them; labels that they leave open are guessed."""
-    if HEAD not in G:
-        raise PrivlabError(f"gradient-matching needs the labels, and no gradient of {HEAD} is released to tell them.")
-    told = [told_labels(head, {name: g[i] for name, g in G.items()}, B) for i in range(len(G[HEAD]))]
-    return torch.tensor([each.labels for each in told if each], device=G[HEAD].device).flatten()
+    if HEAD_BIAS not in G:
+        raise PrivlabError(
+            f"gradient-matching needs the labels, and no gradient of {HEAD_BIAS} is released to tell them."
+        )
+    told = [told_labels(head, {name: g[i] for name, g in G.items()}, B) for i in range(len(G[HEAD_BIAS]))]
+    return torch.tensor([each.labels for each in told if each], device=G[HEAD_BIAS].device).flatten()
 
 
 def _masked(seen: Observation) -> Bool[Tensor, "rB n"] | None:

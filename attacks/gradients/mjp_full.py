@@ -25,7 +25,7 @@ from privlab.attacks.tokens import (
     patches_of_tokens,
     placed,
 )
-from privlab.threat import Capability, Observation, Stolen
+from privlab.threat import Capability, Observation, Reconstruction
 from privlab.victims import VictimModel
 
 __all__ = ["MjpFull"]
@@ -84,13 +84,13 @@ class MjpFull(TokenSearch):
             return f"N + |masked| + 1 = {n + masked + 1} ≥ D = {d}"
         return too_many(seen)
 
-    def __call__(self, seen: Observation) -> Stolen:
+    def __call__(self, seen: Observation) -> Reconstruction:
         """Reconstruct the private images, and return how many tokens were found."""
         model = seen.model
         A = slot_gradients(seen)
         found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
         if not found.masked.any():
-            return Stolen(model.to_images(found.known))
+            return Reconstruction(model.to_images(found.known))
         X = MjpSubspace().completed(found, seen).double()
         block = first_block(model)
         tokens, solved = zip(*(self._image(model, block, seen, found, X[i], i) for i in range(len(A))), strict=True)
@@ -106,7 +106,7 @@ class MjpFull(TokenSearch):
         if lost.any():
             smooth = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
             X = smooth.fill(X, found.Y, free=lost, inside=torch.ones_like(lost), steps=_STEPS)
-        return Stolen(model.to_images(X), loose=found.masked, **self.counts(tokens))
+        return Reconstruction(model.to_images(X), loose=found.masked, **self.counts(tokens))
 
     def _image(
         self,

@@ -23,14 +23,14 @@ from privlab.base import PrivlabError
 from privlab.threat import Capability, GradientDefense, Observation
 from privlab.victims import VictimModel
 
-__all__ = ["PatchGradientAdaptive", "Release", "masked_slots", "posterior"]
+__all__ = ["NoisyGradients", "PatchGradientAdaptive", "masked_slots", "posterior"]
 
-_FLOOR = 1e-4
+_LEAST_VARIANCE_RATIO = 1e-4
 """The least error variance of one of the two gradients, relative to that of the other."""
 
 
 @dataclass(frozen=True, eq=False)
-class Release:
+class NoisyGradients:
     """Ã = A + E₁ and G̃ = Aᵀ X + E₂, with the variances of the entries of E₁ (`pe`) and E₂ (`weight`).
 
     An entry is missing if it was released as zero but may be another number, of absolute value up to `edge`; `edge` is
@@ -45,7 +45,7 @@ class Release:
     edge_weight: Float[Tensor, "b d k"]
 
     @classmethod
-    def of(cls, seen: Observation) -> "Release":
+    def of(cls, seen: Observation) -> "NoisyGradients":
         """Return the release of an observation; the variances of several defenses add up."""
         height, width = seen.model.grid
         names = ("pos_embed", "patch_embed.proj.weight")
@@ -60,7 +60,7 @@ class Release:
         G, vG = G.flatten(2), vG.flatten(2)
         noise_pe, noise_weight = vA.mean((1, 2), keepdim=True), vG.mean((1, 2), keepdim=True)
         rounding = G.square().mean((1, 2), keepdim=True) * RTOL**2
-        least = torch.maximum(_FLOOR * torch.maximum(noise_pe, noise_weight), rounding)
+        least = torch.maximum(_LEAST_VARIANCE_RATIO * torch.maximum(noise_pe, noise_weight), rounding)
         least = least.clamp_min(torch.finfo(torch.float64).tiny)
         edges = (torch.where(t == 0, (3 * v).sqrt(), 0) for t, v in ((A, vA), (G, vG)))
         return cls(A, G, noise_pe.maximum(least), noise_weight.maximum(least), *edges)
@@ -80,7 +80,7 @@ class Release:
         """Return ρ = Var E₁ / Var E₂."""
         return self.noise_pe / self.noise_weight
 
-    def completed(self, X: Float[Tensor, "b n k"]) -> "Release":
+    def completed(self, X: Float[Tensor, "b n k"]) -> "NoisyGradients":
         """Return the release with its missing entries computed from A and X, clipped to their known bounds."""
         A = posterior(self.A, self.G, X, self.ratio)
         missing_A, missing_G = self.edge_pe > 0, self.edge_weight > 0
@@ -98,7 +98,7 @@ def masked_slots(seen: Observation) -> Bool[Tensor, "r n"]:
     """
     defended = any(isinstance(part, GradientDefense) for part in seen.defense)
     if defended and "patch_embed.proj.weight" in seen.gradients:  # zeros may be missing entries
-        return Release.of(seen).unheard & hides_places(seen)
+        return NoisyGradients.of(seen).unheard & hides_places(seen)
     return (slot_gradients(seen) == 0).all(2)
 
 
@@ -169,7 +169,7 @@ class PatchGradientAdaptive:
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
-        model, release = seen.model, Release.of(seen)
+        model, release = seen.model, NoisyGradients.of(seen)
         warn_of_limits(self.name, release.A, most=release.A.shape[2] - 1, knows_mask=True)
         if hides_places(seen):
             found = subspace(release.A.masked_fill(release.unheard[..., None], 0), release.G)
@@ -192,7 +192,7 @@ def _in_range(model: VictimModel, X: Float[Tensor, "b n k"]) -> Float[Tensor, "b
 
 
 def _improved(
-    X: Float[Tensor, "b n k"], release: Release, prior: Smoothness, epsilon: float, steps: int
+    X: Float[Tensor, "b n k"], release: NoisyGradients, prior: Smoothness, epsilon: float, steps: int
 ) -> Float[Tensor, "b n k"]:
     """Take one Gauss-Newton step, of the tried length that gives each image the least objective, times Var E₂.
 
@@ -228,7 +228,9 @@ def _improved(
     return tried[values.argmin(0), torch.arange(len(X), device=X.device)]
 
 
-def _objective(X: Float[Tensor, "b n k"], release: Release, prior: Smoothness, epsilon: float) -> Float[Tensor, " b"]:
+def _objective(
+    X: Float[Tensor, "b n k"], release: NoisyGradients, prior: Smoothness, epsilon: float
+) -> Float[Tensor, " b"]:
     """Return the objective of `PatchGradientAdaptive`, times Var E₂."""
     ρ, noise = release.ratio, release.noise_weight.flatten()
     R = release.G - release.A.mT @ X

@@ -24,29 +24,29 @@ from privlab.victims import VictimModel
 
 __all__ = ["Free", "PatchGradientPrior", "whole"]
 
-_LEVEL = 1 / 255
+_FREE_CHANGE = 1 / 255
 """A combination of patches is free if rounding changes it by more than this, in units of a pixel's range."""
 
-_ERROR = 8.0
+_ASSUMED_ERROR = 8.0
 """Assumed root mean square error of the smoothest image, in grey levels: that of 30 dB."""
 
-_BLUR = 0.03
+_LEAST_ERROR = 0.03
 """Least error, in grey levels, that is assumed of an integer value."""
 
 _WINDOW = 4
 """Integers tried on either side of the expected value, whose error must not be larger."""
 
-_WHOLE = 0.15
+_INTEGER_DISTANCE = 0.15
 """A column of pixels counts as integers below this root mean square distance from integers."""
 
-_FEW = 4
+_MOST_FREE = 4
 """The largest N − D for which step 2 was measured, on trained weights: N = 196, D = 192.
 
 See experiments/notes/gradients.md.
 """
 
-_CHECKS = 40
-"""Fewest equations left over: so many random values are as close to integers with a probability of 4e-10."""
+_LEAST_CHECKS = 40
+"""Fewest equations left over: as many random values are as close to integers with a probability of 4e-10."""
 
 
 class Free(NamedTuple):
@@ -129,7 +129,7 @@ class PatchGradientPrior:
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N ≤ D + 4 with its numbers if it does not hold; step 2 was measured up to there."""
         _, n, d = slot_gradients(seen).shape
-        return None if n <= d + _FEW else f"N = {n} > D + {_FEW} = {d + _FEW}"
+        return None if n <= d + _MOST_FREE else f"N = {n} > D + {_MOST_FREE} = {d + _MOST_FREE}"
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
@@ -138,7 +138,7 @@ class PatchGradientPrior:
         warn_of_limits(self.name, A, most=A.shape[1])
         X = ridge_inverse(A.mT) @ G
         Γ = photograph_gradients(model, seen.photographs)
-        free = Free.of(A, G, _LEVEL / float(model.std.max()))
+        free = Free.of(A, G, _FREE_CHANGE / float(model.std.max()))
         left = free.V.any(1).any(1)[:, None].repeat(1, X.shape[2])  # columns of pixels that are not settled
         for _ in range(self.passes):
             todo = left.any(1)
@@ -182,9 +182,9 @@ class PatchGradientPrior:
         area, n, unknowns = model.patch**2, X.shape[1], free.V.square().sum((1, 2)).round()[:, None]
         scale, dark = ((self.levels * t).double().flatten().repeat_interleave(area) for t in (model.std, model.mean))
         coarse = scale.max()
-        variance = 1 / (unknowns.clamp_min(1) / (n * _ERROR**2) + free.gain[..., 0] / coarse**2)
+        variance = 1 / (unknowns.clamp_min(1) / (n * _ASSUMED_ERROR**2) + free.gain[..., 0] / coarse**2)
         found, fits = whole(X * scale + dark, free.V, free.noise * coarse, variance, self.kept)
-        fits = fits & left & (n - unknowns >= _CHECKS)
+        fits = fits & left & (n - unknowns >= _LEAST_CHECKS)
         return torch.where(fits[:, None], (found - dark) / scale, X), fits
 
 
@@ -231,7 +231,7 @@ def whole(
     """
     b, n, k = X.shape
     f, images = V.shape[2], torch.arange(b, device=X.device)
-    blur = noise.square() + _BLUR**2
+    blur = noise.square() + _LEAST_ERROR**2
     P, left = torch.diag_embed(variance), torch.ones_like(blur, dtype=torch.bool)
     C, cost = X.new_zeros(b, k, 1, f), X.new_zeros(b, k, 1)
     window = torch.arange(-_WINDOW, _WINDOW + 1, device=X.device).to(X)
@@ -257,4 +257,4 @@ def whole(
     rounded = (X + V @ C.mT).round()
     found = (X + V @ (V.mT @ (rounded - X))).round()
     apart = found - X
-    return found, (apart - V @ (V.mT @ apart)).square().mean(1) < _WHOLE**2
+    return found, (apart - V @ (V.mT @ apart)).square().mean(1) < _INTEGER_DISTANCE**2

@@ -41,12 +41,12 @@ from privlab.attacks.tokens import (
     slots_of_tokens,
 )
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.threat import Capability, Observation, Stolen
+from privlab.threat import Capability, Observation, Reconstruction
 from privlab.victims import VictimModel
 
 __all__ = ["TokenSeparation"]
 
-_PATCH = "patch_embed.proj.weight"
+_PATCH_WEIGHT = "patch_embed.proj.weight"
 
 _ROUNDS, _STEPS, _EPSILON = 5, 40, 0.07
 """Options of the image prior, as in `mjp-subspace`: rounds, steps of conjugate gradients, and ε."""
@@ -90,7 +90,7 @@ class TokenSeparation(TokenSearch):
     paper: ClassVar[str] = "ours: the chain rule at the first block's MLP"
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.PLAIN_BLOCK})
     parameters: ClassVar[tuple[str, ...]] = (FC1, FC2, QKV, PROJ)
-    if_released: ClassVar[tuple[str, ...]] = (_PATCH, "pos_embed")
+    if_released: ClassVar[tuple[str, ...]] = (_PATCH_WEIGHT, "pos_embed")
     stands_in_for: ClassVar[tuple[str, ...]] = ("mjp-full",)
     places: ClassVar[bool] = True  # as of mjp-full
 
@@ -104,7 +104,7 @@ class TokenSeparation(TokenSearch):
         model, B = seen.model, seen.images_per_release
         p, n = model.vit.num_prefix_tokens, model.grid[0] * model.grid[1]
         d, k = model.vit.embed_dim, model.vit.patch_embed.proj.weight[0].numel()
-        all_, frozen = B * (n + p), _PATCH not in seen.gradients
+        all_, frozen = B * (n + p), _PATCH_WEIGHT not in seen.gradients
         m, named = (k, "K") if frozen else (B * n, "B·N")
         T = f"B·(N + {p})"
         if frozen and d <= k:
@@ -117,7 +117,7 @@ class TokenSeparation(TokenSearch):
         found = [f"{a} = {x} ≥ {b} = {y}" for (x, y), (a, b) in told if x >= y]
         return " and ".join(found) or None
 
-    def __call__(self, seen: Observation) -> Stolen:
+    def __call__(self, seen: Observation) -> Reconstruction:
         """Reconstruct the private images, and return how many tokens were found.
 
         Raises:
@@ -149,12 +149,12 @@ class TokenSeparation(TokenSearch):
         counts = self.counts(found)
         loose = hidden.repeat_interleave(B, 0)
         if not loose.any():
-            return Stolen(model.to_images(_completed(seen, X, known)), **counts)
+            return Reconstruction(model.to_images(_completed(seen, X, known)), **counts)
         lost = [None] * len(X) if model.vit.pos_embed is None else ~known
         each = zip(model.to_images(X), loose, lost, strict=True)
         order = torch.stack([placed(model, *image) for image in each])
         X, known = X.gather(1, order[..., None].expand_as(X)), known.gather(1, order)
-        return Stolen(model.to_images(_completed(seen, X, known)), loose=loose, **counts)
+        return Reconstruction(model.to_images(_completed(seen, X, known)), loose=loose, **counts)
 
     def _hidden(self, seen: Observation) -> Bool[Tensor, "r n"]:
         """Return the slots that nothing tells apart: all without position embeddings, under MJP the masked ones.
@@ -213,15 +213,15 @@ def _slots(seen: Observation, i: int, hidden: Bool[Tensor, " n"]) -> Slots:
         pe = torch.where(hidden[:, None], replacement(seen).to(pe), pe)
     W, _ = projection(seen.model)
     Y = torch.eye(W.shape[1]).to(W)
-    if _PATCH in seen.gradients:
-        Y = row_space(seen.gradients[_PATCH][i].flatten(1), seen.images_per_release * len(pe))
+    if _PATCH_WEIGHT in seen.gradients:
+        Y = row_space(seen.gradients[_PATCH_WEIGHT][i].flatten(1), seen.images_per_release * len(pe))
     return Slots(W.new_zeros(len(pe), W.shape[1]), Y, pe, hidden)
 
 
 def _underdetermined(seen: Observation) -> bool:
     """Return whether an embedded patch does not determine the patch, and no gradient says more of it."""
     W, _ = projection(seen.model)
-    return _PATCH not in seen.gradients and len(W) <= W.shape[1]
+    return _PATCH_WEIGHT not in seen.gradients and len(W) <= W.shape[1]
 
 
 def _inverted(

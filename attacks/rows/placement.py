@@ -10,7 +10,7 @@ from torch import Tensor
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.patches import restore_features
 from privlab.release import effects_of
-from privlab.threat import Capability, Effects, FeatureObservation, Rows
+from privlab.threat import Capability, Effects, FeatureObservation, RowOrder
 from privlab.victims import VictimModel
 
 __all__ = [
@@ -34,10 +34,10 @@ WHITE_BOX = frozenset(
 )
 """What an attack needs that undoes a defense on features by the public weights and images of its own."""
 
-ENOUGH = 16
+MOST_IMAGES = 16
 """The most images from which the law of patches is estimated; three images place rows as well."""
 
-LEAST = 1e-9
+LEAST_VARIANCE = 1e-9
 """Mean variance of a feature below which public images are taken to be of one grey, and so uninformative."""
 
 RIDGE = 1e-3
@@ -104,7 +104,7 @@ def patch_law(
 
     Args:
         model: the victim, whose W and β embed the patches.
-        public: images in [0, 1], of which the first `ENOUGH` are used.
+        public: images in [0, 1], of which the first `MOST_IMAGES` are used.
         noise: standard deviation of ε, white, in the units of the rows, ≥ 0.
 
     Raises:
@@ -112,10 +112,10 @@ def patch_law(
     """
     if not len(public):
         raise PrivlabError("The law of patches is taken from public images. Found none: give one or more.")
-    proj = model.vit.patch_embed.proj(model.normalise(public[:ENOUGH].to(model.mean)))
+    proj = model.vit.patch_embed.proj(model.normalise(public[:MOST_IMAGES].to(model.mean)))
     rows = proj.flatten(2).mT.flatten(0, 1).detach().double()
     covariance = rows.mT.cov(correction=0)
-    ridge = RIDGE * covariance.diagonal().mean().clamp_min(LEAST) + noise**2
+    ridge = RIDGE * covariance.diagonal().mean().clamp_min(LEAST_VARIANCE) + noise**2
     return rows.mean(0), covariance + ridge * torch.eye(len(covariance), dtype=rows.dtype, device=rows.device)
 
 
@@ -152,7 +152,7 @@ def _squares(rows: Float[Tensor, "b t d"], slots: Float[Tensor, "s d"]) -> Float
     return rows.square().sum(2, keepdim=True) - 2 * rows @ slots.mT + slots.square().sum(1)
 
 
-def place_rows(costs: Float[Tensor, "b t s"], kind: Rows) -> Int[Tensor, "b s"]:
+def place_rows(costs: Float[Tensor, "b t s"], kind: RowOrder) -> Int[Tensor, "b s"]:
     """Return, for every slot of every image, the row of the batch that an assignment of least cost puts there.
 
     If rows are mixed among images, each slot takes b rows, and which of them belongs to which image is left open.

@@ -12,24 +12,24 @@ from privlab.base import PrivlabError
 from privlab.patches import patchify
 from privlab.reassembly import FLOOR, ROUNDS, PositionPredictor, assemble, border_cost
 from privlab.reassembly.border_costs import border_costs
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 from privlab.victims import VictimModel
 
 __all__ = ["by_borders", "by_embeddings", "inverted", "pixels", "placed", "reassembled", "summed_costs"]
 
-WITNESSES = 8
-"""Public images on which the error of the linear inversion is measured."""
+ERROR_IMAGES = 8
+"""Number of public images on which the error of the linear inversion is measured."""
 
-SWEEPS = 20
+MOST_SWEEPS = 20
 """The most sweeps over the grid when patches are grouped."""
 
 
-def reassembled(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Stolen:
+def reassembled(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Reconstruction:
     """Return the images of rows whose columns are known, by position embeddings if granted, else by borders."""
     return (by_embeddings if Capability.POSITION_EMBEDDINGS in seen.grants else by_borders)(seen, columns)
 
 
-def by_embeddings(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Stolen:
+def by_embeddings(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Reconstruction:
     """Place every row in the slot whose position embedding makes it likeliest, and invert it without that embedding.
 
     Rows that were mixed among images are then grouped by their borders; which group is which image of the batch is not
@@ -42,7 +42,7 @@ def by_embeddings(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = 
     if effects(seen).rows == "mixed":
         group = _groups(pixels(model, patches), rows // features.shape[1], model.grid, floor)
         rows, patches = rows.gather(0, group), patches.gather(0, group[..., None].expand_as(patches))
-    return Stolen(model.to_images(patches), rows, columns)
+    return Reconstruction(model.to_images(patches), rows, columns)
 
 
 def by_borders(
@@ -51,7 +51,7 @@ def by_borders(
     *,
     rounds: int = ROUNDS,
     predictor: PositionPredictor | None = None,
-) -> Stolen:
+) -> Reconstruction:
     """Invert rows that carry no position embedding, and place them by their borders.
 
     Images that share one order are put together as one, with their costs added up.
@@ -78,7 +78,7 @@ def by_borders(
     if kind != "kept":
         order = _orders(pixels(model, patches), model.grid, floor, kind == "shared", rounds, predictor)
         rows, patches = rows.gather(1, order), patches.gather(1, order[..., None].expand_as(patches))
-    return Stolen(model.to_images(patches), rows, columns)
+    return Reconstruction(model.to_images(patches), rows, columns)
 
 
 def placed(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float[Tensor, "n d"]) -> Int[Tensor, "b n"]:
@@ -147,10 +147,10 @@ def inverted(
     Args:
         model: the victim, whose W and β embed the patches.
         rows: W x + β + ε of each patch, without its position embedding.
-        public: images in [0, 1] for the prior of the patches; the first `WITNESSES` also measure the error.
+        public: images in [0, 1] for the prior of the patches; the first `ERROR_IMAGES` also measure the error.
         noise: standard deviation of ε, white, in the units of the rows, ≥ 0.
     """
-    few = model.normalise(public[:WITNESSES].to(model.mean))
+    few = model.normalise(public[:ERROR_IMAGES].to(model.mean))
     own = model.vit.patch_embed.proj(few).flatten(2).mT.detach().to(rows)
     own = own + noise * torch.randn(own.shape, generator=Generator().manual_seed(0)).to(rows)
     found, check = invert_rows(model, torch.cat([rows, own]), public, noise=noise).split([len(rows), len(own)])
@@ -170,7 +170,7 @@ def _groups(
     links = _links(patches, grid, floor)
     held = np.full((n, b), -1)
     held[0] = np.arange(b)
-    for sweep in range(SWEEPS):
+    for sweep in range(MOST_SWEEPS):
         before = held.copy()
         for slot in range(sweep == 0, n):
             around = [cost[held[other]] for other, cost in links[slot] if held[other, 0] >= 0]

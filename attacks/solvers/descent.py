@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.training import Checkpoints, Progress, tell
+from privlab.training import Checkpoints, TrainingProgress, tell
 from privlab.victims import cache_folder
 
 __all__ = ["OPTIMISERS", "Adam", "Kept", "Lbfgs", "Optimiser", "State", "descend"]
@@ -252,7 +252,7 @@ def descend(
             done += 1
             now = time.perf_counter()
             left = (now - begun) / (done - first) * (steps - done)
-            tell(Progress(done, steps, 0.0, float(state["least"].mean()), optimiser.lr, now - begun, left))
+            tell(TrainingProgress(done, steps, 0.0, float(state["least"].mean()), optimiser.lr, now - begun, left))
             if now - saved > _SAVE_EVERY:
                 kept.save(done, state)
                 saved = now

@@ -19,10 +19,10 @@ Prior = Literal["ridge", "wiener"]
 PRIORS: tuple[str, ...] = get_args(Prior)
 """What is assumed of a patch x: white with unit variance, or the mean and covariance of public patches."""
 
-ENOUGH = 32
+MOST_IMAGES = 32
 """The most images from which patch statistics are taken; a hundred would give 0.1 dB more."""
 
-_KEPT: WeakKeyDictionary[VictimModel, tuple[ref[Tensor], int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+_STATISTICS: WeakKeyDictionary[VictimModel, tuple[ref[Tensor], int, tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 """For each living victim the public images that it was last attacked with, their version, and their statistics."""
 
 
@@ -66,12 +66,12 @@ def patch_statistics(
     """Return the mean and the covariance of normalised patches of public images, in float64.
 
     The statistics of photographs do not depend on the place, so all windows at half a patch's stride count, and their
-    mirror images; only the first `ENOUGH` images are used. The covariance is shrunk towards a multiple of I by the
+    mirror images; only the first `MOST_IMAGES` images are used. The covariance is shrunk towards a multiple of I by the
     oracle approximating shrinkage, so that it has full rank for any number of images.
 
     Source: Chen, Wiesel, Eldar and Hero, IEEE Trans. Signal Processing 58 (2010), Equation 23.
     """
-    images = model.normalise(public[:ENOUGH].to(model.mean))
+    images = model.normalise(public[:MOST_IMAGES].to(model.mean))
     X = F.unfold(torch.cat([images, images.flip(3)]), model.patch, stride=max(1, model.patch // 2))
     X = X.mT.flatten(0, 1)  # windows × k
     μ, (n, k) = X.mean(0), X.shape
@@ -102,10 +102,10 @@ def _kept_statistics(
 
     The cache keeps neither of these alive: a study has one victim after another, and thousands of public images.
     """
-    kept = _KEPT.get(model)
+    kept = _STATISTICS.get(model)
     if kept is None or kept[0]() is not public or kept[1] != public._version:
         μ, S = patch_statistics(model, public)
-        kept = _KEPT[model] = (ref(public), public._version, (μ, torch.linalg.cholesky(S)))
+        kept = _STATISTICS[model] = (ref(public), public._version, (μ, torch.linalg.cholesky(S)))
     return kept[2]
 
 

@@ -26,10 +26,10 @@ PRIORS: tuple[str, ...] = get_args(Prior)
 _RIDGE = 1e-5
 """Is added to the variances of colour differences, in squared pixels of [0, 1], because some photographs are grey."""
 
-_ROUNDING = 1 / 12 / 255**2
+_ROUNDING_VARIANCE = 1 / 12 / 255**2
 """Variance of rounding to 8 bits, below which photographs say nothing."""
 
-_EDGE = 0.07
+_EDGE_WIDTH = 0.07
 """Differences of adjacent pixels, in their standard deviations, below which the sparse prior is quadratic."""
 
 
@@ -239,7 +239,7 @@ def photograph_windows(model: VictimModel, name: str, names: Names = None) -> Wi
 
 _TAILS: dict[str, Map] = {
     "quadratic": torch.ones_like,
-    "sparse": lambda q: (_EDGE**2 + q).rsqrt(),
+    "sparse": lambda q: (_EDGE_WIDTH**2 + q).rsqrt(),
     "covariance": torch.ones_like,
     "cauchy": lambda q: 4 / (1 + q),
 }
@@ -272,7 +272,7 @@ def _responses(images: Float[Tensor, "m c h w"], filters: Float[Tensor, "f s t"]
 
 
 def _covariance(z: Float[Tensor, "r p"]) -> Float[Tensor, "r r"]:
-    return z @ z.mT / z.shape[1] + _ROUNDING * torch.eye(len(z), dtype=z.dtype)
+    return z @ z.mT / z.shape[1] + _ROUNDING_VARIANCE * torch.eye(len(z), dtype=z.dtype)
 
 
 def _cauchy_scale(z: Float[Tensor, "r p"], rounds: int = 30) -> Float[Tensor, "r r"]:

@@ -10,30 +10,30 @@ from timm import layers
 from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
-__all__ = ["NOISE", "Mlp", "Near", "Separated", "Spans", "normalised", "separate"]
+__all__ = ["UNIT_ROUNDOFF", "Mlp", "Near", "Separated", "Spans", "normalised", "separate"]
 
-NOISE = 2.0**-24
+UNIT_ROUNDOFF = 2.0**-24
 """Singular values of a float32 gradient below this share of the largest one are rounding."""
 
-_EXACT = 1e-5
-"""The largest residual of the first tokens; when no more are found, ten times as much is allowed."""
+_FIRST_TOLERANCE = 1e-5
+"""The largest residual of the first tokens; it grows tenfold, up to the caller's tolerance, when no more are found."""
 
-_PATIENCE = 2
+_MOST_IDLE = 2
 """Idle rounds, or steps without progress, in a row, after which a larger residual is allowed or a search ends."""
 
-_FEW = 8
+_STARTS_PER_TOKEN = 8
 """A round is idle if at most one in this many starts finds a token, as long as the limit can still be raised."""
 
-_OWN = 0.99
+_SLOT_COSINE = 0.99
 """Least cosine, beyond Q, of a token with its own slot for a guess to count: a wrong token would hide others."""
 
-_WORSE = 100
-"""A result of a guess with a residual of this many times their median is no token, whatever residual is allowed."""
+_OUTLIER_FACTOR = 100
+"""A result of a guess is no token if its residual is more than this many times the median, whatever is allowed."""
 
-_SAME = 1 - 1e-6
+_SAME_COSINE = 1 - 1e-6
 """The cosine from which the results of two guesses are the same token."""
 
-_INVERSE = 4
+_INVERSE_STEPS = 4
 """Steps of inverse iteration; each gains the square of the error of the search, so four are more than enough."""
 
 
@@ -102,11 +102,11 @@ class Spans(NamedTuple):
             G1: ∂ℓ/∂W₁ of the first layer, in float64.
             G2: ∂ℓ/∂W₂ of the second layer, in float64.
             count: number of products that the gradients are sums of; fewer dimensions, if fewer singular values are
-                above `NOISE`.
+                above `UNIT_ROUNDOFF`.
         """
         U1, σ1, V1 = torch.linalg.svd(G1, full_matrices=False)
         U2, σ2, V2 = torch.linalg.svd(G2, full_matrices=False)
-        n = min(count, *(int((σ > NOISE * σ[0]).sum()) for σ in (σ1, σ2)))
+        n = min(count, *(int((σ > UNIT_ROUNDOFF * σ[0]).sum()) for σ in (σ1, σ2)))
         return cls(V1[:n], U1[:, :n].mT, V2[:n], U2[:, :n].mT, σ1[:n])
 
     def float(self) -> "Spans":
@@ -192,11 +192,11 @@ def separate(
     count = len(whole.u)
     found, residual = G1.new_zeros(0, G1.shape[1]), G1.new_zeros(0)
     ε, δ = found, G1.new_zeros(0, len(G1))
-    idle, limit, rough = 0, _EXACT, mlp.to(torch.float32)
+    idle, limit, rough = 0, _FIRST_TOLERANCE, mlp.to(torch.float32)
     for number in range(rounds):
-        if idle == _PATIENCE and limit < tolerance:
+        if idle == _MOST_IDLE and limit < tolerance:
             limit, idle = min(10 * limit, tolerance), 0
-        if len(found) == count or idle == _PATIENCE:
+        if len(found) == count or idle == _MOST_IDLE:
             break
         if near is not None and number == 0:
             new = guessed(mlp, whole, near, starts, steps, tolerance)
@@ -209,7 +209,7 @@ def separate(
         if len(found):
             new = new[(_unit(new) @ _unit(found).mT).amax(1) < _twin(limit)]
         new = new[: count - len(found)]
-        few = starts // _FEW if limit < tolerance else 0
+        few = starts // _STARTS_PER_TOKEN if limit < tolerance else 0
         idle = 0 if len(new) > few else idle + 1
         if len(new):
             found = torch.cat([found, new])
@@ -265,10 +265,10 @@ def guessed(mlp: Mlp, whole: Spans, near: Near, starts: int, steps: int, toleran
         of = Near(u, base, near.Q)
         α = refine(rough, coarse, (u @ whole.u.mT).float(), steps, of.float()).double()
         α = refine(mlp, whole, α, steps, of)
-        found.append(α[of.cosine(normalised(mlp, α @ whole.u)) > _OWN])
+        found.append(α[of.cosine(normalised(mlp, α @ whole.u)) > _SLOT_COSINE])
     α = torch.cat(found)
     usual = float(outside(mlp, whole, α).median()) if len(α) else 0.0
-    return distinct(mlp, whole, α, min(tolerance, max(_EXACT, _WORSE * usual)), _SAME)
+    return distinct(mlp, whole, α, min(tolerance, max(_FIRST_TOLERANCE, _OUTLIER_FACTOR * usual)), _SAME_COSINE)
 
 
 def refine(
@@ -320,7 +320,7 @@ def refine(
         α, slope, r = (torch.where(b, new, old) for new, old in ((next_α, α), (next_slope, slope), (next_r, r)))
         form, t, cost = torch.where(b, next_form, form), torch.where(b, next_t, t), torch.where(better, next_cost, cost)
         λ = torch.where(better, λ / 5, λ * 4)
-        if idle == _PATIENCE:
+        if idle == _MOST_IDLE:
             break
     return α
 
@@ -376,7 +376,7 @@ def backward(mlp: Mlp, whole: Spans, u: Float[Tensor, "k d"]) -> tuple[Float[Ten
         N + 1e-13 * N.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(len(whole.u)).to(N)
     )
     c = torch.ones_like(N[..., :1])
-    for _ in range(_INVERSE):
+    for _ in range(_INVERSE_STEPS):
         c = torch.nn.functional.normalize(torch.cholesky_solve(c, L), dim=1)
     return (c.mT @ whole.ε)[:, 0], (c.mT @ V)[:, 0]
 

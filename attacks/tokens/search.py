@@ -83,7 +83,7 @@ class TokenSearch:
         )
 
     def counts(self, tokens: Sequence[Separated]) -> dict[str, Int[Tensor, " b"]]:
-        """Return how many tokens of each image were found, and how many beyond doubt, as fields of `Stolen`."""
+        """Return how many tokens of each image were found, and how many beyond doubt, as fields of `Reconstruction`."""
         found = [len(each.u) for each in tokens]
         sure = [int((each.residual < self.sure).sum()) for each in tokens]
         device = tokens[0].u.device

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from privlab.attacks.rows import known_tokens
 from privlab.attacks.solvers import conjugate_gradients
-from privlab.attacks.tokens.equations import NOISE, Mlp, Near, normalised
+from privlab.attacks.tokens.equations import UNIT_ROUNDOFF, Mlp, Near, normalised
 from privlab.patches import patchify
 from privlab.reassembly import assemble
 from privlab.reassembly.border_costs import border_costs
@@ -39,16 +39,16 @@ __all__ = [
 
 QKV, PROJ = "blocks.0.attn.qkv.weight", "blocks.0.attn.proj.weight"
 
-_ALIKE = 0.9
+_SLOT_COSINE = 0.9
 """Least cosine, beyond what attention may have added, of a token with the slot that it is put into."""
 
-_SPARE = 1 / 8
+_SPARE_SHARE = 1 / 8
 """Share of the D equations of a token that must be left over, for rounding, if these alone determine its unknowns."""
 
 _ROUNDS = 3
 """Evaluations of attention that determine the length of embeddings; the first is right but for LayerNorm's ε."""
 
-_STILL = 0.1
+_LEAST_DECREASE = 0.1
 """Share by which a Gauss-Newton step must lower the squared residual to be followed by another one."""
 
 
@@ -88,9 +88,9 @@ class Reads(NamedTuple):
 
 
 def row_space(G: Float[Tensor, "m d"], count: int) -> Float[Tensor, "n d"]:
-    """Return an orthonormal basis of the row space of a sum of `count` products, without directions below `NOISE`."""
+    """Return an orthonormal basis of the row space of a sum of `count` products, without those that are rounding."""
     _, σ, V = torch.linalg.svd(G.double(), full_matrices=False)
-    return V[: min(count, int((σ > NOISE * σ[0]).sum()))]
+    return V[: min(count, int((σ > UNIT_ROUNDOFF * σ[0]).sum()))]
 
 
 class Solved(NamedTuple):
@@ -221,7 +221,7 @@ def _equations(
     _, b_p = _attention_adds(block)
     free, V = _added_freely(block, reads), W @ slots.Y.mT
     base, M = slots.known @ W.mT + b + slots.pe, torch.cat([V, free], 1)
-    if M.shape[1] + 1 <= (1 - _SPARE) * len(M):
+    if M.shape[1] + 1 <= (1 - _SPARE_SHARE) * len(M):
         return base + b_p, M
     unheard = _unheard(block, reads)
     M = torch.cat([M, torch.cat([unheard.mT @ V, torch.zeros_like(free)], 1)])
@@ -385,7 +385,7 @@ def _assigned(
     """Return which tokens belong to which slots: the assignment of greatest cosine beyond Q."""
     cosine = _cosine(t, base, Q).nan_to_num(-1)
     rows, columns = (torch.as_tensor(index, device=t.device) for index in linear_sum_assignment(-cosine.cpu()))
-    near = cosine[rows, columns] > _ALIKE
+    near = cosine[rows, columns] > _SLOT_COSINE
     return rows[near], columns[near]
 
 
@@ -442,7 +442,7 @@ def _sharpened(
 
         (slope,) = torch.autograd.grad(r, B, r.detach(), retain_graph=True)
         new = B.detach() + conjugate_gradients(product, -slope[None], inner)[0]
-        if not residual(new).square().sum() < (1 - _STILL) * r.square().sum():
+        if not residual(new).square().sum() < (1 - _LEAST_DECREASE) * r.square().sum():
             break
         B = new
     return B.detach()

@@ -28,13 +28,13 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.keys import VIT, Layout, ModelKey, ModelShape
+from privlab.keys import VIT, ModelKey, ModelShape, WeightLayout
 from privlab.threat import Capability
 
 __all__ = ["RecoveredOrder", "WeightMatching", "WeightObservation", "recovered_fraction"]
 
-CERTAIN = 1 - 1e-6
-"""If every entry has this posterior probability, no refinement is needed."""
+CERTAIN_PROBABILITY = 1 - 1e-6
+"""Posterior probability, in [0, 1], from which an entry is certain; no refinement is needed if every entry has it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class WeightObservation:
     encrypted: Mapping[str, Tensor]
     base: Mapping[str, Tensor]
     shape: ModelShape
-    layout: Layout = VIT
+    layout: WeightLayout = VIT
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ class WeightMatching:
         residual, done = _assign(first), 0
         alpha = _correlation(have, want, residual)
         order = _posterior(first, alpha)
-        while done < self.rounds and order.gather(1, residual[:, None]).min() < CERTAIN:
+        while done < self.rounds and order.gather(1, residual[:, None]).min() < CERTAIN_PROBABILITY:
             scores = first + sum(
                 _judged(e, b, kind, order, alpha)
                 for e, b in zip(encrypted.layers, base.layers, strict=True)
@@ -146,7 +146,7 @@ def _both(seen: WeightObservation) -> tuple[_Weights, _Weights]:
     return _read(encrypted, seen), _read(base, seen)
 
 
-def _backbone(state: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+def _backbone(state: Mapping[str, Tensor], layout: WeightLayout) -> dict[str, Tensor]:
     """Return the tensors that a key permutes, by name in a fixed order."""
     names = (n for n in sorted(state) if n in layout.outer or layout.layer.fullmatch(n))
     backbone = {name: state[name].detach().float().cpu() for name in names}
@@ -179,7 +179,9 @@ def _read(state: Mapping[str, Tensor], seen: WeightObservation) -> _Weights:
     return _Weights(layers, _standard(torch.stack(residual)))
 
 
-def _of_layer(state: Mapping[str, Tensor], index: int, layout: Layout) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+def _of_layer(
+    state: Mapping[str, Tensor], index: int, layout: WeightLayout
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     for name, tensor in state.items():
         found = layout.layer.fullmatch(name)
         if found and int(found[1]) == index and (axes := layout.inner.get(found[2])):

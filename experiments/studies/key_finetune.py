@@ -24,7 +24,7 @@ from privlab.base import check_name, write_whole
 from privlab.experiments.studies.data import FineTuning, Images, check_folder, fresh_head, load_split, loss_of
 from privlab.keys import ModelKey, ModelShape, apply_key, new_key
 from privlab.patches import permute_features, restore_features
-from privlab.training import Compute, Plan, Progress, train
+from privlab.training import Compute, Plan, TrainingProgress, train
 from privlab.victims import Victim, VictimModel, victim
 
 __all__ = ["MANNERS", "PUBLISHED", "FinetuneStudy", "finetune_study"]
@@ -93,7 +93,7 @@ class _Watch:
     shape: ModelShape
     points: list[dict[str, int | float]] = field(default_factory=list)
 
-    def __call__(self, now: Progress) -> None:
+    def __call__(self, now: TrainingProgress) -> None:
         if now.step % self.every == 0 or now.step == now.steps:
             self.look(now.step, now.loss)
 

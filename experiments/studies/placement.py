@@ -31,7 +31,7 @@ __all__ = ["PlacementStudy", "study", "to_rows"]
 
 RECORDS, FACTS = "placement.parquet", "facts.json"
 
-AT_ONCE = 50
+BATCH = 50
 """Number of images that a predictor sees at once."""
 
 Say = Callable[[str], None]
@@ -105,7 +105,7 @@ def study(plan: PlacementStudy, out: Path, *, say: Say = print) -> dict[str, Any
     source = open_images(plan.images, limit=plan.limit, split=plan.split)
     preprocessing = Preprocessing((plan.img_size, plan.img_size), (0.0,) * 3, (1.0,) * 3, 1.0, "bicubic")
     tables = []
-    for chunk in batches(source, preprocessing, AT_ONCE):
+    for chunk in batches(source, preprocessing, BATCH):
         for picture in chunk.failed:
             say(f"Left out: {picture.problem}")
         tables += [_measured(plan, chunk, gamma, named) for gamma in plan.gammas if chunk.pictures]

@@ -47,7 +47,7 @@ __all__ = [
 ETAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 """η at which the accuracy of MP3 is measured (Figure 3)."""
 
-LOOSE = 0.95
+UNKNOWN_SHARE = 0.95
 """Share of the patches whose place DropPos does not know in the reconstructions (Figure 3); MP3 knows none."""
 
 NEIGHBOURS = 10
@@ -207,7 +207,7 @@ def _placements(
 ) -> tuple[dict[str, Any], pd.DataFrame]:
     """Return the shares of shuffled patches that are placed right, and the places in the first images."""
     n, device = predictor.slots, predictor.model.mean.device
-    loose = n if isinstance(predictor, Mp3Network) else max(1, round(LOOSE * n))
+    loose = n if isinstance(predictor, Mp3Network) else max(1, round(UNKNOWN_SHARE * n))
     hits, rows = torch.zeros(2, dtype=torch.long), []
     for some in torch.arange(len(data)).split(BATCH):
         drawn = [_shuffle(data, int(row), n, loose, plan.seed) for row in some]

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.admission.claims import Check, OnFeatures, OnGradients, OnImages, Subject
+from privlab.admission.claims import Check, OnFeatures, OnGradients, OnImages, TwoClients
 from privlab.admission.measures import apart
 from privlab.base import PrivlabError, PrivlabWarning, configured, full_precision, read_options, unknown_name
 from privlab.defenses import defenses
@@ -30,7 +30,7 @@ Case = OnImages | OnFeatures | OnGradients
 
 MODEL = "vit_ti_mjp"
 """The victim on which a defense is tested; it has E_unk, which MJP needs."""
-NEAR = 1e-9
+MOST_CHANGE = 1e-9
 """The largest change by rounding of a client's own release when the batch changes, relative to its size."""
 
 
@@ -72,7 +72,7 @@ def admit(
     if images.shape != (3, *model.image_shape):
         expected = (3, *model.image_shape)
         raise PrivlabError(f"Admission takes three images, of shape {expected}. Found {tuple(images.shape)}.")
-    subject = Subject(copy.deepcopy(model).double(), images.detach().cpu().double(), seed)
+    subject = TwoClients(copy.deepcopy(model).double(), images.detach().cpu().double(), seed)
     with same_random_state(), full_precision(), quiet():
         return tuple(_checks(_case(defense, subject), model))
 
@@ -140,7 +140,7 @@ def photographs(model: VictimModel) -> Float[Tensor, "3 c h w"]:
     return torch.stack([cut(picture.pixels) for picture in open_images("samples", limit=3) if picture.pixels])
 
 
-def _case(defense: AnyDefense, subject: Subject) -> Case:
+def _case(defense: AnyDefense, subject: TwoClients) -> Case:
     if isinstance(defense, GradientDefense):
         return OnGradients(defense, subject)
     return OnFeatures(defense, subject) if isinstance(defense, FeatureDefense) else OnImages(defense, subject)
@@ -203,7 +203,9 @@ def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
     value = apart(case.own(release), case.own(other))
     if declared_by_defense(case.defense).mixes:
         return Check.at_most("neighbours", value, math.inf, "change of one's own release; it mixes images, as it says")
-    return Check.at_most("neighbours", value, NEAR, "change of one's own release with another image in the batch")
+    return Check.at_most(
+        "neighbours", value, MOST_CHANGE, "change of one's own release with another image in the batch"
+    )
 
 
 def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:

@@ -50,13 +50,13 @@ from privlab.threat import (
 )
 from privlab.victims import VictimModel
 
-__all__ = ["Check", "OnFeatures", "OnGradients", "OnImages", "Subject"]
+__all__ = ["Check", "OnFeatures", "OnGradients", "OnImages", "TwoClients"]
 
-LEAKS = 60.0
+CONTROL_PSNR = 60.0
 """The least PSNR of the control, in dB."""
-NOISE = 1.1
+NOISE_FACTOR = 1.1
 """The largest factor between declared and measured variance of a noise."""
-ROUNDING = (3.0, 100.0)
+ROUNDING_FACTORS = (3.0, 100.0)
 """The factors by which the variance of a rounding may be declared too small, and too large in the median.
 
 They are wide, because the law of a rounding is only a model.
@@ -102,7 +102,7 @@ class Check:
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class TwoClients:
     """A victim in float64 with two clients of one image each, and a third that may take the second's place."""
 
     model: VictimModel
@@ -135,7 +135,7 @@ class OnImages:
     """A defense on images: what the client feeds is x̃, with its order."""
 
     defense: Defense
-    subject: Subject
+    subject: TwoClients
 
     contents: ClassVar[str] = "images in [0, 1], an order of the patches, masks"
 
@@ -215,7 +215,7 @@ class OnGradients:
     """A defense on the gradients of all released parameters."""
 
     defense: GradientDefense
-    subject: Subject
+    subject: TwoClients
 
     contents: ClassVar[str] = "the gradients of the released parameters, in their shapes and types"
 
@@ -261,7 +261,7 @@ class OnGradients:
         wrong += [w for name, g in some.items() for w in unlike(f"{name} alone", known.get(name), g.shape, g.dtype)]
         wrong += [f"{name} below zero" for name, value in variance.items() if bool((value < 0).any())]
         if wrong:
-            yield Check.at_most("variance", math.inf, ROUNDING[0], f"declared variance: {wrong[0]}")
+            yield Check.at_most("variance", math.inf, ROUNDING_FACTORS[0], f"declared variance: {wrong[0]}")
             return
         yield from self._variance(true, released, variance)
         model, labels = self.subject.model, self.subject.labels
@@ -279,7 +279,7 @@ class OnGradients:
         again = self.run(self.inputs(), self.subject.draws(1))
         drawn = sum(float((again[name] - g).square().sum()) / 2 for name, g in released.items())
         noise = drawn > 0.9 * sum(float(e.square().sum()) for e in errors[0].values())
-        most = (NOISE, NOISE) if noise else ROUNDING
+        most = (NOISE_FACTOR, NOISE_FACTOR) if noise else ROUNDING_FACTORS
         too_small = min(understated(true, error, variance) for error in errors)
         yield Check.at_most(
             "variance", too_small, most[0], "measured over declared, of the worst parameter, less chance"
@@ -298,7 +298,7 @@ class OnFeatures:
     """A defense on the tokens that a client of split learning sends."""
 
     defense: FeatureDefense
-    subject: Subject
+    subject: TwoClients
 
     contents: ClassVar[str] = "as many rows as the embedding has, orders of rows and columns"
 
@@ -357,7 +357,9 @@ class OnFeatures:
         error = float((sent.features - (rows if sent.columns is None else rows[..., sent.columns])).square().mean())
         if std > 0:
             factor = max(error, 1e-300) / std**2
-            yield Check.at_most("rows", max(factor, 1 / factor), NOISE, "factor between variance of the noise and std²")
+            yield Check.at_most(
+                "rows", max(factor, 1 / factor), NOISE_FACTOR, "factor between variance of the noise and std²"
+            )
         else:
             off = (error / float(tokens.square().mean())) ** 0.5
             yield Check.at_most("rows", off, 1e-9, "distance of rows from what source and columns say; no std")
@@ -393,21 +395,21 @@ class OnFeatures:
             sent = Sent.plain(model.embed(images), model.vit.num_prefix_tokens)
         seen = observe_features(model, sent, Stack(()), images[:0])
         value = float(psnr(LeastSquares(prior="ridge")(seen).images, images).min())
-        return Check.at_least("control", value, LEAKS, "PSNR of least-squares without it, as far as W carries")
+        return Check.at_least("control", value, CONTROL_PSNR, "PSNR of least-squares without it, as far as W carries")
 
 
 def acts_as(defense: AnyDefense, model: VictimModel) -> Iterator[Check]:
     """Yield, for a defense that declares what it does, the number of declarations that its releases contradict."""
     if declared_by_defense(defense).acts_as is not None:
-        wrong = contradictions(model, defense, NOISE)
+        wrong = contradictions(model, defense, NOISE_FACTOR)
         yield Check.at_most("acts-as", float(len(wrong)), 0.0, "; ".join(wrong) or "effects that are not as declared")
 
 
-def _patch_gradient(subject: Subject) -> Check:
+def _patch_gradient(subject: TwoClients) -> Check:
     """Return what patch-gradient finds without a defense."""
     images, attack = subject.clients(), PatchGradient()
     check_capabilities(attack, granted(subject.model))
     seen = observe(subject.model, images, subject.labels, attack.parameters)
     return Check.at_least(
-        "control", float(psnr(attack(seen), images).min()), LEAKS, "PSNR of patch-gradient without it"
+        "control", float(psnr(attack(seen), images).min()), CONTROL_PSNR, "PSNR of patch-gradient without it"
     )

@@ -35,7 +35,8 @@ STEP = 1e-6
 """Step of finite differences in float64; rounding and the third derivative leave an error of about 1e-8."""
 TOLERANCE = 1e-6
 """The largest error of a directional derivative, relative to the norm of the gradient."""
-_TINY = 1e-300
+_LEAST_DIVISOR = 1e-300
+"""Is added to, or bounds, what is divided by, so that 0 / 0 is 0; it is far below the rounding of float64."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -74,7 +75,9 @@ def off_in_noise(
     """
     found, slopes, norms, σ = _directional(model, feed, labels, gradients, variance, seed)
     σ = (σ.square() + (TOLERANCE / 8 * norms).square()).sqrt()
-    fitted = ((found * slopes / σ.square()).sum(0) / (slopes / σ).square().sum(0).clamp(min=_TINY)).clamp(min=0)
+    fitted = ((found * slopes / σ.square()).sum(0) / (slopes / σ).square().sum(0).clamp(min=_LEAST_DIVISOR)).clamp(
+        min=0
+    )
     return min(_worst((found - scale * slopes).abs() / σ) for scale in (fitted, torch.zeros_like(fitted)))
 
 
@@ -135,7 +138,7 @@ def scale_of(true: Tensors, released: Tensors, variance: Tensors) -> Float[Tenso
         weight = 1 / (variance[name] + least)
         above = above + (weight * released[name] * g).flatten(1).sum(1)
         below = below + (weight * g.square()).flatten(1).sum(1)
-    return (above / below.clamp(min=_TINY)).clamp(min=0)
+    return (above / below.clamp(min=_LEAST_DIVISOR)).clamp(min=0)
 
 
 def understated(true: Tensors, error: Tensors, variance: Tensors) -> float:
@@ -187,7 +190,7 @@ def overstated(true: Tensors, released: Tensors, error: Tensors, variance: Tenso
 
 def _rounding(true: Tensors) -> float:
     """Return a variance well above that of rounding."""
-    return 1e-18 * sum(float(g.square().mean()) for g in true.values()) + _TINY
+    return 1e-18 * sum(float(g.square().mean()) for g in true.values()) + _LEAST_DIVISOR
 
 
 def _slack(error: Tensor) -> float:
@@ -212,7 +215,7 @@ def worse_than_best(
         costs = torch.cdist(slots, patches).square()
         best = costs[linear_sum_assignment(costs.numpy())].sum()
         random = torch.cdist(patches, patches).square().mean(1).sum()
-        worst = max(worst, float((costs.gather(1, named[:, None]).sum() - best) / random.clamp(min=_TINY)))
+        worst = max(worst, float((costs.gather(1, named[:, None]).sum() - best) / random.clamp(min=_LEAST_DIVISOR)))
     return worst
 
 
@@ -238,7 +241,7 @@ def apart(a: Tensors, b: Tensors) -> float:
     if {name: value.shape for name, value in a.items()} != {name: value.shape for name, value in b.items()}:
         return math.inf
     pairs = [(value.detach().double(), b[name].detach().double()) for name, value in a.items()]
-    return max(float((x - y).abs().max() / x.abs().max().clamp(min=_TINY)) for x, y in pairs if x.numel())
+    return max(float((x - y).abs().max() / x.abs().max().clamp(min=_LEAST_DIVISOR)) for x, y in pairs if x.numel())
 
 
 def unlike(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[str]:

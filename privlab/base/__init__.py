@@ -1,4 +1,4 @@
-"""Shared helpers without privacy logic: errors, options, plug-ins, random draws, files, precision."""
+"""Shared helpers without privacy logic: errors, options, plug-ins, random draws, files, precision, progress."""
 
 import lazy_loader
 

@@ -17,6 +17,7 @@ from .options import read_options as read_options
 from .options import stated as stated
 from .plugins import with_plugins as with_plugins
 from .precision import full_precision as full_precision
+from .progress import Progress as Progress
 from .rng import draw_for as draw_for
 from .warnings import PrivlabWarning as PrivlabWarning
 from .warnings import collected as collected

@@ -5,7 +5,8 @@ from difflib import get_close_matches
 
 __all__ = ["PrivlabError", "check_name", "check_range", "first", "unknown_name"]
 
-_LISTED = 24
+_MOST_CHOICES = 24
+"""The most names that a message lists."""
 
 
 class PrivlabError(ValueError):
@@ -22,8 +23,8 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> PrivlabError:
     """
     choices = sorted(choices)
     near = get_close_matches(name, choices, n=3, cutoff=0.4)
-    more = f" and {len(choices) - _LISTED} more" if len(choices) > _LISTED else ""
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"Choose from: {', '.join(choices[:_LISTED])}{more}."
+    more = f" and {len(choices) - _MOST_CHOICES} more" if len(choices) > _MOST_CHOICES else ""
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"Choose from: {', '.join(choices[:_MOST_CHOICES])}{more}."
     return PrivlabError(f"Unknown {kind} '{name}'. {hint}")
 
 

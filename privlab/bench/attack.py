@@ -16,13 +16,12 @@ from PIL import Image, ImageChops
 from torch import Tensor
 
 from privlab.attacks import April, PatchGradient
-from privlab.base import PrivlabError, PrivlabWarning, full_precision, hardware, pick_device, versions
+from privlab.base import PrivlabError, PrivlabWarning, Progress, full_precision, hardware, pick_device, versions
 from privlab.bench.breaching_april import BreachingApril
 from privlab.bench.common import Bench, median_seconds, pictures
 from privlab.images import open_images
 from privlab.metrics import score
 from privlab.release import observe
-from privlab.runs.attack import Progress
 from privlab.threat import Attack, Observation
 from privlab.victims import Victim, VictimModel, victim
 

@@ -17,11 +17,13 @@ from privlab.base import PrivlabError
 __all__ = ["find_chromium", "first_paint"]
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-_PATIENCE = 120
-_PAINTED = (
+_TIMEOUT = 120
+"""Seconds after which a browser is ended that has not painted."""
+_PAINT_TIME = (
     "new Promise((done) => new PerformanceObserver((list) => list.getEntriesByName('first-paint').forEach((one) => "
     "done(one.startTime))).observe({type: 'paint', buffered: true}))"
 )
+"""The JavaScript that gives the time of the first paint, in milliseconds since the navigation."""
 _Send = Callable[..., dict[str, Any]]
 
 
@@ -51,7 +53,7 @@ def _painted(send: _Send, page: Path) -> float:
     session = send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
     send("Page.enable", session)
     send("Page.navigate", session, url=page.absolute().as_uri())
-    answer = send("Runtime.evaluate", session, expression=_PAINTED, awaitPromise=True, returnByValue=True)
+    answer = send("Runtime.evaluate", session, expression=_PAINT_TIME, awaitPromise=True, returnByValue=True)
     send("Target.closeTarget", targetId=target)
     return answer["result"]["value"] / 1000
 
@@ -72,7 +74,7 @@ def _launched(chromium: str) -> Iterator[_Send]:
         process = subprocess.Popen(command, pass_fds=ends, stdin=null, stdout=null, stderr=null)
         for end in ends:
             os.close(end)
-        patience = threading.Timer(_PATIENCE, process.kill)
+        patience = threading.Timer(_TIMEOUT, process.kill)
         patience.start()
         try:
             with os.fdopen(theirs[1], "wb", buffering=0) as writes, os.fdopen(ours[0], "rb") as reads:

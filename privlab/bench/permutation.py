@@ -9,14 +9,13 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.attacks.features.pe_assignment import PEAssignment
-from privlab.base import PrivlabWarning, hardware, pick_device, versions
+from privlab.base import PrivlabWarning, Progress, hardware, pick_device, versions
 from privlab.bench.common import Bench, median_seconds, pictures
 from privlab.defenses import RowPermutation
 from privlab.keys import ModelShape, apply_key, new_key
 from privlab.metrics import placement_accuracy
 from privlab.patches import draw_orders, permute_features, restore_features
 from privlab.release import observe_features, send
-from privlab.runs.attack import Progress
 from privlab.threat import Draws, FeatureObservation, Feed, Sent, Stack
 from privlab.victims import Victim, victim
 
@@ -29,7 +28,7 @@ _ROW, _COLUMN = "row and back", "column and back"
 _BOTH, _APART = "row with column and back", "row, then column, and back"
 _PLACED, _ENCRYPTED = f"pe-assignment ({_ATTACKED})", "key encryption"
 
-_TRAINED = 5.5
+_PE_SCALE = 5.5
 """Deviation of position embeddings over that of the projection's weights: ViT-Ti trained on ImageNet; untrained, 1."""
 
 _TARGETS = {
@@ -132,7 +131,7 @@ def _attacked(subject: Victim, batch: int) -> tuple[FeatureObservation, Sent]:
     The server has eight other photographs of its own.
     """
     assert subject.model.vit.pos_embed is not None
-    subject.model.vit.pos_embed.mul_(_TRAINED)
+    subject.model.vit.pos_embed.mul_(_PE_SCALE)
     stack, draws = Stack((RowPermutation(per="image"),)), [Generator().manual_seed(i) for i in range(batch + 2)]
     images, public = pictures(subject, batch + 8).to(subject.model.mean.device).split([batch, 8])
     feed = Feed.undefended(images, subject.model.patch)

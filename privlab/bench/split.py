@@ -21,9 +21,8 @@ from jaxtyping import UInt8
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, hardware, pick_device, versions
+from privlab.base import PrivlabError, PrivlabWarning, Progress, hardware, pick_device, versions
 from privlab.bench.common import Bench, peak_memory, pictures, timed
-from privlab.runs.attack import Progress
 from privlab.victims import Victim, victim
 
 if TYPE_CHECKING:
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["bench_split", "serve_child"]
 
 _TINY = "tiny"
-_EARLY, _LATE = 100, 1000
+_EARLY_STEP, _LATE_STEP = 100, 1000
+"""Numbers of the training steps between which the server's memory must not grow."""
 _SINGLE, _SPLIT = "training step, one process", "training step, split"
 _TARGETS = {
     "split_over_single_throughput": "≥ 0.85",
@@ -74,7 +74,7 @@ def bench_split(
     if importlib.util.find_spec("grpc") is None:
         raise PrivlabError("Split learning needs the extra: pip install 'privlab[split]'.")
     target = pick_device(device)
-    steps, total = repeats + 1, repeats + 1 + memory * _LATE
+    steps, total = repeats + 1, repeats + 1 + memory * _LATE_STEP
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast
         pair = _side_by_side(_subject(model), defense, batch, steps, target, lambda n: progress(n, total))
@@ -82,7 +82,7 @@ def bench_split(
     medians = {name: statistics.median(each[1:]) / batch for name, each in pair.seconds.items()}
     figures = {"split_over_single_throughput": medians[_SINGLE] / medians[_SPLIT], "split_loss_gap": pair.loss_gap}
     if memory:
-        figures["server_rss_1000_over_100"] = peaks[_LATE] / peaks[_EARLY]
+        figures["server_rss_1000_over_100"] = peaks[_LATE_STEP] / peaks[_EARLY_STEP]
     setup = {"model": model, "defense": defense, "batch": batch, "repeats": repeats}
     setup |= {"hardware": hardware(target), "versions": versions()}
     return Bench(figures, {name: _TARGETS[name] for name in figures}, medians, setup)
@@ -158,7 +158,7 @@ def _peaks(progress: Callable[[int], None]) -> dict[int, int]:
     """Return the peak memory of a server, in kB, by the number of batches after which it was measured."""
     noise = torch.randint(0, 256, (32, 3, 32, 32), generator=Generator().manual_seed(0), dtype=torch.uint8)
     learner = _learner(_subject(_TINY), "none", len(noise), torch.device("cpu"))
-    return _train(_TINY, learner, _batches(noise), _LATE, _EARLY, lambda done: progress(done.step))
+    return _train(_TINY, learner, _batches(noise), _LATE_STEP, _EARLY_STEP, lambda done: progress(done.step))
 
 
 def _train(

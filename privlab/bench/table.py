@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from privlab.base import PrivlabError, PrivlabWarning, full_precision, hardware, pick_device, versions
+from privlab.base import PrivlabError, PrivlabWarning, Progress, full_precision, hardware, pick_device, versions
 from privlab.bench.common import Bench, median_seconds, peak_memory, timed
 from privlab.bench.first_paint import find_chromium, first_paint
 from privlab.bench.stores import experiment_file, finished_run, photographs
@@ -29,14 +29,13 @@ from privlab.images import batches, open_images
 from privlab.release import observe
 from privlab.report.page import write_page
 from privlab.report.tables import load_results
-from privlab.runs.attack import Progress
 from privlab.threat import Attack
 
 __all__ = ["bench_table", "resume_child"]
 
 _RECORDS, _SHOWN = 1_000_000, 1000
 _BATCH, _CHUNK, _WORKERS = 8, 2, 2
-_SCALED = 1000
+_RESUMED_IMAGES = 1000
 """Number of images of the grid that is resumed."""
 
 _BARE, _TABLE = "bare observation and attacks", "table run"
@@ -136,10 +135,10 @@ def _stages(experiment: Experiment, folder: Path, device: torch.device) -> dict[
     options = Options(device=str(device), batch_size=_BATCH)
 
     def bare() -> None:
-        for (x, y), cell in itertools.product(chunks, subject.cells):
-            seen = observe(cell.victim.model, x, y, cell.parameters)
+        for (x, y), group in itertools.product(chunks, subject.groups):
+            seen = observe(group.victim.model, x, y, group.parameters)
             with full_precision():
-                for attack in cell.attacks:
+                for attack in group.attacks:
                     assert isinstance(attack, Attack)
                     attack(seen)
 
@@ -233,9 +232,9 @@ def _a_core_each() -> Iterator[None]:
 
 def _resumed(folder: Path, step: Callable[[], None]) -> dict[str, float]:
     """Make an experiment with all of its records, and resume it in a process of its own."""
-    cases = -(-_RECORDS // (_SCALED * (2 * len(GEOMETRIES) + len(CONTROLS))))
+    cases = -(-_RECORDS // (_RESUMED_IMAGES * (2 * len(GEOMETRIES) + len(CONTROLS))))
     file, path, gammas = folder / "scaled.toml", folder / "scaled", [(i + 1) / (cases + 1) for i in range(cases)]
-    images = photographs(folder / "scaled-images", _SCALED)
+    images = photographs(folder / "scaled-images", _RESUMED_IMAGES)
     made = experiment_file(file, images, f"[grid]\ngamma = {gammas}", model="vit_ti", img_size=32, setting="c")
     count = finished_run(made, path, Options(device="cpu", pictures=0), real=2)
     assert count >= _RECORDS

@@ -9,18 +9,17 @@ from timm.optim import create_optimizer_v2
 from torch import Generator, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabWarning, configured, draw_for, hardware, pick_device, versions
+from privlab.base import PrivlabWarning, Progress, configured, draw_for, hardware, pick_device, versions
 from privlab.bench.common import Bench, median_seconds
-from privlab.runs.attack import Progress
 from privlab.training import Augmentation, Compute, Examples, Plan, train
-from privlab.training.objectives import OBJECTIVES, Lesson
+from privlab.training.objectives import OBJECTIVES, ObjectiveRecipe
 from privlab.victims import VictimModel, victim
 
 __all__ = ["bench_train"]
 
 _BARE, _BARE_FUSED = "bare timm loop", "bare timm loop, fused attention"
 _SMALL, _LOADING = "cifar_vit: classify", "cifar_vit: batches alone"
-_STILL = Augmentation(flip=False, shift=0)
+_NO_AUGMENTATION = Augmentation(flip=False, shift=0)
 
 _TARGETS = {
     "classify_over_bare": "≥ 0.95",
@@ -85,11 +84,11 @@ def _stages(model: str, batch: int, steps: int, device: torch.device) -> dict[st
     plan = Plan(steps=steps, batch_size=batch)
     of = {"classify": model, "mjp": f"{model}_mjp", "mp3": f"{model}_nope", "droppos": model}
     options = {"mp3": ("eta=0.75",)}
-    lessons = {
-        name: _lesson(name, victim_name, batch, options.get(name, ()), device, _STILL)
+    recipes = {
+        name: _recipe(name, victim_name, batch, options.get(name, ()), device, _NO_AUGMENTATION)
         for name, victim_name in of.items()
     }
-    bare, fused = (_lesson("classify", model, batch, (), device, _STILL) for _ in range(2))
+    bare, fused = (_recipe("classify", model, batch, (), device, _NO_AUGMENTATION) for _ in range(2))
     assert isinstance(fused.victim, VictimModel)
     for block in fused.victim.vit.blocks:
         setattr(block.attn, "fused_attn", True)  # noqa: B010  # timm's modules are typed loosely
@@ -97,38 +96,38 @@ def _stages(model: str, batch: int, steps: int, device: torch.device) -> dict[st
         _BARE: lambda: _bare(bare, plan),
         _BARE_FUSED: lambda: _bare(fused, plan),
     }
-    return stages | {name: _training(lesson, plan, device) for name, lesson in lessons.items()}
+    return stages | {name: _training(recipe, plan, device) for name, recipe in recipes.items()}
 
 
 def _small(steps: int, device: torch.device) -> dict[str, Callable[[], object]]:
     plan = Plan(steps=steps, batch_size=128)
-    lesson = _lesson("classify", "cifar_vit", 128, (), device, Augmentation())
+    recipe = _recipe("classify", "cifar_vit", 128, (), device, Augmentation())
 
     def load() -> None:
         for step in range(steps):
-            lesson.batch(torch.arange(128), draw_for(0, "", "bench", step))
+            recipe.batch(torch.arange(128), draw_for(0, "", "bench", step))
 
-    return {_SMALL: _training(lesson, plan, device), _LOADING: load}
-
-
-def _training(lesson: Lesson, plan: Plan, device: torch.device) -> Callable[[], object]:
-    return lambda: train(lesson, plan, compute=Compute(device=str(device)))
+    return {_SMALL: _training(recipe, plan, device), _LOADING: load}
 
 
-def _lesson(
+def _training(recipe: ObjectiveRecipe, plan: Plan, device: torch.device) -> Callable[[], object]:
+    return lambda: train(recipe, plan, compute=Compute(device=str(device)))
+
+
+def _recipe(
     recipe: str, model: str, batch: int, options: tuple[str, ...], device: torch.device, augmentation: Augmentation
-) -> Lesson:
+) -> ObjectiveRecipe:
     """Return a recipe on random images."""
-    pupil = victim(model, weights="random").to(device)
+    network = victim(model, weights="random").to(device)
     draw = Generator().manual_seed(0)
-    images = torch.randint(256, (batch, *pupil.model.image_shape), generator=draw, dtype=torch.uint8)
+    images = torch.randint(256, (batch, *network.model.image_shape), generator=draw, dtype=torch.uint8)
     data = Examples(images, torch.arange(batch) % 10, 10, "random")
-    return Lesson(pupil.model, data, configured(OBJECTIVES[recipe], options), augmentation)
+    return ObjectiveRecipe(network.model, data, configured(OBJECTIVES[recipe], options), augmentation)
 
 
-def _bare(lesson: Lesson, plan: Plan) -> None:
+def _bare(recipe: ObjectiveRecipe, plan: Plan) -> None:
     """Train as a script of twenty lines would, without logs, checks or seeds."""
-    model, data, device = lesson.victim, lesson.data, lesson.victim.mean.device
+    model, data, device = recipe.victim, recipe.data, recipe.victim.mean.device
     assert isinstance(model, VictimModel)
     optimizer = create_optimizer_v2(model, opt=plan.optimiser, lr=plan.learning_rate, weight_decay=plan.weight_decay)
     model.train()

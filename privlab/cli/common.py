@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from privlab.training import Progress as Step
+    from privlab.training import TrainingProgress
 
 __all__ = [
     "EVERY",
@@ -115,7 +115,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
         bar.start()  # only after all checks, so that a mistake prints one line
         bar.update(task, description=what, completed=done, total=total)
 
-    def step(now: "Step") -> None:
+    def step(now: "TrainingProgress") -> None:
         bar.start()
         left = timedelta(seconds=round(now.seconds_left))
         bar.update(task, description=f"{what}: step {now.step} of {now.steps}, {left} left")

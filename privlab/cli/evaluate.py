@@ -44,24 +44,26 @@ def evaluate(
     """Measure what victims are worth: top-1, Consistency and Diff-Norm against γ, corruptions, outliers."""
     from privlab.base import pick_device, read_numbers
     from privlab.report.figures import check_ending, draw_by_gamma, write_figure
-    from privlab.utility import Exam, judge
+    from privlab.utility import EvaluationConfig, evaluate_models
 
     if figure is not None:
         check_ending(figure)
     named = {"models": tuple(models.split(",")), "weights": tuple(weights.split(","))}
-    exam = Exam(**named, gammas=read_numbers("--gamma", gammas), split=None if split == "none" else split, **options)
+    config = EvaluationConfig(
+        **named, gammas=read_numbers("--gamma", gammas), split=None if split == "none" else split, **options
+    )
     with warned(), progress_bar("judging") as progress:
-        rows = judge(exam, device=str(pick_device(device)), progress=progress)
+        rows = evaluate_models(config, device=str(pick_device(device)), progress=progress)
     for line in rows[0].get("skipped", ()):
         err.print(f"Skipped {line}", markup=False)
-    if figure is not None and exam.data is not None:
+    if figure is not None and config.data is not None:
         write_figure(draw_by_gamma(rows), figure)
     if as_json:
         print_json(rows)
         return
-    if exam.data is not None:
+    if config.data is not None:
         print_table(_by_gamma(rows))
-    if exam.corruptions is not None:
+    if config.corruptions is not None:
         print_table(_by_corruption(rows))
     if any(key in rows[0] for key in ("natural", "outliers")):
         print_table(_elsewhere(rows))

@@ -63,13 +63,13 @@ __all__ = ["train"]
 def train(context: click.Context, device: str, out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
     """Train a victim by RECIPE: classify, mjp, mp3, droppos, finetune or probe; all that comes of it goes to --out."""
     from privlab.base import pick_device
-    from privlab.training.train_victim import Course, teach
+    from privlab.training.train_victim import TrainingConfig, train_victim
 
     if options["test"] == "none":
         options["test"] = None
-    course = Course(**options)
-    with interruptible(lambda: _kept(out)), warned(), progress_bar(f"training {course.model}"):
-        card = teach(course, out, device=str(pick_device(device)), command=command_line(context))
+    config = TrainingConfig(**options)
+    with interruptible(lambda: _kept(out)), warned(), progress_bar(f"training {config.model}"):
+        card = train_victim(config, out, device=str(pick_device(device)), command=command_line(context))
     if card is None:
         return
     for line in card["skipped"]:

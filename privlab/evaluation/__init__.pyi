@@ -31,7 +31,7 @@ from .setup import public_images as public_images
 from .setup import source_of as source_of
 from .setup import subject_of as subject_of
 from .specification import SETTINGS as SETTINGS
-from .specification import Cell as Cell
+from .specification import AttackGroup as AttackGroup
 from .specification import Specification as Specification
 from .specification import admissions as admissions
 from .specification import applicable as applicable

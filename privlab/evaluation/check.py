@@ -11,14 +11,14 @@ from privlab.threat import (
     FeatureAttack,
     FeatureObservation,
     Observation,
-    Stolen,
+    Reconstruction,
     declared_by_attack,
 )
 
 __all__ = ["attack_batch", "beyond_range", "check_reconstruction", "reason_of"]
 
 
-def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Stolen:
+def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Reconstruction:
     """Run an attack in full precision, and check the shape, finiteness and range of the images that it returns.
 
     It returns an image for each image that was released; an attack for one image per release, forced on the gradient of
@@ -28,14 +28,14 @@ def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
         PrivlabError: if it returns anything else; what the attack itself raises goes on.
     """
     with full_precision():
-        stolen = Stolen.of(attack(seen))  # pyright: ignore[reportArgumentType]  # the plan gave each its observation
+        reconstruction = Reconstruction.of(attack(seen))  # pyright: ignore[reportArgumentType]  # the plan gave each its observation
     if isinstance(seen, FeatureObservation):
         count = len(seen.features)
     else:
         alone = Capability.BATCH_SIZE_ONE in attack.requires
         count = len(next(iter(seen.gradients.values()))) * (1 if alone else seen.images_per_release)
-    check_reconstruction(stolen.images, (count, *seen.model.image_shape))
-    return stolen
+    check_reconstruction(reconstruction.images, (count, *seen.model.image_shape))
+    return reconstruction
 
 
 def reason_of(attack: Attack | FeatureAttack, error: Exception) -> str:

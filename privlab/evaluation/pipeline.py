@@ -20,7 +20,7 @@ from privlab.evaluation.check import attack_batch, beyond_range, reason_of
 from privlab.evaluation.controls import Controls
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.evaluation.scoring import Scorer, known_slots
-from privlab.evaluation.specification import Cell, Specification, reassembly_of
+from privlab.evaluation.specification import AttackGroup, Specification, reassembly_of
 from privlab.images import Chunk, Others, Picture
 from privlab.metrics import Learned, as_sent, assigned, crosses, matched
 from privlab.release import observe, observe_features, predictions, send
@@ -31,8 +31,8 @@ from privlab.threat import (
     FeatureAttack,
     FeatureObservation,
     Observation,
+    Reconstruction,
     Sent,
-    Stolen,
     declared_by_attack,
 )
 from privlab.victims import Victim
@@ -69,14 +69,13 @@ class Strip:
 class Scored:
     """The results of a chunk: its number of images, its records, and a strip for each readable image.
 
-    `stolen` holds the reconstructions that are to be kept, by CELL/IMAGE: the key of the cell and the hash of the
-    image.
+    `reconstructions` holds those that are to be kept, by CELL/IMAGE: the key of the cell and the hash of the image.
     """
 
     images: int
     records: list[Record]
     strips: list[Strip]
-    stolen: dict[str, Stolen]
+    reconstructions: dict[str, Reconstruction]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,22 +90,22 @@ class Evaluator:
 
     spec: Specification
     base: Victim
-    cells: Sequence[Cell]
+    groups: Sequence[AttackGroup]
     metrics: Sequence[str]
     learned: Mapping[str, Learned]
     public: Mapping[str, Tensor]
     strips: bool = True
     controls: bool = True
     keep: bool = False
-    kept: Mapping[str, Stolen] | None = None
-    _stolen: dict[str, Stolen] = field(default_factory=dict, init=False, repr=False)
+    kept: Mapping[str, Reconstruction] | None = None
+    _reconstructions: dict[str, Reconstruction] = field(default_factory=dict, init=False, repr=False)
     _shared: dict[tuple[str, ...], tuple[Any, float]] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, chunk: Chunk) -> Scored:
         """Run the pipeline on one chunk."""
         batch, failed = labelled(chunk, self.base.model, predicted=self.spec.labels == "predicted")
         records = [row for picture in failed for row in self._failures(picture)]
-        self._stolen.clear()
+        self._reconstructions.clear()
         self._shared.clear()
         rows: list[list[tuple[Panel, ...]]] = [[] for _ in batch.pictures]
         for setting in self.spec.settings if batch.pictures else ():
@@ -121,15 +120,15 @@ class Evaluator:
             if trial.sent is not None:
                 rows_sent = as_sent(trial.sent, trial.feed.images, self.base.model.patch)
                 self._show(panels, f"{own}-sent", rows_sent, ["rows in the order sent"] * len(panels))
-            for cell in self.cells:
-                records += self._run(cell, trial, batch, panels)
+            for group in self.groups:
+                records += self._run(group, trial, batch, panels)
             for row, of_image in zip(rows, panels, strict=True):
                 row.append(tuple(of_image))
         strips = [
             Strip(p.name, p.sha256, self.base.name, tuple(row)) for p, row in zip(batch.pictures, rows, strict=True)
         ]
         count = len(chunk.pictures) + len(chunk.failed)
-        return Scored(count, records, strips if self.strips else [], dict(self._stolen))
+        return Scored(count, records, strips if self.strips else [], dict(self._reconstructions))
 
     def _show(self, panels: Sequence[list[Panel]], name: str, images: Tensor, captions: Sequence[str]) -> None:
         """Add one image to each strip; the images leave the device together."""
@@ -164,12 +163,12 @@ class Evaluator:
             model=draw_for(seed, self.base.weights.sha256, "key", self.spec.draw),
         )
 
-    def _run(self, cell: Cell, trial: Trial, batch: Batch, panels: Sequence[list[Panel]]) -> list[Record]:
-        """Observe one batch, run every attack of the cell on it, and return the records; panels are added to strips."""
+    def _run(self, group: AttackGroup, trial: Trial, batch: Batch, panels: Sequence[list[Panel]]) -> list[Record]:
+        """Observe one batch, run all attacks of the group on it, and return the records; panels are added to strips."""
         if self.kept is not None:
-            return self._again(cell, trial, batch, self.kept)
+            return self._again(group, trial, batch, self.kept)
         if trial.sent is None:
-            seen, facts, sound = self._gradients(cell, trial, batch)
+            seen, facts, sound = self._gradients(group, trial, batch)
             if "reassembled" in self.rows.geometries(trial.setting):
                 trial = replace(trial, known=known_slots(seen))
         else:
@@ -177,7 +176,7 @@ class Evaluator:
         records = [
             row | facts[i] | _failed("what is released is zero or not finite")
             for i, fine in enumerate(sound)
-            for row in ([] if fine else self.rows.of(batch.pictures[i], trial.setting, cell))
+            for row in ([] if fine else self.rows.of(batch.pictures[i], trial.setting, group))
         ]
         kept = [i for i, fine in enumerate(sound) if fine]
         if not kept:
@@ -185,12 +184,12 @@ class Evaluator:
         if isinstance(seen, Observation) and len(kept) < len(sound):
             batch, trial, facts = batch.take(kept), trial.take(kept), [facts[i] for i in kept]
             seen, panels = taken(seen, kept), [panels[i] for i in kept]
-        groups = attacked_together(seen, batch, self.base.preprocessing)
-        for attack in cell.attacks:
-            alone = replace(cell, attacks=(attack,))
+        together = attacked_together(seen, batch, self.base.preprocessing)
+        for attack in group.attacks:
+            alone = replace(group, attacks=(attack,))
             outcomes: list[list[Record]] = [[]] * len(batch.pictures)
-            for rows, own in groups:
-                part = trial if len(groups) == 1 else trial.take(rows)
+            for rows, own in together:
+                part = trial if len(together) == 1 else trial.take(rows)
                 found = self._attack(alone, attack, own, part, batch.take(rows), [panels[i] for i in rows])
                 for i, outcome in zip(rows, found, strict=True):
                     outcomes[i] = outcome
@@ -199,18 +198,20 @@ class Evaluator:
                 records += [row | fact | of_row for row, of_row in zip(rows, outcome, strict=True)]
         return records
 
-    def _again(self, cell: Cell, trial: Trial, batch: Batch, kept: Mapping[str, Stolen]) -> list[Record]:
+    def _again(
+        self, group: AttackGroup, trial: Trial, batch: Batch, kept: Mapping[str, Reconstruction]
+    ) -> list[Record]:
         """Score the kept reconstructions of an earlier run."""
         records, own = [], batch.stated(self.spec.together)
         names = self.rows.geometries(trial.setting)
         if "reassembled" in names:
-            trial = replace(trial, known=known_slots(self._gradients(cell, trial, batch)[0]))
-        for attack in cell.attacks:
-            alone = replace(cell, attacks=(attack,))
+            trial = replace(trial, known=known_slots(self._gradients(group, trial, batch)[0]))
+        for attack in group.attacks:
+            alone = replace(group, attacks=(attack,))
             rows = [self.rows.of(picture, trial.setting, alone) for picture in batch.pictures]
             found = [kept[f"{row[0]['cell']}/{row[0]['image_sha256']}"] for row in rows]
             placed = declared_by_attack(attack).places
-            scores = self._scorer.geometries(Stolen.joined(found), trial, names, placed=placed)
+            scores = self._scorer.geometries(Reconstruction.joined(found), trial, names, placed=placed)
             records += [
                 row | own | self._measured({name: values[i] for name, values in of_geometry.items()})
                 for i, of_image in enumerate(rows)
@@ -218,14 +219,16 @@ class Evaluator:
             ]
         return records
 
-    def _gradients(self, cell: Cell, trial: Trial, batch: Batch) -> tuple[Observation, list[Record], list[bool]]:
+    def _gradients(
+        self, group: AttackGroup, trial: Trial, batch: Batch
+    ) -> tuple[Observation, list[Record], list[bool]]:
         """Observe released gradients; return the observation, facts for each image's rows, and the usable images."""
-        model, parts = cell.victim.model, self.rows.defenses[trial.setting].parts
+        model, parts = group.victim.model, self.rows.defenses[trial.setting].parts
         B = batch.images_per_release(self.spec.together)
         draws = batch.release_draws(self.spec.seed, self.spec.draw, B)
         seen, seconds = self._once(
-            (trial.setting, cell.victim.block, batch.together),
-            lambda: observe(model, trial.feed, batch.labels, cell.parameters, parts, draws, B),
+            (trial.setting, group.victim.block, batch.together),
+            lambda: observe(model, trial.feed, batch.labels, group.parameters, parts, draws, B),
         )
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0).repeat_interleave(B)
         facts: list[Record] = [
@@ -270,7 +273,7 @@ class Evaluator:
 
     def _attack(
         self,
-        cell: Cell,
+        group: AttackGroup,
         attack: Attack | FeatureAttack,
         seen: Seen,
         trial: Trial,
@@ -287,22 +290,24 @@ class Evaluator:
         names, placed = self.rows.geometries(trial.setting), declared_by_attack(attack).places
         try:
             beyond = self._beyond(attack, seen, b)
-            own = (trial.setting, cell.victim.block, batch.together, attack.name)
-            stolen, seconds = self._once(own, lambda: attack_batch(attack, seen))
+            own = (trial.setting, group.victim.block, batch.together, attack.name)
+            reconstruction, seconds = self._once(own, lambda: attack_batch(attack, seen))
             if several and Capability.BATCH_SIZE_ONE in attack.requires:
-                stolen = Stolen.joined([stolen] * b)
-            stolen = self._assigned(stolen, trial, several=several)
+                reconstruction = Reconstruction.joined([reconstruction] * b)
+            reconstruction = self._assigned(reconstruction, trial, several=several)
         except Exception as error:
             if b > 1 and isinstance(seen, Observation) and not several:
                 one_by_one = ([i] for i in range(b))
                 return [
-                    self._attack(cell, attack, taken(seen, i), trial.take(i), batch.take(i), [panels[i[0]]])[0]
+                    self._attack(group, attack, taken(seen, i), trial.take(i), batch.take(i), [panels[i[0]]])[0]
                     for i in one_by_one
                 ]
             return [[_failed(reason_of(attack, error))] * len(names)] * b
         if self.spec.eight_bit:
-            stolen = replace(stolen, images=(stolen.images * 255).round() / 255)
-        scores, seconds_score = self._timed(lambda: self._scorer.geometries(stolen, trial, names, placed=placed))
+            reconstruction = replace(reconstruction, images=(reconstruction.images * 255).round() / 255)
+        scores, seconds_score = self._timed(
+            lambda: self._scorer.geometries(reconstruction, trial, names, placed=placed)
+        )
         cost = {"seconds_attack": seconds / b, "seconds_score": seconds_score / b}
         outcomes = [
             [
@@ -311,22 +316,24 @@ class Evaluator:
             ]
             for i in range(b)
         ]
-        key = self.rows.cells(trial.setting, [cell])[attack.name]
+        key = self.rows.cells(trial.setting, [group])[attack.name]
         if self.keep:
             shas = [picture.sha256 for picture in batch.pictures]
-            self._stolen.update((f"{key}/{sha}", stolen.take(i)) for i, sha in enumerate(shas))
-        where = "features" if trial.sent else f"{cell.victim.block} block"
-        self._show(panels, key, stolen.images, [_caption(where, attack.name, outcome[0]) for outcome in outcomes])
+            self._reconstructions.update((f"{key}/{sha}", reconstruction.take(i)) for i, sha in enumerate(shas))
+        where = "features" if trial.sent else f"{group.victim.block} block"
+        self._show(
+            panels, key, reconstruction.images, [_caption(where, attack.name, outcome[0]) for outcome in outcomes]
+        )
         return outcomes
 
-    def _assigned(self, stolen: Stolen, trial: Trial, *, several: bool) -> Stolen:
+    def _assigned(self, reconstruction: Reconstruction, trial: Trial, *, several: bool) -> Reconstruction:
         """Return reconstructions in the order of the images that they are nearest to, if their own order says nothing.
 
         That is the case if `several` images made one gradient, or if rows were sent across images.
         """
         if several:
-            return assigned(stolen, trial.feed.images, self.base.model.patch)
-        return stolen if trial.sent is None else matched(trial.sent, stolen, trial.reference)
+            return assigned(reconstruction, trial.feed.images, self.base.model.patch)
+        return reconstruction if trial.sent is None else matched(trial.sent, reconstruction, trial.reference)
 
     def _beyond(self, attack: Attack | FeatureAttack, seen: Seen, b: int) -> list[Record]:
         """Return for each image why the attack is outside its stated range; the reason may differ between releases."""
@@ -349,7 +356,7 @@ class Evaluator:
         draws = batch.draws(self.spec.seed, "control", self.spec.draw)
         records, moved = [], self._scorer.moved(trial).any(1).tolist()
         for name, made in self._made.of(batch, self.base.model.patch, draws, together=together).items():
-            images = self._assigned(Stolen(made), trial, several=several).images
+            images = self._assigned(Reconstruction(made), trial, several=several).images
             laid = {GEOMETRIES[0]: (images * 255).round() / 255 if self.spec.eight_bit else images}
             if name != CONTROLS[2] and (home := self._scorer.oracle(laid[GEOMETRIES[0]], trial)) is not None:
                 laid[GEOMETRIES[1]] = home
@@ -370,8 +377,8 @@ class Evaluator:
         return [
             row | _failed(picture.problem or "unreadable")
             for setting in self.spec.settings
-            for cell in self.cells
-            for row in self.rows.of(picture, setting, cell)
+            for group in self.groups
+            for row in self.rows.of(picture, setting, group)
         ]
 
     def _once(self, name: tuple[str, ...], work: Callable[[], T]) -> tuple[T, float]:

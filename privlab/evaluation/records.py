@@ -15,7 +15,7 @@ import pyarrow as pa
 import privlab
 from privlab.base import PrivlabError, unknown_name
 from privlab.defenses import Jigsaw
-from privlab.evaluation.specification import Cell, Specification, defense_of, part_of, reassembly_of
+from privlab.evaluation.specification import AttackGroup, Specification, defense_of, part_of, reassembly_of
 from privlab.images import Picture, as_text, one_line
 from privlab.metrics import ADDED, METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted
@@ -69,16 +69,16 @@ _ORDER = (
     "seconds_observe seconds_attack seconds_score status reason beyond_range schema privlab_version "
     "defense_params attack_params victim_params conditions metrics cell batch batch_images external"
 )
-_REAL = (
+_FLOAT_COLUMNS = (
     *(*METRICS, *MIRRORED.values(), *PLACEMENT),
     *["psnr_unmasked", "psnr_masked", "key_bits", "tokens_found", "tokens_sure", "grad_norm"],
     *["seconds_observe", "seconds_attack", "seconds_score"],
 )
-_WHOLE = ["label", "seed", "draw", "schema", "batch_images"]
+_INTEGER_COLUMNS = ["label", "seed", "draw", "schema", "batch_images"]
 
 
 def _type(column: str) -> pa.DataType:
-    return pa.int64() if column in _WHOLE else pa.float64() if column in _REAL else pa.string()
+    return pa.int64() if column in _INTEGER_COLUMNS else pa.float64() if column in _FLOAT_COLUMNS else pa.string()
 
 
 if twice := [name for name in ADDED if _ORDER.split().count(name) > 1]:
@@ -145,19 +145,19 @@ class Rows:
     base: Victim
     public: Sequence[str]
 
-    def of(self, picture: Picture, setting: str, cell: Cell) -> list[Record]:
-        """Return the rows of one image in one cell, without scores: one row for each attack and geometry.
+    def of(self, picture: Picture, setting: str, group: AttackGroup) -> list[Record]:
+        """Return the rows of one image and one group, without scores: one row for each attack and geometry.
 
         Args:
             picture: the image, whose name, hash, label and membership the rows state.
             setting: "a", "b" or "c"; it decides the defense that the rows state, and the geometries.
-            cell: the attacks, and the block of the victim on which they run.
+            group: the attacks, and the block of the victim on which they run.
         """
         return [
-            self._stated(setting, attack.name, self._block(cell), json.dumps(asdict(attack)))
+            self._stated(setting, attack.name, self._block(group), json.dumps(asdict(attack)))
             | self._image(picture)
             | {"geometry": geometry}
-            for attack in cell.attacks
+            for attack in group.attacks
             for geometry in self.geometries(setting)
         ]
 
@@ -182,12 +182,12 @@ class Rows:
         """
         return self._stated(setting, name, None, None) | self._image(picture) | {"geometry": GEOMETRIES[0]}
 
-    def cells(self, setting: str, cells: Iterable[Cell]) -> dict[str, str]:
+    def cells(self, setting: str, groups: Iterable[AttackGroup]) -> dict[str, str]:
         """Return the key of each attack's cell, and of each control's."""
         keys = {
-            attack.name: self._stated(setting, attack.name, self._block(cell), json.dumps(asdict(attack)))["cell"]
-            for cell in cells
-            for attack in cell.attacks
+            attack.name: self._stated(setting, attack.name, self._block(group), json.dumps(asdict(attack)))["cell"]
+            for group in groups
+            for attack in group.attacks
         }
         return keys | {name: self._stated(setting, name, None, None)["cell"] for name in CONTROLS}
 
@@ -196,8 +196,8 @@ class Rows:
         """Return the defenses of each setting; they are cached, as looking them up for every row would be slow."""
         return {setting: defense_of(self.spec, self.base, setting) for setting in self.spec.settings}
 
-    def _block(self, cell: Cell) -> str | None:
-        return None if self.spec.features_released else cell.victim.block
+    def _block(self, group: AttackGroup) -> str | None:
+        return None if self.spec.features_released else group.victim.block
 
     def _image(self, picture: Picture) -> Record:
         return {

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive, Release
+from privlab.attacks.gradients.patch_gradient_adaptive import NoisyGradients, PatchGradientAdaptive
 from privlab.attacks.solvers import shares_mask
 from privlab.base import PrivlabWarning, full_precision
 from privlab.evaluation.batch import Trial
@@ -31,7 +31,7 @@ from privlab.metrics import (
 from privlab.patches import permute, slots_to_pixels
 from privlab.reassembly import Borders, Reassembly, rearranged
 from privlab.release import effects_of
-from privlab.threat import Observation, Sent, Stolen
+from privlab.threat import Observation, Reconstruction, Sent
 from privlab.victims import VictimModel
 
 __all__ = ["UNDEFINED", "Scorer", "Scores", "known_slots"]
@@ -57,39 +57,51 @@ class Scorer:
     several: bool = False
 
     def geometries(
-        self, stolen: Stolen, trial: Trial, names: Sequence[str] = GEOMETRIES[:2], *, placed: bool = False
+        self,
+        reconstruction: Reconstruction,
+        trial: Trial,
+        names: Sequence[str] = GEOMETRIES[:2],
+        *,
+        placed: bool = False,
     ) -> list[Scores]:
         """Return the scores of reconstructions in place, under the oracle, and reassembled if asked for, in this order.
 
         Args:
-            stolen: what the attack returned: b images, and what it says of the places of patches or rows.
+            reconstruction: what the attack returned: b images, and what it says of the places of patches or rows.
             trial: the references, and which patches the defense moved.
             names: the geometries; only whether "reassembled" is among them is read, as the other two are always scored.
             placed: whether the attack has already put its loose patches in order; "reassembled" is then the same as in
                 place.
         """
-        scores = self._in_place_and_oracle(stolen, trial)
+        scores = self._in_place_and_oracle(reconstruction, trial)
         if "reassembled" in names:
-            scores.append(self._reassembled(stolen, trial, scores[0], placed=placed))
+            scores.append(self._reassembled(reconstruction, trial, scores[0], placed=placed))
         return scores
 
-    def _in_place_and_oracle(self, stolen: Stolen, trial: Trial) -> list[Scores]:
+    def _in_place_and_oracle(self, reconstruction: Reconstruction, trial: Trial) -> list[Scores]:
         """Score reconstructions in place, and under the oracle."""
         moved = trial.feed.moved
         if trial.sent is not None:
-            told = self._places(trial.sent, stolen)
-        elif stolen.loose is not None:
+            told = self._places(trial.sent, reconstruction)
+        elif reconstruction.loose is not None:
             told = {
-                "tokens_found": _numbers(stolen.tokens, len(moved)),
-                "tokens_sure": _numbers(stolen.tokens_sure, len(moved)),
+                "tokens_found": _numbers(reconstruction.tokens, len(moved)),
+                "tokens_sure": _numbers(reconstruction.tokens_sure, len(moved)),
             }
         else:
             told = {}
-        in_place = self.score(stolen.images, trial.reference, moved) | self._mirrored(stolen.images, trial) | told
-        home = self.oracle(stolen.images, trial)
+        in_place = (
+            self.score(reconstruction.images, trial.reference, moved)
+            | self._mirrored(reconstruction.images, trial)
+            | told
+        )
+        home = self.oracle(reconstruction.images, trial)
         if home is None:
             return [in_place, in_place]
-        return [in_place, self.score(home, trial.reference, moved) | self._mirrored(stolen.images, trial, True) | told]
+        return [
+            in_place,
+            self.score(home, trial.reference, moved) | self._mirrored(reconstruction.images, trial, True) | told,
+        ]
 
     def oracle(self, images: Float[Tensor, "b c h w"], trial: Trial) -> Float[Tensor, "b c h w"] | None:
         """Return images with each `moved` patch put where it fits the reference best; None if no patch was moved.
@@ -114,17 +126,17 @@ class Scorer:
         hears = self.model.vit.pos_embed is not None
         return trial.feed.moved if hears else torch.ones_like(trial.feed.moved)
 
-    def _reassembled(self, stolen: Stolen, trial: Trial, in_place: Scores, *, placed: bool) -> Scores:
+    def _reassembled(self, reconstruction: Reconstruction, trial: Trial, in_place: Scores, *, placed: bool) -> Scores:
         """Score reconstructions with the patches in the adversary's order, and that order itself.
 
         The order is scored only where the attack keeps the order of what was fed: only then is it certain which patch a
         slot holds.
         """
-        feed, patch, loose = trial.feed, self.model.patch, stolen.loose
+        feed, patch, loose = trial.feed, self.model.patch, reconstruction.loose
         if placed and loose is not None:
             return in_place
-        order = rearranged(stolen, trial.known, self.reassembly, self.model.grid, patch)
-        images = permute(stolen.images, order, patch)
+        order = rearranged(reconstruction, trial.known, self.reassembly, self.model.grid, patch)
+        images = permute(reconstruction.images, order, patch)
         scores = in_place | self.score(images, trial.reference, feed.moved) | self._mirrored(images, trial)
         if loose is None:
             held = feed.order.gather(1, order)
@@ -177,11 +189,11 @@ class Scorer:
         scores = score(images if home is None else home, away.reference, names)
         return {MIRRORED[name]: _nullable(values) for name, values in scores.items()}
 
-    def _places(self, sent: Sent, stolen: Stolen) -> Scores:
+    def _places(self, sent: Sent, reconstruction: Reconstruction) -> Scores:
         """Score what the adversary says of the places of rows and columns."""
-        b, key = len(sent.source), key_recovered(sent, stolen)
-        placed = placement_accuracy(sent, stolen)
-        neighbours = neighbour_accuracy(sent, stolen, self.model.grid)
+        b, key = len(sent.source), key_recovered(sent, reconstruction)
+        placed = placement_accuracy(sent, reconstruction)
+        neighbours = neighbour_accuracy(sent, reconstruction, self.model.grid)
         return {
             "placement_accuracy": [None] * b if placed is None else list(placed.tolist()),
             "neighbour_accuracy": [None] * b if neighbours is None else list(neighbours.tolist()),
@@ -200,7 +212,7 @@ def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
     hidden = effects_of(seen.model, seen.defense).patches == "masked"
     if not hidden or not read or not shares_mask(seen):
         return None
-    return (~Release.of(seen).unheard).repeat_interleave(seen.images_per_release, 0)
+    return (~NoisyGradients.of(seen).unheard).repeat_interleave(seen.images_per_release, 0)
 
 
 def _numbers(counts: Tensor | None, b: int) -> list[float | None]:

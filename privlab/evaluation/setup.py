@@ -11,7 +11,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, PrivlabWarning, collected
 from privlab.evaluation.records import Rows
-from privlab.evaluation.specification import Cell, Specification, applicable, defense_of, reassembly_of
+from privlab.evaluation.specification import AttackGroup, Specification, applicable, defense_of, reassembly_of
 from privlab.images import ImageSource, Preprocessing, check_labels, open_images
 from privlab.images.datasets import imagenet_classes
 from privlab.metrics import Learned, LpipsUnavailable, load_embedding, load_lpips, score
@@ -28,7 +28,7 @@ class Subject:
     """
 
     base: Victim
-    cells: tuple[Cell, ...]
+    groups: tuple[AttackGroup, ...]
     refused: Mapping[str, str]
     public: Mapping[str, Tensor]
 
@@ -48,8 +48,8 @@ def subject_of(spec: Specification, device: torch.device) -> Subject:
         warnings.warn(message, PrivlabWarning, stacklevel=2)
     defense_of(spec, base, spec.settings[0])
     reassembly_of(spec, base)
-    cells, refused = applicable(spec, base)
-    on_device = tuple(Cell(cell.victim.to(device), cell.attacks) for cell in cells)
+    groups, refused = applicable(spec, base)
+    on_device = tuple(AttackGroup(group.victim.to(device), group.attacks) for group in groups)
     return Subject(base, on_device, refused, _public(spec.public, spec.public_limit, base.preprocessing, device))
 
 

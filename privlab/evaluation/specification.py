@@ -29,10 +29,10 @@ from privlab.threat import (
 from privlab.victims import Victim
 
 __all__ = [
-    "RELEASES",
+    "RELEASE_KINDS",
     "SETTINGS",
     "WORST_CASE",
-    "Cell",
+    "AttackGroup",
     "Specification",
     "admissions",
     "applicable",
@@ -53,7 +53,7 @@ SETTINGS: dict[str, str] = {
 }
 """The settings of MJP, section 5.4; x̃ is the shuffled x."""
 
-RELEASES: dict[str, str] = {
+RELEASE_KINDS: dict[str, str] = {
     "gradients": "the gradient of each image's loss, as in federated learning",
     "features": "the embedded tokens, as in split learning",
 }
@@ -117,7 +117,7 @@ class Specification:
             ("setting", self.settings, SETTINGS),
             ("attack", self.attacks or (), {WORST_CASE, *installed_attacks()}),
             ("defense", self.parts, {"auto", *defenses()} if len(self.parts) == 1 else defenses()),
-            ("release", (self.release,), {"auto", *RELEASES}),
+            ("release", (self.release,), {"auto", *RELEASE_KINDS}),
             ("reassembly", (self.reassembly,), REASSEMBLIES),
             ("metric", self.metrics, METRICS),
             ("block", (self.block,), ("auto", "stock", "april")),
@@ -205,7 +205,7 @@ class Specification:
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class AttackGroup:
     """The attacks that run on one block variant of a victim, from one observation."""
 
     victim: Victim
@@ -285,8 +285,8 @@ def reassembly_of(spec: Specification, base: Victim) -> Reassembly:
     return made
 
 
-def plan(spec: Specification, base: Victim) -> list[Cell]:
-    """Return the cells of one victim; --block auto is the stock block for attacks that can run there, else April's.
+def plan(spec: Specification, base: Victim) -> list[AttackGroup]:
+    """Return the attacks of one victim in groups; --block auto is the stock block where attacks can run, else April's.
 
     Raises:
         PrivlabError: if an attack that was asked for lacks a capability on each allowed block, or no attack is left.
@@ -294,13 +294,13 @@ def plan(spec: Specification, base: Victim) -> list[Cell]:
     Warns:
         PrivlabWarning: for each attack that was not asked for by name and cannot run.
     """
-    cells, refused = applicable(spec, base)
+    groups, refused = applicable(spec, base)
     refusals = [f"{base.name}: {refusal}" for refusal in refused.values()]
-    if refusals and (spec.attacks is not None or not cells):
+    if refusals and (spec.attacks is not None or not groups):
         raise PrivlabError(refusals[0] if spec.attacks is not None else f"{base.name}: {_none_runs(refused)}")
     for refusal in refusals:
         warnings.warn(f"Left out. {refusal}", PrivlabWarning, stacklevel=2)
-    return cells
+    return groups
 
 
 def _none_runs(refused: Mapping[str, str]) -> str:
@@ -315,36 +315,38 @@ def _none_runs(refused: Mapping[str, str]) -> str:
     return f"No attack can run. {names[0]}{more}: {reason}{others}"
 
 
-def applicable(spec: Specification, base: Victim, *, stand_ins: bool = False) -> tuple[list[Cell], dict[str, str]]:
-    """Return the cells of the attacks that can run on a victim, and for each other attack the reason why it cannot.
+def applicable(
+    spec: Specification, base: Victim, *, stand_ins: bool = False
+) -> tuple[list[AttackGroup], dict[str, str]]:
+    """Return the groups of the attacks that can run on a victim, and for each other attack the reason why it cannot.
 
-    Attacks that are not named come cheapest first, in the order of the registry; the cell of the dearest one is last.
+    Attacks that are not named come cheapest first, in the order of the registry; the group of the dearest one is last.
 
     Args:
         spec: names the attacks (None: those of its release and defense that need not be named), their options, the
             block and the defense.
-        base: the victim; a cell has it with the block on which its attacks run.
+        base: the victim; a group has it with the block on which its attacks run.
         stand_ins: whether to keep attacks that only replace others where those cannot run. Named ones are always kept.
 
     Raises:
         PrivlabError: if an option does not fit an attack.
     """
-    cells: dict[str, Cell] = {}
+    groups: dict[str, AttackGroup] = {}
     refused: dict[str, str] = {}
     defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
     for name, kind in _candidates(spec).items():
-        running = {attack.name for cell in cells.values() for attack in cell.attacks}
+        running = {attack.name for group in groups.values() for attack in group.attacks}
         if spec.attacks is None and not stand_ins and stands_in(kind, running):
             continue
         attack = configured(kind, spec.options)
         try:
-            home = _home(attack, spec, base, defense, cells)
+            home = _home(attack, spec, base, defense, groups)
         except PrivlabError as refusal:
             refused[name] = str(refusal)
             continue
-        cell = cells.pop(home.block, Cell(home, ()))
-        cells[home.block] = replace(cell, attacks=(*cell.attacks, attack))
-    return list(cells.values()), refused
+        group = groups.pop(home.block, AttackGroup(home, ()))
+        groups[home.block] = replace(group, attacks=(*group.attacks, attack))
+    return list(groups.values()), refused
 
 
 def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[str]) -> bool:
@@ -375,9 +377,9 @@ def _home(
     spec: Specification,
     base: Victim,
     defense: Sequence[Defense | FeatureDefense | GradientDefense],
-    cells: dict[str, Cell],
+    groups: dict[str, AttackGroup],
 ) -> Victim:
-    """Return the first allowed block variant on which an attack may run; a variant that `cells` has is used again."""
+    """Return the first allowed block variant on which an attack may run; a variant that `groups` has is used again."""
     if spec.features_released:
         check_capabilities(attack, granted_features(base.model, spec.public_limit, defense))
         return base
@@ -387,7 +389,7 @@ def _home(
     anywhere: frozenset[Capability] = frozenset()
     for block in blocks:
         try:
-            variant = cells[block].victim if block in cells else base.with_block(block)
+            variant = groups[block].victim if block in groups else base.with_block(block)
             grants = granted(variant.model, defense, spec.gradient_batch)
             anywhere |= grants
             check_capabilities(attack, grants, force=force, because=obstacles(base.model))

@@ -28,8 +28,8 @@ ENGINES: dict[str, str] = {
 }
 """Where the tasks of a grid may run."""
 
-_PATIENCE = 3
-"""How often workers may die in a row, with no task finished in between, before a run gives up."""
+_MOST_FAILURES = 3
+"""Deaths of workers in a row, with no task finished in between, or unanswered calls of the head, that end a run."""
 
 _HEARTBEAT = 5.0
 """Seconds between two checks of a Ray cluster's head, and the longest that it may take to answer."""
@@ -95,7 +95,7 @@ def _in_processes(tasks: Sequence[Task], engine: Engine, say: Callable[[str], ob
                 yield result
         except BrokenProcessPool:
             deaths += 1
-            if deaths == _PATIENCE:
+            if deaths == _MOST_FAILURES:
                 raise PrivlabError(
                     f"Workers died {deaths} times in a row (killed, or out of memory). Use fewer --workers or a "
                     "smaller --batch-size; what was finished is kept."
@@ -171,7 +171,7 @@ def _on_ray(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object])
         if started:
             with _elsewhere():
                 ray.init(**options, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        remote = ray.remote(num_cpus=engine.cpus, num_gpus=engine.gpus, max_retries=_PATIENCE)(_on_worker)
+        remote = ray.remote(num_cpus=engine.cpus, num_gpus=engine.gpus, max_retries=_MOST_FAILURES)(_on_worker)
         waiting, running, head = iter(tasks), [], _Head(None if client else ray.get_runtime_context().gcs_address)
         here = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
         if engine.address is None and (engine.cpus > here["CPU"] or engine.gpus > here["GPU"]):
@@ -231,7 +231,7 @@ class _Head:
             self.silent = 0
         except OSError:
             self.silent += 1
-        if self.silent == _PATIENCE:
+        if self.silent == _MOST_FAILURES:
             raise _HeadLost(f"its head at {self.address} does not answer")
 
 

@@ -35,11 +35,11 @@ else:
 __all__ = ["add_external", "case_names"]
 
 _KEYS = ("reference", "case", "attack", "setting", "scores", "reconstructions", "images")
-_NEEDED = ("reference", "case", "attack")
+_NEEDED_KEYS = ("reference", "case", "attack")
 _RESERVED = ("worst case", "best single attack")
 _COMPARED = ("cell", "image", "image_sha256", "geometry", "batch", "status", "reason", "metrics", "external")
 _BATCH = 32
-_CLOSE = 1e-4
+_SCORE_TOLERANCE = 1e-4
 """Relative difference above which two scores contradict each other; smaller ones are rounding of float32."""
 
 
@@ -171,11 +171,11 @@ def _check(file: Path, data: Mapping[str, Any]) -> None:
         wanted, said = (dict, "a table of METRIC = NUMBER") if name == "scores" else (str, "a text")
         if not isinstance(value, wanted) or not value:
             raise PrivlabError(f"{file}: {name} must be {said}. Found {value!r}.")
-    if lacking := [name for name in _NEEDED if name not in data]:
-        raise PrivlabError(f"{file} does not state {lacking[0]}. Give {', '.join(_NEEDED)}.")
+    if lacking := [name for name in _NEEDED_KEYS if name not in data]:
+        raise PrivlabError(f"{file} does not state {lacking[0]}. Give {', '.join(_NEEDED_KEYS)}.")
     pictures = "reconstructions" in data
     if pictures == ("scores" in data) or pictures != ("images" in data):
-        found = [name for name in _KEYS if name in data and name not in (*_NEEDED, "setting")]
+        found = [name for name in _KEYS if name in data and name not in (*_NEEDED_KEYS, "setting")]
         raise PrivlabError(
             f"{file} must hold [scores], or reconstructions with images. Found {', '.join(found) or 'none of them'}."
         )
@@ -261,14 +261,16 @@ class _Scorer:
         if not fine:
             return
         ours = torch.stack([self.preprocessing(private.pixels) for private, _ in fine if private.pixels])
-        stolen = torch.stack([to_tensor(theirs.pixels) for _, theirs in fine])
-        scores = {name: values.tolist() for name, values in score(stolen, ours, self.metrics, self.learned).items()}
+        reconstruction = torch.stack([to_tensor(theirs.pixels) for _, theirs in fine])
+        scores = {
+            name: values.tolist() for name, values in score(reconstruction, ours, self.metrics, self.learned).items()
+        }
         for i, (private, _) in enumerate(fine):
             values = {name: None if math.isnan(of_all[i]) else of_all[i] for name, of_all in scores.items()}
             row = self.stated.row(values, **self._of(private))
             folder = f"pictures/{private.sha256[:16]}"
             if (self.run.path / folder).is_dir():
-                png = to_png(stolen[i])
+                png = to_png(reconstruction[i])
                 self.run.write_file(f"{folder}/{row['cell']}.png", lambda path, png=png: path.write_bytes(png))
             yield row
 
@@ -352,7 +354,7 @@ def _new(rows: Sequence[Record], store: Store) -> Iterator[Record]:
 
 def _check_same(row: Record, name: str, old: float) -> None:
     new = row[name]
-    if new is None or pd.isna(old) or new == old or abs(new - old) <= _CLOSE * max(abs(old), 1e-3):
+    if new is None or pd.isna(old) or new == old or abs(new - old) <= _SCORE_TOLERANCE * max(abs(old), 1e-3):
         return
     of = f" of {row['image']}" if row["image"] else ""
     raise PrivlabError(

@@ -16,9 +16,9 @@ from privlab.grids.plan import Grid, Share, lay_out, missing
 from privlab.grids.tasks import Result, Task, joined, run_task
 from privlab.stores import RunDirectory, Store
 
-__all__ = ["Options", "Progress", "costs", "fill", "prepare"]
+__all__ = ["Options", "TaskProgress", "costs", "fill", "prepare"]
 
-Progress = Callable[[int, int, Result | None], None]
+TaskProgress = Callable[[int, int, Result | None], None]
 """It is called with (images done, images in all, last result)."""
 
 
@@ -103,7 +103,7 @@ def fill(
     *,
     command: str = "",
     say: Callable[[str], object] = lambda line: None,
-    progress: Progress = lambda done, total, last: None,
+    progress: TaskProgress = lambda done, total, last: None,
 ) -> tuple[str, ...]:
     """Run the tasks, write the records and files of each as soon as it is finished, and return the warnings.
 

@@ -150,7 +150,7 @@ def lay_out(experiment: Experiment, device: torch.device) -> Grid:
                 job = Job(
                     number,
                     spec,
-                    subject.rows(spec).cells(spec.settings[0], subject.cells),
+                    subject.rows(spec).cells(spec.settings[0], subject.groups),
                     subject.refused,
                     found[at][1],
                     _batches(found[at][1], spec),

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file, save
 
 from privlab.base import collected, pick_device
-from privlab.evaluation import COLUMNS, Cell, Evaluator, Specification, Strip, source_of, subject_of
+from privlab.evaluation import COLUMNS, AttackGroup, Evaluator, Specification, Strip, source_of, subject_of
 from privlab.evaluation.setup import learned_for
 from privlab.images import ImageSource, LabelOrigin, Picture, chunk_of
 from privlab.stores import to_png
-from privlab.threat import Stolen
+from privlab.threat import Reconstruction
 
 __all__ = ["Reference", "Result", "Task", "joined", "references", "run_task"]
 
@@ -113,17 +113,17 @@ def run_task(task: Task) -> Result:
         evaluator = replace(evaluator, kept=_kept(task.kept) if task.kept else None)
         rows: list[pa.Table] = []
         files: dict[str, bytes] = {}
-        stolen: dict[str, Stolen] = {}
+        reconstructions: dict[str, Reconstruction] = {}
         first = {reference.sha256 for reference in task.images if reference.place < task.pictures}
         for pictures in _batches(task, source, device):
             scored = evaluator(chunk_of(pictures, evaluator.base.preprocessing))
             rows.append(pa.Table.from_pylist(scored.records, schema=COLUMNS))
-            stolen |= scored.stolen
+            reconstructions |= scored.reconstructions
             for strip in scored.strips:
                 if strip.image_sha256 in first:
                     files |= {f"pictures/{strip.image_sha256[:16]}/{name}.png": png for name, png in _pngs(strip)}
-        if stolen:
-            files[f"kept/{_name_of(stolen)}.safetensors"] = _saved(stolen)
+        if reconstructions:
+            files[f"kept/{_name_of(reconstructions)}.safetensors"] = _saved(reconstructions)
     seconds, worker = time.perf_counter() - start, f"{platform.node()}:{os.getpid()}"
     return Result(task, pa.concat_tables([COLUMNS.empty_table(), *rows]), files, tuple(messages), seconds, worker)
 
@@ -163,11 +163,11 @@ def _same(picture: Picture, reference: Reference) -> Picture:
 def _evaluator(task: Task, device: torch.device) -> tuple[Evaluator, ImageSource]:
     subject = subject_of(task.spec, device)
     learned, _ = learned_for(task.metrics, task.spec, device, subject.base)
-    wanted = ((cell.victim, tuple(a for a in cell.attacks if a.name in task.attacks)) for cell in subject.cells)
+    wanted = ((group.victim, tuple(a for a in group.attacks if a.name in task.attacks)) for group in subject.groups)
     evaluator = Evaluator(
         task.spec,
         subject.base,
-        [Cell(base, attacks) for base, attacks in wanted if attacks],
+        [AttackGroup(base, attacks) for base, attacks in wanted if attacks],
         task.metrics,
         learned,
         subject.public,
@@ -178,29 +178,29 @@ def _evaluator(task: Task, device: torch.device) -> tuple[Evaluator, ImageSource
     return evaluator, source_of(task.spec, [subject.base], check=False)  # `_same` checks each image instead
 
 
-_PARTS = tuple(field.name for field in fields(Stolen))
+_PARTS = tuple(field.name for field in fields(Reconstruction))
 
 
-def _saved(stolen: Mapping[str, Stolen]) -> bytes:
+def _saved(reconstructions: Mapping[str, Reconstruction]) -> bytes:
     return save(
         {
             f"{key}/{part}": value.cpu().clone(memory_format=torch.contiguous_format)
-            for key, each in stolen.items()
+            for key, each in reconstructions.items()
             for part in _PARTS
             if (value := getattr(each, part)) is not None
         }
     )
 
 
-def _kept(names: Sequence[str]) -> dict[str, Stolen]:
+def _kept(names: Sequence[str]) -> dict[str, Reconstruction]:
     """Read the reconstructions of earlier runs."""
     tensors = {key: tensor for name in names for key, tensor in load_file(name).items()}
     return {
-        key: Stolen(**{part: tensors[f"{key}/{part}"] for part in _PARTS if f"{key}/{part}" in tensors})
+        key: Reconstruction(**{part: tensors[f"{key}/{part}"] for part in _PARTS if f"{key}/{part}" in tensors})
         for path in tensors
         if (key := path.removesuffix("/images")) != path
     }
 
 
-def _name_of(stolen: Mapping[str, Stolen]) -> str:
-    return hashlib.sha256("\n".join(sorted(stolen)).encode()).hexdigest()[:24]
+def _name_of(reconstructions: Mapping[str, Reconstruction]) -> str:
+    return hashlib.sha256("\n".join(sorted(reconstructions)).encode()).hexdigest()[:24]

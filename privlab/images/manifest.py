@@ -20,9 +20,10 @@ MEMBERS = ("seen", "not seen", "unknown")
 """The values of the column `member`: whether the victim saw the photograph in training."""
 
 _COLUMNS = ("name", "sha256", "label", "label_origin", "member")
-_NEEDED = ("name", "sha256")
+_NEEDED_COLUMNS = ("name", "sha256")
 _ORIGINS: tuple[LabelOrigin, ...] = tuple(origin for origin in get_args(LabelOrigin) if origin != "predicted")
-_SHOWN = 60
+_MOST_CHARACTERS = 60
+"""The most characters of a line that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _check_header(header: Sequence[str], path: Path) -> None:
             raise PrivlabError(f"{where}: {unknown_name('column of a manifest', _short(name), _COLUMNS)}")
         if header.count(name) > 1:
             raise PrivlabError(f"{where}: the column {name} is there twice. Keep one of them.")
-    if lacking := [name for name in _NEEDED if name not in header]:
+    if lacking := [name for name in _NEEDED_COLUMNS if name not in header]:
         found = ", ".join(header) or "none"
         raise PrivlabError(f"{where}: a manifest has the columns name and sha256. Found: {found}; add {lacking[0]}.")
 
@@ -141,7 +142,7 @@ def _entry(row: Mapping[str | None, str | None], where: str, line: int) -> Entry
 def _short(text: str) -> str:
     """Return text that fits into one line of an error."""
     line = " ".join(text.split())
-    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}…"
 
 
 def chosen(source: ImageSource, path: Path, *, check: bool = True) -> ImageSource:

@@ -19,7 +19,7 @@ from privlab.images.sources import SAMPLES, sample_file
 
 __all__ = ["apart_from", "common", "kin", "photographs"]
 
-SAME = 0.02
+SAME_DISTANCE = 0.02
 """Mean distance of pixels in [0, 1] below which two images count as one, compressed or cut a little differently."""
 
 
@@ -63,8 +63,8 @@ def apart_from(
     """Return, for each private image, the names of the bundled photographs that are crops of other files than it is.
 
     None stands for an image that is no bundled photograph: all may be learned from. Crops and whole files are
-    recognised by their hash, or by their pixels after `preprocessing` (mean distance below `SAME`); crops of another
-    kind are not.
+    recognised by their hash, or by their pixels after `preprocessing` (mean distance < `SAME_DISTANCE`); crops of
+    another kind are not.
 
     Args:
         sha256: the hash of each private image, b of them, in hex.
@@ -77,7 +77,7 @@ def apart_from(
     found: list[tuple[str, ...] | None] = []
     names, table = _table(preprocessing)
     for key, image in zip(sha256, images, strict=True):
-        near = (table.to(image) - image).abs().mean((1, 2, 3)) < SAME
+        near = (table.to(image) - image).abs().mean((1, 2, 3)) < SAME_DISTANCE
         files = {file for file, is_near in zip(names, near.tolist(), strict=True) if is_near}
         own = kin([key])
         files |= {crop.file for crop in _crops() if crop.sha256 in own}

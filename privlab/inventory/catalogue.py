@@ -13,17 +13,17 @@ from privlab.victims import ARCHITECTURES, ZOO, victim_names
 
 __all__ = ["catalogue"]
 
-Row = Mapping[str, object]
+Listing = Mapping[str, object]
 
 
-def catalogue(what: str) -> list[Row]:
+def catalogue(what: str) -> list[Listing]:
     """Return the rows of "victims", "attacks", "defenses", "metrics" or "experiments"."""
     return _ROWS[what]()
 
 
-def _victims() -> list[Row]:
+def _victims() -> list[Listing]:
     variants = {"_nope": "no position embeddings", "_mjp": "with MJP's unknown position embedding"}
-    rows: list[Row] = []
+    rows: list[Listing] = []
     for name in victim_names():
         base = name.removesuffix("_nope").removesuffix("_mjp")
         note = variants.get(name.removeprefix(base), "") if base in ARCHITECTURES else "from another package"
@@ -33,7 +33,7 @@ def _victims() -> list[Row]:
     return [*rows, {"name": "timm:NAME", "timm": "NAME", "variant": "any VisionTransformer of timm"}]
 
 
-def _attacks() -> list[Row]:
+def _attacks() -> list[Listing]:
     return [
         {
             "name": name,
@@ -45,7 +45,7 @@ def _attacks() -> list[Row]:
     ]
 
 
-def _defenses() -> list[Row]:
+def _defenses() -> list[Listing]:
     return [
         {
             "name": name,
@@ -57,7 +57,7 @@ def _defenses() -> list[Row]:
     ]
 
 
-def _metrics() -> list[Row]:
+def _metrics() -> list[Listing]:
     return [
         {
             "name": m.name,
@@ -69,14 +69,14 @@ def _metrics() -> list[Row]:
     ]
 
 
-def _experiments() -> list[Row]:
+def _experiments() -> list[Listing]:
     found = [read_experiment(find_experiment(name)) for name in experiment_names()]
     return [
         {"name": e.name, "title": e.title, "published figures": e.source or "", "cases": len(e.cases)} for e in found
     ]
 
 
-_ROWS: dict[str, Callable[[], list[Row]]] = {
+_ROWS: dict[str, Callable[[], list[Listing]]] = {
     "victims": _victims,
     "attacks": _attacks,
     "defenses": _defenses,

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from privlab.base import PrivlabError, versions
-from privlab.metrics import BACKBONES, find_backbone
+from privlab.metrics import LPIPS_BACKBONES, find_backbone
 from privlab.victims import ARCHITECTURES, COMPACT, PLACERS, ZOO, WeightsUnavailable, pretrained_file, shipped
 
 __all__ = ["examine"]
 
-Row = Mapping[str, str]
+Finding = Mapping[str, str]
 
 _EXTRAS = {
     "breaching": "the attacks breaching:NAME, privlab bench attack",
@@ -32,7 +32,7 @@ _EXTRAS = {
 """What the optional extras of privlab are for; `all` is all of them but the last."""
 
 
-def examine(lpips_weights: Path | None = None) -> list[Row]:
+def examine(lpips_weights: Path | None = None) -> list[Finding]:
     """Return a row for each feature: what it is, "ok" or "missing", what was found, and what it is needed for."""
     return [
         *(
@@ -46,12 +46,12 @@ def examine(lpips_weights: Path | None = None) -> list[Row]:
         *(_pretrained(name, timm_name) for name, timm_name in ARCHITECTURES.items() if name not in COMPACT),
         _shipped("zoo victims", list(ZOO), "their names in --model, and --weights pretrained"),
         _shipped("zoo predictors", list(PLACERS), "--reassembly mp3 or droppos"),
-        *(_backbone(net, lpips_weights) for net in BACKBONES),
+        *(_backbone(net, lpips_weights) for net in LPIPS_BACKBONES),
         *(_extra(name, use) for name, use in _EXTRAS.items()),
     ]
 
 
-def _row(what: str, there: bool, found: str, use: str) -> Row:
+def _row(what: str, there: bool, found: str, use: str) -> Finding:
     return {"what": what, "state": "ok" if there else "missing", "found": found, "needed for": use}
 
 
@@ -59,7 +59,7 @@ def _use(package: str) -> str:
     return {"lpips": "the metrics lpips_*"}.get(package, "everything")
 
 
-def _extra(name: str, use: str) -> Row:
+def _extra(name: str, use: str) -> Finding:
     """Return whether all packages of an extra are installed, or the command that installs them."""
     found = {package: _version(package) for package in _packages(name)}
     if lacking := [package for package, there in found.items() if there is None]:
@@ -86,7 +86,7 @@ def _gpu() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
-def _pretrained(name: str, architecture: str) -> Row:
+def _pretrained(name: str, architecture: str) -> Finding:
     use = f"--weights pretrained with {name}, {name}_mjp, {name}_nope"
     try:
         return _row(f"weights {name}", True, str(pretrained_file(architecture, download=False)), use)
@@ -94,14 +94,14 @@ def _pretrained(name: str, architecture: str) -> Row:
         return _row(f"weights {name}", False, str(error), use)
 
 
-def _shipped(what: str, names: Sequence[str], use: str) -> Row:
+def _shipped(what: str, names: Sequence[str], use: str) -> Finding:
     """Return whether this package holds the trained weights of all these models, as it should."""
     if lacking := [name for name in names if shipped(name) is None]:
         return _row(what, False, f"this package lacks {', '.join(lacking)}: install it again", use)
     return _row(what, True, f"come with privlab: {', '.join(names)}", use)
 
 
-def _backbone(net: str, weights: Path | None) -> Row:
+def _backbone(net: str, weights: Path | None) -> Finding:
     try:
         return _row(f"lpips {net}", True, str(find_backbone(net, weights, download=False)), f"the metric lpips_{net}")
     except PrivlabError as error:

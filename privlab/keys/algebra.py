@@ -39,7 +39,7 @@ from timm.models.vision_transformer import Attention, Block, ResPostBlock, Visio
 from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, unknown_name
-from privlab.keys.layouts import VIT, Layout
+from privlab.keys.layouts import VIT, WeightLayout
 from privlab.patches import bits, inverse
 
 __all__ = [
@@ -192,7 +192,9 @@ def residual_bits(shape: ModelShape, space: str) -> float:
     return bits(shape.heads, shape.head_dim) if space == "paper" else bits(shape.width)
 
 
-def apply_key(state: Mapping[str, Tensor], key: ModelKey, shape: ModelShape, layout: Layout = VIT) -> dict[str, Tensor]:
+def apply_key(
+    state: Mapping[str, Tensor], key: ModelKey, shape: ModelShape, layout: WeightLayout = VIT
+) -> dict[str, Tensor]:
     """Return the weights of T_(C), W_(C)[i, j] = W[rows[i], columns[j]]; the owner's tensors are not changed.
 
     Gradients, and an optimiser's averages of them, are permuted alike (Eq. 6, 12, 13).
@@ -211,7 +213,7 @@ def apply_key(state: Mapping[str, Tensor], key: ModelKey, shape: ModelShape, lay
 
 
 def remove_key(
-    state: Mapping[str, Tensor], key: ModelKey, shape: ModelShape, layout: Layout = VIT
+    state: Mapping[str, Tensor], key: ModelKey, shape: ModelShape, layout: WeightLayout = VIT
 ) -> dict[str, Tensor]:
     """Return the weights that `apply_key` was given, bit by bit: the inverse of `apply_key` with the same key.
 
@@ -306,7 +308,7 @@ def _permuted(
     state: Mapping[str, Tensor],
     key: ModelKey,
     shape: ModelShape,
-    layout: Layout,
+    layout: WeightLayout,
     direction: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor]:
     check_fits(key.orders(), shape)
@@ -316,7 +318,7 @@ def _permuted(
     return {name: _gathered(name, tensor, _orders(name, layers, layout)) for name, tensor in state.items()}
 
 
-def _orders(name: str, layers: list[dict[str, Tensor]], layout: Layout) -> list[Tensor]:
+def _orders(name: str, layers: list[dict[str, Tensor]], layout: WeightLayout) -> list[Tensor]:
     """Return one order for each of a tensor's last axes; none for the owner's tensors."""
     if (found := layout.layer.fullmatch(name)) and found[2] in layout.inner and int(found[1]) < len(layers):
         return [layers[int(found[1])][axis] for axis in layout.inner[found[2]]]

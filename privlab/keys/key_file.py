@@ -37,7 +37,8 @@ __all__ = ["FORMAT", "KeyFile", "canonical", "key_id", "load_key", "save_key", "
 
 FORMAT = "privlab-key/1"
 _NAMES = ("heads", "hidden", "qk", "residual", "value")
-_LARGEST = 1 << 28
+_MOST_BYTES = 1 << 28
+"""The most bytes of a key file that are read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,7 +188,7 @@ def _read_private(path: Path) -> bytes:
             if os.name == "posix" and status.st_mode & 0o077:
                 mode = f"{stat.S_IMODE(status.st_mode):03o}"
                 raise PrivlabError(f"Others may read the key file '{path}' (mode {mode}): run chmod 600 {path}")
-            return file.read(_LARGEST)
+            return file.read(_MOST_BYTES)
     except FileNotFoundError as error:
         raise PrivlabError(f"No key file at '{path}'. `privlab keys new` makes one.") from error
     except OSError as error:

@@ -4,13 +4,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["VIT", "Layout", "affine", "linear"]
+__all__ = ["VIT", "WeightLayout", "affine", "linear"]
 
 Rules = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """Tensor names of one family of models, with the order of each axis.
 
     `layer` splits a tensor's name into the layer's index and the rest. `inner` gives one order per axis for each rest,
@@ -36,7 +36,7 @@ def linear(outputs: str, inputs: str, *modules: str, transposed: bool = False) -
     """Return the rules of linear maps: weight is outputs × inputs, and bias has the axis of the outputs (Eq. 6, 13).
 
     Args:
-        outputs: the order of the outputs, by its name in `Layout`.
+        outputs: the order of the outputs, by its name in `WeightLayout`.
         inputs: the order of the inputs.
         modules: the maps that these orders hold for, by their names within a layer.
         transposed: whether weight is inputs × outputs, as in GPT-2.
@@ -46,7 +46,7 @@ def linear(outputs: str, inputs: str, *modules: str, transposed: bool = False) -
     return weights | {f"{module}.bias": (outputs,) for module in modules}
 
 
-VIT = Layout(
+VIT = WeightLayout(
     layer=re.compile(r"blocks\.(\d+)\.(.+)"),
     inner={
         **affine("residual", "norm1", "norm2"),

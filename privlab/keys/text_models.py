@@ -15,11 +15,11 @@ from torch import nn
 
 from privlab.base import PrivlabError
 from privlab.keys.algebra import ModelShape
-from privlab.keys.layouts import Layout, affine, linear
+from privlab.keys.layouts import WeightLayout, affine, linear
 
 __all__ = ["BERT", "GPT2", "text_layout", "text_shape"]
 
-BERT = Layout(
+BERT = WeightLayout(
     layer=re.compile(r"(?:.+\.)?encoder\.layer\.(\d+)\.(.+)"),
     inner={
         **linear("qk", "residual", "attention.self.query", "attention.self.key"),
@@ -34,7 +34,7 @@ BERT = Layout(
 )
 """BERT: norms after the residual sums, separate Q, K and V."""
 
-GPT2 = Layout(
+GPT2 = WeightLayout(
     layer=re.compile(r"(?:.+\.)?h\.(\d+)\.(.+)"),
     inner={
         **affine("residual", "ln_1", "ln_2"),
@@ -49,7 +49,7 @@ GPT2 = Layout(
 """GPT-2: its Conv1D holds weights as inputs × outputs."""
 
 
-def text_layout(model: nn.Module) -> Layout:
+def text_layout(model: nn.Module) -> WeightLayout:
     """Return the layout of a BERT or GPT-2 of transformers, with or without a head.
 
     Raises:

@@ -2,7 +2,7 @@ from .embedding import Embedding as Embedding
 from .embedding import load_embedding as load_embedding
 from .formulas import FORMULAS as FORMULAS
 from .formulas import Pair as Pair
-from .lpips_backbones import BACKBONES as BACKBONES
+from .lpips_backbones import LPIPS_BACKBONES as LPIPS_BACKBONES
 from .lpips_backbones import LpipsUnavailable as LpipsUnavailable
 from .lpips_backbones import find_backbone as find_backbone
 from .placement import PLACEMENT as PLACEMENT

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, first
 
-__all__ = ["BACKBONES", "Backbone", "LpipsUnavailable", "find_backbone", "load_features", "read_features"]
+__all__ = ["LPIPS_BACKBONES", "LpipsBackbone", "LpipsUnavailable", "find_backbone", "load_features", "read_features"]
 
 _HOW = "Give the file, or the folder that holds it, with --lpips-weights PATH."
 
@@ -25,7 +25,7 @@ class LpipsUnavailable(PrivlabError):
 
 
 @dataclass(frozen=True)
-class Backbone:
+class LpipsBackbone:
     """One of torchvision's networks as LPIPS uses it; its pooling needs images of at least `min_side` pixels a side."""
 
     prefix: str  # of the names of the files with its weights
@@ -33,10 +33,10 @@ class Backbone:
     min_side: int
 
 
-BACKBONES: dict[str, Backbone] = {
-    "alex": Backbone("alexnet", "AlexNet_Weights.IMAGENET1K_V1", min_side=31),
-    "vgg": Backbone("vgg16", "VGG16_Weights.IMAGENET1K_V1", min_side=16),
-    "squeeze": Backbone("squeezenet1_1", "SqueezeNet1_1_Weights.IMAGENET1K_V1", min_side=17),
+LPIPS_BACKBONES: dict[str, LpipsBackbone] = {
+    "alex": LpipsBackbone("alexnet", "AlexNet_Weights.IMAGENET1K_V1", min_side=31),
+    "vgg": LpipsBackbone("vgg16", "VGG16_Weights.IMAGENET1K_V1", min_side=16),
+    "squeeze": LpipsBackbone("squeezenet1_1", "SqueezeNet1_1_Weights.IMAGENET1K_V1", min_side=17),
 }
 
 
@@ -54,10 +54,10 @@ def find_backbone(net: str, weights: Path | None = None, *, download: bool = Tru
         PrivlabError: if there is no network of that name.
         LpipsUnavailable: if the file is in none of these places; the message names them.
     """
-    check_name("LPIPS network", net, BACKBONES)
+    check_name("LPIPS network", net, LPIPS_BACKBONES)
     if weights is None:
         return _from_torchvision(net, download)
-    path = _in_folder(weights, BACKBONES[net].prefix) if weights.is_dir() else weights
+    path = _in_folder(weights, LPIPS_BACKBONES[net].prefix) if weights.is_dir() else weights
     if not path.is_file():
         raise LpipsUnavailable(f"No pretrained backbone for lpips_{net}: found no file {path}. {_HOW}")
     return path
@@ -110,7 +110,7 @@ def _in_folder(folder: Path, prefix: str) -> Path:
 def _from_torchvision(net: str, download: bool) -> Path:
     import torchvision
 
-    url = torchvision.models.get_weight(BACKBONES[net].weight).url
+    url = torchvision.models.get_weight(LPIPS_BACKBONES[net].weight).url
     path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
     if not path.is_file() and (why := _download(url, path) if download else "was not tried"):
         found = f"{path} does not exist, and {url} {why}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from privlab.metrics.registry import Metric
 from privlab.patches import patchify, unpatchify
-from privlab.threat import Sent, Stolen
+from privlab.threat import Reconstruction, Sent
 
 __all__ = [
     "PLACEMENT",
@@ -36,24 +36,24 @@ PLACEMENT: dict[str, Metric] = {
 """The metrics that records of released features hold besides the metrics of images."""
 
 
-def placement_accuracy(sent: Sent, stolen: Stolen) -> Float[Tensor, " b"] | None:
+def placement_accuracy(sent: Sent, reconstruction: Reconstruction) -> Float[Tensor, " b"] | None:
     """Return the share of each image's patch slots that got their own row, in [0, 1]; None if rows are not placed."""
-    found = _found(sent, stolen)
+    found = _found(sent, reconstruction)
     return None if found is None else (found == _slots(sent)).double().mean(1)
 
 
-def neighbour_accuracy(sent: Sent, stolen: Stolen, grid: tuple[int, int]) -> Float[Tensor, " b"] | None:
+def neighbour_accuracy(sent: Sent, reconstruction: Reconstruction, grid: tuple[int, int]) -> Float[Tensor, " b"] | None:
     """Return the share of pairs of adjacent slots whose patches are adjacent in the same direction, in [0, 1].
 
     Pairs run across and down. A pair of neighbours counts wherever it stands, and from whichever image of the batch.
 
     Args:
         sent: what the client sent, with the true origin of each row.
-        stolen: what the attack returned, with the row that it put into each patch slot; without rows the result is
-            None.
+        reconstruction: what the attack returned, with the row that it put into each patch slot; without rows the
+            result is None.
         grid: (h, w), the patches in a column and in a row of an image.
     """
-    found = _found(sent, stolen)
+    found = _found(sent, reconstruction)
     if found is None:
         return None
     t = sent.source.shape[1]
@@ -82,11 +82,11 @@ def adjacent_share(held: Int[Tensor, "b n"], moved: Bool[Tensor, "b n"], grid: t
     return (_adjacent(torch.zeros_like(held), held, grid) & pairs).sum(1).double() / pairs.sum(1)
 
 
-def key_recovered(sent: Sent, stolen: Stolen) -> float | None:
+def key_recovered(sent: Sent, reconstruction: Reconstruction) -> float | None:
     """Return the share of the column key's entries that were recovered, in [0, 1]; None without a key or a guess."""
-    if sent.columns is None or stolen.columns is None:
+    if sent.columns is None or reconstruction.columns is None:
         return None
-    return float((stolen.columns.to(sent.columns) == sent.columns).double().mean())
+    return float((reconstruction.columns.to(sent.columns) == sent.columns).double().mean())
 
 
 def in_best_order(
@@ -134,7 +134,7 @@ def crosses(sent: Sent) -> bool:
     return bool((sent.source // t != torch.arange(b, device=sent.source.device)[:, None]).any())
 
 
-def matched(sent: Sent, stolen: Stolen, reference: Float[Tensor, "b c h w"]) -> Stolen:
+def matched(sent: Sent, reconstruction: Reconstruction, reference: Float[Tensor, "b c h w"]) -> Reconstruction:
     """Return the reconstructions in the order of the images that they are nearest to, if rows crossed images.
 
     The order of the images in a batch is no secret, and cannot be recovered: the evaluator assigns reconstructions to
@@ -142,33 +142,37 @@ def matched(sent: Sent, stolen: Stolen, reference: Float[Tensor, "b c h w"]) -> 
 
     Args:
         sent: what the client sent, with the true origin of each row.
-        stolen: one reconstruction for each image, and the rows that it was made of if the attack names them.
+        reconstruction: one reconstruction for each image, and the rows that it was made of if the attack names them.
         reference: the images of the client, in [0, 1], in their order.
     """
     if not crosses(sent):
-        return stolen
-    errors = torch.cdist(reference.flatten(1).double(), stolen.images.flatten(1).double())
+        return reconstruction
+    errors = torch.cdist(reference.flatten(1).double(), reconstruction.images.flatten(1).double())
     order = torch.from_numpy(linear_sum_assignment(errors.square().cpu().numpy())[1]).to(sent.source.device)
-    return replace(stolen, images=stolen.images[order], rows=None if stolen.rows is None else stolen.rows[order])
+    return replace(
+        reconstruction,
+        images=reconstruction.images[order],
+        rows=None if reconstruction.rows is None else reconstruction.rows[order],
+    )
 
 
-def assigned(stolen: Stolen, fed: Float[Tensor, "b c h w"], patch: int) -> Stolen:
+def assigned(reconstruction: Reconstruction, fed: Float[Tensor, "b c h w"], patch: int) -> Reconstruction:
     """Return the reconstructions from one gradient of b images in the order of the fed images that they are nearest to.
 
     As in `matched`, reconstructions are assigned to images by least squared error.
 
     Args:
-        stolen: b reconstructions; patches that it marks as loose, in an order of the adversary's own, are first put
-            where they fit an image best.
+        reconstruction: b reconstructions; patches that it marks as loose, in an order of the adversary's own, are
+            first put where they fit an image best.
         fed: the b images that the gradient was computed from, in [0, 1].
         patch: the side of a patch, in pixels.
     """
     b = len(fed)
-    found, wanted = stolen.images.repeat(b, 1, 1, 1), fed.repeat_interleave(b, 0)
-    if stolen.loose is not None:
-        found = in_best_order(found, wanted, stolen.loose.repeat(b, 1), patch)
+    found, wanted = reconstruction.images.repeat(b, 1, 1, 1), fed.repeat_interleave(b, 0)
+    if reconstruction.loose is not None:
+        found = in_best_order(found, wanted, reconstruction.loose.repeat(b, 1), patch)
     errors = (found - wanted).double().square().sum((1, 2, 3)).view(b, b)
-    return Stolen.joined([stolen.take(j) for j in linear_sum_assignment(errors.cpu())[1].tolist()])
+    return Reconstruction.joined([reconstruction.take(j) for j in linear_sum_assignment(errors.cpu())[1].tolist()])
 
 
 def as_sent(sent: Sent, images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b c h w"]:
@@ -187,9 +191,9 @@ def as_sent(sent: Sent, images: Float[Tensor, "b c h w"], patch: int) -> Float[T
     return unpatchify(shown, (images.shape[1], images.shape[2], images.shape[3]))
 
 
-def _found(sent: Sent, stolen: Stolen) -> Int[Tensor, "b n"] | None:
+def _found(sent: Sent, reconstruction: Reconstruction) -> Int[Tensor, "b n"] | None:
     """Return which token of the batch each slot of the reconstruction holds."""
-    return None if stolen.rows is None else sent.source.flatten()[stolen.rows]
+    return None if reconstruction.rows is None else sent.source.flatten()[reconstruction.rows]
 
 
 def _slots(sent: Sent) -> Int[Tensor, "b n"]:

@@ -66,7 +66,7 @@ class _Permuted(torch.autograd.Function):
         if columns is None:
             assert rows is not None
             return Z.index_select(-2, rows)
-        if Z.device.type == "cpu" and Z.dtype in (torch.float32, torch.float64) and max(Z.shape[-2:]) < _EXACT:
+        if Z.device.type == "cpu" and Z.dtype in (torch.float32, torch.float64) and max(Z.shape[-2:]) < _EXACT_INDEX:
             return _sampled(Z, rows, columns)
         return Z.gather(-1, columns.expand_as(Z)) if rows is None else Z[..., rows[:, None], columns]
 
@@ -82,7 +82,7 @@ class _Permuted(torch.autograd.Function):
         return _Permuted.apply(gradients[0], *back), None, None
 
 
-_EXACT = 2**20
+_EXACT_INDEX = 2**20
 """Below this size, an index that is computed in single precision rounds to itself."""
 
 

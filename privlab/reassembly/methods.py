@@ -18,7 +18,7 @@ from privlab.patches import patchify
 from privlab.reassembly.border_costs import border_costs
 from privlab.reassembly.predictors import PositionPredictor, load_predictor, predictor_file
 from privlab.reassembly.solver import ROUNDS, assemble, standing
-from privlab.threat import Stolen
+from privlab.threat import Reconstruction
 from privlab.victims import placer
 
 __all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearranged"]
@@ -183,21 +183,21 @@ class ByDropPos(Predicted):
 
 
 def rearranged(
-    stolen: Stolen, known: Bool[Tensor, "b n"] | None, by: Reassembly, grid: tuple[int, int], patch: int
+    reconstruction: Reconstruction, known: Bool[Tensor, "b n"] | None, by: Reassembly, grid: tuple[int, int], patch: int
 ) -> Int[Tensor, "b n"]:
     """Return the orders in which an adversary puts the patches of its reconstructions, from what it holds alone.
 
     Args:
-        stolen: what an attack returned; if it marks slots as loose, all other slots hold their own patch.
+        reconstruction: what an attack returned; if it marks slots as loose, all other slots hold their own patch.
         known: marks the slots that the release shows to hold their own patch; None if it shows none. Read only if
-            `stolen` does not mark loose slots.
+            `reconstruction` does not mark loose slots.
         by: the method that puts patches in order.
         grid: (h, w), the patches in a column and in a row of an image.
         patch: the side of a patch, in pixels.
     """
-    patches = patchify(stolen.images, patch).unflatten(2, (-1, patch, patch))
-    if stolen.loose is not None:
-        known = ~stolen.loose
+    patches = patchify(reconstruction.images, patch).unflatten(2, (-1, patch, patch))
+    if reconstruction.loose is not None:
+        known = ~reconstruction.loose
     elif known is None:
         known = torch.zeros(patches.shape[:2], dtype=torch.bool, device=patches.device)
     return by(patches, grid, known)

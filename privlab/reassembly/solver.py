@@ -20,11 +20,11 @@ DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))
 ROUNDS = 30
 """Rounds of re-growth: about a quarter of a second for 196 pieces without anchors."""
 
-BY_CHANCE = 3
+CHANCE_GROUP = 3
 """The largest group of neighbours that fit each other by chance after all patches of a photograph are shuffled."""
 
-LEAST = 1e-6
-"""A change of the total cost below this is rounding."""
+LEAST_CHANGE = 1e-6
+"""Change of the total cost, in units of the costs, below which an exchange is rounding."""
 
 Orders = Int[np.ndarray, " slots"]
 """The piece in each slot, −1 for an empty slot."""
@@ -86,13 +86,13 @@ def assemble(
 def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tensor, " n"]:
     """Mark the patches that are in their own slots as far as their borders show: the largest group that fits.
 
-    Two neighbours fit if each is the other's best one in their direction. A group no larger than `BY_CHANCE` proves
+    Two neighbours fit if each is the other's best one in their direction. A group no larger than `CHANCE_GROUP` proves
     nothing: no patch is marked then.
     """
     n = costs.shape[-1]
     _, group = _fragments(_board(_four(costs), np.zeros((n, n)), grid), np.arange(n))
     size = np.bincount(group)
-    return torch.from_numpy((group == size.argmax()) & (size.max() > BY_CHANCE)).to(costs.device)
+    return torch.from_numpy((group == size.argmax()) & (size.max() > CHANCE_GROUP)).to(costs.device)
 
 
 def _four(costs: Float[Tensor, "2 n n"]) -> Float[np.ndarray, "4 n n"]:
@@ -191,7 +191,7 @@ def _rival(cost: np.ndarray, axis: int) -> np.ndarray:
 def _settle(board: _Board, order: Orders, movable: Int[np.ndarray, " k"], *, shift: bool) -> Orders:
     """Descend to an arrangement that no assignment within a colour, no swap and no shift improves."""
     before = np.inf
-    while (total := _total(board, order)) < before - LEAST:
+    while (total := _total(board, order)) < before - LEAST_CHANGE:
         before = total
         for colour in (0, 1):
             order = _assigned(board, order, movable[np.add(*np.divmod(movable, board.shape[1])) % 2 == colour])
@@ -217,7 +217,7 @@ def _swapped(board: _Board, order: Orders, movable: Int[np.ndarray, " k"]) -> Or
         change = cost + cost.T - own - own[:, None] + _touching(board, order)
         change = change[np.ix_(movable, movable)]
         i, j = divmod(int(change.argmin()), len(movable))
-        if change[i, j] > -LEAST:
+        if change[i, j] > -LEAST_CHANGE:
             return order
         order[movable[[i, j]]] = order[movable[[j, i]]]
 

@@ -7,13 +7,13 @@ from .features import granted_features as granted_features
 from .features import observe_features as observe_features
 from .features import predictions as predictions
 from .features import send as send
-from .gradient_file import HEAD as HEAD
-from .gradient_file import Released as Released
+from .gradient_file import HEAD_BIAS as HEAD_BIAS
+from .gradient_file import GradientFile as GradientFile
 from .gradient_file import check_fit as check_fit
 from .gradient_file import check_head as check_head
 from .gradient_file import head_of as head_of
 from .gradient_file import observation as observation
-from .gradient_file import read_released as read_released
+from .gradient_file import read_gradient_file as read_gradient_file
 from .gradients import granted as granted
 from .gradients import observe as observe
 from .gradients import per_sample_gradients as per_sample_gradients
@@ -29,7 +29,7 @@ from .recording import Recorder as Recorder
 from .recording import SessionRecorder as SessionRecorder
 from .recording import read_recording as read_recording
 from .recording import recorded_sessions as recorded_sessions
-from .residual import EXPLAINED as EXPLAINED
+from .residual import EXPLAINED_RESIDUAL as EXPLAINED_RESIDUAL
 from .residual import unlit as unlit
 from .updates import decay_of as decay_of
 from .updates import labels_of_signs as labels_of_signs

@@ -22,7 +22,7 @@ from privlab.threat import (
     Effects,
     FeatureDefense,
     GradientDefense,
-    Rows,
+    RowOrder,
     Sent,
     Stack,
     declared_by_defense,
@@ -36,15 +36,15 @@ AnyDefense = Defense | FeatureDefense | GradientDefense
 DRAWS = 8
 """Releases of each image on which a defense is measured: what it does to one in ten hardly stays hidden."""
 
-AGREES = 0.05
+STD_TOLERANCE = 0.05
 """The relative distance of a noise's measured deviation from the declared `std` within which `std` is believed."""
 
-ALIKE = 1e-3
+ROUNDING_ERROR = 1e-3
 """The relative error of a release, beyond its noise, above which it is more than rounding."""
 
-ORDER: dict[Rows, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
+ORDER: dict[RowOrder, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
 
-_KEPT: WeakKeyDictionary[VictimModel, dict[AnyDefense, Effects]] = WeakKeyDictionary()
+_MEASURED: WeakKeyDictionary[VictimModel, dict[AnyDefense, Effects]] = WeakKeyDictionary()
 """The measured effects of each defense, for each victim in memory."""
 
 
@@ -81,7 +81,7 @@ def _of_part(model: VictimModel, part: AnyDefense) -> Effects:
     if declared is not None:
         kind = type(declared).__name__
         raise PrivlabError(f"acts_as of defense '{part.name}' must be privlab.threat.effects.Effects. Found {kind}.")
-    kept = _KEPT.setdefault(model, {})
+    kept = _MEASURED.setdefault(model, {})
     try:
         if part not in kept:
             kept[part] = measured(model, part)
@@ -184,28 +184,28 @@ def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
     tokens = model.embed(_images(model))
     b = len(tokens)
     sent = [part.send(Sent.plain(tokens.clone(), model.vit.num_prefix_tokens), draws) for draws in _draws(b)]
-    places: list[Rows] = [_rows(each) for each in sent]
+    places: list[RowOrder] = [_rows(each) for each in sent]
     plain = torch.stack([_restored(each) for each in sent])
     variance = float(plain.diff(dim=0).double().square().mean() / 2)
     off = float((plain - tokens).double().square().mean()) - variance
     size = float(tokens.double().square().mean())
     std, said = variance**0.5, declared_by_defense(part).std
-    if isinstance(said, int | float) and abs(std - said) <= AGREES * said:
+    if isinstance(said, int | float) and abs(std - said) <= STD_TOLERANCE * said:
         std = said
     return Effects(
         rows=_furthest(*places),
         columns=any(_permuted(each) for each in sent),
         noise_std=std,
-        other=off > ALIKE**2 * size + AGREES * variance,
+        other=off > ROUNDING_ERROR**2 * size + STD_TOLERANCE * variance,
     )
 
 
-def _furthest(*rows: Rows) -> Rows:
+def _furthest(*rows: RowOrder) -> RowOrder:
     """Return where rows have gone furthest."""
     return max(rows, key=lambda each: ORDER[each])
 
 
-def _rows(sent: Sent) -> Rows:
+def _rows(sent: Sent) -> RowOrder:
     b, t = sent.source.shape
     images = torch.arange(b, device=sent.source.device)[:, None]
     order, slots = sent.source - t * images, torch.arange(t, device=sent.source.device)

@@ -19,19 +19,19 @@ from privlab.release.updates import partial_training
 from privlab.threat import Capability, Defense, FeatureDefense, GradientDefense, Observation
 from privlab.victims import VictimModel, from_any_layout
 
-__all__ = ["HEAD", "Released", "check_fit", "check_head", "head_of", "observation", "read_released"]
+__all__ = ["HEAD_BIAS", "GradientFile", "check_fit", "check_head", "head_of", "observation", "read_gradient_file"]
 
-HEAD = "head.bias"
+HEAD_BIAS = "head.bias"
 """The gradient that tells labels, batch size and reduction."""
 
 _HALVES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _FLOATS = {torch.float32, torch.float64, *_HALVES}
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_SLACK = 1e-2  # relative error that rounding may leave in a bias gradient; bfloat16 keeps eight bits
+_ROUNDING_ERROR = 1e-2  # relative error that rounding may leave in a bias gradient; bfloat16 keeps eight bits
 
 
 @dataclass(frozen=True, eq=False)
-class Released:
+class GradientFile:
     """What a training client released of one step, as its file states it.
 
     `gradients` holds them by timm's parameter name, in the file's precision; the parameters in `without` have none.
@@ -51,7 +51,7 @@ class Released:
         return not any(bool(g.any()) for g in self.gradients.values())
 
 
-def read_released(path: Path) -> Released:
+def read_gradient_file(path: Path) -> GradientFile:
     """Read a gradient file, without running any code in it.
 
     Raises:
@@ -84,7 +84,7 @@ def read_released(path: Path) -> Released:
     gradients, unknown = from_any_layout(dict(tensors))
     if unknown is not None:
         gradients["unk_embed"] = unknown.reshape(1, 1, -1)
-    return Released(
+    return GradientFile(
         path.name,
         gradients,
         int(size),
@@ -95,7 +95,7 @@ def read_released(path: Path) -> Released:
     )
 
 
-def check_fit(released: Released, model: VictimModel) -> None:
+def check_fit(released: GradientFile, model: VictimModel) -> None:
     """Check that there is a finite gradient of the right shape for each parameter that the client trains.
 
     Raises:
@@ -136,13 +136,13 @@ def check_fit(released: Released, model: VictimModel) -> None:
         )
 
 
-def head_of(released: Released) -> Float[Tensor, " y"] | None:
+def head_of(released: GradientFile) -> Float[Tensor, " y"] | None:
     """Return the gradient of the classifier's bias, averaged over the batch; None where it was not released."""
-    head = released.gradients.get(HEAD)
+    head = released.gradients.get(HEAD_BIAS)
     return None if head is None else head.double() / (1 if released.reduction == "mean" else released.batch_size)
 
 
-def check_head(released: Released) -> bool:
+def check_head(released: GradientFile) -> bool:
     """Check batch size and reduction by the head's gradient h = Σ_i (p_i − y_i); return whether it can be relied on.
 
     Whatever the targets y_i are, smoothed or mixed, Σ_j h_j = 0, and the positive entries of B images add up to B at
@@ -157,36 +157,36 @@ def check_head(released: Released) -> bool:
     """
     mean, size = head_of(released), released.batch_size
     if mean is None:
-        _warn(f"{released.source}: no gradient of {HEAD}: labels, batch size and reduction cannot be checked.")
+        _warn(f"{released.source}: no gradient of {HEAD_BIAS}: labels, batch size and reduction cannot be checked.")
         return False
     h = mean * size
     positive = float(h.clamp(min=0).sum())
-    if abs(float(h.sum())) > _SLACK * float(h.abs().sum()) + 1e-5 * size:
+    if abs(float(h.sum())) > _ROUNDING_ERROR * float(h.abs().sum()) + 1e-5 * size:
         _warn(
-            f"{released.source}: the gradient of {HEAD} adds up to {float(h.sum()):.3g} instead of 0: the loss is no "
-            "softmax cross-entropy, there is noise, or the file holds what an optimiser made of gradients. Labels, "
+            f"{released.source}: the gradient of {HEAD_BIAS} adds up to {float(h.sum()):.3g} instead of 0: the loss is "
+            "no softmax cross-entropy, there is noise, or the file holds what an optimiser made of gradients. Labels, "
             "batch size and reduction cannot be checked."
         )
         return False
     stated = f"batch size {size} under reduction {released.reduction}"
-    if positive > size * (1 + _SLACK):
+    if positive > size * (1 + _ROUNDING_ERROR):
         raise PrivlabError(
-            f"{released.source} contradicts itself: with {stated}, the positive entries of {HEAD} add up to at most "
-            f"{size / _factor(released):g}. Found {positive / _factor(released):.4g}: the reduction is another, the "
-            "batch larger, or the gradient scaled (unscale it first)."
+            f"{released.source} contradicts itself: with {stated}, the positive entries of {HEAD_BIAS} add up to at "
+            f"most {size / _factor(released):g}. Found {positive / _factor(released):.4g}: the reduction is another, "
+            "the batch larger, or the gradient scaled (unscale it first)."
         )
     room = size / len(h)
-    fewest = sum(max(1, math.ceil(-value * (1 - _SLACK) - room)) for value in h.tolist() if value < -room)
+    fewest = sum(max(1, math.ceil(-value * (1 - _ROUNDING_ERROR) - room)) for value in h.tolist() if value < -room)
     if fewest > size:
         raise PrivlabError(
-            f"{released.source} contradicts itself: with {stated}, the gradient of {HEAD} must name at most {size} "
-            f"labels. Found {fewest}: the batch is larger, or its reduction another."
+            f"{released.source} contradicts itself: with {stated}, the gradient of {HEAD_BIAS} must name at most "
+            f"{size} labels. Found {fewest}: the batch is larger, or its reduction another."
         )
     return True
 
 
 def observation(
-    released: Released,
+    released: GradientFile,
     model: VictimModel,
     *,
     defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
@@ -211,7 +211,7 @@ def observation(
     return Observation(model, gradients, granted(model, defense, B) - withheld, tuple(defense), B)
 
 
-def _factor(released: Released) -> int:
+def _factor(released: GradientFile) -> int:
     """Return what makes the released gradient the sum over the batch."""
     return released.batch_size if released.reduction == "mean" else 1
 

@@ -148,8 +148,8 @@ def observe(
     return Observation(model, gradients, grants, tuple(defense), images_per_release)
 
 
-_AT_ONCE = 2**26
-"""The number of gradient entries that are held at once while a defense acts on them."""
+_MOST_ENTRIES = 2**26
+"""The most gradient entries that are held in memory at once while a defense acts on them."""
 
 
 def _defended(
@@ -164,7 +164,7 @@ def _defended(
     """Return the named gradients of releases that are defended as a whole, computed for a few of them at a time."""
     released = released_parameters(model) | set(names)
     size = sum(parameter.numel() for parameter in model.vit.parameters())
-    r, B = max(1, _AT_ONCE // max(1, size)), images_per_release
+    r, B = max(1, _MOST_ENTRIES // max(1, size)), images_per_release
     kept: dict[str, list[Tensor]] = {name: [] for name in names}
     for start in range(0, len(labels), max(r * B, 1)):
         rows = slice(start, start + r * B)

@@ -12,10 +12,10 @@ from privlab.base import PrivlabError, check_range
 
 __all__ = ["certain_counts", "labels_of", "likely_labels", "listed"]
 
-_ROUNDING = 1e-3
+_ROUNDING_ERROR = 1e-3
 """How far −h_c may lie above a whole number, for each image."""
 
-_BFLOAT16 = 2.0**-8
+_BFLOAT16_ROUNDING = 2.0**-8
 """How far it may lie above it relative to itself: what rounding to bfloat16 adds at most."""
 
 
@@ -28,7 +28,7 @@ def certain_counts(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> 
     check_range(batch_size >= 1, "batch_size", "a positive number", batch_size)
     if not head_bias_gradient.isfinite().all():
         raise PrivlabError("The gradient of the head's bias must be finite. Found NaN or infinity.")
-    least = -head_bias_gradient.double() * (1 - _BFLOAT16) - _ROUNDING * batch_size
+    least = -head_bias_gradient.double() * (1 - _BFLOAT16_ROUNDING) - _ROUNDING_ERROR * batch_size
     return least.ceil().clamp(min=0).long()
 
 

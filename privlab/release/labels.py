@@ -21,22 +21,22 @@ from privlab.release.label_of_bias import certain_counts, labels_of, likely_labe
 
 __all__ = ["Told", "told_labels"]
 
-_MOST = 32
+_MOST_IMAGES = 32
 """Images of a batch that are looked for one by one; the cost grows with their cube."""
 
 _TOLERANCE = 1e-3
 """‖r − its projection onto the columns of G‖ / ‖r‖ below which an image counts as found; rounding leaves 1e-5."""
 
-_WEIGHT = 0.02
+_WEIGHT_TOLERANCE = 0.02
 """How far fᵀ G⁺ r may be from 1."""
 
-_DETERMINED = 1e-2
+_LEAST_CHANGE = 1e-2
 """The least change of r, relative to it, by any change of f of its own size: a saturated softmax determines no f."""
 
 _SPREADS = (0.0, 0.3, 0.6, 1.0)
 """How far starts are scattered, relative to f: images of one class start from their mean, which leads to none."""
 
-_ROUNDS = 3
+_IDLE_ROUNDS = 3
 """Rounds of starts without a find, after which no more are tried."""
 
 
@@ -98,10 +98,10 @@ def _found(
     """Return how many images of each class are found for certain, and what they leave of h and G."""
     counts, left = torch.zeros_like(h, dtype=torch.long), batch_size
     y, d = G.shape
-    if batch_size > _MOST or 2 * batch_size > y - 2 or batch_size > d or not G.isfinite().all():
+    if batch_size > _MOST_IMAGES or 2 * batch_size > y - 2 or batch_size > d or not G.isfinite().all():
         return counts, h, G
     draw, failures = Generator().manual_seed(0), 0
-    while left and failures < _ROUNDS:
+    while left and failures < _IDLE_ROUNDS:
         classes = (h < -1e-6 * batch_size).nonzero()[:, 0]
         if not len(classes):
             break
@@ -143,7 +143,7 @@ class _Space:
         """Return whether G − r fᵀ has one rank less, but for rounding."""
         inside = bool(self.outside(r[:, None]).norm() < _TOLERANCE * r.norm())
         inside &= bool((f - self.V @ (self.V.T @ f)).norm() < _TOLERANCE * f.norm())
-        return inside and abs(float((f @ self.V / self.S) @ (r @ self.U)) - 1) < _WEIGHT
+        return inside and abs(float((f @ self.V / self.S) @ (r @ self.U)) - 1) < _WEIGHT_TOLERANCE
 
 
 def _starts(
@@ -187,7 +187,7 @@ def _solved(
     J = space.outside(p[:, :, None] * (WV - (p @ WV)[:, None]))
     least = torch.linalg.eigvalsh(J.mT @ J)[:, 0].clamp(min=0).sqrt()
     moved = least * a.norm(dim=1) / r.norm(dim=1).clamp(min=1e-30)
-    return r, a @ space.V.T, off.where(moved > _DETERMINED, torch.inf)
+    return r, a @ space.V.T, off.where(moved > _LEAST_CHANGE, torch.inf)
 
 
 def _estimated(

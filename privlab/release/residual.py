@@ -10,9 +10,9 @@ from privlab.base import full_precision
 from privlab.release.gradients import per_sample_gradients, released_parameters
 from privlab.threat import Feed, Observation
 
-__all__ = ["EXPLAINED", "residual", "unlit"]
+__all__ = ["EXPLAINED_RESIDUAL", "residual", "unlit"]
 
-EXPLAINED = 0.05
+EXPLAINED_RESIDUAL = 0.05
 """The residual below which a released gradient is taken for that of the reconstruction (notes/gradients.md)."""
 
 

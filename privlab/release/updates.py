@@ -12,24 +12,24 @@ from privlab.victims import VictimModel
 
 __all__ = ["Signs", "decay_of", "labels_of_signs", "partial_training", "sgd_rate", "signs_of", "update_in"]
 
-_NEAR = 0.1
+_MEDIAN_DISTANCE = 0.1
 """Relative distance of an entry's magnitude from the median of its parameter within which the two count as equal."""
 
-_SAME, _ABOVE = 0.95, 1e-3
+_LEAST_NEAR, _MOST_ABOVE = 0.95, 1e-3
 """Entries are signs alone where at least the first share lies near the median, and at most the second above 1.5 times
 the median. Gradients of ViT-Ti have 0.06 and 0.38, in four bits 0.82 to 0.88 and 0.17, the first steps of Adam and
 AdamW at least 0.98 and 0."""
 
-_PARALLEL = 0.995
+_PARALLEL_COSINE = 0.995
 """The cosine from which two directions count as one; for random ones of 64 coordinates it is below 0.7."""
 
-_ROUNDING = 1e-6
+_ROUNDING_ERROR = 1e-6
 """What remains of a sum of rows that cancel, relative to the sum of their magnitudes: float32's rounding."""
 
 _LORA = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B|magnitude_vector|up|down)(\.|$)")
 _PEFT = re.compile(r"^base_model\.model\.|(?<=\.)(modules_to_save|base_layer)\.(default\.)?")
 
-_RIGHT = "What is audited is the gradient: call privlab.capture after loss.backward() and before the optimiser's step."
+_ADVICE = "What is audited is the gradient: call privlab.capture after loss.backward() and before the optimiser's step."
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def signs_of(gradients: Mapping[str, Tensor]) -> Signs | None:
         middle = sizes.median()
         medians.append((float(middle), len(sizes)))
         total += len(sizes)
-        same += int(((sizes - middle).abs() <= _NEAR * middle).sum())
+        same += int(((sizes - middle).abs() <= _MEDIAN_DISTANCE * middle).sum())
         above += int((sizes > 1.5 * middle).sum())
-    if total == 0 or same < _SAME * total or above > _ABOVE * total:
+    if total == 0 or same < _LEAST_NEAR * total or above > _MOST_ABOVE * total:
         return None
     values = torch.tensor([value for value, _ in medians], dtype=torch.float64)
     counts = torch.tensor([count for _, count in medians])
@@ -91,8 +91,8 @@ def decay_of(gradients: Mapping[str, Tensor], head: nn.Linear) -> float | None:
     size, own = float(u.norm()), float(v.norm())
     if (
         own == 0
-        or size <= _ROUNDING * float(G.double().abs().sum(0).norm())
-        or abs(float(u @ v)) < _PARALLEL * size * own
+        or size <= _ROUNDING_ERROR * float(G.double().abs().sum(0).norm())
+        or abs(float(u @ v)) < _PARALLEL_COSINE * size * own
     ):
         return None
     return float(u @ v) / own**2
@@ -142,7 +142,7 @@ def update_in(gradients: Mapping[str, Tensor], model: VictimModel | None, batch_
         return (
             f"{source} looks like {'' if signs.magnitude == 1 else adam}a gradient quantised to signs, not like a "
             f"whole one: in each parameter {100 * signs.share:.1f} % of the entries that are not zero have one "
-            f"magnitude. {_RIGHT} Signs leak too: pictures keep shapes and lose scale, so that a low PSNR is no "
+            f"magnitude. {_ADVICE} Signs leak too: pictures keep shapes and lose scale, so that a low PSNR is no "
             "evidence of privacy."
         )
     if model is None or not isinstance(head := model.vit.head, nn.Linear):
@@ -154,10 +154,10 @@ def update_in(gradients: Mapping[str, Tensor], model: VictimModel | None, batch_
     decayed = "" if decay is None else f"the sums of the head's rows are {decay:.2g} times those of its weights (decay)"
     undone = "" if decay is None else " Decay hides nothing: a server that knows the weights subtracts it."
     if rate is None:
-        return f"{source} holds weights beside a gradient: {decayed}. {_RIGHT}{undone}"
+        return f"{source} holds weights beside a gradient: {decayed}. {_ADVICE}{undone}"
     return (
         f"{source} looks like one step of SGD (learning rate about {rate:.2g}), not like a gradient: its sign is the "
-        f"other one{decayed and ', and '}{decayed}. {_RIGHT}{undone or f' Or divide the file by {-rate:.2g}.'}"
+        f"other one{decayed and ', and '}{decayed}. {_ADVICE}{undone or f' Or divide the file by {-rate:.2g}.'}"
     )
 
 

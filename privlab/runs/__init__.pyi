@@ -3,4 +3,4 @@ from .attack import execute as execute
 from .attack import specify as specify
 from .audit_features import audit as audit
 from .audit_gradients import GradientAudit as GradientAudit
-from .audit_reference import Judge as Judge
+from .audit_reference import ReferenceScorer as ReferenceScorer

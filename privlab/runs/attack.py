@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -19,6 +19,7 @@ from privlab.attacks import attacks
 from privlab.base import (
     PrivlabError,
     PrivlabWarning,
+    Progress,
     collected,
     commit,
     hardware,
@@ -29,7 +30,7 @@ from privlab.base import (
 )
 from privlab.defenses import defenses
 from privlab.evaluation import (
-    Cell,
+    AttackGroup,
     Evaluator,
     Record,
     Scored,
@@ -51,9 +52,6 @@ __all__ = ["Outcome", "attack", "execute", "specify"]
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
-
-Progress = Callable[[int, int | None], None]
-"""It is called with (images done, images in all or None), counted over all victims of a run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +262,7 @@ class _Ready:
     spec: Specification
     device: torch.device
     victims: Sequence[Victim]
-    cells: Sequence[Sequence[Cell]]
+    groups: Sequence[Sequence[AttackGroup]]
     learned: Mapping[str, Learned]
     missing: Mapping[str, str]
     source: ImageSource
@@ -282,13 +280,13 @@ class _Ready:
 
 def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.device) -> _Ready:
     victims = _victims(spec, own)
-    cells = [plan(spec, base) for base in victims]
+    groups = [plan(spec, base) for base in victims]
     for base in victims:
         reassembly_of(spec, base)
         for setting in spec.settings:
             defense_of(spec, base, setting)
     learned, missing = learned_metrics(spec, device, victims)
-    return _Ready(spec, device, victims, cells, learned, missing, source_of(spec, victims))
+    return _Ready(spec, device, victims, groups, learned, missing, source_of(spec, victims))
 
 
 def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progress) -> Iterator[tuple[Scored, int]]:
@@ -298,12 +296,12 @@ def _score(ready: _Ready, batch_size: int | None, strips: bool, progress: Progre
     size = batch_size or (64 if ready.device.type == "cuda" else 8)
     size = ready.spec.together or size  # a client's batch is released as one: its size changes results
     metrics = [name for name in ready.spec.metrics if name not in ready.missing]
-    for base, of_base in zip(ready.victims, ready.cells, strict=True):
-        cells = [Cell(cell.victim.to(ready.device), cell.attacks) for cell in of_base]
+    for base, of_base in zip(ready.victims, ready.groups, strict=True):
+        groups = [AttackGroup(group.victim.to(ready.device), group.attacks) for group in of_base]
         public = public_images(ready.spec.public, ready.spec.public_limit, base.preprocessing, ready.device)
         specs = [replace(ready.spec, draw=ready.spec.draw + i) for i in range(ready.spec.draws)]
         evaluators = [
-            Evaluator(spec, base.to(ready.device), cells, metrics, ready.learned, public, strips and spec is specs[0])
+            Evaluator(spec, base.to(ready.device), groups, metrics, ready.learned, public, strips and spec is specs[0])
             for spec in specs
         ]
         first = 0
@@ -360,8 +358,8 @@ def _facts(ready: _Ready) -> dict[str, Any]:
         "victims": [
             {"name": base.name, "weights": asdict(base.weights)}
             | base.params()
-            | {"attacks": {cell.victim.block: [repr(attack) for attack in cell.attacks] for cell in of_base}}
-            for base, of_base in zip(ready.victims, ready.cells, strict=True)
+            | {"attacks": {group.victim.block: [repr(attack) for attack in group.attacks] for group in of_base}}
+            for base, of_base in zip(ready.victims, ready.groups, strict=True)
         ],
         "defenses": {
             f"{base.name}/{setting}": repr(defense_of(ready.spec, base, setting))

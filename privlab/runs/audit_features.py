@@ -67,8 +67,8 @@ def audit(
             spec.models[0], weights=spec.weights, img_size=spec.img_size, seed=spec.seed, classes=spec.classes
         ).to(pick_device(device))
         sessions = recorded_sessions(folder)
-        (cell,) = plan(spec, base)
-        attacks = cast(tuple[FeatureAttack, ...], cell.attacks)  # `plan` refuses those that read gradients
+        (group,) = plan(spec, base)
+        attacks = cast(tuple[FeatureAttack, ...], group.attacks)  # `plan` refuses those that read gradients
         public_ones = public_images(spec.public, spec.public_limit, base.preprocessing, base.model.mean.device)
         public = torch.stack([*public_ones.values()])
         run = RunDirectory.create(out, overwrite=overwrite)
@@ -111,15 +111,15 @@ def _attack(attack: FeatureAttack, seen: FeatureObservation, batch: Recorded, ru
     row: Row = {"session": batch.session, "kind": batch.kind, "number": batch.number, "attack": attack.name}
     start = time.perf_counter()
     try:
-        stolen = attack_batch(attack, seen)
+        reconstruction = attack_batch(attack, seen)
     except Exception as error:
         return row | {"status": "failed", "reason": reason_of(attack, error)}
     seconds = time.perf_counter() - start
     sheet = f"{batch.session[:12]}-{batch.kind}-{batch.number:08d}-{attack.name}.png"
     run.write_file(
-        f"strips/{sheet}", lambda path: save_image(stolen.images.cpu(), path, nrow=8, padding=4, pad_value=1.0)
+        f"strips/{sheet}", lambda path: save_image(reconstruction.images.cpu(), path, nrow=8, padding=4, pad_value=1.0)
     )
-    return row | {"images": len(stolen.images), "seconds": round(seconds, 4), "sheet": sheet, "status": "ok"}
+    return row | {"images": len(reconstruction.images), "seconds": round(seconds, 4), "sheet": sheet, "status": "ok"}
 
 
 def _facts(spec: Specification, base: Victim, sessions: Mapping[str, Any]) -> dict[str, Any]:

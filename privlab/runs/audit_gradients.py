@@ -38,21 +38,21 @@ from privlab.evaluation import (
     stands_in,
 )
 from privlab.release import (
-    EXPLAINED,
-    Released,
+    EXPLAINED_RESIDUAL,
+    GradientFile,
     Told,
     check_fit,
     check_head,
     head_of,
     labels_of_signs,
     observation,
-    read_released,
+    read_gradient_file,
     told_labels,
     unlit,
     update_in,
 )
 from privlab.release.residual import residual
-from privlab.runs.audit_reference import Judge, Row, as_fed
+from privlab.runs.audit_reference import ReferenceScorer, Row, as_fed
 from privlab.stores import RunDirectory, save_strip, strip_name, to_png
 from privlab.threat import Attack, Capability, Observation, check_capabilities, declared_by_attack
 from privlab.victims import Victim, victim
@@ -115,7 +115,7 @@ def audit_gradients(
     spec = replace(spec, block="stock" if spec.block == "auto" else spec.block, release="gradients")
     messages: list[str] = []
     with collected(messages):
-        released = read_released(file)
+        released = read_gradient_file(file)
         base = victim(
             spec.models[0],
             weights=spec.weights,
@@ -135,37 +135,39 @@ def audit_gradients(
         head = head_of(released) if update is None and check_head(released) and not released.is_zero else None
         seen = observation(released, base.model, defense=defense.parts, knows_weights=knows)
         attacks = _attacks(spec, base, seen, released)
-        judge = None if reference is None else Judge.of(reference, spec, base)
-        if judge is not None:
-            seen = replace(seen, photographs=judge.photographs(base.preprocessing))
+        scorer = None if reference is None else ReferenceScorer.of(reference, spec, base)
+        if scorer is not None:
+            seen = replace(seen, photographs=scorer.photographs(base.preprocessing))
         run = RunDirectory.create(out, overwrite=overwrite)
         told = None if head is None else _told(base, seen)
         labels = told.labels if told is not None and told.all_certain else None
         made = [_attack(attack, seen, released, labels) for attack in attacks]
         told_of_reference = None
-        if judge is not None and labels is not None:
-            judge, told_of_reference = as_fed(judge, base, seen, labels[0], made)
-        rows: list[Row] = [] if judge is None else [judge.control()]
+        if scorer is not None and labels is not None:
+            scorer, told_of_reference = as_fed(scorer, base, seen, labels[0], made)
+        rows: list[Row] = [] if scorer is None else [scorer.control()]
         panels: list[Panel] = []
         for row, images in made:
             rows.append(row)
             if images is not None:
                 name = row["attack"]
                 row["files"] = [_write(run, name, i, image) for i, image in enumerate(images.cpu())]
-                row |= {} if judge is None else judge(images)
+                row |= {} if scorer is None else scorer(images)
                 panels += [Panel(name, image, (name,)) for image in images.cpu()]
-    if judge is not None:
-        messages += [f"{name} is n/a: {reason}" for name, reason in judge.missing.items()]
-        strip = judge.strip(panels)
+    if scorer is not None:
+        messages += [f"{name} is n/a: {reason}" for name, reason in scorer.missing.items()]
+        strip = scorer.strip(panels)
         run.write_file(f"strips/{strip_name(0, strip)}", partial(save_strip, strip))
     found = _flags(released, seen, base, told, rows, changed=update is not None, named=spec.attacks is not None)
     facts = _facts(spec, base, released) | ({} if command is None else {"command": command})
     facts |= {"labels": labels, "flags": found, "warnings": messages, "reference": told_of_reference}
     run.write_run(facts | {"attacks": [_plain(row) for row in rows]})
-    return GradientAudit(rows, found, labels, messages, out, {} if judge is None else judge.missing, told_of_reference)
+    return GradientAudit(
+        rows, found, labels, messages, out, {} if scorer is None else scorer.missing, told_of_reference
+    )
 
 
-def _knows_weights(released: Released, base: Victim) -> bool:
+def _knows_weights(released: GradientFile, base: Victim) -> bool:
     """Return whether the victim's weights are those of the client at that step, as far as the file says.
 
     Warns:
@@ -184,7 +186,7 @@ def _knows_weights(released: Released, base: Victim) -> bool:
     return True
 
 
-def _other_weights(released: Released, base: Victim) -> str:
+def _other_weights(released: GradientFile, base: Victim) -> str:
     """Return the words that say that the client's weights and the victim's have different hashes."""
     assert released.weights_sha256 is not None
     return (
@@ -193,7 +195,7 @@ def _other_weights(released: Released, base: Victim) -> str:
     )
 
 
-def _attacks(spec: Specification, base: Victim, seen: Observation, released: Released) -> list[Attack]:
+def _attacks(spec: Specification, base: Victim, seen: Observation, released: GradientFile) -> list[Attack]:
     """Return the attacks that can run on what the file grants.
 
     Raises:
@@ -202,9 +204,9 @@ def _attacks(spec: Specification, base: Victim, seen: Observation, released: Rel
     Warns:
         PrivlabWarning: for the others that cannot run, by reason.
     """
-    cells, refused = applicable(spec, base, stand_ins=True)
+    groups, refused = applicable(spec, base, stand_ins=True)
     able: list[Attack] = []
-    for attack in (cast(Attack, attack) for cell in cells for attack in cell.attacks):
+    for attack in (cast(Attack, attack) for group in groups for attack in group.attacks):
         try:
             check_capabilities(attack, seen.grants, force=spec.force)
         except PrivlabError as refusal:
@@ -244,7 +246,7 @@ def _on_request(seen: Observation) -> list[str]:
 
 
 def _attack(
-    attack: Attack, seen: Observation, released: Released, labels: Sequence[int] | None
+    attack: Attack, seen: Observation, released: GradientFile, labels: Sequence[int] | None
 ) -> tuple[Row, Float[Tensor, "r c h w"] | None]:
     """Run one attack, and return its row and its reconstruction, which is None if it failed.
 
@@ -257,16 +259,16 @@ def _attack(
     try:
         if (beyond := beyond_range(attack, seen)) is not None:
             row["beyond_range"] = beyond
-        stolen = attack_batch(attack, seen)
+        reconstruction = attack_batch(attack, seen)
     except Exception as error:
         return row | {"status": "failed", "reason": reason_of(attack, error)}, None
-    images = stolen.images
+    images = reconstruction.images
     row |= {"status": "ok", "images": len(images), "seconds": round(time.perf_counter() - start, 4)}
     darkest, lightest = images.flatten(2).aminmax(dim=2)
     row["blank"] = bool((lightest - darkest < 1 / 255).all())
     if released.batch_size == len(images) == 1 and labels is not None and Capability.KNOWS_WEIGHTS in seen.grants:
         row["residual"] = residual(seen, images, labels[0])
-        row["explained"] = row["residual"] < EXPLAINED
+        row["explained"] = row["residual"] < EXPLAINED_RESIDUAL
     return row, images
 
 
@@ -285,7 +287,7 @@ def _write(run: RunDirectory, attack: str, number: int, image: Float[Tensor, "c 
 
 
 def _flags(
-    released: Released,
+    released: GradientFile,
     seen: Observation,
     base: Victim,
     told: Told | None,
@@ -340,7 +342,7 @@ def _flags(
     return found
 
 
-def _facts(spec: Specification, base: Victim, released: Released) -> Row:
+def _facts(spec: Specification, base: Victim, released: GradientFile) -> Row:
     stated = {"file": released.source, "batch_size": released.batch_size, "reduction": released.reduction}
     stated |= {"model": released.model, "weights_sha256": released.weights_sha256}
     return {

@@ -14,21 +14,21 @@ from privlab.base import PrivlabError, full_precision
 from privlab.evaluation import CONTROLS, Panel, Specification, Strip, learned_metrics, public_images
 from privlab.images import Others, Picture, Preprocessing, apart_from, nearest, open_images
 from privlab.metrics import Learned, psnr, score
-from privlab.release import EXPLAINED, effects_of, unlit
+from privlab.release import EXPLAINED_RESIDUAL, effects_of, unlit
 from privlab.release.residual import residual
 from privlab.threat import Observation
 from privlab.victims import Victim
 
-__all__ = ["Judge", "Row", "as_fed"]
+__all__ = ["ReferenceScorer", "Row", "as_fed"]
 
 Row = dict[str, Any]
 
-_MUCH_NEARER = 10.0
+_PSNR_MARGIN = 10.0
 """In dB: by how much the PSNR of one preprocessing must exceed that of another that explains the gradient as well."""
 
 
 @dataclass(frozen=True, eq=False)
-class Judge:
+class ReferenceScorer:
     """Scores reconstructions against the private image, which the user has."""
 
     picture: Picture
@@ -39,8 +39,8 @@ class Judge:
     missing: Mapping[str, str]
 
     @classmethod
-    def of(cls, reference: Path, spec: Specification, base: Victim) -> "Judge":
-        """Return the judge that scores by the private image in a file.
+    def of(cls, reference: Path, spec: Specification, base: Victim) -> "ReferenceScorer":
+        """Return the scorer by the private image in a file.
 
         An image of the victim's input size is taken as it is; any other one is preprocessed as the victim's inputs are.
 
@@ -91,16 +91,16 @@ class Judge:
 
 
 def as_fed(
-    judge: Judge, base: Victim, seen: Observation, label: int, made: Sequence[tuple[Row, Tensor | None]]
-) -> tuple[Judge, str | None]:
-    """Return the judge by the reference as the client preprocessed it, and a sentence on that if there is one to say.
+    scorer: ReferenceScorer, base: Victim, seen: Observation, label: int, made: Sequence[tuple[Row, Tensor | None]]
+) -> tuple[ReferenceScorer, str | None]:
+    """Return the scorer by the reference as the client preprocessed it, and a sentence on that if there is one to say.
 
-    The judge is returned as it is, without a sentence, where no reconstruction gives the released gradient, where a
+    The scorer is returned as it is, without a sentence, where no reconstruction gives the released gradient, where a
     defense changed what was fed, and where the reference gives that gradient too and none of the usual preprocessings
     is much nearer to the reconstruction.
 
     Args:
-        judge: scores by the reference as the victim's preprocessing gives it.
+        scorer: scores by the reference as the victim's preprocessing gives it.
         base: the victim.
         seen: the released gradient of one image, by which preprocessings are told apart.
         label: the class index of the image.
@@ -108,29 +108,29 @@ def as_fed(
             the one with the least residual is taken for what the client fed.
     """
     proven = [(row["residual"], row["attack"], x) for row, x in made if x is not None and row.get("explained")]
-    effects, pixels = effects_of(seen.model, seen.defense), judge.picture.pixels
+    effects, pixels = effects_of(seen.model, seen.defense), scorer.picture.pixels
     if not proven or pixels is None or effects.patches != "kept" or effects.other or unlit(seen).any():
-        return judge, None
+        return scorer, None
     proof, name, fed = min(proven, key=lambda each: each[0])
     found, tried = nearest(pixels, base.preprocessing, fed)
     image, kept = found.image.to(fed), base.preprocessing
     (own, left), (before, after) = (
-        [residual(seen, x, label) for x in (judge.image, image)],
-        [float(psnr(fed, x)) for x in (judge.image, image)],
+        [residual(seen, x, label) for x in (scorer.image, image)],
+        [float(psnr(fed, x)) for x in (scorer.image, image)],
     )
     how = "as it is" if _fits(pixels, base) else f"crop_pct {kept.crop_pct:g}, {kept.interpolation}"
     otherwise = (
         f"the client preprocessed it otherwise than {base.name} does ({how}: residual {own:.2g}, {name} at "
         f"{before:.2f} dB)"
     )
-    if left < EXPLAINED and (own >= EXPLAINED or after > before + _MUCH_NEARER):
-        return replace(judge, image=image), (
+    if left < EXPLAINED_RESIDUAL and (own >= EXPLAINED_RESIDUAL or after > before + _PSNR_MARGIN):
+        return replace(scorer, image=image), (
             f"{otherwise}. It gives the released gradient {found.how} (residual {left:.2g}, {name} at {after:.2f} dB): "
             "scores are by that."
         )
-    if own < EXPLAINED:
-        return judge, None
-    return judge, (
+    if own < EXPLAINED_RESIDUAL:
+        return scorer, None
+    return scorer, (
         f"{otherwise} and in none of {tried} usual ways (the nearest, {found.how}: residual {left:.2g}, {name} at "
         f"{after:.2f} dB), or it is another picture. {name} gives the released gradient (residual {proof:.2g}), the "
         "reference does not: low scores say nothing here."

@@ -17,7 +17,7 @@ from privlab.stores.store import KEY, RunDirectory, Store, part_frame
 
 __all__ = ["Checked", "Conflict", "case_labels", "check", "existing", "merge"]
 
-_CLOSE = 1e-4
+_SCORE_TOLERANCE = 1e-4
 """Relative difference above which two scores of a record contradict each other; smaller ones are float32's rounding."""
 
 
@@ -142,7 +142,7 @@ def _conflicts(rows: pd.DataFrame) -> Iterator[Conflict]:
     groups = again.groupby(KEY, sort=False, dropna=False)[metrics]
     least, most = groups.min(), groups.max()
     with np.errstate(invalid="ignore"):
-        apart = (most - least) > _CLOSE * most.abs().clip(lower=1e-3)
+        apart = (most - least) > _SCORE_TOLERANCE * most.abs().clip(lower=1e-3)
     for place, column in np.argwhere(apart.to_numpy()):
         cell, image, *_ = least.index[place]
         ours, theirs = float(least.iat[place, column]), float(most.iat[place, column])

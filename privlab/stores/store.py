@@ -28,7 +28,7 @@ __all__ = ["KEY", "RunDirectory", "Store", "merged", "part_frame"]
 KEY = ["cell", "image_id", "geometry", "batch"]
 """The columns that identify a record; `image_id` is the image's hash, or its name where it could not be read."""
 
-_KEYED = 3
+_KEYED_SCHEMA = 3
 """The first version of the records whose rows have a key; columns that later versions add are null in older rows."""
 
 _SET_ASIDE = "set-aside"
@@ -171,7 +171,7 @@ def _migrated(table: pa.Table, path: Path) -> pa.Table:
     versions = set(table["schema"].unique().to_pylist())
     if newer := sorted(v for v in versions if v > SCHEMA):
         raise PrivlabError(f"'{path}' holds records of schema {newer[0]}, and this privlab knows {SCHEMA}: update it.")
-    if older := sorted(v for v in versions if v < _KEYED):
+    if older := sorted(v for v in versions if v < _KEYED_SCHEMA):
         warnings.warn(
             f"'{path}' holds records of schema {older[0]}: they are shown as they are, and no plan takes them as done.",
             PrivlabWarning,

@@ -17,8 +17,8 @@ from .defense_protocols import DefenseClass as DefenseClass
 from .defense_protocols import FeatureDefense as FeatureDefense
 from .defense_protocols import GradientDefense as GradientDefense
 from .effects import Effects as Effects
-from .effects import Rows as Rows
+from .effects import RowOrder as RowOrder
 from .observations import FeatureObservation as FeatureObservation
 from .observations import Observation as Observation
-from .observations import Stolen as Stolen
+from .observations import Reconstruction as Reconstruction
 from .stack import Stack as Stack

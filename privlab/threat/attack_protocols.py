@@ -8,7 +8,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.threat.capabilities import FORCEABLE, Capability
-from privlab.threat.observations import FeatureObservation, Observation, Stolen
+from privlab.threat.observations import FeatureObservation, Observation, Reconstruction
 
 __all__ = ["Attack", "AttackClass", "FeatureAttack", "check_capabilities"]
 
@@ -35,8 +35,8 @@ class Attack(Protocol):
     requires: ClassVar[frozenset[Capability]]
     parameters: ClassVar[tuple[str, ...]]
 
-    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"] | Stolen:
-        """Return the reconstructed images of the clients in [0, 1]; `Stolen` if the attack found more than images."""
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"] | Reconstruction:
+        """Return the reconstructed images in [0, 1], or a `Reconstruction` if the attack found more than images."""
         ...
 
 
@@ -49,7 +49,7 @@ class FeatureAttack(Protocol):
     paper: ClassVar[str]
     requires: ClassVar[frozenset[Capability]]
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Return the reconstructed images that the client embedded, in [0, 1]."""
         ...
 

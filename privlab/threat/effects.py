@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Effects", "Rows"]
+__all__ = ["Effects", "RowOrder"]
 
 
-Rows = Literal["kept", "shared", "own", "mixed"]
+RowOrder = Literal["kept", "shared", "own", "mixed"]
 """How rows may have moved: not at all, by one order for the batch, by one for each image, or to other images too."""
 
 
@@ -29,7 +29,7 @@ class Effects:
         other: whether anything else changes pixels or features: blur, a scale, a clip.
     """
 
-    rows: Rows = "kept"
+    rows: RowOrder = "kept"
     columns: bool = False
     noise_std: float = 0.0
     patches: Literal["kept", "masked", "shuffled"] = "kept"

@@ -17,7 +17,7 @@ from privlab.threat.capabilities import Capability
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
 from privlab.victims import VictimModel
 
-__all__ = ["FeatureObservation", "Observation", "Stolen"]
+__all__ = ["FeatureObservation", "Observation", "Reconstruction"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class FeatureObservation:
 
 
 @dataclass(frozen=True, eq=False)
-class Stolen:
+class Reconstruction:
     """The result of an attack, with a row for each image of the batch.
 
     From features: `rows[i, s]` is the row, of the batch's b·t sent rows, that the adversary puts into patch slot s of
@@ -75,17 +75,17 @@ class Stolen:
     tokens_sure: Int[Tensor, " b"] | None = None
 
     @classmethod
-    def of(cls, result: "Float[Tensor, 'b c h w'] | Stolen") -> "Stolen":
-        """Return the result of an attack, which may be images alone, as `Stolen`."""
+    def of(cls, result: "Float[Tensor, 'b c h w'] | Reconstruction") -> "Reconstruction":
+        """Return the result of an attack, which may be images alone, as `Reconstruction`."""
         return cls(result) if isinstance(result, Tensor) else result
 
-    def take(self, i: int) -> "Stolen":
+    def take(self, i: int) -> "Reconstruction":
         """Return the part of image i alone; its rows still index those of the whole batch."""
         own = {name: value[i : i + 1] for name in _OF_IMAGES if (value := getattr(self, name)) is not None}
         return replace(self, **own)
 
     @classmethod
-    def joined(cls, parts: Sequence["Stolen"]) -> "Stolen":
+    def joined(cls, parts: Sequence["Reconstruction"]) -> "Reconstruction":
         """Return the results for the images of one batch as one result."""
         own = {
             name: torch.cat([getattr(part, name) for part in parts])
@@ -96,4 +96,4 @@ class Stolen:
 
 
 _OF_IMAGES = ("images", "rows", "loose", "tokens", "tokens_sure")
-"""The fields of `Stolen` that have one row for each image."""
+"""The fields of `Reconstruction` that have one row for each image."""

@@ -3,7 +3,7 @@
 from privlab.images import Augmentation, Examples, read_examples
 from privlab.training.checkpoint import Checkpoints
 from privlab.training.loop import listening, tell, train
-from privlab.training.plan import Compute, Listener, Paced, Plan, Progress, Recipe
+from privlab.training.plan import Compute, Listener, Paced, Plan, Recipe, TrainingProgress
 
 __all__ = [
     "Augmentation",
@@ -13,8 +13,8 @@ __all__ = [
     "Listener",
     "Paced",
     "Plan",
-    "Progress",
     "Recipe",
+    "TrainingProgress",
     "listening",
     "read_examples",
     "tell",

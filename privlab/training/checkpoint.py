@@ -22,7 +22,7 @@ from privlab.base import PrivlabError, PrivlabWarning, sha256_of, sync
 
 __all__ = ["Checkpoints"]
 
-KEPT = 2
+KEPT_CHECKPOINTS = 2
 """The number of checkpoints that are kept: the last, and one before it, should the last be damaged."""
 
 UNFINISHED = ".unfinished-"
@@ -40,7 +40,7 @@ class Checkpoints:
     identity: Mapping[str, str]
 
     def save(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Write the checkpoint of a step and drop all but the last `KEPT`.
+        """Write the checkpoint of a step and drop all but the last `KEPT_CHECKPOINTS`.
 
         Args:
             step: the number of steps that are done; it names the checkpoint.
@@ -60,7 +60,7 @@ class Checkpoints:
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for a full disk
             self._sweep()
             raise PrivlabError(f"The checkpoint of step {step} cannot be written to {self.folder}: {error}.") from error
-        for old in self._all()[:-KEPT]:
+        for old in self._all()[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(old)
 
     def _written(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:

@@ -5,15 +5,15 @@ from dataclasses import astuple, fields
 from pathlib import Path
 
 from privlab.base import write_whole
-from privlab.training.plan import Progress
+from privlab.training.plan import TrainingProgress
 
 __all__ = ["append", "forget_after"]
 
 
-def append(log: Path, now: Progress) -> None:
+def append(log: Path, now: TrainingProgress) -> None:
     """Add a row to the log; a new log begins with the names of the columns."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    head = [] if log.exists() else [tuple(f.name for f in fields(Progress))]
+    head = [] if log.exists() else [tuple(f.name for f in fields(TrainingProgress))]
     with log.open("a", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([*head, astuple(now)])
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from privlab.base import PrivlabError, draw_for, write_whole
 from privlab.training import log
 from privlab.training.checkpoint import Checkpoints
-from privlab.training.plan import Compute, Listener, Paced, Plan, Progress, Recipe
+from privlab.training.plan import Compute, Listener, Paced, Plan, Recipe, TrainingProgress
 
 __all__ = ["listening", "tell", "train"]
 
@@ -43,7 +43,7 @@ def listening(listener: Listener) -> Iterator[None]:
         _LISTENER.reset(token)
 
 
-def tell(now: Progress) -> None:
+def tell(now: TrainingProgress) -> None:
     """Report the progress of a search that is no training to the listener of `listening`, if there is one."""
     if (listener := _LISTENER.get()) is not None:
         listener(now)
@@ -166,7 +166,7 @@ class _Run:
             if not math.isfinite(loss):
                 raise self._stopped(f"the loss is {loss} at step {step}")
         seconds = time.perf_counter() - self.start
-        now = Progress(
+        now = TrainingProgress(
             step=done,
             steps=self.plan.steps,
             epoch=done * self.plan.batch_size / len(self.recipe),

@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 from privlab.base import check_range
 
-__all__ = ["Compute", "Listener", "Paced", "Plan", "Progress", "Recipe"]
+__all__ = ["Compute", "Listener", "Paced", "Plan", "Recipe", "TrainingProgress"]
 
 
 @runtime_checkable
@@ -123,7 +123,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Where a training stands; `loss` is the mean since the last report, `seconds` are those of this process."""
 
     step: int
@@ -135,5 +135,5 @@ class Progress:
     seconds_left: float
 
 
-Listener = Callable[[Progress], None]
+Listener = Callable[[TrainingProgress], None]
 """A function that is told of a training's progress."""

@@ -16,10 +16,10 @@ from privlab.training.objectives.mp3 import TrainMp3
 __all__ = ["DROPPED", "HIDDEN", "position_accuracy"]
 
 HIDDEN = (0.0, 0.25, 0.5, 0.75)
-"""The values of η, or γ, at which position predictors are judged."""
+"""The values of η, or γ, at which position predictors are evaluated."""
 
 DROPPED = (0.25, 0.5, 0.75, 0.95)
-"""The values of γ_pos at which DropPos is judged (Tables S3 to S5)."""
+"""The values of γ_pos at which DropPos is evaluated (Tables S3 to S5)."""
 
 
 @torch.no_grad()

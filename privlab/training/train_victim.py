@@ -33,14 +33,14 @@ from privlab.base import (
 from privlab.images import open_images
 from privlab.reassembly import PositionPredictor, save_predictor
 from privlab.training import Augmentation, Compute, Examples, Listener, Plan, read_examples, train
-from privlab.training.objectives import OBJECTIVES, Lesson, Objective, Probe
+from privlab.training.objectives import OBJECTIVES, Objective, ObjectiveRecipe, Probe
 from privlab.training.objectives.probe import Head, probe_accuracy
 from privlab.training.position_accuracy import position_accuracy
-from privlab.utility import worth
-from privlab.victims import Pupil, Victim, classifier, victim
+from privlab.utility import measure_consistency
+from privlab.victims import NamedClassifier, Victim, classifier, victim
 from privlab.victims import weights as stored
 
-__all__ = ["PRESETS", "Course", "Preset", "teach"]
+__all__ = ["PRESETS", "Preset", "TrainingConfig", "train_victim"]
 
 CARD, WEIGHTS, PREDICTOR, PROBE = "card.json", "model.safetensors", "predictor.safetensors", "probe.safetensors"
 
@@ -110,9 +110,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
     "probe": {
         "published": _PROBE,
         "small": replace(
-            _PLACES,
-            epochs=5.0,
-            plan=Plan(steps=1, batch_size=256, learning_rate=3e-3, weight_decay=0.0, clip=0.0),
+            _PLACES, epochs=5.0, plan=Plan(steps=1, batch_size=256, learning_rate=3e-3, weight_decay=0.0, clip=0.0)
         ),
     },
 }
@@ -122,13 +120,12 @@ epochs. The small ones of `mp3` and `droppos` are for predictors: what the paper
 accuracy (DropPos, Tables 3 and 4).
 """
 
-
-_ANY_BACKBONE = ("classify", "mjp")
+_ANY_CLASSIFIER = ("classify", "mjp")
 """The recipes that do not need a plain ViT."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class TrainingConfig:
     """A training that a user asks for; what is None is the preset's.
 
     Args:
@@ -136,10 +133,10 @@ class Course:
         model: a victim's name.
         weights: where it starts: "random", "auto", "pretrained", or a file; by default "auto" to fine-tune or probe,
             else "random".
-        data: what `open_images` opens; the model learns from `split` of it, and is judged on `test`.
+        data: what `open_images` opens; the model learns from `split` of it, and is evaluated on `test`.
         options: KEY=VALUE of the objective or of the augmentation.
         keep: the steps whose weights stay.
-        half: whether the result is rounded to half precision, and judged as such: half the bytes.
+        half: whether the result is rounded to half precision, and evaluated as such: half the bytes.
         cache: a folder for the resized images, as in `read_examples`.
     """
 
@@ -180,157 +177,166 @@ class Course:
         read_options(self.options, (OBJECTIVES[self.recipe], Augmentation))
 
 
-def teach(
-    course: Course, out: Path, *, device: str = "cpu", command: str = "", progress: Listener | None = None
+def train_victim(
+    config: TrainingConfig, out: Path, *, device: str = "cpu", command: str = "", progress: Listener | None = None
 ) -> dict[str, Any] | None:
-    """Train, judge on the test split, write the weights and `card.json` to `out`, and return the card.
+    """Train, evaluate on the test split, write the weights and `card.json` to `out`, and return the card.
 
-    An unfinished training of the same course in `out` goes on; a finished one is returned as it is. Of several
-    processes that torchrun started, the first judges and writes; the others return None.
+    An unfinished training with the same configuration in `out` goes on; a finished one is returned as it is. Of several
+    processes that torchrun started, the first evaluates and writes; the others return None.
 
     Args:
-        course: what is trained, on what, and how.
+        config: what is trained, on what, and how.
         out: folder of the training, with its checkpoints and `log.csv`.
         device: a device of torch, such as "cpu" or "cuda:0".
         command: the command line, which the card states.
         progress: called with each report; None for the listener of `listening`, if there is one.
 
     Raises:
-        PrivlabError: as `privlab.training.train`, `read_examples` and `victim` do; if `out` holds another course.
+        PrivlabError: as `privlab.training.train`, `read_examples` and `victim` do; if `out` holds another training.
     """
-    if (done := _finished(course, out)) is not None:
+    if (done := _finished(config, out)) is not None:
         return done
-    notes: list[str] = []
-    with collected(notes):
-        pupil = _pupil(course).to(device)
-    data = _examples(course, pupil, course.split)
-    if _objective(course).labelled:
+    with collected(notes := list[str]()):
+        network = _network(config).to(device)
+    data = _examples(config, network, config.split)
+    if _objective(config).labelled:
         with collected(notes):
-            _take_head(pupil, data.classes, course)
-        _check_classes(pupil, data, course)
+            _take_head(network, data.classes, config)
+        _check_classes(network, data, config)
     for note in notes:
         warnings.warn(note, PrivlabWarning, stacklevel=2)
-    objective, augmentation, plan = _set_up(course, len(data))
-    lesson = Lesson(pupil.model, data, objective, augmentation)
-    compute = Compute(device=device, save_every=course.save_every, keep=course.keep)
-    train(lesson, plan, compute=compute, out=out, progress=progress)
+    objective, augmentation, plan = _set_up(config, len(data))
+    recipe = ObjectiveRecipe(network.model, data, objective, augmentation)
+    compute = Compute(device=device, save_every=config.save_every, keep=config.keep)
+    train(recipe, plan, compute=compute, out=out, progress=progress)
     if os.environ.get("RANK", "0") != "0":
         return None
-    return _written(course, out, pupil, plan, lesson, command, notes)
+    return _written(config, out, network, plan, recipe, command, notes)
 
 
-def _pupil(course: Course) -> Victim | Pupil:
+def _network(config: TrainingConfig) -> Victim | NamedClassifier:
     """Return the victim that is trained.
 
     Raises:
         PrivlabError: as `victim` does; for random weights to fine-tune.
     """
-    tuned = course.recipe == "finetune"
-    if course.recipe in _ANY_BACKBONE or (tuned and course.model.endswith("_relpos")):
-        made = classifier(course.model, weights=course.weights, img_size=course.img_size, seed=course.seed)
+    tuned = config.recipe == "finetune"
+    if config.recipe in _ANY_CLASSIFIER or (tuned and config.model.endswith("_relpos")):
+        made = classifier(config.model, weights=config.weights, img_size=config.img_size, seed=config.seed)
     else:
-        made = victim(course.model, weights=course.weights, img_size=course.img_size, seed=course.seed, start=tuned)
+        made = victim(config.model, weights=config.weights, img_size=config.img_size, seed=config.seed, start=tuned)
     if tuned and made.weights.is_random:
-        raise PrivlabError(f"finetune starts from trained weights, and {course.model} has random ones: --weights FILE.")
+        raise PrivlabError(f"finetune starts from trained weights, and {config.model} has random ones: --weights FILE.")
     return made
 
 
-def _take_head(pupil: Victim | Pupil, classes: int, course: Course) -> None:
+def _take_head(network: Victim | NamedClassifier, classes: int, config: TrainingConfig) -> None:
     """Give the victim a head for as many classes as the data have, where it is to learn a new one.
 
     Warns:
         PrivlabWarning: if the head of the weights has another number of classes, and is left behind.
     """
-    if course.recipe in _ANY_BACKBONE or pupil.model.classes == classes:
+    if config.recipe in _ANY_CLASSIFIER or network.model.classes == classes:
         return
-    vit = pupil.model.vit if isinstance(pupil, Victim) else pupil.model.net
-    message = f"{course.model}: the weights' head is for {pupil.model.classes} classes, the data have {classes}"
+    vit = network.model.vit if isinstance(network, Victim) else network.model.net
+    message = f"{config.model}: the weights' head is for {network.model.classes} classes, the data have {classes}"
     warnings.warn(f"{message}: a new one begins, UNTRAINED.", PrivlabWarning, stacklevel=2)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(course.seed)
+        torch.manual_seed(config.seed)
         vit.reset_classifier(classes)
-    vit.to(pupil.model.mean.device)
+    vit.to(network.model.mean.device)
 
 
-def _objective(course: Course) -> Any:  # noqa: ANN401
+def _objective(config: TrainingConfig) -> Any:  # noqa: ANN401
     """Return the objective with the preset's options, and the user's in their place."""
-    preset = PRESETS[course.recipe][course.preset]
-    return configured(OBJECTIVES[course.recipe], (*preset.options, *course.options))
+    preset = PRESETS[config.recipe][config.preset]
+    return configured(OBJECTIVES[config.recipe], (*preset.options, *config.options))
 
 
-def _set_up(course: Course, examples: int) -> tuple[Any, Augmentation, Plan]:
+def _set_up(config: TrainingConfig, examples: int) -> tuple[Any, Augmentation, Plan]:
     """Return objective, augmentation and plan of the preset, with the user's options in their place."""
-    preset = PRESETS[course.recipe][course.preset]
-    augmentation = configured(Augmentation, course.options, asdict(preset.augmentation))
+    preset = PRESETS[config.recipe][config.preset]
+    augmentation = configured(Augmentation, config.options, asdict(preset.augmentation))
     said = {
         name: value
         for name in Plan.__dataclass_fields__.keys() - {"steps", "warmup", "seed"}
-        if (value := getattr(course, name)) is not None
+        if (value := getattr(config, name)) is not None
     }
-    plan = replace(preset.plan, **said, seed=course.seed)
-    epochs = preset.epochs if course.epochs is None else course.epochs
-    warmup = preset.warmup if course.warmup is None else course.warmup
+    plan = replace(preset.plan, **said, seed=config.seed)
+    epochs = preset.epochs if config.epochs is None else config.epochs
+    warmup = preset.warmup if config.warmup is None else config.warmup
     steps = max(1, math.ceil(epochs * examples / plan.batch_size))
     risen = min(steps, round(warmup * examples / plan.batch_size))
-    return _objective(course), augmentation, replace(plan, steps=steps, warmup=risen)
+    return _objective(config), augmentation, replace(plan, steps=steps, warmup=risen)
 
 
-def _examples(course: Course, pupil: Victim | Pupil, split: str | None) -> Examples:
-    source = open_images(course.data, split=split, limit=course.limit)
-    return read_examples(source, pupil.preprocessing.size, labelled=_objective(course).labelled, cache=course.cache)
+def _examples(config: TrainingConfig, network: Victim | NamedClassifier, split: str | None) -> Examples:
+    source = open_images(config.data, split=split, limit=config.limit)
+    return read_examples(source, network.preprocessing.size, labelled=_objective(config).labelled, cache=config.cache)
 
 
-def _check_classes(pupil: Victim | Pupil, data: Examples, course: Course) -> None:
-    classes = pupil.model.classes
+def _check_classes(network: Victim | NamedClassifier, data: Examples, config: TrainingConfig) -> None:
+    classes = network.model.classes
     if int(data.labels.max()) >= classes:
         raise PrivlabError(
-            f"{course.data} has the label {int(data.labels.max())}; {course.model} tells {classes} classes apart "
+            f"{config.data} has the label {int(data.labels.max())}; {config.model} tells {classes} classes apart "
             f"(labels 0 to {classes - 1})."
         )
 
 
 def _written(
-    course: Course, out: Path, pupil: Victim | Pupil, plan: Plan, lesson: Lesson, command: str, notes: Sequence[str]
+    config: TrainingConfig,
+    out: Path,
+    network: Victim | NamedClassifier,
+    plan: Plan,
+    recipe: ObjectiveRecipe,
+    command: str,
+    notes: Sequence[str],
 ) -> dict[str, Any]:
     """Write weights and card."""
-    predictor = next((part for part in lesson.model.modules() if isinstance(part, PositionPredictor)), None)
-    head = lesson.model.folded() if isinstance(lesson.model, Head) else None
-    if course.half:
-        for part in (lesson.model, pupil.model, *([head] if head else [])):
+    predictor = next((part for part in recipe.model.modules() if isinstance(part, PositionPredictor)), None)
+    head = recipe.model.folded() if isinstance(recipe.model, Head) else None
+    if config.half:
+        for part in (recipe.model, network.model, *([head] if head else [])):
             part.half().float()
-    kept = not isinstance(lesson.objective, Probe) or lesson.objective.for_victim
-    if head is not None and kept and isinstance(pupil, Victim):
-        pupil.model.vit.head.load_state_dict(head.state_dict())
-    state = {k: v.detach().cpu().contiguous() for k, v in stored.own_layout(pupil.model).items()}
+    kept = not isinstance(recipe.objective, Probe) or recipe.objective.for_victim
+    if head is not None and kept and isinstance(network, Victim):
+        network.model.vit.head.load_state_dict(head.state_dict())
+    state = {k: v.detach().cpu().contiguous() for k, v in stored.own_layout(network.model).items()}
     card: dict[str, Any] = {
-        "model": course.model,
-        "architecture": pupil.architecture,
-        "recipe": course.recipe,
-        "objective": _plain(asdict(lesson.objective)),  # pyright: ignore[reportArgumentType]
-        "augmentation": asdict(lesson.augmentation),
+        "model": config.model,
+        "architecture": network.architecture,
+        "recipe": config.recipe,
+        "objective": _plain(asdict(recipe.objective)),  # pyright: ignore[reportArgumentType]
+        "augmentation": asdict(recipe.augmentation),
         "plan": asdict(plan),
-        "start": {"weights": pupil.weights.origin, "sha256": pupil.weights.sha256, "notes": list(notes)},
-        "data": {"source": Path(course.data).name, "split": course.split}
-        | {"pictures": len(lesson.data), "sha256": lesson.data.identity},
-        "skipped": list(lesson.data.skipped),
-        "course": _of_course(course),
+        "start": {"weights": network.weights.origin, "sha256": network.weights.sha256, "notes": list(notes)},
+        "data": {
+            "source": Path(config.data).name,
+            "split": config.split,
+            "pictures": len(recipe.data),
+            "sha256": recipe.data.identity,
+        },
+        "skipped": list(recipe.data.skipped),
+        "course": _of_config(config),
         "command": command,
         "sha256": stored.hash_of(state) if kept else None,
         "predictor_sha256": None if predictor is None else stored.hash_of(predictor.tensors()),
         "probe_sha256": None if head is None else stored.hash_of(head.state_dict()),
-        "test": _judged(course, pupil, predictor, lesson.objective, head),
+        "test": _test_scores(config, network, predictor, recipe.objective, head),
         "versions": versions(),
-        "hardware": hardware(pupil.model.mean.device),
+        "hardware": hardware(network.model.mean.device),
         "privlab": __version__,
     }
     if kept:
-        small = {k: v.half() if course.half and v.is_floating_point() else v for k, v in state.items()}
+        small = {k: v.half() if config.half and v.is_floating_point() else v for k, v in state.items()}
         write_whole(out / WEIGHTS, lambda path: stored.save(small, path))
     if head is not None:
-        layer = (head.half() if course.half else head).state_dict()
+        layer = (head.half() if config.half else head).state_dict()
         write_whole(out / PROBE, lambda path: stored.save(layer, path))
     if predictor is not None:
-        write_whole(out / PREDICTOR, lambda path: save_predictor(predictor, path, half=course.half))
+        write_whole(out / PREDICTOR, lambda path: save_predictor(predictor, path, half=config.half))
     text = json.dumps(card, indent=1, ensure_ascii=False)
     write_whole(out / CARD, lambda path: path.write_text(text, encoding="utf-8"))
     return card
@@ -341,40 +347,37 @@ def _plain(options: dict[str, Any]) -> dict[str, Any]:
     return {name: str(each) if isinstance(each, float) and math.isinf(each) else each for name, each in options.items()}
 
 
-def _judged(
-    course: Course,
-    pupil: Victim | Pupil,
+def _test_scores(
+    config: TrainingConfig,
+    network: Victim | NamedClassifier,
     predictor: PositionPredictor | None,
     objective: Objective,
     head: nn.Module | None,
 ) -> dict[str, Any] | None:
-    """Return the scores on the test split: of places, or of classes, plain and shuffled at the γ of MJP's Table 1.
-
-    None where there is no test split.
-    """
-    if course.test is None:
+    """Return the scores on the test split, if any: of places, or of classes, plain and at the γ of MJP's Table 1."""
+    if config.test is None:
         return None
-    data = _examples(course, pupil, course.test)
-    told = {"split": course.test, "sha256": data.identity, "skipped": len(data.skipped)}
+    data = _examples(config, network, config.test)
+    told = {"split": config.test, "sha256": data.identity, "skipped": len(data.skipped)}
     if predictor is not None:
-        return told | {"images": len(data)} | position_accuracy(predictor, data, seed=course.seed)
-    if head is not None and isinstance(objective, Probe) and isinstance(pupil, Victim):
-        share = probe_accuracy(objective, head, pupil.model, data, seed=course.seed)
+        return told | {"images": len(data)} | position_accuracy(predictor, data, seed=config.seed)
+    if head is not None and isinstance(objective, Probe) and isinstance(network, Victim):
+        share = probe_accuracy(objective, head, network.model, data, seed=config.seed)
         return told | {"images": len(data), "accuracy": share}
-    return told | asdict(worth(pupil.model, data, seed=course.seed))
+    return told | asdict(measure_consistency(network.model, data, seed=config.seed))
 
 
-def _of_course(course: Course) -> dict[str, Any]:
-    """Return the course as plain data, without what does not shape its result, and without a machine's folders."""
-    facts = asdict(course) | {"data": Path(course.data).name, "weights": Path(course.weights).name}
+def _of_config(config: TrainingConfig) -> dict[str, Any]:
+    """Return the configuration as plain data, without what leaves its result unchanged and a machine's folders."""
+    facts = asdict(config) | {"data": Path(config.data).name, "weights": Path(config.weights).name}
     del facts["save_every"], facts["keep"], facts["cache"]
     if facts["layer_decay"] is None:  # older cards do not name it
         del facts["layer_decay"]
     return json.loads(json.dumps(facts))
 
 
-def _finished(course: Course, out: Path) -> dict[str, Any] | None:
-    """Return the card in `out` if it holds this course, finished; else None."""
+def _finished(config: TrainingConfig, out: Path) -> dict[str, Any] | None:
+    """Return the card in `out` if it is that of this training, finished; else None."""
     if not (out / CARD).is_file():
         return None
     try:
@@ -382,8 +385,8 @@ def _finished(course: Course, out: Path) -> dict[str, Any] | None:
         there = card["course"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PrivlabError(f"{out / CARD} cannot be read as the card of a training: {error}.") from error
-    if there != _of_course(course):
-        changed = next(key for key in _of_course(course) if there.get(key) != _of_course(course)[key])
+    if there != _of_config(config):
+        changed = next(key for key in _of_config(config) if there.get(key) != _of_config(config)[key])
         raise PrivlabError(
             f"{out} holds a finished training whose {changed} is {there.get(changed)}. Give another --out."
         )

@@ -1,7 +1,7 @@
-from .consistency import worth as worth
-from .consistency import worth_by_gamma as worth_by_gamma
-from .evaluate import Exam as Exam
-from .evaluate import judge as judge
+from .consistency import consistency_by_gamma as consistency_by_gamma
+from .consistency import measure_consistency as measure_consistency
+from .evaluate import EvaluationConfig as EvaluationConfig
+from .evaluate import evaluate_models as evaluate_models
 from .robustness import ALEXNET as ALEXNET
 from .robustness import Corrupted as Corrupted
 from .robustness import Outputs as Outputs

@@ -12,14 +12,14 @@ from privlab.images import Examples
 from privlab.patches import jigsaw
 from privlab.victims import Classifier, told_of
 
-__all__ = ["Batch", "Worth", "worth", "worth_by_gamma"]
+__all__ = ["Batch", "ConsistencyScores", "consistency_by_gamma", "measure_consistency"]
 
 Batch = tuple[Int[Tensor, " b"], Float[Tensor, "b c h w"], Int[Tensor, " b"]]
 """The images' places in the data, which key their draws; the images, in [0, 1]; their labels."""
 
 
 @dataclass(frozen=True)
-class Worth:
+class ConsistencyScores:
     """Means over as many images as `images` says; the last three are under a jigsaw of γ = `gamma`.
 
     Args:
@@ -37,8 +37,10 @@ class Worth:
     shuffled_accuracy: float
 
 
-def worth(model: Classifier, data: Examples, *, gamma: float = 0.15, seed: int = 0, batch: int = 250) -> Worth:
-    """Return accuracy, Diff. Norm. and Consistency on labelled images, as `worth_by_gamma` does, for one γ.
+def measure_consistency(
+    model: Classifier, data: Examples, *, gamma: float = 0.15, seed: int = 0, batch: int = 250
+) -> ConsistencyScores:
+    """Return accuracy, Diff. Norm. and Consistency on labelled images, as `consistency_by_gamma` does, for one γ.
 
     Args:
         model: the classifier; it is put into evaluation mode.
@@ -48,16 +50,16 @@ def worth(model: Classifier, data: Examples, *, gamma: float = 0.15, seed: int =
         batch: the number of images computed at a time; the draws do not depend on it.
 
     Raises:
-        PrivlabError: as `worth_by_gamma` does.
+        PrivlabError: as `consistency_by_gamma` does.
     """
     batches = ((rows, data.pixels(rows), data.labels[rows]) for rows in torch.arange(len(data)).split(batch))
-    return worth_by_gamma(model, batches, (gamma,), seed=seed)[0]
+    return consistency_by_gamma(model, batches, (gamma,), seed=seed)[0]
 
 
 @torch.no_grad()
-def worth_by_gamma(
+def consistency_by_gamma(
     model: Classifier, batches: Iterable[Batch], gammas: Sequence[float], *, seed: int = 0, per: str = "image"
-) -> list[Worth]:
+) -> list[ConsistencyScores]:
     """Return accuracy, Diff. Norm. and Consistency of a classifier on labelled images for each γ.
 
     x̃ holds E_unk at the masked slots where the model has it; elsewhere each slot keeps its own PE. A model with index
@@ -95,4 +97,6 @@ def worth_by_gamma(
         count += len(rows)
     if not count:
         raise PrivlabError("There is no picture to judge on.")
-    return [Worth(count, gamma, *total) for gamma, total in zip(gammas, (totals / count).tolist(), strict=True)]
+    return [
+        ConsistencyScores(count, gamma, *total) for gamma, total in zip(gammas, (totals / count).tolist(), strict=True)
+    ]

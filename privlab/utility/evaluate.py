@@ -8,29 +8,29 @@ from typing import Any
 
 import torch
 
-from privlab.base import PrivlabError, check_name, check_range
+from privlab.base import PrivlabError, Progress, check_name, check_range
 from privlab.images import ImageSource, open_images
 from privlab.images.datasets import imagenet_classes
 from privlab.utility import robustness
-from privlab.utility.consistency import Batch, worth_by_gamma
-from privlab.utility.robustness import ALEXNET, Classes, Outputs, Show
-from privlab.victims import Pupil, Victim, classifier
+from privlab.utility.consistency import Batch, consistency_by_gamma
+from privlab.utility.robustness import ALEXNET, Classes, Outputs
+from privlab.victims import NamedClassifier, Victim, classifier
 
-__all__ = ["GAMMAS", "Exam", "judge"]
+__all__ = ["GAMMAS", "EvaluationConfig", "evaluate_models"]
 
 GAMMAS = (0.0, 0.03, 0.15, 0.27, 0.5, 0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exam:
-    """The models that are judged, and the data; what is None is left out.
+class EvaluationConfig:
+    """The models that are evaluated, and the data; what is None is left out.
 
     Args:
         models: names of victims.
         weights: one for all of them, or one for each, as `classifier` takes them.
-        data: what `open_images` opens, labelled, or by the CSV file `labels`; `split` of it is judged on.
+        data: what `open_images` opens, labelled, or by the CSV file `labels`; `split` of it is evaluated on.
         gammas: shares of the patches that are shuffled in x̃, in [0, 1].
-        per: "image" or "batch": what has a mask and an order of its own in x̃, as `worth_by_gamma` has it.
+        per: "image" or "batch": what has a mask and an order of its own in x̃, as `consistency_by_gamma` has it.
         corruptions: a folder CORRUPTION/SEVERITY/class folders, as ImageNet-C.
         baseline: "alexnet", or a JSON file {corruption: error, mean over the severities}: what mCE divides by.
         natural: a folder of class folders, as ImageNet-A.
@@ -69,11 +69,13 @@ class Exam:
             raise PrivlabError("There is nothing to judge on: give --data, --corruptions or --natural.")
 
 
-def judge(exam: Exam, *, device: str = "cpu", progress: Show | None = None) -> list[dict[str, Any]]:
+def evaluate_models(
+    config: EvaluationConfig, *, device: str = "cpu", progress: Progress | None = None
+) -> list[dict[str, Any]]:
     """Return a row for each model: its name, its weights, and the scores that were asked for.
 
     Args:
-        exam: the models, and the data that they are judged on.
+        config: the models, and the data that they are evaluated on.
         device: a device of torch, such as "cpu" or "cuda:0".
         progress: called with the number of images, or of folders, that are done, and with the number of all; None for
             silence.
@@ -81,16 +83,18 @@ def judge(exam: Exam, *, device: str = "cpu", progress: Show | None = None) -> l
     Raises:
         PrivlabError: as `classifier`, `open_images` and the metrics do; if the baseline cannot be read.
     """
-    baseline = _baseline(exam.baseline)
-    weights = exam.weights if len(exam.weights) > 1 else exam.weights * len(exam.models)
+    baseline = _baseline(config.baseline)
+    weights = config.weights if len(config.weights) > 1 else config.weights * len(config.models)
     found = []
-    for name, of in zip(exam.models, weights, strict=True):
-        subject = classifier(name, weights=of, img_size=exam.img_size, seed=exam.seed).to(device)
-        found.append(_judged(exam, subject, baseline, progress or _silent))
+    for name, of in zip(config.models, weights, strict=True):
+        subject = classifier(name, weights=of, img_size=config.img_size, seed=config.seed).to(device)
+        found.append(_row(config, subject, baseline, progress or _silent))
     return found
 
 
-def _judged(exam: Exam, subject: Victim | Pupil, baseline: Mapping[str, float], show: Show) -> dict[str, Any]:
+def _row(
+    config: EvaluationConfig, subject: Victim | NamedClassifier, baseline: Mapping[str, float], show: Progress
+) -> dict[str, Any]:
     classes = imagenet_classes() if subject.model.classes == 1000 else None
     row: dict[str, Any] = {
         "model": subject.name,
@@ -98,46 +102,55 @@ def _judged(exam: Exam, subject: Victim | Pupil, baseline: Mapping[str, float], 
         "weights_sha256": subject.weights.sha256,
         "image": list(subject.model.image_shape),
     }
-    if exam.data is not None:
-        row |= _on_data(exam, subject, classes, show)
-    if exam.corruptions is not None:
-        row["corruptions"] = _on_corruptions(exam, exam.corruptions, subject, classes, baseline, show)
-    if exam.natural is not None:
-        source = open_images(exam.natural, limit=exam.limit, class_to_index=classes)
-        seen = robustness.outputs(subject, source, size=exam.batch, show=show)
+    if config.data is not None:
+        row |= _on_data(config, subject, classes, show)
+    if config.corruptions is not None:
+        row["corruptions"] = _on_corruptions(config, config.corruptions, subject, classes, baseline, show)
+    if config.natural is not None:
+        source = open_images(config.natural, limit=config.limit, class_to_index=classes)
+        seen = robustness.outputs(subject, source, size=config.batch, show=show)
         row["natural"] = asdict(robustness.natural(seen))
-    if exam.outliers is not None:
-        row["outliers"] = _on_outliers(exam, exam.outliers, subject, classes, show)
+    if config.outliers is not None:
+        row["outliers"] = _on_outliers(config, config.outliers, subject, classes, show)
     return row
 
 
-def _on_data(exam: Exam, subject: Victim | Pupil, classes: Classes, show: Show) -> dict[str, Any]:
-    source, skipped = _data(exam, classes), list[str]()
-    batches = _counted(exam, subject, source, skipped, show)
-    worths = worth_by_gamma(subject.model, batches, exam.gammas, seed=exam.seed, per=exam.per)
+def _on_data(
+    config: EvaluationConfig, subject: Victim | NamedClassifier, classes: Classes, show: Progress
+) -> dict[str, Any]:
+    source, skipped = _data(config, classes), list[str]()
+    batches = _counted(config, subject, source, skipped, show)
+    found = consistency_by_gamma(subject.model, batches, config.gammas, seed=config.seed, per=config.per)
     by_gamma = [
-        {name: value for name, value in asdict(worth).items() if name not in ("images", "accuracy")} for worth in worths
+        {name: value for name, value in asdict(each).items() if name not in ("images", "accuracy")} for each in found
     ]
-    return {"images": worths[0].images, "skipped": skipped, "accuracy": worths[0].accuracy, "by_gamma": by_gamma}
+    return {"images": found[0].images, "skipped": skipped, "accuracy": found[0].accuracy, "by_gamma": by_gamma}
 
 
 def _counted(
-    exam: Exam, subject: Victim | Pupil, source: ImageSource, skipped: list[str], show: Show
+    config: EvaluationConfig, subject: Victim | NamedClassifier, source: ImageSource, skipped: list[str], show: Progress
 ) -> Iterator[Batch]:
     """Yield the batches with the places of their images."""
     count = 0
-    for images, labels in robustness.read_batches(subject, source, skipped, size=exam.batch):
+    for images, labels in robustness.read_batches(subject, source, skipped, size=config.batch):
         yield torch.arange(count, count + len(labels)), images, labels
         count += len(labels)
         show(count, source.count)
 
 
 def _on_corruptions(
-    exam: Exam, root: Path, subject: Victim | Pupil, classes: Classes, baseline: Mapping[str, float], show: Show
+    config: EvaluationConfig,
+    root: Path,
+    subject: Victim | NamedClassifier,
+    classes: Classes,
+    baseline: Mapping[str, float],
+    show: Progress,
 ) -> dict[str, Any]:
     """Return errors by corruption and severity; mCE against AlexNet is for ImageNet's 1,000 classes alone."""
-    rows = robustness.corruption_errors(subject, root, classes=classes, limit=exam.limit, size=exam.batch, show=show)
-    fair = exam.baseline != "alexnet" or classes is not None
+    rows = robustness.corruption_errors(
+        subject, root, classes=classes, limit=config.limit, size=config.batch, show=show
+    )
+    fair = config.baseline != "alexnet" or classes is not None
     mce = robustness.mean_corruption_error(rows, baseline) if fair else None
     return {
         "mean_error": sum(row.error for row in rows) / len(rows),
@@ -147,18 +160,22 @@ def _on_corruptions(
     }
 
 
-def _on_outliers(exam: Exam, root: Path, subject: Victim | Pupil, classes: Classes, show: Show) -> dict[str, Any]:
-    source = open_images(root, limit=exam.limit, class_to_index=classes)
-    high = robustness.outputs(subject, source, labelled=False, size=exam.batch, show=show)
+def _on_outliers(
+    config: EvaluationConfig, root: Path, subject: Victim | NamedClassifier, classes: Classes, show: Progress
+) -> dict[str, Any]:
+    source = open_images(root, limit=config.limit, class_to_index=classes)
+    high = robustness.outputs(subject, source, labelled=False, size=config.batch, show=show)
     if source.class_names is None or len(source.class_names) != subject.model.classes:
         high = Outputs(high.logits, torch.full_like(high.labels, -1))  # its folders are not named after our classes
-    low = robustness.outputs(subject, _data(exam, classes), size=exam.batch, show=show)
+    low = robustness.outputs(subject, _data(config, classes), size=config.batch, show=show)
     return {"images": len(high.labels), "aupr": robustness.outlier_aupr(high, low)}
 
 
-def _data(exam: Exam, classes: Classes) -> ImageSource:
-    assert exam.data is not None
-    return open_images(exam.data, split=exam.split, limit=exam.limit, labels=exam.labels, class_to_index=classes)
+def _data(config: EvaluationConfig, classes: Classes) -> ImageSource:
+    assert config.data is not None
+    return open_images(
+        config.data, split=config.split, limit=config.limit, labels=config.labels, class_to_index=classes
+    )
 
 
 def _baseline(name: str) -> Mapping[str, float]:

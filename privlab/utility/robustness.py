@@ -1,6 +1,6 @@
 """How well a classifier copes with unusual images: ImageNet-C (mCE), -A (Acc, AURRA) and -O (AUPR)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, Progress
 from privlab.images import ImageSource, batches, open_images
-from privlab.victims import Pupil, Victim
+from privlab.victims import NamedClassifier, Victim
 
 __all__ = [
     "ALEXNET",
@@ -50,9 +50,6 @@ ALEXNET: dict[str, float] = {
 """AlexNet's error on ImageNet-C, mean over the five severities, as its authors publish it (hendrycks/robustness)."""
 
 SEVERITIES = (1, 2, 3, 4, 5)
-
-Show = Callable[[int, int | None], None]
-"""Is told how many images, or folders of a corruption and severity, are done, and of how many."""
 
 Classes = Mapping[str, int] | None
 """The label of each class by the name of its folder, where that is known."""
@@ -136,7 +133,13 @@ def mean_corruption_error(rows: list[Corrupted], baseline: Mapping[str, float]) 
 
 
 def corruption_errors(
-    victim: Victim | Pupil, root: Path, *, classes: Classes = None, limit: int | None = None, size: int = 64, show: Show
+    victim: Victim | NamedClassifier,
+    root: Path,
+    *,
+    classes: Classes = None,
+    limit: int | None = None,
+    size: int = 64,
+    show: Progress,
 ) -> list[Corrupted]:
     """Return the top-1 error of a classifier for each corruption and severity, in [0, 1].
 
@@ -175,7 +178,7 @@ def natural(seen: Outputs) -> Natural:
 def outlier_aupr(outliers: Outputs, inliers: Outputs) -> float:
     """Return the AUPR of −max softmax over the classes that the outliers' folders name; over all where they name none.
 
-    Inliers of other classes are left out, as ImageNet-O is judged.
+    Inliers of other classes are left out, as ImageNet-O is evaluated.
 
     Raises:
         PrivlabError: as `aupr` does.
@@ -191,7 +194,12 @@ def outlier_aupr(outliers: Outputs, inliers: Outputs) -> float:
 
 @torch.no_grad()
 def outputs(
-    victim: Victim | Pupil, source: ImageSource, *, labelled: bool = True, size: int = 64, show: Show | None = None
+    victim: Victim | NamedClassifier,
+    source: ImageSource,
+    *,
+    labelled: bool = True,
+    size: int = 64,
+    show: Progress | None = None,
 ) -> Outputs:
     """Return logits and labels of all images that can be read.
 
@@ -215,7 +223,7 @@ def outputs(
 
 
 def read_batches(
-    victim: Victim | Pupil, source: ImageSource, skipped: list[str], *, labelled: bool = True, size: int = 64
+    victim: Victim | NamedClassifier, source: ImageSource, skipped: list[str], *, labelled: bool = True, size: int = 64
 ) -> Iterator[tuple[Float[Tensor, "b 3 h w"], Int[Tensor, " b"]]]:
     """Yield batches of preprocessed images in [0, 1], and their labels.
 

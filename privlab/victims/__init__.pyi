@@ -2,12 +2,12 @@ from .catalogue import fetch as fetch
 from .catalogue import import_weights as import_weights
 from .catalogue import models as models
 from .catalogue import show as show
-from .classifiers import Backbone as Backbone
 from .classifiers import Classifier as Classifier
 from .classifiers import IndexedViT as IndexedViT
-from .classifiers import Pupil as Pupil
+from .classifiers import NamedClassifier as NamedClassifier
 from .classifiers import RelativeViT as RelativeViT
 from .classifiers import SwinModel as SwinModel
+from .classifiers import TimmClassifier as TimmClassifier
 from .classifiers import classifier as classifier
 from .classifiers import told_of as told_of
 from .model import AprilBlock as AprilBlock

@@ -1,4 +1,4 @@
-"""Classifiers that are trained and judged, but not attacked: Swins, ResNets, ViTs with relative PEs or indices."""
+"""Classifiers that are trained and evaluated, but not attacked: Swins, ResNets, ViTs with relative PEs or indices."""
 
 import copy
 import warnings
@@ -26,14 +26,23 @@ from privlab.victims import weights as stored
 from privlab.victims.model import VictimModel
 from privlab.victims.named import UnknownOrigin, Victim, Weights, resolve, victim, victim_names, weights_file
 from privlab.victims.relative_attention import TABLE, RelativeBlock
-from privlab.victims.zoo import BACKBONES
+from privlab.victims.zoo import CLASSIFIERS
 
-__all__ = ["Backbone", "Classifier", "IndexedViT", "Pupil", "RelativeViT", "SwinModel", "classifier", "told_of"]
+__all__ = [
+    "Classifier",
+    "IndexedViT",
+    "NamedClassifier",
+    "RelativeViT",
+    "SwinModel",
+    "TimmClassifier",
+    "classifier",
+    "told_of",
+]
 
 _MODULES = {"timm.models.swin_transformer": SwinTransformer, "timm.models.resnet": ResNet}
 
 
-class Backbone(nn.Module):
+class TimmClassifier(nn.Module):
     """A timm classifier that takes pixels in [0, 1] and has no position embeddings: MJP shuffles its images, no more.
 
     Args:
@@ -46,7 +55,7 @@ class Backbone(nn.Module):
     Raises:
         PrivlabError: if the sides are no multiples of `patch`, or the network does not classify.
 
-    Source: MJP (CVPR 2023), Section 5.1. Its authors' code judges every backbone by pieces of 16 at 224 pixels.
+    Source: MJP (CVPR 2023), Section 5.1. Its authors' code evaluates every backbone by pieces of 16 at 224 pixels.
     """
 
     mean: Tensor
@@ -112,7 +121,7 @@ class Backbone(nn.Module):
         return self.logits(self.features(images, told))
 
 
-class SwinModel(Backbone):
+class SwinModel(TimmClassifier):
     """timm's Swin; with `unknown`, also absolute PEs of its patches, which timm's lacks, and E_unk, both drawn.
 
     A piece of the jigsaw covers one or more of Swin's patches, and masks the PEs of all of them.
@@ -166,7 +175,7 @@ class SwinModel(Backbone):
         return self.net.norm(self.net.layers(tokens))
 
 
-class _ViT(Backbone):
+class _ViT(TimmClassifier):
     """timm's ViT, for kinds of position information that victims do not have."""
 
     def __init__(self, net: VisionTransformer, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -247,8 +256,8 @@ class RelativeViT(_ViT):
         return own | state
 
 
-Classifier = VictimModel | Backbone
-"""What `classify` and `mjp` train, and `privlab evaluate` judges."""
+Classifier = VictimModel | TimmClassifier
+"""What `classify` and `mjp` train, and `privlab evaluate` scores."""
 
 
 def told_of(
@@ -266,16 +275,16 @@ def told_of(
 
 
 @dataclass(frozen=True, eq=False)
-class Pupil:
+class NamedClassifier:
     """A classifier that is no victim of attacks, and what identifies it."""
 
     name: str
     architecture: str
-    model: Backbone
+    model: TimmClassifier
     preprocessing: Preprocessing
     weights: Weights
 
-    def to(self, device: torch.device | str) -> "Pupil":
+    def to(self, device: torch.device | str) -> "NamedClassifier":
         """Return this classifier on another device."""
         if self.model.mean.device == torch.device(device):
             return self
@@ -284,11 +293,11 @@ class Pupil:
 
 def classifier(
     name: str, *, weights: str | Path = "auto", img_size: int | None = None, seed: int = 0
-) -> Victim | Pupil:
-    """Make a victim, or one of `BACKBONES` or of timm's Swins and ResNets.
+) -> Victim | NamedClassifier:
+    """Make a victim, or one of `CLASSIFIERS` or of timm's Swins and ResNets.
 
     Args:
-        name: a name of `victim_names()` or of `BACKBONES`, "timm:NAME", or the name of a Swin of `BACKBONES` with
+        name: a name of `victim_names()` or of `CLASSIFIERS`, "timm:NAME", or the name of a Swin of `CLASSIFIERS` with
             `_mjp`.
         weights: "auto" (pretrained where they can be had, else random, with a warning), "pretrained", "random", or a
             file.
@@ -302,8 +311,8 @@ def classifier(
         PrivlabWarning: for weights that weaken a verdict: random ones, untrained PEs or E_unk.
     """
     base, unknown = name.removesuffix("_mjp"), name.endswith("_mjp")
-    if base in BACKBONES:
-        source, options = BACKBONES[base]
+    if base in CLASSIFIERS:
+        source, options = CLASSIFIERS[base]
         architecture = base if options else source
     elif name.startswith("timm:") and _family(name) is not None:
         (source, _), options, unknown = resolve(name), {}, False
@@ -311,7 +320,7 @@ def classifier(
     elif name in victim_names() or name.startswith("timm:"):
         return victim(name, weights=weights, img_size=img_size, seed=seed)
     else:
-        raise unknown_name("model", name, [*victim_names(), *BACKBONES, "timm:NAME"])
+        raise unknown_name("model", name, [*victim_names(), *CLASSIFIERS, "timm:NAME"])
     if unknown and _family(source) is not SwinTransformer:
         what = "E_unk" if base.endswith("_idx") else "position embeddings, and so no E_unk"
         hint = "--set unknown=false --set dal=none"
@@ -325,7 +334,7 @@ def classifier(
         origin = f"pretrained:{architecture}" if weights in ("auto", "pretrained") else f"file:{path.name}"
         whence = _filled(model, state, name, path.name, resize=img_size is not None)
     facts = Weights(origin, stored.hash_of(stored.own_layout(model)), whence)
-    return Pupil(name, architecture, model.eval().requires_grad_(False), preprocessing, facts)
+    return NamedClassifier(name, architecture, model.eval().requires_grad_(False), preprocessing, facts)
 
 
 def _family(name: str) -> type[nn.Module] | None:
@@ -343,7 +352,7 @@ def _built(
     unknown: bool,
     img_size: int | None,
     seed: int,
-) -> tuple[Backbone, Preprocessing]:
+) -> tuple[TimmClassifier, Preprocessing]:
     """Build the network with random weights, leaving torch's global random state alone."""
     swin = _family(source) is SwinTransformer
     options = options | ({"img_size": img_size} if (swin or kind) and img_size is not None else {})
@@ -360,17 +369,19 @@ def _built(
         config = resolve_model_data_config(net)
         channels, height, width = config["input_size"]
         if swin:
-            model: Backbone = SwinModel(net, config["mean"], config["std"], unknown=unknown)
+            model: TimmClassifier = SwinModel(net, config["mean"], config["std"], unknown=unknown)
         elif kind:
             model = kind(net, config["mean"], config["std"])
         else:
             shape = (channels, img_size or height, img_size or width)
-            model = Backbone(net, shape, config["mean"], config["std"])
+            model = TimmClassifier(net, shape, config["mean"], config["std"])
     cut = {key: config[key] for key in ("mean", "std", "crop_pct", "interpolation")}
     return model, Preprocessing(size=model.image_shape[1:], **cut)
 
 
-def _filled(model: Backbone, state: stored.State, name: str, source: str, *, resize: bool) -> UnknownOrigin | None:
+def _filled(
+    model: TimmClassifier, state: stored.State, name: str, source: str, *, resize: bool
+) -> UnknownOrigin | None:
     """Load weights in timm's, privlab's, Swin's authors' or the MJP authors' layout; return where E_unk comes from."""
     state, unknown = stored.from_any_layout(state)
     table, pe = state.pop("absolute_pos_embed.weight", None), state.pop("absolute_pos_embed", None)

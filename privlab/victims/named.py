@@ -17,7 +17,7 @@ from privlab.base import PrivlabError, PrivlabWarning, check_name, check_range, 
 from privlab.images import Preprocessing
 from privlab.victims import weights as stored
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
-from privlab.victims.zoo import BACKBONES, BASE, COMPACT, ZOO, shipped
+from privlab.victims.zoo import BASE, CLASSIFIERS, COMPACT, ZOO, shipped
 
 __all__ = ["ARCHITECTURES", "Victim", "Weights", "pretrained", "resolve", "victim", "victim_names", "weights_file"]
 
@@ -311,7 +311,7 @@ def resolve(name: str) -> tuple[str, str]:
             return ARCHITECTURES[base], variant
     if name in ZOO:
         return ZOO[name].architecture, ZOO[name].variant
-    if name.removesuffix("_mjp") in BACKBONES:
+    if name.removesuffix("_mjp") in CLASSIFIERS:
         raise PrivlabError(
             f"This needs a plain ViT, timm's VisionTransformer. Found {name}: `privlab evaluate` and `privlab train "
             f"classify|mjp{'|finetune' if name.endswith('_relpos') else ''}` take it, nothing else."

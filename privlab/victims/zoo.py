@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BACKBONES", "BASE", "COMPACT", "PLACERS", "ZOO", "Entry", "Placer", "placer", "shipped"]
+__all__ = ["BASE", "CLASSIFIERS", "COMPACT", "PLACERS", "ZOO", "Entry", "Placer", "placer", "shipped"]
 
 _CIFAR: dict[str, Any] = {
     "img_size": 32,
@@ -50,7 +50,7 @@ _CIFAR_RESNET: dict[str, Any] = {
     "pretrained_cfg_overlay": _CIFAR["pretrained_cfg_overlay"],
 }
 
-BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
+CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
     "swin_t": ("swin_tiny_patch4_window7_224", {}),
     "swin_s": ("swin_small_patch4_window7_224", {}),
     "swin_b": ("swin_base_patch4_window7_224", {}),
@@ -66,7 +66,7 @@ BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "vit_s_relpos": ("vit_small_patch16_224", {"pos_embed": "none"}),
     "vit_b_relpos": ("vit_base_patch16_224", {"pos_embed": "none"}),
 }
-"""Our name of a model that is trained and judged, but not attacked -> timm's name, and the changes to it.
+"""Our name of a model that is trained and evaluated, but not attacked -> timm's name, and the changes to it.
 
 The Swins also come as NAME_mjp (with absolute position embeddings and E_unk). NAME_relpos has relative position
 embeddings alone; NAME_idx also has embeddings of the patches' own indices (IDX of MJP's Table 4).

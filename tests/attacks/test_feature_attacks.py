@@ -24,7 +24,7 @@ from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, Row
 from privlab.images import Preprocessing, open_images
 from privlab.metrics import key_recovered, neighbour_accuracy, placement_accuracy
 from privlab.release import granted_features
-from privlab.threat import Capability, Draws, FeatureAttack, FeatureDefense, FeatureObservation, Sent, Stolen
+from privlab.threat import Capability, Draws, FeatureAttack, FeatureDefense, FeatureObservation, Reconstruction, Sent
 from privlab.victims import VictimModel, victim
 
 Model = Callable[..., VictimModel]
@@ -70,14 +70,14 @@ def drifted(model: VictimModel, std: float) -> VictimModel:
     return client
 
 
-def placed(sent: Sent, stolen: Stolen) -> float:
-    accuracy = placement_accuracy(sent, stolen)
+def placed(sent: Sent, reconstruction: Reconstruction) -> float:
+    accuracy = placement_accuracy(sent, reconstruction)
     assert accuracy is not None
     return float(accuracy.mean())
 
 
-def psnr(stolen: Stolen, images: Tensor) -> float:
-    return float(-10 * (stolen.images - images).square().mean((1, 2, 3)).clamp_min(1e-20).log10().mean())
+def psnr(reconstruction: Reconstruction, images: Tensor) -> float:
+    return float(-10 * (reconstruction.images - images).square().mean((1, 2, 3)).clamp_min(1e-20).log10().mean())
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +166,11 @@ def test_pe_assignment_is_exact(
     model, pictures = tiny_model(**SQUARE, **options), photographs(14, 32).double()
     sent = sent_by(model, pictures[:4], parts)
     seen = seen_of(model, sent, parts, pictures[4:])
-    stolen = PEAssignment()(seen)
-    assert stolen.rows is not None
-    assert placed(sent, stolen) == 1
-    assert_close(stolen.images, pictures[:4], rtol=0, atol=1e-6)
-    assert_close(PEAssignment().rows(seen), stolen.rows)
+    reconstruction = PEAssignment()(seen)
+    assert reconstruction.rows is not None
+    assert placed(sent, reconstruction) == 1
+    assert_close(reconstruction.images, pictures[:4], rtol=0, atol=1e-6)
+    assert_close(PEAssignment().rows(seen), reconstruction.rows)
 
 
 def test_pe_assignment_takes_single_and_half_precision(exact: tuple[VictimModel, Tensor, Tensor]) -> None:
@@ -199,12 +199,12 @@ def test_rows_mixed_among_images_are_sorted_and_grouped(exact: tuple[VictimModel
     model, private, public = exact
     parts = (BatchShuffle(),)
     sent = sent_by(model, private, parts)
-    stolen = PEAssignment()(seen_of(model, sent, parts, public))
-    assert stolen.rows is not None
+    reconstruction = PEAssignment()(seen_of(model, sent, parts, public))
+    assert reconstruction.rows is not None
     t = sent.source.shape[1]
-    found = sent.source.flatten()[stolen.rows]
+    found = sent.source.flatten()[reconstruction.rows]
     assert_close(found % t, torch.arange(1, t).expand_as(found))
-    neighbours = neighbour_accuracy(sent, stolen, model.grid)
+    neighbours = neighbour_accuracy(sent, reconstruction, model.grid)
     assert neighbours is not None
     assert neighbours.mean() > 0.85
 
@@ -229,10 +229,10 @@ def test_column_keys_are_recovered(
     """The whole key, then every row, then the image."""
     model, private, public = exact
     sent = sent_by(model, private, parts)
-    stolen = attack(seen_of(model, sent, parts, public))
-    assert key_recovered(sent, stolen) == 1
-    assert placed(sent, stolen) == 1
-    assert_close(stolen.images, private, rtol=0, atol=1e-5)
+    reconstruction = attack(seen_of(model, sent, parts, public))
+    assert key_recovered(sent, reconstruction) == 1
+    assert placed(sent, reconstruction) == 1
+    assert_close(reconstruction.images, private, rtol=0, atol=1e-5)
 
 
 def test_class_and_register_tokens_tell_equal_values_apart(tiny_model: Model, photographs: Photographs) -> None:
@@ -305,12 +305,12 @@ def test_private_embeddings_do_not_hide_the_order(
     client = drifted(model, 5)
     sent = sent_by(client, private, parts)
     secret = (Capability.POSITION_EMBEDDINGS, Capability.CLASS_TOKEN)
-    stolen = RowAlignment()(seen_of(model, sent, parts, public, without=secret))
-    neighbours = neighbour_accuracy(sent, stolen, model.grid)
+    reconstruction = RowAlignment()(seen_of(model, sent, parts, public, without=secret))
+    neighbours = neighbour_accuracy(sent, reconstruction, model.grid)
     assert neighbours is not None
     assert neighbours.mean() > 0.6
-    assert stolen.rows is not None  # all images alike: what one has in a slot, all have
-    found = sent.source.flatten()[stolen.rows] % sent.source.shape[1]
+    assert reconstruction.rows is not None  # all images alike: what one has in a slot, all have
+    found = sent.source.flatten()[reconstruction.rows] % sent.source.shape[1]
     assert_close(found, found[:1].expand_as(found))
 
 
@@ -322,23 +322,23 @@ def test_border_jigsaw_needs_no_embeddings(
     model = tiny_model(img_size=48, patch_size=8, embed_dim=208, pos_embed="none")
     pictures = photographs(14, 48).double()
     sent = sent_by(model, pictures[:5], parts)
-    stolen = BorderJigsaw()(seen_of(model, sent, parts, pictures[5:]))
+    reconstruction = BorderJigsaw()(seen_of(model, sent, parts, pictures[5:]))
     if parts == (EACH,):
-        neighbours = neighbour_accuracy(sent, stolen, model.grid)
+        neighbours = neighbour_accuracy(sent, reconstruction, model.grid)
         assert neighbours is not None
         assert neighbours.mean() > 0.6
     else:
-        assert placed(sent, stolen) == 1
-        assert_close(stolen.images, pictures[:5], rtol=0, atol=1e-6)
+        assert placed(sent, reconstruction) == 1
+        assert_close(reconstruction.images, pictures[:5], rtol=0, atol=1e-6)
 
 
 def test_keys_without_embeddings_go_on_to_the_borders(tiny_model: Model, photographs: Photographs) -> None:
     model = tiny_model(img_size=48, patch_size=8, embed_dim=208, pos_embed="none")
     pictures, parts = photographs(14, 48).double(), (SHARED, ColumnPermutation())
     sent = sent_by(model, pictures[:5], parts)
-    stolen = ClassTokenKey()(seen_of(model, sent, parts, pictures[5:]))
-    assert key_recovered(sent, stolen) == 1
-    assert placed(sent, stolen) == 1
+    reconstruction = ClassTokenKey()(seen_of(model, sent, parts, pictures[5:]))
+    assert key_recovered(sent, reconstruction) == 1
+    assert placed(sent, reconstruction) == 1
 
 
 @pytest.mark.parametrize(
@@ -387,8 +387,8 @@ def test_grey_public_images_are_enough_to_fail_on(exact: tuple[VictimModel, Tens
     """Public images that say nothing make a poor attack, not a crash."""
     model, private, _ = exact
     sent = sent_by(model, private, (EACH,))
-    stolen = PEAssignment()(seen_of(model, sent, (EACH,), torch.full((2, 3, 32, 32), 0.5, dtype=torch.float64)))
-    assert stolen.images.isfinite().all()
+    reconstruction = PEAssignment()(seen_of(model, sent, (EACH,), torch.full((2, 3, 32, 32), 0.5, dtype=torch.float64)))
+    assert reconstruction.images.isfinite().all()
 
 
 @pytest.fixture(scope="module")
@@ -410,9 +410,9 @@ def test_trained_rows_are_all_placed(
     """At least 99 % of the rows of the trained ViT-Ti, with fourteen photographs of other things as public set."""
     model, private, public = trained
     sent = sent_by(model, private, parts)
-    stolen = PEAssignment()(seen_of(model, sent, parts, public))
-    assert placed(sent, stolen) >= 0.99
-    assert psnr(stolen, private) > (20 if len(parts) > 1 else 28)
+    reconstruction = PEAssignment()(seen_of(model, sent, parts, public))
+    assert placed(sent, reconstruction) >= 0.99
+    assert psnr(reconstruction, private) > (20 if len(parts) > 1 else 28)
 
 
 @pytest.mark.parametrize("attack", [ClassTokenKey(), ColumnStatistics()])
@@ -421,9 +421,9 @@ def test_the_trained_key_is_recovered_whole(attack: FeatureAttack, trained: tupl
     model, private, public = trained
     parts = (EACH, ColumnPermutation())
     sent = sent_by(model, private, parts)
-    stolen = attack(seen_of(model, sent, parts, public))
-    assert key_recovered(sent, stolen) == 1
-    assert placed(sent, stolen) >= 0.99
+    reconstruction = attack(seen_of(model, sent, parts, public))
+    assert key_recovered(sent, reconstruction) == 1
+    assert placed(sent, reconstruction) >= 0.99
 
 
 def test_drift_costs_pe_assignment_rows_and_row_alignment_none(trained: tuple[VictimModel, Tensor, Tensor]) -> None:
@@ -442,6 +442,6 @@ def test_a_batch_without_embeddings_is_put_together_by_borders(trained: tuple[Vi
     model, private, public = trained
     bare = without_pe(model)
     sent = sent_by(bare, private, (SHARED,))
-    stolen = BorderJigsaw()(seen_of(bare, sent, (SHARED,), public))
-    assert placed(sent, stolen) >= 0.99
-    assert psnr(stolen, private) > 28
+    reconstruction = BorderJigsaw()(seen_of(bare, sent, (SHARED,), public))
+    assert placed(sent, reconstruction) >= 0.99
+    assert psnr(reconstruction, private) > 28

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from privlab.attacks.features.feature_inversion import FeatureOptimisation, LeastSquares
 from privlab.attacks.solvers import invert_rows, patch_statistics
-from privlab.attacks.solvers.embedding_inverse import ENOUGH
+from privlab.attacks.solvers.embedding_inverse import MOST_IMAGES
 from privlab.base import PrivlabError
 from privlab.defenses import GaussianNoise
 from privlab.images import batches, open_images
@@ -49,9 +49,9 @@ def test_a_square_projection_is_inverted_exactly(tiny_model: Make, photographs: 
     model = tiny_model(embed_dim=48)
     private, public = photographs(6, 16).double().split(3)
     seen, sent = seen_of(model, private, public)
-    stolen = LeastSquares(prior)(seen)
-    assert psnr(stolen.images, private).min() > 100
-    accuracy = placement_accuracy(sent, stolen)
+    reconstruction = LeastSquares(prior)(seen)
+    assert psnr(reconstruction.images, private).min() > 100
+    accuracy = placement_accuracy(sent, reconstruction)
     assert accuracy is not None
     assert accuracy.tolist() == [1, 1, 1]
 
@@ -124,7 +124,7 @@ def test_patch_statistics_have_full_rank_for_any_images(tiny_model: Make, public
 
 def test_patch_statistics_of_many_images_are_those_of_the_first(tiny_model: Make, crops: Tensor) -> None:
     model = tiny_model()
-    assert_close(patch_statistics(model, crops), patch_statistics(model, crops[:ENOUGH]))
+    assert_close(patch_statistics(model, crops), patch_statistics(model, crops[:MOST_IMAGES]))
 
 
 def test_what_is_kept_of_public_images_is_of_them_as_they_are(tiny_model: Make, crops: Tensor) -> None:

@@ -20,8 +20,8 @@ from privlab.defenses import GradientPruning, Mjp
 from privlab.metrics import psnr, psnr_region
 from privlab.patches import patchify, slots_to_pixels
 from privlab.release import observe, released_gradients, released_parameters
-from privlab.threat import Defense, Feed, GradientDefense, Observation, Stack, Stolen
-from privlab.training import Progress, listening, tell
+from privlab.threat import Defense, Feed, GradientDefense, Observation, Reconstruction, Stack
+from privlab.training import TrainingProgress, listening, tell
 from privlab.victims import VictimModel
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -54,8 +54,8 @@ def seen_of(
     return feed, observe(model, feed, torch.arange(len(images)), parameters, defense, draws, B)
 
 
-def steps_of(attack: GradientMatching, seen: Observation) -> tuple[Stolen, list[Progress]]:
-    heard: list[Progress] = []
+def steps_of(attack: GradientMatching, seen: Observation) -> tuple[Reconstruction, list[TrainingProgress]]:
+    heard: list[TrainingProgress] = []
     with listening(heard.append):
         return attack(seen), heard
 
@@ -85,8 +85,8 @@ def test_adam_goes_there_too(tiny_model: Callable[..., VictimModel]) -> None:
 
 def test_images_of_one_gradient_come_apart(tiny_model: Callable[..., VictimModel]) -> None:
     feed, seen = seen_of(tiny_model(**ONE), pictures(2, 4), B=2)
-    stolen = GradientMatching(steps=250, restarts=2)(seen).images
-    errors = (stolen[:, None] - feed.images).square().mean((2, 3, 4))
+    reconstruction = GradientMatching(steps=250, restarts=2)(seen).images
+    errors = (reconstruction[:, None] - feed.images).square().mean((2, 3, 4))
     assert sorted(errors.argmin(1).tolist()) == [0, 1]
     assert errors.amin(1).max() < 1e-5
 
@@ -106,9 +106,9 @@ def test_lbfgs_never_goes_up_and_says_how_long_it_takes(small: VictimModel) -> N
 def test_an_exact_start_is_not_left(optimiser: str, small: VictimModel) -> None:
     feed, seen = seen_of(small, pictures(2))
     exact = PatchGradient()(seen)
-    stolen = GradientMatching(optimiser=optimiser, start="patch-gradient", steps=15)(seen).images
+    reconstruction = GradientMatching(optimiser=optimiser, start="patch-gradient", steps=15)(seen).images
     assert psnr(exact, feed.images).min() > 100
-    assert (psnr(stolen, feed.images) > psnr(exact, feed.images) - 1).all()
+    assert (psnr(reconstruction, feed.images) > psnr(exact, feed.images) - 1).all()
     assert_close(GradientMatching(steps=0)(seen).images, exact)  # it is what "auto" starts from
 
 
@@ -200,11 +200,11 @@ def test_what_is_known_under_mjp_stays_exact_and_the_rest_gets_better(
     anywhere = match.patches(torch.randn(2, known.shape[1] * Y.shape[1]).double(), torch.arange(2))[:, 0]
     open_ = ~feed.moved
     assert_close((anywhere - anywhere @ Y.mT @ Y)[open_], (X - X @ Y.mT @ Y)[open_], atol=1e-5, rtol=1e-5)
-    stolen = GradientMatching(start="mjp-subspace", steps=40)(seen)
-    assert stolen.loose is not None
-    assert torch.equal(stolen.loose, feed.moved)
+    reconstruction = GradientMatching(start="mjp-subspace", steps=40)(seen)
+    assert reconstruction.loose is not None
+    assert torch.equal(reconstruction.loose, feed.moved)
     region = ~slots_to_pixels(feed.moved, model.grid, model.patch)
-    before, after = (psnr_region(each, feed.images, region) for each in (MjpSubspace()(seen), stolen.images))
+    before, after = (psnr_region(each, feed.images, region) for each in (MjpSubspace()(seen), reconstruction.images))
     assert (after > before).all()
 
 
@@ -227,7 +227,7 @@ def test_an_interrupted_search_goes_on_to_the_same_end(
     assert len(heard) == 14
     assert not any(cache.rglob("*.safetensors"))  # nothing is left of a search that is over
 
-    def stop(now: Progress) -> None:
+    def stop(now: TrainingProgress) -> None:
         if now.step == 6:
             raise KeyboardInterrupt
 
@@ -249,7 +249,7 @@ def test_a_kill_loses_no_more_than_the_last_seconds(
     _, seen = seen_of(small, pictures(1))
     kept = []
 
-    def look(now: Progress) -> None:
+    def look(now: TrainingProgress) -> None:
         kept.extend([*cache.rglob("step-*")] if now.step == 5 else [])
 
     with listening(look):
@@ -388,7 +388,11 @@ def test_a_mask_that_does_not_show_is_warned_of(small: VictimModel) -> None:
 
 def test_the_progress_bar_shows_steps_and_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("attacking"):
-        tell(Progress(step=30, steps=300, epoch=0.0, loss=0.1, learning_rate=0.1, seconds=20.0, seconds_left=184.0))
+        tell(
+            TrainingProgress(
+                step=30, steps=300, epoch=0.0, loss=0.1, learning_rate=0.1, seconds=20.0, seconds_left=184.0
+            )
+        )
     told = " ".join(capsys.readouterr().err.split())
     assert "attacking: step 30 of 300, 0:03:04 left" in told
     assert "?" not in told  # it is not known of how many images

@@ -86,19 +86,23 @@ def test_slots_that_are_alike_are_shared_out_evenly() -> None:
 @pytest.mark.parametrize("embedded", ["learn", "none"])
 def test_two_images_come_back_from_one_gradient(embedded: str, tiny_vit: Callable[..., VisionTransformer]) -> None:
     model, x = model_of(tiny_vit(embed_dim=128, pos_embed=embedded)), draw(2, 3, 16, 16)
-    stolen = assigned(TokenSeparation()(together(model, x)), x, 4)
-    assert stolen.tokens is not None
-    assert stolen.tokens.tolist() == [17, 17]
-    found = stolen.images if stolen.loose is None else in_best_order(stolen.images, x, stolen.loose, 4)
+    reconstruction = assigned(TokenSeparation()(together(model, x)), x, 4)
+    assert reconstruction.tokens is not None
+    assert reconstruction.tokens.tolist() == [17, 17]
+    found = (
+        reconstruction.images
+        if reconstruction.loose is None
+        else in_best_order(reconstruction.images, x, reconstruction.loose, 4)
+    )
     assert psnr(found, x).min() > 100
 
 
 def test_a_search_that_finds_nothing_gives_grey(tiny_vit: Callable[..., VisionTransformer]) -> None:
     model, x = model_of(tiny_vit()), draw(2, 3, 16, 16)
-    stolen = TokenSeparation(starts=1, rounds=1, steps=1)(together(model, x))
-    assert stolen.tokens is not None
-    assert stolen.tokens.tolist() == [0, 0]
-    assert stolen.images.shape == x.shape
+    reconstruction = TokenSeparation(starts=1, rounds=1, steps=1)(together(model, x))
+    assert reconstruction.tokens is not None
+    assert reconstruction.tokens.tolist() == [0, 0]
+    assert reconstruction.images.shape == x.shape
 
 
 def test_what_several_images_need(tiny_vit: Callable[..., VisionTransformer]) -> None:

@@ -30,7 +30,7 @@ from privlab.metrics import placement_accuracy, psnr
 from privlab.patches import patchify
 from privlab.release import effects_of, observe_features, send
 from privlab.threat import Capability, Draws, FeatureObservation, Sent, Stack, check_capabilities
-from privlab.training import Plan, Progress, listening
+from privlab.training import Plan, TrainingProgress, listening
 from privlab.victims import VictimModel, cache_folder
 
 Make = Callable[..., VictimModel]
@@ -118,7 +118,7 @@ def test_a_decoder_learns(
     tiny_model: Make, crops: Tensor, kind: str, steps: int, falls_to: float, of_mean: float
 ) -> None:
     """Its loss falls, and images that it never saw come back with a small part of the public mean's error."""
-    model, seen = tiny_model(), list[Progress]()
+    model, seen = tiny_model(), list[TrainingProgress]()
     private, public = crops[:64], crops[64:]
     decoder = train_decoder(model, (), public, spec_of(kind, steps), progress=seen.append)
     assert seen[-1].loss < falls_to * seen[0].loss
@@ -216,7 +216,7 @@ SHORT = Plan(steps=3, batch_size=8)
 
 
 def test_a_decoder_is_trained_once(tiny_model: Make, crops: Tensor, cache: Path) -> None:
-    spec, heard = spec_of("mae", plan=SHORT), list[Progress]()
+    spec, heard = spec_of("mae", plan=SHORT), list[TrainingProgress]()
     with listening(heard.append):
         first = decoder_for(tiny_model(), (RowPermutation(),), crops, spec)
         assert len(heard) == 1
@@ -255,7 +255,7 @@ def test_a_damaged_or_foreign_file_is_trained_anew(tiny_model: Make, crops: Tens
         path.write_bytes(other.read_bytes())
     else:
         path.write_bytes(content[:-9] if damage == "cut" else content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
-    heard: list[Progress] = []
+    heard: list[TrainingProgress] = []
     with pytest.warns(PrivlabWarning, match="damaged or foreign: it is trained anew"):
         anew = decoder_for(tiny_model(), (), crops, spec, progress=heard.append)
     assert len(heard) == 1

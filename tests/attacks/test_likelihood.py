@@ -90,9 +90,9 @@ def test_the_truth_explains_the_release_up_to_its_noise(tiny_model: Model, photo
 def test_without_noise_it_is_the_closed_form(tiny_model: Model, photographs: Callable[..., Tensor]) -> None:
     model, images = tiny_model(**SMALL), photographs(2, 8).double()
     seen = under(model, images, GradientNoise(multiplier=0.0, clip=1e9))
-    stolen = GradientLikelihood(start="patch-gradient", steps=5)(seen)
-    assert_close(stolen.images, PatchGradient()(seen), atol=1e-4, rtol=0)
-    assert (psnr(stolen.images, images) > 80).all()
+    reconstruction = GradientLikelihood(start="patch-gradient", steps=5)(seen)
+    assert_close(reconstruction.images, PatchGradient()(seen), atol=1e-4, rtol=0)
+    assert (psnr(reconstruction.images, images) > 80).all()
 
 
 def test_all_layers_tell_more_than_the_embedding(tiny_model: Model, photographs: Callable[..., Tensor]) -> None:

@@ -185,26 +185,26 @@ def test_mjp_is_undone(gamma: float, masked_pe: str, images: Tensor, tiny_model:
     model = tiny_model()
     feed, seen = seen_under(model, images, Mjp(gamma=gamma, masked_pe=masked_pe), torch.arange(2))
     before = [parameter.clone() for parameter in model.parameters()]
-    stolen = MjpFull(**SEARCH)(seen)
-    assert stolen.loose is not None
-    assert torch.equal(stolen.loose, feed.moved)
-    assert stolen.tokens is not None
-    assert stolen.tokens.tolist() == [17, 17]
-    assert stolen.tokens_sure is not None
-    assert stolen.tokens_sure.tolist() == [17, 17]
-    assert psnr(in_best_order(stolen.images, feed.images, stolen.loose, 4), feed.images).min() > 100
-    assert psnr(in_best_order(stolen.images, images, stolen.loose, 4), images).min() > 100
+    reconstruction = MjpFull(**SEARCH)(seen)
+    assert reconstruction.loose is not None
+    assert torch.equal(reconstruction.loose, feed.moved)
+    assert reconstruction.tokens is not None
+    assert reconstruction.tokens.tolist() == [17, 17]
+    assert reconstruction.tokens_sure is not None
+    assert reconstruction.tokens_sure.tolist() == [17, 17]
+    assert psnr(in_best_order(reconstruction.images, feed.images, reconstruction.loose, 4), feed.images).min() > 100
+    assert psnr(in_best_order(reconstruction.images, images, reconstruction.loose, 4), images).min() > 100
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
 def test_few_tokens_leave_what_the_subspace_gave(made: tuple[VictimModel, Feed, Observation]) -> None:
     model, feed, seen = made
-    stolen = MjpFull(**SEARCH | {"rounds": 2})(seen)
-    assert stolen.tokens is not None
-    assert 0 < stolen.tokens.min() <= stolen.tokens.max() < 17
+    reconstruction = MjpFull(**SEARCH | {"rounds": 2})(seen)
+    assert reconstruction.tokens is not None
+    assert 0 < reconstruction.tokens.min() <= reconstruction.tokens.max() < 17
     region = ~slots_to_pixels(feed.moved, model.grid, model.patch)
     prior = psnr_region(MjpSubspace()(seen), feed.images, region)
-    assert (psnr_region(stolen.images, feed.images, region) > prior - 6).all()
+    assert (psnr_region(reconstruction.images, feed.images, region) > prior - 6).all()
 
 
 def ramp(side: int) -> Tensor:
@@ -248,27 +248,29 @@ def test_masked_patches_without_a_token_are_smooth_where_they_lie(tiny_model: Ca
     grain = torch.rand(3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     image = (ramp(32) + 0.02 * grain)[None]
     feed, seen = seen_under(model, image, Mjp(gamma=0.2), torch.arange(1))
-    stolen = MjpFull(**SEARCH | {"rounds": 1})(seen)
+    reconstruction = MjpFull(**SEARCH | {"rounds": 1})(seen)
     region = slots_to_pixels(feed.moved, model.grid, model.patch)
-    assert psnr_region(stolen.images, image, ~region).min() > 40
-    assert (psnr_region(stolen.images, image, region) > 10 + psnr_region(MjpSubspace()(seen), image, region)).all()
+    assert psnr_region(reconstruction.images, image, ~region).min() > 40
+    assert (
+        psnr_region(reconstruction.images, image, region) > 10 + psnr_region(MjpSubspace()(seen), image, region)
+    ).all()
 
 
 def test_without_a_mask_it_is_patch_gradient(images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
     model = tiny_model()
     _, seen = seen_under(model, images, Jigsaw(gamma=0.4), torch.arange(2))
-    stolen = MjpFull()(seen)
-    assert stolen.loose is None
-    assert_close(stolen.images, PatchGradient()(seen), atol=1e-6, rtol=0)
+    reconstruction = MjpFull()(seen)
+    assert reconstruction.loose is None
+    assert_close(reconstruction.images, PatchGradient()(seen), atol=1e-6, rtol=0)
 
 
 def test_as_many_tokens_as_the_width_are_too_many(images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
     model = tiny_model(embed_dim=16)
     _, seen = seen_under(model, images, Mjp(gamma=0.4), torch.arange(2))
     with pytest.warns(PrivlabWarning, match="17 tokens, but gradients of width 16 tell at most 15 apart"):
-        stolen = MjpFull(**SEARCH)(seen)
-    assert stolen.tokens is not None
-    assert stolen.tokens.tolist() == [0, 0]
+        reconstruction = MjpFull(**SEARCH)(seen)
+    assert reconstruction.tokens is not None
+    assert reconstruction.tokens.tolist() == [0, 0]
 
 
 def test_it_needs_a_plain_block(tiny_model: Callable[..., VictimModel]) -> None:
@@ -303,8 +305,8 @@ def test_trained_weights(shared: Callable[[str], Path], photographs: Callable[[i
     model = victim("vit_ti_mjp", weights=str(weights), img_size=160).model
     x = photographs(2, 160)[1:]
     feed, seen = seen_under(model, x, Mjp(gamma=0.27), model(x).argmax(1))
-    stolen = MjpFull()(seen)
-    assert stolen.tokens is not None
-    assert stolen.tokens.tolist() == [101]
-    assert stolen.loose is not None
-    assert psnr(in_best_order(stolen.images, feed.images, stolen.loose, 16), feed.images).min() > 80
+    reconstruction = MjpFull()(seen)
+    assert reconstruction.tokens is not None
+    assert reconstruction.tokens.tolist() == [101]
+    assert reconstruction.loose is not None
+    assert psnr(in_best_order(reconstruction.images, feed.images, reconstruction.loose, 16), feed.images).min() > 80

@@ -92,8 +92,8 @@ def test_photographs_come_out_better_than_by_the_plain_closed_form(
     kept = ~slots_to_pixels(feed.moved, model.grid, model.patch)
     with pytest.warns(PrivlabWarning, match="does not know the defense"):
         plain = PatchGradient()(seen)
-    stolen = {"plain": plain} | {name: MjpSubspace(prior=name)(seen) for name in PRIORS}
-    scores = {name: float(psnr_region(each, feed.images, kept).mean()) for name, each in stolen.items()}
+    reconstruction = {"plain": plain} | {name: MjpSubspace(prior=name)(seen) for name in PRIORS}
+    scores = {name: float(psnr_region(each, feed.images, kept).mean()) for name, each in reconstruction.items()}
     assert scores["plain"] + 3 < scores["quadratic"] < scores["cauchy"] + 1
     assert all(scores[name] > scores["plain"] for name in PRIORS)
 

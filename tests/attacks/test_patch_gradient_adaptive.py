@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import MjpSubspace, PatchGradient, PatchGradientAdaptive
-from privlab.attacks.gradients.patch_gradient_adaptive import Release, _improved, _objective, posterior
+from privlab.attacks.gradients.patch_gradient_adaptive import NoisyGradients, _improved, _objective, posterior
 from privlab.attacks.solvers import Smoothness
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp
@@ -91,8 +91,8 @@ def test_missing_entries_are_filled_in_and_others_left_alone(tiny_model: Model) 
     """From the true X, what was pruned comes back within its bound, and closer than zero."""
     model = tiny_model()
     images = torch.rand(2, 3, 16, 16, dtype=torch.float64, generator=Generator().manual_seed(0))
-    true = Release.of(under(model, images))
-    pruned = Release.of(under(model, images, GradientPruning(keep=0.6)))
+    true = NoisyGradients.of(under(model, images))
+    pruned = NoisyGradients.of(under(model, images, GradientPruning(keep=0.6)))
     X = torch.linalg.lstsq(true.A.mT, true.G).solution
     filled = pruned.completed(X)
     missing = pruned.edge_pe > 0
@@ -109,7 +109,7 @@ def test_errors_of_several_defenses_add_up(tiny_model: Model) -> None:
     images = torch.rand(1, 3, 16, 16, dtype=torch.float64, generator=Generator().manual_seed(0))
     seen = under(tiny_model(), images, GradientNoise(multiplier=0.1), GradientQuantisation())
     step = seen.gradients["pos_embed"].abs().max() / 127
-    assert_close(Release.of(seen).noise_pe.flatten()[0], 0.01 + step**2 / 12)
+    assert_close(NoisyGradients.of(seen).noise_pe.flatten()[0], 0.01 + step**2 / 12)
 
 
 class OnOne(GradientNoise):
@@ -126,7 +126,7 @@ def test_a_gradient_without_noise_is_not_taken_for_exact(
     """But for one that has a hundredth of the other's: else what is inverted has no inverse in float64."""
     seen = under(tiny_model(img_size=28), photographs(2, 28).double())
     seen = replace(seen, defense=(OnOne(multiplier=1e-4),))
-    assert_close(Release.of(seen).ratio.flatten(), torch.full((2,), 1e4).double())
+    assert_close(NoisyGradients.of(seen).ratio.flatten(), torch.full((2,), 1e4).double())
     assert PatchGradientAdaptive()(seen).isfinite().all()
 
 
@@ -134,7 +134,7 @@ def test_rows_of_noise_are_told_from_rows_that_say_as_much_again() -> None:
     draw = Generator().manual_seed(0)
     A = torch.randn(2, 5000, 64, dtype=torch.float64, generator=draw) * torch.tensor([1, 3**0.5]).view(2, 1, 1)
     one, G = torch.ones(2, 1, 1).double(), torch.zeros(2, 64, 3).double()
-    release = Release(A, G, one, one, torch.zeros_like(A), G)
+    release = NoisyGradients(A, G, one, one, torch.zeros_like(A), G)
     shares = release.unheard.double().mean(1)
     assert shares[0] > 0.998
     assert shares[1] < 0.01
@@ -144,21 +144,21 @@ def test_of_rows_of_which_entries_are_missing_only_those_without_any_are_not_hea
     A = torch.full((1, 3, 8), 0.01, dtype=torch.float64)
     A[0, 1, 2:], A[0, 2] = 0, 0
     one, G = torch.ones(1, 1, 1).double(), torch.zeros(1, 8, 3).double()
-    release = Release(A, G, one, one, (A == 0).to(A), G)
+    release = NoisyGradients(A, G, one, one, (A == 0).to(A), G)
     assert release.unheard.tolist() == [[True, False, True]]
 
 
-def noisy(seed: int = 0) -> tuple[Release, Tensor, Smoothness]:
+def noisy(seed: int = 0) -> tuple[NoisyGradients, Tensor, Smoothness]:
     """Return a release of two images of 8 × 8 pixels with noise of either kind, patches to start from, and a prior."""
     draw = Generator().manual_seed(seed)
     A, G, X = (torch.randn(2, *s, dtype=torch.float64, generator=draw) for s in ((4, 6), (6, 48), (4, 48)))
     pe, weight = (torch.tensor(v, dtype=torch.float64).view(2, 1, 1) for v in ([0.02, 0.05], [0.2, 0.4]))
     none_A, none_G = torch.zeros_like(A), torch.zeros_like(G)
     covariance = torch.tensor([[2.0, 0.5, 0.1], [0.5, 1.0, 0.2], [0.1, 0.2, 0.5]], dtype=torch.float64)
-    return Release(A, G, pe, weight, none_A, none_G), X, Smoothness((3, 8, 8), covariance)
+    return NoisyGradients(A, G, pe, weight, none_A, none_G), X, Smoothness((3, 8, 8), covariance)
 
 
-def naive(X: Tensor, release: Release, prior: Smoothness) -> Tensor:
+def naive(X: Tensor, release: NoisyGradients, prior: Smoothness) -> Tensor:
     """Return ½ tr R (I + ρ Xᵀ X)⁻¹ Rᵀ / Var E₂ + ½ D log det(I + ρ X Xᵀ) + the energy, times Var E₂, densely."""
     values = []
     for i in range(len(X)):
@@ -213,7 +213,7 @@ def test_the_mask_of_mjp_is_heard_through_the_noise(
     fresh = [draw_for(0, str(i), "release") for i in range(4)]
     seen = observe(model, feed, torch.arange(4), MjpSubspace.parameters, (mjp, defense), fresh)
     assert feed.masked_pe is not None
-    assert torch.equal(Release.of(seen).unheard, feed.masked_pe)
+    assert torch.equal(NoisyGradients.of(seen).unheard, feed.masked_pe)
     kept = ~slots_to_pixels(feed.moved, model.grid, model.patch)
     scores = {
         a.name: psnr_region(a(seen), feed.images, kept).mean() for a in (PatchGradient(), PatchGradientAdaptive())

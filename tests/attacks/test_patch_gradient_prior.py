@@ -11,7 +11,13 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import PatchGradient, PatchGradientPrior
-from privlab.attacks.gradients.patch_gradient_prior import _CHECKS, _WHOLE, Free, _preconditioner, whole
+from privlab.attacks.gradients.patch_gradient_prior import (
+    _INTEGER_DISTANCE,
+    _LEAST_CHECKS,
+    Free,
+    _preconditioner,
+    whole,
+)
 from privlab.attacks.solvers import RTOL, Smoothness, photograph_gradients, slot_gradients
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Mjp
@@ -167,7 +173,8 @@ def test_random_values_do_not_pass_for_whole() -> None:
     """Chernoff's bound on the mean square of so many that are uniform within half a level: below 1e-8."""
     u = torch.linspace(-0.5, 0.5, 10001, dtype=torch.float64)
     bounds = [
-        _CHECKS * (slope * _WHOLE**2 + (-slope * u.square()).exp().mean().log()) for slope in torch.arange(1.0, 100.0)
+        _LEAST_CHECKS * (slope * _INTEGER_DISTANCE**2 + (-slope * u.square()).exp().mean().log())
+        for slope in torch.arange(1.0, 100.0)
     ]
     assert min(bounds) < math.log(1e-8)
 

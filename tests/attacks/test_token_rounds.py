@@ -79,7 +79,7 @@ def test_solutions_are_one_token_within_three_times_what_is_allowed(
     monkeypatch.setattr(tokens, "refine", lead)
     monkeypatch.setattr(tokens, "outside", lambda _, __, α: torch.full((len(α),), 1e-9).double())
     monkeypatch.setattr(tokens, "backward", lambda _, whole, some: (whole.ε[: len(some)], whole.δ[: len(some)]))
-    monkeypatch.setattr(tokens, "NOISE", 0.0)
+    monkeypatch.setattr(tokens, "UNIT_ROUNDOFF", 0.0)
     assert len(run(planted, 1e-2)) == found
 
 

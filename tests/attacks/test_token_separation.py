@@ -18,7 +18,7 @@ from privlab.defenses import Jigsaw, Mjp
 from privlab.evaluation import Specification, applicable
 from privlab.metrics import assigned, in_best_order, psnr
 from privlab.release import granted, observe, released_parameters
-from privlab.threat import Observation, Stack, Stolen, check_capabilities
+from privlab.threat import Observation, Reconstruction, Stack, check_capabilities
 from privlab.victims import VictimModel, april_twin, victim
 
 SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
@@ -56,8 +56,12 @@ def seen_of(model: VictimModel, images: Tensor) -> Observation:
     return observe(model, images, torch.arange(len(images)), names)
 
 
-def in_order(stolen: Stolen, images: Tensor, patch: int) -> Tensor:
-    return stolen.images if stolen.loose is None else in_best_order(stolen.images, images, stolen.loose, patch)
+def in_order(reconstruction: Reconstruction, images: Tensor, patch: int) -> Tensor:
+    return (
+        reconstruction.images
+        if reconstruction.loose is None
+        else in_best_order(reconstruction.images, images, reconstruction.loose, patch)
+    )
 
 
 @pytest.mark.parametrize("frozen", [(), ("pos_embed",), (PATCH,), ("pos_embed", PATCH)])
@@ -67,12 +71,12 @@ def test_everything_comes_back(
 ) -> None:
     model = make(*(name for name in frozen if embedded == "learn" or name == PATCH), pos_embed=embedded)
     before = [parameter.clone() for parameter in model.parameters()]
-    stolen = TokenSeparation(**SEARCH)(seen_of(model, images))
-    assert stolen.tokens is not None
-    assert stolen.tokens_sure is not None
-    assert stolen.tokens.tolist() == stolen.tokens_sure.tolist() == [17, 17]
-    assert (stolen.loose is None) == (embedded == "learn")
-    assert psnr(in_order(stolen, images, 4), images).min() > 100
+    reconstruction = TokenSeparation(**SEARCH)(seen_of(model, images))
+    assert reconstruction.tokens is not None
+    assert reconstruction.tokens_sure is not None
+    assert reconstruction.tokens.tolist() == reconstruction.tokens_sure.tolist() == [17, 17]
+    assert (reconstruction.loose is None) == (embedded == "learn")
+    assert psnr(in_order(reconstruction, images, 4), images).min() > 100
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
@@ -80,14 +84,14 @@ def test_a_shuffle_does_not_help_without_position_embeddings(images: Tensor, mak
     model = make(pos_embed="none")
     feed = Jigsaw(gamma=0.5)(images, 4, [draw_for(0, str(i), "defense") for i in range(2)])
     assert not torch.equal(feed.images, images)
-    stolen = TokenSeparation(**SEARCH)(seen_of(model, feed.images))
-    assert psnr(in_order(stolen, images, 4), images).min() > 100
+    reconstruction = TokenSeparation(**SEARCH)(seen_of(model, feed.images))
+    assert psnr(in_order(reconstruction, images, 4), images).min() > 100
 
 
 def test_a_wide_image_needs_what_attention_heard(images: Tensor, make: Callable[..., VictimModel]) -> None:
     """With 2 N + 2 ≥ D the token alone leaves coordinates open; fixed position embeddings and ∂W_qkv close them."""
-    stolen = TokenSeparation(**SEARCH)(seen_of(make("pos_embed", embed_dim=32), images))
-    assert psnr(stolen.images, images).min() > 100
+    reconstruction = TokenSeparation(**SEARCH)(seen_of(make("pos_embed", embed_dim=32), images))
+    assert psnr(reconstruction.images, images).min() > 100
 
 
 @pytest.mark.parametrize("embedded", ["learn", "none"])
@@ -109,26 +113,26 @@ def test_embedded_patches_come_from_tokens_alone(
 def test_a_frozen_patch_embedding_leaves_few_directions(crops: Tensor, make: Callable[..., VictimModel]) -> None:
     """D = K: fixed position embeddings place every patch, of which but one direction is open."""
     model, x = make("pos_embed", PATCH, embed_dim=48), textured(crops, 2)
-    stolen = TokenSeparation(**SEARCH)(seen_of(model, x))
-    assert stolen.loose is None
-    assert psnr(stolen.images, x).min() > 25
+    reconstruction = TokenSeparation(**SEARCH)(seen_of(model, x))
+    assert reconstruction.loose is None
+    assert psnr(reconstruction.images, x).min() > 25
 
 
 def test_patches_without_a_token_are_smooth(crops: Tensor, make: Callable[..., VictimModel]) -> None:
     x = textured(crops, 3)[2:]
-    stolen = TokenSeparation(**SEARCH | {"rounds": 6})(seen_of(make("pos_embed"), x))
-    assert stolen.tokens is not None
-    assert 0 < stolen.tokens.item() < 17
-    assert psnr(stolen.images, x) > psnr(torch.full_like(x, 0.5), x) + 6
+    reconstruction = TokenSeparation(**SEARCH | {"rounds": 6})(seen_of(make("pos_embed"), x))
+    assert reconstruction.tokens is not None
+    assert 0 < reconstruction.tokens.item() < 17
+    assert psnr(reconstruction.images, x) > psnr(torch.full_like(x, 0.5), x) + 6
 
 
 def test_too_many_tokens_give_grey(images: Tensor, make: Callable[..., VictimModel]) -> None:
     seen = seen_of(make("pos_embed", embed_dim=16), images)
     with pytest.warns(PrivlabWarning, match="17 tokens, but gradients of width 16 tell at most 15 apart"):
-        stolen = TokenSeparation(**SEARCH)(seen)
-    assert stolen.tokens is not None
-    assert stolen.tokens.tolist() == [0, 0]
-    assert_close(stolen.images, torch.tensor((0.4, 0.5, 0.6)).double()[:, None, None].expand_as(images))
+        reconstruction = TokenSeparation(**SEARCH)(seen)
+    assert reconstruction.tokens is not None
+    assert reconstruction.tokens.tolist() == [0, 0]
+    assert_close(reconstruction.images, torch.tensor((0.4, 0.5, 0.6)).double()[:, None, None].expand_as(images))
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-5), (torch.float32, 1e-3)])
@@ -158,10 +162,10 @@ def test_several_images_under_one_mask_come_back(
     feed = Stack(defense).feed(images, 4, [draw_for(0, str(i), "defense") for i in range(2)], 2)
     read = (*TokenSeparation.parameters, *TokenSeparation.if_released)
     seen = observe(model, feed, torch.arange(2), read, defense, (), 2)
-    stolen = TokenSeparation(**SEARCH | {"starts": 24})(seen)
-    assert stolen.loose is not None
-    assert torch.equal(stolen.loose, feed.moved)
-    found = assigned(stolen, feed.images, 4)
+    reconstruction = TokenSeparation(**SEARCH | {"starts": 24})(seen)
+    assert reconstruction.loose is not None
+    assert torch.equal(reconstruction.loose, feed.moved)
+    found = assigned(reconstruction, feed.images, 4)
     assert psnr(in_order(found, images, 4), images).min() > 80
 
 
@@ -171,8 +175,8 @@ def test_masks_of_their_own_are_not_told(images: Tensor, tiny_model: Callable[..
     read = (*TokenSeparation.parameters, *TokenSeparation.if_released)
     seen = observe(model, feed, torch.arange(2), read, defense, (), 2)
     with pytest.warns(PrivlabWarning, match="MJP is at work, and the gradient does not tell in which slots"):
-        stolen = TokenSeparation(**SEARCH | {"rounds": 1, "steps": 5})(seen)
-    assert stolen.loose is None
+        reconstruction = TokenSeparation(**SEARCH | {"rounds": 1, "steps": 5})(seen)
+    assert reconstruction.loose is None
 
 
 def names(cells: list, /) -> set[str]:
@@ -215,10 +219,10 @@ def test_options_out_of_range() -> None:
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_photographs(photographs: Callable[[int, int], Tensor]) -> None:
     model, x = victim("vit_ti_nope", weights="random", img_size=64).model, photographs(2, 64)[1:]
-    stolen = TokenSeparation()(seen_of(model, x))
-    assert stolen.tokens is not None
-    assert stolen.tokens.tolist() == [17]
-    assert psnr(in_order(stolen, x, 16), x) > 80
+    reconstruction = TokenSeparation()(seen_of(model, x))
+    assert reconstruction.tokens is not None
+    assert reconstruction.tokens.tolist() == [17]
+    assert psnr(in_order(reconstruction, x, 16), x) > 80
 
 
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -227,7 +231,7 @@ def test_trained_weights(shared: Callable[[str], Path], photographs: Callable[[i
     weights = shared("weights/vit_tiny_patch16_224.safetensors")
     model, x = victim("vit_ti", weights=str(weights), img_size=160).model, photographs(2, 160)[1:]
     seen = observe(model, x, model(x).argmax(1), (*TokenSeparation.parameters, PATCH))
-    stolen = TokenSeparation()(seen)
-    assert stolen.tokens is not None
-    assert stolen.tokens.tolist() == [101]
-    assert psnr(stolen.images, x) > 80
+    reconstruction = TokenSeparation()(seen)
+    assert reconstruction.tokens is not None
+    assert reconstruction.tokens.tolist() == [101]
+    assert psnr(reconstruction.images, x) > 80

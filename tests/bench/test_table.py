@@ -245,7 +245,7 @@ def test_workers_have_a_core_each_and_this_process_gets_its_own_back() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A million records, a thousand images and processes that load torch take longer than this suite has."""
     monkeypatch.setattr(table, "_RECORDS", 40)
-    monkeypatch.setattr(table, "_SCALED", 3)
+    monkeypatch.setattr(table, "_RESUMED_IMAGES", 3)
     monkeypatch.setattr(table, "_SHOWN", 2)
     pace = {table._ONE: _Pace(0.6, 1.0), table._TWO: _Pace(0.3, 2.0), table._RAY: _Pace(0.4, 3.0)}
     monkeypatch.setattr(table, "_paces", lambda *given: (pace, {}))

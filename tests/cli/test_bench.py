@@ -106,8 +106,8 @@ def test_train_has_every_figure_as_a_key(cli: Callable[..., Any]) -> None:
 @needs_grpc
 def test_split_trains_the_same_model_on_both_sides(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A real server in a process of its own; 100 and 1000 batches would take longer than this suite has."""
-    monkeypatch.setattr("privlab.bench.split._EARLY", 2)
-    monkeypatch.setattr("privlab.bench.split._LATE", 4)
+    monkeypatch.setattr("privlab.bench.split._EARLY_STEP", 2)
+    monkeypatch.setattr("privlab.bench.split._LATE_STEP", 4)
     told = cli("bench", "split", *TINY, "--json")
     assert told.status == 0
     result = json.loads(told.out)

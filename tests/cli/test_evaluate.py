@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from privlab.images import open_images
-from privlab.utility import Exam, judge, natural, outlier_aupr, outputs
+from privlab.utility import EvaluationConfig, evaluate_models, natural, outlier_aupr, outputs
 from privlab.victims import victim
 
 SMALL = ("evaluate", "--weights", "random", "--device", "cpu")
@@ -34,7 +34,7 @@ def corrupted(picture: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def test_two_models_are_judged_against_gamma(cli: Callable[..., Any], data: Path, tmp_path: Path) -> None:
+def test_two_models_are_evaluated_against_gamma(cli: Callable[..., Any], data: Path, tmp_path: Path) -> None:
     (data / "class3" / "broken.png").write_bytes(b"no picture")
     figure = tmp_path / "new" / "gamma.svg"
     asked = (*SMALL, "--model", "cifar_vit,cifar_vit_mjp", "--split", "none", "--data", data, "--gamma", "0,0.5")
@@ -119,8 +119,10 @@ def test_labels_come_from_a_file(cli: Callable[..., Any], photos: Path, tmp_path
 
 def test_in_python_nothing_is_shown(data: Path) -> None:
     with pytest.warns(match="RANDOM weights"):
-        (row,) = judge(
-            Exam(models=("cifar_vit",), weights=("random",), data=str(data), split=None, gammas=(0.9,), limit=10)
+        (row,) = evaluate_models(
+            EvaluationConfig(
+                models=("cifar_vit",), weights=("random",), data=str(data), split=None, gammas=(0.9,), limit=10
+            )
         )
     assert row["images"] == 10
     assert "corruptions" not in row

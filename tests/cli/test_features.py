@@ -13,7 +13,7 @@ from PIL import Image
 
 from privlab.attacks import ATTACKS
 from privlab.release import Recorder
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 from privlab.victims import victim
 
 LARGE = ("--img-size", "64")
@@ -143,11 +143,11 @@ class Odd:
 
     kind: str = "nan"
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Return the pictures."""
         grey = torch.full((len(seen.features), *seen.model.image_shape), 0.5)
         spoilt = {"nan": grey.where(grey > 1, torch.nan), "high": grey + 1, "shape": grey[:1]}
-        return Stolen(spoilt[self.kind])
+        return Reconstruction(spoilt[self.kind])
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from privlab.images import open_images
 from privlab.training import read_examples
 from privlab.training.checkpoint import Checkpoints
 from privlab.training.objectives import OBJECTIVES
-from privlab.training.train_victim import PRESETS, Course, _set_up
-from privlab.utility import worth
+from privlab.training.train_victim import PRESETS, TrainingConfig, _set_up
+from privlab.utility import measure_consistency
 from privlab.victims import hash_of, victim
 
 CLI = Callable[..., "Result"]  # noqa: F821  # of conftest, which test modules cannot import
@@ -86,7 +86,7 @@ def test_pictures_in_a_file_give_the_same_weights(cli: CLI, data: Path, tmp_path
     assert (held.status, kept.status) == (0, 0)
     assert json.loads(kept.out)["sha256"] == json.loads(held.out)["sha256"]
     assert json.loads(kept.out)["course"] == json.loads(held.out)["course"]
-    assert len(list((tmp_path / "cache").glob("*.pixels"))) == 2  # what is learnt, and what is judged on
+    assert len(list((tmp_path / "cache").glob("*.pixels"))) == 2  # what is learnt, and what is evaluated on
 
 
 def test_colours_are_learnt(cli: CLI, data: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_weights_of_a_step_stay(cli: CLI, data: Path, tmp_path: Path) -> None:
     assert victim("cifar_vit", weights=tmp_path / "kept" / kept[0]).weights.origin == f"file:{kept[0]}"
 
 
-def test_half_precision_is_judged_as_it_is_stored(cli: CLI, data: Path, tmp_path: Path) -> None:
+def test_half_precision_is_evaluated_as_it_is_stored(cli: CLI, data: Path, tmp_path: Path) -> None:
     options = ("--data", str(data), "--epochs", "1", "--half", "--json", "--out", str(tmp_path))
     card = json.loads(cli("train", "mjp", *FEW, *options).out)
     state = load_file(tmp_path / "model.safetensors")
@@ -119,7 +119,7 @@ def test_half_precision_is_judged_as_it_is_stored(cli: CLI, data: Path, tmp_path
     trained = victim("cifar_vit_mjp", weights=tmp_path / "model.safetensors")
     assert trained.weights.sha256 == card["sha256"]
     source = open_images(data, split="test")
-    again = worth(trained.model, read_examples(source, (32, 32)))
+    again = measure_consistency(trained.model, read_examples(source, (32, 32)))
     assert {key: card["test"][key] for key in asdict(again)} == pytest.approx(asdict(again), rel=1e-4)
 
 
@@ -206,7 +206,7 @@ def test_labels_out_of_range(cli: CLI, tmp_path: Path) -> None:
     assert done.status == 2
 
 
-def test_another_course_does_not_go_on_here(cli: CLI, data: Path, tmp_path: Path) -> None:
+def test_another_training_does_not_go_on_here(cli: CLI, data: Path, tmp_path: Path) -> None:
     """Neither after its end, nor from its checkpoint."""
     command = ("train", "mjp", *FEW, "--data", str(data), "--epochs", "1", "--test", "none", "--out", str(tmp_path))
     assert cli(*command).status == 0
@@ -216,8 +216,8 @@ def test_another_course_does_not_go_on_here(cli: CLI, data: Path, tmp_path: Path
 
 
 def test_the_published_recipe_is_table_7() -> None:
-    course = Course(recipe="mjp", model="deit_s_mjp", data="x")
-    objective, augmentation, plan = _set_up(course, 1_281_167)
+    config = TrainingConfig(recipe="mjp", model="deit_s_mjp", data="x")
+    objective, augmentation, plan = _set_up(config, 1_281_167)
     assert (objective.gamma, objective.weight, objective.smoothing) == (0.03, 0.01, 0.1)
     assert (objective.mixup, objective.cutmix, augmentation.randaugment, augmentation.erasing) == (0.8, 1.0, 9, 0.25)
     assert (plan.optimiser, plan.batch_size, plan.learning_rate, plan.weight_decay) == ("adamw", 1024, 1e-3, 0.05)

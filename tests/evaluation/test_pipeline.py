@@ -25,7 +25,7 @@ from privlab.evaluation import CONTROLS, GEOMETRIES, Scorer, Trial
 from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.report.tables import SINGLE, WORST, named, summarise
 from privlab.report.tables.summary import flags, to_rich
-from privlab.threat import Capability, Feed, Observation, Stolen
+from privlab.threat import Capability, Feed, Observation, Reconstruction
 from privlab.victims import victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -116,7 +116,8 @@ def test_the_oracle_gives_loose_and_other_results_the_same_order() -> None:
     trial, scorer = Trial("c", feed, images), Scorer(base.model, ["psnr"], {})
     noisy = (feed.images + 0.1 * torch.randn(feed.images.shape, generator=torch.Generator().manual_seed(3))).clamp(0, 1)
     plain, loose = (
-        scorer.geometries(Stolen(noisy, loose=of), trial)[1]["psnr"] for of in (None, torch.ones_like(feed.moved))
+        scorer.geometries(Reconstruction(noisy, loose=of), trial)[1]["psnr"]
+        for of in (None, torch.ones_like(feed.moved))
     )
     assert plain == loose
     assert torch.equal(scorer.moved(trial), feed.moved)
@@ -137,7 +138,7 @@ def test_what_knows_nothing_scores_the_same_on_the_mirrored_image() -> None:
     scorer = Scorer(base.model, [*STRUCTURE], {})
     picture = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     plain, away = (
-        scorer.geometries(Stolen(picture), Trial("c", feed, reference), GEOMETRIES)
+        scorer.geometries(Reconstruction(picture), Trial("c", feed, reference), GEOMETRIES)
         for reference in (images, images.flip(-1))
     )
     for one, other in zip(plain, away, strict=True):
@@ -145,9 +146,9 @@ def test_what_knows_nothing_scores_the_same_on_the_mirrored_image() -> None:
             assert one[name] == other[mirrored]
             assert one[mirrored] == other[name]
             assert one[name] != one[mirrored]
-    (own, _) = scorer.geometries(Stolen(images), Trial("c", feed, images))
+    (own, _) = scorer.geometries(Reconstruction(images), Trial("c", feed, images))
     assert min(own["correlation"]) > 0.99 > 0.3 > max(own["correlation_mirrored"])
-    matched = replace(scorer, several=True).geometries(Stolen(picture), Trial("c", feed, images))[0]
+    matched = replace(scorer, several=True).geometries(Reconstruction(picture), Trial("c", feed, images))[0]
     assert not matched.keys() & {*MIRRORED.values()}
 
 

@@ -111,13 +111,13 @@ def make(directory: Path, inputs: Path | None) -> None:
         run(directory, f"admit-{defense}", "admit", defense, "--json")
     for what in ("attacks", "defenses", "victims", "metrics", "experiments"):
         run(directory, f"list-{what}", "list", what, "--json")
-    judged = ("evaluate", "--model", "cifar_vit,cifar_vit_mjp", "--data", str(given / "classes"), "--json")
-    run(directory, "evaluate", *judged)
+    evaluate = ("evaluate", "--model", "cifar_vit,cifar_vit_mjp", "--data", str(given / "classes"), "--json")
+    run(directory, "evaluate", *evaluate)
     for recipe in ("classify", "mjp", "mp3", "droppos"):
         model = ("--model", "cifar_vit" if recipe == "classify" else "cifar_vit_mjp")
-        lesson = ("train", recipe, *model, "--data", str(given / "classes"), "--preset", "small", "--epochs", "1")
+        training = ("train", recipe, *model, "--data", str(given / "classes"), "--preset", "small", "--epochs", "1")
         options = ("--batch-size", "4", "--precision", "32-true", "--out", recipe)
-        run(directory, f"train-{recipe}", *lesson, *options)
+        run(directory, f"train-{recipe}", *training, *options)
 
 
 def make_inputs(given: Path) -> None:

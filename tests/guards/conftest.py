@@ -9,10 +9,10 @@ import pytest
 from torch import Tensor
 
 from privlab.attacks import ATTACKS
-from privlab.evaluation import Batch, Cell, Evaluator, Record, Scored, Scorer, Specification, Trial, applicable
+from privlab.evaluation import AttackGroup, Batch, Evaluator, Record, Scored, Scorer, Specification, Trial, applicable
 from privlab.evaluation import pipeline as evaluate
 from privlab.images import Chunk, Picture, Preprocessing
-from privlab.threat import FeatureObservation, Observation, Stolen
+from privlab.threat import FeatureObservation, Observation, Reconstruction
 from privlab.victims import Victim, VictimModel, Weights
 
 CUT = Preprocessing(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
@@ -102,7 +102,7 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
         victim: Victim | None = None,
         first_label: int = 0,
         replay: Watched | None = None,
-        kept: Mapping[str, Stolen] | None = None,
+        kept: Mapping[str, Reconstruction] | None = None,
         **given: Any,
     ) -> Watched:
         base = small() if victim is None else victim
@@ -110,11 +110,11 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
         short = {f"{name}.{option}={n}" for name in SHORT.keys() & {*named} for option, n in SHORT[name].items()}
         given["options"] = tuple(sorted(short))
         specification = Specification(**({"models": ("tiny",), "metrics": ("psnr",), "settings": ("c",)} | given))
-        cells, _ = applicable(specification, base, stand_ins=True)
+        groups, _ = applicable(specification, base, stand_ins=True)
         others = by_digest(crops[7:380:29]) if public is None else public
         watched = Watched()
         evaluator = Evaluator(
-            specification, base, cells, specification.metrics, {}, others, strips=False, keep=kept is None, kept=kept
+            specification, base, groups, specification.metrics, {}, others, strips=False, keep=kept is None, kept=kept
         )
         with monkeypatch.context() as patch:
             _watch(patch, watched, None if replay is None else iter(replay.observed))
@@ -144,25 +144,27 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
         watched.trials.append((trial, batch))
         return trial
 
-    def called(attack: Any, observation: Any) -> Stolen:
+    def called(attack: Any, observation: Any) -> Reconstruction:
         watched.called.append((attack, observation))
         names_of[:] = [attack.name]
         return brought(attack, observation)
 
-    def scored_again(self: Evaluator, cell: Cell, *args: Any) -> list[Record]:
-        names_of[:] = [attack.name for attack in cell.attacks]
-        return again(self, cell, *args)
+    def scored_again(self: Evaluator, group: AttackGroup, *args: Any) -> list[Record]:
+        names_of[:] = [attack.name for attack in group.attacks]
+        return again(self, group, *args)
 
     def scoring(self: Scorer, images: Tensor, *args: Any) -> Any:
         scored.append(images.clone())
         return score(self, images, *args)
 
-    def laid_out(self: Scorer, stolen: Stolen, trial: Trial, names: Sequence[str], *, placed: bool = False) -> Any:
+    def laid_out(
+        self: Scorer, reconstruction: Reconstruction, trial: Trial, names: Sequence[str], *, placed: bool = False
+    ) -> Any:
         scored.clear()
-        found = geometries(self, stolen, trial, names, placed=placed)
+        found = geometries(self, reconstruction, trial, names, placed=placed)
         images = {"in_place": scored[0], "oracle": scored[1] if len(scored) > 1 else scored[0]}
         if "reassembled" in names:
-            images["reassembled"] = scored[0] if placed and stolen.loose is not None else scored[-1]
+            images["reassembled"] = scored[0] if placed and reconstruction.loose is not None else scored[-1]
         for geometry, laid in images.items():
             watched.images.setdefault((trial.setting, names_of[0], geometry), []).append(laid)
         del names_of[: len(names_of) > 1]

@@ -11,7 +11,7 @@ from torch import Tensor
 from privlab.base import PrivlabError
 from privlab.evaluation import Specification
 from privlab.images import Others, open_images
-from privlab.runs import Judge
+from privlab.runs import ReferenceScorer
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
@@ -93,6 +93,6 @@ def test_the_reference_of_an_audit_is_left_out_of_its_control(tmp_path: Path, sm
         image.save(tmp_path / "copy.bmp")
     named = tuple(str(tmp_path / name) for name in ("0.png", "1.png", "2.png"))
     specification = Specification(models=("tiny",), metrics=("psnr",), public=named)
-    judge = Judge.of(tmp_path / "copy.bmp", specification, small())
-    assert len(judge.public) == 2
-    assert not (judge.public == judge.image).flatten(1).all(1).any()
+    scorer = ReferenceScorer.of(tmp_path / "copy.bmp", specification, small())
+    assert len(scorer.public) == 2
+    assert not (scorer.public == scorer.image).flatten(1).all(1).any()

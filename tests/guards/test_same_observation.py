@@ -11,7 +11,7 @@ from privlab.attacks import ATTACKS
 from privlab.evaluation import Specification, applicable, known_slots
 from privlab.patches import permute
 from privlab.reassembly import Borders, rearranged
-from privlab.threat import Capability, Stolen
+from privlab.threat import Capability, Reconstruction
 from privlab.victims import Victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -96,8 +96,8 @@ def test_every_attack_but_breachings_was_tried(small: Callable[..., Victim]) -> 
     ran = {*DEARER}
     for given in (*GRADIENTS.values(), *FEATURES.values()):
         specification = Specification(models=("tiny",), settings=("c",), **given)
-        cells, _ = applicable(specification, small(), stand_ins=True)
-        ran |= {attack.name for cell in cells for attack in cell.attacks}
+        groups, _ = applicable(specification, small(), stand_ins=True)
+        ran |= {attack.name for group in groups for attack in group.attacks}
     assert ran == set(ATTACKS) - BREACHING
 
 
@@ -105,11 +105,11 @@ def test_what_is_kept_is_laid_out_without_the_truth(run: Any, crops: Tensor) -> 
     """An earlier run's reconstructions are laid out by what is seen, not by the mask, where the two are at odds."""
     given = {"gamma": 0.5, "attacks": ("patch-gradient",)}
     first, other = run(**given), run(**given, images=crops[50:260:110])
-    again = run(**given, replay=other, kept=first.scored.stolen)
+    again = run(**given, replay=other, kept=first.scored.reconstructions)
     (in_place,) = again.images["c", "patch-gradient", "in_place"]
     assert torch.equal(in_place, first.images["c", "patch-gradient", "in_place"][0])
     known = known_slots(other.observed[0])
     assert known is not None
     assert not torch.equal(known, ~first.trials[0][0].feed.moved)
-    order = rearranged(Stolen(in_place), known, Borders(), (4, 4), 4)
+    order = rearranged(Reconstruction(in_place), known, Borders(), (4, 4), 4)
     assert torch.equal(again.images["c", "patch-gradient", "reassembled"][0], permute(in_place, order, 4))

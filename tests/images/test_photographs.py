@@ -21,7 +21,7 @@ from privlab.base import PrivlabError
 from privlab.images import Picture, Preprocessing, apart_from, common, kin, open_images, sample_file
 from privlab.images.photographs import photographs
 from privlab.images.sources import SAMPLES
-from privlab.threat import Capability, FeatureObservation, Observation, Stolen
+from privlab.threat import Capability, FeatureObservation, Observation, Reconstruction
 from privlab.victims import VictimModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -126,10 +126,10 @@ class Noting:
     paper: ClassVar[str] = "a test"
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.RELEASED_FEATURES})
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Keep it."""
         SEEN.append(seen)
-        return Stolen(torch.full((len(seen.features), *seen.model.image_shape), 0.5))
+        return Reconstruction(torch.full((len(seen.features), *seen.model.image_shape), 0.5))
 
 
 @pytest.fixture

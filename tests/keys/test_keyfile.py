@@ -252,5 +252,5 @@ def test_every_changed_byte_is_refused(tmp_path_factory: pytest.TempPathFactory,
 
 
 def test_a_file_too_large_for_a_key_is_not_read_whole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyfile, "_LARGEST", 200)
+    monkeypatch.setattr(keyfile, "_MOST_BYTES", 200)
     assert refused(path)

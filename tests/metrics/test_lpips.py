@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privlab.base import PrivlabError
-from privlab.metrics import BACKBONES, Lpips, LpipsUnavailable, load_lpips, score
+from privlab.metrics import LPIPS_BACKBONES, Lpips, LpipsUnavailable, load_lpips, score
 
 WEIGHTS = Path(__file__).parents[2].parent / "shared" / "weights"
 
@@ -73,12 +73,12 @@ def by_hand(net: str, features: dict[str, Tensor]) -> torch.nn.Module:
     return module
 
 
-def assert_agrees(judge: Lpips, features: dict[str, Tensor]) -> None:
+def assert_agrees(metric: Lpips, features: dict[str, Tensor]) -> None:
     x, y = images()
     with torch.no_grad():
-        expected = by_hand(judge.net, features)(2 * x - 1, 2 * y - 1)[:, 0, 0, 0].double()
-    assert judge(x, y).dtype == torch.float64
-    assert_close(judge(x, y), expected, rtol=1e-5, atol=1e-7)
+        expected = by_hand(metric.net, features)(2 * x - 1, 2 * y - 1)[:, 0, 0, 0].double()
+    assert metric(x, y).dtype == torch.float64
+    assert_close(metric(x, y), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_agrees_with_the_package_on_a_test_backbone(alex: Lpips, alexnet: dict[str, Tensor]) -> None:
@@ -87,16 +87,16 @@ def test_agrees_with_the_package_on_a_test_backbone(alex: Lpips, alexnet: dict[s
 
 @pytest.mark.parametrize("net", ["alex", "squeeze"])
 def test_agrees_with_the_package_on_pretrained_backbones(net: str) -> None:
-    path = need_weights(BACKBONES[net].prefix)
+    path = need_weights(LPIPS_BACKBONES[net].prefix)
     assert_agrees(load_lpips(net, WEIGHTS), load_file(path))
 
 
 def test_squeeze_reproduces_a_published_value() -> None:
     """The documented example of torchmetrics: seed 123, ten random pairs in [−1, 1], mean 0.1008."""
-    judge = load_lpips("squeeze", need_weights("squeezenet1_1"))
+    metric = load_lpips("squeeze", need_weights("squeezenet1_1"))
     rng = torch.Generator().manual_seed(123)
     x, y = (torch.rand(10, 3, 100, 100, generator=rng) for _ in range(2))
-    assert_close(judge(x, y).mean().item(), 0.1008, rtol=0, atol=5e-5)
+    assert_close(metric(x, y).mean().item(), 0.1008, rtol=0, atol=5e-5)
 
 
 def test_images_are_mapped_to_minus_one_to_one(alex: Lpips) -> None:
@@ -231,7 +231,7 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("net", ["alex", "squeeze", "vgg"])
 def test_the_smallest_side_is_the_one_below_which_the_network_fails(net: str) -> None:
-    side = BACKBONES[net].min_side
+    side = LPIPS_BACKBONES[net].min_side
     with torch.device("meta"):  # shapes alone decide, and random weights take seconds
         model = {"alex": torchvision.models.alexnet, "vgg": torchvision.models.vgg16}.get(
             net, torchvision.models.squeezenet1_1

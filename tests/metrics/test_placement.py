@@ -15,7 +15,7 @@ from privlab.metrics import (
     placement_accuracy,
 )
 from privlab.patches import draw_orders, inverse, patchify
-from privlab.threat import Sent, Stolen
+from privlab.threat import Reconstruction, Sent
 
 B, PREFIX, GRID = 2, 1, (3, 4)
 N = GRID[0] * GRID[1]
@@ -38,20 +38,23 @@ def truth(sent: Sent) -> torch.Tensor:
 def test_the_true_places_score_one_and_others_what_they_share() -> None:
     sent = permuted()
     rows = truth(sent)
-    assert placement_accuracy(sent, Stolen(IMAGES, rows)).tolist() == [1, 1]
-    assert neighbour_accuracy(sent, Stolen(IMAGES, rows), GRID).tolist() == [1, 1]
+    assert placement_accuracy(sent, Reconstruction(IMAGES, rows)).tolist() == [1, 1]
+    assert neighbour_accuracy(sent, Reconstruction(IMAGES, rows), GRID).tolist() == [1, 1]
     swapped = rows.clone()
     swapped[0, [0, 11]] = rows[0, [11, 0]]
-    assert placement_accuracy(sent, Stolen(IMAGES, swapped)).tolist() == [10 / 12, 1]
-    assert neighbour_accuracy(sent, Stolen(IMAGES, swapped), GRID).tolist() == [13 / 17, 1]  # two corners, four pairs
+    assert placement_accuracy(sent, Reconstruction(IMAGES, swapped)).tolist() == [10 / 12, 1]
+    assert neighbour_accuracy(sent, Reconstruction(IMAGES, swapped), GRID).tolist() == [
+        13 / 17,
+        1,
+    ]  # two corners, four pairs
 
 
 def test_a_shifted_image_keeps_its_neighbours() -> None:
     sent = permuted()
     shifted = truth(sent).view(B, *GRID).roll(1, 2).flatten(1)
-    assert placement_accuracy(sent, Stolen(IMAGES, shifted)).tolist() == [0, 0]
+    assert placement_accuracy(sent, Reconstruction(IMAGES, shifted)).tolist() == [0, 0]
     assert (
-        neighbour_accuracy(sent, Stolen(IMAGES, shifted), GRID).tolist() == [14 / 17] * 2
+        neighbour_accuracy(sent, Reconstruction(IMAGES, shifted), GRID).tolist() == [14 / 17] * 2
     )  # 3 of 9 pairs across broke
 
 
@@ -72,7 +75,7 @@ def test_neighbours_are_those_of_a_naive_loop(seed: int) -> None:
                     both = first[1] >= PREFIX and second[1] >= PREFIX
                     good += both and first[0] == second[0] and q == (p[0] + down, p[1] + right)
         expected.append(good / 17)
-    assert neighbour_accuracy(sent, Stolen(IMAGES, rows), GRID).tolist() == pytest.approx(expected)
+    assert neighbour_accuracy(sent, Reconstruction(IMAGES, rows), GRID).tolist() == pytest.approx(expected)
 
 
 def test_the_best_order_across_images_undoes_every_misplacement() -> None:
@@ -105,22 +108,22 @@ def test_rows_are_displaced_where_one_stands_for_another() -> None:
 def test_a_class_row_among_the_patches_is_no_placement() -> None:
     sent = Sent.plain(torch.zeros(B, T, 5), PREFIX)
     rows = torch.arange(B * T).view(B, T)[:, :N]  # the class row stands in the first slot, all others one to the left
-    assert placement_accuracy(sent, Stolen(IMAGES, rows)).tolist() == [0, 0]
+    assert placement_accuracy(sent, Reconstruction(IMAGES, rows)).tolist() == [0, 0]
 
 
 def test_no_claim_is_not_measured() -> None:
     sent = permuted()
-    assert placement_accuracy(sent, Stolen(IMAGES)) is None
-    assert neighbour_accuracy(sent, Stolen(IMAGES), GRID) is None
-    assert key_recovered(sent, Stolen(IMAGES, columns=torch.arange(5))) is None
+    assert placement_accuracy(sent, Reconstruction(IMAGES)) is None
+    assert neighbour_accuracy(sent, Reconstruction(IMAGES), GRID) is None
+    assert key_recovered(sent, Reconstruction(IMAGES, columns=torch.arange(5))) is None
 
 
 def test_the_key_is_compared_entry_by_entry() -> None:
     columns = torch.tensor([3, 1, 4, 0, 2])
     sent = Sent(torch.zeros(B, T, 5), permuted().source, PREFIX, columns)
-    assert key_recovered(sent, Stolen(IMAGES)) is None
-    assert key_recovered(sent, Stolen(IMAGES, columns=columns)) == 1
-    assert key_recovered(sent, Stolen(IMAGES, columns=torch.tensor([3, 1, 0, 4, 2]))) == pytest.approx(0.6)
+    assert key_recovered(sent, Reconstruction(IMAGES)) is None
+    assert key_recovered(sent, Reconstruction(IMAGES, columns=columns)) == 1
+    assert key_recovered(sent, Reconstruction(IMAGES, columns=torch.tensor([3, 1, 0, 4, 2]))) == pytest.approx(0.6)
 
 
 def test_what_was_sent_is_shown_in_its_order() -> None:
@@ -134,7 +137,7 @@ def test_what_was_sent_is_shown_in_its_order() -> None:
 
 def test_reconstructions_are_matched_to_images_only_where_rows_crossed_them() -> None:
     crossed, own = permuted(), Sent.plain(torch.zeros(B, T, 5), PREFIX)
-    swapped = Stolen(IMAGES.flip(0), truth(crossed).flip(0))
+    swapped = Reconstruction(IMAGES.flip(0), truth(crossed).flip(0))
     put_right = matched(crossed, swapped, IMAGES)
     assert torch.equal(put_right.images, IMAGES)
     assert placement_accuracy(crossed, put_right).tolist() == [1, 1]

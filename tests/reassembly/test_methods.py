@@ -34,7 +34,7 @@ from privlab.patches import patchify
 from privlab.reassembly import REASSEMBLIES, Borders, Reassembly, standing
 from privlab.reassembly.border_costs import border_costs
 from privlab.release import observe
-from privlab.threat import Defense, Feed, GradientDefense, Sent, Stack, Stolen
+from privlab.threat import Defense, Feed, GradientDefense, Reconstruction, Sent, Stack
 from privlab.victims import Victim, VictimModel, victim
 
 Photographs = Callable[[int, int], Tensor]
@@ -178,9 +178,13 @@ def test_one_gradient_of_several_images_says_which_slots_are_masked_where_they_s
 # The scores
 
 
-def scored(model: VictimModel, feed: Feed, images: Tensor, stolen: Stolen, **options: Any) -> list[dict[str, Any]]:
+def scored(
+    model: VictimModel, feed: Feed, images: Tensor, reconstruction: Reconstruction, **options: Any
+) -> list[dict[str, Any]]:
     known = options.pop("known", None)
-    return Scorer(model, ["psnr"], {}).geometries(stolen, Trial("c", feed, images, known=known), GEOMETRIES, **options)
+    return Scorer(model, ["psnr"], {}).geometries(
+        reconstruction, Trial("c", feed, images, known=known), GEOMETRIES, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +199,9 @@ def test_exact_patches_are_scored_as_the_oracle_scores_them(
 ) -> None:
     images = photographs(4, 96)
     feed = fed(Jigsaw(gamma=0.4), images, 16)
-    in_place, oracle, own = scored(fine_model, feed, images, Stolen(feed.images), known=~feed.moved if told else None)
+    in_place, oracle, own = scored(
+        fine_model, feed, images, Reconstruction(feed.images), known=~feed.moved if told else None
+    )
     assert max(in_place["psnr"]) < 40
     assert own["psnr"] == oracle["psnr"] == [float("inf")] * 4
     assert own["placement_accuracy"] == own["neighbour_accuracy"] == [1.0] * 4
@@ -209,7 +215,9 @@ def test_patches_in_the_adversarys_own_order_are_placed_unless_it_has_done_so(
     """Which patch is which is then not certain, so no share of them is."""
     images = photographs(2, 96)
     feed = fed(Mjp(gamma=0.4), images, 16)
-    loose = Stolen(feed.images, loose=feed.moved, tokens=torch.tensor([37, 37]), tokens_sure=torch.tensor([36, 37]))
+    loose = Reconstruction(
+        feed.images, loose=feed.moved, tokens=torch.tensor([37, 37]), tokens_sure=torch.tensor([36, 37])
+    )
     in_place, oracle, own = scored(fine_model, feed, images, loose)
     assert own["psnr"] == oracle["psnr"] == [float("inf")] * 2
     assert own["tokens_sure"] == [36.0, 37.0]
@@ -226,13 +234,13 @@ def test_grey_patches_are_scored_as_they_are(fine_model: VictimModel, photograph
         16, 3
     )
     grey = torch.where(known, feed.images, 0.5)
-    in_place, _, own = scored(fine_model, feed, images, Stolen(grey), known=~feed.moved)
+    in_place, _, own = scored(fine_model, feed, images, Reconstruction(grey), known=~feed.moved)
     assert own["psnr"] == in_place["psnr"]
 
 
 def test_no_share_of_nothing(fine_model: VictimModel, photographs: Photographs) -> None:
     images = photographs(1, 96)
-    own = scored(fine_model, fed(Jigsaw(gamma=0.0), images, 16), images, Stolen(images))[2]
+    own = scored(fine_model, fed(Jigsaw(gamma=0.0), images, 16), images, Reconstruction(images))[2]
     assert (own["placement_accuracy"], own["neighbour_accuracy"]) == ([None], [None])
 
 
@@ -263,8 +271,8 @@ def test_shares_agree_with_those_of_released_features() -> None:
     held = torch.stack([torch.randperm(12, generator=draw) for draw in seeded(0, 1)])
     all_moved = torch.ones_like(held, dtype=torch.bool)
     sent = Sent.plain(torch.zeros(2, 13, 5), prefix=1)
-    stolen = Stolen(torch.zeros(2, 3, 6, 8), rows=held + 1 + 13 * torch.arange(2)[:, None])
-    placed, neighbours = placement_accuracy(sent, stolen), neighbour_accuracy(sent, stolen, (3, 4))
+    reconstruction = Reconstruction(torch.zeros(2, 3, 6, 8), rows=held + 1 + 13 * torch.arange(2)[:, None])
+    placed, neighbours = placement_accuracy(sent, reconstruction), neighbour_accuracy(sent, reconstruction, (3, 4))
     assert placed is not None
     assert neighbours is not None
     assert_close(placed_share(held, all_moved), placed)
@@ -338,7 +346,7 @@ def test_what_was_kept_is_re_assembled_alike(base: Victim, defense: str) -> None
     evaluator = Evaluator(spec, base, plan(spec, base), ["psnr"], {}, {}, strips=False, controls=False, keep=True)
     chunk = next(iter(batches(open_images("samples", limit=2), base.preprocessing, 2)))
     first = evaluator(chunk)
-    again = dataclasses.replace(evaluator, kept=dict(first.stolen), keep=False)(chunk)
+    again = dataclasses.replace(evaluator, kept=dict(first.reconstructions), keep=False)(chunk)
     names = ("image", "geometry", "psnr", "placement_accuracy", "neighbour_accuracy", "cell")
     assert [[row.get(n) for n in names] for row in again.records] == [
         [row.get(n) for n in names] for row in first.records

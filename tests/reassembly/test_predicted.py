@@ -32,7 +32,7 @@ from privlab.reassembly import (
 from privlab.release import granted_features
 from privlab.threat import Draws, FeatureObservation, Sent
 from privlab.training import Augmentation, Examples, Plan, train
-from privlab.training.objectives import Lesson, TrainDropPos, TrainMp3
+from privlab.training.objectives import ObjectiveRecipe, TrainDropPos, TrainMp3
 from privlab.victims import VictimModel, shipped
 
 GRID, PATCH = (4, 4), 4
@@ -65,9 +65,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         TrainMp3(eta=0.25, drop_path=0.0),
         TrainDropPos(gamma=0.25, sigma=0.0, temperature=math.inf, **small_ones),
     ):
-        lesson = Lesson(model(), data, objective, Augmentation(flip=False, shift=0))
-        train(lesson, Plan(steps=150, batch_size=32, learning_rate=5e-3, warmup=5))
-        (found,) = [part for part in lesson.model.modules() if isinstance(part, PositionPredictor)]
+        recipe = ObjectiveRecipe(model(), data, objective, Augmentation(flip=False, shift=0))
+        train(recipe, Plan(steps=150, batch_size=32, learning_rate=5e-3, warmup=5))
+        (found,) = [part for part in recipe.model.modules() if isinstance(part, PositionPredictor)]
         path = tmp_path_factory.mktemp(objective.name) / "predictor.safetensors"
         save_predictor(found, path, half=True)
         files[objective.name] = str(path)

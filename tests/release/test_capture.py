@@ -21,15 +21,15 @@ from privlab.base import PrivlabError, PrivlabWarning
 from privlab.defenses import Mjp
 from privlab.metrics import psnr
 from privlab.release import (
-    EXPLAINED,
-    HEAD,
-    Released,
+    EXPLAINED_RESIDUAL,
+    HEAD_BIAS,
+    GradientFile,
     check_fit,
     check_head,
     head_of,
     observation,
     observe,
-    read_released,
+    read_gradient_file,
     released_parameters,
 )
 from privlab.release.capture import capture
@@ -40,14 +40,14 @@ from privlab.victims import VictimModel, hash_of, victim
 Made = Callable[..., VictimModel]
 
 
-def step(model: VictimModel, images: Tensor, labels: Tensor, path: Path, reduction: str = "mean") -> Released:
+def step(model: VictimModel, images: Tensor, labels: Tensor, path: Path, reduction: str = "mean") -> GradientFile:
     """Take one training step of plain PyTorch on timm's model, and read the file that it leaves."""
     vit = model.vit.requires_grad_(True)
     loss = F.cross_entropy(vit(model.normalise(images)), labels, reduction=reduction)
     loss.backward()
     capture(vit, path, batch_size=len(images), reduction=reduction)
     vit.requires_grad_(False).zero_grad()
-    return read_released(path)
+    return read_gradient_file(path)
 
 
 def assert_same(found: Observation, wanted: Observation) -> None:
@@ -66,9 +66,9 @@ def test_a_captured_step_is_privlab_s_own_observation(tiny_model: Made, crops: T
     assert set(seen.gradients) == {name for name, _ in model.vit.named_parameters()}
     assert seen.grants == own.grants
     assert_same(seen, own)
-    stolen = PatchGradient()(seen)
-    assert psnr(stolen, x).item() > 100
-    assert residual(seen, stolen, 3) < 1e-4
+    reconstruction = PatchGradient()(seen)
+    assert psnr(reconstruction, x).item() > 100
+    assert residual(seen, reconstruction, 3) < 1e-4
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -93,7 +93,7 @@ def test_a_step_under_mjp_shows_its_mask(tiny_model: Made, crops: Tensor, tmp_pa
     F.cross_entropy(model(x, masked), y).backward()
     capture(model, tmp_path / "update.safetensors", batch_size=1)
     model.requires_grad_(False)
-    released = read_released(tmp_path / "update.safetensors")
+    released = read_gradient_file(tmp_path / "update.safetensors")
     check_fit(released, model)
     seen = observation(released, model)
     feed = replace(Feed.undefended(x, model.patch), masked_pe=masked)
@@ -117,7 +117,7 @@ def test_the_layout_of_the_mjp_authors_is_read(tiny_model: Made, crops: Tensor, 
     rows = torch.cat([own.gradients["pos_embed"][0, 0], own.gradients["unk_embed"][0, 0]])
     theirs.pos_embed.weight.grad = rows
     capture(theirs, tmp_path / "update.safetensors", batch_size=1, hash_weights=False)
-    found = read_released(tmp_path / "update.safetensors").gradients
+    found = read_gradient_file(tmp_path / "update.safetensors").gradients
     torch.testing.assert_close(found["pos_embed"], own.gradients["pos_embed"][0])
     torch.testing.assert_close(found["unk_embed"], own.gradients["unk_embed"][0])
 
@@ -130,7 +130,7 @@ def test_the_residual_tells_the_private_image_from_others(photographs: Callable[
     seen = observation(step(model, x[:1], torch.tensor([7]), tmp_path / "update.safetensors"), model)
     assert residual(seen, x[:1], 7) < 1e-5
     others = [*x[1:], x[0].mean((1, 2), keepdim=True).expand_as(x[0]), torch.rand_like(x[0]), x[0].flip(2)]
-    assert all(residual(seen, other[None], 7) > 2 * EXPLAINED for other in others)
+    assert all(residual(seen, other[None], 7) > 2 * EXPLAINED_RESIDUAL for other in others)
 
 
 def test_what_the_file_says(tiny_model: Made, crops: Tensor, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_what_the_file_says(tiny_model: Made, crops: Tensor, tmp_path: Path) -> 
         "model": "mine",
         "weights_sha256": hash_of(vit.state_dict()),
     }
-    released = read_released(path)
+    released = read_gradient_file(path)
     check_fit(released, model)
     grants = observation(released, model, knows_weights=False).grants
     assert not grants & {Capability.LEARNABLE_PE_GRADIENT, Capability.PE_OF_EVERY_TOKEN, Capability.KNOWS_WEIGHTS}
@@ -182,8 +182,8 @@ def test_a_mistake_in_the_loop_is_one_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def released_head(mean: Tensor, size: int, reduction: str) -> Released:
-    return Released("head.safetensors", {HEAD: mean}, size, reduction)
+def released_head(mean: Tensor, size: int, reduction: str) -> GradientFile:
+    return GradientFile("head.safetensors", {HEAD_BIAS: mean}, size, reduction)
 
 
 @given(
@@ -229,4 +229,4 @@ def test_a_head_that_tells_nothing_is_warned_of() -> None:
     with pytest.warns(PrivlabWarning, match=r"adds up to -2 instead of 0: the loss is no softmax cross-entropy"):
         assert not check_head(released_head(torch.tensor([-1.0, -1.0]), 1, "mean"))
     with pytest.warns(PrivlabWarning, match=r"no gradient of head\.bias"):
-        assert not check_head(Released("f", {}, 1, "mean"))
+        assert not check_head(GradientFile("f", {}, 1, "mean"))

@@ -11,7 +11,7 @@ from torch.distributions import Normal
 from torch.testing import assert_close
 
 from privlab.attacks.rows import known_tokens, patch_law, row_costs
-from privlab.attacks.rows.placement import LEAST, RIDGE
+from privlab.attacks.rows.placement import LEAST_VARIANCE, RIDGE
 from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
@@ -34,7 +34,7 @@ def test_the_law_of_patches_is_their_covariance_and_the_noise_and_a_ridge(noise:
 
 def test_public_images_that_say_nothing_have_the_least_variance(tiny_model: Model) -> None:
     _, covariance = patch_law(tiny_model(), torch.full((2, 3, 16, 16), 0.5, dtype=torch.float64))
-    assert (RIDGE, LEAST) == (1e-3, 1e-9)
+    assert (RIDGE, LEAST_VARIANCE) == (1e-3, 1e-9)
     assert_close(covariance, 1e-12 * torch.eye(64, dtype=torch.float64), rtol=1e-6, atol=1e-20)
 
 

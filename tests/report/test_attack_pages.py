@@ -145,11 +145,13 @@ def test_the_page_holds_what_was_attacked(run: Path, photos: Path, tmp_path: Pat
     assert len(rows) == 2 * 2 * 3
     for row in rows.to_dict("records"):
         case, sha = row["case"], row["image_sha256"]
-        private, fed, stolen = (pixels(results.picture(case, sha, what)) for what in ("private", "fed", row["attack"]))
+        private, fed, reconstruction = (
+            pixels(results.picture(case, sha, what)) for what in ("private", "fed", row["attack"])
+        )
         assert (photo := read_picture(photos / row["image"]).pixels) is not None
         assert (private == (255 * cut(photo)).round().byte().permute(1, 2, 0).numpy()).all()
         assert (fed == private).all() == (row["setting"] == "a")
-        error, rounding = np.square(private / 255 - stolen / 255).mean(), 2 / 510  # both have 8 bits
+        error, rounding = np.square(private / 255 - reconstruction / 255).mean(), 2 / 510  # both have 8 bits
         assert error == pytest.approx(row["mse"], abs=2 * row["mse"] ** 0.5 * rounding + rounding**2)
     html, data, held = albums(results, tmp_path)
     assert "3 of 3 images are shown in full size." in html

@@ -14,7 +14,7 @@ from torch import Generator
 from privlab.attacks import ATTACKS
 from privlab.defenses import DEFENSES
 from privlab.report.tables import DETERMINISTIC, RULES, Flag, flag_lines, lead_metric, red_flags
-from privlab.report.tables.flags import BUDGETS, NOTHING
+from privlab.report.tables.flags import BUDGETS, NOTHING_RELEASED
 from privlab.threat import Draws, Stack
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
@@ -202,7 +202,7 @@ def test_failures() -> None:
     rows = rows.where(~((rows.attack == "april") & (rows.image == "b")), lost)
     line = "1 image, april: no inverse"
     assert found(rows) == {"Failed": [f"plain: {line}", f"defended: {line}"]}
-    nothing = rows.where(rows.status == "ok", rows.assign(reason=NOTHING))
+    nothing = rows.where(rows.status == "ok", rows.assign(reason=NOTHING_RELEASED))
     assert found(nothing) == {"Nothing released": ["1 image (every case)"]}
 
 
@@ -217,7 +217,7 @@ def test_few_images() -> None:
     rows = records()
     assert found(rows[rows.image != "a"]) == {"Few images": ["19 images (every case)"]}
     assert found(rows[(rows.image != "a") | (rows.case == 0)]) == {"Few images": ["19 images (defended)"]}
-    spoilt = rows.assign(status=rows.status.where(rows.image != "a", "failed"), reason=NOTHING)
+    spoilt = rows.assign(status=rows.status.where(rows.image != "a", "failed"), reason=NOTHING_RELEASED)
     assert found(spoilt[spoilt.case == 1].assign(case=0), ["one"])["Few images"] == ["19 images"]
     twice = rows.assign(image_sha256=rows.image_sha256.where(rows.image != "b", "a" * 8))  # one image, two names
     assert found(twice) == {"Few images": ["19 images (every case)"]}

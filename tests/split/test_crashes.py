@@ -13,7 +13,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.split.client.client import Remote
-from privlab.split.protocol.checkpoint import Checkpoints, read
+from privlab.split.protocol.checkpoint import SessionCheckpoints, read
 
 CLIENTS = "client.safetensors"
 
@@ -21,7 +21,7 @@ CLIENTS = "client.safetensors"
 def servers_state(state: Path) -> tuple[dict[str, Tensor], int]:
     """Return the last checkpoint of the one session of a server, and how many steps it has."""
     (folder,) = (path for path in state.iterdir() if path.is_dir())
-    stored = Checkpoints(folder)
+    stored = SessionCheckpoints(folder)
     return stored.read(stored.steps()[0])[0], stored.steps()[0]
 
 
@@ -234,7 +234,7 @@ def test_nothing_durable_is_lost_and_nothing_is_kept_for_ever(
 
         def look(done: Any) -> None:
             (folder,) = [path for path in state.iterdir() if path.is_dir()] or [state / "none"]
-            seen.append((done.durable, Checkpoints(folder).steps()))
+            seen.append((done.durable, SessionCheckpoints(folder).steps()))
 
         trainer.train(tiny.batches(), tiny.STEPS, look)
     assert all(durable == 0 or durable in steps for durable, steps in seen)

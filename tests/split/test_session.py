@@ -12,7 +12,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.split.protocol.backbone import Backbone, own_parameters
-from privlab.split.protocol.checkpoint import Checkpoints, private_folder, read, write
+from privlab.split.protocol.checkpoint import SessionCheckpoints, private_folder, read, write
 from privlab.split.protocol.contract import Contract, Refusal
 from privlab.split.protocol.wire import chunks, pack, pack_state, unpack, unpack_state
 from privlab.split.server.session import Session
@@ -212,7 +212,7 @@ def full_disk(*arguments: object, **options: object) -> None:
 
 
 def test_checkpoints_are_kept_as_told(tmp_path: Path) -> None:
-    stored = Checkpoints(tmp_path / "session")
+    stored = SessionCheckpoints(tmp_path / "session")
     assert stored.steps() == []
     for step in (2, 10, 4):
         stored.write(step, {"a": batch(step)}, {"step": step})
@@ -236,14 +236,14 @@ def test_a_server_whose_disk_is_full_goes_on_and_keeps_what_it_called_durable(
         def fill(done: Any) -> None:
             durable.append(done.durable)
             if done.step == 5:
-                monkeypatch.setattr("privlab.split.server.connection.Checkpoints.write", refuse)
+                monkeypatch.setattr("privlab.split.server.connection.SessionCheckpoints.write", refuse)
 
         trainer.train(tiny.batches(), tiny.STEPS, fill)
     torch.testing.assert_close(learner.losses.tolist(), alone(learner.contract, tiny.STEPS), rtol=0, atol=1e-4)
     assert durable[-1] == 4
     assert {event["durable"] for event in events if event["event"] == "not saved"} == {4}
     (folder,) = (path for path in (tmp_path / "state").iterdir() if path.is_dir())
-    assert Checkpoints(folder).steps() == [4]
+    assert SessionCheckpoints(folder).steps() == [4]
     assert read(tmp_path / "client" / "client.safetensors")[1]["step"] == 4
 
 
@@ -258,7 +258,7 @@ def test_an_unreadable_checkpoint_is_passed_over(server: Any, client: Any, tiny:
             remote.backward(step, batch(-step))
             remote.save()
     (folder,) = (path for path in (tmp_path / "state").iterdir() if path.is_dir())
-    assert Checkpoints(folder).steps() == [2, 1]
+    assert SessionCheckpoints(folder).steps() == [2, 1]
     (folder / "step-00000002.safetensors").write_bytes(b"torn")
     with server() as (running, events):
         with client(running).session(tiny.contract(), session=remote.id, steps=[2, 1]) as again:

@@ -1,4 +1,4 @@
-"""Fine-tuning and probes as courses: what starts anew, relative position embeddings, and heads that stand alone."""
+"""Fine-tuning and probes as trainings: what starts anew, relative position embeddings, and heads that stand alone."""
 
 import warnings
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Generator
 
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.training.train_victim import Course, _set_up, teach
+from privlab.training.train_victim import TrainingConfig, _set_up, train_victim
 from privlab.victims import RelativeViT, classifier, hash_of, own_layout, save, victim
 
 quiet = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -83,7 +83,7 @@ def test_fine_tuning_with_relative_embeddings(data: Path, tmp_path: Path) -> Non
     "call",
     [
         lambda: victim("cifar_vit_relpos", weights="random"),
-        lambda: teach(Course(recipe="mp3", model="cifar_vit_relpos", data="samples"), Path("out")),
+        lambda: train_victim(TrainingConfig(recipe="mp3", model="cifar_vit_relpos", data="samples"), Path("out")),
     ],
 )
 def test_attacks_and_predictors_refuse_them(call: Callable[[], object]) -> None:
@@ -93,7 +93,7 @@ def test_attacks_and_predictors_refuse_them(call: Callable[[], object]) -> None:
         call()
 
 
-# Courses
+# Trainings
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def start(model: str, folder: Path, name: str = "start") -> Path:
 
 def card_of(data: Path, out: Path, recipe: str, **options: Any) -> dict[str, Any]:
     few = {"preset": "small", "batch_size": 6, "epochs": 1.0, "warmup": 0.0, "precision": "32-true"}
-    card = teach(Course(recipe=recipe, data=str(data), **(few | options)), out)
+    card = train_victim(TrainingConfig(recipe=recipe, data=str(data), **(few | options)), out)
     assert card is not None
     return card
 
@@ -208,8 +208,8 @@ def test_random_weights_are_not_fine_tuned(
 
 
 def test_the_published_fine_tuning_is_supplement_a() -> None:
-    course = Course(recipe="finetune", model="vit_b", weights="x", data="x")
-    objective, augmentation, plan = _set_up(course, 1_281_167)
+    config = TrainingConfig(recipe="finetune", model="vit_b", weights="x", data="x")
+    objective, augmentation, plan = _set_up(config, 1_281_167)
     assert (plan.optimiser, plan.batch_size, plan.weight_decay, plan.schedule) == ("adamw", 1024, 0.05, "cosine")
     assert plan.learning_rate == pytest.approx(1e-3 * 1024 / 256)
     assert plan.layer_decay == 0.8

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.training import Augmentation, Compute, Examples, Plan, train
 from privlab.training.loop import _optimiser
-from privlab.training.objectives import Classify, Finetune, Lesson, Probe, TrainMjp
+from privlab.training.objectives import Classify, Finetune, ObjectiveRecipe, Probe, TrainMjp
 from privlab.training.objectives.probe import Head, probe_accuracy
 from privlab.victims import RelativeViT, VictimModel, classifier
 
@@ -49,7 +49,7 @@ def grey(n: int) -> Examples:
 # Fine-tuning
 
 
-def rates(recipe: Lesson, plan: Plan) -> dict[str, float]:
+def rates(recipe: ObjectiveRecipe, plan: Plan) -> dict[str, float]:
     """Return the learning rate of each parameter, over that of the plan, when warm-up is over."""
     optimizer, scheduler = _optimiser(recipe, plan)
     if scheduler is not None:
@@ -65,28 +65,28 @@ def rates(recipe: Lesson, plan: Plan) -> dict[str, float]:
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_each_layer_learns_at_its_rate(schedule: str) -> None:
     """The head and the final norm at 1, block i of L at d^(L − i), the embedding at d^(L + 1)."""
-    lesson = Lesson(small(), colours(6), Finetune(), STILL)
+    recipe = ObjectiveRecipe(small(), colours(6), Finetune(), STILL)
     plan = Plan(steps=1000, layer_decay=0.5, schedule=schedule)
-    for name, rate in rates(lesson, plan).items():
+    for name, rate in rates(recipe, plan).items():
         depth = int(name.split(".")[2]) + 1 if name.startswith("vit.blocks.") else 0
         expected = 1.0 if name.startswith(("vit.head.", "vit.norm.")) else 0.5 ** (4 - depth)
         assert rate == pytest.approx(expected, rel=1e-4), name
-    assert set(rates(lesson, plan)) == {name for name, _ in lesson.model.named_parameters()}
-    assert set(rates(lesson, replace(plan, layer_decay=1.0)).values()) == {1.0}
+    assert set(rates(recipe, plan)) == {name for name, _ in recipe.model.named_parameters()}
+    assert set(rates(recipe, replace(plan, layer_decay=1.0)).values()) == {1.0}
 
 
 def test_biases_and_norms_stay_without_weight_decay() -> None:
-    lesson = Lesson(small(), colours(6), Finetune(), STILL)
-    optimizer, _ = _optimiser(lesson, Plan(steps=1, layer_decay=0.5, weight_decay=0.1))
+    recipe = ObjectiveRecipe(small(), colours(6), Finetune(), STILL)
+    optimizer, _ = _optimiser(recipe, Plan(steps=1, layer_decay=0.5, weight_decay=0.1))
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}
     for group in optimizer.param_groups:
         assert all((each.ndim > 1) == (group["weight_decay"] == 0.1) for each in group["params"])
 
 
 def test_layers_are_told_of_a_plain_model_alone() -> None:
-    lesson = Lesson(small(), colours(6), TrainMjp(unknown=False), STILL)
+    recipe = ObjectiveRecipe(small(), colours(6), TrainMjp(unknown=False), STILL)
     with pytest.raises(PrivlabError, match="layer_decay needs a model that knows its layers"):
-        train(lesson, Plan(steps=1, layer_decay=0.5))
+        train(recipe, Plan(steps=1, layer_decay=0.5))
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.5])
@@ -98,33 +98,33 @@ def test_a_rate_over_that_of_the_next_layer(wrong: float) -> None:
 def test_checkpoints_from_before_there_was_a_layer_decay_go_on(tmp_path: Path) -> None:
     """Their identity does not name it; another rate is another training."""
     plan, often = Plan(steps=4, batch_size=3), Compute(save_every=2)
-    train(Lesson(small(), colours(6), Classify(), STILL), plan, compute=often, out=tmp_path)
+    train(ObjectiveRecipe(small(), colours(6), Classify(), STILL), plan, compute=often, out=tmp_path)
     card = tmp_path / "checkpoints" / "step-00000004" / "checkpoint.json"
     assert set(json.loads(card.read_text())["identity"]) == {
         *("recipe", "steps", "batch_size", "accumulate", "optimiser", "learning_rate", "weight_decay"),
         *("schedule", "warmup", "clip", "ema", "precision", "seed"),
     }
     with pytest.raises(PrivlabError, match=r"its layer_decay is None, not 0\.5"):
-        train(Lesson(small(), colours(6), Classify(), STILL), replace(plan, layer_decay=0.5), out=tmp_path)
+        train(ObjectiveRecipe(small(), colours(6), Classify(), STILL), replace(plan, layer_decay=0.5), out=tmp_path)
 
 
 def test_stochastic_depth_grows_over_the_blocks() -> None:
     model = small()
-    Lesson(model, colours(6), Finetune(drop_path=0.2), STILL)
+    ObjectiveRecipe(model, colours(6), Finetune(drop_path=0.2), STILL)
     found = [(block.drop_path1, block.drop_path2) for block in model.vit.blocks]
     assert all(isinstance(part, DropPath) for pair in found for part in pair)
     assert [[getattr(part, "drop_prob") for part in pair] for pair in found] == [[0, 0], [0.1, 0.1], [0.2, 0.2]]  # noqa: B009
 
 
 def test_it_learns_and_its_loss_is_that_of_classify() -> None:
-    lesson, losses = Lesson(small(), colours(60), Finetune(smoothing=0.0), STILL), list[float]()
-    batch = lesson.batch(torch.arange(6), Generator())
+    recipe, losses = ObjectiveRecipe(small(), colours(60), Finetune(smoothing=0.0), STILL), list[float]()
+    batch = recipe.batch(torch.arange(6), Generator())
     with torch.no_grad():
-        p = lesson.model(batch[0]).softmax(1)
+        p = recipe.model(batch[0]).softmax(1)
         naive = -sum(float(p[i, i % 3].log()) for i in range(6)) / 6
-        assert float(lesson.loss(lesson.model, batch, Generator())) == pytest.approx(naive, rel=1e-5)
+        assert float(recipe.loss(recipe.model, batch, Generator())) == pytest.approx(naive, rel=1e-5)
     plan = Plan(steps=60, batch_size=30, learning_rate=3e-3, layer_decay=0.7)
-    train(lesson, plan, progress=lambda now: losses.append(now.loss))
+    train(recipe, plan, progress=lambda now: losses.append(now.loss))
     assert losses[-1] < 0.2 * losses[0]
 
 
@@ -137,8 +137,8 @@ def relative() -> RelativeViT:
 
 
 def test_layers_of_relative_models_are_told() -> None:
-    lesson = Lesson(relative(), colours(6), Finetune(), STILL)
-    found = rates(lesson, Plan(steps=1000, layer_decay=0.5))
+    recipe = ObjectiveRecipe(relative(), colours(6), Finetune(), STILL)
+    found = rates(recipe, Plan(steps=1000, layer_decay=0.5))
     table = "net.blocks.{}.rel_pos.relative_position_bias_table"
     assert [
         found[name] for name in ("net.patch_embed.proj.weight", table.format(0), table.format(3), "net.head.bias")
@@ -148,15 +148,17 @@ def test_layers_of_relative_models_are_told() -> None:
 # Probes
 
 
-def frozen(model: VictimModel, data: Examples, probe: Probe, steps: int, rate: float = 0.05) -> tuple[Lesson, Head]:
+def frozen(
+    model: VictimModel, data: Examples, probe: Probe, steps: int, rate: float = 0.05
+) -> tuple[ObjectiveRecipe, Head]:
     """Train a probe; the backbone is the same, bit by bit."""
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    lesson = Lesson(model, data, probe, STILL)
-    train(lesson, Plan(steps=steps, batch_size=16, learning_rate=rate, weight_decay=0.0))
+    recipe = ObjectiveRecipe(model, data, probe, STILL)
+    train(recipe, Plan(steps=steps, batch_size=16, learning_rate=rate, weight_decay=0.0))
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     assert not any(part.training for part in model.modules())
-    assert isinstance(lesson.model, Head)
-    return lesson, lesson.model
+    assert isinstance(recipe.model, Head)
+    return recipe, recipe.model
 
 
 @pytest.mark.parametrize("options", [{}, {"mean": True}, {"layer": 1}, {"mean": True, "batch_norm": False}])
@@ -169,8 +171,8 @@ def test_classes_are_learnt_and_the_backbone_is_frozen(options: dict[str, Any]) 
 @torch.no_grad()
 def test_the_folded_head_is_the_unfolded_one() -> None:
     model, probe = small(), Probe()
-    lesson, head = frozen(model, colours(48), probe, steps=20)
-    features, _ = lesson.batch(torch.arange(48), Generator())
+    recipe, head = frozen(model, colours(48), probe, steps=20)
+    features, _ = recipe.batch(torch.arange(48), Generator())
     torch.testing.assert_close(head.folded()(features), head.eval()(features), rtol=1e-4, atol=1e-5)
     model.vit.head.load_state_dict(head.folded().state_dict())
     torch.testing.assert_close(model(colours(48).pixels(torch.arange(48))), head(features), rtol=1e-4, atol=1e-5)
@@ -243,7 +245,7 @@ def test_nothing_tells_places_on_constant_pictures_without_embeddings() -> None:
 
 def test_a_probe_that_goes_on_ends_with_the_same_bits(tmp_path: Path) -> None:
     plan, probe = Plan(steps=6, batch_size=8), Probe(target="position")
-    whole = Lesson(small(), colours(24), probe, STILL)
+    whole = ObjectiveRecipe(small(), colours(24), probe, STILL)
     train(whole, plan)
 
     class Stopped(Exception):
@@ -255,8 +257,8 @@ def test_a_probe_that_goes_on_ends_with_the_same_bits(tmp_path: Path) -> None:
 
     often = Compute(log_every=2, save_every=2)
     with pytest.raises(Stopped):
-        train(Lesson(small(), colours(24), probe, STILL), plan, compute=often, out=tmp_path, progress=stop)
-    parts = Lesson(small(), colours(24), probe, STILL)
+        train(ObjectiveRecipe(small(), colours(24), probe, STILL), plan, compute=often, out=tmp_path, progress=stop)
+    parts = ObjectiveRecipe(small(), colours(24), probe, STILL)
     train(parts, plan, compute=often, out=tmp_path)
     assert all(torch.equal(each, parts.model.state_dict()[name]) for name, each in whole.model.state_dict().items())
     (_, *more) = load_file(tmp_path / "checkpoints" / "step-00000006" / "model.safetensors")
@@ -280,4 +282,4 @@ def test_bad_options(make: Callable[[], object], message: str) -> None:
 
 def test_batch_norm_needs_two() -> None:
     with pytest.raises(PrivlabError, match="batch_norm needs two pictures at a time"):
-        train(Lesson(small(), colours(6), Probe(), STILL), Plan(steps=1, batch_size=1))
+        train(ObjectiveRecipe(small(), colours(6), Probe(), STILL), Plan(steps=1, batch_size=1))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.training import Checkpoints, Compute, Plan, Progress, listening, train
+from privlab.training import Checkpoints, Compute, Plan, TrainingProgress, listening, train
 from privlab.training.loop import _rows
 
 
@@ -72,7 +72,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def test_two_hundred_steps_learn_a_linear_map() -> None:
-    seen: list[Progress] = []
+    seen: list[TrainingProgress] = []
     train(Regression(), Plan(steps=200, batch_size=16, learning_rate=0.02), progress=seen.append)
     assert seen[-1].loss < 0.05 * seen[0].loss
     assert [now.step for now in seen] == list(range(20, 201, 20))
@@ -120,7 +120,7 @@ def test_dropout_does_not_depend_on_the_callers_random_state() -> None:
 
 
 def test_bf16_trains_weights_that_stay_float32() -> None:
-    recipe, seen = Regression(), list[Progress]()
+    recipe, seen = Regression(), list[TrainingProgress]()
     train(recipe, replace(PLAN, steps=100, precision="bf16-mixed"), progress=seen.append)
     assert {tensor.dtype for tensor in weights(recipe).values()} == {torch.float32}
     assert seen[-1].loss < 0.3 * seen[0].loss
@@ -141,7 +141,7 @@ def test_lightning_keeps_to_itself_that_it_is_set_up(
 
 @pytest.mark.gpu
 def test_it_trains_on_a_gpu() -> None:
-    recipe, seen = Regression(), list[Progress]()
+    recipe, seen = Regression(), list[TrainingProgress]()
     train(recipe, replace(PLAN, steps=100, precision="16-mixed"), compute=Compute("cuda:0"), progress=seen.append)
     assert next(recipe.model.parameters()).is_cuda
     assert seen[-1].loss < 0.3 * seen[0].loss
@@ -155,7 +155,7 @@ class Interrupted(Exception):
 def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path: Path, at: int) -> None:
     """Interrupted at a checkpoint, or some steps after it, which are then done again."""
 
-    def stop(now: Progress) -> None:
+    def stop(now: TrainingProgress) -> None:
         if now.step == at:
             raise Interrupted
 
@@ -168,7 +168,7 @@ def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path: Path, at: int) -> 
 
 
 def test_the_log_holds_each_report_once(tmp_path: Path) -> None:
-    def stop(now: Progress) -> None:
+    def stop(now: TrainingProgress) -> None:
         if now.step == 20:
             raise Interrupted
 
@@ -322,7 +322,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_a_listener_hears_of_trainings_inside() -> None:
-    heard: list[Progress] = []
+    heard: list[TrainingProgress] = []
     with listening(heard.append):
         train(Regression(), replace(PLAN, steps=2))
     train(Regression(), replace(PLAN, steps=2))

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from privlab.base import PrivlabError
 from privlab.reassembly import PositionPredictor, tiles
 from privlab.training import Augmentation, Examples, Plan, train
-from privlab.training.objectives import Lesson
+from privlab.training.objectives import ObjectiveRecipe
 from privlab.training.objectives.mp3_speech import SPEECH, as_pictures, log_mel, speech_model
 from privlab.training.position_accuracy import position_accuracy
 
@@ -63,8 +63,8 @@ def test_it_learns_the_order_of_chirps() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = speech_model(frames=32, depth=2)
-        lesson = Lesson(model, heard(512, 0), SPEECH, Augmentation(flip=False, shift=0))
-    train(lesson, Plan(steps=200, batch_size=64, learning_rate=3e-3, warmup=20))
-    (found,) = [part for part in lesson.model.modules() if isinstance(part, PositionPredictor)]
+        recipe = ObjectiveRecipe(model, heard(512, 0), SPEECH, Augmentation(flip=False, shift=0))
+    train(recipe, Plan(steps=200, batch_size=64, learning_rate=3e-3, warmup=20))
+    (found,) = [part for part in recipe.model.modules() if isinstance(part, PositionPredictor)]
     accuracy = position_accuracy(found, heard(200, 1), hidden=(0.0,))
     assert accuracy["accuracy_gamma_0_pos_0.95"] > 0.3  # chance is 1/32

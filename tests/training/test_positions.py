@@ -28,10 +28,10 @@ from privlab.reassembly import (
 )
 from privlab.reassembly.predictors import masked_block
 from privlab.training import Augmentation, Compute, Examples, Plan, train
-from privlab.training.objectives import Lesson, TrainDropPos, TrainMp3
+from privlab.training.objectives import ObjectiveRecipe, TrainDropPos, TrainMp3
 from privlab.training.objectives.droppos import smoothing
 from privlab.training.position_accuracy import position_accuracy
-from privlab.training.train_victim import PRESETS, Course, teach
+from privlab.training.train_victim import PRESETS, TrainingConfig, train_victim
 from privlab.victims import VictimModel, victim
 
 STILL = Augmentation(flip=False, shift=0)
@@ -70,11 +70,11 @@ def ramps(n: int, seed: int = 0, side: int = 16) -> Examples:
 
 
 def learnt(objective: TrainMp3 | TrainDropPos, steps: int = 200) -> tuple[PositionPredictor, list[float]]:
-    lesson = Lesson(small(), ramps(256), objective, STILL)
+    recipe = ObjectiveRecipe(small(), ramps(256), objective, STILL)
     losses: list[float] = []
     plan = Plan(steps=steps, batch_size=32, learning_rate=3e-3, warmup=10)
-    train(lesson, plan, progress=lambda now: losses.append(now.loss))
-    (found,) = [part for part in lesson.model.modules() if isinstance(part, PositionPredictor)]
+    train(recipe, plan, progress=lambda now: losses.append(now.loss))
+    (found,) = [part for part in recipe.model.modules() if isinstance(part, PositionPredictor)]
     return found, losses
 
 
@@ -189,12 +189,12 @@ def test_without_smoothing_the_target_is_the_place() -> None:
 
 
 def test_sigma_falls_with_the_steps() -> None:
-    lesson = Lesson(small(), ramps(8), TrainDropPos(sigma=2.0, sigma_end=1.0, decoder_width=16), STILL)
+    recipe = ObjectiveRecipe(small(), ramps(8), TrainDropPos(sigma=2.0, sigma_end=1.0, decoder_width=16), STILL)
     seen: list[Tensor] = []
-    plain = lesson.objective.loss
+    plain = recipe.objective.loss
     watched = lambda module, batch: (seen.append(batch[3]), plain(module, batch))[1]  # noqa: E731
-    object.__setattr__(lesson, "objective", _Watched(lesson.objective, watched))
-    train(lesson, Plan(steps=4, batch_size=4))
+    object.__setattr__(recipe, "objective", _Watched(recipe.objective, watched))
+    train(recipe, Plan(steps=4, batch_size=4))
     for target, sigma in zip(seen, (2.0, 1.75, 1.5, 1.25), strict=True):
         torch.testing.assert_close(target, smoothing((4, 4), sigma))
 
@@ -214,24 +214,24 @@ class _Watched:
 
 @torch.no_grad()
 def test_the_loss_of_mp3_is_that_of_a_naive_loop() -> None:
-    lesson = Lesson(small(), ramps(3), TrainMp3(eta=0.5, drop_path=0.0), STILL)
-    patches, context = lesson.batch(torch.arange(3), Generator().manual_seed(0))
+    recipe = ObjectiveRecipe(small(), ramps(3), TrainMp3(eta=0.5, drop_path=0.0), STILL)
+    patches, context = recipe.batch(torch.arange(3), Generator().manual_seed(0))
     assert context.shape == (3, 8)
     assert all(len(set(row)) == 8 for row in context.tolist())
-    p = lesson.model(patches, context).softmax(2)
+    p = recipe.model(patches, context).softmax(2)
     naive = -sum(math.log(p[b, i, i]) for b in range(3) for i in range(16)) / 48
-    assert float(lesson.loss(lesson.model, (patches, context), Generator())) == pytest.approx(naive, rel=1e-5)
+    assert float(recipe.loss(recipe.model, (patches, context), Generator())) == pytest.approx(naive, rel=1e-5)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("temperature", [0.1, math.inf])
 def test_the_loss_of_droppos_is_that_of_a_naive_loop(temperature: float) -> None:
     objective = TrainDropPos(gamma=0.5, temperature=temperature, sigma=0.8, decoder_width=16)
-    lesson = Lesson(small(), ramps(3), objective, STILL)
-    patches, visible, known, target = lesson.batch(torch.arange(3), Generator().manual_seed(0))
+    recipe = ObjectiveRecipe(small(), ramps(3), objective, STILL)
+    patches, visible, known, target = recipe.batch(torch.arange(3), Generator().manual_seed(0))
     assert visible.shape == known.shape == (3, 8)
     assert (known.sum(1) == 2).all()
-    predictor = lesson.model.predictor
+    predictor = recipe.model.predictor
     assert isinstance(predictor, DropPosNetwork)
     total, weights = 0.0, 0.0
     for b in range(3):
@@ -245,7 +245,7 @@ def test_the_loss_of_droppos_is_that_of_a_naive_loop(temperature: float) -> None
                 weight = near[i] / sum(near)
                 weights += weight
                 total -= weight * sum(float(target[own[i], j]) * math.log(p[i, j]) for j in range(16))
-    found = lesson.loss(lesson.model, (patches, visible, known, target), Generator())
+    found = recipe.loss(recipe.model, (patches, visible, known, target), Generator())
     assert float(found) == pytest.approx(total / weights, rel=1e-4)
 
 
@@ -266,8 +266,8 @@ def test_only_dropped_positions_are_learnt() -> None:
 
 def test_fixed_embeddings_stay_and_become_the_victims_own() -> None:
     model = small()
-    lesson = Lesson(model, ramps(8), TrainDropPos(decoder_width=16), STILL)
-    train(lesson, Plan(steps=3, batch_size=4))
+    recipe = ObjectiveRecipe(model, ramps(8), TrainDropPos(decoder_width=16), STILL)
+    train(recipe, Plan(steps=3, batch_size=4))
     assert model.vit.pos_embed is not None
     torch.testing.assert_close(model.vit.pos_embed[0], torch.cat([torch.zeros(1, 32), sincos((4, 4), 32)]))
     assert not torch.equal(model.vit.patch_embed.proj.weight, small().vit.patch_embed.proj.weight)
@@ -312,7 +312,7 @@ def test_a_predictor_comes_back_from_its_file(kind: str, tmp_path: Path, request
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder of pictures without labels: 6 to learn, 4 to judge on."""
+    """Return a folder of pictures without labels: 6 to learn, 4 to evaluate on."""
     for split, n in (("train", 6), ("test", 4)):
         (tmp_path / "pictures" / split).mkdir(parents=True)
         for i, image in enumerate(ramps(n, side=32).images):
@@ -322,9 +322,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize(("recipe", "model"), [("mp3", "cifar_vit_nope"), ("droppos", "cifar_vit")])
-def test_a_course_writes_a_predictor_and_a_start(recipe: str, model: str, folder: Path, tmp_path: Path) -> None:
-    course = Course(recipe=recipe, model=model, data=str(folder), preset="small", epochs=1.0)
-    card = teach(course, tmp_path / "out")
+def test_a_training_writes_a_predictor_and_a_start(recipe: str, model: str, folder: Path, tmp_path: Path) -> None:
+    config = TrainingConfig(recipe=recipe, model=model, data=str(folder), preset="small", epochs=1.0)
+    card = train_victim(config, tmp_path / "out")
     assert card["test"]["images"] == 4
     assert 0 <= card["test"]["accuracy"] <= 1
     found = load_predictor(tmp_path / "out" / "predictor.safetensors")
@@ -340,12 +340,12 @@ def test_a_black_rim_gives_no_place_away() -> None:
         assert all(preset.augmentation.shift == 0 for preset in PRESETS[recipe].values())
 
 
-def test_lessons_that_go_on_end_with_the_same_bits(tmp_path: Path) -> None:
+def test_trainings_that_go_on_end_with_the_same_bits(tmp_path: Path) -> None:
     """The smoothing of a step depends on the step alone."""
     plan, often = Plan(steps=6, batch_size=4), Compute(log_every=2, save_every=2)
 
-    def lesson() -> Lesson:
-        return Lesson(small(), ramps(8), TrainDropPos(decoder_width=16), STILL)
+    def recipe() -> ObjectiveRecipe:
+        return ObjectiveRecipe(small(), ramps(8), TrainDropPos(decoder_width=16), STILL)
 
     class Stopped(Exception):
         pass
@@ -354,10 +354,10 @@ def test_lessons_that_go_on_end_with_the_same_bits(tmp_path: Path) -> None:
         if getattr(now, "step") == 4:  # noqa: B009
             raise Stopped
 
-    whole, parts = lesson(), lesson()
+    whole, parts = recipe(), recipe()
     train(whole, plan)
     with pytest.raises(Stopped):
-        train(lesson(), plan, compute=often, out=tmp_path, progress=stop)
+        train(recipe(), plan, compute=often, out=tmp_path, progress=stop)
     train(parts, plan, compute=often, out=tmp_path)
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, parts.model.state_dict()[name]), name

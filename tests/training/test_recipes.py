@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from privlab.base import PrivlabError
 from privlab.patches import blockwise_mask, patchify, shuffled_within
 from privlab.training import Augmentation, Examples, Plan, train
-from privlab.training.objectives import DALS, Classify, Dal, Lesson, TrainMjp
+from privlab.training.objectives import DALS, Classify, Dal, ObjectiveRecipe, TrainMjp
 from privlab.victims import Classifier, IndexedViT, VictimModel
 
 STILL = Augmentation(flip=False, shift=0)
@@ -29,9 +29,9 @@ def as_doubles(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def test_cross_entropy_is_that_of_a_naive_loop(tiny_model: Callable[..., VictimModel]) -> None:
     model, data, eps = tiny_model(), pictures(), 0.2
-    lesson = Lesson(model, data, Classify(smoothing=eps), STILL)
-    batch = as_doubles(lesson.batch(torch.arange(6), Generator()))
-    found = lesson.loss(lesson.model, batch, Generator())
+    recipe = ObjectiveRecipe(model, data, Classify(smoothing=eps), STILL)
+    batch = as_doubles(recipe.batch(torch.arange(6), Generator()))
+    found = recipe.loss(recipe.model, batch, Generator())
     p = model(data.images.double() / 255).log_softmax(1)
     naive = [-(1 - eps) * p[i, int(y)] - eps / 7 * p[i].sum() for i, y in enumerate(data.labels)]
     torch.testing.assert_close(found, sum(naive, torch.zeros((), dtype=torch.float64)) / 6)
@@ -52,8 +52,8 @@ def test_mixed_labels_are_shares_of_two(tiny_model: Callable[..., VictimModel], 
 def test_mjp_feeds_what_its_algorithm_says(tiny_model: Callable[..., VictimModel], per: str) -> None:
     """The masked slots hold their own patches in another order, and E_unk; the rest is untouched."""
     model, data = tiny_model(), pictures()
-    lesson = Lesson(model, data, TrainMjp(gamma=0.6, per=per), STILL)
-    images, _, masked, order = lesson.batch(torch.arange(6), Generator().manual_seed(3))
+    recipe = ObjectiveRecipe(model, data, TrainMjp(gamma=0.6, per=per), STILL)
+    images, _, masked, order = recipe.batch(torch.arange(6), Generator().manual_seed(3))
     assert (len(masked.unique(dim=0)) == 1) == (len(order.unique(dim=0)) == 1) == (per == "batch")
     alone = [
         TrainMjp(gamma=0.6, per=kind).batch(images[:1], torch.zeros(1).long(), model, Generator().manual_seed(3))
@@ -66,7 +66,7 @@ def test_mjp_feeds_what_its_algorithm_says(tiny_model: Callable[..., VictimModel
     assert not torch.equal(after, before)
     for i in range(6):
         assert sorted(after[i, masked[i]].sum(1).tolist()) == sorted(before[i, masked[i]].sum(1).tolist())
-    logits, _ = lesson.model.double()(images.double(), masked, order, True)
+    logits, _ = recipe.model.double()(images.double(), masked, order, True)
     assert torch.equal(logits, model(images.double(), masked))
 
 
@@ -182,15 +182,15 @@ def test_a_step_of_each_variant_is_a_naive_one(
     model: Classifier = tiny_model(unknown=letter in "GHIJ", pos_embed="none" if letter == "B" else "learn")
     if letter == "F":
         model = IndexedViT(tiny_vit(), (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)).double()
-    lesson = Lesson(model, data, objective, STILL)
-    lesson.model.double()
+    recipe = ObjectiveRecipe(model, data, objective, STILL)
+    recipe.model.double()
     images, labels = data.images.double() / 255, data.labels
     batch = as_doubles(objective.batch(images, labels, model, Generator().manual_seed(3)))
-    dal = getattr(lesson.model, "dal", None)
+    dal = getattr(recipe.model, "dal", None)
     assert (dal is not None) == (letter in "DHIJ")
-    found, wanted = lesson.loss(lesson.model, batch, Generator()), naive_loss(objective, model, dal, images, labels)
+    found, wanted = recipe.loss(recipe.model, batch, Generator()), naive_loss(objective, model, dal, images, labels)
     torch.testing.assert_close(found, wanted)
-    learnt = dict(lesson.model.named_parameters())
+    learnt = dict(recipe.model.named_parameters())
     slopes = [torch.autograd.grad(value, [*learnt.values()], allow_unused=True) for value in (found, wanted)]
     for name, got, want in zip(learnt, *slopes, strict=True):
         assert (got is None) == (want is None), name
@@ -213,25 +213,25 @@ def test_a_batch_that_is_all_masked_has_no_dal() -> None:
 def test_the_regressor_is_trained_and_left_behind(tiny_model: Callable[..., VictimModel]) -> None:
     model = tiny_model().float()
     names = set(model.state_dict())
-    lesson = Lesson(model, pictures(), TrainMjp(gamma=0.3, weight=1.0), STILL)
-    before = {name: each.clone() for name, each in lesson.model.state_dict().items()}
-    train(lesson, Plan(steps=3, batch_size=6))
-    moved = {name for name, each in lesson.model.state_dict().items() if not torch.equal(each, before[name])}
+    recipe = ObjectiveRecipe(model, pictures(), TrainMjp(gamma=0.3, weight=1.0), STILL)
+    before = {name: each.clone() for name, each in recipe.model.state_dict().items()}
+    train(recipe, Plan(steps=3, batch_size=6))
+    moved = {name for name, each in recipe.model.state_dict().items() if not torch.equal(each, before[name])}
     assert {"victim.unk_embed", "victim.vit.pos_embed", "dal.regressor.0.weight"} <= moved
     assert set(model.state_dict()) == names
 
 
-def test_a_lesson_is_told_by_all_that_shapes_it(tiny_model: Callable[..., VictimModel]) -> None:
-    lessons = [
-        Lesson(tiny_model(), pictures(), Classify(), STILL),
-        Lesson(tiny_model(1), pictures(), Classify(), STILL),
-        Lesson(tiny_model(), pictures(), Classify(smoothing=0.0), STILL),
-        Lesson(tiny_model(), pictures(), TrainMjp(), STILL),
-        Lesson(tiny_model(), pictures(), TrainMjp(dal="linear"), STILL),
-        Lesson(tiny_model(), pictures(), Classify(), Augmentation()),
+def test_a_recipe_is_told_by_all_that_shapes_it(tiny_model: Callable[..., VictimModel]) -> None:
+    recipes = [
+        ObjectiveRecipe(tiny_model(), pictures(), Classify(), STILL),
+        ObjectiveRecipe(tiny_model(1), pictures(), Classify(), STILL),
+        ObjectiveRecipe(tiny_model(), pictures(), Classify(smoothing=0.0), STILL),
+        ObjectiveRecipe(tiny_model(), pictures(), TrainMjp(), STILL),
+        ObjectiveRecipe(tiny_model(), pictures(), TrainMjp(dal="linear"), STILL),
+        ObjectiveRecipe(tiny_model(), pictures(), Classify(), Augmentation()),
     ]
-    assert len({each.identity for each in lessons}) == len(lessons)
-    assert Lesson(tiny_model(), pictures(), Classify(), STILL).identity == lessons[0].identity
+    assert len({each.identity for each in recipes}) == len(recipes)
+    assert ObjectiveRecipe(tiny_model(), pictures(), Classify(), STILL).identity == recipes[0].identity
 
 
 @pytest.mark.parametrize(
@@ -252,6 +252,6 @@ def test_bad_options(options: dict[str, object], message: str) -> None:
 
 def test_mjp_needs_the_unknown_embedding_and_dal_needs_embeddings(tiny_model: Callable[..., VictimModel]) -> None:
     with pytest.raises(PrivlabError, match="MJP trains E_unk, and this model has none"):
-        Lesson(tiny_model(unknown=False), pictures(), TrainMjp(), STILL)
+        ObjectiveRecipe(tiny_model(unknown=False), pictures(), TrainMjp(), STILL)
     with pytest.raises(PrivlabError, match="this model has none: --set dal=none"):
-        Lesson(tiny_model(unknown=False, pos_embed="none"), pictures(), TrainMjp(unknown=False), STILL)
+        ObjectiveRecipe(tiny_model(unknown=False, pos_embed="none"), pictures(), TrainMjp(unknown=False), STILL)

@@ -1,4 +1,4 @@
-"""What classifiers are worth: against naive loops, one picture at a time."""
+"""Accuracy and robustness of classifiers: against naive loops, one picture at a time."""
 
 import sys
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from privlab.utility import (
     Outputs,
     aupr,
     aurra,
+    consistency_by_gamma,
     corruption_errors,
     mean_corruption_error,
+    measure_consistency,
     natural,
     outlier_aupr,
-    worth,
-    worth_by_gamma,
 )
 from privlab.victims import VictimModel, victim
 
@@ -39,11 +39,11 @@ def data() -> Examples:
 
 
 @pytest.mark.parametrize("unknown", [True, False])
-def test_worth_is_that_of_one_picture_after_the_other(
+def test_consistency_is_that_of_one_image_after_the_other(
     tiny_model: Callable[..., VictimModel], data: Examples, unknown: bool
 ) -> None:
     model = tiny_model(unknown=unknown)
-    got = worth(model, data, gamma=0.5, seed=3, batch=4)
+    got = measure_consistency(model, data, gamma=0.5, seed=3, batch=4)
     right = stays = moved_right = 0
     norms = []
     for place, label in enumerate(data.labels.tolist()):
@@ -64,18 +64,18 @@ def test_worth_is_that_of_one_picture_after_the_other(
     )
 
 
-def test_each_gamma_is_judged_as_alone(tiny_model: Callable[..., VictimModel], data: Examples) -> None:
+def test_each_gamma_is_evaluated_as_alone(tiny_model: Callable[..., VictimModel], data: Examples) -> None:
     model, batches = tiny_model(), [(torch.arange(11), data.pixels(torch.arange(11)), data.labels)]
-    several = worth_by_gamma(model, batches, (0.0, 0.27, 0.9), seed=1)
-    assert several[1:] == [worth(model, data, gamma=gamma, seed=1) for gamma in (0.27, 0.9)]
+    several = consistency_by_gamma(model, batches, (0.0, 0.27, 0.9), seed=1)
+    assert several[1:] == [measure_consistency(model, data, gamma=gamma, seed=1) for gamma in (0.27, 0.9)]
     assert (several[0].diff_norm, several[0].consistency) == (0, 1)
     assert several[0].shuffled_accuracy == several[0].accuracy
     assert several[2].diff_norm > several[1].diff_norm
 
 
-def test_nothing_to_judge_on_is_an_error(tiny_model: Callable[..., VictimModel]) -> None:
+def test_no_image_to_evaluate_on_is_an_error(tiny_model: Callable[..., VictimModel]) -> None:
     with pytest.raises(PrivlabError, match="no picture"):
-        worth_by_gamma(tiny_model(), [], (0.1,))
+        consistency_by_gamma(tiny_model(), [], (0.1,))
 
 
 @given(

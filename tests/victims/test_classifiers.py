@@ -11,11 +11,11 @@ from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError
 from privlab.patches import patchify
-from privlab.training import Augmentation, Compute, Examples, Plan, Progress, train
+from privlab.training import Augmentation, Compute, Examples, Plan, TrainingProgress, train
 from privlab.training.loop import _optimiser
-from privlab.training.objectives import DALS, Classify, Lesson, TrainMjp
-from privlab.utility import worth, worth_by_gamma
-from privlab.victims import Backbone, SwinModel, classifier
+from privlab.training.objectives import DALS, Classify, ObjectiveRecipe, TrainMjp
+from privlab.utility import consistency_by_gamma, measure_consistency
+from privlab.victims import SwinModel, TimmClassifier, classifier
 
 STILL = Augmentation(flip=False, shift=0)
 COLOURS: tuple[Any, Any] = ((0.4, 0.5, 0.6), (0.2, 0.25, 0.3))
@@ -35,11 +35,11 @@ def swin(*, unknown: bool = True, **options: Any) -> SwinModel:
     return made.double().eval().requires_grad_(False)
 
 
-def resnet() -> Backbone:
+def resnet() -> TimmClassifier:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         net = timm.create_model("resnet18", channels=(4, 4, 8, 8), num_classes=3)
-    return Backbone(net, (3, 32, 32), *COLOURS).double().eval().requires_grad_(False)
+    return TimmClassifier(net, (3, 32, 32), *COLOURS).double().eval().requires_grad_(False)
 
 
 def pictures(n: int = 6) -> Examples:
@@ -53,11 +53,11 @@ def shades(n: int, seed: int) -> Examples:
     return Examples((noise + 90 * labels[:, None, None, None]).byte(), labels, 3, f"shades {seed}")
 
 
-def seen(model: Backbone, n: int = 2) -> Tensor:
+def seen(model: TimmClassifier, n: int = 2) -> Tensor:
     return pictures(n).images.to(model.mean) / 255
 
 
-def normalised(model: Backbone, images: Tensor) -> Tensor:
+def normalised(model: TimmClassifier, images: Tensor) -> Tensor:
     return (images - model.mean) / model.std
 
 
@@ -83,7 +83,7 @@ def test_e_unk_stands_at_every_patch_of_a_masked_piece() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: swin(unknown=False), resnet])
-def test_without_position_embeddings_it_is_timms(make: Callable[[], Backbone]) -> None:
+def test_without_position_embeddings_it_is_timms(make: Callable[[], TimmClassifier]) -> None:
     model = make()
     images = seen(model)
     torch.testing.assert_close(model(images), model.net(normalised(model, images)))
@@ -103,7 +103,7 @@ def test_what_the_classifier_reads_is_pooled() -> None:
 @pytest.mark.parametrize(("side", "patch"), [(32, 4), (124, 4), (128, 16), (224, 16)])
 def test_pieces_are_of_16_pixels_where_a_picture_has_enough(side: int, patch: int) -> None:
     net = timm.create_model("resnet18", channels=(4, 4, 8, 8), num_classes=3)
-    assert Backbone(net, (3, side, side), *COLOURS).patch == patch
+    assert TimmClassifier(net, (3, side, side), *COLOURS).patch == patch
 
 
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -118,35 +118,35 @@ def test_sides_that_pieces_do_not_fill() -> None:
 def test_a_resnet_is_shuffled_and_no_more() -> None:
     """The masked pieces hold their own pixels in another order; the loss is the cross-entropy of that picture."""
     model, data = resnet(), pictures()
-    lesson = Lesson(model, data, SHUFFLE, STILL)
-    images, labels, masked, order = lesson.batch(torch.arange(6), Generator().manual_seed(3))
+    recipe = ObjectiveRecipe(model, data, SHUFFLE, STILL)
+    images, labels, masked, order = recipe.batch(torch.arange(6), Generator().manual_seed(3))
     before, after = patchify(data.images.float() / 255, 4), patchify(images, 4)
     assert (masked.sum(1) == 32).all()
     assert torch.equal(after[~masked], before[~masked])
     assert not torch.equal(after, before)
     for i in range(6):
         assert sorted(after[i, masked[i]].sum(1).tolist()) == sorted(before[i, masked[i]].sum(1).tolist())
-    found = lesson.loss(lesson.model, (images.double(), labels.double(), masked, order), Generator())
+    found = recipe.loss(recipe.model, (images.double(), labels.double(), masked, order), Generator())
     logits = model.net(normalised(model, images.double()))
     torch.testing.assert_close(found, nn.functional.cross_entropy(logits, labels.double(), label_smoothing=0.1))
 
 
-def test_a_swin_is_taught_on_masked_pieces() -> None:
+def test_a_swin_is_trained_on_masked_pieces() -> None:
     model = swin()
-    lesson = Lesson(model, pictures(), TrainMjp(gamma=0.5), STILL)
-    images, _, masked, order = lesson.batch(torch.arange(6), Generator().manual_seed(3))
+    recipe = ObjectiveRecipe(model, pictures(), TrainMjp(gamma=0.5), STILL)
+    images, _, masked, order = recipe.batch(torch.arange(6), Generator().manual_seed(3))
     assert masked.shape == (6, 64)
-    logits, dal = lesson.model.double()(images.double(), masked, order, True)
+    logits, dal = recipe.model.double()(images.double(), masked, order, True)
     assert torch.equal(logits, model(images.double(), masked))
     assert dal > 0
 
 
 @pytest.mark.parametrize("kind", DALS)
 def test_dal_reaches_only_the_unmasked_position_embeddings_of_a_swin(kind: str) -> None:
-    lesson = Lesson(model := swin(), pictures(), TrainMjp(gamma=0.5, dal=kind), STILL)
+    recipe = ObjectiveRecipe(model := swin(), pictures(), TrainMjp(gamma=0.5, dal=kind), STILL)
     masked = torch.zeros(2, 64, dtype=torch.bool)
     masked[0, :40], masked[1, :24] = True, True
-    _, loss = lesson.model.double()(seen(model), masked, torch.arange(64).expand(2, -1), True)
+    _, loss = recipe.model.double()(seen(model), masked, torch.arange(64).expand(2, -1), True)
     loss.backward()
     assert model.pos_embed is not None
     assert model.pos_embed.grad is not None
@@ -168,7 +168,7 @@ def orderless() -> SwinModel:
 
 
 def test_a_model_that_ignores_order_is_consistent() -> None:
-    found = worth(orderless(), pictures(30), gamma=0.9)
+    found = measure_consistency(orderless(), pictures(30), gamma=0.9)
     assert found.consistency == 1
     assert found.shuffled_accuracy == found.accuracy
     assert found.diff_norm < 1e-20
@@ -178,17 +178,17 @@ def test_an_unknown_embedding_moves_features() -> None:
     model = orderless()
     assert model.unk_embed is not None
     model.unk_embed.copy_(torch.linspace(-1, 1, 8))
-    still, moved = worth_by_gamma(model, [(torch.arange(6), seen(model, 6), torch.arange(6) % 3)], (0.0, 0.5))
+    still, moved = consistency_by_gamma(model, [(torch.arange(6), seen(model, 6), torch.arange(6) % 3)], (0.0, 0.5))
     assert still.diff_norm == 0
     assert moved.diff_norm > 1e-6
 
 
 @pytest.mark.parametrize(("make", "objective"), [(swin, TrainMjp(gamma=0.3)), (resnet, SHUFFLE)])
-def test_classes_are_learnt_from_shuffled_pictures(make: Callable[[], Backbone], objective: TrainMjp) -> None:
+def test_classes_are_learnt_from_shuffled_pictures(make: Callable[[], TimmClassifier], objective: TrainMjp) -> None:
     """Dark, grey and light pictures, each with noise, are told apart, others than those of the training too."""
     model = make().float()
-    train(Lesson(model, shades(24, 0), objective, STILL), Plan(steps=40, batch_size=12, learning_rate=1e-2))
-    found = worth(model, shades(30, 1), gamma=0.5)
+    train(ObjectiveRecipe(model, shades(24, 0), objective, STILL), Plan(steps=40, batch_size=12, learning_rate=1e-2))
+    found = measure_consistency(model, shades(30, 1), gamma=0.5)
     assert found.accuracy == 1
     assert found.consistency == 1
 
@@ -198,35 +198,37 @@ def test_classes_are_learnt_from_shuffled_pictures(make: Callable[[], Backbone],
 )
 def test_relative_position_biases_of_a_swin_are_spared_weight_decay(objective: Classify, outer: str) -> None:
     """As in Swin's own recipe; all other weights of two dimensions decay."""
-    lesson = Lesson(swin(), pictures(), objective, STILL)
-    optimizer, _ = _optimiser(lesson, Plan(steps=1, weight_decay=0.1))
+    recipe = ObjectiveRecipe(swin(), pictures(), objective, STILL)
+    optimizer, _ = _optimiser(recipe, Plan(steps=1, weight_decay=0.1))
     spared = {id(each) for group in optimizer.param_groups if not group["weight_decay"] for each in group["params"]}
     tables = [f"{outer}net.layers.{i}.blocks.0.attn.relative_position_bias_table" for i in range(2)]
-    several = {name: each for name, each in lesson.model.named_parameters() if each.ndim > 1}
+    several = {name: each for name, each in recipe.model.named_parameters() if each.ndim > 1}
     assert [name for name, each in several.items() if id(each) in spared] == tables
 
 
 @pytest.mark.parametrize(("make", "objective"), [(swin, TrainMjp(gamma=0.3)), (resnet, SHUFFLE)])
-def test_a_training_goes_on_to_the_same_bits(make: Callable[[], Backbone], objective: TrainMjp, tmp_path: Path) -> None:
+def test_a_training_goes_on_to_the_same_bits(
+    make: Callable[[], TimmClassifier], objective: TrainMjp, tmp_path: Path
+) -> None:
     """What BatchNorm has counted included; stochastic depth is at work."""
     plan = Plan(steps=6, batch_size=4, learning_rate=1e-2)
 
     class StoppedError(Exception):
         pass
 
-    def stop(now: Progress) -> None:
+    def stop(now: TrainingProgress) -> None:
         if now.step == 4:
             raise StoppedError
 
-    def lesson() -> Lesson:
-        return Lesson(make().float(), pictures(), objective, STILL)
+    def recipe() -> ObjectiveRecipe:
+        return ObjectiveRecipe(make().float(), pictures(), objective, STILL)
 
-    train(whole := lesson(), plan)
+    train(whole := recipe(), plan)
     often = Compute(log_every=2, save_every=3)
     with pytest.raises(StoppedError):
-        train(lesson(), plan, compute=often, out=tmp_path, progress=stop)
-    train(resumed := lesson(), plan, compute=often, out=tmp_path)
-    ends, begin = (each.model.state_dict() for each in (whole, resumed)), lesson().model.state_dict()
+        train(recipe(), plan, compute=often, out=tmp_path, progress=stop)
+    train(resumed := recipe(), plan, compute=often, out=tmp_path)
+    ends, begin = (each.model.state_dict() for each in (whole, resumed)), recipe().model.state_dict()
     for (name, tensor), again in zip(next(ends).items(), next(ends).values(), strict=True):
         assert torch.equal(tensor, again), name
         assert not torch.equal(tensor, begin[name]), name

@@ -1,4 +1,4 @@
-"""Swin with absolute PEs and ResNet by name: judged from their files, weights in every layout, and who refuses them."""
+"""Swin with absolute PEs and ResNet by name: evaluated from their files, weights in every layout, refusals."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,9 +14,9 @@ from torch import Generator, Tensor
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.cli import _status
 from privlab.training import Examples
-from privlab.training.train_victim import Course, teach
-from privlab.utility import Exam, judge, worth
-from privlab.victims import IndexedViT, Pupil, SwinModel, classifier, own_layout, save, victim
+from privlab.training.train_victim import TrainingConfig, train_victim
+from privlab.utility import EvaluationConfig, evaluate_models, measure_consistency
+from privlab.victims import IndexedViT, NamedClassifier, SwinModel, classifier, own_layout, save, victim
 
 
 def pictures(n: int = 6) -> Examples:
@@ -45,11 +45,11 @@ def data(tmp_path: Path) -> Path:
         ("cifar_vit_idx", ("unknown=false", "dal=none"), None),
     ],
 )
-def test_a_taught_one_is_judged_from_its_file(
+def test_a_trained_one_is_evaluated_from_its_file(
     model: str, options: tuple[str, ...], unknown: str | None, data: Path, tmp_path: Path
 ) -> None:
     """The card's hash and scores are those of what is read back, in half precision; BatchNorm's counts stay whole."""
-    course = Course(
+    config = TrainingConfig(
         recipe="mjp",
         model=model,
         data=str(data),
@@ -60,14 +60,16 @@ def test_a_taught_one_is_judged_from_its_file(
         options=("gamma=0.3", *options),
         half=True,
     )
-    card = teach(course, tmp_path / "out")
+    card = train_victim(config, tmp_path / "out")
     assert card is not None
     file = tmp_path / "out" / "model.safetensors"
     read = classifier(model, weights=file)
     assert (read.weights.sha256, read.weights.unknown) == (card["sha256"], unknown)
     assert {v.dtype for k, v in load_file(file).items() if not k.endswith("tracked")} == {torch.float16}
-    (row,) = judge(Exam(models=(model,), weights=(str(file),), data=str(data), gammas=(0.15,), batch=250))
-    test = {name: card["test"][name] for name in asdict(worth(read.model, pictures(), gamma=0.15))}
+    (row,) = evaluate_models(
+        EvaluationConfig(models=(model,), weights=(str(file),), data=str(data), gammas=(0.15,), batch=250)
+    )
+    test = {name: card["test"][name] for name in asdict(measure_consistency(read.model, pictures(), gamma=0.15))}
     found = row["by_gamma"][0] | {"images": row["images"], "accuracy": row["accuracy"]}
     assert found == pytest.approx(test, rel=1e-4)
     kept = classifier(model, weights=next((tmp_path / "out" / "checkpoints").rglob("*.safetensors")))
@@ -87,10 +89,10 @@ def test_random_weights_are_those_of_the_seed() -> None:
     assert first.preprocessing.size == (32, 32)
 
 
-def read(state: Mapping[str, Tensor], path: Path, model: str = "cifar_swin_mjp", **options: Any) -> Pupil:
+def read(state: Mapping[str, Tensor], path: Path, model: str = "cifar_swin_mjp", **options: Any) -> NamedClassifier:
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
     made = classifier(model, weights=path, **options)
-    assert isinstance(made, Pupil)
+    assert isinstance(made, NamedClassifier)
     return made
 
 
@@ -164,7 +166,7 @@ def test_weights_of_something_else(cifar_swin: SwinModel, tmp_path: Path) -> Non
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_timms_names_are_taken_too() -> None:
     made = classifier("timm:resnet10t", weights="random", img_size=32)
-    assert isinstance(made, Pupil)
+    assert isinstance(made, NamedClassifier)
     assert (made.model.image_shape, made.architecture) == ((3, 32, 32), "resnet10t")
     plain = classifier("cifar_vit", weights="random")
     assert plain.weights == victim("cifar_vit", weights="random").weights
@@ -177,7 +179,7 @@ def test_index_embeddings_begin_at_zero_on_plain_weights(tmp_path: Path) -> None
     save(plain.model.vit.state_dict(), tmp_path / "plain.safetensors")
     with pytest.warns(PrivlabWarning, match="the weights hold no index embeddings; they begin at zero, UNTRAINED"):
         made = classifier("cifar_vit_idx", weights=tmp_path / "plain.safetensors")
-    assert isinstance(made, Pupil)
+    assert isinstance(made, NamedClassifier)
     assert isinstance(made.model, IndexedViT)
     x, order = torch.rand(2, 3, 32, 32), torch.randperm(64).expand(2, -1)
     torch.testing.assert_close(made.model(x), plain.model(x))
@@ -189,15 +191,15 @@ def test_index_embeddings_begin_at_zero_on_plain_weights(tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_who_is_told_every_patchs_index_and_no_slots_is_consistent() -> None:
-    """Without PEs of the slots, x̃ with its order is x; judged without the order it would not be."""
+    """Without PEs of the slots, x̃ with its order is x; evaluated without the order it would not be."""
     model = classifier("cifar_vit_idx", weights="random", seed=1).model
     assert isinstance(model, IndexedViT)
     model.net.pos_embed.data.zero_()
     model.net.idx_embed.data.mul_(50)
-    found = worth(model, pictures(20), gamma=0.9)
+    found = measure_consistency(model, pictures(20), gamma=0.9)
     assert (found.consistency, found.diff_norm < 1e-6) == (1.0, True)
     model.net.pos_embed.data[0, 1:] = model.net.idx_embed.data[0]
-    assert worth(model, pictures(20), gamma=0.9).diff_norm > 1e-3
+    assert measure_consistency(model, pictures(20), gamma=0.9).diff_norm > 1e-3
 
 
 # Refusals
@@ -217,9 +219,9 @@ def test_who_is_told_every_patchs_index_and_no_slots_is_consistent() -> None:
 )
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_mjp_says_what_it_lacks(model: str, options: tuple[str, ...], message: str, data: Path, tmp_path: Path) -> None:
-    course = Course(recipe="mjp", model=model, data=str(data), preset="small", options=options)
+    config = TrainingConfig(recipe="mjp", model=model, data=str(data), preset="small", options=options)
     with pytest.raises(PrivlabError, match=message):
-        teach(course, tmp_path / "out")
+        train_victim(config, tmp_path / "out")
 
 
 @pytest.mark.parametrize("command", [("attack",), ("train", "mp3"), ("train", "droppos")])

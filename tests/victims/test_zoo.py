@@ -12,7 +12,7 @@ from privlab.images import open_images
 from privlab.reassembly import load_predictor
 from privlab.training import read_examples
 from privlab.training.position_accuracy import position_accuracy
-from privlab.utility import worth
+from privlab.utility import measure_consistency
 from privlab.victims import PLACERS, ZOO, hash_of, read_state, shipped, show, victim
 
 SHIPPED = [name for name in ZOO if shipped(name)]
@@ -70,7 +70,7 @@ def test_the_accuracy_is_that_of_the_card(name: str, shared: Callable[[str], Pat
     data = read_examples(open_images(shared(CIFAR), split="test", limit=1000), (32, 32))
     stated = card_of(name)["test"]
     assert isinstance(stated, dict)
-    found = worth(victim(name).model, data).accuracy
+    found = measure_consistency(victim(name).model, data).accuracy
     assert abs(found - stated["accuracy"]) < 4 * (stated["accuracy"] * (1 - stated["accuracy"]) / 1000) ** 0.5
 
 

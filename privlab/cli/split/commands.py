@@ -28,7 +28,7 @@ from privlab.cli.split.output import (
 if TYPE_CHECKING:
     from privlab.split import Client
     from privlab.split.client.data import Batches, Dataset
-    from privlab.split.client.job import Job, Started
+    from privlab.split.client.job import SplitJob, Started
 
 __all__ = ["split"]
 
@@ -297,10 +297,10 @@ def _client(options: dict[str, Any]) -> "Client":
 
 def _begun(options: dict[str, Any], device: str) -> "Started":
     from privlab.base import pick_device
-    from privlab.split.client.job import Job, started
+    from privlab.split.client.job import SplitJob, started
 
     with shown_warnings():
-        return started(Job.of(options), pick_device(device))
+        return started(SplitJob.of(options), pick_device(device))
 
 
 _CONNECTION = {"server", "token_file", "tls", "tls_ca", "tls_cert", "tls_key", "retry_for", "timeout"}
@@ -340,7 +340,7 @@ def _batches(started: "Started", folder: Path, *, resuming: bool) -> "Batches":
     return Batches(data, started.job.batch_size, started.job.seed)
 
 
-def _read(job: "Job", started: "Started") -> "Dataset":
+def _read(job: "SplitJob", started: "Started") -> "Dataset":
     """Return a job's images, labelled by the victim's predictions if the job asks for these."""
     from privlab.split.client.data import load
 

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from privlab.base import PrivlabError
 from privlab.grids import KNOWN, Figure
 from privlab.report.figures.data import Levels, case_names, notes, read_levels
-from privlab.report.figures.rows import Row, height, stack
+from privlab.report.figures.rows import FigureRow, height, stack
 from privlab.report.figures.style import (
     PUBLISHED,
     SMALL,
@@ -52,7 +52,7 @@ def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     scale = Scale.over([0.0, control, *ends], log=False)
     names = case_names(levels, grouped=True)
     rows = [
-        Row.named(case.group or "", name, len(roles) * _BAR, _GAP)
+        FigureRow.named(case.group or "", name, len(roles) * _BAR, _GAP)
         for case, name in zip(results.cases, names, strict=True)
     ]
     picture, ax = canvas()

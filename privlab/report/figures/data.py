@@ -13,7 +13,7 @@ from privlab.report.tables.leakage import leakage
 
 __all__ = ["Levels", "case_names", "check_leaks", "notes", "read_levels"]
 
-_NOTHING = Score(math.nan)
+_NO_SCORE = Score(math.nan)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Levels:
             metric: a name in `KNOWN`.
         """
         row = self.row(case, role)
-        score = _NOTHING if row is None else row.scores.get(metric, _NOTHING)
+        score = _NO_SCORE if row is None else row.scores.get(metric, _NO_SCORE)
         if KNOWN[metric].direction != "utility" or (role is PUBLISHED and score.mean > 1):
             return score  # papers print a share as such, or in per cent
         return Score(score.mean * 100, score.low * 100, score.high * 100, score.images)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from privlab.grids import Figure
 from privlab.report.figures.data import Levels, case_names, check_leaks, notes, read_levels
-from privlab.report.figures.rows import Row, height, stack
+from privlab.report.figures.rows import FigureRow, height, stack
 from privlab.report.figures.style import (
     OTHER,
     PAPER,
@@ -60,7 +60,7 @@ def draw_distribution(results: Results, figure: Figure) -> matplotlib.figure.Fig
     samples = list(_samples(levels, figure.y))
     names = case_names(levels)
     heading = (lambda case: names[case]) if len(results.cases) > 1 else (lambda _: "")
-    rows = [Row(heading(sample.case), sample.name, _ROW, _GAP) for sample in samples]
+    rows = [FigureRow(heading(sample.case), sample.name, _ROW, _GAP) for sample in samples]
     cases = sorted({sample.case for sample in samples})
     control = levels.control(cases, figure.y)
     scale = Scale.of(figure.y, [control, *(score for sample in samples for score in sample.scores.tolist())])

@@ -17,16 +17,16 @@ __all__ = ["place_labels"]
 
 Floats = NDArray[np.float64]
 
-_NEAR = (3, 5)
+_NEAR_DISTANCES = (3, 5)
 """Distances, in points (1/72 inch), at which it is clear without a line which point a label names."""
 
-_FAR = (8, 12, 17, 23, 30, 38, 47, 57, 68)
+_FAR_DISTANCES = (8, 12, 17, 23, 30, 38, 47, 57, 68)
 """Distances of labels from which a thin line leads to their points."""
 
 _ANGLES = np.array([0, 8, 4, 12, 2, 14, 6, 10, 1, 15, 7, 9, 3, 13, 5, 11]) * math.pi / 8
 """Directions in the order in which they are tried: right, left, above, below, and between."""
 
-_MARK, _LINE, _APART = 2.6, 0.4, 7.0
+_MARK, _LINE, _LABEL_GAP = 2.6, 0.4, 7.0
 """In points: what a mark keeps free on each side; what a line does; distance of near labels from other points."""
 
 
@@ -119,13 +119,15 @@ class _Room:
 
     def take(self, i: int, size: Floats) -> bool:
         """Take the nearest free place for the label of point i; return False where there is none."""
-        distance, angle = np.array([(d, a) for d in (_NEAR if self.near else _NEAR + _FAR) for a in _ANGLES]).T
+        distance, angle = np.array(
+            [(d, a) for d in (_NEAR_DISTANCES if self.near else _NEAR_DISTANCES + _FAR_DISTANCES) for a in _ANGLES]
+        ).T
         way = np.stack([np.cos(angle), np.sin(angle)], axis=1)
         centres = self.points[i] + distance[:, None] * way + np.clip(1.5 * way, -1, 1) * size / 2
         boxes = np.hstack([centres - size / 2, centres + size / 2])
         for k in np.flatnonzero(self._are_free(boxes, i)):
             line = np.array([self.points[i], np.clip(self.points[i], boxes[k, :2], boxes[k, 2:])])
-            is_near = distance[k] <= _NEAR[-1]
+            is_near = distance[k] <= _NEAR_DISTANCES[-1]
             if is_near or self._is_clear(_along(*line)):
                 self.centres[i] = centres[k]
                 self.taken = np.vstack([self.taken, boxes[k]])
@@ -145,7 +147,7 @@ class _Room:
             return free
         others = np.delete(self.points, i, axis=0)
         gaps = np.max(np.abs(others - np.clip(others, low, high)), axis=2)
-        return np.logical_and(free, np.all(gaps >= _APART, axis=1))
+        return np.logical_and(free, np.all(gaps >= _LABEL_GAP, axis=1))
 
     def _is_clear(self, line: Floats) -> bool:
         """Return whether a line crosses only the boxes on which it starts."""

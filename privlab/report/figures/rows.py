@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from privlab.report.figures.style import SMALL, wrapped
 
-__all__ = ["Row", "height", "stack"]
+__all__ = ["FigureRow", "height", "stack"]
 
 _HEAD, _MORE = 0.15, 0.1
 """Heights of a heading, and of each further line of one or of a name, in inches."""
@@ -18,7 +18,7 @@ _HEADS, _NAMES = 1.6, 0.95
 
 
 @dataclass(frozen=True)
-class Row:
+class FigureRow:
     """A row of the figure: the heading that it stands under (or none), its name, its height and its gap, in inches."""
 
     heading: str
@@ -27,7 +27,7 @@ class Row:
     gap: float
 
     @classmethod
-    def named(cls, heading: str, name: str, height: float, gap: float) -> "Row":
+    def named(cls, heading: str, name: str, height: float, gap: float) -> "FigureRow":
         """Return a row with its name wrapped, and as high as the name needs.
 
         Args:
@@ -40,7 +40,7 @@ class Row:
         return cls(heading, text, max(height, _MORE * (text.count("\n") + 1)), gap)
 
 
-def stack(ax: Axes, rows: Sequence[Row]) -> list[float]:
+def stack(ax: Axes, rows: Sequence[FigureRow]) -> list[float]:
     """Name the rows on the y axis, whose unit is inches from the top, and return the middle of each row."""
     middles, y = [], 0.0
     for heading, under in itertools.groupby(rows, key=lambda row: row.heading):
@@ -61,7 +61,7 @@ def stack(ax: Axes, rows: Sequence[Row]) -> list[float]:
     return middles
 
 
-def height(rows: Sequence[Row]) -> float:
+def height(rows: Sequence[FigureRow]) -> float:
     """Return the height of all rows and headings, in inches."""
     headings = sum(_height(heading) for heading, _ in itertools.groupby(row.heading for row in rows) if heading)
     return sum(row.height + row.gap for row in rows) + headings

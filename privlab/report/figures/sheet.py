@@ -24,10 +24,10 @@ __all__ = ["draw_sheet"]
 
 _RANKS = ("leakiest", "median", "least leaky")
 
-_DOTS = 240
+_DOTS_PER_INCH = 240
 """Most pixels per inch of an image, so that the file of a sheet stays small."""
 
-_NARROW = 2
+_NARROW_CASES = 2
 """Up to this many cases are a column wide, a line for each rank; more are a page wide, a line for each case."""
 
 _EDGE, _GAP, _BETWEEN, _LINE = 0.04, 0.04, 0.12, 0.088
@@ -104,7 +104,7 @@ def _draw(
     cases: Sequence[Sequence[Sequence[_Panel]]], titles: Sequence[str], heads: Sequence[str], said: Sequence[str]
 ) -> matplotlib.figure.Figure:
     """Draw the panels, placed in inches from the top left corner."""
-    narrow = len(cases) <= _NARROW
+    narrow = len(cases) <= _NARROW_CASES
     width, blocks, left = (COLUMN, 1, _EDGE + 1.4 * _LINE) if narrow else (PAGE, len(_RANKS), _EDGE)
     block = (width - left - _EDGE + _BETWEEN) / blocks
     step = (block - _BETWEEN + _GAP) / len(heads)
@@ -157,10 +157,10 @@ def _show(ax: Axes, panel: _Panel, x: float, y: float, side: float) -> None:
 
 
 def _read(place: Place, side: float) -> NDArray[np.uint8]:
-    """Return the pixels of an image, made smaller where it has more than `_DOTS` per inch."""
+    """Return the pixels of an image, made smaller where it has more than `_DOTS_PER_INCH` per inch."""
     try:
         with Image.open(io.BytesIO(pngs([place])[0])) as image:
-            image.thumbnail((round(side * _DOTS), round(side * _DOTS)), Image.Resampling.BOX)
+            image.thumbnail((round(side * _DOTS_PER_INCH), round(side * _DOTS_PER_INCH)), Image.Resampling.BOX)
             return np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:  # as Pillow says that a file is torn
         reason = getattr(error, "strerror", None) or "it is no image"

@@ -184,12 +184,13 @@ def _shortened(facts: object) -> object:
     if isinstance(facts, Mapping):
         return {str(name): _shortened(value) for name, value in facts.items()}
     if isinstance(facts, list | tuple):
-        rest = [f"… {len(facts) - _LISTED} more"] if len(facts) > _LISTED else []
-        return [_shortened(value) for value in facts[:_LISTED]] + rest
+        rest = [f"… {len(facts) - _MOST_VALUES} more"] if len(facts) > _MOST_VALUES else []
+        return [_shortened(value) for value in facts[:_MOST_VALUES]] + rest
     return facts
 
 
-_LISTED = 20
+_MOST_VALUES = 20
+"""The most values of a column that the page lists."""
 
 
 def _command(command: str | Sequence[str] | None) -> str:

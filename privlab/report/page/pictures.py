@@ -22,7 +22,7 @@ FULL_BUDGET, SMALL_BUDGET = 40_000_000, 24_000_000
 """The most characters of a page that images in full size, and thumbnails, may take. The thumbnail of a private image is
 always kept, whatever the budget."""
 
-_SMALL = 112  # the longer side of a thumbnail, in pixels
+_THUMBNAIL_SIDE = 112  # the longer side of a thumbnail, in pixels
 _SMALL_QUALITY, _FULL_QUALITY = 60, 80
 
 
@@ -137,12 +137,12 @@ def _album(places: Mapping[Path, Mapping[str, Place]], *, full: bool) -> Album:
 def _encoded(data: bytes, *, full: bool) -> tuple[str, str | None]:
     """Return the thumbnail and, if it is wanted, the image in full size; a small image is its own thumbnail."""
     with Image.open(io.BytesIO(data), formats=["PNG"]) as opened:
-        if max(opened.size) <= _SMALL:
+        if max(opened.size) <= _THUMBNAIL_SIDE:
             opened.load()
             return _uri("png", data), ""
         picture = opened.convert("RGB")
     large = _jpeg(picture, _FULL_QUALITY) if full else None
-    picture.thumbnail((_SMALL, _SMALL), reducing_gap=1.0)
+    picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE), reducing_gap=1.0)
     return _jpeg(picture, _SMALL_QUALITY), large
 
 

@@ -103,7 +103,7 @@ class _Case:
     def of(cls, rows: Sequence[Row], case: int, metric: str) -> "_Case":
         own = [row for row in rows if row.case == case]
         found = {row.kind: row for row in own if row.kind in ("published", "paper", "worst", "single")}
-        scores = {kind: row.scores.get(metric, _NOTHING) for kind, row in found.items()}
+        scores = {kind: row.scores.get(metric, _NO_SCORE) for kind, row in found.items()}
         controls = [row for row in own if row.kind == "control" and not math.isnan(row.scores[metric].mean)]
         best = max(controls, key=lambda row: sign_of(metric) * row.scores[metric].mean, default=None)
         worst = found["worst"]
@@ -111,14 +111,14 @@ class _Case:
         return cls(
             case,
             metric,
-            *(scores.get(kind, _NOTHING) for kind in ("published", "paper", "worst")),
+            *(scores.get(kind, _NO_SCORE) for kind in ("published", "paper", "worst")),
             leakiest=worst.leakiest.get(metric, {}),
             single=("".join(found["single"].leakiest.get(metric, ())), scores["single"]) if "single" in found else None,
             exact=worst.exact or 0,
             refused=len(worst.refused),
             claim_refused="paper" in found and bool(found["paper"].refused),
             external="; ".join(dict.fromkeys(elsewhere)) or None,
-            control=best.scores[metric] if best else _NOTHING,
+            control=best.scores[metric] if best else _NO_SCORE,
             control_name=(best.attack or "").removeprefix("control:") if best else "",
         )
 
@@ -156,7 +156,7 @@ class _Case:
         )
 
 
-_NOTHING = Score(math.nan)
+_NO_SCORE = Score(math.nan)
 
 
 def _with_interval(score: Score, n: int, *, refused: bool) -> tuple[str, str]:

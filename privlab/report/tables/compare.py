@@ -19,10 +19,10 @@ from privlab.report.tables.sheet import heading, shown
 
 __all__ = ["Moved", "compare"]
 
-_ROUNDING = 1e-6
+_ROUNDING_ERROR = 1e-6
 """Relative differences up to this are rounding of float32, on another machine or in another order."""
 
-_NOTHING = 1e-8
+_EXACT_DIFFERENCE = 1e-8
 """Differences up to this are those of exact reconstructions, whose errors are only rounding."""
 
 _KEY = ["case", "attack", "external", "image"]
@@ -153,7 +153,10 @@ def _of_cell(
 def _still(old: Score, new: Score, change: Score) -> bool:
     """Return whether a change is within its interval, or within rounding."""
     finite = [abs(score.mean) for score in (old, new) if math.isfinite(score.mean)]
-    return abs(change.mean) <= max([_NOTHING, *(_ROUNDING * mean for mean in finite)]) or change.low <= 0 <= change.high
+    return (
+        abs(change.mean) <= max([_EXACT_DIFFERENCE, *(_ROUNDING_ERROR * mean for mean in finite)])
+        or change.low <= 0 <= change.high
+    )
 
 
 def _unpaired(old: Score, new: Score) -> Score:

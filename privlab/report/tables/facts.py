@@ -14,17 +14,18 @@ from privlab.report.tables.measure import Measure, structure
 from privlab.report.tables.per_image import SINGLE, WORST, leakiest_geometries, per_image, sign_of
 from privlab.report.tables.sheet import shown, unit_of
 
-__all__ = ["SAME", "Facts", "cut"]
+__all__ = ["COMPARED_COLUMNS", "Facts", "cut"]
 
-_MOST = 3
-_NAMED = ("case", "attack", "geometry", "image", "image_sha256", "status", "external")
-SAME = [
+_MOST_TEXTS = 3
+"""The most texts of a flag that are listed."""
+_NAMED_COLUMNS = ("case", "attack", "geometry", "image", "image_sha256", "status", "external")
+COMPARED_COLUMNS = [
     *("victim", "weights_sha256", "block", "release", "setting", "defense", "defense_params"),
     *("attack", "geometry", "conditions"),
 ]
 """The columns that two records must share if their attacks are to be compared by budget alone."""
-_NEEDED = (*SAME, "attack_params", "seed", "draw", "weights", "reason", "batch_images")
-_NEEDED += ("victim_params", "label_origin", "beyond_range")
+_NEEDED_COLUMNS = (*COMPARED_COLUMNS, "attack_params", "seed", "draw", "weights", "reason", "batch_images")
+_NEEDED_COLUMNS += ("victim_params", "label_origin", "beyond_range")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +47,10 @@ class Facts:
             metric: the one by which attacks are compared.
             geometry: "in_place", "oracle" or "reassembled": in which scores are compared.
         """
-        named = [name for name in _NAMED if name in records]
-        there = records.reindex(columns=list(dict.fromkeys([*named, *_NEEDED, metric, *STRUCTURE, *MIRRORED.values()])))
+        named = [name for name in _NAMED_COLUMNS if name in records]
+        there = records.reindex(
+            columns=list(dict.fromkeys([*named, *_NEEDED_COLUMNS, metric, *STRUCTURE, *MIRRORED.values()]))
+        )
         return cls(there, names, metric, geometry)
 
     @property
@@ -160,5 +163,5 @@ class Facts:
 
 def cut(texts: Sequence[str]) -> str:
     """Join the first texts; if there are more, say how many."""
-    more = f"; {len(texts) - _MOST} more" if len(texts) > _MOST else ""
-    return "; ".join(texts[:_MOST]) + more
+    more = f"; {len(texts) - _MOST_TEXTS} more" if len(texts) > _MOST_TEXTS else ""
+    return "; ".join(texts[:_MOST_TEXTS]) + more

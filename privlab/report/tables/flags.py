@@ -10,13 +10,14 @@ import pandas as pd
 from privlab.attacks import attacks as installed
 from privlab.defenses import defenses
 from privlab.report.page import case_names
-from privlab.report.tables.facts import SAME, Facts, cut
+from privlab.report.tables.facts import COMPARED_COLUMNS, Facts, cut
 from privlab.report.tables.knowledge import declared, knows
 from privlab.report.tables.per_image import lead_metric, per_image
 from privlab.report.tables.results import Results
 from privlab.threat import AttackClass, Capability, acts_on
 
-__all__ = ["DETERMINISTIC", "FEWEST", "RULES", "Flag", "flag_lines", "flags_of", "red_flags", "some", "structure_cases"]
+__all__ = ["DETERMINISTIC", "FEWEST_IMAGES", "RULES", "Flag", "flag_lines", "flags_of", "red_flags", "some"]
+__all__ += ["structure_cases"]
 
 DETERMINISTIC = frozenset(
     {"none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"},
@@ -26,10 +27,10 @@ DETERMINISTIC = frozenset(
 BUDGETS = frozenset({"steps", "rounds", "iterations", "max_iterations", "starts", "restarts", "num_trials", "inner"})
 """Options of attacks that are budgets: more of them is more work. Of optim.max_iterations the last part counts."""
 
-NOTHING = "what is released is zero or not finite"
+NOTHING_RELEASED = "what is released is zero or not finite"
 """The reason in a record where there was nothing to attack."""
 
-FEWEST = 20
+FEWEST_IMAGES = 20
 """The number of images of a case below which its means say little, and the failure of an attack says nothing."""
 
 
@@ -124,9 +125,11 @@ def _weaker(facts: Facts) -> list[str]:
 def _worse_with_more(facts: Facts) -> list[str]:
     """Compare an attack with itself where nothing but its budget differs, on the images that both have."""
     own = facts.records.loc[(facts.records.geometry == facts.geometry) & facts.records.attack_params.notna()]
-    kinds = own.loc[:, [*SAME, "attack_params", "case"]].drop_duplicates([*SAME, "attack_params"])
+    kinds = own.loc[:, [*COMPARED_COLUMNS, "attack_params", "case"]].drop_duplicates(
+        [*COMPARED_COLUMNS, "attack_params"]
+    )
     lines = []
-    for _, same in kinds.groupby(SAME, dropna=False, sort=False):
+    for _, same in kinds.groupby(COMPARED_COLUMNS, dropna=False, sort=False):
         if len(same) < 2 or not facts.sign:
             continue
         runs = [(_split(row.attack_params), row) for row in same.itertuples()]
@@ -207,13 +210,13 @@ def _structure_alone(facts: Facts) -> list[str]:
 
 
 def _nothing_released(facts: Facts) -> list[str]:
-    rows = facts.records[facts.records.reason == NOTHING]
+    rows = facts.records[facts.records.reason == NOTHING_RELEASED]
     counts = rows.groupby("case").image.nunique().to_dict()
     return facts.grouped({case: some(count, "image") for case, count in counts.items()})
 
 
 def _failed(facts: Facts) -> list[str]:
-    failed = facts.records.loc[(facts.records.status != "ok") & (facts.records.reason != NOTHING)]
+    failed = facts.records.loc[(facts.records.status != "ok") & (facts.records.reason != NOTHING_RELEASED)]
     lines = []
     for case in sorted(failed.case.unique().tolist()):
         rows = failed.loc[failed.case == case]
@@ -233,7 +236,7 @@ def _few_images(facts: Facts) -> list[str]:
     """Count the different images on which attacks were scored; a case where no attack ran has a flag of its own."""
     own = facts.scored.loc[facts.scored.image != ""]
     counts = own.groupby("case").image.nunique().to_dict()
-    return facts.grouped({case: some(n, "image") for case, n in counts.items() if n < FEWEST})
+    return facts.grouped({case: some(n, "image") for case, n in counts.items() if n < FEWEST_IMAGES})
 
 
 def _predicted_labels(facts: Facts) -> list[str]:

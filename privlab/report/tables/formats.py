@@ -35,11 +35,11 @@ _DOCUMENT = r"""\documentclass{article}
 %(notes)s\end{document}
 """
 
-_BARE = Caption()
+_NO_CAPTION = Caption()
 
 
 def render(
-    form: str, rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, standalone: bool = False
+    form: str, rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION, *, standalone: bool = False
 ) -> str:
     """Return a leakage table as text, in one of `FORMATS`.
 
@@ -154,7 +154,7 @@ def _json(rows: Sequence[Row], layout: Layout, caption: Caption) -> str:
     return json.dumps(plain_data(table), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
 
 
-def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _BARE, *, stacked: bool = False) -> Table:
+def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION, *, stacked: bool = False) -> Table:
     """Lay the table out for a terminal: a line for each case, published, paper's attack, worst case, best attack.
 
     Args:

@@ -34,7 +34,7 @@ _RESAMPLES = 2000
 _BLOCKS = 2048
 """Of more images than this, blocks are resampled; the interval's width stays right to about 1/√(2 · 2048)."""
 _SEED = 20230617
-_AT_ONCE = 2**23
+_MOST_NUMBERS = 2**23
 """The most numbers of a resampling that are in memory at once."""
 
 
@@ -185,7 +185,7 @@ def bootstrap(values: Floats, starts: Whole, level: float) -> tuple[Floats, Floa
     low, high = np.full(len(starts), np.nan), np.full(len(starts), np.nan)
     for size in np.unique(sizes[sizes > 1]).tolist():
         of_size = np.flatnonzero(sizes == size)
-        step = max(1, _AT_ONCE // max(size, _RESAMPLES))
+        step = max(1, _MOST_NUMBERS // max(size, _RESAMPLES))
         for chunk in (of_size[i : i + step] for i in range(0, len(of_size), step)):
             found = values[starts[chunk][:, None] + np.arange(size)]
             low[chunk], high[chunk] = _percentiles(found, level)

@@ -30,7 +30,7 @@ CELL = ["case", "attack", "external"]
 Floats = NDArray[np.float64]
 Whole = NDArray[np.intp]
 
-_LARGEST = (3, 384, 384)
+_ASSUMED_SHAPE = (3, 384, 384)
 """The shape that is assumed for images whose size is not recorded: the largest input of timm's plain ViTs."""
 
 
@@ -245,7 +245,7 @@ def _exact(rows: pd.DataFrame) -> Floats:
     psnr = rows.psnr.to_numpy("float64", na_value=np.nan) if "psnr" in rows else np.full(len(rows), np.nan)
     stated = rows.victim_params.astype(object).fillna("{}") if "victim_params" in rows else pd.Series("{}", rows.index)
     codes, victims = pd.factorize(stated)
-    levels = [exact_db(math.prod(json.loads(victim).get("input", _LARGEST))) for victim in victims]
+    levels = [exact_db(math.prod(json.loads(victim).get("input", _ASSUMED_SHAPE))) for victim in victims]
     return np.where(np.isnan(psnr), np.nan, psnr > np.array([*levels, math.inf])[codes])
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 from privlab.grids import KNOWN
 from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.report.page import case_names
-from privlab.report.tables.flags import FEWEST
+from privlab.report.tables.flags import FEWEST_IMAGES
 from privlab.report.tables.knowledge import kinds_in, knows, undefended, undone
 from privlab.report.tables.measure import Measure, measure
 from privlab.report.tables.per_image import SINGLE, WORST, lead_metric, leakiest_geometries, per_image
@@ -27,11 +27,21 @@ __all__ = ["Measure", "PowerVerdict", "power", "power_of", "scope"]
 
 Word = Literal["broken", "holds", "no evidence", "no defense"]
 
-_SAME = ("victim_params", "weights_sha256", "block", "release", "dtype", "conditions", "batch_images")
+_SHARED_COLUMNS = ("victim_params", "weights_sha256", "block", "release", "dtype", "conditions", "batch_images")
 """The columns in which a record must agree with one of its positive control, besides the image and the batch."""
 
-_NEEDED = (*_SAME, "attack_params", "batch", "defense", "setting", "beyond_range", "schema", "image", "external")
-_RANGED = 4
+_NEEDED_COLUMNS = (
+    *_SHARED_COLUMNS,
+    "attack_params",
+    "batch",
+    "defense",
+    "setting",
+    "beyond_range",
+    "schema",
+    "image",
+    "external",
+)
+_RANGE_SCHEMA = 4
 """The first version of the records that states whether an attack was beyond its range."""
 
 
@@ -89,7 +99,7 @@ def power(
     leaky = [name for name in metrics if KNOWN[name].direction != "utility" and name != "fft2d_mjp"]
     leaky.sort(key=lambda name: name != lead_metric(metrics))
     leaky += [name for name in STRUCTURE if leaky and name not in leaky and name in records]
-    there = records.reindex(columns=list(dict.fromkeys([*records.columns, *_NEEDED])))
+    there = records.reindex(columns=list(dict.fromkeys([*records.columns, *_NEEDED_COLUMNS])))
     facts = _Facts(there, names, leaky, geometry, level)
     return [facts.verdict(case) for case in range(len(names))]
 
@@ -172,7 +182,7 @@ class _Facts:
             ),
             (
                 "no record says whether an attack was in its range: run it again",
-                lambda m: bool((own[m.attack].schema.fillna(0) >= _RANGED).all()),
+                lambda m: bool((own[m.attack].schema.fillna(0) >= _RANGE_SCHEMA).all()),
             ),
             (
                 f"every attack that knows the defense is outside its stated range ({beyond})",
@@ -183,7 +193,7 @@ class _Facts:
                 lambda m: bool(own[m.attack].reindex(columns=list(MIRRORED.values())).notna().any(axis=None)),
             ),
             ("attacks that know the defense failed", lambda m: bool((own[m.attack].status == "ok").all())),
-            (f"fewer than {FEWEST} images", lambda m: m.gain.images >= FEWEST),
+            (f"fewer than {FEWEST_IMAGES} images", lambda m: m.gain.images >= FEWEST_IMAGES),
             (
                 "no positive control; the same attack on the undefended release of the same images, all else alike, is "
                 "added by --setting a,c, or by a case of setting a",
@@ -226,7 +236,7 @@ class _Facts:
 
 def _keys(rows: pd.DataFrame, options: Sequence[str]) -> set[tuple[object, ...]]:
     """Return the identity of each row's measurement, without its defense, setting and draws."""
-    columns = [*_SAME, *options, "image_sha256", "batch"]
+    columns = [*_SHARED_COLUMNS, *options, "image_sha256", "batch"]
     return set(rows[columns].astype(object).where(rows[columns].notna(), None).itertuples(index=False, name=None))
 
 

@@ -38,7 +38,7 @@ OF_ORACLE = (
     f"and controls alike; {CONTROLS[2]} would be the image itself, and is left out"
 )
 _BOOTSTRAP = "by bootstrap over the images"
-_MEASURED = ("paper", "worst", "single", "attack")
+_MEASURED_KINDS = ("paper", "worst", "single", "attack")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Sheet:
         score, n = row.scores[name], decimals(self.layout, name)
         mean, reach = shown(score.mean, n), max(score.high - score.mean, score.mean - score.low)
         interval = shown(reach, n) if math.isfinite(reach) else ""
-        return mean, interval, row.kind in _MEASURED and self._leakiest.get((row.group, name)) == mean
+        return mean, interval, row.kind in _MEASURED_KINDS and self._leakiest.get((row.group, name)) == mean
 
     def mark(self, row: Row) -> str:
         """Return the letters of a row's footnotes."""
@@ -170,7 +170,7 @@ class Sheet:
         """Return, as it is printed, the leakiest figure that was measured here in each group, for each metric."""
         best: dict[tuple[str | None, str], float] = {}
         for row in self.rows if self.layout.bold else ():
-            for name in self.layout.columns if row.kind in _MEASURED else ():
+            for name in self.layout.columns if row.kind in _MEASURED_KINDS else ():
                 mean, direction = row.scores[name].mean, KNOWN[name].direction
                 if direction != "utility" and not math.isnan(mean):
                     leakier = max if direction == "higher leaks" else min

@@ -1,7 +1,6 @@
 """The client's images and labels in memory, as eight bits, and the batch of every step."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -9,14 +8,14 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from privlab.base import PrivlabError, draw_for
+from privlab.base import PrivlabError, Progress, draw_for
 from privlab.images import ImageSource, Preprocessing, batches
 from privlab.victims import VictimModel
 
 __all__ = ["Batches", "Dataset", "load"]
 
-Progress = Callable[[int, int | None], None]
-_READ = 64
+_BATCH_SIZE = 64
+"""Images that are read, or classified, at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +34,9 @@ class Dataset:
     def labelled_by(self, model: VictimModel) -> "Dataset":
         """Return the same images, labelled with the classes that a model predicts for the plain images."""
         with torch.no_grad():
-            parts = [model(self.pixels(slice(i, i + _READ)).to(model.mean)) for i in range(0, len(self), _READ)]
+            parts = [
+                model(self.pixels(slice(i, i + _BATCH_SIZE)).to(model.mean)) for i in range(0, len(self), _BATCH_SIZE)
+            ]
         return replace(self, labels=torch.cat(parts).argmax(1).cpu())
 
     def checked(self, classes: int) -> "Dataset":
@@ -70,7 +71,7 @@ def load(source: ImageSource, preprocessing: Preprocessing, progress: Progress =
         PrivlabError: if no image can be read.
     """
     pictures, images, failed = [], [], {}
-    for chunk in batches(source, preprocessing, _READ):
+    for chunk in batches(source, preprocessing, _BATCH_SIZE):
         pictures += chunk.pictures
         images.append((chunk.images * 255).round().to(torch.uint8))
         failed |= {picture.name: picture.problem or "" for picture in chunk.failed}

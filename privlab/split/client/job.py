@@ -18,11 +18,11 @@ from privlab.split.protocol.secret import new_secret
 from privlab.threat import Stack
 from privlab.victims import Victim, victim
 
-__all__ = ["Job", "Started", "resumed", "stack_of", "started"]
+__all__ = ["SplitJob", "Started", "resumed", "stack_of", "started"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SplitJob:
     """The options of a training or an inference that determine its result.
 
     `labels` is a CSV file, None for the source's own, or "predicted" for the victim's predictions on plain images.
@@ -52,7 +52,7 @@ class Job:
     upload: bool = False
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> "Job":
+    def of(cls, values: dict[str, Any]) -> "SplitJob":
         """Return the job that `asdict` turned into plain data, after a round trip through JSON."""
         known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         for name in known.keys() & {"images", "options"}:  # JSON turned tuples into lists
@@ -70,7 +70,7 @@ class Job:
 class Started:
     """A job with its victim and learner; `session` is that of an earlier run; a checkpoint holds `facts`."""
 
-    job: Job
+    job: SplitJob
     victim: Victim
     learner: Learner
     facts: dict[str, Any]
@@ -91,7 +91,7 @@ def stack_of(names: str, options: tuple[str, ...]) -> Stack:
     return Stack(tuple(configured(kind, options) for kind in kinds))
 
 
-def started(job: Job, device: torch.device) -> Started:
+def started(job: SplitJob, device: torch.device) -> Started:
     """Begin a job with a fresh secret.
 
     Raises:
@@ -110,7 +110,7 @@ def resumed(folder: Path, device: torch.device) -> Started:
     if not path.exists():
         raise PrivlabError(f"'{folder}' holds no {CHECKPOINT}: give the --out of `privlab split train`.")
     _, facts = checkpoint.read(path, only_facts=True)
-    job = Job.of(facts["job"])
+    job = SplitJob.of(facts["job"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivlabWarning)  # such as random weights: the first run warned of them
         made = _made(job, facts["secret"], device)
@@ -118,7 +118,7 @@ def resumed(folder: Path, device: torch.device) -> Started:
     return Started(job, made.victim, made.learner, facts, facts["session"])
 
 
-def _made(job: Job, secret: str, device: torch.device) -> Started:
+def _made(job: SplitJob, secret: str, device: torch.device) -> Started:
     stack = stack_of(job.defense, job.options)
     subject = victim(job.model, weights=job.weights, img_size=job.img_size, seed=job.seed)
     learner = _learner(job, subject, stack, secret, device, own_weights=job.upload)
@@ -128,7 +128,7 @@ def _made(job: Job, secret: str, device: torch.device) -> Started:
 
 
 def _learner(
-    job: Job, subject: Victim, stack: Stack, secret: str, device: torch.device, *, own_weights: bool
+    job: SplitJob, subject: Victim, stack: Stack, secret: str, device: torch.device, *, own_weights: bool
 ) -> Learner:
     contract = Contract(
         model=subject.architecture,

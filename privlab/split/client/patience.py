@@ -8,7 +8,8 @@ from privlab.split.client.client import Lost, Rebuffed
 
 __all__ = ["Patience"]
 
-_FIRST, _LONGEST = 0.1, 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+"""Seconds before the second attempt, and the most between any two."""
 
 
 class Patience:
@@ -23,11 +24,11 @@ class Patience:
         self._seconds, self._tell = seconds, tell
         self._met = False
         self._since: float | None = None
-        self._pause = _FIRST
+        self._pause = _FIRST_PAUSE
 
     def met(self) -> None:
         """Reset the time and the pauses: the server has answered."""
-        self._met, self._since, self._pause = True, None, _FIRST
+        self._met, self._since, self._pause = True, None, _FIRST_PAUSE
 
     def wait(self, lost: Lost) -> None:
         """Wait before the next attempt.
@@ -45,4 +46,4 @@ class Patience:
         if left <= 0:
             raise PrivlabError(f"{lost} Tried for {self._seconds:g} seconds (--retry-for).") from None
         time.sleep(min(self._pause, left))
-        self._pause = min(2 * self._pause, _LONGEST)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from privlab.base import PrivlabError, write_whole
 
-__all__ = ["Checkpoints", "optimizer_state", "private_folder", "read", "restore_optimizer", "write"]
+__all__ = ["SessionCheckpoints", "optimizer_state", "private_folder", "read", "restore_optimizer", "write"]
 
 _FORMAT = "privlab-split/1"
 
@@ -70,7 +70,7 @@ def read(path: Path, *, only_facts: bool = False) -> tuple[dict[str, Tensor], di
         raise PrivlabError(f"The checkpoint '{path}' cannot be read: {error}.") from error
 
 
-class Checkpoints:
+class SessionCheckpoints:
     """The checkpoints of one session: FOLDER/step-00000012.safetensors."""
 
     def __init__(self, folder: Path) -> None:

@@ -15,7 +15,8 @@ __all__ = ["DTYPES", "OPTIMIZERS", "Contract", "Refusal"]
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 OPTIMIZERS = ("adamw", "sgd")
 
-_LARGEST = {"width": 2**14, "max_tokens": 2**16, "max_batch": 2**16}
+_LIMITS = {"width": 2**14, "max_tokens": 2**16, "max_batch": 2**16}
+"""The largest value of each size that a server accepts."""
 
 
 class Refusal(PrivlabError):
@@ -60,7 +61,7 @@ class Contract:
     own_weights: bool = False
 
     def __post_init__(self) -> None:
-        for name, most in _LARGEST.items():
+        for name, most in _LIMITS.items():
             check_range(1 <= (value := getattr(self, name)) <= most, name, f"in [1, {most}]", value)
         check_name("dtype", self.dtype, DTYPES)
         check_name("optimizer", self.optimizer, OPTIMIZERS)

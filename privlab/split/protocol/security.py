@@ -18,7 +18,8 @@ from privlab.base import PrivlabError
 
 __all__ = ["ClientTls", "RequireToken", "ServerTls", "is_loopback", "make_token", "read_token", "split_address"]
 
-_LEAST = 32
+_LEAST_CHARACTERS = 32
+"""The fewest characters of a token, so that it cannot be guessed."""
 _OPEN_TO_ALL = "/grpc.health.v1.Health/Check"
 
 
@@ -57,8 +58,10 @@ def read_token(path: Path) -> str:
         raise PrivlabError(f"The token file '{path}' cannot be read: {error}.") from error
     if mode & 0o077:
         raise PrivlabError(f"The token file '{path}' must have mode 0600. Found {mode:04o}: chmod 600 it.")
-    if len(text) < _LEAST or not text.isprintable() or " " in text:
-        raise PrivlabError(f"'{path}' holds no token: expected one line of at least {_LEAST} printable characters.")
+    if len(text) < _LEAST_CHARACTERS or not text.isprintable() or " " in text:
+        raise PrivlabError(
+            f"'{path}' holds no token: expected one line of at least {_LEAST_CHARACTERS} printable characters."
+        )
     return text
 
 

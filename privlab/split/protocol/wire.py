@@ -15,12 +15,13 @@ from torch import Tensor
 from privlab.base import first
 from privlab.split.protocol.contract import Contract, Refusal
 
-__all__ = ["HEADER", "chunks", "pack", "pack_state", "unpack", "unpack_state"]
+__all__ = ["HEADER_BYTES", "chunks", "pack", "pack_state", "unpack", "unpack_state"]
 
-HEADER = 2**16
+HEADER_BYTES = 2**16
 """Room in a message for everything but the numbers, in bytes."""
 
-_CHUNK = 2**22
+_CHUNK_BYTES = 2**22
+"""The most bytes in one part of a large message."""
 _CODES = {torch.float32: "F32", torch.float64: "F64"}
 
 
@@ -85,7 +86,7 @@ def unpack_state(data: bytes, like: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 def chunks(data: bytes) -> list[bytes]:
     """Return the parts of a large message, in order; the last one is empty."""
-    return [data[i : i + _CHUNK] for i in range(0, len(data), _CHUNK)] + [b""]
+    return [data[i : i + _CHUNK_BYTES] for i in range(0, len(data), _CHUNK_BYTES)] + [b""]
 
 
 def _read(data: bytes, want: Mapping[str, torch.dtype]) -> dict[str, Tensor]:

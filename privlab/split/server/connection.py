@@ -7,10 +7,10 @@ import torch
 
 from privlab.base import PrivlabError
 from privlab.release import SessionRecorder
-from privlab.split.protocol.checkpoint import Checkpoints
+from privlab.split.protocol.checkpoint import SessionCheckpoints
 from privlab.split.protocol.contract import Refusal
 from privlab.split.protocol.split_pb2 import Opened, Reply, Request, Saved, Tensors
-from privlab.split.protocol.wire import HEADER, pack, unpack, unpack_state
+from privlab.split.protocol.wire import HEADER_BYTES, pack, unpack, unpack_state
 from privlab.split.server.session import Session
 
 __all__ = ["Live"]
@@ -29,7 +29,7 @@ class Live:
     name: str
     session: Session
     after: int
-    stored: Checkpoints
+    stored: SessionCheckpoints
     saved: int
     every: int
     weights_sha256: str
@@ -41,7 +41,7 @@ class Live:
         contract = self.session.contract
         self._uploaded: bytearray | None = bytearray() if contract.own_weights and self.session.step == 0 else None
         size = sum(t.numel() for t in self.session.backbone.state_dict().values())
-        self._upload_most = size * contract.torch_dtype.itemsize + HEADER * 16
+        self._upload_most = size * contract.torch_dtype.itemsize + HEADER_BYTES * 16
 
     def opened(self) -> Reply:
         """Return the answer to the request that opened the session."""

@@ -35,7 +35,8 @@ METHOD = f"/{SERVICE}/Session"
 Event = Callable[[dict[str, object]], None]
 """Called with each event: "event", "session" if the event has one, and facts."""
 
-_GLANCE = 0.2
+_POLL_SECONDS = 0.2
+"""Seconds that a session waits for a message before it checks whether the server is stopping."""
 _SPARE_THREADS = 8  # for refusals and health checks while all sessions are taken
 
 
@@ -196,7 +197,7 @@ class Server:
             if self._stopping.is_set() and not (live and live.session.under_way and now < self._last_word):
                 raise Refusal("UNAVAILABLE", "The server is stopping; the session can be resumed.")
             try:
-                return inbox.get(_GLANCE)
+                return inbox.get(_POLL_SECONDS)
             except futures.TimeoutError:
                 now = time.monotonic()
             except Exception:  # gRPC raises a bare Exception if the client has disconnected

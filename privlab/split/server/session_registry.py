@@ -15,10 +15,10 @@ import torch
 from privlab.base import PrivlabError, check_range
 from privlab.release import Recorder
 from privlab.split.protocol.backbone import Backbone
-from privlab.split.protocol.checkpoint import Checkpoints
+from privlab.split.protocol.checkpoint import SessionCheckpoints
 from privlab.split.protocol.contract import Contract, Refusal
 from privlab.split.protocol.split_pb2 import Open
-from privlab.split.protocol.wire import HEADER
+from privlab.split.protocol.wire import HEADER_BYTES
 from privlab.split.server.connection import Live
 from privlab.split.server.session import Session
 from privlab.victims import Victim, hash_of
@@ -29,7 +29,8 @@ VERSION = 1
 """The version of the protocol."""
 
 _ID = re.compile(r"[0-9a-f]{64}")
-_NAME = 12
+_NAME_LENGTH = 12
+"""Characters of a session's identity that name it in logs and folders."""
 
 
 def _most_memory() -> int:
@@ -123,7 +124,7 @@ class Sessions:
         if contract.max_batch > self.limits.batch:
             most = f"at most {self.limits.batch} images in a batch. Asked for: {contract.max_batch}"
             raise Refusal("RESOURCE_EXHAUSTED", f"This server takes {most}.")
-        if contract.message_bytes + HEADER > self.limits.message:
+        if contract.message_bytes + HEADER_BYTES > self.limits.message:
             most = f"{self.limits.message / 2**20:.0f} MiB. A batch would need {contract.message_bytes / 2**20:.0f}"
             raise Refusal("RESOURCE_EXHAUSTED", f"This server takes messages of at most {most}.")
         return contract
@@ -148,7 +149,7 @@ class Sessions:
             try:
                 return str(stored.facts(step)["session"])
             except (PrivlabError, KeyError) as error:
-                self._log("unreadable", asked[:_NAME], step=step, reason=str(error))
+                self._log("unreadable", asked[:_NAME_LENGTH], step=step, reason=str(error))
         return ""
 
     @contextmanager
@@ -182,7 +183,7 @@ class Sessions:
             raise Refusal("FAILED_PRECONDITION", f"The session can go on after steps {found}.")
         return Live(
             id_=id_,
-            name=id_[:_NAME],
+            name=id_[:_NAME_LENGTH],
             session=session,
             after=step,
             stored=stored,
@@ -190,10 +191,12 @@ class Sessions:
             every=self._every,
             weights_sha256=self._hash(contract.dtype),
             log=self._log,
-            record=None if self._recorder is None else self._recorder.session(id_[:_NAME], self._facts(contract)),
+            record=None
+            if self._recorder is None
+            else self._recorder.session(id_[:_NAME_LENGTH], self._facts(contract)),
         )
 
-    def _restored(self, session: Session, stored: Checkpoints, step: int) -> bool:
+    def _restored(self, session: Session, stored: SessionCheckpoints, step: int) -> bool:
         """Return whether the session was restored to a step, or to the next, which the client may then send again."""
         for candidate in (step, step + 1):
             if candidate not in stored.steps():
@@ -214,8 +217,8 @@ class Sessions:
     def _facts(self, contract: Contract) -> dict[str, object]:
         return {"contract": asdict(contract), "weights_sha256": self._hash(contract.dtype)}
 
-    def _checkpoints(self, id_: str) -> Checkpoints:
-        return Checkpoints(self._folder / id_[:_NAME])
+    def _checkpoints(self, id_: str) -> SessionCheckpoints:
+        return SessionCheckpoints(self._folder / id_[:_NAME_LENGTH])
 
     def _backbone(self, dtype: str) -> Backbone:
         return Backbone(self._victim.model, getattr(torch, dtype)).to(self._device)

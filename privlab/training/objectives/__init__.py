@@ -1,6 +1,6 @@
 """Training objectives of victims and of position predictors, one in each file."""
 
-from privlab.training.objectives.base import Lesson, Objective
+from privlab.training.objectives.base import Objective, ObjectiveRecipe
 from privlab.training.objectives.classify import Classify
 from privlab.training.objectives.dal import DALS, Dal
 from privlab.training.objectives.droppos import TrainDropPos
@@ -15,8 +15,8 @@ __all__ = [
     "Classify",
     "Dal",
     "Finetune",
-    "Lesson",
     "Objective",
+    "ObjectiveRecipe",
     "Probe",
     "TrainDropPos",
     "TrainMjp",

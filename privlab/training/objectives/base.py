@@ -1,4 +1,4 @@
-"""A lesson is what `privlab.training.train` trains: a network, what it learns from, and the objective."""
+"""A recipe is what `privlab.training.train` trains: a network, what it learns from, and the objective."""
 
 import copy
 import hashlib
@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from privlab.images import Augmentation, Examples
 from privlab.victims import Classifier, VictimModel, hash_of
 
-__all__ = ["Lesson", "Objective", "set_drop_path"]
+__all__ = ["Objective", "ObjectiveRecipe", "set_drop_path"]
 
 
 @runtime_checkable
@@ -65,7 +65,7 @@ class PacedObjective(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class ObjectiveRecipe:
     """The recipe of an objective: `victim` is trained in place.
 
     A run continues another where data, objective, augmentation and the weights at the start are the same.
@@ -93,8 +93,8 @@ class Lesson:
     def __len__(self) -> int:
         return len(self.data)
 
-    def at(self, share: float) -> "Lesson":
-        """Return this lesson with the objective as it is when a share of the steps is done."""
+    def at(self, share: float) -> "ObjectiveRecipe":
+        """Return this recipe with the objective as it is when a share of the steps is done."""
         if not isinstance(self.objective, PacedObjective):
             return self
         now = copy.copy(self)

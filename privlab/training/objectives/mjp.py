@@ -65,10 +65,10 @@ class TrainMjp(Classify):
                 "MJP trains E_unk, and this model has none. Use a `_mjp` victim, or --set unknown=false."
             )
         if self.dal == "none":
-            return _Taught(model, None)
+            return _Trained(model, None)
         if (pe := model.slot_pe) is None:
             raise PrivlabError("DAL regresses places from position embeddings; this model has none: --set dal=none.")
-        return _Taught(model, Dal(self.dal, pe.shape[1], model.grid))
+        return _Trained(model, Dal(self.dal, pe.shape[1], model.grid))
 
     def batch(
         self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"], model: Classifier, draw: Generator
@@ -96,7 +96,7 @@ class TrainMjp(Classify):
         return total if dal is None else total + self.weight * dal
 
 
-class _Taught(nn.Module):
+class _Trained(nn.Module):
     """A victim and the regressor that is trained beside it, but not kept."""
 
     def __init__(self, victim: Classifier, dal: Dal | None) -> None:

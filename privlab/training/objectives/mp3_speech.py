@@ -20,7 +20,7 @@ from privlab.victims import VictimModel
 __all__ = ["SPEECH", "as_pictures", "log_mel", "speech_model"]
 
 PATCH, WIDTH = 4, 32
-HELD = 3 * PATCH**2
+PATCH_VALUES = 3 * PATCH**2
 """The number of values that one patch holds."""
 
 SPEECH = TrainDropPos(
@@ -94,8 +94,8 @@ def as_pictures(frames: Float[Tensor, "b t k"]) -> UInt8[Tensor, "b 3 h w"]:
         PrivlabError: if a frame has more numbers than a patch.
     """
     _, t, k = frames.shape
-    if k > HELD:
-        raise PrivlabError(f"A frame must have at most {HELD} numbers, to fit into a patch. Found {k}.")
+    if k > PATCH_VALUES:
+        raise PrivlabError(f"A frame must have at most {PATCH_VALUES} numbers, to fit into a patch. Found {k}.")
     low, high = frames.amin((1, 2), keepdim=True), frames.amax((1, 2), keepdim=True)
     scaled = (frames - low) / (high - low).clamp(min=torch.finfo(frames.dtype).tiny)
-    return (255 * unpatchify(F.pad(scaled, (0, HELD - k)), (3, PATCH, t * PATCH))).round().byte()
+    return (255 * unpatchify(F.pad(scaled, (0, PATCH_VALUES - k)), (3, PATCH, t * PATCH))).round().byte()
