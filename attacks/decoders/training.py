@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Generator, Tensor, nn
 
 from privlab.attacks.decoders.networks import DECODERS, Decoder, OwnRelease, Shape
-from privlab.base import PrivlabError, PrivlabWarning, draw_for, full_precision, unknown_name, write_whole
+from privlab.base import PrivlabError, PrivlabWarning, check_name, draw_for, full_precision, write_whole
 from privlab.patches import permute
 from privlab.release import send
 from privlab.threat import Defense, Draws, FeatureDefense, GradientDefense, Stack
@@ -56,8 +56,7 @@ class DecoderSpec:
 
     def __post_init__(self) -> None:
         """Check the kind."""
-        if self.kind not in DECODERS:
-            raise unknown_name("decoder", self.kind, DECODERS)
+        check_name("decoder", self.kind, DECODERS)
 
 
 def released(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"], draw: Generator) -> OwnRelease:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from privlab.attacks.rows import by_borders, warn_of_moves
-from privlab.base import PrivlabError
+from privlab.attacks.rows import WHITE_BOX, by_borders, warn_of_moves
+from privlab.base import check_range
 from privlab.reassembly import ROUNDS, load_predictor, predictor_file
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
@@ -31,27 +31,14 @@ class BorderJigsaw:
     name: ClassVar[str] = "border-jigsaw"
     paper: ClassVar[str] = "ours; after Gallagher (2012), Paikin and Tal (2015)"
     knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.RELEASED_FEATURES,
-            Capability.KNOWS_WEIGHTS,
-            Capability.AUXILIARY_IMAGES,
-            Capability.OWN_ROWS,
-            Capability.KNOWS_DEFENSE,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.OWN_ROWS}
 
     rounds: int = ROUNDS
     predictor: str = ""
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if `rounds` is negative.
-        """
-        if self.rounds < 0:
-            raise PrivlabError(f"rounds of border-jigsaw must be at least 0. Found {self.rounds}.")
+        """Raise PrivlabError if `rounds` is negative."""
+        check_range(self.rounds >= 0, "rounds of border-jigsaw", "at least 0", self.rounds)
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Invert the rows and put them together.

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.attacks.rows import effects, known_tokens, reassembled, undone
+from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, reassembled, undone
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["ClassTokenKey"]
@@ -33,15 +33,7 @@ class ClassTokenKey:
     name: ClassVar[str] = "class-token-key"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 5"
     knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation", "gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.RELEASED_FEATURES,
-            Capability.KNOWS_WEIGHTS,
-            Capability.CLASS_TOKEN,
-            Capability.AUXILIARY_IMAGES,
-            Capability.KNOWS_DEFENSE,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.CLASS_TOKEN}
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Recover the columns, then the rows and the images."""

@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.attacks.rows import effects, reassembled, undone
-from privlab.base import PrivlabError
+from privlab.attacks.rows import WHITE_BOX, effects, reassembled, undone
+from privlab.base import check_range
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["ColumnStatistics"]
@@ -40,25 +40,13 @@ class ColumnStatistics:
     name: ClassVar[str] = "column-statistics"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 5"
     knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation", "gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.RELEASED_FEATURES,
-            Capability.KNOWS_WEIGHTS,
-            Capability.AUXILIARY_IMAGES,
-            Capability.KNOWS_DEFENSE,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX
 
     ridge: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if `ridge` is not positive.
-        """
-        if not self.ridge > 0:
-            raise PrivlabError(f"ridge of column-statistics must be positive. Found {self.ridge}.")
+        """Raise PrivlabError if `ridge` is not positive."""
+        check_range(self.ridge > 0, "ridge of column-statistics", "positive", self.ridge)
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Recover the columns, then the rows and the images."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from privlab.attacks.rows import effects, known_tokens, undone, warn_of_moves
 from privlab.attacks.solvers import invert_rows
 from privlab.attacks.solvers.embedding_inverse import PRIORS
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import check_name, check_range
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
@@ -42,13 +42,8 @@ class LeastSquares:
     prior: str = "wiener"
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if the prior is unknown.
-        """
-        if self.prior not in PRIORS:
-            raise unknown_name("prior", self.prior, PRIORS)
+        """Raise PrivlabError if the prior is unknown."""
+        check_name("prior", self.prior, PRIORS)
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
@@ -82,14 +77,10 @@ class FeatureOptimisation:
     tv_noise: float = 8.0
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: for a negative step count, rate or weight.
-        """
+        """Raise PrivlabError for a negative step count, rate or weight."""
         for name in ("steps", "learning_rate", "tv", "tv_noise"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise PrivlabError(f"{name} of {self.name} must be at least 0 and finite. Found {getattr(self, name)}.")
+            value = getattr(self, name)
+            check_range(0 <= value < math.inf, f"{name} of {self.name}", "at least 0 and finite", value)
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""

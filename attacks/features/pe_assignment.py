@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from privlab.attacks.rows import by_embeddings, known_tokens, placed, undone, warn_of_moves
+from privlab.attacks.rows import WHITE_BOX, by_embeddings, known_tokens, placed, undone, warn_of_moves
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["PEAssignment"]
@@ -30,15 +30,7 @@ class PEAssignment:
     name: ClassVar[str] = "pe-assignment"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 2"
     knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "batch-shuffle", "gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.RELEASED_FEATURES,
-            Capability.KNOWS_WEIGHTS,
-            Capability.POSITION_EMBEDDINGS,
-            Capability.AUXILIARY_IMAGES,
-            Capability.KNOWS_DEFENSE,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.POSITION_EMBEDDINGS}
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Place the rows and invert them."""

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from privlab.attacks.rows import (
+    WHITE_BOX,
     effects,
     inverted,
     known_tokens,
@@ -54,25 +55,13 @@ class RowAlignment:
     name: ClassVar[str] = "row-alignment"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 2"
     knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.RELEASED_FEATURES,
-            Capability.KNOWS_WEIGHTS,
-            Capability.AUXILIARY_IMAGES,
-            Capability.OWN_ROWS,
-            Capability.KNOWS_DEFENSE,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.OWN_ROWS}
 
     iterations: int = 20
     rounds: int = ROUNDS
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if a number is out of range.
-        """
+        """Raise PrivlabError if a number is out of range."""
         if self.iterations < 1 or self.rounds < 0:
             raise PrivlabError(
                 "row-alignment needs iterations ≥ 1 and rounds ≥ 0. "

@@ -62,11 +62,7 @@ class Breaching:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check that breaching is installed, and that the configuration has the given keys.
-
-        Raises:
-            PrivlabError: if it is not, or for a key that the attack's configuration does not have.
-        """
+        """Raise PrivlabError if breaching is not installed, or its configuration lacks a given key."""
         require_breaching()
         for key, _ in self.config:
             if key not in (known := self.config_types()):

@@ -27,7 +27,7 @@ from privlab.attacks.solvers import (
     shares_mask,
     slot_gradients,
 )
-from privlab.base import PrivlabError, PrivlabWarning, draw_for, unknown_name
+from privlab.base import PrivlabError, PrivlabWarning, check_name, draw_for
 from privlab.patches import patchify, unpatchify
 from privlab.release import released_gradients, released_parameters, told_labels
 from privlab.threat import Attack, Capability, Feed, GradientDefense, Observation, Reconstruction, check_capabilities
@@ -99,18 +99,13 @@ class GradientMatching:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: for an unknown name, or a number that is out of range.
-        """
+        """Raise PrivlabError for an unknown name, or a number that is out of range."""
         for kind, name, choices in (
             ("objective", self.objective, OBJECTIVES),
             ("optimiser", self.optimiser, OPTIMISERS),
             ("start", self.start, ("auto", "grey", "noise", *STARTS)),
         ):
-            if name not in choices:
-                raise unknown_name(f"{kind} of {self.name}", name, choices)
+            check_name(f"{kind} of {self.name}", name, choices)
         if self.steps < 0 or self.restarts < 1 or not self.lr > 0 or not 0 <= self.tv < float("inf"):
             raise PrivlabError(
                 f"{self.name} takes steps ≥ 0, restarts ≥ 1, lr > 0 and tv ≥ 0. "

@@ -18,7 +18,7 @@ from privlab.attacks.solvers import (
     warn_of_limits,
 )
 from privlab.attacks.solvers.prior import PRIORS
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name
 from privlab.threat import Capability, Observation
 
 __all__ = ["MjpSubspace", "Subspace", "subspace"]
@@ -89,13 +89,8 @@ class MjpSubspace:
     rtol: float = RTOL
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if a number is out of range.
-        """
-        if self.prior not in PRIORS:
-            raise unknown_name("prior", self.prior, PRIORS)
+        """Raise PrivlabError if a number is out of range."""
+        check_name("prior", self.prior, PRIORS)
         if self.rounds < 0 or self.steps < 1:
             raise PrivlabError(f"mjp-subspace takes rounds ≥ 0 and steps ≥ 1. Found {self.rounds} and {self.steps}.")
 

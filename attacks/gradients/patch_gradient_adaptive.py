@@ -145,14 +145,10 @@ class PatchGradientAdaptive:
         {"mjp", "gradient-noise", "gradient-pruning", "gradient-quantisation", "gradient-sign"}
     )
     undefended: ClassVar[str] = "patch-gradient"
-    requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.LEARNABLE_PE_GRADIENT,
-            Capability.BATCH_SIZE_ONE,
-            Capability.KNOWS_DEFENSE,
-            Capability.GRADIENT_DEFENSE,
-        }
-    )
+    requires: ClassVar[frozenset[Capability]] = MjpSubspace.requires | {
+        Capability.KNOWS_DEFENSE,
+        Capability.GRADIENT_DEFENSE,
+    }
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
 
     rounds: int = 6
@@ -160,11 +156,7 @@ class PatchGradientAdaptive:
     epsilon: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if a number is out of range.
-        """
+        """Raise PrivlabError if a number is out of range."""
         if self.rounds < 0 or self.steps < 1 or not self.epsilon > 0:
             raise PrivlabError(
                 "patch-gradient-adaptive takes rounds ≥ 0, steps ≥ 1 and epsilon > 0. "

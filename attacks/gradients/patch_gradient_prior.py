@@ -119,11 +119,7 @@ class PatchGradientPrior:
     passes: int = 4
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if a number is out of range.
-        """
+        """Raise PrivlabError if a number is out of range."""
         if self.levels < 0 or min(self.rounds, self.steps, self.kept, self.passes) < 1 or not self.epsilon > 0:
             raise PrivlabError(
                 "patch-gradient-prior takes rounds, steps, kept and passes ≥ 1, levels ≥ 0 and epsilon > 0. Found "

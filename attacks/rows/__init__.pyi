@@ -1,3 +1,4 @@
+from .placement import WHITE_BOX as WHITE_BOX
 from .placement import effects as effects
 from .placement import known_tokens as known_tokens
 from .placement import patch_law as patch_law

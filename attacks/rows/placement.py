@@ -10,10 +10,11 @@ from torch import Tensor
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.patches import restore_features
 from privlab.release import effects_of
-from privlab.threat import Effects, FeatureObservation, RowOrder
+from privlab.threat import Capability, Effects, FeatureObservation, RowOrder
 from privlab.victims import VictimModel
 
 __all__ = [
+    "WHITE_BOX",
     "effects",
     "known_tokens",
     "patch_law",
@@ -22,6 +23,16 @@ __all__ = [
     "undone",
     "warn_of_moves",
 ]
+
+WHITE_BOX = frozenset(
+    {
+        Capability.RELEASED_FEATURES,
+        Capability.KNOWS_WEIGHTS,
+        Capability.AUXILIARY_IMAGES,
+        Capability.KNOWS_DEFENSE,
+    }
+)
+"""What an attack needs that undoes a defense on features by the public weights and images of its own."""
 
 MOST_IMAGES = 16
 """The most images from which the law of patches is estimated; three images place rows as well."""

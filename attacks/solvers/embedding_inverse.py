@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks.solvers.ridge import ridge_inverse
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name
 from privlab.victims import VictimModel
 
 __all__ = ["PRIORS", "Prior", "invert_rows", "patch_statistics"]
@@ -85,8 +85,7 @@ def patch_statistics(
 
 def _prior(model: VictimModel, public: Tensor, prior: str) -> tuple[Float[Tensor, " k"], Float[Tensor, "k k"]]:
     """Return μ and the Cholesky factor L of S = L Lᵀ."""
-    if prior not in PRIORS:
-        raise unknown_name("prior", prior, PRIORS)
+    check_name("prior", prior, PRIORS)
     if prior == "wiener":
         if not len(public):
             raise PrivlabError("The wiener prior needs public images. Found none: give some, or use ridge.")

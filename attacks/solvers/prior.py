@@ -92,9 +92,7 @@ class Smoothness:
 
         def slope(X: Tensor) -> Tensor:
             """Return half the gradient of the energy by C."""
-            image = torch.einsum("cd,bdhw->bchw", precision, unpatchify(X, self.shape))
-            back = _adjoint(image.diff(dim=3) * across, 3) + _adjoint(image.diff(dim=2) * down, 2)
-            return (patchify(back, patch) * rows) @ Y.mT
+            return (self._slope(X, precision, across, down) * rows) @ Y.mT
 
         C = conjugate_gradients(lambda C: slope((C @ Y) * rows), -slope(X), steps)
         return X + (C @ Y) * rows
@@ -108,15 +106,16 @@ class Smoothness:
 
     def curvature(self, at: Float[Tensor, "b n k"], epsilon: float) -> Map:
         """Return the map X ↦ H X that bounds the Hessian of `sparse_energy` at a point, where H X is its gradient."""
-        image, patch = unpatchify(at, self.shape), round((at.shape[2] / self.shape[0]) ** 0.5)
+        image = unpatchify(at, self.shape)
         precision = torch.linalg.inv(self.covariance).to(at)
         across, down = (_weight(image.diff(dim=dim), precision, epsilon) for dim in (3, 2))
+        return lambda X: self._slope(X, precision, across, down)
 
-        def product(X: Tensor) -> Tensor:
-            image = torch.einsum("cd,bdhw->bchw", precision, unpatchify(X, self.shape))
-            return patchify(_adjoint(image.diff(dim=3) * across, 3) + _adjoint(image.diff(dim=2) * down, 2), patch)
-
-        return product
+    def _slope(self, X: Tensor, precision: Tensor, across: Tensor, down: Tensor) -> Tensor:
+        """Return half the gradient of the energy by X, with these weights of its differences."""
+        image = torch.einsum("cd,bdhw->bchw", precision, unpatchify(X, self.shape))
+        back = _adjoint(image.diff(dim=3) * across, 3) + _adjoint(image.diff(dim=2) * down, 2)
+        return patchify(back, round((X.shape[2] / self.shape[0]) ** 0.5))
 
 
 @dataclass(frozen=True, eq=False)

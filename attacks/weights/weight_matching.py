@@ -18,9 +18,8 @@ where c is the key's order. α is 1 for the untouched model, and less after fine
 The adversary needs the encrypted weights and the public ones; neither the owner's embedding nor any image.
 """
 
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -32,7 +31,7 @@ from privlab.base import PrivlabError
 from privlab.keys import VIT, ModelKey, ModelShape, WeightLayout
 from privlab.threat import Capability
 
-__all__ = ["RecoveredOrder", "WeightMatching", "WeightObservation", "recovered_fraction", "recovery_curve"]
+__all__ = ["RecoveredOrder", "WeightMatching", "WeightObservation", "recovered_fraction"]
 
 CERTAIN_PROBABILITY = 1 - 1e-6
 """Posterior probability, in [0, 1], from which an entry is certain; no refinement is needed if every entry has it."""
@@ -133,37 +132,6 @@ class WeightMatching:
 def recovered_fraction(recovered: Int[Tensor, " d"], truth: Int[Tensor, " d"]) -> float:
     """Return the share of a key's entries that were recovered, in [0, 1]; a random guess recovers 1 / d."""
     return (recovered == truth).double().mean().item()
-
-
-def recovery_curve(
-    points: Iterable[tuple[float, Mapping[str, Tensor]]],
-    seen: WeightObservation,
-    truth: Int[Tensor, " d"],
-    attack: WeightMatching | None = None,
-) -> list[dict[str, float]]:
-    """Return one row for each pair of `points`: the recovered share, the confidence, α, and the seconds that it took.
-
-    Args:
-        points: pairs of a position on the curve, such as a training step or a noise level, and the encrypted weights
-            there.
-        seen: the public model, the shape and the layout; its own encrypted weights are not used.
-        truth: the key's order of the residual stream.
-        attack: the attack with its options; by default those of `WeightMatching`.
-    """
-    rows = []
-    for at, encrypted in points:
-        start = time.perf_counter()
-        found = (attack or WeightMatching())(replace(seen, encrypted=encrypted))
-        rows.append(
-            {
-                "at": at,
-                "recovered": recovered_fraction(found.residual, truth),
-                "confidence": found.confidence.mean().item(),
-                "agreement": found.agreement,
-                "seconds": time.perf_counter() - start,
-            }
-        )
-    return rows
 
 
 def _both(seen: WeightObservation) -> tuple[_Weights, _Weights]:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from privlab.base import PrivlabError
+from privlab.base import check_range
 from privlab.patches import bits
 from privlab.threat import Draws, Effects, Sent
 
@@ -33,13 +33,8 @@ class BatchShuffle:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the share.
-
-        Raises:
-            PrivlabError: if it is outside [0, 1].
-        """
-        if not 0 <= self.share <= 1:
-            raise PrivlabError(f"share of batch-shuffle must be in [0, 1]. Found {self.share}.")
+        """Raise PrivlabError if `share` is outside [0, 1]."""
+        check_range(0 <= self.share <= 1, "share of batch-shuffle", "in [0, 1]", self.share)
 
     def send(self, sent: Sent, draws: Draws) -> Sent:
         """Return the batch with its patch tokens shuffled."""

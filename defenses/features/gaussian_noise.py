@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from privlab.base import PrivlabError
+from privlab.base import check_range
 from privlab.threat import Draws, Effects, Sent
 
 __all__ = ["GaussianNoise"]
@@ -28,13 +28,8 @@ class GaussianNoise:
     std: float = 0.5
 
     def __post_init__(self) -> None:
-        """Check the standard deviation.
-
-        Raises:
-            PrivlabError: if it is negative or not finite.
-        """
-        if not 0 <= self.std < math.inf:
-            raise PrivlabError(f"std of gaussian-noise must be at least 0 and finite. Found {self.std}.")
+        """Raise PrivlabError if `std` is negative or not finite."""
+        check_range(0 <= self.std < math.inf, "std of gaussian-noise", "at least 0 and finite", self.std)
 
     @property
     def acts_as(self) -> Effects:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from privlab.base import unknown_name
+from privlab.base import check_name
 from privlab.patches import bits, draw_orders, permute_features
 from privlab.threat import Draws, Effects, Sent
 
@@ -33,13 +33,8 @@ class RowPermutation:
     class_token: bool = True
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if `per` is unknown.
-        """
-        if self.per not in ("batch", "image"):
-            raise unknown_name("per", self.per, ("batch", "image"))
+        """Raise PrivlabError if `per` is unknown."""
+        check_name("per", self.per, ("batch", "image"))
 
     @property
     def acts_as(self) -> Effects:

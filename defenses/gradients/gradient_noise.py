@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_range
 from privlab.threat import Effects
 
 __all__ = ["DELTA", "GradientNoise"]
@@ -45,17 +45,12 @@ class GradientNoise:
     releases: int = 1
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if a number is out of range.
-        """
-        if not 0 < self.clip < math.inf:
-            raise PrivlabError(f"clip of gradient-noise must be above 0 and finite. Found {self.clip}.")
-        if not 0 <= self.multiplier < math.inf:
-            raise PrivlabError(f"multiplier of gradient-noise must be at least 0 and finite. Found {self.multiplier}.")
-        if self.releases < 1:
-            raise PrivlabError(f"releases of gradient-noise must be at least 1. Found {self.releases}.")
+        """Raise PrivlabError if a number is out of range."""
+        check_range(0 < self.clip < math.inf, "clip of gradient-noise", "above 0 and finite", self.clip)
+        check_range(
+            0 <= self.multiplier < math.inf, "multiplier of gradient-noise", "at least 0 and finite", self.multiplier
+        )
+        check_range(self.releases >= 1, "releases of gradient-noise", "at least 1", self.releases)
 
     def release(
         self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]

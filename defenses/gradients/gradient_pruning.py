@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import check_range
 from privlab.threat import Effects
 
 __all__ = ["GradientPruning"]
@@ -35,13 +35,8 @@ class GradientPruning:
     keep: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check the share.
-
-        Raises:
-            PrivlabError: if it is outside (0, 1].
-        """
-        if not 0 < self.keep <= 1:
-            raise PrivlabError(f"keep of gradient-pruning must be in (0, 1]. Found {self.keep}.")
+        """Raise PrivlabError if `keep` is outside (0, 1]."""
+        check_range(0 < self.keep <= 1, "keep of gradient-pruning", "in (0, 1]", self.keep)
 
     def release(
         self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import unknown_name
+from privlab.base import check_name
 from privlab.threat import Effects
 
 __all__ = ["GradientQuantisation"]
@@ -36,13 +36,8 @@ class GradientQuantisation:
     dtype: str = "int8"
 
     def __post_init__(self) -> None:
-        """Check the type.
-
-        Raises:
-            PrivlabError: if it is not one of the three.
-        """
-        if self.dtype not in ("int8", *_FLOATS):
-            raise unknown_name("dtype of gradient-quantisation", self.dtype, ("int8", *_FLOATS))
+        """Raise PrivlabError if `dtype` is unknown."""
+        check_name("dtype of gradient-quantisation", self.dtype, ("int8", *_FLOATS))
 
     def release(
         self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_range
 from privlab.threat import Effects, Feed
 
 __all__ = ["Blur"]
@@ -33,13 +33,8 @@ class Blur:
     sigma: float = 3.0
 
     def __post_init__(self) -> None:
-        """Check the standard deviation.
-
-        Raises:
-            PrivlabError: if it is not above 0, or not finite.
-        """
-        if not 0 < self.sigma < math.inf:
-            raise PrivlabError(f"sigma of blur must be above 0 pixels and finite. Found {self.sigma}.")
+        """Raise PrivlabError if `sigma` is not above 0, or not finite."""
+        check_range(0 < self.sigma < math.inf, "sigma of blur", "above 0 pixels and finite", self.sigma)
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the blurred images.

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import check_range
 from privlab.threat import Effects, Feed
 
 __all__ = ["CutMix"]
@@ -38,13 +38,8 @@ class CutMix:
     alpha: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check α.
-
-        Raises:
-            PrivlabError: if it is not above 0, or not finite.
-        """
-        if not 0 < self.alpha < math.inf:
-            raise PrivlabError(f"alpha of cutmix must be above 0 and finite. Found {self.alpha}.")
+        """Raise PrivlabError if `alpha` is not above 0, or not finite."""
+        check_range(0 < self.alpha < math.inf, "alpha of cutmix", "above 0 and finite", self.alpha)
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the mixed images."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import check_name, check_range
 from privlab.patches import jigsaw
 from privlab.threat import Effects, Feed
 
@@ -36,15 +36,9 @@ class Jigsaw:
     per: str = "batch"
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if γ is outside [0, 1] or `per` is unknown.
-        """
-        if not 0 <= self.gamma <= 1:
-            raise PrivlabError(f"gamma (γ) must be in [0, 1]. Found {self.gamma}.")
-        if self.per not in ("batch", "image"):
-            raise unknown_name("per", self.per, ("batch", "image"))
+        """Raise PrivlabError if γ is outside [0, 1] or `per` is unknown."""
+        check_range(0 <= self.gamma <= 1, "gamma (γ)", "in [0, 1]", self.gamma)
+        check_name("per", self.per, ("batch", "image"))
 
     @property
     def acts_as(self) -> Effects:

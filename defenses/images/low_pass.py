@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import check_range
 from privlab.threat import Effects, Feed
 
 __all__ = ["LowPass"]
@@ -32,13 +32,8 @@ class LowPass:
     radius: float = 0.05
 
     def __post_init__(self) -> None:
-        """Check the radius.
-
-        Raises:
-            PrivlabError: if it is outside (0, 1].
-        """
-        if not 0 < self.radius <= 1:
-            raise PrivlabError(f"radius of low-pass must be in (0, 1] cycles per pixel. Found {self.radius}.")
+        """Raise PrivlabError if `radius` is outside (0, 1]."""
+        check_range(0 < self.radius <= 1, "radius of low-pass", "in (0, 1] cycles per pixel", self.radius)
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the images without their high frequencies."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import unknown_name
+from privlab.base import check_name
 from privlab.defenses.images.jigsaw import Jigsaw
 from privlab.threat import Effects, Feed
 
@@ -36,14 +36,9 @@ class Mjp(Jigsaw):
     masked_pe: str = "unknown"
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if γ is outside [0, 1], or `per` or `masked_pe` is unknown.
-        """
+        """Raise PrivlabError if γ is outside [0, 1], or `per` or `masked_pe` is unknown."""
         super().__post_init__()
-        if self.masked_pe not in ("unknown", "none", "slot"):
-            raise unknown_name("masked_pe", self.masked_pe, ("unknown", "none", "slot"))
+        check_name("masked_pe", self.masked_pe, ("unknown", "none", "slot"))
 
     @property
     def acts_as(self) -> Effects:

@@ -1,19 +1,28 @@
-"""Images of a study in memory, from a folder with `train` and `test`, each with a folder per class."""
+"""Images of a study in memory, from a folder with `train` and `test`, each with a folder per class.
+
+And the files that a study leaves.
+"""
 
 import csv
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Generator, Tensor, nn
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, write_whole
 from privlab.images import Preprocessing, batches, open_images
 from privlab.threat import Draws
+from privlab.victims import VictimModel
 
-__all__ = ["Images", "check_folder", "fresh_head", "load_split", "loss_of", "mirrored", "new_draws"]
+__all__ = ["FineTuning", "Images", "check_folder", "fresh_head", "load_split", "loss_of", "new_draws"]
+__all__ += ["write_facts", "write_tables"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +35,25 @@ class Images:
     def to(self, device: torch.device | str) -> "Images":
         """Return the images on another device."""
         return Images(self.pixels.to(device), self.labels.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class FineTuning:
+    """A recipe that fine-tunes a model on images in memory, each mirrored with a probability of one half."""
+
+    model: VictimModel
+    identity: str
+    images: Images
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.images.pixels)
+
+    def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
+        """Return images and labels."""
+        pixels = self.images.pixels[rows]
+        chosen = (torch.rand(len(pixels), generator=draw) < 0.5).to(pixels.device)
+        return torch.where(chosen[:, None, None, None], pixels.flip(3), pixels), self.images.labels[rows]
 
 
 def check_folder(images: Path) -> None:
@@ -80,12 +108,6 @@ def loss_of(logits: Float[Tensor, "b y"], labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels)
 
 
-def mirrored(pixels: Float[Tensor, "b c h w"], draw: Generator) -> Float[Tensor, "b c h w"]:
-    """Return the images, each mirrored with a probability of one half."""
-    chosen = (torch.rand(len(pixels), generator=draw) < 0.5).to(pixels.device)
-    return torch.where(chosen[:, None, None, None], pixels.flip(3), pixels)
-
-
 def new_draws(draw: Generator, n: int) -> Draws:
     """Return fresh generators for a batch of n images."""
     seeds = torch.randint(2**62, (n + 1,), generator=draw).tolist()
@@ -106,3 +128,17 @@ def fresh_head(width: int, classes: int, seed: int) -> nn.Linear:
         nn.init.trunc_normal_(head.weight, std=0.02, generator=Generator().manual_seed(seed))
         head.bias.zero_()
     return head
+
+
+def write_tables(out: Path, tables: Mapping[str, Sequence[pd.DataFrame]]) -> None:
+    """Write `NAME.parquet` to a folder for each table that has parts."""
+    for name, parts in tables.items():
+        if parts:
+            whole = pd.concat(parts, ignore_index=True)
+            write_whole(out / f"{name}.parquet", lambda path, whole=whole: whole.to_parquet(path, index=False))
+
+
+def write_facts(path: Path, facts: Any) -> None:  # noqa: ANN401  # what JSON can hold
+    """Write what a study found as JSON."""
+    text = json.dumps(facts, indent=1, ensure_ascii=False)
+    write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))

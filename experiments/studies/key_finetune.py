@@ -20,8 +20,8 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 
 from privlab.attacks.weights.weight_matching import WeightMatching, WeightObservation, recovered_fraction
-from privlab.base import unknown_name, write_whole
-from privlab.experiments.studies.data import Images, check_folder, fresh_head, load_split, loss_of, mirrored
+from privlab.base import check_name, write_whole
+from privlab.experiments.studies.data import FineTuning, Images, check_folder, fresh_head, load_split, loss_of
 from privlab.keys import ModelKey, ModelShape, apply_key, new_key
 from privlab.patches import permute_features, restore_features
 from privlab.training import Compute, Plan, TrainingProgress, train
@@ -58,31 +58,17 @@ class FinetuneStudy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the manners and the folder.
-
-        Raises:
-            PrivlabError: for an unknown manner, or a folder without `train` and `test`.
-        """
+        """Raise PrivlabError for an unknown manner, or a folder without `train` and `test`."""
         for manner in self.manners:
-            if manner not in MANNERS:
-                raise unknown_name("manner", manner, MANNERS)
+            check_name("manner", manner, MANNERS)
         check_folder(self.images)
 
 
 @dataclass(frozen=True, eq=False)
-class _Keyed:
+class _Keyed(FineTuning):
     """A recipe that fine-tunes a model; `columns` permutes its features before the backbone, and is undone after it."""
 
-    model: VictimModel
-    identity: str
-    images: Images
     columns: Int[Tensor, " d"] | None
-
-    def __len__(self) -> int:
-        return len(self.images.pixels)
-
-    def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
-        return mirrored(self.images.pixels[rows], draw), self.images.labels[rows]
 
     def loss(self, model: Any, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:  # noqa: ANN401
         images, labels = batch

@@ -1,6 +1,5 @@
 """`privlab study placement`: how many shuffled patches each re-assembly puts back, given exact patches."""
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,16 @@ from jaxtyping import Float
 from scipy.stats import bootstrap
 from torch import Tensor
 
-from privlab.base import PrivlabError, configured, draw_for, read_options, unknown_name, versions, write_whole
+from privlab.base import (
+    PrivlabError,
+    check_name,
+    configured,
+    draw_for,
+    read_options,
+    versions,
+    write_whole,
+)
+from privlab.experiments.studies.data import write_facts
 from privlab.images import Chunk, Preprocessing, batches, open_images
 from privlab.metrics import adjacent_share, placed_share
 from privlab.patches import jigsaw, patchify
@@ -59,8 +67,7 @@ class PlacementStudy:
     def __post_init__(self) -> None:
         """Check the names and numbers."""
         for name in self.solvers:
-            if name not in REASSEMBLIES:
-                raise unknown_name("re-assembly", name, REASSEMBLIES)
+            check_name("re-assembly", name, REASSEMBLIES)
         read_options(self.options, [REASSEMBLIES[name] for name in self.solvers])
         if self.patch < 3 or self.img_size < 2 * self.patch or self.img_size % self.patch:
             raise PrivlabError(
@@ -116,8 +123,7 @@ def study(plan: PlacementStudy, out: Path, *, say: Say = print) -> dict[str, Any
         "placed": _means(records, plan.seed),
         "versions": versions(),
     }
-    text = json.dumps(facts, indent=1, ensure_ascii=False)
-    write_whole(out / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
+    write_facts(out / FACTS, facts)
     return facts
 
 

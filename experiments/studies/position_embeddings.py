@@ -1,7 +1,6 @@
 """`privlab study pe`: what position embeddings reveal (MJP, Section 3, Figures 1, 4, 7 and 8, Tables 6 and 8)."""
 
 import importlib.util
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from privlab.base import PrivlabError, write_whole
+from privlab.experiments.studies.data import write_facts, write_tables
 from privlab.images import chunk_of, open_images
 from privlab.victims import Victim, VictimModel, victim
 
@@ -74,11 +74,7 @@ class PositionStudy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check that the weights go with the models.
-
-        Raises:
-            PrivlabError: if they do not.
-        """
+        """Raise PrivlabError if the weights do not go with the models."""
         if len(self.weights) not in (1, len(self.models)):
             raise PrivlabError(
                 f"--weights takes one for all of the {len(self.models)} models, or one for each. "
@@ -111,12 +107,8 @@ def study(plan: PositionStudy, out: Path, *, say: Say = print) -> list[dict[str,
         tables["similarity"].append(_similarity(embeddings).assign(model=number))
         if plan.images is not None:
             tables["attention"].append(_attention(plan, subject, plan.images, out).assign(model=number))
-    for table, parts in tables.items():
-        if parts:
-            made = pd.concat(parts, ignore_index=True)
-            write_whole(out / f"{table}.parquet", lambda path, made=made: made.to_parquet(path, index=False))
-    text = json.dumps(facts, indent=1, ensure_ascii=False)
-    write_whole(out / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
+    write_tables(out, tables)
+    write_facts(out / FACTS, facts)
     return facts
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torchvision.transforms.functional import to_pil_image
 
 from privlab.base import draw_for, write_whole
+from privlab.experiments.studies.data import write_facts, write_tables
 from privlab.experiments.studies.position_embeddings import attention_weights
 from privlab.images import open_images
 from privlab.patches import permute, shuffled_within
@@ -109,11 +110,8 @@ def study(plan: PredictorStudy, out: Path, *, say: Say = print) -> list[dict[str
         for table, rows in made.items():
             tables.setdefault(table, []).append(rows.assign(predictor=number))
         facts.append(about)
-    for table, parts in tables.items():
-        whole = pd.concat(parts, ignore_index=True)
-        write_whole(out / f"{table}.parquet", lambda path, whole=whole: whole.to_parquet(path, index=False))
-    text = json.dumps(facts, indent=1, ensure_ascii=False)
-    write_whole(out / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
+    write_tables(out, tables)
+    write_facts(out / FACTS, facts)
     return facts
 
 

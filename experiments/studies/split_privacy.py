@@ -17,15 +17,15 @@ import pandas as pd
 import torch
 from torch import Generator, Tensor
 
-from privlab.base import unknown_name
+from privlab.base import check_name
 from privlab.evaluation import Specification, defense_of
 from privlab.experiments.studies.data import (
+    FineTuning,
     Images,
     check_folder,
     fresh_head,
     load_split,
     loss_of,
-    mirrored,
     new_draws,
 )
 from privlab.release import predictions, send
@@ -91,14 +91,9 @@ class Study:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the methods and the folder.
-
-        Raises:
-            PrivlabError: for an unknown method, or a folder without `train` and `test`.
-        """
+        """Raise PrivlabError for an unknown method, or a folder without `train` and `test`."""
         for method in self.methods:
-            if method not in METHODS:
-                raise unknown_name("method", method, METHODS)
+            check_name("method", method, METHODS)
         check_folder(self.images)
 
     def specification(self, method: str, weights: str) -> Specification:
@@ -153,19 +148,10 @@ def study(
 
 
 @dataclass(frozen=True, eq=False)
-class _Client:
-    """The recipe of a client that trains with its defenses active; images are mirrored at random."""
+class _Client(FineTuning):
+    """The recipe of a client that trains with its defenses active."""
 
-    model: VictimModel
-    identity: str
-    images: Images
     stack: Stack
-
-    def __len__(self) -> int:
-        return len(self.images.pixels)
-
-    def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
-        return mirrored(self.images.pixels[rows], draw), self.images.labels[rows]
 
     def loss(self, model: Any, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:  # noqa: ANN401
         images, labels = batch

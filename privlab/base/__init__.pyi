@@ -3,6 +3,8 @@ from .environment import hardware as hardware
 from .environment import pick_device as pick_device
 from .environment import versions as versions
 from .errors import PrivlabError as PrivlabError
+from .errors import check_name as check_name
+from .errors import check_range as check_range
 from .errors import first as first
 from .errors import unknown_name as unknown_name
 from .files import sha256_of as sha256_of

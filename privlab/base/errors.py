@@ -1,9 +1,9 @@
 """Errors that a user can act on: one line with what is wrong, the value found, and what would be right."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-__all__ = ["PrivlabError", "first", "unknown_name"]
+__all__ = ["PrivlabError", "check_name", "check_range", "first", "unknown_name"]
 
 _MOST_CHOICES = 24
 """The most names that a message lists."""
@@ -26,6 +26,31 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> PrivlabError:
     more = f" and {len(choices) - _MOST_CHOICES} more" if len(choices) > _MOST_CHOICES else ""
     hint = f"Did you mean {' or '.join(near)}?" if near else f"Choose from: {', '.join(choices[:_MOST_CHOICES])}{more}."
     return PrivlabError(f"Unknown {kind} '{name}'. {hint}")
+
+
+def check_name(kind: str, name: str, choices: Collection[str]) -> None:
+    """Raise `unknown_name` of these arguments, unless the name is one of the choices.
+
+    Args:
+        kind: what is named, as in `unknown_name`.
+        name: the name that the user gave.
+        choices: the valid names.
+    """
+    if name not in choices:
+        raise unknown_name(kind, name, choices)
+
+
+def check_range(holds: bool, name: str, right: str, found: object) -> None:
+    """Raise a PrivlabError that says what a value must be, unless that holds.
+
+    Args:
+        holds: whether the value is in its range; a comparison with NaN is false.
+        name: the value's name, such as "gamma (γ)".
+        right: what it must be, such as "in [0, 1]".
+        found: the value.
+    """
+    if not holds:
+        raise PrivlabError(f"{name} must be {right}. Found {found}.")
 
 
 def first(names: Iterable[str], most: int = 6) -> str:

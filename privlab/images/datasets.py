@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from timm.data import ImageNetInfo
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name, unknown_name
 from privlab.images.decode import LabelOrigin, Picture, damaged, one_line, picture_from_bytes, picture_from_image
 from privlab.images.sources import ImageSource
 
@@ -59,8 +59,7 @@ def _torchvision_class(name: str) -> type:
     bases = {"VisionDataset", "DatasetFolder", "ImageFolder"}
     exported = {key: getattr(datasets, key) for key in datasets.__all__ if key not in bases}
     classes = {key: value for key, value in exported.items() if inspect.isclass(value)}
-    if name not in classes:
-        raise unknown_name("torchvision dataset", name, classes)
+    check_name("torchvision dataset", name, classes)
     return classes[name]
 
 
@@ -128,8 +127,7 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
     except Exception as error:  # no network, no such dataset, a private one: each raises its own error
         raise PrivlabError(f"Cannot open the Hugging Face dataset '{name}': {one_line(error)}.") from error
     chosen = split or next((key for key in ("test", "validation", "val") if key in splits), next(iter(splits)))
-    if chosen not in splits:
-        raise unknown_name(f"split of '{name}'", chosen, splits)
+    check_name(f"split of '{name}'", chosen, splits)
     data = splits[chosen]
     if data.features is None:  # datasets has no public way to infer them from the first rows
         data = data._resolve_features()

@@ -8,13 +8,13 @@ import io
 import stat
 import threading
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from privlab.base import PrivlabError
 
@@ -177,7 +177,8 @@ def _decode(data: bytes) -> Image.Image:
             image.load()
             if image.format == "PNG":
                 _check_end(data)
-            return _upright(_rgb(image), _orientation(image))
+            _turn_upright(image)
+            return _rgb(image)
     except PrivlabError:
         raise
     except UnidentifiedImageError:  # Pillow's message holds an address, which differs in every run
@@ -213,25 +214,9 @@ def _check_frames(image: Image.Image) -> None:
         raise PrivlabError(f"{frames} frames; only still pictures are read.")
 
 
-def _upright(image: Image.Image, orientation: int) -> Image.Image:
-    turns = Image.Transpose
-    turn = {
-        2: turns.FLIP_LEFT_RIGHT,
-        3: turns.ROTATE_180,
-        4: turns.FLIP_TOP_BOTTOM,
-        5: turns.TRANSPOSE,
-        6: turns.ROTATE_270,
-        7: turns.TRANSVERSE,
-        8: turns.ROTATE_90,
-    }.get(orientation)
-    return image if turn is None else image.transpose(turn)
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        return image.getexif().get(0x0112, 1)
-    except Exception:  # a corrupt EXIF block: no orientation that could be applied
-        return 1
+def _turn_upright(image: Image.Image) -> None:
+    with suppress(Exception):  # a corrupt EXIF block: no orientation that could be applied
+        ImageOps.exif_transpose(image, in_place=True)
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from privlab.base import PrivlabError
+from privlab.base import check_range
 
 __all__ = ["Augmentation", "Examples"]
 
@@ -56,19 +56,11 @@ class Augmentation:
     erasing: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            PrivlabError: for a number out of range.
-        """
-        if self.shift < 0:
-            raise PrivlabError(f"shift of an augmentation must be at least 0. Found {self.shift}.")
-        if not 0 < self.zoom <= 1:
-            raise PrivlabError(f"zoom of an augmentation must be in (0, 1]. Found {self.zoom}.")
-        if not 0 <= self.randaugment <= 30:
-            raise PrivlabError(f"randaugment of an augmentation must be in [0, 30]. Found {self.randaugment}.")
-        if not 0 <= self.erasing <= 1:
-            raise PrivlabError(f"erasing of an augmentation must be in [0, 1]. Found {self.erasing}.")
+        """Raise PrivlabError for a number out of range."""
+        check_range(self.shift >= 0, "shift of an augmentation", "at least 0", self.shift)
+        check_range(0 < self.zoom <= 1, "zoom of an augmentation", "in (0, 1]", self.zoom)
+        check_range(0 <= self.randaugment <= 30, "randaugment of an augmentation", "in [0, 30]", self.randaugment)
+        check_range(0 <= self.erasing <= 1, "erasing of an augmentation", "in [0, 1]", self.erasing)
 
     def __call__(self, images: Float[Tensor, "b c h w"], draw: Generator) -> Float[Tensor, "b c h w"]:
         """Return the changed images."""

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name, check_range
 from privlab.images import datasets, sources
 from privlab.images.decode import Picture, read_picture
 from privlab.images.label_csv import relabelled
@@ -166,10 +166,8 @@ class Preprocessing:
     def __post_init__(self) -> None:
         for side in self.size:
             _check_whole("size", side)
-        if not 0 < self.crop_pct <= 1:
-            raise PrivlabError(f"crop_pct must be in (0, 1]. Found {self.crop_pct}.")
-        if self.interpolation not in INTERPOLATIONS:
-            raise unknown_name("interpolation", self.interpolation, INTERPOLATIONS)
+        check_range(0 < self.crop_pct <= 1, "crop_pct", "in (0, 1]", self.crop_pct)
+        check_name("interpolation", self.interpolation, INTERPOLATIONS)
 
     def __call__(self, pixels: Image.Image) -> Float[Tensor, "c h w"]:
         """Return the resized, centre-cropped image, in [0, 1]."""

@@ -38,7 +38,7 @@ from timm.layers import GluMlp, Mlp, SwiGLU
 from timm.models.vision_transformer import Attention, Block, ResPostBlock, VisionTransformer
 from torch import Tensor
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name, unknown_name
 from privlab.keys.layouts import VIT, WeightLayout
 from privlab.patches import bits, inverse
 
@@ -188,8 +188,7 @@ def key_bits(shape: ModelShape, space: str) -> float:
 
 def residual_bits(shape: ModelShape, space: str) -> float:
     """Return log₂ of the number of orders of the residual stream: what an unauthorised user has to guess."""
-    if space not in SPACES:
-        raise unknown_name("key space", space, SPACES)
+    check_name("key space", space, SPACES)
     return bits(shape.heads, shape.head_dim) if space == "paper" else bits(shape.width)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name, first
 
 __all__ = ["LPIPS_BACKBONES", "LpipsBackbone", "LpipsUnavailable", "find_backbone", "load_features", "read_features"]
 
@@ -54,8 +54,7 @@ def find_backbone(net: str, weights: Path | None = None, *, download: bool = Tru
         PrivlabError: if there is no network of that name.
         LpipsUnavailable: if the file is in none of these places; the message names them.
     """
-    if net not in LPIPS_BACKBONES:
-        raise unknown_name("LPIPS network", net, LPIPS_BACKBONES)
+    check_name("LPIPS network", net, LPIPS_BACKBONES)
     if weights is None:
         return _from_torchvision(net, download)
     path = _in_folder(weights, LPIPS_BACKBONES[net].prefix) if weights.is_dir() else weights
@@ -96,7 +95,7 @@ def load_features(trunk: torch.nn.Module, features: Mapping[str, Tensor], path: 
         "mis-shaped": {name for name in own.keys() & features.keys() if features[name].shape != shape[name]},
     }
     if any(wrong.values()):
-        found = "; ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names)
+        found = "; ".join(f"{kind} {first(sorted(names))}" for kind, names in wrong.items() if names)
         raise PrivlabError(f"{path} does not fit this LPIPS network. Found: {found}.")
     trunk.load_state_dict({own[name]: tensor for name, tensor in features.items()})
 
@@ -134,8 +133,3 @@ def _download(url: str, path: Path) -> str:
     except (OSError, RuntimeError) as error:  # RuntimeError: the content has another hash
         return f"failed ({error})"
     return ""
-
-
-def _listed(names: set[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(sorted(names)[:most]) + more

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, PrivlabWarning, unknown_name, with_plugins
+from privlab.base import PrivlabError, PrivlabWarning, check_name, with_plugins
 from privlab.metrics.formulas import FORMULAS, Pair, by, check_shapes
 from privlab.metrics.lpips_backbones import (
     LPIPS_BACKBONES,
@@ -358,8 +358,7 @@ def _random_lpips(net: str) -> nn.Module:
 
 
 def _check_metric(name: str, learned: Mapping[str, Learned]) -> None:
-    if name not in METRICS:
-        raise unknown_name("metric", name, METRICS)
+    check_name("metric", name, METRICS)
     if METRICS[name].function is None and name not in learned:
         loader = "load_embedding('timm:NAME@FILE')" if name == "f_sim" else f"load_lpips('{name[6:]}')"
         found = ", ".join(learned) or "none"

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_range
 
 __all__ = ["FLOOR", "border_cost", "border_costs"]
 
@@ -41,8 +41,7 @@ def border_cost(
         )
     if not (left.isfinite().all() and right.isfinite().all()):
         raise PrivlabError("Borders are compared between finite pixels. Found nan or inf.")
-    if not floor > 0:
-        raise PrivlabError(f"floor must be a positive variance. Found {floor}.")
+    check_range(floor > 0, "floor", "a positive variance", floor)
     return _one_way(left, right[..., 0], floor) + _one_way(right.flip(-1), left[..., -1], floor).mT
 
 

@@ -8,26 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from scipy.optimize import linear_sum_assignment
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_range
 from privlab.patches import patchify
 from privlab.reassembly.border_costs import border_costs
 from privlab.reassembly.predictors import PositionPredictor, load_predictor, predictor_file
-from privlab.reassembly.solver import ROUNDS, assemble
+from privlab.reassembly.solver import ROUNDS, assemble, standing
 from privlab.threat import Reconstruction
 from privlab.victims import placer
 
-__all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearranged", "standing"]
-
-CHANCE_GROUP = 3
-"""The largest group of neighbours that fit each other by chance after all patches of a photograph are shuffled."""
+__all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearranged"]
 
 
 @runtime_checkable
@@ -71,13 +65,8 @@ class Borders:
     rounds: int = ROUNDS
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            PrivlabError: if `rounds` is negative.
-        """
-        if self.rounds < 0:
-            raise PrivlabError(f"rounds of re-assembly must be at least 0. Found {self.rounds}.")
+        """Raise PrivlabError if `rounds` is negative."""
+        check_range(self.rounds >= 0, "rounds of re-assembly", "at least 0", self.rounds)
 
     def __call__(
         self, patches: Float[Tensor, "b n c p p"], grid: tuple[int, int], known: Bool[Tensor, "b n"]
@@ -224,27 +213,6 @@ def _assigned(places: Float[Tensor, "n n"], fixed: Bool[Tensor, " n"]) -> Int[Te
     among = places[free][:, free].double().cpu().numpy()
     order[free] = free[torch.from_numpy(linear_sum_assignment(among)[1]).to(free)]
     return order
-
-
-def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tensor, " n"]:
-    """Mark the patches that are in their own slots as far as their borders show: the largest group that fits.
-
-    Two neighbours fit if each is the other's best one in their direction. A group no larger than `CHANCE_GROUP` proves
-    nothing: no patch is marked then.
-    """
-    n = costs.shape[-1]
-    alone = torch.eye(n, dtype=torch.bool, device=costs.device)
-    slots, edges = torch.arange(n, device=costs.device).view(grid), []
-    for cost, first, second in zip(costs, (slots[:, :-1], slots[:-1]), (slots[:, 1:], slots[1:]), strict=True):
-        a, b = first.flatten(), second.flatten()
-        cost = cost.masked_fill(alone, torch.inf)
-        fits = (cost.argmin(1)[a] == b) & (cost.argmin(0)[b] == a)
-        edges.append(torch.stack([a[fits], b[fits]]))
-    a, b = torch.cat(edges, 1).cpu().numpy()
-    _, group = connected_components(coo_array((np.ones(len(a)), (a, b)), (n, n)), directed=False)
-    size = np.bincount(group)
-    marked = torch.from_numpy(group == size.argmax()).to(costs.device)
-    return marked if size.max() > CHANCE_GROUP else torch.zeros_like(marked)
 
 
 REASSEMBLIES: dict[str, type[Reassembly]] = {kind.name: kind for kind in (Borders, ByMp3, ByDropPos)}

@@ -11,9 +11,8 @@ from scipy.sparse.csgraph import connected_components
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
-from privlab.reassembly.border_costs import FLOOR, border_costs
 
-__all__ = ["ROUNDS", "assemble", "solve_jigsaw"]
+__all__ = ["ROUNDS", "assemble", "standing"]
 
 DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))
 """Right, left, down, up; direction d ^ 1 is the opposite of d."""
@@ -21,37 +20,14 @@ DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))
 ROUNDS = 30
 """Rounds of re-growth: about a quarter of a second for 196 pieces without anchors."""
 
+CHANCE_GROUP = 3
+"""The largest group of neighbours that fit each other by chance after all patches of a photograph are shuffled."""
+
 LEAST_CHANGE = 1e-6
 """Change of the total cost, in units of the costs, below which an exchange is rounding."""
 
 Orders = Int[np.ndarray, " slots"]
 """The piece in each slot, −1 for an empty slot."""
-
-
-def solve_jigsaw(
-    patches: Float[Tensor, "n c p p"],
-    grid: tuple[int, int],
-    anchors: Bool[Tensor, " k"] | None = None,
-    *,
-    floor: float = FLOOR,
-    rounds: int = ROUNDS,
-    seed: int = 0,
-) -> Int[Tensor, " n"]:
-    """Return the order that re-assembles an image from its patches by their border costs: slot s holds `order[s]`.
-
-    Args:
-        patches: patches in [0, 1], p ≥ 3, in the slots in which they are given.
-        grid: (h, w), the patches in a column and in a row, with h · w = n.
-        anchors: marks, of all n, each patch i that is known to belong in slot i.
-        floor: variance of a pixel's error, > 0, as in `border_cost`.
-        rounds: rounds of re-growth after the first, as in `assemble`.
-        seed: seed of the random choices of these rounds.
-
-    Raises:
-        PrivlabError: if grid or anchors do not fit the patches, patches have sides below 3 pixels, a pixel is not
-            finite, or `floor` is not positive.
-    """
-    return assemble(border_costs(patches, floor=floor), grid, anchors, rounds=rounds, seed=seed)
 
 
 def assemble(
@@ -97,8 +73,7 @@ def assemble(
     fixed = np.zeros(n, bool) if anchors is None else anchors.cpu().numpy()
     if n - fixed.sum() < 2:
         return torch.arange(n, device=costs.device)
-    across, down = costs.detach().double().cpu().numpy()
-    four, draw = np.stack([across, across.T, down, down.T]), Generator().manual_seed(seed)
+    four, draw = _four(costs), Generator().manual_seed(seed)
     board = _board(four, np.zeros((n, n)) if places is None else places.detach().double().cpu().numpy(), grid)
     order = _search(board, board if board.own.any() or fixed.any() else _room(board), fixed, rounds, draw)
     if board.own.any() and not fixed.any():  # places may mislead: borders alone may find the frame
@@ -106,6 +81,24 @@ def assemble(
         free = _settle(board, _search(bare, _room(bare), fixed, rounds, draw), np.arange(n), shift=False)
         order = min(order, free, key=lambda found: _total(board, found))
     return torch.from_numpy(order).to(costs.device)
+
+
+def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tensor, " n"]:
+    """Mark the patches that are in their own slots as far as their borders show: the largest group that fits.
+
+    Two neighbours fit if each is the other's best one in their direction. A group no larger than `CHANCE_GROUP` proves
+    nothing: no patch is marked then.
+    """
+    n = costs.shape[-1]
+    _, group = _fragments(_board(_four(costs), np.zeros((n, n)), grid), np.arange(n))
+    size = np.bincount(group)
+    return torch.from_numpy((group == size.argmax()) & (size.max() > CHANCE_GROUP)).to(costs.device)
+
+
+def _four(costs: Float[Tensor, "2 n n"]) -> Float[np.ndarray, "4 n n"]:
+    """Return the costs by `DIRECTIONS`."""
+    across, down = costs.detach().double().cpu().numpy()
+    return np.stack([across, across.T, down, down.T])
 
 
 @dataclass(frozen=True, eq=False)

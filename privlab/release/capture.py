@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_range
 
 __all__ = ["FORMAT", "REDUCTIONS", "VERSION", "capture"]
 
@@ -63,8 +63,7 @@ def capture(
     Raises:
         PrivlabError: if there is no gradient, a number or name is out of range, or the file cannot be written.
     """
-    if batch_size < 1:
-        raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
+    check_range(batch_size >= 1, "batch_size", "a positive number", batch_size)
     if reduction not in REDUCTIONS:
         raise PrivlabError(f"reduction must be {' or '.join(REDUCTIONS)}. Found '{reduction}'.")
     parameters = {_WRAPPERS.sub("", key): parameter for key, parameter in model.named_parameters()}

@@ -16,7 +16,7 @@ from timm.layers import Mlp
 from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
-from privlab.base import PrivlabError, full_precision, unknown_name
+from privlab.base import PrivlabError, check_name, full_precision
 from privlab.patches import patchify
 from privlab.threat import Capability, Defense, FeatureDefense, Feed, GradientDefense, Observation
 from privlab.victims import AprilBlock, VictimModel
@@ -91,8 +91,7 @@ def released_gradients(
     names = list(dict.fromkeys(parameters))
     known = released_parameters(model)
     for name in names:
-        if name not in known:
-            raise unknown_name("parameter with a per-image gradient", name, known)
+        check_name("parameter with a per-image gradient", name, known)
     layers = {name: name.rpartition(".")[::2] for name in names if name not in _EMBEDDING}
     paths = sorted({path for path, _ in layers.values()})
     with torch.set_grad_enabled(create_graph):

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_range
 
-__all__ = ["certain_counts", "labels_of", "likely_labels"]
+__all__ = ["certain_counts", "labels_of", "likely_labels", "listed"]
 
 _ROUNDING_ERROR = 1e-3
 """How far −h_c may lie above a whole number, for each image."""
@@ -25,8 +25,7 @@ def certain_counts(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> 
     Raises:
         PrivlabError: if the batch size is below 1, or the gradient is not finite.
     """
-    if batch_size < 1:
-        raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
+    check_range(batch_size >= 1, "batch_size", "a positive number", batch_size)
     if not head_bias_gradient.isfinite().all():
         raise PrivlabError("The gradient of the head's bias must be finite. Found NaN or infinity.")
     least = -head_bias_gradient.double() * (1 - _BFLOAT16_ROUNDING) - _ROUNDING_ERROR * batch_size
@@ -46,7 +45,7 @@ def labels_of(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[
     if batch_size == 1:
         least = int(head_bias_gradient.argmin())
         return [least] if head_bias_gradient[least] < 0 else None
-    return _listed(counts) if int(counts.sum()) == batch_size else None
+    return listed(counts) if int(counts.sum()) == batch_size else None
 
 
 def likely_labels(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[int]:
@@ -66,8 +65,9 @@ def likely_labels(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> l
         c = int(explained.argmin() if step > 0 else explained.masked_fill(counts == 0, -torch.inf).argmax())
         counts[c] += step
         explained[c] += step
-    return _listed(counts)
+    return listed(counts)
 
 
-def _listed(counts: Int[Tensor, " y"]) -> list[int]:
+def listed(counts: Int[Tensor, " y"]) -> list[int]:
+    """Return each class as often as it counts, in ascending order."""
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts).tolist()

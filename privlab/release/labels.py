@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 
-from privlab.release.label_of_bias import certain_counts, labels_of, likely_labels
+from privlab.release.label_of_bias import certain_counts, labels_of, likely_labels, listed
 
 __all__ = ["Told", "told_labels"]
 
@@ -71,13 +71,13 @@ def told_labels(head: nn.Module, gradients: Mapping[str, Tensor], batch_size: in
     if (alone := labels_of(h, batch_size)) is not None:
         return Told(tuple(alone), tuple(alone))
     if "head.weight" not in gradients or not isinstance(head, nn.Linear) or batch_size == 1:
-        return Told(tuple(likely_labels(h, batch_size)), _listed(counts))
+        return Told(tuple(likely_labels(h, batch_size)), tuple(listed(counts)))
     layer = _Layer(head.weight.detach().double(), head.bias.detach().double())
     G = gradients["head.weight"].double() * batch_size
     found, h, G = _found(layer, h, G, batch_size)
     counts = torch.maximum(counts, found)
     rest = _estimated(layer, h, G, counts - found, batch_size - int(found.sum()))
-    return Told(_listed(found + rest), _listed(counts))
+    return Told(tuple(listed(found + rest)), tuple(listed(counts)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +210,3 @@ def _estimated(
     for _ in range(batch_size - int(least.sum())):
         counts[(wanted - counts).argmax()] += 1
     return counts
-
-
-def _listed(counts: Int[Tensor, " y"]) -> tuple[int, ...]:
-    return tuple(torch.arange(len(counts), device=counts.device).repeat_interleave(counts).tolist())

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Generator, Tensor, nn
 
-from privlab.base import PrivlabError
+from privlab.base import check_range
 
 __all__ = ["Compute", "Listener", "Paced", "Plan", "Recipe", "TrainingProgress"]
 
@@ -92,22 +92,14 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            PrivlabError: for counts below one, numbers below zero, layers that learn faster the deeper they lie, and an
-                average that never moves.
-        """
+        """Raise PrivlabError for numbers out of range."""
         for name in ("steps", "batch_size", "accumulate"):
-            if getattr(self, name) < 1:
-                raise PrivlabError(f"{name} of a training must be at least 1. Found {getattr(self, name)}.")
-        if not 0 <= self.ema < 1:
-            raise PrivlabError(f"ema of a training must be in [0, 1). Found {self.ema}.")
-        if not 0 < self.layer_decay <= 1:
-            raise PrivlabError(f"layer_decay of a training must be in (0, 1]. Found {self.layer_decay}.")
+            check_range((value := getattr(self, name)) >= 1, f"{name} of a training", "at least 1", value)
+        check_range(0 <= self.ema < 1, "ema of a training", "in [0, 1)", self.ema)
+        check_range(0 < self.layer_decay <= 1, "layer_decay of a training", "in (0, 1]", self.layer_decay)
         for name in ("learning_rate", "weight_decay", "warmup", "clip"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise PrivlabError(f"{name} of a training must be at least 0 and finite. Found {getattr(self, name)}.")
+            value = getattr(self, name)
+            check_range(0 <= value < math.inf, f"{name} of a training", "at least 0 and finite", value)
 
     def identity(self) -> dict[str, str]:
         """Return by name what a run and its continuation share; a later option counts only where it is used."""

@@ -22,11 +22,11 @@ from privlab import __version__
 from privlab.base import (
     PrivlabError,
     PrivlabWarning,
+    check_name,
     collected,
     configured,
     hardware,
     read_options,
-    unknown_name,
     versions,
     write_whole,
 )
@@ -169,15 +169,9 @@ class TrainingConfig:
     cache: Path | None = None
 
     def __post_init__(self) -> None:
-        """Check the names.
-
-        Raises:
-            PrivlabError: for an unknown recipe or preset, or an option that neither objective nor augmentation has.
-        """
-        if self.recipe not in OBJECTIVES:
-            raise unknown_name("recipe", self.recipe, OBJECTIVES)
-        if self.preset not in PRESETS[self.recipe]:
-            raise unknown_name("preset", self.preset, PRESETS[self.recipe])
+        """Raise PrivlabError for an unknown name, or an option that neither objective nor augmentation has."""
+        check_name("recipe", self.recipe, OBJECTIVES)
+        check_name("preset", self.preset, PRESETS[self.recipe])
         start = self.weights or ("auto" if self.recipe in ("finetune", "probe") else "random")
         object.__setattr__(self, "weights", start)
         read_options(self.options, (OBJECTIVES[self.recipe], Augmentation))

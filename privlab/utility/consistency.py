@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.base import PrivlabError, draw_for, unknown_name
+from privlab.base import PrivlabError, check_name, draw_for
 from privlab.images import Examples
 from privlab.patches import jigsaw
 from privlab.victims import Classifier, told_of
@@ -78,8 +78,7 @@ def consistency_by_gamma(
     Raises:
         PrivlabError: if there is no image, a γ is outside [0, 1] or `per` is unknown.
     """
-    if per not in ("batch", "image"):
-        raise unknown_name("per", per, ("batch", "image"))
+    check_name("per", per, ("batch", "image"))
     model.eval()
     count, totals = 0, torch.zeros(len(gammas), 4, dtype=torch.float64)
     for rows, pixels, numbers in batches:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from privlab.base import PrivlabError, Progress, unknown_name
+from privlab.base import PrivlabError, Progress, check_name, check_range
 from privlab.images import ImageSource, open_images
 from privlab.images.datasets import imagenet_classes
 from privlab.utility import robustness
@@ -54,22 +54,15 @@ class EvaluationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check what needs no model.
-
-        Raises:
-            PrivlabError: for weights that do not go with the models, a γ outside [0, 1], an unknown `per`, or if there
-                is nothing to judge on.
-        """
-        if self.per not in ("batch", "image"):
-            raise unknown_name("per", self.per, ("batch", "image"))
+        """Raise PrivlabError for options that do not go together, or are unknown or out of range."""
+        check_name("per", self.per, ("batch", "image"))
         if len(self.weights) not in (1, len(self.models)):
             raise PrivlabError(
                 f"--weights takes one for all of the {len(self.models)} models, or one for each. "
                 f"Found {len(self.weights)}."
             )
         for gamma in self.gammas:
-            if not 0 <= gamma <= 1:
-                raise PrivlabError(f"--gamma must be in [0, 1]. Found {gamma}.")
+            check_range(0 <= gamma <= 1, "--gamma", "in [0, 1]", gamma)
         if self.data is None and self.outliers is not None:
             raise PrivlabError("--outliers are told from the pictures of --data: give both.")
         if (self.data, self.corruptions, self.natural) == (None, None, None):

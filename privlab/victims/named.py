@@ -13,7 +13,7 @@ from timm.data import resolve_model_data_config
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, PrivlabWarning, unknown_name, with_plugins
+from privlab.base import PrivlabError, PrivlabWarning, check_name, check_range, unknown_name, with_plugins
 from privlab.images import Preprocessing
 from privlab.victims import weights as stored
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
@@ -150,10 +150,8 @@ def victim(
     Warns:
         PrivlabWarning: for weights that weaken a verdict: random ones, an untrained E_unk, dropped PEs.
     """
-    if block not in ("stock", "april"):
-        raise unknown_name("block", block, ("stock", "april"))
-    if classes is not None and classes < 1:
-        raise PrivlabError(f"classes must be a positive number. Found {classes}.")
+    check_name("block", block, ("stock", "april"))
+    check_range(classes is None or classes >= 1, "classes", "a positive number", classes)
     if isinstance(model, str):
         made = _named(model, str(weights), img_size, seed, start=start, classes=classes)
     else:

@@ -18,7 +18,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, first
 
 __all__ = [
     "WeightsUnavailable",
@@ -203,11 +203,11 @@ def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
         "unexpected": [k for k in state if k not in want],
         "mis-shaped": shapes,
     }
-    found = "; ".join(f"{kind}: {_first(names)}" for kind, names in problems.items() if names)
+    found = "; ".join(f"{kind}: {first(names)}" for kind, names in problems.items() if names)
     if not want.keys() & state.keys():
         raise PrivlabError(
-            f"{source} holds the weights of another kind of network: {_first([*state], 3)}, and none of this model's, "
-            f"{_first([*want], 3)}."
+            f"{source} holds the weights of another kind of network: {first([*state], 3)}, and none of this model's, "
+            f"{first([*want], 3)}."
         )
     theirs, ours = (_shape_of_vit(of) for of in (state, want))
     if theirs and ours and theirs[0] != ours[0]:
@@ -230,11 +230,6 @@ def _shape_of_vit(state: State) -> tuple[int, int] | None:
 def _vit(width: int, depth: int) -> str:
     size = {(192, 12): "-Ti", (384, 12): "-S", (768, 12): "-B", (1024, 24): "-L"}.get((width, depth), "")
     return f"a ViT{size} (D = {width}, {depth} blocks)"
-
-
-def _first(names: list[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def hash_of(state: Mapping[str, Tensor]) -> str:

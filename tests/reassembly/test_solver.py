@@ -16,10 +16,17 @@ from torch.testing import assert_close
 from privlab.base import PrivlabError
 from privlab.images import Preprocessing, open_images
 from privlab.patches import blockwise_mask, inverse, patchify, shuffled_within
-from privlab.reassembly import assemble, border_cost, solve_jigsaw
+from privlab.reassembly import FLOOR, ROUNDS, assemble, border_cost
 from privlab.reassembly.border_costs import border_costs
 
 Photographs = Callable[[int, int], Tensor]
+
+
+def solve_jigsaw(
+    patches: Tensor, grid: tuple[int, int], anchors: Tensor | None = None, *, floor: float = FLOOR, rounds: int = ROUNDS
+) -> Tensor:
+    """Return the order that re-assembles an image from its patches by their border costs."""
+    return assemble(border_costs(patches, floor=floor), grid, anchors, rounds=rounds)
 
 
 def seeded(seed: int) -> Generator:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -29,14 +30,12 @@ from privlab.report.tables import (
     heading,
     render,
     shown,
-    to_csv,
-    to_json,
-    to_latex,
-    to_markdown,
     to_tex,
 )
 from privlab.report.tables.formats import to_rich
 from privlab.report.tables.leakage import Kind
+
+to_latex, to_csv, to_markdown, to_json = (partial(render, form) for form in FORMATS)
 
 LAYOUT = Layout(columns=("mse", "psnr"), decimals={"psnr": 1}, paper_attack="april")
 CAPTION = Caption("Table 5", "MJP (2023)", ("weights: paper: trained / here: random",))

@@ -24,6 +24,7 @@ from privlab.report.figures.style import (
     filled,
 )
 from privlab.report.tables import Results, Score, shown
+from privlab.report.tables.sheet import decimals
 
 __all__ = ["draw_claim"]
 
@@ -91,7 +92,7 @@ def _said(levels: Levels, case: int, role: Role, metric: str) -> str:
         return "cannot run"
     if not KNOWN[metric].arrow:  # in per cent
         return shown(score.mean, 1)
-    return shown(score.mean, levels.results.layout.decimals.get(metric, KNOWN[metric].decimals))
+    return shown(score.mean, decimals(levels.results.layout, metric))
 
 
 def _handle(levels: Levels, role: Role, behind: set[str]) -> Patch:

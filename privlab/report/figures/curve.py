@@ -9,7 +9,7 @@ import matplotlib.figure
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name
 from privlab.grids import Figure
 from privlab.report.figures.data import Levels, notes, read_levels
 from privlab.report.figures.style import (
@@ -91,8 +91,7 @@ def _groups(results: Results, name: str, option: str) -> Groups:
     at = {i: x for i, x in at.items() if x is not None}
     if not at:
         known = dict.fromkeys(key for case in results.cases for key in case.options)
-        if option not in known:
-            raise unknown_name("x", option, known)
+        check_name("x", option, known)
         found = ", ".join(dict.fromkeys(repr(case.options[option]) for case in results.cases if option in case.options))
         raise PrivlabError(f"The curve '{name}' needs numbers on x. Found {option} = {found}.")
     groups: dict[str, list[tuple[float, int]]] = {}

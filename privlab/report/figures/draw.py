@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib.figure
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name
 from privlab.grids import FIGURES, KNOWN, Figure
 from privlab.report.figures.claim import draw_claim
 from privlab.report.figures.curve import draw_curve
 from privlab.report.figures.distribution import draw_distribution
+from privlab.report.figures.gamma import KINDS, write_figure
 from privlab.report.figures.sheet import draw_sheet
 from privlab.report.figures.style import styled
 from privlab.report.figures.trade_off import draw_trade_off
@@ -25,8 +25,6 @@ _DRAW: Mapping[str, Callable[[Results, Figure], matplotlib.figure.Figure]] = {
     "sheet": draw_sheet,
     "claim": draw_claim,
 }
-_NO_DATE: Mapping[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
-"""The formats, each with metadata that keep the time out of the file, so that the same records give the same bytes."""
 
 
 def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
@@ -36,10 +34,8 @@ def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
         PrivlabError: if the kind or the metric is unknown, or the results lack what the figure shows: a numeric option
             on x, values of the metric, a paper's figures, or images.
     """
-    if figure.kind not in FIGURES:
-        raise unknown_name("figure", figure.kind, FIGURES)
-    if figure.y not in KNOWN:
-        raise unknown_name("metric", figure.y, KNOWN)
+    check_name("figure", figure.kind, FIGURES)
+    check_name("metric", figure.y, KNOWN)
     with styled():
         return _DRAW[figure.kind](results, figure)
 
@@ -62,21 +58,14 @@ def write_figures(results: Results, out: Path, formats: Sequence[str] = ("pdf", 
     for figure in results.figures:
         picture = draw(results, figure)
         for kind in formats:
-            path = out / f"{figure.name}.{kind}"
-            try:
-                out.mkdir(parents=True, exist_ok=True)
-                with styled():
-                    picture.savefig(path, format=kind, metadata=_NO_DATE[kind])
-            except OSError as error:
-                raise PrivlabError(f"Cannot write the figure '{path}': {error.strerror or error}.") from None
-            written.append(path)
+            written.append(out / f"{figure.name}.{kind}")
+            write_figure(picture, written[-1])
     return written
 
 
 def _check(figures: Sequence[Figure], formats: Sequence[str]) -> None:
     for kind in formats:
-        if kind not in _NO_DATE:
-            raise unknown_name("format of figures", kind, _NO_DATE)
+        check_name("format of figures", kind, KINDS)
     names = [figure.name for figure in figures]
     for name in names:
         if names.count(name) > 1:

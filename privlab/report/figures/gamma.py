@@ -9,9 +9,11 @@ from matplotlib.figure import Figure
 from privlab.base import PrivlabError
 from privlab.report.figures.style import MARKERS, PAGE, PALETTE, styled
 
-__all__ = ["check_ending", "draw_by_gamma", "write_figure"]
+__all__ = ["KINDS", "check_ending", "draw_by_gamma", "write_figure"]
 
-_KINDS: dict[str, dict[str, None]] = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}, ".png": {}}
+KINDS: dict[str, dict[str, None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}
+"""The formats, each with metadata that keep the time out of the file, so that the same records give the same bytes."""
+
 _AXES = {"shuffled_accuracy": "top-1 accuracy (%)", "consistency": "Consistency (%)"}
 
 
@@ -39,7 +41,7 @@ def check_ending(path: Path) -> None:
     Raises:
         PrivlabError: unless it ends in .pdf, .svg or .png.
     """
-    if path.suffix not in _KINDS:
+    if path.suffix[1:] not in KINDS:
         raise PrivlabError(f"A figure is a file .pdf, .svg or .png. Found '{path}'.")
 
 
@@ -53,6 +55,6 @@ def write_figure(figure: Figure, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with styled():
-            figure.savefig(path, format=path.suffix[1:], metadata=_KINDS[path.suffix])
+            figure.savefig(path, format=path.suffix[1:], metadata=KINDS[path.suffix[1:]])
     except OSError as error:
         raise PrivlabError(f"Cannot write the figure '{path}': {error.strerror or error}.") from None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from privlab.base import PrivlabError
 from privlab.report.figures.gamma import check_ending, write_figure
-from privlab.report.figures.style import MARKERS, PAGE, PALETTE, SMALL, styled
+from privlab.report.figures.style import MARKERS, PAGE, PALETTE, SMALL, bare, styled
 
 __all__ = ["draw_positions"]
 
@@ -117,7 +117,7 @@ def _similarity(about: Facts, similarity: pd.DataFrame) -> Figure:
             for ax, column in zip(line, picked[1], strict=True):
                 drawn = ax.imshow(matrix[row * columns + column], cmap="viridis", vmin=-1, vmax=1)
                 ax.plot(column, row, "x", color="red", markersize=3)
-                _bare(ax)
+                bare(ax)
         if drawn is not None:
             figure.colorbar(drawn, ax=axes, shrink=0.6, aspect=30)
     return figure
@@ -140,11 +140,5 @@ def _attention(about: Facts, attention: pd.DataFrame, out: Path) -> Figure:
                 ax.imshow(one, cmap="magma", vmin=0, vmax=np.quantile(one, 0.97))
                 ax.set_title(f"head {head + 1}", fontsize=SMALL, pad=2)
             for ax in line:
-                _bare(ax)
+                bare(ax)
     return figure
-
-
-def _bare(ax: Any) -> None:  # noqa: ANN401
-    ax.set(xticks=[], yticks=[])
-    for side in ax.spines.values():
-        side.set_visible(False)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from privlab.base import PrivlabError
 from privlab.report.figures.gamma import check_ending, write_figure
-from privlab.report.figures.style import GREY, MARKERS, PAGE, PALETTE, SMALL, styled
+from privlab.report.figures.style import GREY, MARKERS, PAGE, PALETTE, SMALL, bare, styled
 
 __all__ = ["draw_predictors", "laid"]
 
@@ -169,7 +169,7 @@ def _one(line: Sequence[Axes], picture: NDArray[np.float64], own: pd.DataFrame, 
         right = f"{100 * (put == truth)[~known].mean():.0f} % right"
         ax.set_xlabel(right, fontsize=SMALL, labelpad=2)
     for ax in line:
-        _bare(ax)
+        bare(ax)
 
 
 def _show(ax: Axes, patches: Patches, about: Facts) -> None:
@@ -206,7 +206,7 @@ def _attention(about: Facts, attention: pd.DataFrame, heads: pd.DataFrame) -> Fi
             ax: Axes = axes[layer - 1, head - 1]
             ax.imshow(weights, cmap="magma", vmin=0, extent=extent, interpolation="nearest")
             ax.set_title(f"max {weights.max():.2f}, reach {distance:.1f}", fontsize=SMALL, pad=2)
-            _bare(ax)
+            bare(ax)
             ax.set(xticks=[0], yticks=[0])
             ax.tick_params(labelsize=SMALL, length=2, pad=1)
             if head == 1:
@@ -214,9 +214,3 @@ def _attention(about: Facts, attention: pd.DataFrame, heads: pd.DataFrame) -> Fi
             if layer == deep:
                 ax.set_xlabel(f"head {head}")
     return figure
-
-
-def _bare(ax: Axes) -> None:
-    ax.set(xticks=[], yticks=[])
-    for side in ax.spines.values():
-        side.set_visible(False)

@@ -17,6 +17,7 @@ from privlab.grids import KNOWN, Figure
 from privlab.report.figures.data import case_names, check_leaks, notes, read_levels
 from privlab.report.figures.style import COLUMN, GREY, PAGE, SMALL, metric_title, wrapped
 from privlab.report.tables import Results, leakage, named, shown
+from privlab.report.tables.sheet import decimals
 from privlab.stores import Place, pngs
 
 __all__ = ["draw_sheet"]
@@ -91,12 +92,12 @@ def _panels(
     results: Results, of: tuple[int, str], metric: str, of_paper: float, worst: tuple[str, str, float]
 ) -> list[_Panel]:
     """Return the panels `of` an image in a case; `worst` is the attack behind the worst case, geometry, and score."""
-    decimals = results.layout.decimals.get(metric, KNOWN[metric].decimals)
+    n = decimals(results.layout, metric)
     panels = [_Panel(results.picture(*of, what)) for what in ("private", "fed")]
     if paper := results.layout.paper_attack:
-        panels.append(_Panel(results.picture(*of, paper), shown(of_paper, decimals)))
+        panels.append(_Panel(results.picture(*of, paper), shown(of_paper, n)))
     attack, geometry, score = worst
-    return [*panels, _Panel(results.picture(*of, attack), shown(score, decimals), named(attack, geometry))]
+    return [*panels, _Panel(results.picture(*of, attack), shown(score, n), named(attack, geometry))]
 
 
 def _draw(

@@ -32,6 +32,7 @@ __all__ = [
     "Role",
     "Scale",
     "axis_title",
+    "bare",
     "canvas",
     "control_line",
     "dress",
@@ -163,6 +164,13 @@ def canvas() -> tuple[Figure, Axes]:
     """Return an empty figure with one pair of axes, which `dress` gives its size."""
     figure = Figure(layout="constrained")
     return figure, figure.add_subplot()
+
+
+def bare(ax: Axes) -> None:
+    """Take ticks and spines off axes that show an image."""
+    ax.set(xticks=[], yticks=[])
+    for side in ax.spines.values():
+        side.set_visible(False)
 
 
 def dress(figure: Figure, height: float, handles: Sequence[Artist], said: Iterable[str], columns: int = 2) -> None:

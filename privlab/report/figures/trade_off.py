@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name
 from privlab.grids import KNOWN, Figure
 from privlab.report.figures.data import Levels, case_names, notes, read_levels
 from privlab.report.figures.labels import place_labels
@@ -45,8 +45,7 @@ def draw_trade_off(results: Results, figure: Figure) -> matplotlib.figure.Figure
         PrivlabError: if x is no metric, no case has both figures, or even numbers find no room.
     """
     x, y = figure.x or "correct", figure.y
-    if x not in KNOWN:
-        raise unknown_name("metric of a trade-off", x, KNOWN)
+    check_name("metric of a trade-off", x, KNOWN)
     levels = read_levels(results, figure, y, x)
     utility = _whose(levels, x)
     points = {role: _points(levels, (utility or role, x), (role, y)) for role in levels.roles(y)}

@@ -16,14 +16,15 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 import privlab
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, first
 from privlab.evaluation import CONTROL
 from privlab.images import one_line
-from privlab.report.page.data import Images, case_names, leaks, page_data, scores_of
+from privlab.report.page.data import Images, case_names, page_data, scores_of
 from privlab.report.page.pictures import Album, albums, order_of
 from privlab.report.page.verdict import flags, lead_text, verdict
 from privlab.report.tables import Results, apart_lines, apart_of, lead_metric, power_of, scope
 from privlab.report.tables.leakage import leakage
+from privlab.report.tables.per_image import sign_of
 
 __all__ = ["write_page"]
 
@@ -75,7 +76,7 @@ def _context(results: Results) -> dict[str, Any]:
         "lead_metric": lead,
         "members": apart_lines(apart_of(results)),
         "flags": flags(results, rows, lead),
-        "verdicts": [verdict(results, rows, name) for name in results.layout.columns if leaks(name)],
+        "verdicts": [verdict(results, rows, name) for name in results.layout.columns if sign_of(name)],
         "tables": _tables(results),
         "facts": json.dumps(_shortened(results.facts), indent=2, ensure_ascii=False, default=str),
         "command": _command(results.facts.get("command")),
@@ -169,8 +170,7 @@ def _tables(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def _distinct(values: pd.Series) -> str:
-    found = [str(value) for value in values.dropna().unique()]
-    return ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
+    return first(map(str, values.dropna().unique()), 12)
 
 
 def _pairs(facts: object) -> list[tuple[str, str]]:

@@ -13,9 +13,10 @@ from privlab.evaluation import CONTROL
 from privlab.grids import KNOWN
 from privlab.report.tables import Results, Row, named, worst_case
 from privlab.report.tables.leakage import leakage
-from privlab.report.tables.per_image import per_image
+from privlab.report.tables.per_image import per_image, sign_of
+from privlab.report.tables.sheet import decimals
 
-__all__ = ["Images", "Scores", "case_names", "decimals", "leaks", "page_data", "scores_of", "title"]
+__all__ = ["Images", "Scores", "case_names", "page_data", "scores_of", "title"]
 
 _ACRONYMS = {"mse", "psnr", "ssim", "fft2d", "lpips"}
 
@@ -133,7 +134,7 @@ def page_data(
         "fed": fed,
         "kept": kept,
         "metrics": [
-            {"name": name, "head": title(name), "decimals": decimals(results, name), "leaks": leaks(name)}
+            {"name": name, "head": title(name), "decimals": decimals(results.layout, name), "leaks": sign_of(name)}
             for name in results.layout.columns
         ],
         "cases": [
@@ -151,16 +152,6 @@ def case_names(results: Results) -> list[str]:
     return [
         f"{case.label}, {case.group}" if case.group and count[case.label] > 1 else case.label for case in results.cases
     ]
-
-
-def decimals(results: Results, metric: str) -> int:
-    """Return the number of decimals with which a metric is shown."""
-    return results.layout.decimals.get(metric, KNOWN[metric].decimals)
-
-
-def leaks(metric: str) -> int:
-    """Return 1 where a higher value leaks, −1 where a lower one does, 0 for a utility."""
-    return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[metric].direction, 0)
 
 
 def _set(one: Scores, metrics: Sequence[str]) -> dict[str, Any]:

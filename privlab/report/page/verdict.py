@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from privlab.grids import KNOWN
-from privlab.report.page.data import case_names, decimals, leaks, title
+from privlab.report.page.data import case_names, title
 from privlab.report.tables import Flag, Results, Row, Score, conditions_that_differ, flags_of, structure_cases
+from privlab.report.tables.flags import some
+from privlab.report.tables.per_image import sign_of
+from privlab.report.tables.sheet import decimals
 
 __all__ = ["Verdict", "flags", "lead_text", "verdict"]
 
@@ -56,13 +59,13 @@ def verdict(results: Results, rows: Sequence[Row], metric: str) -> Verdict:
     cases = [_Case.of(rows, i, metric) for i in range(len(results.cases))]
     means = [score.mean for case in cases for score in (case.published, case.claim, case.worst, case.control)]
     finite = sorted(mean for mean in means if math.isfinite(mean)) or [0.0, 1.0]
-    ends = (finite[0], finite[-1]) if leaks(metric) > 0 else (finite[-1], finite[0])
-    n = decimals(results, metric)
+    ends = (finite[0], finite[-1]) if sign_of(metric) > 0 else (finite[-1], finite[0])
+    n = decimals(results.layout, metric)
     lines = [(facts.group, case.line(facts.label, n, ends)) for facts, case in zip(results.cases, cases, strict=True)]
     return Verdict(
         name=metric,
         head=title(metric),
-        about=f"{KNOWN[metric].source}. {'A higher' if leaks(metric) > 0 else 'A lower'} value is a worse leak.",
+        about=f"{KNOWN[metric].source}. {'A higher' if sign_of(metric) > 0 else 'A lower'} value is a worse leak.",
         axis=f"{shown(ends[0], n)} to {shown(ends[1], n)}, leaks more →" if any(map(math.isfinite, means)) else "",
         groups=[(group, [line for _, line in found]) for group, found in groupby(lines, lambda pair: pair[0])],
     )
@@ -102,7 +105,7 @@ class _Case:
         found = {row.kind: row for row in own if row.kind in ("published", "paper", "worst", "single")}
         scores = {kind: row.scores.get(metric, _NO_SCORE) for kind, row in found.items()}
         controls = [row for row in own if row.kind == "control" and not math.isnan(row.scores[metric].mean)]
-        best = max(controls, key=lambda row: leaks(metric) * row.scores[metric].mean, default=None)
+        best = max(controls, key=lambda row: sign_of(metric) * row.scores[metric].mean, default=None)
         worst = found["worst"]
         elsewhere = (one for row in found.values() if row.external for one in row.external.split("; "))
         return cls(
@@ -122,17 +125,17 @@ class _Case:
     @property
     def beaten(self) -> bool:
         """Return whether the worst case is no better than a control."""
-        return leaks(self.metric) * self.worst.mean <= leaks(self.metric) * self.control.mean
+        return sign_of(self.metric) * self.worst.mean <= sign_of(self.metric) * self.control.mean
 
     @property
     def understated(self) -> bool:
         """Return whether the worst case leaks more than the paper's attack."""
-        return leaks(self.metric) * self.worst.mean > leaks(self.metric) * self.claim.mean
+        return sign_of(self.metric) * self.worst.mean > sign_of(self.metric) * self.claim.mean
 
     @property
     def apart(self) -> bool:
         """Return whether the worst case leaks more than the paper's attack and their intervals do not meet."""
-        first, second = (self.claim, self.worst) if leaks(self.metric) > 0 else (self.worst, self.claim)
+        first, second = (self.claim, self.worst) if sign_of(self.metric) > 0 else (self.worst, self.claim)
         return first.high < second.low
 
     def line(self, label: str, n: int, ends: tuple[float, float]) -> Line:
@@ -200,7 +203,7 @@ def lead_text(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
     both = [case for case in scored if not math.isnan(case.claim.mean)]
     lines = []
     if attack is None:
-        lines.append(f"The worst case over all attacks, of {_some(len(scored), 'case')}; no paper's attack is named.")
+        lines.append(f"The worst case over all attacks, of {some(len(scored), 'case')}; no paper's attack is named.")
     elif not both:
         lines.append(f"The paper's attack, {attack}, was scored on no case: only the worst case is known.")
     else:
@@ -217,22 +220,18 @@ def lead_text(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
     structured = structure_cases(results) if beaten else set[int]()
     if found := [number for number in beaten if number in structured]:
         lines.append(
-            f"{len(found)} of {_some(len(scored), 'case')} {'is' if len(found) == 1 else 'are'} by {name} no better "
+            f"{len(found)} of {some(len(scored), 'case')} {'is' if len(found) == 1 else 'are'} by {name} no better "
             "than a picture that no attack made, but structure leaks there, without its scale."
         )
     if shown_nothing := len(beaten) - len(found):
         verb = "is" if shown_nothing == 1 else "are"
         lines.append(
-            f"{shown_nothing} of {_some(len(scored), 'case')} {verb} no better than a picture that no attack made: "
+            f"{shown_nothing} of {some(len(scored), 'case')} {verb} no better than a picture that no attack made: "
             "nothing was shown there, which is no evidence of privacy."
         )
     if missing := len(cases) - len(scored):
-        lines.append(f"{_some(missing, 'case').capitalize()} {'has' if missing == 1 else 'have'} no number.")
+        lines.append(f"{some(missing, 'case').capitalize()} {'has' if missing == 1 else 'have'} no number.")
     return lines
-
-
-def _some(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def flags(results: Results, rows: Sequence[Row], metric: str) -> list[Flag]:

@@ -9,10 +9,6 @@ from .flags import structure_cases as structure_cases
 from .formats import FORMATS as FORMATS
 from .formats import plain_data as plain_data
 from .formats import render as render
-from .formats import to_csv as to_csv
-from .formats import to_json as to_json
-from .formats import to_latex as to_latex
-from .formats import to_markdown as to_markdown
 from .leakage import Row as Row
 from .leakage import Score as Score
 from .leakage import bootstrap as bootstrap

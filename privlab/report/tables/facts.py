@@ -11,7 +11,7 @@ from privlab.grids import KNOWN
 from privlab.metrics import DECIBELS, MIRRORED, STRUCTURE
 from privlab.report.tables.knowledge import kinds_in, knows, undone
 from privlab.report.tables.measure import Measure, structure
-from privlab.report.tables.per_image import SINGLE, WORST, leakiest_geometries, per_image
+from privlab.report.tables.per_image import SINGLE, WORST, leakiest_geometries, per_image, sign_of
 from privlab.report.tables.sheet import shown, unit_of
 
 __all__ = ["COMPARED_COLUMNS", "Facts", "cut"]
@@ -56,7 +56,7 @@ class Facts:
     @property
     def sign(self) -> int:
         """Return 1 where a higher value leaks, −1 where a lower one does, 0 for a utility."""
-        return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[self.metric].direction, 0)
+        return sign_of(self.metric)
 
     @cached_property
     def own(self) -> pd.Series:

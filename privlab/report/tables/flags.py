@@ -16,7 +16,8 @@ from privlab.report.tables.per_image import lead_metric, per_image
 from privlab.report.tables.results import Results
 from privlab.threat import AttackClass, Capability, acts_on
 
-__all__ = ["DETERMINISTIC", "FEWEST_IMAGES", "RULES", "Flag", "flag_lines", "flags_of", "red_flags", "structure_cases"]
+__all__ = ["DETERMINISTIC", "FEWEST_IMAGES", "RULES", "Flag", "flag_lines", "flags_of", "red_flags", "some"]
+__all__ += ["structure_cases"]
 
 DETERMINISTIC = frozenset(
     {"none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"},
@@ -211,7 +212,7 @@ def _structure_alone(facts: Facts) -> list[str]:
 def _nothing_released(facts: Facts) -> list[str]:
     rows = facts.records[facts.records.reason == NOTHING_RELEASED]
     counts = rows.groupby("case").image.nunique().to_dict()
-    return facts.grouped({case: _some(count, "image") for case, count in counts.items()})
+    return facts.grouped({case: some(count, "image") for case, count in counts.items()})
 
 
 def _failed(facts: Facts) -> list[str]:
@@ -220,9 +221,9 @@ def _failed(facts: Facts) -> list[str]:
     for case in sorted(failed.case.unique().tolist()):
         rows = failed.loc[failed.case == case]
         reasons = rows.reason.fillna("no reason is recorded").value_counts()
-        more = f", and {_some(len(reasons) - 1, 'other reason')}" if len(reasons) > 1 else ""
+        more = f", and {some(len(reasons) - 1, 'other reason')}" if len(reasons) > 1 else ""
         reason = reasons.index[0].rstrip(".")
-        lines.append(f"{facts.names[case]}: {_some(rows.image.nunique(), 'image')}, {reason}{more}")
+        lines.append(f"{facts.names[case]}: {some(rows.image.nunique(), 'image')}, {reason}{more}")
     return lines
 
 
@@ -235,7 +236,7 @@ def _few_images(facts: Facts) -> list[str]:
     """Count the different images on which attacks were scored; a case where no attack ran has a flag of its own."""
     own = facts.scored.loc[facts.scored.image != ""]
     counts = own.groupby("case").image.nunique().to_dict()
-    return facts.grouped({case: _some(n, "image") for case, n in counts.items() if n < FEWEST_IMAGES})
+    return facts.grouped({case: some(n, "image") for case, n in counts.items() if n < FEWEST_IMAGES})
 
 
 def _predicted_labels(facts: Facts) -> list[str]:
@@ -243,7 +244,7 @@ def _predicted_labels(facts: Facts) -> list[str]:
     named = rows.image_sha256.where(rows.image_sha256.fillna("") != "", rows.image)
     told = rows.assign(named=named).loc[rows.label_origin == "predicted"]
     counts = told.groupby("case").named.nunique().to_dict()
-    return facts.grouped({case: f"of {_some(n, 'image')}" for case, n in counts.items()})
+    return facts.grouped({case: f"of {some(n, 'image')}" for case, n in counts.items()})
 
 
 def _untrained_unknown(facts: Facts) -> list[str]:
@@ -274,7 +275,8 @@ def _beyond_range(facts: Facts) -> list[str]:
     return facts.grouped(found)
 
 
-def _some(n: int, noun: str) -> str:
+def some(n: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 

@@ -12,15 +12,14 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from privlab.base import unknown_name
+from privlab.base import check_name
 from privlab.grids import KNOWN, Layout
 from privlab.report.tables.leakage import Row
 from privlab.report.tables.per_image import BOUND
 from privlab.report.tables.sheet import Caption, Cell, Sheet, behind, heading, images, row_name, shown
 from privlab.report.tables.tex import to_tex
 
-__all__ = ["FORMATS", "Caption", "heading", "render", "shown"]
-__all__ += ["plain_data", "to_csv", "to_json", "to_latex", "to_markdown", "to_rich"]
+__all__ = ["FORMATS", "Caption", "heading", "plain_data", "render", "shown", "to_rich"]
 
 FORMATS = ("latex", "csv", "markdown", "json")
 
@@ -54,27 +53,17 @@ def render(
     Raises:
         PrivlabError: for an unknown format.
     """
+    check_name("format", form, FORMATS)
     if form == "latex":
-        return to_latex(rows, layout, caption, standalone=standalone)
-    if form == "markdown":
-        return to_markdown(rows, layout, caption)
-    if form == "json":
-        return to_json(rows, layout, caption)
-    if form == "csv":
-        return to_csv(rows, layout, caption)
-    raise unknown_name("format", form, FORMATS)
+        return _latex(rows, layout, caption, standalone=standalone)
+    return {"markdown": _markdown_table, "json": _json, "csv": _csv}[form](rows, layout, caption)
 
 
-def to_latex(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION, *, standalone: bool = False) -> str:
+def _latex(rows: Sequence[Row], layout: Layout, caption: Caption, *, standalone: bool) -> str:
     r"""Return a tabular for \input, which needs booktabs, and its notes; or a whole document of one page that fits it.
 
     Each case has a line, and its rows follow below; means and intervals have columns of their own, so that they align.
-
-    Args:
-        rows: all rows of `leakage`, or those of its `headline`.
-        layout: the columns, with their decimals, and the level of the intervals.
-        caption: the source, remarks and verdicts become notes; only a whole document shows the title.
-        standalone: whether to return a whole document.
+    Only a whole document shows the caption's title.
     """
     sheet = Sheet(rows, layout, caption)
     heads = "".join(rf" & \multicolumn{{2}}{{c}}{{{to_tex(heading(name))}}}" for name in layout.columns)
@@ -106,14 +95,8 @@ def to_latex(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION
     return _DOCUMENT % parts
 
 
-def to_markdown(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION) -> str:
-    """Return a table of GitHub's Markdown, its title above and its notes below.
-
-    Args:
-        rows: all rows of `leakage`, or those of its `headline`.
-        layout: the columns, with their decimals, and the level of the intervals.
-        caption: the title; the source, remarks and verdicts become notes.
-    """
+def _markdown_table(rows: Sequence[Row], layout: Layout, caption: Caption) -> str:
+    """Return a table of GitHub's Markdown, its title above and its notes below."""
     sheet = Sheet(rows, layout, caption)
     empty = [""] * (1 + len(layout.columns))
     lines = [["case", "", "images", *(_markdown(heading(name)) for name in layout.columns)]]
@@ -137,17 +120,11 @@ def to_markdown(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPT
     return (f"**{_markdown(caption.title)}**\n\n" if caption.title else "") + table + notes
 
 
-def to_csv(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION) -> str:
+def _csv(rows: Sequence[Row], layout: Layout, caption: Caption) -> str:
     """Return one line per row, figures in full: METRIC, METRIC_low, METRIC_high, METRIC_images and METRIC_leakiest.
 
     For a worst case the last says on how many images each attack reached it, and for the best single attack which one
-    it is. What was not measured is empty.
-
-    Args:
-        rows: all rows of `leakage`, or those of its `headline`.
-        layout: the columns.
-        caption: if it has verdicts, they have a column, which is filled beside a worst case; nothing else of it is
-            shown.
+    it is. What was not measured is empty. Of the caption, verdicts alone are shown, beside their worst case.
     """
     out = io.StringIO()
     write = csv.writer(out, lineterminator="\n").writerow
@@ -169,14 +146,8 @@ def to_csv(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION) 
     return out.getvalue()
 
 
-def to_json(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION) -> str:
-    """Return the rows as JSON: a figure that was not measured is null, an infinite one "Infinity".
-
-    Args:
-        rows: all rows of `leakage`, or those of its `headline`.
-        layout: the columns, the level of the intervals, and the geometry, which are stated beside the rows.
-        caption: its fields are stated beside the rows.
-    """
+def _json(rows: Sequence[Row], layout: Layout, caption: Caption) -> str:
+    """Return the rows as JSON: a figure that was not measured is null, an infinite one "Infinity"."""
     metrics = {name: KNOWN[name].direction for name in layout.columns}
     about = {"metrics": metrics, "interval": layout.interval, "geometry": layout.geometry, "worst_case": BOUND}
     table = asdict(caption) | about | {"rows": [asdict(row) for row in rows]}

@@ -13,7 +13,19 @@ from privlab.report.tables.per_image import BOUND, SINGLE, WORST, lead_metric
 from privlab.report.tables.results import Results
 
 __all__ = ["OF_ADVERSARIES", "OF_EXACT", "OF_ORACLE", "OF_WORST", "of_single"]
-__all__ += ["Caption", "Cell", "Sheet", "behind", "counted", "heading", "images", "row_name", "shown", "unit_of"]
+__all__ += [
+    "Caption",
+    "Cell",
+    "Sheet",
+    "behind",
+    "counted",
+    "decimals",
+    "heading",
+    "images",
+    "row_name",
+    "shown",
+    "unit_of",
+]
 
 OF_WORST = f"{WORST}: {BOUND}; its leakiest score over all attacks and draws, by each metric's own direction"
 OF_ADVERSARIES = "both: as it is, or reassembled (the adversary put patches in order), whichever leaks more"
@@ -63,6 +75,11 @@ def heading(metric: str) -> str:
     return f"{name.replace('_', ' ')} {KNOWN[metric].arrow}".rstrip()
 
 
+def decimals(layout: Layout, metric: str) -> int:
+    """Return the number of decimals with which a metric is shown."""
+    return layout.decimals.get(metric, KNOWN[metric].decimals)
+
+
 def unit_of(metric: str) -> str:
     """Return the unit behind a figure of a metric: "dB", or the metric's name if it has no unit."""
     return "dB" if metric == "psnr" else "dB of psnr_affine" if metric == "psnr_affine" else metric
@@ -105,9 +122,9 @@ class Sheet:
 
     def cell(self, row: Row, name: str) -> Cell:
         """Return the cell of a row for one metric."""
-        score, decimals = row.scores[name], self._decimals(name)
-        mean, reach = shown(score.mean, decimals), max(score.high - score.mean, score.mean - score.low)
-        interval = shown(reach, decimals) if math.isfinite(reach) else ""
+        score, n = row.scores[name], decimals(self.layout, name)
+        mean, reach = shown(score.mean, n), max(score.high - score.mean, score.mean - score.low)
+        interval = shown(reach, n) if math.isfinite(reach) else ""
         return mean, interval, row.kind in _MEASURED_KINDS and self._leakiest.get((row.group, name)) == mean
 
     def mark(self, row: Row) -> str:
@@ -142,9 +159,6 @@ class Sheet:
         said += [f"verdict: {label}: {told[case]}" for case, label in cases.items() if case in told]
         return own + [("", text) for text in (*said, *self.caption.remarks)]
 
-    def _decimals(self, name: str) -> int:
-        return self.layout.decimals.get(name, KNOWN[name].decimals)
-
     @cached_property
     def _marks(self) -> dict[str, str]:
         """Return a letter for each different footnote."""
@@ -161,7 +175,7 @@ class Sheet:
                 if direction != "utility" and not math.isnan(mean):
                     leakier = max if direction == "higher leaks" else min
                     best[row.group, name] = leakier(mean, best.get((row.group, name), mean))
-        return {(group, name): shown(mean, self._decimals(name)) for (group, name), mean in best.items()}
+        return {(group, name): shown(mean, decimals(self.layout, name)) for (group, name), mean in best.items()}
 
 
 def _footnotes(row: Row) -> list[str]:

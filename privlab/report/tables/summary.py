@@ -12,8 +12,8 @@ from rich.table import Table
 
 from privlab.defenses import Jigsaw
 from privlab.evaluation import CONTROL, GEOMETRIES, UNDEFINED, Specification, defense_of
-from privlab.grids import beside, papers_attack
-from privlab.metrics import METRICS, PLACEMENT
+from privlab.grids import KNOWN, beside, papers_attack
+from privlab.metrics import PLACEMENT
 from privlab.release import effects_of
 from privlab.report.tables.flags import Flag, red_flags
 from privlab.report.tables.members import Apart, apart
@@ -25,9 +25,6 @@ from privlab.runs import Outcome
 
 __all__ = ["KNOWN", "explanations", "flags", "members", "not_measured", "shown_metrics", "summarise", "to_rich"]
 __all__ += ["verdicts"]
-
-KNOWN = METRICS | PLACEMENT
-"""The metrics that may be a column of the table."""
 
 _SETTINGS = {
     "a": "a, nothing is defended, and the private image x is the reference",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from privlab.base import PrivlabError, PrivlabWarning, configured, read_options, unknown_name
+from privlab.base import PrivlabError, PrivlabWarning, check_name, configured, read_options
 from privlab.defenses import defenses
 from privlab.images import ImageSource, open_images
 from privlab.split.client.learner import Learner
@@ -85,8 +85,7 @@ def stack_of(names: str, options: tuple[str, ...]) -> Stack:
     """
     installed, parts = defenses(), names.split("+")
     for name in parts:
-        if name not in installed:
-            raise unknown_name("defense", name, installed)
+        check_name("defense", name, installed)
     kinds = [installed[name] for name in parts]
     read_options(options, kinds)
     return Stack(tuple(configured(kind, options) for kind in kinds))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name, check_range
 
 __all__ = ["DTYPES", "OPTIMIZERS", "Contract", "Refusal"]
 
@@ -62,18 +62,12 @@ class Contract:
 
     def __post_init__(self) -> None:
         for name, most in _LIMITS.items():
-            if not 1 <= getattr(self, name) <= most:
-                raise PrivlabError(f"{name} must be in [1, {most}]. Found {getattr(self, name)}.")
-        if self.dtype not in DTYPES:
-            raise unknown_name("dtype", self.dtype, DTYPES)
-        if self.optimizer not in OPTIMIZERS:
-            raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
-        if not 0 < self.lr < math.inf:
-            raise PrivlabError(f"lr must be above 0 and finite. Found {self.lr}.")
-        if not 0 <= self.momentum < 1:
-            raise PrivlabError(f"momentum must be in [0, 1). Found {self.momentum}.")
-        if not 0 <= self.weight_decay < math.inf:
-            raise PrivlabError(f"weight_decay must be at least 0 and finite. Found {self.weight_decay}.")
+            check_range(1 <= (value := getattr(self, name)) <= most, name, f"in [1, {most}]", value)
+        check_name("dtype", self.dtype, DTYPES)
+        check_name("optimizer", self.optimizer, OPTIMIZERS)
+        check_range(0 < self.lr < math.inf, "lr", "above 0 and finite", self.lr)
+        check_range(0 <= self.momentum < 1, "momentum", "in [0, 1)", self.momentum)
+        check_range(0 <= self.weight_decay < math.inf, "weight_decay", "at least 0 and finite", self.weight_decay)
 
     @classmethod
     def of(cls, values: object) -> "Contract":

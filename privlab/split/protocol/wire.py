@@ -12,6 +12,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError, deserialize
 from torch import Tensor
 
+from privlab.base import first
 from privlab.split.protocol.contract import Contract, Refusal
 
 __all__ = ["HEADER_BYTES", "chunks", "pack", "pack_state", "unpack", "unpack_state"]
@@ -95,8 +96,8 @@ def _read(data: bytes, want: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are no safetensors: {error}.") from None
     if found.keys() != want.keys():
-        names = f"{_names(want)}. Found {_names(found) or 'none'}"
-        raise Refusal("INVALID_ARGUMENT", f"The tensors must be {names}.")
+        names, theirs = (first((name[:40] for name in sorted(each)), 4) for each in (want, found))
+        raise Refusal("INVALID_ARGUMENT", f"The tensors must be {names}. Found {theirs or 'none'}.")
     tensors = {}
     for name, dtype in want.items():
         if found[name]["dtype"] != _CODES[dtype]:
@@ -112,8 +113,3 @@ def _finite(name: str, tensor: Tensor) -> Tensor:
     if not bool(low.isfinite() & high.isfinite()):
         raise Refusal("INVALID_ARGUMENT", f"'{name}' holds NaN or infinity. Numbers must be finite.")
     return tensor
-
-
-def _names(names: Mapping[str, object], most: int = 4) -> str:
-    listed = [name[:40] for name in sorted(names)]
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

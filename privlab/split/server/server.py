@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from privlab.base import PrivlabError, full_precision, versions
+from privlab.base import PrivlabError, check_range, full_precision, versions
 from privlab.release import Recorder
 from privlab.split.protocol.checkpoint import private_folder
 from privlab.split.protocol.contract import Refusal
@@ -78,8 +78,7 @@ class Server:
     ) -> None:
         if tls is None and not is_loopback(host):
             raise PrivlabError(f"--host {host} is open to other machines, which needs TLS: --tls-cert and --tls-key.")
-        if checkpoint_every < 1:
-            raise PrivlabError(f"--checkpoint-every must be at least 1. Found {checkpoint_every}.")
+        check_range(checkpoint_every >= 1, "--checkpoint-every", "at least 1", checkpoint_every)
         self.host, self.port, self.limits = host, port, limits or Limits()
         self._tls, self._on_event = tls, on_event
         self._folder, self._stopping, self._last_word = private_folder(state), threading.Event(), 0.0

@@ -12,7 +12,7 @@ from threading import Lock
 
 import torch
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_range
 from privlab.release import Recorder
 from privlab.split.protocol.backbone import Backbone
 from privlab.split.protocol.checkpoint import SessionCheckpoints
@@ -54,8 +54,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not value > 0:
-                raise PrivlabError(f"The limit '{name}' must be above 0. Found {value}.")
+            check_range(value > 0, f"The limit '{name}'", "above 0", value)
 
 
 class Sessions:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabError
+from privlab.base import check_range
 from privlab.victims import Classifier
 
 __all__ = ["Classify"]
@@ -31,6 +31,7 @@ class Classify:
 
     name: ClassVar[str] = "classify"
     paper: ClassVar[str] = "DeiT (Touvron et al. 2021)"
+    labelled: ClassVar[bool] = True
 
     smoothing: float = 0.1
     mixup: float = 0.0
@@ -38,16 +39,9 @@ class Classify:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        if not 0 <= self.smoothing < 1:
-            raise PrivlabError(f"smoothing must be in [0, 1). Found {self.smoothing}.")
+        check_range(0 <= self.smoothing < 1, "smoothing", "in [0, 1)", self.smoothing)
         for key in ("mixup", "cutmix"):
-            if getattr(self, key) < 0:
-                raise PrivlabError(f"{key} must be at least 0. Found {getattr(self, key)}.")
-
-    @property
-    def labelled(self) -> bool:
-        """Return whether it needs labels."""
-        return True
+            check_range((value := getattr(self, key)) >= 0, key, "at least 0", value)
 
     def module(self, model: Any) -> nn.Module:  # noqa: ANN401  # a `Classifier`, or what a kind of it takes
         """Return the victim alone."""

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from privlab.base import unknown_name
+from privlab.base import check_name
 
 __all__ = ["DALS", "Dal"]
 
@@ -34,8 +34,7 @@ class Dal(nn.Module):
 
     def __init__(self, kind: str, width: int, grid: tuple[int, int]) -> None:
         super().__init__()
-        if kind not in DALS:
-            raise unknown_name("DAL regressor", kind, DALS)
+        check_name("DAL regressor", kind, DALS)
         self.kind = kind
         rows, columns = (torch.arange(1, side + 1, dtype=torch.float32) for side in grid)
         self.register_buffer("places", torch.cartesian_prod(rows, columns), persistent=False)

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, check_range
 from privlab.reassembly import DropPosNetwork, tiles
 from privlab.training.objectives.mp3 import some_of
 from privlab.victims import VictimModel
@@ -44,6 +44,7 @@ class TrainDropPos:
 
     name: ClassVar[str] = "droppos"
     paper: ClassVar[str] = "DropPos (Wang et al. 2023), Eq. 4 to 9"
+    labelled: ClassVar[bool] = False
 
     gamma: float = 0.75
     gamma_pos: float = 0.75
@@ -56,20 +57,11 @@ class TrainDropPos:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not 0 <= self.gamma < 1:
-            raise PrivlabError(f"gamma (γ) of droppos must be in [0, 1). Found {self.gamma}.")
-        if not 0 < self.gamma_pos <= 1:
-            raise PrivlabError(f"gamma_pos (γ_pos) must be in (0, 1]. Found {self.gamma_pos}.")
+        check_range(0 <= self.gamma < 1, "gamma (γ) of droppos", "in [0, 1)", self.gamma)
+        check_range(0 < self.gamma_pos <= 1, "gamma_pos (γ_pos)", "in (0, 1]", self.gamma_pos)
         for key in ("sigma", "sigma_end"):
-            if not 0 <= getattr(self, key) < math.inf:
-                raise PrivlabError(f"{key} (σ) must be at least 0 and finite. Found {getattr(self, key)}.")
-        if not self.temperature > 0:
-            raise PrivlabError(f"temperature (τ) must be positive. Found {self.temperature}.")
-
-    @property
-    def labelled(self) -> bool:
-        """Return whether it needs labels."""
-        return False
+            check_range(0 <= (value := getattr(self, key)) < math.inf, f"{key} (σ)", "at least 0 and finite", value)
+        check_range(self.temperature > 0, "temperature (τ)", "positive", self.temperature)
 
     def module(self, model: VictimModel) -> nn.Module:
         """Return the predictor on the victim's ViT, whose own PEs become the fixed ones, to be fine-tuned from there.

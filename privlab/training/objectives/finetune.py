@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from privlab.base import PrivlabError
+from privlab.base import check_range
 from privlab.training.objectives.base import set_drop_path
 from privlab.training.objectives.classify import Classify
 from privlab.victims import Classifier
@@ -31,8 +31,7 @@ class Finetune(Classify):
     def __post_init__(self) -> None:
         """Check the numbers."""
         super().__post_init__()
-        if not 0 <= self.drop_path < 1:
-            raise PrivlabError(f"drop_path must be in [0, 1). Found {self.drop_path}.")
+        check_range(0 <= self.drop_path < 1, "drop_path", "in [0, 1)", self.drop_path)
 
     def module(self, model: Classifier) -> nn.Module:
         """Return the victim alone, with its drop-path rates set."""

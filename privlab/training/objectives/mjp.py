@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, check_name, check_range
 from privlab.patches import jigsaw, shuffled_pixels
 from privlab.training.objectives.classify import Classify
 from privlab.training.objectives.dal import DALS, Dal
@@ -49,14 +49,10 @@ class TrainMjp(Classify):
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        if not 0 <= self.gamma <= 1:
-            raise PrivlabError(f"gamma (γ) must be in [0, 1]. Found {self.gamma}.")
-        if self.dal not in ("none", *DALS):
-            raise unknown_name("DAL regressor", self.dal, ("none", *DALS))
-        if self.weight < 0:
-            raise PrivlabError(f"weight (λ) must be at least 0. Found {self.weight}.")
-        if self.per not in ("batch", "image"):
-            raise unknown_name("per", self.per, ("batch", "image"))
+        check_range(0 <= self.gamma <= 1, "gamma (γ)", "in [0, 1]", self.gamma)
+        check_name("DAL regressor", self.dal, ("none", *DALS))
+        check_range(self.weight >= 0, "weight (λ)", "at least 0", self.weight)
+        check_name("per", self.per, ("batch", "image"))
 
     def module(self, model: Classifier) -> nn.Module:
         """Return the victim with the regressor beside it.

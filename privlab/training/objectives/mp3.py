@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabError
+from privlab.base import check_range
 from privlab.reassembly import Mp3Network, tiles
 from privlab.training.objectives.base import set_drop_path
 from privlab.victims import VictimModel
@@ -33,6 +33,7 @@ class TrainMp3:
 
     name: ClassVar[str] = "mp3"
     paper: ClassVar[str] = "MP3 (Zhai et al. 2022), Alg. 1"
+    labelled: ClassVar[bool] = False
 
     eta: float = 0.75
     drop_path: float = 0.1
@@ -40,13 +41,7 @@ class TrainMp3:
     def __post_init__(self) -> None:
         """Check the options."""
         for key, sign in (("eta", " (η)"), ("drop_path", "")):
-            if not 0 <= getattr(self, key) < 1:
-                raise PrivlabError(f"{key}{sign} must be in [0, 1). Found {getattr(self, key)}.")
-
-    @property
-    def labelled(self) -> bool:
-        """Return whether it needs labels."""
-        return False
+            check_range(0 <= (value := getattr(self, key)) < 1, f"{key}{sign}", "in [0, 1)", value)
 
     def module(self, model: VictimModel) -> nn.Module:
         """Return the predictor on the victim's ViT, whose position embeddings, if it has any, are not used."""

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabError, draw_for, unknown_name
+from privlab.base import PrivlabError, check_name, check_range, draw_for
 from privlab.images import Examples
 from privlab.training.objectives.mp3 import some_of
 from privlab.victims import VictimModel
@@ -84,10 +84,8 @@ class Probe:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if self.target not in TARGETS:
-            raise unknown_name("target of a probe", self.target, TARGETS)
-        if not 0 <= self.gamma_pos <= 1:
-            raise PrivlabError(f"gamma_pos (γ_pos) must be in [0, 1]. Found {self.gamma_pos}.")
+        check_name("target of a probe", self.target, TARGETS)
+        check_range(0 <= self.gamma_pos <= 1, "gamma_pos (γ_pos)", "in [0, 1]", self.gamma_pos)
         if self.layer is not None and self.layer < 1:
             raise PrivlabError(f"layer of a probe must be at least 1, or none for the last. Found {self.layer}.")
 
