@@ -7,7 +7,7 @@ draws of its releases are its own, and new in every batch: whatever the decoder 
 import hashlib
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -48,11 +48,11 @@ class DecoderSpec:
         PrivlabError: for an unknown kind.
     """
 
-    kind: str = "mae"
-    width: int = 192
-    depth: int = 3
-    augment: bool = True
-    plan: Plan = field(default_factory=lambda: Plan(steps=2000, warmup=100, weight_decay=0.01))
+    kind: str
+    width: int
+    depth: int
+    augment: bool
+    plan: Plan
 
     def __post_init__(self) -> None:
         """Check the kind."""

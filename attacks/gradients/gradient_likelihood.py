@@ -37,5 +37,4 @@ class GradientLikelihood(GradientMatching):
     knows: ClassVar[frozenset[str]] = GradientMatching.knows | {"gradient-noise", "gradient-quantisation"}
 
     objective: str = "likelihood"
-    lr: float = 0.02
     tv: float = 1.0

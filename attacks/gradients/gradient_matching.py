@@ -17,6 +17,7 @@ from privlab.attacks.gradients.patch_gradient import PatchGradient
 from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive, masked_slots
 from privlab.attacks.gradients.patch_gradient_prior import PatchGradientPrior
 from privlab.attacks.solvers import (
+    EDGE_WIDTH,
     OPTIMISERS,
     Kept,
     Likelihood,
@@ -44,9 +45,6 @@ STARTS: dict[str, type[Attack]] = {
     kind.name: kind for kind in (PatchGradientAdaptive, PatchGradient, PatchGradientPrior, MjpSubspace, MjpFull)
 }
 """What a search may start from, the best last; all but the first take a defended gradient for an exact one."""
-
-_EPSILON = 0.07
-"""ε of the total variation, which makes it smooth at zero, as in `mjp-subspace`."""
 
 _RESTART_STD = 0.1
 """Standard deviation, in normalised pixels, of the noise by which restarts differ from their common start."""
@@ -283,7 +281,7 @@ class Match:
             value = mismatch(g, target, self.norm[release] if self.objective == "l2" else None)
         if not self.tv:
             return value
-        variation = self._prior.sparse_energy(X, _EPSILON).view(-1, self.B).mean(1) / pixels
+        variation = self._prior.sparse_energy(X, EDGE_WIDTH).view(-1, self.B).mean(1) / pixels
         return value + self.tv * variation
 
     @cached_property

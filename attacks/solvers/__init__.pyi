@@ -6,6 +6,7 @@ from .descent import descend as descend
 from .embedding_inverse import invert_rows as invert_rows
 from .embedding_inverse import patch_statistics as patch_statistics
 from .likelihood import Likelihood as Likelihood
+from .prior import EDGE_WIDTH as EDGE_WIDTH
 from .prior import Smoothness as Smoothness
 from .prior import Windows as Windows
 from .prior import conjugate_gradients as conjugate_gradients

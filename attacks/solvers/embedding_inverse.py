@@ -71,16 +71,15 @@ def patch_statistics(
 
     Source: Chen, Wiesel, Eldar and Hero, IEEE Trans. Signal Processing 58 (2010), Equation 23.
     """
-    images = model.normalise(public[:MOST_IMAGES].to(model.mean))
+    # In double precision: float32's rounding would leave S without rank.
+    images = model.normalise(public[:MOST_IMAGES].to(model.mean)).double()
     X = F.unfold(torch.cat([images, images.flip(3)]), model.patch, stride=max(1, model.patch // 2))
     X = X.mT.flatten(0, 1)  # windows × k
-    μ, (n, k) = X.mean(0), X.shape
-    S = ((X - μ).mT @ (X - μ) / n).double()
+    S, (n, k) = X.mT.cov(correction=0), X.shape
     square, trace = S.square().sum(), S.trace().clamp(min=torch.finfo(X.dtype).tiny)
     ρ = ((1 - 2 / k) * square + trace**2) / ((n + 1 - 2 / k) * (square - trace**2 / k)).clamp(min=0)
     ρ = ρ.nan_to_num(1).clamp(max=1)
-    rounding = torch.finfo(X.dtype).eps * trace  # of the product above, which may not be positive
-    return μ.double(), (1 - ρ) * S + (ρ * trace / k + rounding) * torch.eye(k, dtype=S.dtype, device=S.device)
+    return X.mean(0), (1 - ρ) * S + ρ * trace / k * torch.eye(k, dtype=S.dtype, device=S.device)
 
 
 def _prior(model: VictimModel, public: Tensor, prior: str) -> tuple[Float[Tensor, " k"], Float[Tensor, "k k"]]:

@@ -14,7 +14,15 @@ from privlab.images.photographs import photographs
 from privlab.patches import patchify, slots_to_pixels, unpatchify
 from privlab.victims import VictimModel
 
-__all__ = ["PRIORS", "Smoothness", "Windows", "conjugate_gradients", "photograph_gradients", "photograph_windows"]
+__all__ = [
+    "EDGE_WIDTH",
+    "PRIORS",
+    "Smoothness",
+    "Windows",
+    "conjugate_gradients",
+    "photograph_gradients",
+    "photograph_windows",
+]
 
 Map = Callable[[Tensor], Tensor]
 Names = tuple[str, ...] | None
@@ -29,7 +37,7 @@ _RIDGE = 1e-5
 _ROUNDING_VARIANCE = 1 / 12 / 255**2
 """Variance of rounding to 8 bits, below which photographs say nothing."""
 
-_EDGE_WIDTH = 0.07
+EDGE_WIDTH = 0.07
 """Differences of adjacent pixels, in their standard deviations, below which the sparse prior is quadratic."""
 
 
@@ -239,7 +247,7 @@ def photograph_windows(model: VictimModel, name: str, names: Names = None) -> Wi
 
 _TAILS: dict[str, Map] = {
     "quadratic": torch.ones_like,
-    "sparse": lambda q: (_EDGE_WIDTH**2 + q).rsqrt(),
+    "sparse": lambda q: (EDGE_WIDTH**2 + q).rsqrt(),
     "covariance": torch.ones_like,
     "cauchy": lambda q: 4 / (1 + q),
 }

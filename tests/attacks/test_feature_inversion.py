@@ -122,6 +122,13 @@ def test_patch_statistics_have_full_rank_for_any_images(tiny_model: Make, public
         torch.linalg.cholesky(S)
 
 
+def test_patch_statistics_of_many_windows_have_full_rank_in_single_precision(tiny_model: Make) -> None:
+    """Of flat images S has rank one, and the more windows there are, the less is added to it."""
+    grey = torch.linspace(0, 1, MOST_IMAGES)[:, None, None, None].expand(-1, 3, 64, 64)
+    S = patch_statistics(tiny_model(img_size=64, patch_size=2).float(), grey)[1].double()
+    assert torch.linalg.cholesky_ex(S).info == 0
+
+
 def test_patch_statistics_of_many_images_are_those_of_the_first(tiny_model: Make, crops: Tensor) -> None:
     model = tiny_model()
     assert_close(patch_statistics(model, crops), patch_statistics(model, crops[:MOST_IMAGES]))
@@ -168,6 +175,19 @@ def test_optimisation_beats_the_linear_inversion_that_it_starts_from(tiny_model:
     assert psnr(end, private).mean() > psnr(start, private).mean() + 3
     assert end.min() >= 0
     assert end.max() <= 1
+
+
+@pytest.mark.parametrize(("width", "noise", "least"), [(32, 0.0, 30), (64, 0.0, 52), (32, 1.0, 22.5)])
+def test_the_defaults_of_the_optimisation_suit_what_is_open_what_is_known_and_noise(
+    width: int, noise: float, least: float, tiny_model: Make, crops: Tensor
+) -> None:
+    """With a tenth or ten times of an option one of these is worse by decibels.
+
+    Of what W leaves open total variation says much, of what W determines nothing, and of noise as much as there is.
+    """
+    model, private = tiny_model(embed_dim=width), crops[::48].double()
+    seen, _ = seen_of(model, private, crops[1:2].double(), (GaussianNoise(noise),) if noise else ())
+    assert psnr(FeatureOptimisation()(seen).images, private).mean() > least
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02])

@@ -155,6 +155,23 @@ def test_no_two_columns_can_change_places_and_be_likelier(seed: int, noise: floa
             assert f(p) > f(best) - 1e-8
 
 
+def test_embeddings_of_a_batch_are_estimated_by_the_law_of_its_mean(
+    tiny_model: Model, photographs: Callable[[int, int], Tensor]
+) -> None:
+    """E[e' | u] with the covariance Σ / b of b images, taken off the rows; what is left is solved for patches."""
+    model, pictures = tiny_model(**SQUARE), photographs(9, 32).double()
+    sent = sent_by(drifted(model, 1), pictures[:4])
+    (mean, Σ), e = patch_law(model, pictures[4:], 0.0), known_tokens(model)[1]
+    rows = sent.features[:, 1:]
+    u, eye = rows.mean(0) - mean, torch.eye(208, dtype=torch.float64)
+    drift = _drift(u, e, Σ / 4)
+    pe = e + (u - e) @ torch.linalg.inv(drift * eye + Σ / 4) * drift
+    proj = model.vit.patch_embed.proj
+    patches = (rows - proj.bias - pe) @ torch.linalg.pinv(proj.weight.flatten(1)).mT
+    stolen = RowAlignment()(seen_of(model, sent, pictures[4:]))
+    assert_close(stolen.images, model.to_images(patches), rtol=0, atol=1e-5)
+
+
 def likeliest(gain: Tensor) -> list[int]:
     """Return the order of the greatest sum of gains, of all there are."""
     orders = itertools.permutations(range(len(gain)))

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from privlab.attacks import GradientMatching, MjpSubspace, PatchGradient
 from privlab.attacks.gradients.breaching_attacks import Classifier, contained
 from privlab.attacks.gradients.gradient_matching import Match, mismatch
-from privlab.attacks.solvers import OPTIMISERS, Lbfgs
+from privlab.attacks.solvers import OPTIMISERS, Lbfgs, photograph_gradients
 from privlab.base import PrivlabError, PrivlabWarning, configured, draw_for, read_options
 from privlab.cli.common import progress_bar
 from privlab.defenses import GradientPruning, Mjp
@@ -68,6 +68,19 @@ def test_an_image_comes_back_from_nothing(objective: str, start: str, tiny_model
     attack = GradientMatching(objective=objective, start=start, steps=150)
     assert psnr(attack(seen).images, feed.images).min() > 100
     assert psnr(replace(attack, steps=3)(seen).images, feed.images).max() < 50
+
+
+def test_an_image_comes_back_with_the_default_options(tiny_model: Callable[..., VictimModel]) -> None:
+    feed, seen = seen_of(tiny_model(**ONE), pictures(2, 4))
+    assert psnr(GradientMatching(start="grey")(seen).images, feed.images).min() > 100
+
+
+def test_no_factor_of_the_release_matters_to_the_default_objective(small: VictimModel) -> None:
+    """As of a server that does not know by how much a client has clipped."""
+    _, seen = seen_of(small, pictures(2))
+    half = replace(seen, gradients={name: g / 2 for name, g in seen.gradients.items()})
+    attack = GradientMatching(start="grey", steps=6)
+    assert_close(attack(half).images, attack(seen).images)
 
 
 def test_a_photograph_comes_back_from_grey(crops: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
@@ -145,6 +158,18 @@ def test_mismatch_is_what_it_says() -> None:
     target = {name: t / norm.view(-1, *[1] * (t.ndim - 1)) for name, t in G.items()}
     assert_close(mismatch(g, target), 1 - nn.functional.cosine_similarity(flat_g, flat_G))
     assert_close(mismatch(g, target, norm), (flat_g - flat_G).square().sum(1) / (2 * norm**2))
+
+
+def test_the_prior_is_total_variation_in_standard_deviations_of_photographs(small: VictimModel) -> None:
+    """The weight times the mean over pixels of √(0.07² + δᵀ Γ⁻¹ δ), across and down."""
+    _, seen = seen_of(small, pictures(1))
+    image = small.normalise(pictures(2)[1:])
+    points, one = patchify(image, small.patch).flatten(1), torch.tensor([0])
+    without, smooth = (Match.of(seen, "cosine", tv)(points, one)[0] for tv in (0.0, 0.5))
+    precision = torch.linalg.inv(photograph_gradients(small))
+    steps = torch.cat([image.diff(dim=dim).transpose(0, 1).flatten(1) for dim in (3, 2)], 1)
+    total = (0.07**2 + (steps * (precision @ steps)).sum(0)).sqrt().sum()
+    assert_close(smooth - without, 0.5 * total.view(1) / 64)
 
 
 @pytest.mark.parametrize("masked_pe", ["unknown", "none", "slot"])

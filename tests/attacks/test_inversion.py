@@ -107,7 +107,7 @@ def test_the_adversary_knows_what_a_defense_does_to_places(tiny_model: Make, def
 
 def spec_of(kind: str, steps: int = 80, **changed: object) -> DecoderSpec:
     plan = Plan(steps=steps, batch_size=32, learning_rate=3e-3, warmup=10, weight_decay=0.01)
-    return replace(DecoderSpec(kind, width=64, depth=1, plan=plan), **changed)  # pyright: ignore[reportArgumentType]
+    return replace(DecoderSpec(kind, width=64, depth=1, augment=True, plan=plan), **changed)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_public_images_are_mirrored_and_rolled(tiny_model: Make, crops: Tensor) 
 
 def test_bad_decoders_are_refused(tiny_model: Make) -> None:
     with pytest.raises(PrivlabError, match=r"Unknown decoder 'may'\. Did you mean mae"):
-        DecoderSpec("may")
+        spec_of("may")
     with pytest.raises(PrivlabError, match=r"width of a decoder must be a multiple of 32\. Found 40"):
         DECODERS["set"](Shape.of(tiny_model()), 40, 1)
 

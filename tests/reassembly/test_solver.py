@@ -77,6 +77,24 @@ def test_a_grey_patch_continues_itself_for_nothing_and_a_ramp_its_neighbour_best
     assert across.argmin(1)[:3].tolist() == [1, 2, 3]
 
 
+def test_more_neighbours_are_found_with_the_variance_of_an_exact_pixel_than_with_others(
+    photographs: Photographs,
+) -> None:
+    """Of seven photographs: a hundred times as much hides faint borders, a hundredth believes those of flat patches."""
+    images, slots = photographs(7, 160).double(), torch.arange(100).view(10, 10)
+
+    def found(floor: float) -> int:
+        right = 0
+        for patches in patchify(images, 16).unflatten(2, (3, 16, 16)):
+            across, down = border_costs(patches, floor=floor) + torch.eye(100).where(torch.eye(100) == 0, torch.inf)
+            right += int((across.argmin(1)[slots[:, :-1]] == slots[:, 1:]).sum())
+            right += int((down.argmin(1)[slots[:-1]] == slots[1:]).sum())
+        return right
+
+    assert found(FLOOR) > found(100 * FLOOR)
+    assert found(FLOOR) > found(FLOOR / 100)
+
+
 @given(seed=st.integers(0, 2**31), anchored=st.integers(0, 5), placed=st.booleans())
 @settings(max_examples=40)
 def test_what_is_found_is_an_arrangement_that_no_swap_improves(seed: int, anchored: int, placed: bool) -> None:

@@ -156,6 +156,8 @@ def test_the_adaptive_attack_is_weaker() -> None:
     assert found(case({"patch-gradient": 20.001, "mjp-full": 20.0}), ["one"]) == {}  # nothing that a table shows
     lower = rows.assign(lpips_alex=1 - rows.psnr / 100)
     assert "Adaptive attack weaker" in found(lower, ["one"], metric="lpips_alex")
+    healthy = records().assign(lpips_alex=lambda rows: 1 - rows.psnr / 100)
+    assert found(healthy, metric="lpips_alex") == {}
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,12 @@ def test_more_budget_made_it_worse(few: Mapping[str, Any], many: Mapping[str, An
     assert found(pd.concat([first, more.assign(setting="b")])) == {}  # another case altogether
     other = json.dumps({**many, "epsilon": 0.2})
     assert found(pd.concat([first, more.assign(attack_params=other)])) == {}  # not the budget alone
+
+
+def test_budgets_of_which_one_is_less_are_not_compared() -> None:
+    first = case({"mjp-subspace": 22.0}, attack_params='{"starts": 4, "steps": 10}')
+    other = case({"mjp-subspace": 20.0}, attack_params='{"starts": 2, "steps": 20}').assign(case=1)
+    assert found(pd.concat([first, other])) == {}
 
 
 def test_budgets_are_compared_on_the_images_that_both_have() -> None:

@@ -112,6 +112,15 @@ def test_the_best_of_many_attacks_is_ahead_by_chance() -> None:
     assert word(many)[0] == "holds"
 
 
+def test_the_best_of_two_metrics_is_ahead_by_chance_too() -> None:
+    """One interval of 95 % lies above zero here; that of one among two tries, the other by structure, does not."""
+    rows = records({0: LEVELS[0], 1: {"mjp-subspace": 0.0, "control:mean": 12.0}})
+    ahead = np.tile(12.37 + NOISE - NOISE.mean(), len(rows))[: len(rows)]
+    rows = rows.assign(psnr=rows.psnr.where(~of(rows, 1), ahead))
+    assert word(rows.drop(columns=["psnr_affine", "psnr_affine_mirrored"]))[0] == "broken"
+    assert word(rows)[0] == "holds"
+
+
 def test_one_image_given_back_exactly_breaks_a_defense() -> None:
     rows = records()
     one = rows.assign(psnr=rows.psnr.where(~(of(rows, 1) & (rows.image == "07")), 131.0))
@@ -206,6 +215,8 @@ def test_a_control_must_be_of_every_image() -> None:
     assert said.word == "holds"
     assert said.positive is not None
     assert said.positive.score.images == 23
+    lost = change(rows, of(rows, 0) & (rows.image == "05"), status="failed", psnr=math.nan)
+    assert word(lost)[1].startswith(": no positive control; ")
 
 
 def test_another_defended_case_is_no_control() -> None:
@@ -234,6 +245,12 @@ def test_an_attack_that_failed_on_an_image_is_none_to_hold_against() -> None:
     rows = records()
     lost = change(rows, of(rows, 1) & (rows.image == "03"), status="failed", psnr=math.nan)
     assert word(lost) == ("no evidence", ": attacks that know the defense failed")
+
+
+def test_an_attack_outside_its_range_on_an_image_is_none_to_hold_against() -> None:
+    rows = records()
+    why = word(change(rows, of(rows, 1) & (rows.image == "03"), beyond_range="N = 9 ≥ D = 9"))[1]
+    assert why.startswith(": every attack that knows the defense is outside its stated range (mjp-subspace: N = 9 ")
 
 
 def test_fewer_than_twenty_images_are_no_evidence() -> None:
