@@ -21,7 +21,9 @@ MEMBERS = ("seen", "not seen", "unknown")
 
 _COLUMNS = ("name", "sha256", "label", "label_origin", "member")
 _NEEDED = ("name", "sha256")
-_ORIGINS: tuple[LabelOrigin, ...] = tuple(origin for origin in get_args(LabelOrigin) if origin != "predicted")
+_ORIGINS: tuple[LabelOrigin, ...] = tuple(
+    origin for origin in get_args(LabelOrigin) if origin not in ("predicted", "released")
+)
 _SHOWN = 60
 
 

@@ -34,7 +34,7 @@ from privlab.grids.fill import fill
 from privlab.stores import RunDirectory, Store
 from privlab.victims import Victim, check_plain, victim
 
-__all__ = ["Outcome", "attack", "execute", "specify", "unfinished"]
+__all__ = ["Outcome", "attack", "execute", "experiment_of", "facts_of", "specify", "unfinished"]
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
@@ -214,7 +214,7 @@ def execute(
         bases = _victims(spec, own, place)
         cells = [plan(spec, base) for base in bases]
         path = None if out is None else Path(out)
-        grid = lay_out(_experiment(spec, bases, cells, path), place, bases[0] if own is not None else None)
+        grid = lay_out(experiment_of(spec, bases, cells, path), place, bases[0] if own is not None else None)
     messages += [message for message in grid.messages if message not in messages]
     grid = replace(grid, messages=tuple(messages))
     chunk = batch_size or (64 if place.type == "cuda" else 8)
@@ -230,7 +230,7 @@ def execute(
         path,
         how,
         command=command,
-        stated=_facts(spec, bases, cells),
+        stated=facts_of(spec, bases, cells),
         overwrite=overwrite,
         progress=lambda done, total, _: progress(done, total),
     )
@@ -246,10 +246,17 @@ def _victims(spec: Specification, own: VisionTransformer | None, device: torch.d
     return [victim(own, **options).to(device)]
 
 
-def _experiment(
+def experiment_of(
     spec: Specification, bases: Sequence[Victim], cells: Sequence[Sequence[Cell]], path: Path | None
 ) -> Experiment:
-    """Return a run as an experiment: a case for each victim and setting, a specification for each draw."""
+    """Return a run as an experiment: a case for each victim and setting, a specification for each draw.
+
+    Args:
+        spec: what is run.
+        bases: the victims.
+        cells: the cells of each victim.
+        path: the run directory, which names the experiment.
+    """
     cases: list[Case] = []
     for base in bases:
         alone = replace(spec, models=(base.name,), draws=1)
@@ -317,8 +324,14 @@ def _parts(given: Part | Sequence[Part], kinds: Mapping[str, type[Any]], options
     return tuple(dict.fromkeys(names))
 
 
-def _facts(spec: Specification, bases: Sequence[Victim], cells: Sequence[Sequence[Cell]]) -> dict[str, Any]:
-    """Return what `run.json` states of a run beyond what it states of every experiment."""
+def facts_of(spec: Specification, bases: Sequence[Victim], cells: Sequence[Sequence[Cell]]) -> dict[str, Any]:
+    """Return what `run.json` states of a run beyond what it states of every experiment.
+
+    Args:
+        spec: what is run.
+        bases: the victims.
+        cells: the cells of each victim.
+    """
     return {
         "specification": asdict(spec),
         "victims": [

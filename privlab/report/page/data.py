@@ -131,6 +131,7 @@ def page_data(
         "lead": lead,
         "geometry": results.layout.geometry,
         "fed": fed,
+        "private": "unscored" not in results.facts,
         "kept": kept,
         "metrics": [
             {"name": name, "head": title(name), "decimals": decimals(results, name), "leaks": leaks(name)}
