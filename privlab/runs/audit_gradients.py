@@ -149,7 +149,7 @@ def audit_gradients(
         found = _flags(released, seen, base, told, rows, changed=update is not None, named=spec.attacks is not None)
         facts |= {"flags": found, "reference": told_of_reference, "attacks": [_plain(row) for row in rows]}
         if judge is None:
-            facts["unscored"] = " ".join([UNSCORED, *_proofs(rows)])
+            facts["unscored"] = _proof(rows)
     return GradientAudit(rows, found, labels, messages, out, {} if judge is None else judge.missing, told_of_reference)
 
 
@@ -301,13 +301,12 @@ def _attack(
     return row, images
 
 
-def _proofs(rows: Sequence[Row]) -> list[str]:
-    """Return a sentence for each reconstruction that gives the released gradient, as only the private image does."""
-    return [
-        f"The reconstruction by {row['attack']} gives the released gradient (residual {row['residual']:.1e})."
-        for row in rows
-        if row.get("explained")
-    ]
+def _proof(rows: Sequence[Row]) -> str:
+    """Return the sentences of an audit without a private image: which reconstructions give the released gradient."""
+    if not (found := [row for row in rows if row.get("explained")]):
+        return UNSCORED
+    names, left = first([row["attack"] for row in found]), max(row["residual"] for row in found)
+    return f"{UNSCORED} What gives the released gradient (residual {left:.1e}) was reconstructed by {names}."
 
 
 def _told(base: Victim, seen: Observation) -> Told | None:
