@@ -10,7 +10,16 @@ from click.core import ParameterSource
 from rich.table import Table
 
 from privlab.base import PrivlabError
-from privlab.cli.common import command_line, err, plain, print_json, print_table, progress_bar
+from privlab.cli.common import (
+    command_line,
+    err,
+    interruptible,
+    kept_images,
+    plain,
+    print_json,
+    print_table,
+    progress_bar,
+)
 
 if TYPE_CHECKING:
     from privlab.runs import GradientAudit
@@ -25,13 +34,27 @@ _SCORING = {"metrics", "lpips_weights", "embedding", "public", "public_limit"}
 
 
 def audit_features(context: click.Context, folder: Path, path: Path, options: Mapping[str, Any]) -> int:
-    """Attack recorded features, whose private images are unknown, and print a summary of the attacks."""
-    from privlab.runs import audit, specify
+    """Attack recorded features, whose private images are unknown, and print a summary of the attacks.
+
+    Args:
+        context: the command.
+        folder: the recording.
+        path: a new run directory, which is not used if there is an unfinished audit of the same specification.
+        options: all options of the command.
+    """
+    from privlab.runs import audit, specify, unfinished
 
     _refuse(context, _FEATURES, "--features: there is no private image. Leave it out.")
-    spec = specify(options["model"], "c", attack=options["attack"], release="features", **_science(options))
+    spec = specify(
+        options["model"], "c", attack=options["attack"], images=folder, release="features", **_science(options)
+    )
     _check_one(spec.models, "--features")
-    with progress_bar("auditing") as progress:
+    chosen = options["out"] is not None or options["overwrite"]
+    if (begun := None if chosen else unfinished(Path("runs"), spec)) is not None:
+        err.print(f"Continuing the unfinished audit '{begun}'; --overwrite starts a new one.", markup=False)
+        path = begun
+    go_on = "The same command goes on where it was."
+    with interruptible(lambda: _kept(path, go_on)), progress_bar("auditing") as progress:
         found = audit(
             folder,
             spec,
@@ -57,7 +80,14 @@ def audit_features(context: click.Context, folder: Path, path: Path, options: Ma
 
 
 def audit_gradient_file(context: click.Context, file: Path, path: Path, options: Mapping[str, Any]) -> int:
-    """Attack a released gradient, with a reference image for scoring or without, and print the results."""
+    """Attack a released gradient, with a reference image for scoring or without, and print the results.
+
+    Args:
+        context: the command.
+        file: the gradient file.
+        path: the run directory.
+        options: all options of the command.
+    """
     from privlab.runs import specify
     from privlab.runs.audit_gradients import audit_gradients
 
@@ -69,15 +99,16 @@ def audit_gradient_file(context: click.Context, file: Path, path: Path, options:
         options["model"], "c", attack=options["attack"], metrics=options["metrics"], release="gradients", **science
     )
     _check_one(spec.models, "--gradients")
-    found = audit_gradients(
-        file,
-        spec,
-        device=options["device"],
-        out=path,
-        overwrite=options["overwrite"],
-        reference=options["reference"],
-        command=command_line(context),
-    )
+    with interruptible(lambda: _kept(path, "With --overwrite, the same command starts again.")):
+        found = audit_gradients(
+            file,
+            spec,
+            device=options["device"],
+            out=path,
+            overwrite=options["overwrite"],
+            reference=options["reference"],
+            command=command_line(context),
+        )
     for message in found.warnings:
         err.print(f"Warning: {message}", style="yellow", markup=False)
     failed = [row for row in found.rows if row["status"] != "ok"]
@@ -96,6 +127,15 @@ def audit_gradient_file(context: click.Context, file: Path, path: Path, options:
     for row in failed:
         err.print(f"Failed: {row['reason']}", style="red", markup=False)
     return 2 if failed else 0
+
+
+def _kept(path: Path, go_on: str) -> str:
+    """Return what an interrupted audit has kept, and how to continue it."""
+    if not (path / "run.json").exists():
+        return "Nothing had been run yet, and nothing is kept."
+    images = kept_images(path)
+    there = f"the records of {images} {'image' if images == 1 else 'images'}, which `privlab report {path}` shows"
+    return f"'{path}' keeps {there if images else 'no record yet'}. {go_on}"
 
 
 def _refuse(context: click.Context, taken: set[str], why: str) -> None:

@@ -100,6 +100,8 @@ def table(
 
     with warned():
         other = None if compare is None else load_results(compare)
+        if other is not None and "unscored" in other.facts:
+            raise PrivlabError(f"--compare needs a run with scores. '{compare}' is an audit without a private image.")
         grid, tasks = prepare(parsed, path, how)
     run = RunDirectory.create(path, resume=True)
     command = command_line(click.get_current_context())

@@ -21,7 +21,8 @@ from privlab.base import PrivlabError
 __all__ = ["LabelOrigin", "Picture", "as_text", "damaged", "one_line"]
 __all__ += ["picture_from_bytes", "picture_from_image", "read_picture"]
 
-LabelOrigin = Literal["folder", "file", "dataset", "predicted", "none"]
+LabelOrigin = Literal["folder", "file", "dataset", "predicted", "released", "none"]
+"""Where a label comes from; "predicted" is by the victim, "released" is given away by the gradient that is audited."""
 
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF", "PPM", "JPEG2000")  # not EPS: it would run Ghostscript
 MAX_BYTES = 512 * 2**20

@@ -21,9 +21,10 @@ MEMBERS = ("seen", "not seen", "unknown")
 
 _COLUMNS = ("name", "sha256", "label", "label_origin", "member")
 _NEEDED_COLUMNS = ("name", "sha256")
-_ORIGINS: tuple[LabelOrigin, ...] = tuple(origin for origin in get_args(LabelOrigin) if origin != "predicted")
+_ORIGINS: tuple[LabelOrigin, ...] = tuple(
+    origin for origin in get_args(LabelOrigin) if origin not in ("predicted", "released")
+)
 _MOST_CHARACTERS = 60
-"""The most characters of a line that a message shows."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from privlab.grids.fill import fill
 from privlab.stores import RunDirectory
 from privlab.victims import Victim, check_plain, victim
 
-__all__ = ["Outcome", "attack", "execute", "specify", "unfinished"]
+__all__ = ["Outcome", "attack", "execute", "experiment_of", "facts_of", "specify", "unfinished"]
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
@@ -212,7 +212,7 @@ def execute(
         bases = _victims(spec, own, place)
         groups = [plan(spec, base) for base in bases]
         path = None if out is None else Path(out)
-        grid = lay_out(_experiment(spec, bases, groups, path), place, bases[0] if own is not None else None)
+        grid = lay_out(experiment_of(spec, bases, groups, path), place, bases[0] if own is not None else None)
     messages += [message for message in grid.messages if message not in messages]
     grid = replace(grid, messages=tuple(messages))
     chunk = batch_size or (64 if place.type == "cuda" else 8)
@@ -229,7 +229,7 @@ def execute(
         run,
         how,
         command=command,
-        stated=_facts(spec, bases, groups),
+        stated=facts_of(spec, bases, groups),
         progress=lambda done, total, _: progress(done, total),
     )
     records = run.store.frame()
@@ -244,10 +244,17 @@ def _victims(spec: Specification, own: VisionTransformer | None, device: torch.d
     return [victim(own, **options).to(device)]
 
 
-def _experiment(
+def experiment_of(
     spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]], path: Path | None
 ) -> Experiment:
-    """Return a run as an experiment: a case for each victim and setting, a specification for each draw."""
+    """Return a run as an experiment: a case for each victim and setting, a specification for each draw.
+
+    Args:
+        spec: what is run.
+        bases: the victims.
+        groups: the attacks that run on each victim, by its block.
+        path: the run directory, which names the experiment.
+    """
     cases: list[Case] = []
     for base in bases:
         alone = replace(spec, models=(base.name,), draws=1)
@@ -315,8 +322,14 @@ def _parts(given: Part | Sequence[Part], kinds: Mapping[str, type[Any]], options
     return tuple(dict.fromkeys(names))
 
 
-def _facts(spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]]) -> dict[str, Any]:
-    """Return what `run.json` states of a run beyond what it states of every experiment."""
+def facts_of(spec: Specification, bases: Sequence[Victim], groups: Sequence[Sequence[AttackGroup]]) -> dict[str, Any]:
+    """Return what `run.json` states of a run beyond what it states of every experiment.
+
+    Args:
+        spec: what is run.
+        bases: the victims.
+        groups: the attacks that run on each victim, by its block.
+    """
     return {
         "specification": asdict(spec),
         "victims": [

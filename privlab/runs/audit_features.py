@@ -1,19 +1,19 @@
 """An audit of recorded features: what a server of split learning could reconstruct. No image is known."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torchvision.utils import save_image
 
-from privlab.base import PrivlabError, collected, hardware, pick_device, versions
-from privlab.evaluation import Specification, attack_batch, defense_of, plan, public_images, reason_of
+from privlab.base import PrivlabError, PrivlabWarning, collected, pick_device
+from privlab.evaluation import Record, Specification, applicable, defense_of, plan, public_images
 from privlab.release import Recorded, granted_features, read_recording, recorded_sessions
-from privlab.stores import RunDirectory
+from privlab.runs.audit_case import UNSCORED, AuditCase, Release, holds_run_of, noted, unknown_images
+from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import FeatureAttack, FeatureObservation
 from privlab.victims import Victim, victim
 
@@ -42,15 +42,16 @@ def audit(
     command: str | None = None,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> Audit:
-    """Run attacks on recorded features; write a contact sheet for each batch and attack, and `run.json`.
+    """Run attacks on recorded features; write records, and a contact sheet for each batch and attack, batch by batch.
 
     `spec` names one victim, which is the public base of the recorded client, and the defense that the client is known
     to use. The private images are not at hand, so whether one of them is among the public ones cannot be checked:
-    whoever names `--public` must leave them out.
+    whoever names `--public` must leave them out. Records have no scores, and name an image by its session, batch and
+    number. If `out` holds an audit of the same specification, batches that have records are not attacked again.
 
     Args:
         folder: what `privlab split serve --record` wrote.
-        spec: the victim, the defense, the attacks, and the adversary's public images.
+        spec: the victim, the defense, the attacks, and the adversary's public images; `folder` becomes its images.
         device: "auto", "cpu", "cuda" or "cuda:N".
         out: the run directory.
         overwrite: whether an earlier run in `out` is replaced.
@@ -59,8 +60,13 @@ def audit(
         progress: called after each batch with (batches done, None).
 
     Raises:
-        PrivlabError: if there is no recording, or its features do not fit the victim, or attacks lack a capability.
+        PrivlabError: before anything is attacked, if there is no recording, its features do not fit the victim, attacks
+            lack a capability, or `out` holds another run.
+
+    Warns:
+        PrivlabWarning: for each batch that is replaced or added while the audit runs; it is left out.
     """
+    spec = replace(spec, images=(str(folder),))
     messages: list[str] = []
     with collected(messages):
         base = victim(
@@ -68,21 +74,29 @@ def audit(
         ).to(pick_device(device))
         sessions = recorded_sessions(folder)
         (group,) = plan(spec, base)
-        attacks = cast(tuple[FeatureAttack, ...], group.attacks)  # `plan` refuses those that read gradients
-        public_ones = public_images(spec.public, spec.public_limit, base.preprocessing, base.model.mean.device)
-        public = torch.stack([*public_ones.values()])
-        run = RunDirectory.create(out, overwrite=overwrite)
-        rows: list[Row] = []
+        public = public_images(spec.public, spec.public_limit, base.preprocessing, base.model.mean.device)
+        found = {_name(batch): _images(batch, base) for batch in _limited(read_recording(folder), limit)}
+    case = AuditCase(spec, group, applicable(spec, base)[1], [*found.values()], [*public])
+    goes_on = not overwrite and holds_run_of(out, spec)
+    run = RunDirectory.create(out, overwrite=overwrite, resume=goes_on)
+    facts = case.facts(out, f"{folder}", command) | {"unscored": UNSCORED, "recording": dict(sessions)}
+    facts["victim"] = {"name": base.name, "weights": asdict(base.weights)} | base.params()
+    facts["batches"] = rows = list[Row]()
+    with noted(run, facts, messages), collected(messages):
+        earlier, seen = _records(run), _nothing_seen(spec, base, torch.stack([*public.values()]))
         for number, batch in enumerate(_limited(read_recording(folder), limit), 1):
-            seen = _observation(base, batch, spec, public)
-            rows += [_attack(attack, seen, batch, run) for attack in attacks]
+            if (images := found.get(_name(batch))) != _images(batch, base) or images is None:
+                told = f"'{_name(batch)}' was recorded while the audit ran. Left out: the same command attacks it."
+                warnings.warn(told, PrivlabWarning, stacklevel=2)
+                continue
+            seen = replace(seen, features=batch.features.to(base.model.mean))
+            made = _attacked(case, seen, batch, images, earlier, run)
+            rows += [_row(batch, name, records) for name, records in made.items()]
             progress(number, None)
-    facts = _facts(spec, base, sessions) | ({} if command is None else {"command": command})
-    run.write_run(facts | {"batches": rows, "warnings": messages})
     return Audit(rows, messages, out)
 
 
-def _limited(batches: Any, limit: int | None) -> Any:  # noqa: ANN401
+def _limited(batches: Iterable[Recorded], limit: int | None) -> Iterator[Recorded]:
     """Yield at most `limit` batches of each session and kind."""
     seen: dict[tuple[str, str], int] = {}
     for batch in batches:
@@ -92,7 +106,16 @@ def _limited(batches: Any, limit: int | None) -> Any:  # noqa: ANN401
             yield batch
 
 
-def _observation(base: Victim, batch: Recorded, spec: Specification, public: Tensor) -> FeatureObservation:
+def _name(batch: Recorded) -> str:
+    return f"{batch.session}/{batch.kind}-{batch.number:08d}"
+
+
+def _sheet(batch: Recorded, attack: str) -> str:
+    return f"{batch.session[:12]}-{batch.kind}-{batch.number:08d}-{attack}.png"
+
+
+def _images(batch: Recorded, base: Victim) -> Release:
+    """Return the images of a batch, whose features must fit the victim."""
     model = base.model
     tokens = model.vit.num_prefix_tokens + model.vit.patch_embed.num_patches
     want, found = (tokens, model.vit.embed_dim), tuple(batch.features.shape[1:])
@@ -101,32 +124,51 @@ def _observation(base: Victim, batch: Recorded, spec: Specification, public: Ten
             f"{base.name} sends {want[0]} tokens of width {want[1]}. Found {found[0]} of width {found[1]} in the "
             "recording: name the recorded client's --model and --img-size."
         )
-    stack = defense_of(spec, base, "c")
-    features = batch.features.to(model.mean)
-    return FeatureObservation(model, features, stack.parts, public, granted_features(model, len(public), stack.parts))
+    return unknown_images(_name(batch), batch.features.contiguous().numpy().tobytes(), len(batch.features))
 
 
-def _attack(attack: FeatureAttack, seen: FeatureObservation, batch: Recorded, run: RunDirectory) -> Row:
-    """Run one attack on one batch, and return its row; a failure has a row too."""
-    row: Row = {"session": batch.session, "kind": batch.kind, "number": batch.number, "attack": attack.name}
-    start = time.perf_counter()
-    try:
-        reconstruction = attack_batch(attack, seen)
-    except Exception as error:
-        return row | {"status": "failed", "reason": reason_of(attack, error)}
-    seconds = time.perf_counter() - start
-    sheet = f"{batch.session[:12]}-{batch.kind}-{batch.number:08d}-{attack.name}.png"
-    run.write_file(
-        f"strips/{sheet}", lambda path: save_image(reconstruction.images.cpu(), path, nrow=8, padding=4, pad_value=1.0)
-    )
-    return row | {"images": len(reconstruction.images), "seconds": round(seconds, 4), "sheet": sheet, "status": "ok"}
+def _records(run: RunDirectory) -> Mapping[tuple[str, str], Record]:
+    """Return what an earlier run has recorded, by the group and the image."""
+    columns = ["group", "image_sha256", "status", "reason", "seconds_attack"]
+    return {(row["group"], row["image_sha256"]): row for row in run.store.read(columns).to_pylist()}
 
 
-def _facts(spec: Specification, base: Victim, sessions: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "specification": asdict(spec),
-        "victim": {"name": base.name, "weights": asdict(base.weights)} | base.params(),
-        "recording": dict(sessions),
-        "versions": versions(),
-        "hardware": hardware(base.model.mean.device),
-    }
+def _nothing_seen(spec: Specification, base: Victim, public: Tensor) -> FeatureObservation:
+    """Return the observation of a batch without its features: what a server knows beforehand."""
+    model, parts = base.model, defense_of(spec, base, "c").parts
+    features = model.mean.new_empty(0, 1, model.vit.embed_dim)
+    return FeatureObservation(model, features, parts, public, granted_features(model, len(public), parts))
+
+
+def _attacked(
+    case: AuditCase,
+    seen: FeatureObservation,
+    batch: Recorded,
+    images: Release,
+    earlier: Mapping[tuple[str, str], Record],
+    run: RunDirectory,
+) -> dict[str, list[Record]]:
+    """Return the records of a batch by attack; those that `earlier` lacks are made and written, after their sheets."""
+    made, new = dict[str, list[Record]](), list[Record]()
+    for attack in cast(tuple[FeatureAttack, ...], case.group.attacks):  # `plan` refuses those that read gradients
+        keys = [(row["cell"], row["image_sha256"]) for row in case.rows(attack, images)]
+        if all(key in earlier for key in keys):
+            made[attack.name] = [earlier[key] for key in keys]
+            continue
+        made[attack.name], reconstruction = case.attack(attack, seen, images)
+        new += made[attack.name]
+        if reconstruction is not None:
+            sheet = sheet_png(reconstruction, [image.sha256 for image in images], keys[0][0])
+            name = f"strips/{_sheet(batch, attack.name)}"
+            run.write_file(name, lambda path, sheet=sheet: path.write_bytes(sheet))
+    run.write_records(new)
+    return made
+
+
+def _row(batch: Recorded, attack: str, records: Sequence[Record]) -> Row:
+    """Return what is printed of one attack on one batch; a failure has a row too."""
+    row: Row = {"session": batch.session, "kind": batch.kind, "number": batch.number, "attack": attack}
+    if records[0]["status"] != "ok":
+        return row | {"status": "failed", "reason": records[0]["reason"]}
+    seconds = round(sum(record["seconds_attack"] for record in records), 4)
+    return row | {"images": len(records), "seconds": seconds, "sheet": _sheet(batch, attack), "status": "ok"}

@@ -5,7 +5,6 @@ No private image is needed.
 
 import math
 import re
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,22 +19,10 @@ from privlab.base import (
     PrivlabError,
     PrivlabWarning,
     collected,
-    commit,
     first,
-    hardware,
     pick_device,
-    versions,
 )
-from privlab.evaluation import (
-    Panel,
-    Specification,
-    applicable,
-    attack_batch,
-    beyond_range,
-    defense_of,
-    reason_of,
-    stands_in,
-)
+from privlab.evaluation import CONTROLS, AttackGroup, Specification, applicable, defense_of, stands_in
 from privlab.release import (
     EXPLAINED_RESIDUAL,
     GradientFile,
@@ -51,8 +38,9 @@ from privlab.release import (
     update_in,
 )
 from privlab.release.residual import residual
-from privlab.runs.audit_reference import ReferenceScorer, Row, as_fed
-from privlab.stores import RunDirectory, strip_name, strip_png, to_png
+from privlab.runs.audit_case import UNSCORED, AuditCase, Release, failed, noted, unknown_images
+from privlab.runs.audit_reference import ReferenceScorer, Row, as_fed, write_scores
+from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import Attack, Capability, Observation, check_capabilities, declared_by_attack
 from privlab.victims import Victim, victim
 
@@ -89,7 +77,10 @@ def audit_gradients(
     reference: Path | None = None,
     command: str | None = None,
 ) -> GradientAudit:
-    """Run every attack that the file grants; write each reconstruction as a PNG, and `run.json`.
+    """Run every attack that the file grants; write its records and reconstructions as soon as it is finished.
+
+    An image that is not known is named by the file and its number, and its records have no scores. The private image
+    is the first of the images of the step; the reconstruction nearest to it is the one that is scored.
 
     `spec` names one victim, which is the client's model with the weights of that step, and the defense that the client
     is known to use: "auto" is MJP where the model has E_unk, else none. `block` "auto" is the stock block: a client
@@ -111,7 +102,8 @@ def audit_gradients(
         PrivlabError: for a file that cannot be read, does not fit the victim or contradicts itself, an attack that was
             asked for and needs more than the file grants, or a reference that is no image.
     """
-    spec = replace(spec, block="stock" if spec.block == "auto" else spec.block, release="gradients")
+    block = "stock" if spec.block == "auto" else spec.block
+    spec = replace(spec, block=block, release="gradients", images=(str(file),))
     messages: list[str] = []
     with collected(messages):
         released = read_gradient_file(file)
@@ -133,37 +125,61 @@ def audit_gradients(
             _warn(update)
         head = head_of(released) if update is None and check_head(released) and not released.is_zero else None
         seen = observation(released, base.model, defense=defense.parts, knows_weights=knows)
-        attacks = _attacks(spec, base, seen, released)
+        attacks, refused = _attacks(spec, base, seen, released)
         scorer = None if reference is None else ReferenceScorer.of(reference, spec, base)
         if scorer is not None:
             seen = replace(seen, photographs=scorer.photographs(base.preprocessing))
-        run = RunDirectory.create(out, overwrite=overwrite)
         told = None if head is None else _told(base, seen)
         labels = told.labels if told is not None and told.all_certain else None
-        made = [_attack(attack, seen, released, labels) for attack in attacks]
-        told_of_reference = None
-        if scorer is not None and labels is not None:
-            scorer, told_of_reference = as_fed(scorer, base, seen, labels[0], made)
-        rows: list[Row] = [] if scorer is None else [scorer.control()]
-        panels: list[Panel] = []
-        for row, images in made:
-            rows.append(row)
-            if images is not None:
-                name = row["attack"]
-                row["files"] = [_write(run, name, i, image) for i, image in enumerate(images.cpu())]
-                row |= {} if scorer is None else scorer(images)
-                panels += [Panel(name, image, (name,)) for image in images.cpu()]
+    case = _case(spec, base, attacks, refused, _images(file, released, scorer, labels), scorer)
+    run = RunDirectory.create(out, overwrite=overwrite)
+    facts = case.facts(out, released.source, command) | _facts(base, released)
+    facts |= {"labels": labels} | ({"unscored": UNSCORED} if scorer is None else {})
+    told_of_reference = None
+    with noted(run, facts, messages):
+        with collected(messages):
+            made = [_attack(case, attack, seen, released, labels, scorer, run) for attack in attacks]
+            if scorer is not None and labels is not None:
+                scorer, told_of_reference = as_fed(scorer, base, seen, labels[0], made)
+            rows: list[Row] = [] if scorer is None else [scorer.control()]
+            rows += [row if scorer is None or images is None else row | scorer(images) for row, images in made]
+            if scorer is not None:
+                write_scores(case, scorer, rows, made, run)
+        messages += [] if scorer is None else [f"{name} is n/a: {reason}" for name, reason in scorer.missing.items()]
+        found = _flags(released, seen, base, told, rows, changed=update is not None, named=spec.attacks is not None)
+        facts |= {"flags": found, "reference": told_of_reference, "attacks": [_plain(row) for row in rows]}
+        if scorer is None:
+            facts["unscored"] = _proof(rows)
+    missing = {} if scorer is None else scorer.missing
+    return GradientAudit(rows, found, labels, messages, out, missing, told_of_reference)
+
+
+def _images(
+    file: Path, released: GradientFile, scorer: ReferenceScorer | None, labels: Sequence[int] | None
+) -> Release:
+    """Return the images of the step, with their label where it is known; the private image comes first."""
+    found = unknown_images(released.source, file.read_bytes(), released.batch_size)
     if scorer is not None:
-        messages += [f"{name} is n/a: {reason}" for name, reason in scorer.missing.items()]
-        strip = scorer.strip(panels)
-        run.write_file(f"strips/{strip_name(0, strip)}", lambda path: path.write_bytes(strip_png(strip)))
-    found = _flags(released, seen, base, told, rows, changed=update is not None, named=spec.attacks is not None)
-    facts = _facts(spec, base, released) | ({} if command is None else {"command": command})
-    facts |= {"labels": labels, "flags": found, "warnings": messages, "reference": told_of_reference}
-    run.write_run(facts | {"attacks": [_plain(row) for row in rows]})
-    return GradientAudit(
-        rows, found, labels, messages, out, {} if scorer is None else scorer.missing, told_of_reference
-    )
+        found = (replace(found[0], name=scorer.picture.name, sha256=scorer.picture.sha256), *found[1:])
+    if labels is None or len({*labels}) != 1:
+        return found
+    return tuple(replace(image, label=labels[0], label_origin="released") for image in found)
+
+
+def _case(
+    spec: Specification,
+    base: Victim,
+    attacks: Sequence[Attack],
+    refused: Mapping[str, str],
+    images: Release,
+    scorer: ReferenceScorer | None,
+) -> AuditCase:
+    """Return the case of the file; if the private image is known, with what it is scored by."""
+    group = AttackGroup(base, tuple(attacks))
+    if scorer is None:
+        return AuditCase(spec, group, refused, [images])
+    scored_by = (scorer.public_sha256, scorer.metrics, CONTROLS[:1], scorer.missing)
+    return AuditCase(spec, group, refused, [images], *scored_by)
 
 
 def _knows_weights(released: GradientFile, base: Victim) -> bool:
@@ -194,8 +210,10 @@ def _other_weights(released: GradientFile, base: Victim) -> str:
     )
 
 
-def _attacks(spec: Specification, base: Victim, seen: Observation, released: GradientFile) -> list[Attack]:
-    """Return the attacks that can run on what the file grants.
+def _attacks(
+    spec: Specification, base: Victim, seen: Observation, released: GradientFile
+) -> tuple[list[Attack], dict[str, str]]:
+    """Return the attacks that can run on what the file grants, and the reason for each other one.
 
     Raises:
         PrivlabError: if one was asked for by name and cannot run.
@@ -229,7 +247,7 @@ def _attacks(spec: Specification, base: Victim, seen: Observation, released: Gra
     for reason, names in by_reason.items():
         _warn(f"Left out: {', '.join(names)}. {'It' if len(names) == 1 else 'Each'} {reason}")
     running = {attack.name for attack in able}
-    return [attack for attack in able if spec.attacks is not None or not stands_in(attack, running)]
+    return [attack for attack in able if spec.attacks is not None or not stands_in(attack, running)], refused
 
 
 def _on_request(seen: Observation) -> list[str]:
@@ -245,30 +263,53 @@ def _on_request(seen: Observation) -> list[str]:
 
 
 def _attack(
-    attack: Attack, seen: Observation, released: GradientFile, labels: Sequence[int] | None
+    case: AuditCase,
+    attack: Attack,
+    seen: Observation,
+    released: GradientFile,
+    labels: Sequence[int] | None,
+    scorer: ReferenceScorer | None,
+    run: RunDirectory,
 ) -> tuple[Row, Float[Tensor, "r c h w"] | None]:
-    """Run one attack, and return its row and its reconstruction, which is None if it failed.
+    """Run one attack, write its images and then its records, and return its row and its reconstruction, if it has one.
 
     The reconstruction of a single image is checked by the gradient that it gives, if its label is known.
     """
     row: Row = {"attack": attack.name, "block": "april" if Capability.APRIL_BLOCK in seen.grants else "stock"}
+    (release,) = case.releases
     if released.is_zero:
-        return row | {"status": "failed", "reason": "what is released is zero"}, None
-    start = time.perf_counter()
-    try:
-        if (beyond := beyond_range(attack, seen)) is not None:
-            row["beyond_range"] = beyond
-        reconstruction = attack_batch(attack, seen)
-    except Exception as error:
-        return row | {"status": "failed", "reason": reason_of(attack, error)}, None
-    images = reconstruction.images
-    row |= {"status": "ok", "images": len(images), "seconds": round(time.perf_counter() - start, 4)}
+        records, images = failed(case.rows(attack, release), "what is released is zero"), None
+    else:
+        records, images = case.attack(attack, seen, release)
+    if (beyond := records[0].get("beyond_range")) is not None:
+        row["beyond_range"] = beyond
+    if images is None:
+        run.write_records(records)
+        return row | {"status": "failed", "reason": records[0]["reason"]}, None
+    row |= {"status": "ok", "images": len(images)}
+    row["seconds"] = round(sum(record["seconds_attack"] for record in records), 4)
     darkest, lightest = images.flatten(2).aminmax(dim=2)
     row["blank"] = bool((lightest - darkest < 1 / 255).all())
     if released.batch_size == len(images) == 1 and labels is not None and Capability.KNOWS_WEIGHTS in seen.grants:
         row["residual"] = residual(seen, images, labels[0])
         row["explained"] = row["residual"] < EXPLAINED_RESIDUAL
+    order = list(range(len(images)))
+    if scorer is not None:
+        order.insert(0, order.pop(scorer.nearest(images)))
+    row["files"] = [f"pictures/{re.sub(r'[^A-Za-z0-9_.-]+', '-', attack.name)}-{i}.png" for i in range(len(images))]
+    for image, i in zip(release, order, strict=False):  # an attack for one image may be forced on several
+        png = sheet_png(images[i : i + 1], [image.sha256], records[0]["group"])
+        run.write_file(row["files"][i], lambda path, png=png: path.write_bytes(png))
+    run.write_records(records)
     return row, images
+
+
+def _proof(rows: Sequence[Row]) -> str:
+    """Return the sentences of an audit without a private image: which reconstructions give the released gradient."""
+    if not (found := [row for row in rows if row.get("explained")]):
+        return UNSCORED
+    names, left = first([row["attack"] for row in found]), max(row["residual"] for row in found)
+    return f"{UNSCORED} What gives the released gradient (residual {left:.1e}) was reconstructed by {names}."
 
 
 def _told(base: Victim, seen: Observation) -> Told | None:
@@ -277,12 +318,6 @@ def _told(base: Victim, seen: Observation) -> Told | None:
     if Capability.KNOWS_WEIGHTS not in seen.grants:
         held.pop("head.weight", None)
     return told_labels(base.model.vit.head, held, seen.images_per_release)
-
-
-def _write(run: RunDirectory, attack: str, number: int, image: Float[Tensor, "c h w"]) -> str:
-    name = f"pictures/{re.sub(r'[^A-Za-z0-9_.-]+', '-', attack)}-{number}.png"
-    run.write_file(name, lambda path: path.write_bytes(to_png(image)))
-    return name
 
 
 def _flags(
@@ -341,16 +376,13 @@ def _flags(
     return found
 
 
-def _facts(spec: Specification, base: Victim, released: GradientFile) -> Row:
+def _facts(base: Victim, released: GradientFile) -> Row:
+    """Return what `run.json` states of the file, and of the one victim."""
     stated = {"file": released.source, "batch_size": released.batch_size, "reduction": released.reduction}
     stated |= {"model": released.model, "weights_sha256": released.weights_sha256}
     return {
-        "specification": asdict(spec),
         "victim": {"name": base.name, "block": base.block, "weights": asdict(base.weights)} | base.params(),
         "released": stated | {"gradients": len(released.gradients), "without_gradient": sorted(released.without)},
-        "versions": versions(),
-        "hardware": hardware(base.model.mean.device),
-        "commit": commit(),
     }
 
 

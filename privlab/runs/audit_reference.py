@@ -16,10 +16,12 @@ from privlab.images import Others, Picture, Preprocessing, apart_from, nearest, 
 from privlab.metrics import Learned, psnr, score
 from privlab.release import EXPLAINED_RESIDUAL, effects_of, unlit
 from privlab.release.residual import residual
+from privlab.runs.audit_case import AuditCase
+from privlab.stores import RunDirectory, strip_name, strip_png
 from privlab.threat import Observation
 from privlab.victims import Victim
 
-__all__ = ["ReferenceScorer", "Row", "as_fed"]
+__all__ = ["ReferenceScorer", "Row", "as_fed", "write_scores"]
 
 Row = dict[str, Any]
 
@@ -34,6 +36,7 @@ class ReferenceScorer:
     picture: Picture
     image: Float[Tensor, "1 c h w"]
     public: Float[Tensor, "m c h w"]
+    public_sha256: Sequence[str]
     metrics: Sequence[str]
     learned: Mapping[str, Learned]
     missing: Mapping[str, str]
@@ -63,14 +66,18 @@ class ReferenceScorer:
         metrics = [name for name in spec.metrics if name not in missing]
         fed = replace(base.preprocessing, crop_pct=1.0) if _fits(picture.pixels, base) else base.preprocessing
         image = fed(picture.pixels)[None].to(base.model.mean)
-        return cls(picture, image, others.to(base.model.mean), metrics, learned, missing)
+        return cls(picture, image, others.to(base.model.mean), [*public], metrics, learned, missing)
 
     def __call__(self, images: Float[Tensor, "r c h w"]) -> Row:
         """Return the scores of the reconstruction that is nearest to the private image."""
-        nearest = (images - self.image).square().mean((1, 2, 3)).argmin()
+        at = self.nearest(images)
         with full_precision():
-            scores = score(images[nearest : nearest + 1], self.image, self.metrics, self.learned)
+            scores = score(images[at : at + 1], self.image, self.metrics, self.learned)
         return {name: float(value) for name, value in scores.items()}
+
+    def nearest(self, images: Float[Tensor, "r c h w"]) -> int:
+        """Return the place of the reconstruction that is nearest to the private image."""
+        return int((images - self.image).square().mean((1, 2, 3)).argmin())
 
     def photographs(self, cut: Preprocessing) -> tuple[str, ...] | None:
         """Return the bundled photographs that image priors may learn from; None stands for all of them.
@@ -84,10 +91,41 @@ class ReferenceScorer:
         """Return the row of the mean public photograph: what "nothing leaks" looks like."""
         return {"attack": CONTROLS[0], "status": "ok"} | self(self.public.mean(0, keepdim=True))
 
-    def strip(self, panels: Sequence[Panel]) -> Strip:
-        """Return a strip of the private image and the reconstructions."""
-        private = Panel("private", self.image[0].cpu(), ("private image",))
+    def strip(self, name: str, panels: Sequence[Panel]) -> Strip:
+        """Return a strip of the private image, whose panel has this name, and the reconstructions."""
+        private = Panel(name, self.image[0].cpu(), ("private image",))
         return Strip(self.picture.name, self.picture.sha256, "audit", ((private, *panels),))
+
+
+def write_scores(
+    case: AuditCase,
+    scorer: ReferenceScorer,
+    rows: Sequence[Row],
+    made: Sequence[tuple[Row, Tensor | None]],
+    run: RunDirectory,
+) -> None:
+    """Write the records of the private image with its scores, and a strip of it and the reconstructions.
+
+    Args:
+        case: the case, whose first image is the private one.
+        scorer: scores by the private image.
+        rows: those of the control and of all attacks, with scores.
+        made: the row of each attack, and its reconstructions; None where it failed.
+        run: the run directory.
+    """
+    (release,) = case.releases
+    metrics = {"metrics": " ".join(sorted(scorer.metrics))}
+    own = {attack.name: case.rows(attack, release)[0] for attack in case.group.attacks}
+    own[CONTROLS[0]] = case.control(CONTROLS[0], release)
+    scored = ((own[row["attack"]], row) for row in rows if row["status"] == "ok")
+    run.write_records([record | {name: row[name] for name in scorer.metrics} | metrics for record, row in scored])
+    panels: list[Panel] = []
+    for row, images in made:
+        cell, nearest = own[row["attack"]]["cell"], None if images is None else scorer.nearest(images)
+        for i, image in enumerate(() if images is None else images.cpu()):
+            panels.append(Panel(cell if i == nearest else f"{cell}-{i}", image, (row["attack"],)))
+    strip = scorer.strip(f"{own[CONTROLS[0]]['cell']}-private", panels)
+    run.write_file(f"strips/{strip_name(0, strip)}", lambda path: path.write_bytes(strip_png(strip)))
 
 
 def as_fed(

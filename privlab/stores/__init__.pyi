@@ -12,6 +12,7 @@ from .store import part_frame as part_frame
 from .strips import Place as Place
 from .strips import places_of as places_of
 from .strips import pngs as pngs
+from .strips import sheet_png as sheet_png
 from .strips import strip_name as strip_name
 from .strips import strip_png as strip_png
 from .strips import to_png as to_png

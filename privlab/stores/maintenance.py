@@ -116,7 +116,7 @@ def merge(target: Path, sources: Sequence[Path]) -> list[Conflict]:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    for pattern in ("records/part-*.parquet", "kept/*.safetensors", "pictures/*/*.png", "strips/*.png"):
+    for pattern in ("records/part-*.parquet", "kept/*.safetensors", "pictures/**/*.png", "strips/*.png"):
         yield from sorted(path.glob(pattern))
 
 

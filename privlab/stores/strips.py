@@ -1,12 +1,13 @@
 """Strips: private image | what the client fed | each reconstruction, with the scores written underneath.
 
-The PNG of a strip says in its text which panel lies where, so that a page can cut the images out again.
+The PNG of a strip says in its text which panel lies where, so that a page can cut the images out again. So do contact
+sheets, which show reconstructions of several images.
 """
 
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from jaxtyping import Float
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
+from torchvision.utils import make_grid
 
 from privlab.evaluation import Panel, Strip
 
-__all__ = ["Place", "places_of", "pngs", "strip_name", "strip_png", "to_png"]
+__all__ = ["Place", "places_of", "pngs", "sheet_png", "strip_name", "strip_png", "to_png"]
 
 _SIDE, _GAP, _LINE, _FONT = 224, 8, 18, 14
+_ROW, _BORDER = 8, 4
+"""Of a contact sheet: the images in a row, and the pixels between them."""
 _TEXT = "privlab strip"  # the keyword of a strip's text
 
 Box = tuple[int, int, int, int]
@@ -57,28 +61,56 @@ def strip_png(strip: Strip) -> bytes:
         for r, row in enumerate(strip.rows)
         for c, panel in enumerate(row)
     }
+    return _told(canvas, {"image": strip.image_sha256, "scale": scale, "panels": boxes})
+
+
+def sheet_png(images: Float[Tensor, "b c h w"], sha256: Sequence[str], panel: str) -> bytes:
+    """Return images as the bytes of a PNG, eight in a row on white, with a text that `places_of` reads.
+
+    Args:
+        images: at least one, in [0, 1]; one alone has no border.
+        sha256: the hash of the private image that each belongs to.
+        panel: the name of every panel, the key of the attack's cell.
+    """
+    grid = make_grid(images.cpu(), nrow=_ROW, padding=_BORDER, pad_value=1.0)
+    levels = grid.mul(255).add(0.5).clamp(0, 255).byte().permute(1, 2, 0).numpy()
+    height, width = images.shape[2:]
+    border = _BORDER if len(images) > 1 else 0
+    boxes: dict[str, dict[str, Box]] = {}
+    for i, image in enumerate(sha256):
+        x, y = border + i % _ROW * (width + border), border + i // _ROW * (height + border)
+        boxes[image] = {panel: (x, y, x + width, y + height)}
+    return _told(Image.fromarray(levels), {"scale": 1, "images": boxes})
+
+
+def _told(canvas: Image.Image, what: Mapping[str, object]) -> bytes:
+    """Return the bytes of a PNG whose text says what lies where."""
     text = PngInfo()
-    text.add_text(_TEXT, json.dumps({"image": strip.image_sha256, "scale": scale, "panels": boxes}))
+    text.add_text(_TEXT, json.dumps(what))
     png = io.BytesIO()
     canvas.save(png, "PNG", pnginfo=text)
     return png.getvalue()
 
 
 def places_of(path: Path) -> dict[tuple[str, str], Place]:
-    """Return where the panels of a strip lie, by their name and the hash of the image.
+    """Return where the panels of a strip or a contact sheet lie, by their name and the hash of the image.
 
     A strip of an earlier version has none, nor has a file that is damaged, foreign or contradicts itself.
     """
     try:
         with Image.open(path, formats=["PNG"]) as png:  # pixels are not read yet
             told, (width, height) = json.loads(png.info[_TEXT]), png.size
-        image, scale = str(told["image"]), int(told["scale"])
-        boxes = {str(name): (int(x0), int(y0), int(x1), int(y1)) for name, (x0, y0, x1, y1) in told["panels"].items()}
+        of, scale = told.get("images") or {told["image"]: told["panels"]}, int(told["scale"])
+        boxes = {
+            (str(name), str(image)): (int(x0), int(y0), int(x1), int(y1))
+            for image, panels in of.items()
+            for name, (x0, y0, x1, y1) in panels.items()
+        }
     except Exception:  # a foreign file may say anything
         return {}
     inside = all(0 <= x0 < x1 <= width and 0 <= y0 < y1 <= height for x0, y0, x1, y1 in boxes.values())
     whole = scale > 0 and all((x1 - x0) % scale == (y1 - y0) % scale == 0 for x0, y0, x1, y1 in boxes.values())
-    return {(name, image): Place(path, box, scale) for name, box in boxes.items()} if inside and whole else {}
+    return {panel: Place(path, box, scale) for panel, box in boxes.items()} if inside and whole else {}
 
 
 def pngs(places: Sequence[Place]) -> list[bytes]:

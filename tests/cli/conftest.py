@@ -15,6 +15,7 @@ from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 
 from privlab.images import open_images
+from privlab.release import Recorder
 from privlab.release.capture import capture
 from privlab.victims import save, victim
 
@@ -130,3 +131,17 @@ def audit(cli: Callable[..., Any], weights: Path, tmp_path: Path) -> Callable[..
         return cli("attack", "--gradients", path, *base, *arguments)
 
     return run
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    """Return a recording of two training steps and an inference of a tiny victim, rows permuted."""
+    with pytest.warns(UserWarning, match="RANDOM"):
+        model = victim("vit_ti", weights="random", img_size=64).model
+    draw = torch.Generator().manual_seed(0)
+    session = Recorder(tmp_path / "recorded", {"model": "vit_ti"}, lambda line: None).session("alice", {})
+    for step in (1, 2):
+        tokens = model.embed(torch.rand(3, 3, 64, 64, generator=draw))
+        session.step(step, tokens[:, torch.randperm(17, generator=draw)], None)
+    session.inference(model.embed(torch.rand(2, 3, 64, 64, generator=draw)))
+    return tmp_path / "recorded"

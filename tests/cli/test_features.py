@@ -12,25 +12,9 @@ import torch
 from PIL import Image
 
 from privlab.attacks import ATTACKS
-from privlab.release import Recorder
 from privlab.threat import Capability, FeatureObservation, Reconstruction
-from privlab.victims import victim
 
 LARGE = ("--img-size", "64")
-
-
-@pytest.fixture
-def recording(tmp_path: Path) -> Path:
-    """Return a recording of two training steps and an inference of a tiny victim, rows permuted."""
-    with pytest.warns(UserWarning, match="RANDOM"):
-        model = victim("vit_ti", weights="random", img_size=64).model
-    draw = torch.Generator().manual_seed(0)
-    session = Recorder(tmp_path / "recorded", {"model": "vit_ti"}, lambda line: None).session("alice", {})
-    for step in (1, 2):
-        tokens = model.embed(torch.rand(3, 3, 64, 64, generator=draw))
-        session.step(step, tokens[:, torch.randperm(17, generator=draw)], None)
-    session.inference(model.embed(torch.rand(2, 3, 64, 64, generator=draw)))
-    return tmp_path / "recorded"
 
 
 def test_row_permutation_is_attacked_scored_and_shown(

@@ -91,7 +91,7 @@ def _pictured(results: Results, lead: str) -> dict[str, Any]:
     scores = scores_of(results, images)
     held = albums(results, images, scores, order_of(scores, lead, len(images.names)))
     fed = any(what.endswith("/fed") for album in held.values() for what in album.of)
-    kept = "pictures" if (results.path / "pictures").is_dir() else "strips"
+    kept = "pictures" if any((results.path / "pictures").glob("*/")) else "strips"
     return {
         "data": _script(page_data(results, images, scores, lead, fed=fed, kept=kept)),
         "albums": {number: _script(asdict(album)) for number, album in held.items()},

@@ -132,6 +132,7 @@ def page_data(
         "lead": lead,
         "geometry": results.layout.geometry,
         "fed": fed,
+        "private": "unscored" not in results.facts,
         "kept": kept,
         "metrics": [
             {"name": name, "head": title(name), "decimals": decimals(results.layout, name), "leaks": sign_of(name)}

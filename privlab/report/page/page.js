@@ -160,7 +160,8 @@
       const slots = entry.target.querySelectorAll(".pair span");
       ["private", attackAt(image)].forEach((what, i) => {
         const found = what && picture(book, what);
-        slots[i].replaceChildren(found ? make("img", { src: found.small, alt: "" }) : book ? "not held here" : "no picture");
+        const without = what === "private" && !DATA.private ? "not known" : book ? "not held here" : "no picture";
+        slots[i].replaceChildren(found ? make("img", { src: found.small, alt: "" }) : without);
       });
     }
   }, { root: $("gallery"), rootMargin: "300px" });
@@ -224,9 +225,11 @@
     const none = box.querySelector(".none");
     none.hidden = Boolean(pair[0] || pair[1]);
     none.textContent = "no picture was kept";
-    parts[0].onload = () => box.classList.toggle("pixels", parts[0].naturalWidth < 150 && !pair[0].reduced);
+    const lead = DATA.private ? 0 : 1;
+    parts[lead].onload = () => box.classList.toggle("pixels", parts[lead].naturalWidth < 150 && !pair[lead].reduced);
     const folder = DATA.kept === "pictures" ? `pictures/${DATA.images[image][1]}/` : `${DATA.kept}/`;
-    $("v-note").textContent = !pair[0] || !pair[1] ? `${pair[0] ? "This reconstruction" : pair[1] ? "The private image" : "The pictures of this image"} cannot be shown here; what was kept lies under ${folder}.`
+    $("v-note").textContent = pair[1] && !DATA.private ? `No private image is known.${pair[1].reduced ? ` Shown from a thumbnail; the full size lies under ${folder}.` : ""}`
+      : !pair[0] || !pair[1] ? `${pair[0] ? "This reconstruction" : pair[1] ? "The private image" : "The pictures of this image"} cannot be shown here; what was kept lies under ${folder}.`
       : pair[0].reduced || pair[1].reduced ? `Shown from thumbnails; the full size lies under ${folder}.` : "";
     moveCut();
     drawScores(image, what);
@@ -242,7 +245,7 @@
     }));
   }
   function moveCut() {
-    $("compare").style.setProperty("--cut", `${$("v-cut").value}%`);
+    $("compare").style.setProperty("--cut", `${DATA.private ? $("v-cut").value : 0}%`);
     $("v-cut").ariaValueText = `${$("v-cut").value} % private image`;
   }
   function choose(attack) {
@@ -252,14 +255,15 @@
   function fillAttacks() {
     const names = ofCase().filter((set) => set.kind === "attack").map((set) => set.attack);
     $("i-attack").replaceChildren();
-    options($("i-attack"), [WORST, ...distinct(names), ...(DATA.fed ? ["fed"] : [])].map((name) => [name, name === "fed" ? "what the client fed" : name]));
-    if (![...$("i-attack").options].some((one) => one.value === seen.attack)) seen.attack = WORST;
+    const all = [...(DATA.private ? [WORST] : []), ...distinct(names), ...(DATA.fed ? ["fed"] : [])];
+    options($("i-attack"), all.map((name) => [name, name === "fed" ? "what the client fed" : name]));
+    if (!all.includes(seen.attack)) seen.attack = all[0] ?? WORST;
     $("i-attack").value = seen.attack;
   }
   function openImage(image, set) {
     seen.case = set.case;
     $("i-case").value = String(set.case);
-    seen.attack = set.kind === "attack" ? set.attack : WORST;
+    seen.attack = set.kind === "attack" ? set.attack : WORST; // `fillAttacks` takes another one where there is no worst case
     $("i-text").value = "";
     fillAttacks();
     seen.image = image;
@@ -292,6 +296,7 @@
       const one = event.target.closest(".tile");
       if (one) select(Number(one.dataset.image), true);
     });
+    for (const one of $("compare").querySelectorAll(".first, .bar, input")) one.hidden = !DATA.private;
     drawGallery();
   }
 

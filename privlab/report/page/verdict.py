@@ -199,7 +199,9 @@ def lead_text(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
     scored = [case for case in cases if not math.isnan(case.worst.mean)]
     name, attack = title(metric).removesuffix(KNOWN[metric].arrow).strip(), results.layout.paper_attack
     if not scored:
-        return ["Nothing has been scored yet: no attack on any case has left a number."]
+        return [
+            results.facts.get("unscored") or "Nothing has been scored yet: no attack on any case has left a number."
+        ]
     both = [case for case in scored if not math.isnan(case.claim.mean)]
     lines = []
     if attack is None:
@@ -245,6 +247,8 @@ def flags(results: Results, rows: Sequence[Row], metric: str) -> list[Flag]:
     status = results.facts.get("status", "finished")
     found = [
         Flag("Not finished", [f"the run's status is {status}"] if status != "finished" else []),
+        Flag("What was released", results.facts.get("flags") or []),
+        Flag("The reference", [said] if (said := results.facts.get("reference")) else []),
         *flags_of(results),
         Flag("No score", _unscored(results, rows, metric)),
         Flag("Other conditions than the paper's", _conditions(results)),

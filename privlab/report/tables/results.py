@@ -46,7 +46,8 @@ class Results:
     def picture(self, case: int, image_sha256: str, what: str) -> Place | None:
         """Return the file in which an image of a case is kept, and where in it; None if none is kept.
 
-        `privlab table` keeps PNGs, `privlab attack` strips.
+        `privlab table` keeps PNGs, `privlab attack` strips, and an audit PNGs and contact sheets whose text says what
+        they show.
 
         Args:
             case: the number of the case, from 0.
@@ -65,7 +66,8 @@ class Results:
 
     @cached_property
     def _strips(self) -> Mapping[tuple[str, str], Place]:
-        files = (file for file in sorted((self.path / "strips").glob("*.png")) if file.is_file())
+        found = (file for folder in ("strips", "pictures") for file in sorted((self.path / folder).glob("*.png")))
+        files = (file for file in found if file.is_file())
         return {panel: place for file in files for panel, place in places_of(file).items()}
 
     @cached_property
