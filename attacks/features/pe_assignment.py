@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from privlab.attacks.rows import by_embeddings, known_tokens, placed, undone, warn_of_moves
+from privlab.attacks.rows import by_embeddings, known_tokens, place, undone, warn_of_moves
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["PEAssignment"]
@@ -47,4 +47,4 @@ class PEAssignment:
 
     def rows(self, seen: FeatureObservation) -> Int[Tensor, "b n"]:
         """Return which row of the batch goes into each slot of each image, without inverting any."""
-        return placed(seen, undone(seen), known_tokens(seen.model)[1])
+        return place(seen, undone(seen), known_tokens(seen.model)[1])

@@ -13,7 +13,7 @@ from privlab.base import PrivlabError
 from privlab.images import Preprocessing, batches, open_images
 from privlab.threat import Draws
 
-__all__ = ["Images", "check_folder", "fresh_head", "load_split", "loss_of", "mirrored", "new_draws"]
+__all__ = ["Images", "check_folder", "fresh_head", "load_split", "loss_of", "mirror", "new_draws"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ def loss_of(logits: Float[Tensor, "b y"], labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels)
 
 
-def mirrored(pixels: Float[Tensor, "b c h w"], draw: Generator) -> Float[Tensor, "b c h w"]:
+def mirror(pixels: Float[Tensor, "b c h w"], draw: Generator) -> Float[Tensor, "b c h w"]:
     """Return the images, each mirrored with a probability of one half."""
     chosen = (torch.rand(len(pixels), generator=draw) < 0.5).to(pixels.device)
     return torch.where(chosen[:, None, None, None], pixels.flip(3), pixels)

@@ -21,7 +21,7 @@ from torch import Generator, Tensor
 
 from privlab.attacks.weights.weight_matching import WeightMatching, WeightObservation, recovered_fraction
 from privlab.base import unknown_name, write_whole
-from privlab.experiments.studies.data import Images, check_folder, fresh_head, load_split, loss_of, mirrored
+from privlab.experiments.studies.data import Images, check_folder, fresh_head, load_split, loss_of, mirror
 from privlab.keys import ModelKey, ModelShape, apply_key, new_key
 from privlab.patches import permute_features, restore_features
 from privlab.training import Compute, Plan, TrainingProgress, train
@@ -82,7 +82,7 @@ class _Keyed:
         return len(self.images.pixels)
 
     def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
-        return mirrored(self.images.pixels[rows], draw), self.images.labels[rows]
+        return mirror(self.images.pixels[rows], draw), self.images.labels[rows]
 
     def loss(self, model: Any, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:  # noqa: ANN401
         images, labels = batch
@@ -146,7 +146,7 @@ def finetune_study(
         path = out / f"{manner}.json"
         if not path.exists():
             say(f"{manner}: {plan.steps} steps")
-            points = _finetuned(plan, manner, base, train_images, test, device)
+            points = _finetune(plan, manner, base, train_images, test, device)
             out.mkdir(parents=True, exist_ok=True)
             text = json.dumps(points, indent=1)
             write_whole(path, lambda temporary, text=text: temporary.write_text(text))
@@ -154,7 +154,7 @@ def finetune_study(
     return pd.DataFrame(curves)
 
 
-def _finetuned(
+def _finetune(
     plan: FinetuneStudy, manner: str, base: Victim, images: Images, test: Images, device: str
 ) -> list[dict[str, int | float]]:
     """Fine-tune in one manner and return its curve."""

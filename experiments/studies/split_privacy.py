@@ -25,7 +25,7 @@ from privlab.experiments.studies.data import (
     fresh_head,
     load_split,
     loss_of,
-    mirrored,
+    mirror,
     new_draws,
 )
 from privlab.release import predictions, send
@@ -145,7 +145,7 @@ def study(
         client = _client(plan, base, trained, splits["train"], out / "clients" / trained, device)
         say(f"{method}: attacking")
         run = out / "runs" / method.replace("+", "-plus")
-        records = _attacked(plan.specification(method, str(client)), run, device)
+        records = _records(plan.specification(method, str(client)), run, device)
         defended = victim(plan.model, weights=client, img_size=plan.img_size)
         stack = defense_of(plan.specification(method, str(client)), defended, "c")
         rows.append(_row(method, records, _accuracy(defended, stack, splits["test"], plan)))
@@ -165,14 +165,14 @@ class _Client:
         return len(self.images.pixels)
 
     def batch(self, rows: Tensor, draw: Generator) -> tuple[Tensor, Tensor]:
-        return mirrored(self.images.pixels[rows], draw), self.images.labels[rows]
+        return mirror(self.images.pixels[rows], draw), self.images.labels[rows]
 
     def loss(self, model: Any, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:  # noqa: ANN401
         images, labels = batch
         draws = new_draws(draw, len(images))
         feed = self.stack.feed(images, model.patch, draws.images, len(images))
         sent = self.stack.send(model.embed(feed.images), model.vit.num_prefix_tokens, draws)
-        logits = model.head(sent.restored(model.backbone(sent.features)))
+        logits = model.head(sent.restore(model.backbone(sent.features)))
         return loss_of(logits, labels)
 
 
@@ -211,7 +211,7 @@ def _concerns(option: str, defense: str) -> bool:
     return name not in defenses or name in defense.split("+")
 
 
-def _attacked(spec: Specification, run: Path, device: str) -> pd.DataFrame:
+def _records(spec: Specification, run: Path, device: str) -> pd.DataFrame:
     """Return the records of a run, which is executed unless it is finished."""
     facts = run / "run.json"
     if facts.exists() and json.loads(facts.read_bytes()).get("status") == "finished":

@@ -70,7 +70,7 @@ def bench_permutation(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast
         subject = victim(model, weights="random").to(target)
-        attacked, sent = _attacked(victim(_ATTACKED, weights="random").to(target), batch)
+        attacked, sent = _observe_permuted(victim(_ATTACKED, weights="random").to(target), batch)
     stages = _stages(subject, attacked, batch)
     total, done = (repeats + 1) * len(stages), itertools.count(1)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def _one_by_one(Z: Float[Tensor, "b n d"], r: Tensor, c: Tensor) -> Float[Tensor
     return restore_features(restore_features(moved, columns=c), r)
 
 
-def _attacked(subject: Victim, batch: int) -> tuple[FeatureObservation, Sent]:
+def _observe_permuted(subject: Victim, batch: int) -> tuple[FeatureObservation, Sent]:
     """Return what a server sees of a batch of photographs with permuted rows, and what the client sent.
 
     The server has eight other photographs of its own.

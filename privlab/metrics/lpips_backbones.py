@@ -96,7 +96,7 @@ def load_features(trunk: torch.nn.Module, features: Mapping[str, Tensor], path: 
         "mis-shaped": {name for name in own.keys() & features.keys() if features[name].shape != shape[name]},
     }
     if any(wrong.values()):
-        found = "; ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names)
+        found = "; ".join(f"{kind} {_list(names)}" for kind, names in wrong.items() if names)
         raise PrivlabError(f"{path} does not fit this LPIPS network. Found: {found}.")
     trunk.load_state_dict({own[name]: tensor for name, tensor in features.items()})
 
@@ -136,6 +136,6 @@ def _download(url: str, path: Path) -> str:
     return ""
 
 
-def _listed(names: set[str], most: int = 6) -> str:
+def _list(names: set[str], most: int = 6) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(sorted(names)[:most]) + more

@@ -6,8 +6,8 @@ from .methods import ByDropPos as ByDropPos
 from .methods import ByMp3 as ByMp3
 from .methods import Predicted as Predicted
 from .methods import Reassembly as Reassembly
-from .methods import rearranged as rearranged
-from .methods import standing as standing
+from .methods import rearrange as rearrange
+from .methods import standing_slots as standing_slots
 from .predictors import DropPosNetwork as DropPosNetwork
 from .predictors import Mp3Network as Mp3Network
 from .predictors import PositionPredictor as PositionPredictor

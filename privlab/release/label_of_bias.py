@@ -46,7 +46,7 @@ def labels_of(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[
     if batch_size == 1:
         least = int(head_bias_gradient.argmin())
         return [least] if head_bias_gradient[least] < 0 else None
-    return _listed(counts) if int(counts.sum()) == batch_size else None
+    return _list_labels(counts) if int(counts.sum()) == batch_size else None
 
 
 def likely_labels(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> list[int]:
@@ -66,8 +66,8 @@ def likely_labels(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> l
         c = int(explained.argmin() if step > 0 else explained.masked_fill(counts == 0, -torch.inf).argmax())
         counts[c] += step
         explained[c] += step
-    return _listed(counts)
+    return _list_labels(counts)
 
 
-def _listed(counts: Int[Tensor, " y"]) -> list[int]:
+def _list_labels(counts: Int[Tensor, " y"]) -> list[int]:
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts).tolist()

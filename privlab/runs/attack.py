@@ -20,11 +20,11 @@ from privlab.base import (
     PrivlabError,
     PrivlabWarning,
     Progress,
-    collected,
+    collect_warnings,
     commit,
     hardware,
+    options_of,
     pick_device,
-    stated,
     unknown_name,
     versions,
 )
@@ -217,7 +217,7 @@ def execute(
     if overwrite and out and spec.manifest and Path(spec.manifest).resolve().parent == Path(out).resolve():
         raise PrivlabError(f"'{spec.manifest}' lies in the run that gives way. Copy it, or give another --out.")
     messages: list[str] = []
-    with collected(messages):
+    with collect_warnings(messages):
         ready = _prepare(spec, own, pick_device(device))
     messages += [f"{name} is n/a: {reason}" for name, reason in ready.missing.items()]
     run = None if out is None else RunDirectory.create(Path(out), overwrite=overwrite)
@@ -234,7 +234,7 @@ def execute(
 
     note("running")
     try:
-        with collected(messages):
+        with collect_warnings(messages):
             for scored, first in _score(ready, batch_size, strips and run is not None, progress):
                 if run is None:
                     kept += scored.records
@@ -275,7 +275,7 @@ class _Ready:
             self.met.setdefault(picture.sha256, replace(picture, pixels=None))
             return picture
 
-        return self.source.changed(noted)
+        return self.source.transform(noted)
 
 
 def _prepare(spec: Specification, own: VisionTransformer | None, device: torch.device) -> _Ready:
@@ -338,7 +338,7 @@ def _parts(given: Part | Sequence[Part], kinds: Mapping[str, type[Any]], options
         if name in names:
             raise PrivlabError(f"'{name}' was given twice: one run has one set of options for it.")
         names.append(name)
-        options += stated(part)
+        options += options_of(part)
     return tuple(dict.fromkeys(names))
 
 

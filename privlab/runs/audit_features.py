@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torchvision.utils import save_image
 
-from privlab.base import PrivlabError, collected, hardware, pick_device, versions
+from privlab.base import PrivlabError, collect_warnings, hardware, pick_device, versions
 from privlab.evaluation import Specification, attack_batch, defense_of, plan, public_images, reason_of
-from privlab.release import Recorded, granted_features, read_recording, recorded_sessions
+from privlab.release import Recorded, feature_capabilities, read_recording, recorded_sessions
 from privlab.stores import RunDirectory
 from privlab.threat import FeatureAttack, FeatureObservation
 from privlab.victims import Victim, victim
@@ -62,7 +62,7 @@ def audit(
         PrivlabError: if there is no recording, or its features do not fit the victim, or attacks lack a capability.
     """
     messages: list[str] = []
-    with collected(messages):
+    with collect_warnings(messages):
         base = victim(
             spec.models[0], weights=spec.weights, img_size=spec.img_size, seed=spec.seed, classes=spec.classes
         ).to(pick_device(device))
@@ -103,7 +103,9 @@ def _observation(base: Victim, batch: Recorded, spec: Specification, public: Ten
         )
     stack = defense_of(spec, base, "c")
     features = batch.features.to(model.mean)
-    return FeatureObservation(model, features, stack.parts, public, granted_features(model, len(public), stack.parts))
+    return FeatureObservation(
+        model, features, stack.parts, public, feature_capabilities(model, len(public), stack.parts)
+    )
 
 
 def _attack(attack: FeatureAttack, seen: FeatureObservation, batch: Recorded, run: RunDirectory) -> Row:

@@ -20,7 +20,7 @@ from privlab.attacks import attacks as installed_attacks
 from privlab.base import (
     PrivlabError,
     PrivlabWarning,
-    collected,
+    collect_warnings,
     commit,
     first,
     hardware,
@@ -54,7 +54,7 @@ from privlab.release import (
 from privlab.release.residual import residual
 from privlab.runs.audit_reference import ReferenceScorer, Row, as_fed
 from privlab.stores import RunDirectory, save_strip, strip_name, to_png
-from privlab.threat import Attack, Capability, Observation, check_capabilities, declared_by_attack
+from privlab.threat import Attack, Capability, Observation, attack_declarations, check_capabilities
 from privlab.victims import Victim, victim
 
 __all__ = ["GradientAudit", "audit_gradients"]
@@ -114,7 +114,7 @@ def audit_gradients(
     """
     spec = replace(spec, block="stock" if spec.block == "auto" else spec.block, release="gradients")
     messages: list[str] = []
-    with collected(messages):
+    with collect_warnings(messages):
         released = read_gradient_file(file)
         base = victim(
             spec.models[0],
@@ -238,7 +238,7 @@ def _on_request(seen: Observation) -> list[str]:
     return [
         name
         for name, kind in installed_attacks().items()
-        if (declared := declared_by_attack(kind)).named_only
+        if (declared := attack_declarations(kind)).named_only
         and not declared.obstacle
         and not kind.requires - seen.grants
         and {*declared.parameters} <= {"*", *seen.gradients}

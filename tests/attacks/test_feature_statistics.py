@@ -20,7 +20,7 @@ from privlab.attacks.rows import known_tokens, patch_law
 from privlab.attacks.solvers import patch_statistics
 from privlab.defenses import RowPermutation
 from privlab.metrics import placement_accuracy, psnr
-from privlab.release import granted_features
+from privlab.release import feature_capabilities
 from privlab.threat import Draws, FeatureDefense, FeatureObservation, Sent
 from privlab.victims import VictimModel
 
@@ -55,7 +55,7 @@ def sent_by(client: VictimModel, images: Tensor, *parts: FeatureDefense) -> Sent
 
 
 def seen_of(model: VictimModel, sent: Sent, public: Tensor, *parts: FeatureDefense) -> FeatureObservation:
-    return FeatureObservation(model, sent.features, parts, public, granted_features(model, len(public)))
+    return FeatureObservation(model, sent.features, parts, public, feature_capabilities(model, len(public)))
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.1, 3.0])

@@ -139,7 +139,7 @@ def test_a_cut_file_is_refused(folder: Path, cache: Path) -> None:
 
 def test_a_cache_that_cannot_be_used_is_one_line(folder: Path, cache: Path) -> None:
     cache.write_text("a file")
-    with pytest.raises(PrivlabError, match=r"The pictures cannot be kept in .*File exists"):
+    with pytest.raises(PrivlabError, match=r"The images cannot be kept in .*File exists"):
         read_examples(open_images(folder), SIDE, cache=cache)
 
 
@@ -147,7 +147,7 @@ def test_a_cache_that_cannot_be_used_is_one_line(folder: Path, cache: Path) -> N
     ("spoil", "message"),
     [
         (lambda folder: paint(folder / "a.png", 3), "have no label"),
-        (lambda folder: [path.write_bytes(b"") for path in folder.rglob("*.png")], "no picture can be read"),
+        (lambda folder: [path.write_bytes(b"") for path in folder.rglob("*.png")], "no image can be read"),
         (lambda folder: [path.write_bytes(b"") for path in folder.glob("cat/*.png")], "The class 'cat' of"),
     ],
 )

@@ -272,8 +272,8 @@ def test_class_index_goes_before_a_label_that_is_a_word(folder: Path, tmp_path: 
         (["file,label", "b.png,1.5"], "line 2: label must be an integer .* Found '1.5'"),
         (["file,label", "b.png"], "line 2: label must be an integer .* Found None"),
         (["file,label", "b.png,1", "./b.png,2"], r"line 3: the file 'b.png' is listed twice"),
-        (["file,label", "a.png,1"], "'a.png' could be 2 pictures; give the path, as in 'cat/a.png'"),
-        (["file,label", "x.png,1"], "none of its 1 files is a picture of the source, as 'cat/a.png' is"),
+        (["file,label", "a.png,1"], "'a.png' could be 2 images; give the path, as in 'cat/a.png'"),
+        (["file,label", "x.png,1"], "none of its 1 files is an image of the source, as 'cat/a.png' is"),
     ],
 )
 def test_bad_labels_are_named(folder: Path, tmp_path: Path, rows: list[str], message: str) -> None:

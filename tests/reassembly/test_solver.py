@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from privlab.base import PrivlabError
 from privlab.images import Preprocessing, open_images
-from privlab.patches import blockwise_mask, inverse, patchify, shuffled_within
+from privlab.patches import blockwise_mask, inverse, patchify, shuffle_within
 from privlab.reassembly import assemble, border_cost, solve_jigsaw
 from privlab.reassembly.border_costs import border_costs
 
@@ -164,7 +164,7 @@ def masked(images: Tensor, gamma: float) -> list[tuple[Tensor, Tensor, Tensor]]:
     cases = []
     for seed, patches in enumerate(patchify(images, 16)):
         mask = blockwise_mask((side, side), gamma, seeded(seed))
-        order = shuffled_within(mask, seeded(seed))
+        order = shuffle_within(mask, seeded(seed))
         cases.append((patches[order].view(-1, 3, 16, 16), mask, inverse(order)))
     return cases
 

@@ -50,7 +50,7 @@ def test_pictures_are_kept_in_eight_bits_without_loss(pictures: Path) -> None:
 
 def test_a_source_without_a_picture_is_refused(tmp_path: Path) -> None:
     (tmp_path / "no.png").write_bytes(b"no picture")
-    with pytest.raises(PrivlabError, match="No picture can be read"):
+    with pytest.raises(PrivlabError, match="No image can be read"):
         load(open_images(tmp_path), CUT)
 
 
@@ -176,7 +176,7 @@ def test_patience_begins_anew_when_the_server_has_answered() -> None:
     patience = Patience(0.25, told.append)
     for _ in range(3):
         patience.wait(Lost("gone"))
-        patience.met()
+        patience.reset()
         time.sleep(0.1)
     assert len(told) == 3
 
@@ -185,7 +185,7 @@ def test_being_sent_away_at_once_is_final_at_first_and_a_mishap_later() -> None:
     patience = Patience(5.0, lambda message: None)
     with pytest.raises(Rebuffed):
         patience.wait(Rebuffed("no"))
-    patience.met()
+    patience.reset()
     patience.wait(Rebuffed("no"))
 
 

@@ -201,7 +201,7 @@ def test_places_need_no_labels(data: Path, tmp_path: Path) -> None:
 def test_random_weights_are_not_fine_tuned(
     data: Path, tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("privlab.victims.named.shipped", lambda _: None)  # a package without trained weights
+    monkeypatch.setattr("privlab.victims.named.shipped_file", lambda _: None)  # a package without trained weights
     model = "cifar_vit_nope"
     with pytest.raises(PrivlabError, match="finetune starts from trained weights, and cifar_vit_nope has random ones"):
         card_of(data, tmp_path / "out", "finetune", model=model, weights=weights)

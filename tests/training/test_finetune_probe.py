@@ -173,8 +173,8 @@ def test_the_folded_head_is_the_unfolded_one() -> None:
     model, probe = small(), Probe()
     recipe, head = frozen(model, colours(48), probe, steps=20)
     features, _ = recipe.batch(torch.arange(48), Generator())
-    torch.testing.assert_close(head.folded()(features), head.eval()(features), rtol=1e-4, atol=1e-5)
-    model.vit.head.load_state_dict(head.folded().state_dict())
+    torch.testing.assert_close(head.fold()(features), head.eval()(features), rtol=1e-4, atol=1e-5)
+    model.vit.head.load_state_dict(head.fold().state_dict())
     torch.testing.assert_close(model(colours(48).pixels(torch.arange(48))), head(features), rtol=1e-4, atol=1e-5)
 
 
@@ -281,5 +281,5 @@ def test_bad_options(make: Callable[[], object], message: str) -> None:
 
 
 def test_batch_norm_needs_two() -> None:
-    with pytest.raises(PrivlabError, match="batch_norm needs two pictures at a time"):
+    with pytest.raises(PrivlabError, match="batch_norm needs two images at a time"):
         train(ObjectiveRecipe(small(), colours(6), Probe(), STILL), Plan(steps=1, batch_size=1))

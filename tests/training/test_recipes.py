@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
-from privlab.patches import blockwise_mask, patchify, shuffled_within
+from privlab.patches import blockwise_mask, patchify, shuffle_within
 from privlab.training import Augmentation, Examples, Plan, train
 from privlab.training.objectives import DALS, Classify, Dal, ObjectiveRecipe, TrainMjp
 from privlab.victims import Classifier, IndexedViT, VictimModel
@@ -42,7 +42,7 @@ def test_mixed_labels_are_shares_of_two(tiny_model: Callable[..., VictimModel], 
     objective = Classify(**{kind: 1.0})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        images, labels = objective.mixed(torch.rand(6, 3, 16, 16), torch.eye(7)[:6], Generator().manual_seed(0))
+        images, labels = objective.mix(torch.rand(6, 3, 16, 16), torch.eye(7)[:6], Generator().manual_seed(0))
     assert images.shape == (6, 3, 16, 16)
     torch.testing.assert_close(labels.sum(1), torch.ones(6))
     assert (labels > 0).sum() > 6
@@ -151,7 +151,7 @@ def naive_loss(objective: Classify, model: Classifier, dal: Dal | None, images: 
     masked = torch.zeros(16, dtype=torch.bool)
     if isinstance(objective, TrainMjp):
         masked = blockwise_mask((4, 4), objective.gamma, draw)
-        order = shuffled_within(masked, draw)
+        order = shuffle_within(masked, draw)
         pixels = torch.randperm(16, generator=draw) if objective.spp else pixels
     unknown, total = getattr(objective, "unknown", False), torch.zeros((), dtype=torch.float64)
     pe = torch.zeros(17, 64, dtype=torch.float64) if vit.pos_embed is None else vit.pos_embed[0]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from privlab.base import PrivlabError, draw_for
-from privlab.patches import blockwise_mask, permute, shuffled_within
+from privlab.patches import blockwise_mask, permute, shuffle_within
 from privlab.training import Examples
 from privlab.utility import (
     ALEXNET,
@@ -50,7 +50,7 @@ def test_consistency_is_that_of_one_image_after_the_other(
         image = data.pixels(torch.tensor([place])).double()
         draw = draw_for(3, str(place), "worth")
         mask = blockwise_mask(model.grid, 0.5, draw)
-        shuffled = permute(image, shuffled_within(mask, draw)[None], model.patch)
+        shuffled = permute(image, shuffle_within(mask, draw)[None], model.patch)
         masked = mask[None] if unknown else None
         plain, moved = (model.vit.norm(model.backbone(t)) for t in (model.embed(image), model.embed(shuffled, masked)))
         norms.append(float((plain[0, 0] - moved[0, 0]).square().sum()))
@@ -74,7 +74,7 @@ def test_each_gamma_is_evaluated_as_alone(tiny_model: Callable[..., VictimModel]
 
 
 def test_no_image_to_evaluate_on_is_an_error(tiny_model: Callable[..., VictimModel]) -> None:
-    with pytest.raises(PrivlabError, match="no picture"):
+    with pytest.raises(PrivlabError, match="no image"):
         consistency_by_gamma(tiny_model(), [], (0.1,))
 
 

@@ -23,7 +23,7 @@ from privlab.base import PrivlabError, PrivlabWarning
 from privlab.evaluation import Specification, applicable
 from privlab.images import open_images
 from privlab.metrics import psnr
-from privlab.release import granted, observe, released_parameters
+from privlab.release import gradient_capabilities, observe, released_parameters
 from privlab.release.gradients import obstacles
 from privlab.threat import Capability
 from privlab.victims import VictimModel, save, victim
@@ -140,7 +140,7 @@ def test_a_vit_of_any_input_size_is_one_of_its_own(tiny_vit: Vit, crops: Tensor)
 
 def test_a_pre_norm_is_named(tiny_model: Callable[..., VictimModel], tiny_vit: Vit) -> None:
     model = tiny_model(pre_norm=True)
-    assert Capability.PLAIN_BLOCK not in granted(model)
+    assert Capability.PLAIN_BLOCK not in gradient_capabilities(model)
     assert obstacles(tiny_model()) == {}
     base = victim(tiny_vit(pre_norm=True))
     spec = Specification(models=("own",), attacks=("mjp-full", "token-separation"), block="stock")

@@ -12,7 +12,7 @@ from privlab.report.figures.claim import draw_claim
 from privlab.report.figures.curve import draw_curve
 from privlab.report.figures.distribution import draw_distribution
 from privlab.report.figures.sheet import draw_sheet
-from privlab.report.figures.style import styled
+from privlab.report.figures.style import figure_style
 from privlab.report.figures.trade_off import draw_trade_off
 from privlab.report.tables import Results
 
@@ -40,7 +40,7 @@ def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
         raise unknown_name("figure", figure.kind, FIGURES)
     if figure.y not in KNOWN:
         raise unknown_name("metric", figure.y, KNOWN)
-    with styled():
+    with figure_style():
         return _DRAW[figure.kind](results, figure)
 
 
@@ -65,7 +65,7 @@ def write_figures(results: Results, out: Path, formats: Sequence[str] = ("pdf", 
             path = out / f"{figure.name}.{kind}"
             try:
                 out.mkdir(parents=True, exist_ok=True)
-                with styled():
+                with figure_style():
                     picture.savefig(path, format=kind, metadata=_NO_DATE[kind])
             except OSError as error:
                 raise PrivlabError(f"Cannot write the figure '{path}': {error.strerror or error}.") from None

@@ -13,7 +13,18 @@ from privlab.report.tables.per_image import BOUND, SINGLE, WORST, lead_metric
 from privlab.report.tables.results import Results
 
 __all__ = ["OF_ADVERSARIES", "OF_EXACT", "OF_ORACLE", "OF_WORST", "of_single"]
-__all__ += ["Caption", "Cell", "Sheet", "behind", "counted", "heading", "images", "row_name", "shown", "unit_of"]
+__all__ += [
+    "Caption",
+    "Cell",
+    "Sheet",
+    "behind",
+    "count_text",
+    "figure_text",
+    "heading",
+    "images",
+    "row_name",
+    "unit_of",
+]
 
 OF_WORST = f"{WORST}: {BOUND}; its leakiest score over all attacks and draws, by each metric's own direction"
 OF_ADVERSARIES = "both: as it is, or reassembled (the adversary put patches in order), whichever leaks more"
@@ -68,7 +79,7 @@ def unit_of(metric: str) -> str:
     return "dB" if metric == "psnr" else "dB of psnr_affine" if metric == "psnr_affine" else metric
 
 
-def shown(value: float, decimals: int) -> str:
+def figure_text(value: float, decimals: int) -> str:
     """Return a figure as a table prints it: "n/a" for NaN, "∞", and powers of ten where the decimals would print 0."""
     if not math.isfinite(value):
         return "n/a" if math.isnan(value) else "∞" if value > 0 else "−∞"
@@ -106,8 +117,8 @@ class Sheet:
     def cell(self, row: Row, name: str) -> Cell:
         """Return the cell of a row for one metric."""
         score, decimals = row.scores[name], self._decimals(name)
-        mean, reach = shown(score.mean, decimals), max(score.high - score.mean, score.mean - score.low)
-        interval = shown(reach, decimals) if math.isfinite(reach) else ""
+        mean, reach = figure_text(score.mean, decimals), max(score.high - score.mean, score.mean - score.low)
+        interval = figure_text(reach, decimals) if math.isfinite(reach) else ""
         return mean, interval, row.kind in _MEASURED_KINDS and self._leakiest.get((row.group, name)) == mean
 
     def mark(self, row: Row) -> str:
@@ -161,7 +172,7 @@ class Sheet:
                 if direction != "utility" and not math.isnan(mean):
                     leakier = max if direction == "higher leaks" else min
                     best[row.group, name] = leakier(mean, best.get((row.group, name), mean))
-        return {(group, name): shown(mean, self._decimals(name)) for (group, name), mean in best.items()}
+        return {(group, name): figure_text(mean, self._decimals(name)) for (group, name), mean in best.items()}
 
 
 def _footnotes(row: Row) -> list[str]:
@@ -210,10 +221,10 @@ def images(row: Row) -> str:
     """Return the numbers of images that were scored, that are exact, and that failed, as text."""
     if not row.images and not row.failed:
         return "—"
-    return counted(row.images, row.exact, row.failed)
+    return count_text(row.images, row.exact, row.failed)
 
 
-def counted(images: int, exact: int | None, failed: int) -> str:
+def count_text(images: int, exact: int | None, failed: int) -> str:
     """Return numbers of images as text: "20 (18 exact, 1 failed)".
 
     Args:

@@ -64,7 +64,7 @@ class Classify:
             model: the victim, which tells the number of classes y.
             draw: the generator of the choice between Mixup and CutMix.
         """
-        return self.mixed(images, F.one_hot(labels, model.classes).float(), draw)
+        return self.mix(images, F.one_hot(labels, model.classes).float(), draw)
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
         """Return L_CE."""
@@ -75,7 +75,7 @@ class Classify:
         """Return the mean of −Σ ((1 − ε) y + ε / Y) log p over the batch."""
         return F.cross_entropy(logits, labels, label_smoothing=self.smoothing)
 
-    def mixed(
+    def mix(
         self, images: Float[Tensor, "b c h w"], labels: Float[Tensor, "b y"], draw: Generator
     ) -> tuple[Tensor, Tensor]:
         """Mix each image and its label with another's of the batch, by Mixup or by CutMix.
