@@ -22,7 +22,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError, PrivlabWarning, Progress, hardware, pick_device, versions
-from privlab.bench.common import Bench, peak_memory, pictures, time_stage
+from privlab.bench.common import Bench, peak_memory, sample_images, time_stage
 from privlab.victims import Victim, victim
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class _Single:
 def _side_by_side(
     subject: Victim, defense: str, batch: int, steps: int, device: torch.device, progress: Callable[[int], None]
 ) -> _Pair:
-    images = (pictures(subject, batch) * 255).round().to(torch.uint8)
+    images = (sample_images(subject, batch) * 255).round().to(torch.uint8)
     batches, learner, pair = _batches(images), _learner(subject, defense, batch, device), _Pair()
     single = _Single(learner, batches)
 

@@ -113,7 +113,7 @@ def test_slots_are_placed_by_how_likely_their_mean_is(
 
 
 def test_public_embeddings_place_what_has_no_borders(tiny_model: Model) -> None:
-    """Pictures of noise, in an order that they share."""
+    """Images of noise, in an order that they share."""
     model, part = tiny_model(**SQUARE), RowPermutation(per="batch")
     assert model.vit.pos_embed is not None
     model.vit.pos_embed *= 10

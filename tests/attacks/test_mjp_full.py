@@ -208,7 +208,7 @@ def test_few_tokens_leave_what_the_subspace_gave(made: tuple[VictimModel, Feed, 
 
 
 def ramp(side: int) -> Tensor:
-    """Return a picture in which no two places are alike, and neighbours nearly are."""
+    """Return an image in which no two places are alike, and neighbours nearly are."""
     across, down = torch.meshgrid(*[torch.linspace(0.1, 0.9, side, dtype=torch.float64)] * 2, indexing="ij")
     return torch.stack([across, down, across * down])
 

@@ -63,7 +63,7 @@ def test_photographs_differ_and_are_the_same_each_time(tmp_path: Path) -> None:
 
 
 def test_a_copied_run_is_one_that_was_run(made: Experiment, tmp_path: Path) -> None:
-    """The same parts, records, pictures and facts, but for the scores."""
+    """The same parts, records, images and facts, but for the scores."""
     how = options(chunk=2, pictures=3)
     assert finished_run(made, tmp_path / "copied", how, real=1) == 5 * (8 + 13)
     grid, tasks = prepare(made, tmp_path / "run", how)
@@ -87,7 +87,7 @@ def test_a_copied_run_is_one_that_was_run(made: Experiment, tmp_path: Path) -> N
 
 
 def pictures(path: Path) -> set[str]:
-    """Return the names of the pictures of a run."""
+    """Return the names of the images of a run."""
     found = path.glob("pictures/*/*.png")
     return {f"{file.parent.name}/{file.name}" for file in found if file.parent.name != "first"}
 

@@ -61,7 +61,7 @@ def reader(kind: type[PositionPredictor]) -> PositionPredictor:
 
 
 def pictures(n: int) -> Tensor:
-    """Return pictures whose red says the slot; green and blue are noise."""
+    """Return images whose red says the slot; green and blue are noise."""
     images = torch.rand(n, 3, 16, 16, generator=Generator().manual_seed(0))
     images[:, 0] = LEVELS.view(4, 4).repeat_interleave(4, 0).repeat_interleave(4, 1)
     return images

@@ -167,7 +167,7 @@ class Stream:
         return self
 
     def cast_column(self, column: str, kind: ImageType) -> "Stream":
-        """Ask for undecoded pictures."""
+        """Ask for undecoded images."""
         assert self.hidden[column]
         assert not kind.decode
         return self

@@ -1,4 +1,4 @@
-"""What is learnt from: pictures of all kinds of sources, broken ones among them, and how batches are changed."""
+"""What is learnt from: images of all kinds of sources, broken ones among them, and how batches are changed."""
 
 import io
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_folder_is_read_with_the_labels_of_its_classes(folder: Path) -> None:
     assert torch.equal(data.pixels(torch.tensor([4]))[0], data.images[4] / 255)
 
 
-def test_a_broken_picture_is_counted_and_named(folder: Path) -> None:
+def test_a_broken_image_is_counted_and_named(folder: Path) -> None:
     (folder / "train" / "cat" / "1.png").write_bytes(b"no picture")
     data = read_examples(open_images(folder, split="train"), (12, 12))
     assert len(data) == 5
@@ -59,14 +59,14 @@ def test_a_broken_picture_is_counted_and_named(folder: Path) -> None:
     assert "cat/1.png" in data.skipped[0]
 
 
-def test_a_class_without_a_readable_picture_is_refused(folder: Path) -> None:
+def test_a_class_without_a_readable_image_is_refused(folder: Path) -> None:
     for path in (folder / "train" / "cat").iterdir():
         path.write_bytes(b"no picture")
     with pytest.raises(PrivlabError, match=r"The class 'cat' of .* has no image that can be read"):
         read_examples(open_images(folder, split="train"), (12, 12))
 
 
-def test_pictures_without_labels_are_refused(tmp_path: Path) -> None:
+def test_images_without_labels_are_refused(tmp_path: Path) -> None:
     picture(0).save(tmp_path / "a.png")
     with pytest.raises(PrivlabError, match=r"1 of the 1 images in .* have no label"):
         read_examples(open_images(tmp_path), (12, 12))
@@ -130,7 +130,7 @@ def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
 
 
 @given(seed=st.integers(0, 1000), most=st.integers(1, 5))
-def test_shifts_are_whole_pixels_of_each_picture_alone(seed: int, most: int) -> None:
+def test_shifts_are_whole_pixels_of_each_image_alone(seed: int, most: int) -> None:
     images = torch.rand(3, 2, 8, 8, generator=Generator().manual_seed(seed))
     moved = _shift(images, most, Generator().manual_seed(seed))
     top, left = torch.randint(2 * most + 1, (2, 3, 1), generator=Generator().manual_seed(seed))

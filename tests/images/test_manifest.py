@@ -1,4 +1,4 @@
-"""Which pictures of a source are chosen, by position and by manifest, and what a manifest may say."""
+"""Which images of a source are chosen, by position and by manifest, and what a manifest may say."""
 
 import hashlib
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def saved(path: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of three classes with 4, 2 and 3 pictures; not to be written to."""
+    """Return a folder of three classes with 4, 2 and 3 images; not to be written to."""
     root = tmp_path_factory.mktemp("classes")
     for seed, name in enumerate(["a/1", "a/2", "a/3", "a/4", "b/1", "b/2", "c/1", "c/2", "c/3"]):
         saved(root / f"{name}.png", seed)
@@ -123,7 +123,7 @@ def stream(pictures: list[Picture], count: int | None = None) -> ImageSource:
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ImageSource]:
-    """Open a stream of five pictures as if it were a data set of the hub."""
+    """Open a stream of five images as if it were a data set of the hub."""
     pictures = [Picture(f"s/{i}", hashlib.sha256(str(i).encode()).hexdigest(), None, i, "dataset") for i in range(5)]
 
     def opened(count: int | None = None, **choice: Any) -> ImageSource:
@@ -195,8 +195,8 @@ def test_manifest_of_what_was_read_gives_it_again(classes: Path, tmp_path: Path,
     assert to_csv(again.without_pixels()) == (tmp_path / "m.csv").read_text()
 
 
-def test_chunks_are_those_of_a_source_with_broken_pictures(classes: Path, tmp_path: Path) -> None:
-    """A picture that cannot be decoded is chosen again: which images make a batch depends on it."""
+def test_chunks_are_those_of_a_source_with_broken_images(classes: Path, tmp_path: Path) -> None:
+    """An image that cannot be decoded is chosen again: which images make a batch depends on it."""
     for i in (0, 2, 3):
         saved(tmp_path / "data" / f"{i}.png", i)
     (tmp_path / "data" / "1.png").write_bytes(b"no picture")
@@ -337,7 +337,7 @@ def test_manifest_that_is_not_there(tmp_path: Path) -> None:
             read_manifest(path)
 
 
-def test_manifest_of_other_pictures(classes: Path, tmp_path: Path) -> None:
+def test_manifest_of_other_images(classes: Path, tmp_path: Path) -> None:
     own = sha(classes / "a/1.png")
     path = written(tmp_path / "m.csv", f"a/1.png,{own}", f"a/9.png,{A}")
     with pytest.raises(

@@ -131,7 +131,7 @@ def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
     assert list(labels(open_images(str(tmp_path / "data")))) == ["cat/a.png", "dog/b.png"]
 
 
-def test_folder_with_pictures_beside_folders_has_no_labels(tmp_path: Path) -> None:
+def test_folder_with_images_beside_folders_has_no_labels(tmp_path: Path) -> None:
     saved(tmp_path / "cat/a.png")
     saved(tmp_path / "b.png")
     assert labels(open_images(str(tmp_path))) == {"b.png": (None, "none"), "cat/a.png": (None, "none")}

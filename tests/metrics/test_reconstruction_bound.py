@@ -55,7 +55,7 @@ def test_the_bound_is_the_power_of_the_best_test(κ: float, σ: float, T: int) -
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**31), st.integers(2, 9), st.floats(8, 30))
-def test_no_picture_reaches_more_images_than_the_fixed_guess(seed: int, n: int, τ: float) -> None:
+def test_no_image_reaches_more_images_than_the_fixed_guess(seed: int, n: int, τ: float) -> None:
     draw = Generator().manual_seed(seed)
     images = torch.rand(3, 3, 4, 4, generator=draw)[torch.randint(3, (n,), generator=draw)]
     images = (images + 0.1 * torch.randn(n, 3, 4, 4, generator=draw)).clamp(0, 1)

@@ -48,7 +48,7 @@ def model(side: int = 16) -> VictimModel:
 
 
 def pictures(n: int, seed: int) -> Tensor:
-    """Return pictures whose colour says the place of a patch, under noise that no border continues."""
+    """Return images whose colour says the place of a patch, under noise that no border continues."""
     draw = Generator().manual_seed(seed)
     across = torch.linspace(0.2, 0.8, 16).expand(16, 16)
     images = torch.stack([across, across.T, torch.full((16, 16), 0.5)])
@@ -57,7 +57,7 @@ def pictures(n: int, seed: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the files of two predictors, trained on such pictures."""
+    """Return the files of two predictors, trained on such images."""
     files = {}
     data = Examples((pictures(256, 0) * 255).byte(), torch.full((256,), -1), 0, "toy")
     small_ones: dict[str, Any] = {"decoder_width": 32, "decoder_depth": 1, "decoder_heads": 2}
@@ -199,7 +199,7 @@ def test_predictors_of_ones_own_are_compared_by_value(trained: dict[str, str]) -
 
 
 @pytest.mark.parametrize("per", ["image", "batch"])
-def test_rows_of_pictures_that_no_border_continues_are_put_together_by_a_predictor(
+def test_rows_of_images_that_no_border_continues_are_put_together_by_a_predictor(
     per: str, trained: dict[str, str]
 ) -> None:
     """A linear map that can be inverted, no position embeddings, rows in a random order."""

@@ -178,7 +178,7 @@ def test_bundled_photographs_come_back_from_mjp_masks(photographs: Photographs) 
 
 
 def test_bundled_photographs_come_back_without_anchors(photographs: Photographs) -> None:
-    """Neighbours are found even where nothing says where the picture begins."""
+    """Neighbours are found even where nothing says where the image begins."""
     right = []
     for patches, _, truth in masked(photographs(4, 160), 1.0):
         home = inverse(truth)[solve_jigsaw(patches, (10, 10))].view(10, 10)

@@ -98,7 +98,7 @@ def test_attacks_and_predictors_refuse_them(call: Callable[[], object]) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of 9 + 6 pictures of three classes, by their colour."""
+    """Return a folder of 9 + 6 images of three classes, by their colour."""
     root = tmp_path_factory.mktemp("data")
     draw = np.random.default_rng(0)
     for split, count in (("train", 3), ("test", 2)):

@@ -35,7 +35,7 @@ def small(**options: Any) -> VictimModel:
 
 
 def colours(n: int, seed: int = 0) -> Examples:
-    """Return noisy pictures of which the class is the brightest colour."""
+    """Return noisy images of which the class is the brightest colour."""
     draw = Generator().manual_seed(seed)
     labels = torch.arange(n) % 3
     images = 0.3 + 0.3 * torch.eye(3)[labels][:, :, None, None] + 0.1 * torch.randn(n, 3, 16, 16, generator=draw)
@@ -237,7 +237,7 @@ def test_tokens_that_carry_their_embeddings_tell_their_places() -> None:
     assert probe_accuracy(probe, head, model, colours(10, seed=1)) == 1.0
 
 
-def test_nothing_tells_places_on_constant_pictures_without_embeddings() -> None:
+def test_nothing_tells_places_on_constant_images_without_embeddings() -> None:
     model, probe = small(pos_embed="none"), Probe(target="position")
     _, head = frozen(model, grey(32), probe, steps=30)
     assert probe_accuracy(probe, head, model, grey(8)) == pytest.approx(1 / 16)

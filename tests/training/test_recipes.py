@@ -59,7 +59,7 @@ def test_mjp_feeds_what_its_algorithm_says(tiny_model: Callable[..., VictimModel
         TrainMjp(gamma=0.6, per=kind).batch(images[:1], torch.zeros(1).long(), model, Generator().manual_seed(3))
         for kind in ("batch", per)
     ]
-    assert all(torch.equal(one, other) for one, other in zip(*alone, strict=True))  # of one picture they agree
+    assert all(torch.equal(one, other) for one, other in zip(*alone, strict=True))  # of one image they agree
     assert (masked.sum(1) == int(0.6 * 16)).all()
     before, after = patchify(data.images.float() / 255, 4), patchify(images, 4)
     assert torch.equal(after[~masked], before[~masked])
@@ -199,7 +199,7 @@ def test_a_step_of_each_variant_is_a_naive_one(
 
 
 def test_pca_finds_embeddings_that_are_places() -> None:
-    """Position embeddings that are an affine picture of the places are placed exactly."""
+    """Position embeddings that are an affine image of the places are placed exactly."""
     dal = Dal("pca", 8, (4, 4)).double()
     pe = dal.places @ torch.randn(2, 8, dtype=torch.float64, generator=Generator().manual_seed(0)) + 0.3
     assert dal(pe, torch.ones(1, 16, dtype=torch.bool)) < 1e-10

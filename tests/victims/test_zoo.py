@@ -66,7 +66,7 @@ def test_trained_weights_are_the_default_and_need_no_network(
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_accuracy_is_that_of_the_card(name: str, shared: Callable[[str], Path]) -> None:
-    """On 1000 of the 10,000 test pictures, within what so few can tell: four standard deviations."""
+    """On 1000 of the 10,000 test images, within what so few can tell: four standard deviations."""
     data = read_examples(open_images(shared(CIFAR), split="test", limit=1000), (32, 32))
     stated = card_of(name)["test"]
     assert isinstance(stated, dict)
@@ -76,7 +76,7 @@ def test_the_accuracy_is_that_of_the_card(name: str, shared: Callable[[str], Pat
 
 @pytest.mark.parametrize("name", PLACERS)
 def test_the_places_are_as_right_as_the_card_says(name: str, shared: Callable[[str], Path]) -> None:
-    """On 200 of the pictures that it states; the shares of 12,800 patches that hang together within their pictures."""
+    """On 200 of the images that it states; the shares of 12,800 patches that hang together within their images."""
     path, stated = shipped_file(name), card_of(name)["test"]
     assert path is not None
     assert isinstance(stated, dict)
