@@ -24,7 +24,7 @@ from privlab.threat import Defense, Draws, FeatureDefense, GradientDefense, Stac
 from privlab.training import Compute, Listener, Plan, train
 from privlab.victims import VictimModel, cache_folder, hash_of
 
-__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "released", "train_decoder"]
+__all__ = ["DecoderSpec", "decoder_for", "decoder_key", "make_release", "train_decoder"]
 
 FORMAT = "privlab-decoder/1"
 LEAST_IMAGES = 200
@@ -59,7 +59,7 @@ class DecoderSpec:
         check_name("decoder", self.kind, DECODERS)
 
 
-def released(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"], draw: Generator) -> OwnRelease:
+def make_release(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"], draw: Generator) -> OwnRelease:
     """Return what a client with this defense would send of these images, with keys and noise drawn from `draw`.
 
     Args:
@@ -101,7 +101,7 @@ class Inversion:
             mirrored = (torch.rand(len(images), 1, 1, 1, generator=draw) < 0.5).to(images.device)
             shifts = [int(torch.randint(side, (), generator=draw)) for side in images.shape[2:]]
             images = torch.where(mirrored, images.flip(3), images).roll(shifts, (2, 3))
-        seen = released(self.victim, self.defense, images, draw)
+        seen = make_release(self.victim, self.defense, images, draw)
         return seen.features, seen.source, seen.images, seen.fed
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, Tensor], draw: Generator) -> Tensor:
@@ -175,7 +175,7 @@ def decoder_for(
     path = cache_folder("decoders") / f"{spec.kind}-{key[:32]}.safetensors"
     if path.exists():
         decoder = DECODERS[spec.kind](Shape.of(model), spec.width, spec.depth)
-        if _loaded(decoder, path, key):
+        if _load(decoder, path, key):
             return decoder.to(model.mean.device).eval()
         _warn(f"The decoder in {path} is damaged or foreign: it is trained anew.")
     decoder = train_decoder(model, defense, public, spec, progress=progress)
@@ -205,7 +205,7 @@ def _save(decoder: Decoder, path: Path, key: str) -> None:
     save_file(state, path, {"privlab": f"{key} {hash_of(state)}"})
 
 
-def _loaded(decoder: Decoder, path: Path, key: str) -> bool:
+def _load(decoder: Decoder, path: Path, key: str) -> bool:
     """Load the weights of a file into a decoder; return whether they are those of `key` and undamaged."""
     try:
         with safe_open(path, "pt") as file:

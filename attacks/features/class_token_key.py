@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, reassembled, undone
+from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, reassemble, undone
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["ClassTokenKey"]
@@ -38,7 +38,7 @@ class ClassTokenKey:
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Recover the columns, then the rows and the images."""
         prefix, _ = known_tokens(seen.model)
-        return reassembled(seen, _columns(_prefix_rows(undone(seen).double(), prefix, seen), prefix))
+        return reassemble(seen, _columns(_prefix_rows(undone(seen).double(), prefix, seen), prefix))
 
 
 def _prefix_rows(

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.attacks.rows import WHITE_BOX, effects, reassembled, undone
+from privlab.attacks.rows import WHITE_BOX, effects, reassemble, undone
 from privlab.base import check_range
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
@@ -52,7 +52,7 @@ class ColumnStatistics:
         """Recover the columns, then the rows and the images."""
         rows = undone(seen).double().flatten(0, 1)
         public = seen.model.embed(seen.public.to(seen.model.mean)).detach().double().flatten(0, 1)
-        return reassembled(seen, self.columns(rows, public, effects(seen).noise_std))
+        return reassemble(seen, self.columns(rows, public, effects(seen).noise_std))
 
     def columns(
         self, rows: Float[Tensor, "r d"], public: Float[Tensor, "m d"], noise: float = 0.0
@@ -77,19 +77,19 @@ def _by_moments(m: Tensor, S: Tensor, μ: Tensor, S0: Tensor) -> Int[Tensor, " d
     tiny = torch.finfo(S.dtype).tiny
     seen = torch.stack([m / μ.std(correction=0).clamp_min(tiny), S.diagonal().clamp_min(tiny).log()], 1)
     known = torch.stack([μ / μ.std(correction=0).clamp_min(tiny), S0.diagonal().clamp_min(tiny).log()], 1)
-    return _assigned(-torch.cdist(seen, known).square())
+    return _assign(-torch.cdist(seen, known).square())
 
 
 def _by_products(m: Tensor, S: Tensor, μ: Tensor, S0: Tensor, key: Int[Tensor, " d"]) -> Int[Tensor, " d"]:
     """Assign each column by its products with all others under the current assignment, until that is stable."""
     for _ in range(50):
-        before, key = key, _assigned(S @ S0[key] + m.outer(μ))
+        before, key = key, _assign(S @ S0[key] + m.outer(μ))
         if torch.equal(before, key):
             break
     return key
 
 
-def _assigned(gain: Float[Tensor, "d d"]) -> Int[Tensor, " d"]:
+def _assign(gain: Float[Tensor, "d d"]) -> Int[Tensor, " d"]:
     return torch.from_numpy(linear_sum_assignment(gain.cpu().numpy(), maximize=True)[1]).to(gain.device)
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from privlab.attacks.rows import WHITE_BOX, by_embeddings, known_tokens, placed, undone, warn_of_moves
+from privlab.attacks.rows import WHITE_BOX, by_embeddings, known_tokens, place, undone, warn_of_moves
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["PEAssignment"]
@@ -18,7 +18,7 @@ class PEAssignment:
 
     A row is z = W x + β + e_s, and W x + β is about N(μ, Σ) over photographs; public images give μ and Σ. The order of
     highest likelihood solves an assignment problem: one for each image, or one for a batch that shares an order. Rows
-    mixed among images are placed over the whole batch, b rows in each slot, and then grouped by their borders; which
+    mixed among images are place over the whole batch, b rows in each slot, and then grouped by their borders; which
     group is which image of the batch is not recovered. Known noise is added to Σ.
 
     `invert_rows` inverts the rows without their position embeddings. The columns must not be permuted.
@@ -39,4 +39,4 @@ class PEAssignment:
 
     def rows(self, seen: FeatureObservation) -> Int[Tensor, "b n"]:
         """Return which row of the batch goes into each slot of each image, without inverting any."""
-        return placed(seen, undone(seen), known_tokens(seen.model)[1])
+        return place(seen, undone(seen), known_tokens(seen.model)[1])

@@ -10,7 +10,7 @@ from torch import Tensor
 from privlab.attacks.rows import (
     WHITE_BOX,
     effects,
-    inverted,
+    invert,
     known_tokens,
     patch_law,
     pixels,
@@ -80,16 +80,16 @@ class RowAlignment:
         rows = _patch_rows(features, len(prefix), kind)
         Z = features.flatten(0, 1)[rows] - law[0]
         if kind == "own":
-            rows = rows.gather(1, self._aligned(Z, law[1], Z[0] if public is None else public))
+            rows = rows.gather(1, self._align(Z, law[1], Z[0] if public is None else public))
             Z = features.flatten(0, 1)[rows] - law[0]
         drift = _drift(Z.mean(0), public, law[1] / len(Z))
         if kind != "kept":
             order = self._order(seen, Z, law, public, drift)
             rows, Z = rows[:, order], Z[:, order]
         pe = _posterior(Z.mean(0), public, law[1] / len(Z), drift)
-        return Reconstruction(model.to_images(inverted(model, Z + law[0] - pe, seen.public, noise)[0]), rows)
+        return Reconstruction(model.to_images(invert(model, Z + law[0] - pe, seen.public, noise)[0]), rows)
 
-    def _aligned(
+    def _align(
         self, Z: Float[Tensor, "b n d"], covariance: Float[Tensor, "d d"], signatures: Float[Tensor, "n d"]
     ) -> Int[Tensor, "b n"]:
         """Return, for each image, the order of its rows that follows the signatures of the slots."""
@@ -112,7 +112,7 @@ class RowAlignment:
     ) -> Int[Tensor, " n"]:
         """Return which of the aligned rows stands in which slot, by the borders and the public embeddings."""
         model, noise, u = seen.model, effects(seen).noise_std, Z.mean(0)
-        patches, floor = inverted(model, Z - u + law[0], seen.public, noise)
+        patches, floor = invert(model, Z - u + law[0], seen.public, noise)
         costs = summed_costs(pixels(model, patches), floor)
         places = None
         if public is not None:

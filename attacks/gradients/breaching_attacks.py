@@ -24,7 +24,7 @@ from privlab.release import told_labels
 from privlab.threat import Capability, Observation
 from privlab.victims import VictimModel
 
-__all__ = ["BREACHING", "Breaching", "Classifier", "contained", "require_breaching"]
+__all__ = ["BREACHING", "Breaching", "Classifier", "contain_breaching", "require_breaching"]
 
 Scalar: TypeAlias = bool | int | float | str | None
 
@@ -98,7 +98,7 @@ class Breaching:
             PrivlabError: if the label cannot be told, or breaching fails.
         """
         try:
-            with contained(), _seeded(self.seed, model.mean.device):
+            with contain_breaching(), _seed_generators(self.seed, model.mean.device):
                 data, stats = self._reconstruct(model, gradients, batch_size)
         except PrivlabError:
             raise
@@ -119,7 +119,7 @@ class Breaching:
         config = copy.deepcopy(_shipped_config(self.name.partition(":")[2]))
         for key, value in self.config:
             OmegaConf.update(config, key, value)
-        classifier = Classifier(_constants_fixed(model.vit, gradients)).requires_grad_(True)
+        classifier = Classifier(_fix_constants(model.vit, gradients)).requires_grad_(True)
         released = [gradients[name] for name, _ in classifier.model.named_parameters()]
         joint = config.attack_type == "joint-optimization"
         labels = None if joint else torch.tensor(_labels(model, gradients, batch_size), device=model.mean.device)
@@ -164,19 +164,19 @@ def require_breaching() -> None:
 
 
 @contextmanager
-def contained() -> Iterator[None]:
+def contain_breaching() -> Iterator[None]:
     """Suppress what breaching and Hydra print and warn of, and restore the state that they change.
 
     breaching ends its search on Ctrl-C and goes on; here Ctrl-C ends the attack, as everywhere else.
     """
-    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()), _hydra_restored():
+    with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()), _restore_hydra():
         warnings.simplefilter("ignore")
         with _interruptible():
             yield
 
 
 @contextmanager
-def _hydra_restored() -> Iterator[None]:
+def _restore_hydra() -> Iterator[None]:
     """Give breaching a Hydra state of its own, and restore that of the caller afterwards."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.singleton import Singleton
@@ -217,7 +217,7 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+def _seed_generators(seed: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators, and restore their states afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -228,7 +228,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 def _shipped_config(name: str) -> Any:  # noqa: ANN401  # omegaconf's own type is not known before it is imported
     """Return the configuration of an attack as breaching ships it; callers must not change it."""
     require_breaching()
-    with contained():
+    with contain_breaching():
         import breaching
 
         return breaching.get_attack_config(name)
@@ -253,7 +253,7 @@ def _labels(model: VictimModel, gradients: Mapping[str, Tensor], batch_size: int
     return told.labels
 
 
-def _constants_fixed(vit: nn.Module, gradients: Mapping[str, Tensor]) -> nn.Module:
+def _fix_constants(vit: nn.Module, gradients: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy in which parameters without released gradient are buffers, and attention has second derivatives."""
     vit = copy.deepcopy(vit).eval()
     for name, parameter in list(vit.named_parameters()):

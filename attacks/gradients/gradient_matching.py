@@ -213,7 +213,7 @@ class Match:
         compared = {name: g != 0 for name, g in G.items()} if defended else None
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in G.values()]).norm(dim=0)
         r = len(norm)
-        masked = _masked(seen)
+        masked = _masked_slots(seen)
         return cls(
             model=_twice_derivable(seen.model),
             target={name: g / norm.view(-1, *[1] * (g.ndim - 1)) for name, g in G.items()},
@@ -327,7 +327,7 @@ def _labels(head: nn.Module, G: Mapping[str, Float[Tensor, "r ..."]], B: int) ->
     return torch.tensor([each.labels for each in told if each], device=G[HEAD_BIAS].device).flatten()
 
 
-def _masked(seen: Observation) -> Bool[Tensor, "rB n"] | None:
+def _masked_slots(seen: Observation) -> Bool[Tensor, "rB n"] | None:
     """Return the slots of all images that carry no position embedding of their own; None if there are none.
 
     Warns:

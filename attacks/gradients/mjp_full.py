@@ -23,7 +23,7 @@ from privlab.attacks.tokens import (
     first_block,
     guesses,
     patches_of_tokens,
-    placed,
+    place_patches,
 )
 from privlab.threat import Capability, Observation, Reconstruction
 from privlab.victims import VictimModel
@@ -91,7 +91,7 @@ class MjpFull(TokenSearch):
         found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
         if not found.masked.any():
             return Reconstruction(model.to_images(found.known))
-        X = MjpSubspace().completed(found, seen).double()
+        X = MjpSubspace().complete(found, seen).double()
         block = first_block(model)
         tokens, solved = zip(*(self._image(model, block, seen, found, X[i], i) for i in range(len(A))), strict=True)
         X, told = (torch.stack(part) for part in zip(*solved, strict=True))
@@ -101,7 +101,7 @@ class MjpFull(TokenSearch):
             X = torch.where(open_[..., None], filled.double(), X)
         lost = ~told & found.masked
         images = model.to_images(X)
-        order = torch.stack([placed(model, *each) for each in zip(images, found.masked, lost, strict=True)])
+        order = torch.stack([place_patches(model, *each) for each in zip(images, found.masked, lost, strict=True)])
         X, lost = X.gather(1, order[..., None].expand_as(X)), lost.gather(1, order)
         if lost.any():
             smooth = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))

@@ -106,9 +106,9 @@ class MjpSubspace:
         found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
         if not found.masked.any():
             return model.to_images(found.known)
-        return model.to_images(self.completed(found, seen))
+        return model.to_images(self.complete(found, seen))
 
-    def completed(self, found: Subspace, seen: Observation) -> Float[Tensor, "b n k"]:
+    def complete(self, found: Subspace, seen: Observation) -> Float[Tensor, "b n k"]:
         """Return the likeliest patches that agree with what is known, in the precision of the model."""
         model = seen.model
         dtype, masked = model.mean.dtype, found.masked

@@ -66,7 +66,7 @@ class NoisyGradients:
         return cls(A, G, noise_pe.maximum(least), noise_weight.maximum(least), *edges)
 
     @property
-    def unheard(self) -> Bool[Tensor, "b n"]:
+    def silent_slots(self) -> Bool[Tensor, "b n"]:
         """Return the slots whose row of Ã is zero, or no larger than its noise: under MJP, those that are masked.
 
         The mean square of D entries of noise is above Var E₁ · (1 + 4 √(2/D)) in one of ten thousand rows.
@@ -80,7 +80,7 @@ class NoisyGradients:
         """Return ρ = Var E₁ / Var E₂."""
         return self.noise_pe / self.noise_weight
 
-    def completed(self, X: Float[Tensor, "b n k"]) -> "NoisyGradients":
+    def complete(self, X: Float[Tensor, "b n k"]) -> "NoisyGradients":
         """Return the release with its missing entries computed from A and X, clipped to their known bounds."""
         A = posterior(self.A, self.G, X, self.ratio)
         missing_A, missing_G = self.edge_pe > 0, self.edge_weight > 0
@@ -98,7 +98,7 @@ def masked_slots(seen: Observation) -> Bool[Tensor, "r n"]:
     """
     defended = any(isinstance(part, GradientDefense) for part in seen.defense)
     if defended and "patch_embed.proj.weight" in seen.gradients:  # zeros may be missing entries
-        return NoisyGradients.of(seen).unheard & hides_places(seen)
+        return NoisyGradients.of(seen).silent_slots & hides_places(seen)
     return (slot_gradients(seen) == 0).all(2)
 
 
@@ -172,15 +172,15 @@ class PatchGradientAdaptive:
         model, release = seen.model, NoisyGradients.of(seen)
         warn_of_limits(self.name, release.A, most=release.A.shape[2] - 1, knows_mask=True)
         if hides_places(seen):
-            found = subspace(release.A.masked_fill(release.unheard[..., None], 0), release.G)
-            return model.to_images(MjpSubspace().completed(found, seen))
+            found = subspace(release.A.masked_fill(release.silent_slots[..., None], 0), release.G)
+            return model.to_images(MjpSubspace().complete(found, seen))
         X = ridge_inverse(release.A.mT) @ release.G
         if any(isinstance(part, GradientDefense) for part in seen.defense):
             X = _in_range(model, X)
             prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs).double())
             for _ in range(self.rounds):
-                X = _improved(X, release, prior, self.epsilon, self.steps)
-                release = release.completed(X)
+                X = _improve(X, release, prior, self.epsilon, self.steps)
+                release = release.complete(X)
         return model.to_images(X)
 
 
@@ -191,7 +191,7 @@ def _in_range(model: VictimModel, X: Float[Tensor, "b n k"]) -> Float[Tensor, "b
     return X.clamp(low, high)
 
 
-def _improved(
+def _improve(
     X: Float[Tensor, "b n k"], release: NoisyGradients, prior: Smoothness, epsilon: float, steps: int
 ) -> Float[Tensor, "b n k"]:
     """Take one Gauss-Newton step, of the tried length that gives each image the least objective, times Var E₂.
@@ -203,26 +203,26 @@ def _improved(
     U, s, Y = torch.linalg.svd(X, full_matrices=False)
     ω = 1 / (1 + ρ[:, 0] * s.square())  # the eigenvalues of W on the span of the patches; 1 beyond
 
-    def whitened(V: Tensor) -> Tensor:
+    def whiten(V: Tensor) -> Tensor:
         return V - ((V @ Y.mT) * (1 - ω)[:, None]) @ Y
 
     H = prior.curvature(X, epsilon)
     A = posterior(release.A, release.G, X, ρ)
-    slope = A @ whitened(release.A.mT @ X - release.G)
+    slope = A @ whiten(release.A.mT @ X - release.G)
     slope = slope + D * release.noise_pe * (U * (ω * s)[:, None]) @ Y + noise * H(X)
     λ, Q = torch.linalg.eigh(A @ A.mT)
     inside = λ[:, :, None] * ω[:, None] + noise
     beyond = λ[:, :, None] + noise
 
-    def preconditioned(V: Tensor) -> Tensor:
+    def precondition(V: Tensor) -> Tensor:
         V = Q.mT @ V
         C = V @ Y.mT
         return Q @ ((V - C @ Y) / beyond + (C / inside) @ Y)
 
     def product(V: Tensor) -> Tensor:
-        return A @ (A.mT @ whitened(V)) + noise * H(V)
+        return A @ (A.mT @ whiten(V)) + noise * H(V)
 
-    step = conjugate_gradients(product, -slope, steps, preconditioned)
+    step = conjugate_gradients(product, -slope, steps, precondition)
     tried = torch.stack([X + share * step for share in (1.0, 0.5, 0.25, 0.1, 0.03, 0.0)])
     values = torch.stack([_objective(each, release, prior, epsilon) for each in tried])
     return tried[values.argmin(0), torch.arange(len(X), device=X.device)]

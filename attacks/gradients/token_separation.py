@@ -34,10 +34,10 @@ from privlab.attacks.tokens import (
     embeddings_of_tokens,
     first_block,
     patches_of_tokens,
-    placed,
+    place_patches,
     projection,
     row_space,
-    sharpened_patches,
+    sharpen_patches,
     slots_of_tokens,
 )
 from privlab.base import PrivlabError, PrivlabWarning
@@ -129,7 +129,7 @@ class TokenSeparation(TokenSearch):
         model, block, B = seen.model, first_block(seen.model), seen.images_per_release
         hidden = self._hidden(seen)
         count = model.vit.num_prefix_tokens + model.grid[0] * model.grid[1]
-        if B > 1 and _underdetermined(seen):
+        if B > 1 and _is_underdetermined(seen):
             raise PrivlabError(
                 f"{self.name}: {B} images in one gradient, and a frozen patch embedding that leaves some of a patch "
                 "open. Only one image in each can be told then."
@@ -149,12 +149,12 @@ class TokenSeparation(TokenSearch):
         counts = self.counts(found)
         loose = hidden.repeat_interleave(B, 0)
         if not loose.any():
-            return Reconstruction(model.to_images(_completed(seen, X, known)), **counts)
+            return Reconstruction(model.to_images(_complete(seen, X, known)), **counts)
         lost = [None] * len(X) if model.vit.pos_embed is None else ~known
         each = zip(model.to_images(X), loose, lost, strict=True)
-        order = torch.stack([placed(model, *image) for image in each])
+        order = torch.stack([place_patches(model, *image) for image in each])
         X, known = X.gather(1, order[..., None].expand_as(X)), known.gather(1, order)
-        return Reconstruction(model.to_images(_completed(seen, X, known)), loose=loose, **counts)
+        return Reconstruction(model.to_images(_complete(seen, X, known)), loose=loose, **counts)
 
     def _hidden(self, seen: Observation) -> Bool[Tensor, "r n"]:
         """Return the slots that nothing tells apart: all without position embeddings, under MJP the masked ones.
@@ -184,9 +184,9 @@ class TokenSeparation(TokenSearch):
         if not len(u):
             return Solved(grey, none)
         reads = Reads.of(seen, i, block, model.vit.num_prefix_tokens + len(grey))
-        if _underdetermined(seen):
+        if _is_underdetermined(seen):
             z = embeddings_of_tokens(model, block, u, reads, self.sharpen, self.inner)
-            ns, x = _inverted(model, z, slots.pe, photograph_gradients(model, seen.photographs))
+            ns, x = _invert(model, z, slots.pe, photograph_gradients(model, seen.photographs))
             return Solved(grey.index_put((ns,), x), none.index_fill(0, ns, value=True))
         return patches_of_tokens(model, block, slots, u, reads, grey, self.sharpen, self.inner)
 
@@ -200,7 +200,7 @@ class TokenSeparation(TokenSearch):
         return [
             (
                 Separated(tokens.u[own.token], tokens.residual[own.token], tokens.wanted // B),
-                sharpened_patches(model, block, slots, tokens.u, own, slots.known, self.sharpen, self.inner),
+                sharpen_patches(model, block, slots, tokens.u, own, slots.known, self.sharpen, self.inner),
             )
             for own in by_image(model, block, slots, linear, B)
         ]
@@ -218,13 +218,13 @@ def _slots(seen: Observation, i: int, hidden: Bool[Tensor, " n"]) -> Slots:
     return Slots(W.new_zeros(len(pe), W.shape[1]), Y, pe, hidden)
 
 
-def _underdetermined(seen: Observation) -> bool:
+def _is_underdetermined(seen: Observation) -> bool:
     """Return whether an embedded patch does not determine the patch, and no gradient says more of it."""
     W, _ = projection(seen.model)
     return _PATCH_WEIGHT not in seen.gradients and len(W) <= W.shape[1]
 
 
-def _inverted(
+def _invert(
     model: VictimModel, z: Float[Tensor, "p d"], pe: Float[Tensor, "n d"], Γ: Float[Tensor, "c c"]
 ) -> tuple[Int[Tensor, " p"], Float[Tensor, "p k"]]:
     """Return the slots of embedded patches that are known up to a constant, and the likeliest patches in them.
@@ -255,11 +255,11 @@ def _prior(model: VictimModel, Γ: Float[Tensor, "c c"]) -> Float[Tensor, "k k"]
     return torch.linalg.cholesky(S)
 
 
-def _completed(seen: Observation, X: Float[Tensor, "b n k"], found: Bool[Tensor, "b n"]) -> Float[Tensor, "b n k"]:
+def _complete(seen: Observation, X: Float[Tensor, "b n k"], found: Bool[Tensor, "b n"]) -> Float[Tensor, "b n k"]:
     """Return X with its unknown parts as smooth as possible: directions that no gradient holds, and lost patches."""
     model = seen.model
     prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
-    if _underdetermined(seen) and bool(found.any()):
+    if _is_underdetermined(seen) and bool(found.any()):
         W, _ = projection(model)
         Y = torch.linalg.svd(W - W.mean(0)).Vh[len(W) - 1 :].expand(len(X), -1, -1)
         X = prior.fill(X, Y, free=found, inside=found, steps=3 * _STEPS)

@@ -8,8 +8,8 @@ from .placement import undone as undone
 from .placement import warn_of_moves as warn_of_moves
 from .reassembly import by_borders as by_borders
 from .reassembly import by_embeddings as by_embeddings
-from .reassembly import inverted as inverted
+from .reassembly import invert as invert
 from .reassembly import pixels as pixels
-from .reassembly import placed as placed
-from .reassembly import reassembled as reassembled
+from .reassembly import place as place
+from .reassembly import reassemble as reassemble
 from .reassembly import summed_costs as summed_costs

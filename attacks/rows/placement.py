@@ -159,16 +159,16 @@ def place_rows(costs: Float[Tensor, "b t s"], kind: RowOrder) -> Int[Tensor, "b 
     """
     b, t, s = costs.shape
     if kind == "mixed":
-        rows = _assigned(costs.flatten(0, 1).repeat(1, b)[None])[0]
+        rows = _assign(costs.flatten(0, 1).repeat(1, b)[None])[0]
         return rows.view(b, s)
     if kind == "kept":
         rows = torch.arange(s).expand(b, s)
     else:
-        rows = _assigned(costs.sum(0, keepdim=True) if kind == "shared" else costs).expand(b, s)
+        rows = _assign(costs.sum(0, keepdim=True) if kind == "shared" else costs).expand(b, s)
     return (rows + t * torch.arange(b)[:, None]).to(costs.device)
 
 
-def _assigned(costs: Float[Tensor, "g r s"]) -> Int[Tensor, "g s"]:
+def _assign(costs: Float[Tensor, "g r s"]) -> Int[Tensor, "g s"]:
     """Return the row of each slot. If all slots have different cheapest rows, these are the best assignment."""
     rows = costs.argmin(1).cpu()
     for i in (rows.sort(1).values.diff(dim=1) == 0).any(1).nonzero().flatten().tolist():

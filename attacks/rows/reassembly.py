@@ -15,7 +15,7 @@ from privlab.reassembly.border_costs import border_costs
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 from privlab.victims import VictimModel
 
-__all__ = ["by_borders", "by_embeddings", "inverted", "pixels", "placed", "reassembled", "summed_costs"]
+__all__ = ["by_borders", "by_embeddings", "invert", "pixels", "place", "reassemble", "summed_costs"]
 
 ERROR_IMAGES = 8
 """Number of public images on which the error of the linear inversion is measured."""
@@ -24,7 +24,7 @@ MOST_SWEEPS = 20
 """The most sweeps over the grid when patches are grouped."""
 
 
-def reassembled(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Reconstruction:
+def reassemble(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = None) -> Reconstruction:
     """Return the images of rows whose columns are known, by position embeddings if granted, else by borders."""
     return (by_embeddings if Capability.POSITION_EMBEDDINGS in seen.grants else by_borders)(seen, columns)
 
@@ -37,8 +37,8 @@ def by_embeddings(seen: FeatureObservation, columns: Int[Tensor, " d"] | None = 
     """
     model, features = seen.model, undone(seen, columns)
     pe = known_tokens(model)[1]
-    rows = placed(seen, features, pe)
-    patches, floor = inverted(model, features.flatten(0, 1)[rows] - pe, seen.public, effects(seen).noise_std)
+    rows = place(seen, features, pe)
+    patches, floor = invert(model, features.flatten(0, 1)[rows] - pe, seen.public, effects(seen).noise_std)
     if effects(seen).rows == "mixed":
         group = _groups(pixels(model, patches), rows // features.shape[1], model.grid, floor)
         rows, patches = rows.gather(0, group), patches.gather(0, group[..., None].expand_as(patches))
@@ -73,15 +73,15 @@ def by_borders(
             "position embeddings."
         )
     features = undone(seen, columns)
-    rows = placed(seen, features, torch.zeros_like(known_tokens(model)[1]))
-    patches, floor = inverted(model, features.flatten(0, 1)[rows], seen.public, effects(seen).noise_std)
+    rows = place(seen, features, torch.zeros_like(known_tokens(model)[1]))
+    patches, floor = invert(model, features.flatten(0, 1)[rows], seen.public, effects(seen).noise_std)
     if kind != "kept":
         order = _orders(pixels(model, patches), model.grid, floor, kind == "shared", rounds, predictor)
         rows, patches = rows.gather(1, order), patches.gather(1, order[..., None].expand_as(patches))
     return Reconstruction(model.to_images(patches), rows, columns)
 
 
-def placed(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float[Tensor, "n d"]) -> Int[Tensor, "b n"]:
+def place(seen: FeatureObservation, features: Float[Tensor, "b t d"], pe: Float[Tensor, "n d"]) -> Int[Tensor, "b n"]:
     """Return the row of the batch for each patch slot, by the likelihood of its position embedding (`row_costs`).
 
     The rows of class and register tokens are left out. If embeddings are equal, such as zeros, the order of the
@@ -139,7 +139,7 @@ def summed_costs(patches: Float[Tensor, "b n c p p"], floor: float) -> Float[Ten
     return total
 
 
-def inverted(
+def invert(
     model: VictimModel, rows: Float[Tensor, "b n d"], public: Float[Tensor, "m c h w"], noise: float
 ) -> tuple[Float[Tensor, "b n k"], float]:
     """Return normalised patches, and the variance of their pixels' error in [0, 1], as measured on public images.

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from privlab.attacks.solvers.ridge import RTOL
-from privlab.threat import GradientDefense, Observation, declared_by_defense
+from privlab.threat import GradientDefense, Observation, defense_declarations
 
 __all__ = ["Likelihood"]
 
@@ -46,7 +46,7 @@ class Likelihood:
         least = least.clamp_min(torch.finfo(least.dtype).tiny)
         floors = {name: least.view(-1, *[1] * (g.ndim - 1)) for name, g in released.items()}
         variance = {name: torch.where(edge[name] > 0, 0, v).maximum(floors[name]) for name, v in variance.items()}
-        expected = (declared_by_defense(part).expected for part in parts)
+        expected = (defense_declarations(part).expected for part in parts)
         return cls(released, variance, edge, tuple(each for each in expected if each is not None))
 
     def __call__(self, g: Gradients, release: Int[Tensor, " s"]) -> Float[Tensor, " s"]:

@@ -185,7 +185,7 @@ class Windows:
         The preconditioner is the inverse of a patch's energy by itself, `own`, over the mean weight of its windows.
         """
         patch = round((X.shape[2] / self.shape[0]) ** 0.5)
-        share = F.avg_pool2d(_padded(weights, self.shape).mean(0), patch).flatten(1)[..., None].clamp_min(1e-6)
+        share = F.avg_pool2d(_pad(weights, self.shape).mean(0), patch).flatten(1)[..., None].clamp_min(1e-6)
 
         def slope(X: Tensor) -> Tensor:
             """Return half the gradient of the energy by C."""
@@ -218,7 +218,7 @@ def _conv_adjoint(z: Float[Tensor, "b r h v"], bank: Float[Tensor, "r c s t"]) -
     return F.conv2d(z, bank.transpose(0, 1).flip(2, 3), padding=(bank.shape[2] - 1, bank.shape[3] - 1))
 
 
-def _padded(weights: list[Tensor], shape: tuple[int, int, int]) -> Float[Tensor, "f b 1 h w"]:
+def _pad(weights: list[Tensor], shape: tuple[int, int, int]) -> Float[Tensor, "f b 1 h w"]:
     """Return the weights of windows at their first pixels, and zero at the last edges."""
     return torch.stack([F.pad(w, (0, shape[2] - w.shape[3], 0, shape[1] - w.shape[2])) for w in weights])
 
@@ -258,11 +258,11 @@ def _banks(name: str, shape: tuple[int, int, int], names: Names) -> tuple[Float[
     images = photographs(shape[1:], names, shape[0])
     if name in ("quadratic", "sparse"):
         step = torch.tensor([-1.0, 1.0]).double()
-        return tuple(_whitened(_gradients(shape, names), f[None]) for f in (step[None], step[:, None]))
+        return tuple(_whitening(_gradients(shape, names), f[None]) for f in (step[None], step[:, None]))
     if name == "covariance":
         cosines = torch.stack(_cosines(3)[1:])
-        return (_whitened(_covariance(_responses(images, cosines)), cosines),)
-    return tuple(_whitened(_cauchy_scale(_responses(images, f[None])), f[None]) for f in _cosines(2)[1:])
+        return (_whitening(_covariance(_responses(images, cosines)), cosines),)
+    return tuple(_whitening(_cauchy_scale(_responses(images, f[None])), f[None]) for f in _cosines(2)[1:])
 
 
 def _cosines(side: int) -> list[Float[Tensor, "s s"]]:
@@ -292,7 +292,7 @@ def _cauchy_scale(z: Float[Tensor, "r p"], rounds: int = 30) -> Float[Tensor, "r
     return scale
 
 
-def _whitened(covariance: Float[Tensor, "r r"], filters: Float[Tensor, "f s t"]) -> Float[Tensor, "r c s t"]:
+def _whitening(covariance: Float[Tensor, "r r"], filters: Float[Tensor, "f s t"]) -> Float[Tensor, "r c s t"]:
     """Return a convolution after which responses of filters, each of every colour, have covariance I."""
     λ, Q = torch.linalg.eigh(covariance)
     return torch.einsum("rfc,fst->rcst", (Q / λ.sqrt()).mT.unflatten(1, (len(filters), -1)), filters)

@@ -2,10 +2,10 @@ from .equations import Mlp as Mlp
 from .equations import Near as Near
 from .equations import Separated as Separated
 from .equations import Spans as Spans
-from .equations import normalised as normalised
+from .equations import normalise as normalise
 from .equations import separate as separate
 from .grouping import by_image as by_image
-from .grouping import grouped as grouped
+from .grouping import group_patches as group_patches
 from .grouping import memberships as memberships
 from .search import FC1 as FC1
 from .search import FC2 as FC2
@@ -19,8 +19,8 @@ from .slots import embeddings_of_tokens as embeddings_of_tokens
 from .slots import first_block as first_block
 from .slots import guesses as guesses
 from .slots import patches_of_tokens as patches_of_tokens
-from .slots import placed as placed
+from .slots import place_patches as place_patches
 from .slots import projection as projection
 from .slots import row_space as row_space
-from .slots import sharpened_patches as sharpened_patches
+from .slots import sharpen_patches as sharpen_patches
 from .slots import slots_of_tokens as slots_of_tokens

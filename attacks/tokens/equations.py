@@ -10,7 +10,7 @@ from timm import layers
 from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
-__all__ = ["UNIT_ROUNDOFF", "Mlp", "Near", "Separated", "Spans", "normalised", "separate"]
+__all__ = ["UNIT_ROUNDOFF", "Mlp", "Near", "Separated", "Spans", "normalise", "separate"]
 
 UNIT_ROUNDOFF = 2.0**-24
 """Singular values of a float32 gradient below this share of the largest one are rounding."""
@@ -77,7 +77,7 @@ class Mlp:
         return h.detach(), slope
 
 
-def normalised(mlp: Mlp, u: Float[Tensor, "*s d"]) -> Float[Tensor, "*s d"]:
+def normalise(mlp: Mlp, u: Float[Tensor, "*s d"]) -> Float[Tensor, "*s d"]:
     """Return t of u = γ ⊙ t + β."""
     return (u - mlp.β) / mlp.γ
 
@@ -199,7 +199,7 @@ def separate(
         if len(found) == count or idle == _MOST_IDLE:
             break
         if near is not None and number == 0:
-            new = guessed(mlp, whole, near, starts, steps, tolerance)
+            new = refine_guesses(mlp, whole, near, starts, steps, tolerance)
         else:
             α = start(mlp, rest, starts, draw)
             α = refine(rough, rest.float(), α.float(), steps).double()
@@ -248,7 +248,9 @@ def start(mlp: Mlp, spans: Spans, number: int, draw: Generator) -> Float[Tensor,
     return base + ((vb.square() - vv * bb).clamp_min(0).sqrt() - vb)[:, None] / vv[:, None] * α
 
 
-def guessed(mlp: Mlp, whole: Spans, near: Near, starts: int, steps: int, tolerance: float) -> Float[Tensor, "k d"]:
+def refine_guesses(
+    mlp: Mlp, whole: Spans, near: Near, starts: int, steps: int, tolerance: float
+) -> Float[Tensor, "k d"]:
     """Return the tokens that the guesses lead to; similar ones are kept apart, because their known spans differ.
 
     Args:
@@ -265,7 +267,7 @@ def guessed(mlp: Mlp, whole: Spans, near: Near, starts: int, steps: int, toleran
         of = Near(u, base, near.Q)
         α = refine(rough, coarse, (u @ whole.u.mT).float(), steps, of.float()).double()
         α = refine(mlp, whole, α, steps, of)
-        found.append(α[of.cosine(normalised(mlp, α @ whole.u)) > _SLOT_COSINE])
+        found.append(α[of.cosine(normalise(mlp, α @ whole.u)) > _SLOT_COSINE])
     α = torch.cat(found)
     usual = float(outside(mlp, whole, α).median()) if len(α) else 0.0
     return distinct(mlp, whole, α, min(tolerance, max(_FIRST_TOLERANCE, _OUTLIER_FACTOR * usual)), _SAME_COSINE)
@@ -335,7 +337,7 @@ def outside(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"]) -> Float[Tensor, "
     """
     u = α @ spans.u
     h, _ = mlp.hidden(u)
-    t = normalised(mlp, u)
+    t = normalise(mlp, u)
     off = (h - (h @ spans.h.mT) @ spans.h).norm(dim=1) / h.norm(dim=1)
     return (off + t.mean(1).abs() + (t.square().mean(1) - 1).abs()).nan_to_num(torch.inf)
 

@@ -11,7 +11,7 @@ from privlab.attacks.rows import known_tokens
 from privlab.attacks.tokens.slots import Linear, Slots, projection
 from privlab.victims import VictimModel
 
-__all__ = ["by_image", "grouped", "memberships"]
+__all__ = ["by_image", "group_patches", "memberships"]
 
 _RIDGE = 1e-5
 """Weight, relative to the equations', that draws a share to 1/B; it decides for tokens that receive no attention."""
@@ -38,7 +38,7 @@ def by_image(model: VictimModel, block: Block, slots: Slots, linear: Linear, ima
     z = (slots.known[ns] + linear.c[:f] @ slots.Y) @ W.mT + b + slots.pe[ns]
     share = memberships(block, prefix, z, torch.cat([z, prefix[first]]), linear.mixed, images)
     alike = slots.alike[ns]
-    group = grouped(share[:f], ns.masked_fill(alike, -1), images, alike=int(slots.alike.sum()))
+    group = group_patches(share[:f], ns.masked_fill(alike, -1), images, alike=int(slots.alike.sum()))
     members = one_hot(group, images).to(z)
     of_first = _by_slot(share[f:] @ members / members.sum(0).clamp_min(1), first, 0)
     group, places = torch.cat([group, of_first]), slots.alike.nonzero()[:, 0] + p
@@ -91,7 +91,9 @@ def memberships(
     return shares
 
 
-def grouped(share: Float[Tensor, "f f"], slot: Int[Tensor, " f"], images: int, *, alike: int = 0) -> Int[Tensor, " f"]:
+def group_patches(
+    share: Float[Tensor, "f f"], slot: Int[Tensor, " f"], images: int, *, alike: int = 0
+) -> Int[Tensor, " f"]:
     """Return the image, 0 to B − 1, of each patch, such that no image has two patches in one slot.
 
     The vote of two patches is the sum of their shares in each other's image, less 1/B each. The patch with the largest

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from privlab.attacks.rows import known_tokens
 from privlab.attacks.solvers import conjugate_gradients
-from privlab.attacks.tokens.equations import UNIT_ROUNDOFF, Mlp, Near, normalised
+from privlab.attacks.tokens.equations import UNIT_ROUNDOFF, Mlp, Near, normalise
 from privlab.patches import patchify
 from privlab.reassembly import assemble
 from privlab.reassembly.border_costs import border_costs
@@ -30,10 +30,10 @@ __all__ = [
     "first_block",
     "guesses",
     "patches_of_tokens",
-    "placed",
+    "place_patches",
     "projection",
     "row_space",
-    "sharpened_patches",
+    "sharpen_patches",
     "slots_of_tokens",
 ]
 
@@ -141,7 +141,7 @@ def patches_of_tokens(
         inner: steps of conjugate gradients in each of them.
     """
     linear = slots_of_tokens(model, block, slots, u, reads)
-    return sharpened_patches(model, block, slots, u, linear, X, sharpen, inner)
+    return sharpen_patches(model, block, slots, u, linear, X, sharpen, inner)
 
 
 @torch.no_grad()
@@ -161,10 +161,10 @@ def slots_of_tokens(
         reads: the row spaces of the gradients of the first attention, of the release.
         images: number of images B of the release.
     """
-    t, prefix = _centred(block, u), known_tokens(model)[0]
+    t, prefix = _centre(block, u), known_tokens(model)[0]
     _, b_p = _attention_adds(block)
-    Q, R = torch.linalg.qr(_added_freely(block, reads))
-    own, at = _assigned(t, (prefix + b_p).repeat(images, 1), Q)
+    Q, R = torch.linalg.qr(_free_directions(block, reads))
+    own, at = _assign(t, (prefix + b_p).repeat(images, 1), Q)
     at = at % len(prefix) if len(prefix) else at
     left = _without(len(t), own)
     first = _coordinates(t[own], (prefix + b_p)[at], Q, R)[:, : len(reads.mixed)] @ reads.mixed
@@ -205,7 +205,7 @@ def guesses(model: VictimModel, block: Block, slots: Slots, reads: Reads, X: Flo
     own = torch.cat([torch.ones_like(slots.alike[:1]).expand(len(prefix)), ~slots.alike])
     Q = torch.linalg.qr(M).Q
     base = _off(torch.cat([prefix + _attention_adds(block)[1], base])[own], Q)
-    return Near(block.norm2(z + _added(block, z))[own], nn.functional.normalize(base, dim=1), Q)
+    return Near(block.norm2(z + _attention_of(block, z))[own], nn.functional.normalize(base, dim=1), Q)
 
 
 def _equations(
@@ -219,11 +219,11 @@ def _equations(
     """
     W, b = projection(model)
     _, b_p = _attention_adds(block)
-    free, V = _added_freely(block, reads), W @ slots.Y.mT
+    free, V = _free_directions(block, reads), W @ slots.Y.mT
     base, M = slots.known @ W.mT + b + slots.pe, torch.cat([V, free], 1)
     if M.shape[1] + 1 <= (1 - _SPARE_SHARE) * len(M):
         return base + b_p, M
-    unheard = _unheard(block, reads)
+    unheard = _outside_heard(block, reads)
     M = torch.cat([M, torch.cat([unheard.mT @ V, torch.zeros_like(free)], 1)])
     if M.shape[1] >= len(M) - len(reads.heard) - 1:
         return None
@@ -231,7 +231,7 @@ def _equations(
 
 
 @torch.no_grad()
-def sharpened_patches(
+def sharpen_patches(
     model: VictimModel,
     block: Block,
     slots: Slots,
@@ -266,7 +266,7 @@ def sharpened_patches(
     first = (X - slots.known) @ slots.Y.mT
     guesses = [C @ R.mT for C in (first.index_put((ns,), c), first)]
     z, places = slots.known @ W.mT + b + slots.pe, linear.slot
-    B = _sharpened(prefix, block, z, basis.mT, u[linear.token], places, guesses, sharpen, inner)
+    B = _sharpen(prefix, block, z, basis.mT, u[linear.token], places, guesses, sharpen, inner)
     C = torch.linalg.solve_triangular(R, B.mT, upper=True).mT
     found = none.index_fill(0, ns, value=True)
     return Solved(torch.where(found[:, None], slots.known + C @ slots.Y, X), found)
@@ -296,7 +296,7 @@ def embeddings_of_tokens(
         sharpen: the most steps of the Gauss-Newton method.
         inner: steps of conjugate gradients in each of them.
     """
-    t, prefix, count = _centred(block, u), known_tokens(model)[0], model.grid[0] * model.grid[1]
+    t, prefix, count = _centre(block, u), known_tokens(model)[0], model.grid[0] * model.grid[1]
     W_p, b_p = _attention_adds(block)
     assert isinstance(block.norm1, nn.LayerNorm)
     mixed = torch.cat([W_p @ reads.mixed.mT, b_p[:, None]], 1)[:, : len(reads.mixed) + int(b_p.any())]
@@ -304,7 +304,7 @@ def embeddings_of_tokens(
     M = torch.cat([Z, mixed], 1)
     if M.shape[1] >= len(M):  # no equation is left over
         return u[:0]
-    own, at = _assigned(t, prefix + b_p, torch.linalg.qr(torch.cat([mixed, torch.ones_like(b_p[:, None])], 1)).Q)
+    own, at = _assign(t, prefix + b_p, torch.linalg.qr(torch.cat([mixed, torch.ones_like(b_p[:, None])], 1)).Q)
     js = _without(len(t), own)[:count]
     if not len(js):
         return u[:0]
@@ -315,22 +315,22 @@ def embeddings_of_tokens(
     z, length = part, prefix.std(1).mean() / part.std(1).mean()
     for _ in range(_ROUNDS):  # LayerNorm's ε makes a depend slightly on the length of z
         z = torch.cat([length * part, (length * part).mean(0).expand(count - len(js), -1)])
-        a = _added(block, torch.cat([prefix, z]))[len(prefix) : len(prefix) + len(js)]
+        a = _attention_of(block, torch.cat([prefix, z]))[len(prefix) : len(prefix) + len(js)]
         length = ((a * rest).sum(1) / rest.square().sum(1))[:, None]
         length = length.where(length > 0, length.abs().median())
     places = torch.cat([at, len(prefix) + torch.arange(len(js), device=u.device)])
-    B = _sharpened(prefix, block, torch.zeros_like(z), Z.mT, u[torch.cat([own, js])], places, [z @ Z], sharpen, inner)
+    B = _sharpen(prefix, block, torch.zeros_like(z), Z.mT, u[torch.cat([own, js])], places, [z @ Z], sharpen, inner)
     return (B @ Z.mT)[: len(js)]
 
 
-def _added(block: Block, z: Float[Tensor, "t d"]) -> Float[Tensor, "t d"]:
+def _attention_of(block: Block, z: Float[Tensor, "t d"]) -> Float[Tensor, "t d"]:
     """Return what attention adds to tokens z."""
     return block.ls1(block.attn(block.norm1(z[None])))[0]
 
 
-def _centred(block: Block, u: Float[Tensor, "f d"]) -> Float[Tensor, "f d"]:
+def _centre(block: Block, u: Float[Tensor, "f d"]) -> Float[Tensor, "f d"]:
     """Return tokens before LayerNorm's scale and bias, of zero mean and unit length."""
-    t = normalised(Mlp.of(block), u)
+    t = normalise(Mlp.of(block), u)
     return nn.functional.normalize(t - t.mean(1, keepdim=True), dim=1)
 
 
@@ -346,13 +346,13 @@ def projection(model: VictimModel) -> tuple[Float[Tensor, "d k"], Float[Tensor, 
     return W, torch.zeros_like(W[:, 0]) if proj.bias is None else proj.bias.detach().double()
 
 
-def _added_freely(block: Block, reads: Reads) -> Float[Tensor, "d m"]:
+def _free_directions(block: Block, reads: Reads) -> Float[Tensor, "d m"]:
     """Return the directions that attention may have added to a token, and the constant direction."""
     W, _ = _attention_adds(block)
     return torch.cat([W @ reads.mixed.mT, torch.ones_like(W[:, :1])], 1)
 
 
-def _unheard(block: Block, reads: Reads) -> Float[Tensor, "d d"]:
+def _outside_heard(block: Block, reads: Reads) -> Float[Tensor, "d d"]:
     """Return the matrix that takes z to the component of γ₁ ⊙ z outside the span of `heard`, which is zero."""
     assert isinstance(block.norm1, nn.LayerNorm)
     γ = block.norm1.weight
@@ -379,7 +379,7 @@ def _cosine(t: Float[Tensor, "f d"], base: Float[Tensor, "s d"], Q: Float[Tensor
     return t @ base.mT
 
 
-def _assigned(
+def _assign(
     t: Float[Tensor, "f d"], base: Float[Tensor, "s d"], Q: Float[Tensor, "d r"]
 ) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
     """Return which tokens belong to which slots: the assignment of greatest cosine beyond Q."""
@@ -394,7 +394,7 @@ def _slots_of(
 ) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
     """Return tokens and their slots; slots that are alike take the remaining tokens in any order."""
     open_, hidden = (~alike).nonzero()[:, 0], alike.nonzero()[:, 0]
-    js, ns = _assigned(t, base[open_], Q)
+    js, ns = _assign(t, base[open_], Q)
     rest = _without(len(t), js)
     cosine = _cosine(t[rest], base[hidden[:1]], Q).sum(1)  # one column, the same for all; or none
     rest = rest[cosine.argsort(descending=True)][: len(hidden)]
@@ -410,7 +410,7 @@ def _coordinates(
     return torch.linalg.solve_triangular(R, Q.mT @ (s * t - base).mT, upper=True).mT
 
 
-def _sharpened(
+def _sharpen(
     prefix: Float[Tensor, "p d"],
     block: Block,
     base: Float[Tensor, "n d"],
@@ -426,7 +426,7 @@ def _sharpened(
 
     def residual(B: Tensor) -> Tensor:
         z = torch.cat([prefix, base + B @ basis])
-        return (block.norm2(z + _added(block, z))[places] - target) / scale
+        return (block.norm2(z + _attention_of(block, z))[places] - target) / scale
 
     B = min(guesses, key=lambda B: float(residual(B).square().sum()))
     for _ in range(steps):
@@ -448,7 +448,7 @@ def _sharpened(
     return B.detach()
 
 
-def placed(
+def place_patches(
     model: VictimModel,
     image: Float[Tensor, "c h w"],
     masked: Bool[Tensor, " n"],

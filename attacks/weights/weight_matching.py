@@ -106,7 +106,7 @@ class WeightMatching:
         order = _posterior(first, alpha)
         while done < self.rounds and order.gather(1, residual[:, None]).min() < CERTAIN_PROBABILITY:
             scores = first + sum(
-                _judged(e, b, kind, order, alpha)
+                _feature_scores(e, b, kind, order, alpha)
                 for e, b in zip(encrypted.layers, base.layers, strict=True)
                 for kind in e.matrices
             )
@@ -171,7 +171,7 @@ def _read(state: Mapping[str, Tensor], seen: WeightObservation) -> _Weights:
                 (matrices if len(axes) == 2 else vectors).setdefault(kind, []).append(part)
         layers.append(
             _Layer(
-                {kind: _scaled(torch.stack(found)) for kind, found in matrices.items()},
+                {kind: _scale(torch.stack(found)) for kind, found in matrices.items()},
                 {kind: _standard(torch.stack(found)) for kind, found in vectors.items()},
             )
         )
@@ -206,7 +206,7 @@ def _standard(rows: Float[Tensor, "k n"]) -> Float[Tensor, "k n"]:
     return centred / centred.square().mean(1, keepdim=True).sqrt().clamp_min(1e-12)
 
 
-def _scaled(matrices: Float[Tensor, "k u d"]) -> Float[Tensor, "k u d"]:
+def _scale(matrices: Float[Tensor, "k u d"]) -> Float[Tensor, "k u d"]:
     return matrices / matrices.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-12)
 
 
@@ -250,7 +250,7 @@ def _log_sum(logits: Float[Tensor, "n n"], dim: int) -> Tensor:
     return top + (logits - top).clamp_min_(-80).exp_().sum(dim, keepdim=True).log()
 
 
-def _judged(e: _Layer, b: _Layer, kind: str, order: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
+def _feature_scores(e: _Layer, b: _Layer, kind: str, order: Float[Tensor, "d d"], alpha: float) -> Float[Tensor, "d d"]:
     """Return how well each feature of the one model fits each of the other, in one kind of units (step 2)."""
     E, B = e.matrices[kind], b.matrices[kind]
     expected, halves = B @ order.T, (slice(0, None, 2), slice(1, None, 2))

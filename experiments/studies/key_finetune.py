@@ -132,7 +132,7 @@ def finetune_study(
         path = out / f"{manner}.json"
         if not path.exists():
             say(f"{manner}: {plan.steps} steps")
-            points = _finetuned(plan, manner, base, train_images, test, device)
+            points = _finetune(plan, manner, base, train_images, test, device)
             out.mkdir(parents=True, exist_ok=True)
             text = json.dumps(points, indent=1)
             write_whole(path, lambda temporary, text=text: temporary.write_text(text))
@@ -140,7 +140,7 @@ def finetune_study(
     return pd.DataFrame(curves)
 
 
-def _finetuned(
+def _finetune(
     plan: FinetuneStudy, manner: str, base: Victim, images: Images, test: Images, device: str
 ) -> list[dict[str, int | float]]:
     """Fine-tune in one manner and return its curve."""

@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 from privlab.base import PrivlabError, draw_for, full_precision, write_whole
 from privlab.evaluation import Specification, labelled, source_of
 from privlab.images import batches
-from privlab.metrics import clopper_pearson, fixed_guess, gram, identified, success_bound
+from privlab.metrics import clopper_pearson, fixed_guess, gram, identify, success_bound
 from privlab.release import per_sample_gradients, released_parameters
 from privlab.stores import RunDirectory
 from privlab.threat import Feed
@@ -133,7 +133,7 @@ def _share(plan: BoundStudy, of: pd.DataFrame, κ: float) -> dict[str, Any]:
     noise = {"multiplier": float(first.multiplier), "releases": int(first.releases), "clip": float(first["clip"])}
     bound = success_bound(κ, noise["multiplier"], int(noise["releases"]))
     mean = {"attack": str(first.attack), "psnr_mean": float(of.psnr.mean())}
-    return {**noise, **mean, **_counted(hits, len(of)), "bound": bound}
+    return {**noise, **mean, **_proportion(hits, len(of)), "bound": bound}
 
 
 def _game(plan: BoundStudy, products: Tensor, clip: float, multiplier: float, releases: int) -> dict[str, Any]:
@@ -142,13 +142,13 @@ def _game(plan: BoundStudy, products: Tensor, clip: float, multiplier: float, re
     scale = (clip / products.diagonal().sqrt()).clamp(max=1)
     clipped = scale[:, None] * products * scale / clip**2
     draw: Generator = draw_for(plan.seed, f"{multiplier:g}/{releases}", "identification", 0)
-    found = identified(clipped, multiplier / releases**0.5, plan.draws, draw)
+    found = identify(clipped, multiplier / releases**0.5, plan.draws, draw)
     hits = int((found == torch.arange(m)[:, None]).sum())
     noise = {"multiplier": multiplier, "releases": releases, "clip": clip}
-    return {**noise, **_counted(hits, m * plan.draws), "bound": success_bound(1 / m, multiplier, releases)}
+    return {**noise, **_proportion(hits, m * plan.draws), "bound": success_bound(1 / m, multiplier, releases)}
 
 
-def _counted(hits: int, trials: int) -> dict[str, Any]:
+def _proportion(hits: int, trials: int) -> dict[str, Any]:
     low, high = clopper_pearson(hits, trials)
     return {"hits": hits, "trials": trials, "share": hits / trials, "low": low, "high": high}
 

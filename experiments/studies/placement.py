@@ -15,7 +15,7 @@ from torch import Tensor
 from privlab.base import (
     PrivlabError,
     check_name,
-    configured,
+    configure,
     draw_for,
     read_options,
     versions,
@@ -108,9 +108,9 @@ def study(plan: PlacementStudy, out: Path, *, say: Say = print) -> dict[str, Any
     for chunk in batches(source, preprocessing, BATCH):
         for picture in chunk.failed:
             say(f"Left out: {picture.problem}")
-        tables += [_measured(plan, chunk, gamma, named) for gamma in plan.gammas if chunk.pictures]
+        tables += [_measure(plan, chunk, gamma, named) for gamma in plan.gammas if chunk.pictures]
     if not tables:
-        raise PrivlabError(f"None of the pictures of {plan.images} can be read.")
+        raise PrivlabError(f"None of the images of {plan.images} can be read.")
     records = pd.concat(tables, ignore_index=True)
     write_whole(out / RECORDS, lambda path: records.to_parquet(path, index=False))
     facts = {
@@ -144,7 +144,7 @@ def _solvers(plan: PlacementStudy) -> dict[str, Reassembly]:
     """Return the re-assemblies by name; those with a predictor twice, the second time without border costs."""
     named: dict[str, Reassembly] = {}
     for name in plan.solvers:
-        made = configured(REASSEMBLIES[name], plan.options)
+        made = configure(REASSEMBLIES[name], plan.options)
         if isinstance(made, Predicted):
             made.predictor(plan.grid, plan.patch)
             named[f"{name} with borders"] = replace(made, borders=True)
@@ -154,7 +154,7 @@ def _solvers(plan: PlacementStudy) -> dict[str, Reassembly]:
     return named
 
 
-def _measured(plan: PlacementStudy, chunk: Chunk, gamma: float, named: Mapping[str, Reassembly]) -> pd.DataFrame:
+def _measure(plan: PlacementStudy, chunk: Chunk, gamma: float, named: Mapping[str, Reassembly]) -> pd.DataFrame:
     """Return the records of some images at one γ."""
     draws = [draw_for(plan.seed, picture.sha256, f"placement/{gamma:g}") for picture in chunk.pictures]
     shuffled, sent, moved = jigsaw(chunk.images, plan.patch, gamma, draws)

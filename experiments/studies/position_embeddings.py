@@ -100,7 +100,7 @@ def study(plan: PositionStudy, out: Path, *, say: Say = print) -> list[dict[str,
     for number, (name, of) in enumerate(zip(plan.models, weights, strict=True)):
         subject = victim(name, weights=of, img_size=plan.img_size, seed=plan.seed)
         embeddings = _embeddings(subject)
-        about, spectrum, points = _looked_at(plan, subject, embeddings, say)
+        about, spectrum, points = _examine(plan, subject, embeddings, say)
         facts.append(about)
         tables["spectrum"].append(spectrum.assign(model=number))
         tables["points"].append(points.assign(model=number))
@@ -140,7 +140,7 @@ def _embeddings(subject: Victim) -> Matrix:
     return table.detach()[0, -rows * columns :].cpu().double().numpy()
 
 
-def _looked_at(
+def _examine(
     plan: PositionStudy, subject: Victim, embeddings: Matrix, say: Say
 ) -> tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]:
     """Return the facts on one model, its spectrum and its points."""
@@ -272,7 +272,7 @@ def _attention(plan: PositionStudy, subject: Victim, images: str, out: Path) -> 
     """Return the attention to each slot; `picture` names the file in `out` with the image that was fed."""
     chunk = chunk_of(open_images(images, limit=plan.limit), subject.preprocessing)
     if not chunk.pictures:
-        raise PrivlabError(f"No picture of {images} can be read: {chunk.failed[0].problem}.")
+        raise PrivlabError(f"No image of {images} can be read: {chunk.failed[0].problem}.")
     maps = last_attention(subject.model, chunk.images.to(subject.model.mean)).cpu().double().numpy()
     heads, slots = maps.shape[1:]
     names = [f"images/{subject.name.replace(':', '-')}_{number + 1}.png" for number in range(len(maps))]

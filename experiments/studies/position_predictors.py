@@ -24,11 +24,11 @@ from privlab.base import draw_for, write_whole
 from privlab.experiments.studies.data import write_facts, write_tables
 from privlab.experiments.studies.position_embeddings import attention_weights
 from privlab.images import open_images
-from privlab.patches import permute, shuffled_within
+from privlab.patches import permute, shuffle_within
 from privlab.reassembly import DropPosNetwork, Mp3Network, PositionPredictor, load_predictor, predictor_file, tiles
 from privlab.training import Examples, read_examples
 from privlab.training.position_accuracy import DROPPED, HIDDEN, position_accuracy
-from privlab.victims import hash_of, shipped
+from privlab.victims import hash_of, shipped_file
 
 __all__ = [
     "ETAS",
@@ -38,10 +38,10 @@ __all__ = [
     "layers",
     "offsets",
     "places",
+    "reinitialise",
     "relative",
     "study",
     "to_rows",
-    "untrained",
 ]
 
 ETAS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -140,7 +140,7 @@ def _facts(name: str, path: Path, predictor: PositionPredictor, plan: PredictorS
     digest = hash_of(predictor.tensors())
     stem = path.resolve().parent.name if path.stem == "predictor" else path.stem
     return {
-        "name": name if shipped(name) else stem,
+        "name": name if shipped_file(name) else stem,
         "kind": predictor.name,
         "sha256": digest,
         "objective": _objective(path, digest),
@@ -232,7 +232,7 @@ def _shuffle(data: Examples, row: int, n: int, loose: int, seed: int) -> tuple[I
     draw = draw_for(seed, hashlib.sha256(data.images[row].numpy().tobytes()).hexdigest(), "shuffled patches")
     moved = torch.zeros(n, dtype=torch.bool)
     moved[torch.randperm(n, generator=draw)[:loose]] = True
-    return shuffled_within(moved, draw), ~moved
+    return shuffle_within(moved, draw), ~moved
 
 
 @torch.no_grad()
@@ -322,10 +322,10 @@ def _probe(predictor: PositionPredictor, data: Examples, plan: PredictorStudy, s
     source = open_images(plan.images, split=plan.train_split, limit=plan.train_limit)
     known = read_examples(source, size, labelled=False)
     if (known.labels < 0).any() or (data.labels < 0).any():
-        skip("not all pictures have labels.")
+        skip("not all images have labels.")
         return table
     columns = {}
-    for name, network in (("accuracy", predictor), ("untrained", untrained(predictor, plan.seed))):
+    for name, network in (("accuracy", predictor), ("untrained", reinitialise(predictor, plan.seed))):
         pairs = zip(_features(network, known), _features(network, data), strict=True)
         columns[name] = [knn_accuracy(near, known.labels, far, data.labels) for near, far in pairs]
     return pd.DataFrame({"layer": range(len(columns["accuracy"]))} | columns | {"neighbours": len(known)})
@@ -374,7 +374,7 @@ def knn_accuracy(
     return float((votes.argmax(1) == wanted).double().mean())
 
 
-def untrained(predictor: PositionPredictor, seed: int = 0) -> PositionPredictor:
+def reinitialise(predictor: PositionPredictor, seed: int = 0) -> PositionPredictor:
     """Return a predictor of the same shape with random weights, as at the start of a training."""
     made = copy.deepcopy(predictor)
     with torch.random.fork_rng(devices=[]):

@@ -140,7 +140,7 @@ def study(
         client = _client(plan, base, trained, splits["train"], out / "clients" / trained, device)
         say(f"{method}: attacking")
         run = out / "runs" / method.replace("+", "-plus")
-        records = _attacked(plan.specification(method, str(client)), run, device)
+        records = _records(plan.specification(method, str(client)), run, device)
         defended = victim(plan.model, weights=client, img_size=plan.img_size)
         stack = defense_of(plan.specification(method, str(client)), defended, "c")
         rows.append(_row(method, records, _accuracy(defended, stack, splits["test"], plan)))
@@ -158,7 +158,7 @@ class _Client(FineTuning):
         draws = new_draws(draw, len(images))
         feed = self.stack.feed(images, model.patch, draws.images, len(images))
         sent = self.stack.send(model.embed(feed.images), model.vit.num_prefix_tokens, draws)
-        logits = model.head(sent.restored(model.backbone(sent.features)))
+        logits = model.head(sent.restore(model.backbone(sent.features)))
         return loss_of(logits, labels)
 
 
@@ -197,7 +197,7 @@ def _concerns(option: str, defense: str) -> bool:
     return name not in defenses or name in defense.split("+")
 
 
-def _attacked(spec: Specification, run: Path, device: str) -> pd.DataFrame:
+def _records(spec: Specification, run: Path, device: str) -> pd.DataFrame:
     """Return the records of a run, which is executed unless it is finished."""
     facts = run / "run.json"
     if facts.exists() and json.loads(facts.read_bytes()).get("status") == "finished":

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from privlab.admission.claims import Check, OnFeatures, OnGradients, OnImages, TwoClients
 from privlab.admission.measures import apart
-from privlab.base import PrivlabError, PrivlabWarning, configured, full_precision, read_options, unknown_name
+from privlab.base import PrivlabError, PrivlabWarning, configure, full_precision, read_options, unknown_name
 from privlab.defenses import defenses
 from privlab.images import Preprocessing, open_images
-from privlab.threat import Defense, FeatureDefense, GradientDefense, declared_by_defense
+from privlab.threat import Defense, FeatureDefense, GradientDefense, defense_declarations
 from privlab.victims import VictimModel, victim
 
 __all__ = ["MODEL", "Check", "admit", "admit_named", "photographs", "quiet", "same_random_state", "small_victim"]
@@ -111,7 +111,7 @@ def admit_named(
     read_options(options, [kind])
     if gamma is not None and "gamma" not in {f.name for f in fields(kind)}:
         raise PrivlabError(f"--gamma is for jigsaw and mjp. Found {gamma} for {name}: leave it out.")
-    defense = configured(kind, options, {} if gamma is None else {"gamma": gamma})
+    defense = configure(kind, options, {} if gamma is None else {"gamma": gamma})
     return admit(defense, small_victim(model, weights, img_size, depth, seed), seed=seed)
 
 
@@ -154,7 +154,7 @@ def _checks(case: Case, own: VictimModel) -> Iterator[Check]:
     states = _random_states()
     release = _of(case, lambda: case.run(given, subject.draws()))
     drawn = [name for name, state in _random_states().items() if state != states[name]]
-    changed = [*_changed(inputs, given), *_changed(weights, own.state_dict())]
+    changed = [*_changed_tensors(inputs, given), *_changed_tensors(weights, own.state_dict())]
     problems: list[str] = _of(case, lambda: list(case.problems(release)))
     yield Check.at_most(
         "contents",
@@ -171,15 +171,15 @@ def _checks(case: Case, own: VictimModel) -> Iterator[Check]:
     if same is None or same.passed:  # type checkers draw from it as well: it counts only if releases differ
         drawn = [name for name in drawn if name != "random"]
     yield Check.at_most(
-        "random-state", float(len(drawn)), 0.0, _listed("global generators that were drawn from", drawn)
+        "random-state", float(len(drawn)), 0.0, _with_names("global generators that were drawn from", drawn)
     )
-    yield Check.at_most("untouched", float(len(changed)), 0.0, _listed("tensors given to it, and changed", changed))
+    yield Check.at_most("untouched", float(len(changed)), 0.0, _with_names("tensors given to it, and changed", changed))
     yield case.control()
 
 
 def _effect(case: Case, release: Any) -> Check:  # noqa: ANN401
     """Return how far a release is from an undefended one; it never fails, because noise of `std=0` changes nothing."""
-    made, plain = case.tensors(release), case.undefended()
+    made, plain = case.tensors(release), case.without_defense()
     added = [value for name, value in made.items() if name not in plain]
     kept = {name: value for name, value in made.items() if name in plain}
     value = max([apart(kept, plain), *(float(value.any()) for value in added)])
@@ -201,20 +201,20 @@ def _neighbours(case: Case, release: Any) -> Check:  # noqa: ANN401
     """Return the change of the first client's release when the image and the draw of the second change."""
     other = _of(case, lambda: case.run(case.inputs(neighbour=True), case.subject.draws(neighbour=True)))
     value = apart(case.own(release), case.own(other))
-    if declared_by_defense(case.defense).mixes:
+    if defense_declarations(case.defense).mixes:
         return Check.at_most("neighbours", value, math.inf, "change of one's own release; it mixes images, as it says")
     return Check.at_most(
         "neighbours", value, MOST_CHANGE, "change of one's own release with another image in the batch"
     )
 
 
-def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
+def _changed_tensors(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors that were changed, added or removed."""
     kept = before.keys() & after.keys()
     return [name for name in {*before, *after} if name not in kept or not torch.equal(before[name], after[name])]
 
 
-def _listed(what: str, names: Sequence[str]) -> str:
+def _with_names(what: str, names: Sequence[str]) -> str:
     return f"{what}: {', '.join(sorted(names)[:3])}" if names else what
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from privlab.admission.admit import MODEL, admit_named, photographs, quiet, same_random_state, small_victim
 from privlab.admission.claims import Check
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, configured, read_options, unknown_name
+from privlab.base import PrivlabError, configure, read_options, unknown_name
 from privlab.defenses import GradientNoise, RowPermutation, Undefended, defenses
 from privlab.evaluation import attack_batch
 from privlab.metrics import METRICS, Metric
@@ -24,7 +24,7 @@ from privlab.threat import (
     Feed,
     Observation,
     Stack,
-    declared_by_attack,
+    attack_declarations,
 )
 from privlab.victims import VictimModel
 from privlab.victims.model import april_twin
@@ -97,15 +97,15 @@ def admit_attack(
     if name not in attacks():
         raise unknown_name("attack", name, attacks())
     kind = attacks()[name]
-    problems = list(_undeclared(name, kind))
+    problems = list(_missing_declarations(name, kind))
     declared = Check.at_most("declared", float(len(problems)), 0.0, "; ".join(problems[:3]) or "faults of what it says")
     if problems:
         return (declared,)
     read_options(options, [kind])
-    attack = configured(kind, options)
+    attack = configure(kind, options)
     victim = small_victim(model, weights, img_size, depth, seed)
     with same_random_state(), quiet():
-        return (declared, *_tried(attack, victim, seed))
+        return (declared, *_try_attack(attack, victim, seed))
 
 
 def admit_metric(metric: Metric) -> tuple[Check, ...]:
@@ -124,10 +124,10 @@ def admit_metric(metric: Metric) -> tuple[Check, ...]:
     if metric.function is None:
         raise PrivlabError(f"Metric '{metric.name}' needs trained weights, and cannot be admitted.")
     with same_random_state():
-        return tuple(_measured(metric, metric.function))
+        return tuple(_check_metric(metric, metric.function))
 
 
-def _undeclared(name: str, kind: type[Any]) -> Iterator[str]:
+def _missing_declarations(name: str, kind: type[Any]) -> Iterator[str]:
     """Yield what an attack's class lacks, or says in another type."""
     if not is_dataclass(kind):
         yield "it is no dataclass"
@@ -151,13 +151,13 @@ def _undeclared(name: str, kind: type[Any]) -> Iterator[str]:
             yield f"{field.name} must be a {form.__name__}. Found {found!r}"
 
 
-def _tried(attack: Any, victim: VictimModel, seed: int) -> Iterator[Check]:  # noqa: ANN401
+def _try_attack(attack: Any, victim: VictimModel, seed: int) -> Iterator[Check]:  # noqa: ANN401
     """Yield what comes of an attack on the first release that grants what it requires."""
     missing: list[frozenset[Capability]] = []
     for release in _releases(victim, seed):
         seen = release()
         lacking = attack.requires - seen.grants
-        unread = {*declared_by_attack(attack).parameters} - {"*", *released_parameters(seen.model)}
+        unread = {*attack_declarations(attack).parameters} - {"*", *released_parameters(seen.model)}
         if not lacking and (isinstance(seen, FeatureObservation) or not unread):
             yield Check.at_most("granted", 0.0, 0.0, "capabilities that it requires, and this victim cannot grant")
             yield from _run(attack, seen)
@@ -194,7 +194,7 @@ def _releases(victim: VictimModel, seed: int) -> Iterator[Callable[[], Seen]]:
 
 
 def _run(attack: Any, seen: Seen) -> Iterator[Check]:  # noqa: ANN401
-    before = {name: value.clone() for name, value in _given(seen).items()}
+    before = {name: value.clone() for name, value in _tensors_of(seen).items()}
     try:
         images = attack_batch(attack, seen).images
     except Exception as error:
@@ -202,7 +202,7 @@ def _run(attack: Any, seen: Seen) -> Iterator[Check]:  # noqa: ANN401
         yield Check.at_most("returns", 1.0, 0.0, what)
         return
     yield Check.at_most("returns", 0.0, 0.0, "faults; it returns an image in [0, 1] for each that was released")
-    changed = [name for name, value in _given(seen).items() if not torch.equal(value, before[name])]
+    changed = [name for name, value in _tensors_of(seen).items() if not torch.equal(value, before[name])]
     what = "tensors of the victim and the release that it changed"
     yield Check.at_most("untouched", float(len(changed)), 0.0, f"{what}: {', '.join(changed[:3])}" if changed else what)
     if not changed:
@@ -210,13 +210,13 @@ def _run(attack: Any, seen: Seen) -> Iterator[Check]:  # noqa: ANN401
         yield Check.at_most("same-seen", apart, 0.0, "largest difference of two reconstructions from one observation")
 
 
-def _given(seen: Seen) -> Mapping[str, Tensor]:
+def _tensors_of(seen: Seen) -> Mapping[str, Tensor]:
     """Return every tensor that an attack is given."""
     released = {"features": seen.features} if isinstance(seen, FeatureObservation) else dict(seen.gradients)
     return {f"weights of {name}": value for name, value in seen.model.state_dict().items()} | released
 
 
-def _measured(metric: Metric, function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Check]:
+def _check_metric(metric: Metric, function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[Check]:
     shown = photographs(small_victim())[:2]
     noise = torch.rand(shown.shape, generator=torch.Generator().manual_seed(0)).to(shown)
     x, y = torch.cat([shown] * 3), torch.cat([shown, shown.flip(0), noise])

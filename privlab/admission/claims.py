@@ -14,13 +14,13 @@ from privlab.admission.measures import (
     STEP,
     TOLERANCE,
     colour_wheel,
-    not_permuted,
     off_differences,
     off_in_noise,
-    overstated,
+    overstatement,
+    permutation_faults,
     scale_of,
     span_of,
-    understated,
+    understatement,
     unlike,
     worse_than_best,
 )
@@ -30,7 +30,7 @@ from privlab.patches import permute, restore_features
 from privlab.release import (
     AnyDefense,
     contradictions,
-    granted,
+    gradient_capabilities,
     observe,
     observe_features,
     per_sample_gradients,
@@ -46,7 +46,7 @@ from privlab.threat import (
     Sent,
     Stack,
     check_capabilities,
-    declared_by_defense,
+    defense_declarations,
 )
 from privlab.victims import VictimModel
 
@@ -156,7 +156,7 @@ class OnImages:
         """Return what the first client feeds."""
         return {name: value[0] for name, value in self.tensors(feed).items()}
 
-    def undefended(self) -> dict[str, Tensor]:
+    def without_defense(self) -> dict[str, Tensor]:
         """Return what would be fed without the defense."""
         return self.tensors(Feed.undefended(self.subject.clients(), self.subject.model.patch))
 
@@ -178,20 +178,20 @@ class OnImages:
             return
         if not bool(((feed.images >= 0) & (feed.images <= 1)).all()):
             yield f"images in [{feed.images.min():.3g}, {feed.images.max():.3g}] instead of [0, 1]"
-        yield from not_permuted("order", feed.order)
+        yield from permutation_faults("order", feed.order)
         if bool((feed.order != torch.arange(slots[1]))[~feed.moved].any()):
             yield "an order that moves slots which are not declared as moved"
 
     def checks(self, feed: Feed) -> Iterator[Check]:
         """Yield the checks of a release that has its form."""
         yield from acts_as(self.defense, self.subject.model)
-        yield Check.at_most("order", self._misplaced(feed), 0.01, "distance of slots from what order and moved say")
+        yield Check.at_most("order", self._displacement(feed), 0.01, "distance of slots from what order and moved say")
         model, labels, names = self.subject.model, self.subject.labels, self.subject.released
         gradients = per_sample_gradients(model, feed, labels, names)
         off = off_differences(model, feed, labels, gradients, self.subject.seed)
         yield Check.at_most("gradients", off, TOLERANCE, "error against finite differences, relative to ‖∂ℓ/∂θ‖")
 
-    def _misplaced(self, feed: Feed) -> float:
+    def _displacement(self, feed: Feed) -> float:
         """Return how much worse than the best order the declared one is, or 1 if moved patches were changed.
 
         It is measured on smooth images in which no two patches are alike, so that patches are recognised after a
@@ -237,7 +237,7 @@ class OnGradients:
         """Return what the first client releases."""
         return {name: value[0] for name, value in released.items()}
 
-    def undefended(self) -> dict[str, Tensor]:
+    def without_defense(self) -> dict[str, Tensor]:
         """Return what would be released without the defense."""
         return self.inputs()
 
@@ -280,11 +280,11 @@ class OnGradients:
         drawn = sum(float((again[name] - g).square().sum()) / 2 for name, g in released.items())
         noise = drawn > 0.9 * sum(float(e.square().sum()) for e in errors[0].values())
         most = (NOISE_FACTOR, NOISE_FACTOR) if noise else ROUNDING_FACTORS
-        too_small = min(understated(true, error, variance) for error in errors)
+        too_small = min(understatement(true, error, variance) for error in errors)
         yield Check.at_most(
             "variance", too_small, most[0], "measured over declared, of the worst parameter, less chance"
         )
-        too_large = overstated(true, released, errors[0], variance, worst=noise)
+        too_large = overstatement(true, released, errors[0], variance, worst=noise)
         which = "of the worst parameter" if noise else "the median of the parameters"
         yield Check.at_most("overstated", too_large, most[1], f"declared over measured, {which}, less chance")
 
@@ -321,7 +321,7 @@ class OnFeatures:
         mine = sent.source < sent.source.shape[1]
         return {"features": sent.features[mine], "source": sent.source[mine]}
 
-    def undefended(self) -> dict[str, Tensor]:
+    def without_defense(self) -> dict[str, Tensor]:
         """Return what would be sent without the defense."""
         return self.tensors(Sent.plain(self.inputs()["tokens"], self.subject.model.vit.num_prefix_tokens))
 
@@ -339,8 +339,8 @@ class OnFeatures:
         yield from wrong
         if wrong:
             return
-        yield from not_permuted("source", sent.source.view(1, -1))
-        yield from () if sent.columns is None else not_permuted("columns", sent.columns[None])
+        yield from permutation_faults("source", sent.source.view(1, -1))
+        yield from () if sent.columns is None else permutation_faults("columns", sent.columns[None])
         if sent.prefix != prefix:
             yield f"prefix {sent.prefix} instead of {prefix}"
         if not 0 <= sent.key_bits < math.inf:
@@ -349,7 +349,7 @@ class OnFeatures:
     def checks(self, sent: Sent) -> Iterator[Check]:
         """Yield the checks of a release that has its form."""
         yield from acts_as(self.defense, self.subject.model)
-        declared = declared_by_defense(self.defense)
+        declared = defense_declarations(self.defense)
         effects = declared.acts_as
         std = float(effects.noise_std if isinstance(effects, Effects) else declared.std or 0.0)
         tokens = self.inputs()["tokens"]
@@ -384,7 +384,7 @@ class OnFeatures:
         """Return the client's loss on what the server returns; the server's weights are encrypted by the column key."""
         model, sent = self.subject.model, self.run({"tokens": tokens}, self.subject.draws())
         plain = replace(sent, features=restore_features(sent.features, columns=sent.columns), columns=None)
-        logits = model.head(plain.restored(model.backbone(plain.features)))
+        logits = model.head(plain.restore(model.backbone(plain.features)))
         return F.cross_entropy(logits, self.subject.labels, reduction="sum")
 
     def control(self) -> Check:
@@ -400,7 +400,7 @@ class OnFeatures:
 
 def acts_as(defense: AnyDefense, model: VictimModel) -> Iterator[Check]:
     """Yield, for a defense that declares what it does, the number of declarations that its releases contradict."""
-    if declared_by_defense(defense).acts_as is not None:
+    if defense_declarations(defense).acts_as is not None:
         wrong = contradictions(model, defense, NOISE_FACTOR)
         yield Check.at_most("acts-as", float(len(wrong)), 0.0, "; ".join(wrong) or "effects that are not as declared")
 
@@ -408,7 +408,7 @@ def acts_as(defense: AnyDefense, model: VictimModel) -> Iterator[Check]:
 def _patch_gradient(subject: TwoClients) -> Check:
     """Return what patch-gradient finds without a defense."""
     images, attack = subject.clients(), PatchGradient()
-    check_capabilities(attack, granted(subject.model))
+    check_capabilities(attack, gradient_capabilities(subject.model))
     seen = observe(subject.model, images, subject.labels, attack.parameters)
     return Check.at_least(
         "control", float(psnr(attack(seen), images).min()), CONTROL_PSNR, "PSNR of patch-gradient without it"

@@ -20,13 +20,13 @@ __all__ = [
     "TOLERANCE",
     "apart",
     "colour_wheel",
-    "not_permuted",
     "off_differences",
     "off_in_noise",
-    "overstated",
+    "overstatement",
+    "permutation_faults",
     "scale_of",
     "span_of",
-    "understated",
+    "understatement",
     "unlike",
     "worse_than_best",
 ]
@@ -141,7 +141,7 @@ def scale_of(true: Tensors, released: Tensors, variance: Tensors) -> Float[Tenso
     return (above / below.clamp(min=_LEAST_DIVISOR)).clamp(min=0)
 
 
-def understated(true: Tensors, error: Tensors, variance: Tensors) -> float:
+def understatement(true: Tensors, error: Tensors, variance: Tensors) -> float:
     """Return the worst factor by which the mean square of a parameter's error exceeds its declared variance.
 
     A mean of n squares has a relative standard deviation of √(2/n), of which six are allowed.
@@ -158,7 +158,7 @@ def understated(true: Tensors, error: Tensors, variance: Tensors) -> float:
     )
 
 
-def overstated(true: Tensors, released: Tensors, error: Tensors, variance: Tensors, *, worst: bool) -> float:
+def overstatement(true: Tensors, released: Tensors, error: Tensors, variance: Tensors, *, worst: bool) -> float:
     """Return the factor by which the declared variance exceeds the mean square of the errors.
 
     For an entry that was released as zero, a variance v declares a bound, √(3v) (see `GradientDefense`), and the
@@ -264,7 +264,7 @@ def unlike(name: str, value: object, shape: tuple[int, ...], dtype: torch.dtype)
         yield f"{name} with nan or inf"
 
 
-def not_permuted(name: str, orders: Int[Tensor, "b n"]) -> Iterator[str]:
+def permutation_faults(name: str, orders: Int[Tensor, "b n"]) -> Iterator[str]:
     """Yield a text if an order is no permutation of 0 to n − 1."""
     if not torch.equal(orders.sort(1).values, torch.arange(orders.shape[1]).expand_as(orders)):
         yield f"{name} that leaves some out or repeats others"

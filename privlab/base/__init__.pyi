@@ -11,13 +11,13 @@ from .files import sha256_of as sha256_of
 from .files import sync as sync
 from .files import unwritable as unwritable
 from .files import write_whole as write_whole
-from .options import configured as configured
+from .options import configure as configure
+from .options import options_of as options_of
 from .options import read_numbers as read_numbers
 from .options import read_options as read_options
-from .options import stated as stated
 from .plugins import with_plugins as with_plugins
 from .precision import full_precision as full_precision
 from .progress import Progress as Progress
 from .rng import draw_for as draw_for
 from .warnings import PrivlabWarning as PrivlabWarning
-from .warnings import collected as collected
+from .warnings import collect_warnings as collect_warnings

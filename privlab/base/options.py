@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, get_type_hints, runtime_checkable
 
 from privlab.base.errors import PrivlabError, unknown_name
 
-__all__ = ["configured", "read_numbers", "read_options", "stated"]
+__all__ = ["configure", "options_of", "read_numbers", "read_options"]
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def _nobodys(name: str, key: str, owners: Mapping[str, Mapping[str, Any]]) -> Pr
     return unknown_name("option", key, known)
 
 
-def configured(kind: type[T], options: Sequence[str], given: Mapping[str, Any] = {}) -> T:
+def configure(kind: type[T], options: Sequence[str], given: Mapping[str, Any] = {}) -> T:
     """Return an instance of a class with the options that are meant for it.
 
     Args:
@@ -75,7 +75,7 @@ def configured(kind: type[T], options: Sequence[str], given: Mapping[str, Any] =
     return kind(**values, **({"config": tuple(config.items())} if config else {}))
 
 
-def stated(part: Any) -> list[str]:  # noqa: ANN401
+def options_of(part: Any) -> list[str]:  # noqa: ANN401
     """Return the options that make this instance of an attack or defense: NAME.KEY=VALUE for each of its fields.
 
     Raises:

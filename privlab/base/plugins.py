@@ -5,17 +5,17 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
 
-__all__ = ["installed", "with_plugins"]
+__all__ = ["installed_plugins", "with_plugins"]
 
 T = TypeVar("T")
 
 
 def with_plugins(builtin: Mapping[str, T], group: str) -> dict[str, T]:
     """Return `builtin` and everything that entry points of `group` name; ours win where names collide."""
-    return {point.name: point.load() for point in installed(group)} | dict(builtin)
+    return {point.name: point.load() for point in installed_plugins(group)} | dict(builtin)
 
 
 @cache
-def installed(group: str) -> tuple[EntryPoint, ...]:
+def installed_plugins(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of `group`, looked up once, for that opens a file of every distribution."""
     return tuple(entry_points(group=group))

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["PrivlabWarning", "collected"]
+__all__ = ["PrivlabWarning", "collect_warnings"]
 
 
 class PrivlabWarning(UserWarning):
@@ -12,7 +12,7 @@ class PrivlabWarning(UserWarning):
 
 
 @contextmanager
-def collected(messages: list[str]) -> Iterator[None]:
+def collect_warnings(messages: list[str]) -> Iterator[None]:
     """Add privlab's warnings to `messages`, each once; hand all others on."""
     foreign = []
     with warnings.catch_warnings(record=True) as caught:

@@ -18,7 +18,7 @@ from torch import Tensor
 from privlab.attacks import April, PatchGradient
 from privlab.base import PrivlabError, PrivlabWarning, Progress, full_precision, hardware, pick_device, versions
 from privlab.bench.breaching_april import BreachingApril
-from privlab.bench.common import Bench, median_seconds, pictures
+from privlab.bench.common import Bench, median_seconds, sample_images
 from privlab.images import open_images
 from privlab.metrics import score
 from privlab.release import observe
@@ -56,7 +56,7 @@ def bench_attack(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivlabWarning)  # random weights or N ≥ D weaken a verdict, but not the speed
         stock = victim(model).to(target)
-        images = pictures(stock, n_images).to(target)
+        images = sample_images(stock, n_images).to(target)
         stages = _Stages(stock, stock.with_block("april"), images)
         total, done = (repeats + 1) * len(stages.all()) + 2 * memory, itertools.count(1)
         seconds = median_seconds(stages.all(), repeats, target, lambda: progress(next(done), total))

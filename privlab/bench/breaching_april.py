@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from privlab.attacks.gradients.breaching_attacks import Classifier, contained, require_breaching
+from privlab.attacks.gradients.breaching_attacks import Classifier, contain_breaching, require_breaching
 from privlab.base import full_precision
 from privlab.victims import VictimModel
 
@@ -52,7 +52,7 @@ class BreachingApril:
 def _breaching(model: nn.Module, device: torch.device) -> tuple[Any, Any]:
     """Return breaching's client and attack with its own configuration."""
     require_breaching()
-    with contained():
+    with contain_breaching():
         import breaching
         from breaching.cases.users import UserSingleStep
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from privlab.images import open_images
 from privlab.victims import Victim
 
-__all__ = ["Bench", "median_seconds", "peak_memory", "pictures", "timed"]
+__all__ = ["Bench", "median_seconds", "peak_memory", "sample_images", "time_stage"]
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def median_seconds(
     timings: dict[str, list[float]] = {name: [] for name in stages}
     for _ in range(repeats + 1):
         for name, stage in stages.items():
-            timings[name].append(timed(stage, device))
+            timings[name].append(time_stage(stage, device))
             step()
     return {name: statistics.median(seconds[1:]) for name, seconds in timings.items()}
 
 
-def timed(stage: Callable[[], object], device: torch.device) -> float:
+def time_stage(stage: Callable[[], object], device: torch.device) -> float:
     """Return the seconds that a stage takes, including its work on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -95,7 +95,7 @@ def peak_memory() -> int:
     return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
 
 
-def pictures(base: Victim, n: int) -> Float[Tensor, "b c h w"]:
+def sample_images(base: Victim, n: int) -> Float[Tensor, "b c h w"]:
     """Return n different photographs, preprocessed for the victim: the bundled ones, shifted cyclically."""
     samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
     shifted = (ImageChops.offset(samples[i % len(samples)], 37 * (i // len(samples))) for i in range(n))

@@ -44,11 +44,11 @@ def first_paint(chromium: str, page: Path, times: int = 3) -> float:
     Raises:
         PrivlabError: if the browser dies, refuses a command, or does not answer within two minutes.
     """
-    with _launched(chromium) as send:
-        return statistics.median(_painted(send, page) for _ in range(times))
+    with _launch(chromium) as send:
+        return statistics.median(_paint_seconds(send, page) for _ in range(times))
 
 
-def _painted(send: _Send, page: Path) -> float:
+def _paint_seconds(send: _Send, page: Path) -> float:
     target = send("Target.createTarget", url="about:blank")["targetId"]
     session = send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
     send("Page.enable", session)
@@ -59,7 +59,7 @@ def _painted(send: _Send, page: Path) -> float:
 
 
 @contextmanager
-def _launched(chromium: str) -> Iterator[_Send]:
+def _launch(chromium: str) -> Iterator[_Send]:
     """Start a Chromium with an empty profile, and yield a function that sends a command and returns its result."""
     theirs, ours = os.pipe(), os.pipe()
     ends = theirs[0], ours[1]  # the shell puts them at 3 and 4, in this order: the first may be 3, the second cannot

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from privlab.attacks.features.pe_assignment import PEAssignment
 from privlab.base import PrivlabWarning, Progress, hardware, pick_device, versions
-from privlab.bench.common import Bench, median_seconds, pictures
+from privlab.bench.common import Bench, median_seconds, sample_images
 from privlab.defenses import RowPermutation
 from privlab.keys import ModelShape, apply_key, new_key
 from privlab.metrics import placement_accuracy
@@ -70,7 +70,7 @@ def bench_permutation(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivlabWarning)  # random weights are as fast
         subject = victim(model, weights="random").to(target)
-        attacked, sent = _attacked(victim(_ATTACKED, weights="random").to(target), batch)
+        attacked, sent = _observe_permuted(victim(_ATTACKED, weights="random").to(target), batch)
     stages = _stages(subject, attacked, batch)
     total, done = (repeats + 1) * len(stages), itertools.count(1)
     with torch.no_grad():
@@ -125,7 +125,7 @@ def _one_by_one(Z: Float[Tensor, "b n d"], r: Tensor, c: Tensor) -> Float[Tensor
     return restore_features(restore_features(moved, columns=c), r)
 
 
-def _attacked(subject: Victim, batch: int) -> tuple[FeatureObservation, Sent]:
+def _observe_permuted(subject: Victim, batch: int) -> tuple[FeatureObservation, Sent]:
     """Return what a server sees of a batch of photographs with permuted rows, and what the client sent.
 
     The server has eight other photographs of its own.
@@ -133,7 +133,7 @@ def _attacked(subject: Victim, batch: int) -> tuple[FeatureObservation, Sent]:
     assert subject.model.vit.pos_embed is not None
     subject.model.vit.pos_embed.mul_(_PE_SCALE)
     stack, draws = Stack((RowPermutation(per="image"),)), [Generator().manual_seed(i) for i in range(batch + 2)]
-    images, public = pictures(subject, batch + 8).to(subject.model.mean.device).split([batch, 8])
+    images, public = sample_images(subject, batch + 8).to(subject.model.mean.device).split([batch, 8])
     feed = Feed.undefended(images, subject.model.patch)
     sent = send(subject.model, feed, stack, Draws(draws[2:], draws[0], draws[1]))
     return observe_features(subject.model, sent, stack, public), sent

@@ -22,7 +22,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError, PrivlabWarning, Progress, hardware, pick_device, versions
-from privlab.bench.common import Bench, peak_memory, pictures, timed
+from privlab.bench.common import Bench, peak_memory, sample_images, time_stage
 from privlab.victims import Victim, victim
 
 if TYPE_CHECKING:
@@ -139,14 +139,14 @@ class _Single:
 def _side_by_side(
     subject: Victim, defense: str, batch: int, steps: int, device: torch.device, progress: Callable[[int], None]
 ) -> _Pair:
-    images = (pictures(subject, batch) * 255).round().to(torch.uint8)
+    images = (sample_images(subject, batch) * 255).round().to(torch.uint8)
     batches, learner, pair = _batches(images), _learner(subject, defense, batch, device), _Pair()
     single = _Single(learner, batches)
 
     def on_step(done: "StepDone") -> None:
         pair.seconds[_SPLIT].append(done.seconds)
         losses = [done.loss]
-        pair.seconds[_SINGLE].append(timed(lambda: losses.append(single.step()), device))
+        pair.seconds[_SINGLE].append(time_stage(lambda: losses.append(single.step()), device))
         pair.loss_gap = max(pair.loss_gap, abs(losses[0] - losses[1]))
         progress(done.step)
 
@@ -167,13 +167,13 @@ def _train(
     """Train with a new server, and return the peak memory of that server by step."""
     from privlab.split import Trainer
 
-    with tempfile.TemporaryDirectory() as folder, _served(name, Path(folder), learner.device, every) as (client, said):
+    with tempfile.TemporaryDirectory() as folder, _serve(name, Path(folder), learner.device, every) as (client, said):
         Trainer(learner, client, Path(folder)).train(batches, steps, on_step)
     return dict(json.loads(line) for line in said)
 
 
 @contextmanager
-def _served(name: str, folder: Path, device: torch.device, every: int) -> "Iterator[tuple[Client, list[str]]]":
+def _serve(name: str, folder: Path, device: torch.device, every: int) -> "Iterator[tuple[Client, list[str]]]":
     """Run a server in a process of its own; afterwards the list holds the lines that it printed."""
     from privlab.split import Client, make_token
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from privlab.base import PrivlabError, PrivlabWarning, Progress, full_precision, hardware, pick_device, versions
-from privlab.bench.common import Bench, median_seconds, peak_memory, timed
+from privlab.bench.common import Bench, median_seconds, peak_memory, time_stage
 from privlab.bench.first_paint import find_chromium, first_paint
 from privlab.bench.stores import experiment_file, finished_run, photographs
 from privlab.evaluation import CONTROLS, GEOMETRIES, source_of, subject_of
@@ -107,8 +107,8 @@ def bench_table(
         seconds |= {name: pace.per_image for name, pace in paces.items()}
         figures |= {_OVER_ONE[name]: seconds[_ONE] / seconds[name] for name in _OVER_ONE if name in paces}
         if large:
-            figures |= _resumed(folder, step)
-            shown, unseen = _shown(folder)
+            figures |= _resume(folder, step)
+            shown, unseen = _open_page(folder)
             figures, absent = figures | shown, absent | unseen
             step()
     setup = {"model": model, "images": n_images, "batch": _BATCH, "chunk": _CHUNK, "repeats": repeats}
@@ -231,7 +231,7 @@ def _a_core_each() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _resumed(folder: Path, step: Callable[[], None]) -> dict[str, float]:
+def _resume(folder: Path, step: Callable[[], None]) -> dict[str, float]:
     """Make an experiment with all of its records, and resume it in a process of its own."""
     cases = -(-_RECORDS // (_RESUMED_IMAGES * (2 * len(GEOMETRIES) + len(CONTROLS))))
     file, path, gammas = folder / "scaled.toml", folder / "scaled", [(i + 1) / (cases + 1) for i in range(cases)]
@@ -264,14 +264,14 @@ def resume_child(file: str, path: str) -> None:
     print(json.dumps([time.perf_counter() - start, peak_memory(), imports]))  # noqa: T201
 
 
-def _shown(folder: Path) -> tuple[dict[str, float], dict[str, str]]:
+def _open_page(folder: Path) -> tuple[dict[str, float], dict[str, str]]:
     """Make a run with PNGs for every image, write its page and open it."""
     path, page = folder / "shown", folder / "report.html"
     images = photographs(folder / "shown-images", _SHOWN)
     tables = "".join(f'[[case]]\nlabel = "setting {name}"\nsetting = "{name}"\n' for name in "ac")
     made = experiment_file(folder / "shown.toml", images, tables, model="vit_ti")
     finished_run(made, path, Options(device="cpu", pictures=_SHOWN), real=16)
-    seconds = timed(lambda: write_page(load_results(path), page), torch.device("cpu"))
+    seconds = time_stage(lambda: write_page(load_results(path), page), torch.device("cpu"))
     figures = {"report_seconds_1000": seconds}
     if (chromium := find_chromium()) is None:
         return figures, {"report_first_paint_seconds": "there is no Chromium on the path"}

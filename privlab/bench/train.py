@@ -9,7 +9,7 @@ from timm.optim import create_optimizer_v2
 from torch import Generator, nn
 from torch.nn import functional as F
 
-from privlab.base import PrivlabWarning, Progress, configured, draw_for, hardware, pick_device, versions
+from privlab.base import PrivlabWarning, Progress, configure, draw_for, hardware, pick_device, versions
 from privlab.bench.common import Bench, median_seconds
 from privlab.training import Augmentation, Compute, Examples, Plan, train
 from privlab.training.objectives import OBJECTIVES, ObjectiveRecipe
@@ -122,7 +122,7 @@ def _recipe(
     draw = Generator().manual_seed(0)
     images = torch.randint(256, (batch, *network.model.image_shape), generator=draw, dtype=torch.uint8)
     data = Examples(images, torch.arange(batch) % 10, 10, "random")
-    return ObjectiveRecipe(network.model, data, configured(OBJECTIVES[recipe], options), augmentation)
+    return ObjectiveRecipe(network.model, data, configure(OBJECTIVES[recipe], options), augmentation)
 
 
 def _bare(recipe: ObjectiveRecipe, plan: Plan) -> None:

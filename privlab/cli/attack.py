@@ -244,7 +244,7 @@ def _judged(path: Path, geometry: str) -> tuple[list[str], "list[PowerVerdict]"]
 def _print_attack(
     outcome: "Outcome", table: "DataFrame", geometry: str, said: Sequence[str], below: Sequence[str]
 ) -> None:
-    from privlab.report.tables import explanations, not_measured, shown_metrics, verdicts
+    from privlab.report.tables import explanations, missing_metrics, shown_metrics, verdicts
     from privlab.report.tables.summary import elsewhere, to_rich
 
     shown = shown_metrics(outcome.spec.metrics, table)
@@ -255,6 +255,6 @@ def _print_attack(
     for line in elsewhere(outcome.records, outcome.spec.metrics, geometry):
         click.echo(line)
     about = explanations(table, outcome.spec.metrics, geometry)
-    for line in (*about, *not_measured(outcome, shown), *said, *verdicts(outcome), *below):
+    for line in (*about, *missing_metrics(outcome, shown), *said, *verdicts(outcome), *below):
         click.echo(line)
     click.echo(f"run: {outcome.path}")

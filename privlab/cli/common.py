@@ -171,10 +171,10 @@ def print_json(value: object) -> None:
 @contextmanager
 def warned() -> Iterator[None]:
     """Print each of privlab's warnings within the context once, on a line of its own, after the context."""
-    from privlab.base import collected
+    from privlab.base import collect_warnings
 
     messages: list[str] = []
-    with collected(messages):
+    with collect_warnings(messages):
         yield
     for message in messages:
         err.print(f"Warning: {message}", style="yellow", markup=False)

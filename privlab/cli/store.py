@@ -24,11 +24,11 @@ _SUFFIXES = (".csv", ".parquet", ".json")
 @contextmanager
 def warned() -> Iterator[None]:
     """Print each of privlab's warnings within the context on one line, even if the context raises."""
-    from privlab.base import collected
+    from privlab.base import collect_warnings
 
     messages: list[str] = []
     try:
-        with collected(messages):
+        with collect_warnings(messages):
             yield
     finally:
         for message in messages:
@@ -45,11 +45,11 @@ def store() -> None:
 @common
 def check(directory: Path, as_json: bool) -> int:
     """Read every part; what is torn or foreign is set aside, and contradictions are reported."""
-    from privlab.base import collected
+    from privlab.base import collect_warnings
     from privlab.stores import check as checked
 
     messages: list[str] = []
-    with collected(messages):
+    with collect_warnings(messages):
         found = checked(directory)
     for message in messages:
         err.print(f"Warning: {message}", style="yellow", markup=False)

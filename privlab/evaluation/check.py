@@ -12,7 +12,7 @@ from privlab.threat import (
     FeatureObservation,
     Observation,
     Reconstruction,
-    declared_by_attack,
+    attack_declarations,
 )
 
 __all__ = ["attack_batch", "beyond_range", "check_reconstruction", "reason_of"]
@@ -67,4 +67,4 @@ def beyond_range(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
     """
     if missing := attack.requires - seen.grants:
         return "forced without " + ", ".join(sorted(capability.value for capability in missing))
-    return declared_by_attack(attack).beyond(seen)
+    return attack_declarations(attack).beyond(seen)

@@ -22,7 +22,7 @@ from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.evaluation.scoring import Scorer, known_slots
 from privlab.evaluation.specification import AttackGroup, Specification, reassembly_of
 from privlab.images import Chunk, Others, Picture
-from privlab.metrics import Learned, as_sent, assigned, crosses, matched
+from privlab.metrics import Learned, as_sent, assign_images, crosses, match_images
 from privlab.release import observe, observe_features, predictions, send
 from privlab.threat import (
     Attack,
@@ -33,7 +33,7 @@ from privlab.threat import (
     Observation,
     Reconstruction,
     Sent,
-    declared_by_attack,
+    attack_declarations,
 )
 from privlab.victims import Victim
 
@@ -210,8 +210,8 @@ class Evaluator:
             alone = replace(group, attacks=(attack,))
             rows = [self.rows.of(picture, trial.setting, alone) for picture in batch.pictures]
             found = [kept[f"{row[0]['cell']}/{row[0]['image_sha256']}"] for row in rows]
-            placed = declared_by_attack(attack).places
-            scores = self._scorer.geometries(Reconstruction.joined(found), trial, names, placed=placed)
+            placed = attack_declarations(attack).places
+            scores = self._scorer.geometries(Reconstruction.join(found), trial, names, placed=placed)
             records += [
                 row | own | self._measured({name: values[i] for name, values in of_geometry.items()})
                 for i, of_image in enumerate(rows)
@@ -287,13 +287,13 @@ class Evaluator:
         an attack for one image that was forced on the gradient of several is compared with each of them.
         """
         b, several = len(trial.reference), isinstance(seen, Observation) and seen.images_per_release > 1
-        names, placed = self.rows.geometries(trial.setting), declared_by_attack(attack).places
+        names, placed = self.rows.geometries(trial.setting), attack_declarations(attack).places
         try:
             beyond = self._beyond(attack, seen, b)
             own = (trial.setting, group.victim.block, batch.together, attack.name)
             reconstruction, seconds = self._once(own, lambda: attack_batch(attack, seen))
             if several and Capability.BATCH_SIZE_ONE in attack.requires:
-                reconstruction = Reconstruction.joined([reconstruction] * b)
+                reconstruction = Reconstruction.join([reconstruction] * b)
             reconstruction = self._assigned(reconstruction, trial, several=several)
         except Exception as error:
             if b > 1 and isinstance(seen, Observation) and not several:
@@ -332,8 +332,8 @@ class Evaluator:
         That is the case if `several` images made one gradient, or if rows were sent across images.
         """
         if several:
-            return assigned(reconstruction, trial.feed.images, self.base.model.patch)
-        return reconstruction if trial.sent is None else matched(trial.sent, reconstruction, trial.reference)
+            return assign_images(reconstruction, trial.feed.images, self.base.model.patch)
+        return reconstruction if trial.sent is None else match_images(trial.sent, reconstruction, trial.reference)
 
     def _beyond(self, attack: Attack | FeatureAttack, seen: Seen, b: int) -> list[Record]:
         """Return for each image why the attack is outside its stated range; the reason may differ between releases."""

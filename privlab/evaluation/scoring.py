@@ -19,7 +19,7 @@ from privlab.metrics import (
     Learned,
     adjacent_share,
     crosses,
-    displaced,
+    displaced_slots,
     in_best_order,
     key_recovered,
     neighbour_accuracy,
@@ -29,7 +29,7 @@ from privlab.metrics import (
     score,
 )
 from privlab.patches import permute, slots_to_pixels
-from privlab.reassembly import Borders, Reassembly, rearranged
+from privlab.reassembly import Borders, Reassembly, rearrange
 from privlab.release import effects_of
 from privlab.threat import Observation, Reconstruction, Sent
 from privlab.victims import VictimModel
@@ -122,7 +122,7 @@ class Scorer:
         are released, they are all slots: such gradients are the same for any order of the patches.
         """
         if trial.sent is not None:
-            return trial.feed.moved | displaced(trial.sent)
+            return trial.feed.moved | displaced_slots(trial.sent)
         hears = self.model.vit.pos_embed is not None
         return trial.feed.moved if hears else torch.ones_like(trial.feed.moved)
 
@@ -135,7 +135,7 @@ class Scorer:
         feed, patch, loose = trial.feed, self.model.patch, reconstruction.loose
         if placed and loose is not None:
             return in_place
-        order = rearranged(reconstruction, trial.known, self.reassembly, self.model.grid, patch)
+        order = rearrange(reconstruction, trial.known, self.reassembly, self.model.grid, patch)
         images = permute(reconstruction.images, order, patch)
         scores = in_place | self.score(images, trial.reference, feed.moved) | self._mirrored(images, trial)
         if loose is None:
@@ -212,7 +212,7 @@ def known_slots(seen: Observation) -> Bool[Tensor, "b n"] | None:
     hidden = effects_of(seen.model, seen.defense).patches == "masked"
     if not hidden or not read or not shares_mask(seen):
         return None
-    return (~NoisyGradients.of(seen).unheard).repeat_interleave(seen.images_per_release, 0)
+    return (~NoisyGradients.of(seen).silent_slots).repeat_interleave(seen.images_per_release, 0)
 
 
 def _numbers(counts: Tensor | None, b: int) -> list[float | None]:

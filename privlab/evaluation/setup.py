@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, collected
+from privlab.base import PrivlabError, PrivlabWarning, collect_warnings
 from privlab.evaluation.records import Rows
 from privlab.evaluation.specification import AttackGroup, Specification, applicable, defense_of, reassembly_of
 from privlab.images import ImageSource, Preprocessing, check_labels, open_images
@@ -74,7 +74,7 @@ def _victim(
 ) -> tuple[Victim, tuple[str, ...]]:
     """Return a victim, and the warnings that come with it."""
     messages: list[str] = []
-    with collected(messages):
+    with collect_warnings(messages):
         made = victim(name, weights=weights, img_size=img_size, seed=seed, classes=classes).to(device)
     return made, tuple(messages)
 

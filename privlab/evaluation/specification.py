@@ -6,12 +6,12 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, PrivlabWarning, configured, read_options, unknown_name
+from privlab.base import PrivlabError, PrivlabWarning, configure, read_options, unknown_name
 from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
 from privlab.images import check_choice
 from privlab.metrics import METRICS
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
-from privlab.release import granted, granted_features, released_parameters
+from privlab.release import feature_capabilities, gradient_capabilities, released_parameters
 from privlab.release.gradients import obstacles
 from privlab.threat import (
     Attack,
@@ -23,8 +23,8 @@ from privlab.threat import (
     GradientDefense,
     Stack,
     acts_on,
+    attack_declarations,
     check_capabilities,
-    declared_by_attack,
 )
 from privlab.victims import Victim
 
@@ -182,7 +182,7 @@ class Specification:
         others = [option for option in self.options if option not in self.reassembly_options]
         read_options(others, [*parts, *(named or _by_default()).values()])
         for kind in parts:  # also in setting a, which does not use them
-            configured(kind, self.options)
+            configure(kind, self.options)
 
     @property
     def reassembly_options(self) -> list[str]:
@@ -218,7 +218,7 @@ class AttackGroup:
         released = released_parameters(self.victim.model)
         if "*" in names:
             return sorted(released)
-        more = (name for attack in self.attacks for name in declared_by_attack(attack).if_released if name in released)
+        more = (name for attack in self.attacks for name in attack_declarations(attack).if_released if name in released)
         return list(dict.fromkeys((*names, *more)))
 
 
@@ -246,7 +246,7 @@ def part_of(name: str, spec: Specification) -> Defense | FeatureDefense | Gradie
     """Return a defense with its options, by its name."""
     kind = defenses()[name]
     given = {f.name for f in fields(kind)} & {"gamma", "masked_pe"}
-    return configured(kind, spec.options, {name: getattr(spec, name) for name in given})
+    return configure(kind, spec.options, {name: getattr(spec, name) for name in given})
 
 
 def admissions(spec: Specification) -> list[str]:
@@ -279,7 +279,7 @@ def reassembly_of(spec: Specification, base: Victim) -> Reassembly:
     Raises:
         PrivlabError: if it needs a predictor that is missing, or one that is for patches other than the victim's.
     """
-    made = configured(REASSEMBLIES[spec.reassembly], spec.reassembly_options)
+    made = configure(REASSEMBLIES[spec.reassembly], spec.reassembly_options)
     if isinstance(made, Predicted):
         made.predictor(base.model.grid, base.model.patch)
     return made
@@ -338,7 +338,7 @@ def applicable(
         running = {attack.name for group in groups.values() for attack in group.attacks}
         if spec.attacks is None and not stand_ins and stands_in(kind, running):
             continue
-        attack = configured(kind, spec.options)
+        attack = configure(kind, spec.options)
         try:
             home = _home(attack, spec, base, defense, groups)
         except PrivlabError as refusal:
@@ -351,7 +351,7 @@ def applicable(
 
 def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[str]) -> bool:
     """Return whether an attack only replaces certain others where these cannot run, and one of them is `running`."""
-    return any(name in running for name in declared_by_attack(attack).stands_in_for)
+    return any(name in running for name in attack_declarations(attack).stands_in_for)
 
 
 def _candidates(spec: Specification) -> dict[str, AttackClass]:
@@ -369,7 +369,7 @@ def _candidates(spec: Specification) -> dict[str, AttackClass]:
 
 def _by_default() -> dict[str, AttackClass]:
     """Return the attacks that need not be named to run; breaching's searches, which take hours, must be named."""
-    return {name: kind for name, kind in installed_attacks().items() if not declared_by_attack(kind).named_only}
+    return {name: kind for name, kind in installed_attacks().items() if not attack_declarations(kind).named_only}
 
 
 def _home(
@@ -381,7 +381,7 @@ def _home(
 ) -> Victim:
     """Return the first allowed block variant on which an attack may run; a variant that `groups` has is used again."""
     if spec.features_released:
-        check_capabilities(attack, granted_features(base.model, spec.public_limit, defense))
+        check_capabilities(attack, feature_capabilities(base.model, spec.public_limit, defense))
         return base
     blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
     force = spec.force and spec.block != "auto"
@@ -390,7 +390,7 @@ def _home(
     for block in blocks:
         try:
             variant = groups[block].victim if block in groups else base.with_block(block)
-            grants = granted(variant.model, defense, spec.gradient_batch)
+            grants = gradient_capabilities(variant.model, defense, spec.gradient_batch)
             anywhere |= grants
             check_capabilities(attack, grants, force=force, because=obstacles(base.model))
             _check_released(attack, variant)
@@ -406,6 +406,6 @@ def _home(
 
 def _check_released(attack: Attack | FeatureAttack, victim: Victim) -> None:
     """Refuse an attack that reads the gradient of a parameter that the client freezes."""
-    frozen = [name for name in declared_by_attack(attack).parameters if name in victim.model.frozen]
+    frozen = [name for name in attack_declarations(attack).parameters if name in victim.model.frozen]
     if frozen:
         raise PrivlabError(f"Attack '{attack.name}' reads gradients of frozen parameters: {', '.join(frozen)}.")

@@ -25,7 +25,7 @@ from privlab.evaluation import COLUMNS, CONTROL, GEOMETRIES, SCHEMA, SETTINGS, R
 from privlab.grids.definition import KNOWN
 from privlab.images import ImageSource, Picture, Preprocessing, as_text, open_images
 from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
-from privlab.stores import RunDirectory, Store, merged, part_frame, to_png
+from privlab.stores import RunDirectory, Store, merge_records, part_frame, to_png
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -335,7 +335,7 @@ def _new(rows: Sequence[Record], store: Store) -> Iterator[Record]:
         PrivlabError: if a score contradicts that of the store.
     """
     table = store.read([*_COMPARED, *KNOWN])
-    there = merged(part_frame(table.filter(pc.field("external").is_valid())))
+    there = merge_records(part_frame(table.filter(pc.field("external").is_valid())))
     image = there.image_sha256.where(there.image_sha256 != "", there.image)
     found: dict[tuple[str, str], dict[str, Any]] = dict(
         zip(zip(there.cell, image, strict=True), there.to_dict("records"), strict=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from privlab.base import PrivlabError, PrivlabWarning, collected
+from privlab.base import PrivlabError, PrivlabWarning, collect_warnings
 from privlab.evaluation import CONTROLS, Specification, batch_key, source_of, subject_of
 from privlab.evaluation.setup import learned_for
 from privlab.grids.definition import Experiment
@@ -156,7 +156,7 @@ def lay_out(experiment: Experiment, device: torch.device, own: Victim | None = N
     learned: dict[str, dict[str, str]] = {}
     found: dict[tuple[object, ...], tuple[ImageSource, tuple[Reference, ...]]] = {}
     jobs: list[Job] = []
-    with collected(messages):
+    with collect_warnings(messages):
         for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
             for spec in case.runs:
                 subject = subject_of(spec, device, own)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 from safetensors.torch import load_file, save
 
-from privlab.base import collected, pick_device
+from privlab.base import collect_warnings, pick_device
 from privlab.evaluation import COLUMNS, AttackGroup, Evaluator, Specification, Strip, source_of, subject_of
 from privlab.evaluation.setup import learned_for
 from privlab.images import ImageSource, LabelOrigin, Picture, chunk_of
@@ -105,7 +105,7 @@ def references(source: ImageSource) -> list[Reference]:
     """Return the images of a source, each content once; files are hashed whole and not decoded."""
     found = (
         Reference(place, picture.name, picture.sha256, picture.label, picture.label_origin, picture.member)
-        for place, picture in enumerate(source.stated())
+        for place, picture in enumerate(source.without_pixels())
     )
     return list({reference.sha256 or reference.name: reference for reference in reversed([*found])}.values())[::-1]
 
@@ -118,7 +118,7 @@ def run_task(task: Task) -> Result:
     """
     messages: list[str] = []
     start = time.perf_counter()
-    with collected(messages):
+    with collect_warnings(messages):
         device = pick_device(task.device)
         evaluator, source = _evaluator(task, device)
         evaluator = replace(evaluator, kept=_kept(task.kept) if task.kept else None)

@@ -9,7 +9,7 @@ from .decode import read_picture as read_picture
 from .examples import Augmentation as Augmentation
 from .examples import Examples as Examples
 from .manifest import check_labels as check_labels
-from .manifest import chosen as chosen
+from .manifest import choose_images as choose_images
 from .manifest import read_manifest as read_manifest
 from .manifest import to_csv as to_csv
 from .open import Chunk as Chunk

@@ -76,9 +76,9 @@ def _shapes(pixels: Image.Image, cut: Preprocessing) -> Iterator[tuple[str, Call
     """Yield the ways to reach the input's size, each with its name."""
     from torchvision.transforms import CenterCrop
 
-    (height, width), size, pixels = cut.size, list(cut.size), cut.coloured(pixels)
+    (height, width), size, pixels = cut.size, list(cut.size), cut.convert_colours(pixels)
     for kept in sorted({cut.crop_pct, *_CROPS}):
-        sides = replace(cut, crop_pct=kept).resized(pixels)
+        sides = replace(cut, crop_pct=kept).resize_to(pixels)
         yield (
             f"resized and cropped (crop_pct {kept:g})",
             lambda resized, sides=sides: CenterCrop(size)(resized(pixels, sides)),

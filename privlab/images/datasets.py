@@ -14,7 +14,7 @@ from PIL import Image
 from timm.data import ImageNetInfo
 
 from privlab.base import PrivlabError, check_name, unknown_name
-from privlab.images.decode import LabelOrigin, Picture, damaged, one_line, picture_from_bytes, picture_from_image
+from privlab.images.decode import LabelOrigin, Picture, damage_of, one_line, picture_from_bytes, picture_from_image
 from privlab.images.sources import ImageSource
 
 __all__ = ["hugging_face", "parquet", "torchvision"]
@@ -101,7 +101,7 @@ def _torchvision_item(dataset: Any, index: int, name: str) -> Picture:  # noqa: 
     try:
         item = dataset[index]
     except Exception as error:  # one damaged image must not end the run
-        return Picture(name, "", None, problem=damaged(error))
+        return Picture(name, "", None, problem=damage_of(error))
     image, target, *_ = item if isinstance(item, tuple) else (item, None)
     label, origin = _dataset_label(target)
     if not isinstance(image, Image.Image):
@@ -171,14 +171,14 @@ def parquet(path: Path, split: str | None, *, spread: bool) -> ImageSource:
     column = next((name for name in ("image", "jpeg", "png", "bytes") if name in table.column_names), None)
     if column is None:
         raise PrivlabError(
-            f"'{path}' has no column image, jpeg, png or bytes with pictures. Found {', '.join(table.column_names)}."
+            f"'{path}' has no column image, jpeg, png or bytes with images. Found {', '.join(table.column_names)}."
         )
     if split is not None:
         table = _rows_of(table, split, path)
     if pa.types.is_struct(table.schema.field(column).type):
         table, column = table.flatten(), f"{column}.bytes"
     if not pa.types.is_binary(kind := table.schema.field(column).type) and not pa.types.is_large_binary(kind):
-        raise PrivlabError(f"The column {column} of '{path}' holds {kind}, not bytes of pictures.")
+        raise PrivlabError(f"The column {column} of '{path}' holds {kind}, not bytes of images.")
     data = table[column].combine_chunks()
     labels = table["label"].to_pylist() if "label" in table.column_names else [None] * len(data)
     rows = _by_turns(labels) if spread else list(range(len(data)))
@@ -227,7 +227,7 @@ def _rows(data: Any, name: str) -> Iterator[Mapping[str, Any]]:  # noqa: ANN401
             yield row
             done += 1
     except Exception as error:  # the network, mostly
-        raise PrivlabError(f"The stream of '{name}' broke at picture {done}: {one_line(error)}.") from error
+        raise PrivlabError(f"The stream of '{name}' broke at image {done}: {one_line(error)}.") from error
 
 
 def _hugging_face_item(value: Any, target: object, image_type: Any, name: str) -> Picture:  # noqa: ANN401
@@ -239,7 +239,7 @@ def _hugging_face_item(value: Any, target: object, image_type: Any, name: str) -
     try:
         image = image_type.decode_example(value)
     except Exception as error:  # one damaged image must not end the run
-        return Picture(name, "", None, label, origin, damaged(error))
+        return Picture(name, "", None, label, origin, damage_of(error))
     return picture_from_image(image, name, label, origin)
 
 

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from privlab.base import PrivlabError
 
-__all__ = ["LabelOrigin", "Picture", "as_text", "damaged", "one_line"]
+__all__ = ["LabelOrigin", "Picture", "as_text", "damage_of", "one_line"]
 __all__ += ["picture_from_bytes", "picture_from_image", "read_picture"]
 
 LabelOrigin = Literal["folder", "file", "dataset", "predicted", "released", "none"]
@@ -108,12 +108,12 @@ def picture_from_image(
     except PrivlabError as error:
         return Picture(name, "", None, label, origin, str(error))
     except Exception as error:  # Pillow reads the pixels when they are first used
-        return Picture(name, "", None, label, origin, damaged(error))
+        return Picture(name, "", None, label, origin, damage_of(error))
     header = f"{pixels.width}x{pixels.height}:".encode()
     return Picture(name, hashlib.sha256(header + pixels.tobytes()).hexdigest(), pixels, label, origin)
 
 
-def damaged(error: Exception) -> str:
+def damage_of(error: Exception) -> str:
     """Return the problem of an image whose decoding raised `error`."""
     return f"Truncated or damaged: {one_line(error)}."
 
@@ -188,7 +188,7 @@ def _decode(data: bytes) -> Image.Image:
         found = one_line(error).split(" exceeds")[0]
         raise PrivlabError(f"{found} by its header; {PIXEL_LIMIT}") from None
     except Exception as error:  # on a damaged file, Pillow raises nearly anything
-        raise PrivlabError(damaged(error)) from None
+        raise PrivlabError(damage_of(error)) from None
 
 
 def _check_end(data: bytes) -> None:

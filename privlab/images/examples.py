@@ -68,9 +68,9 @@ class Augmentation:
             mirrored = torch.rand(len(images), 1, 1, 1, generator=draw) < 0.5
             images = torch.where(mirrored.to(images.device), images.flip(3), images)
         if self.zoom < 1:
-            images = _zoomed(images, self.zoom, draw)
+            images = _zoom(images, self.zoom, draw)
         if self.shift:
-            images = _shifted(images, self.shift, draw)
+            images = _shift(images, self.shift, draw)
         if self.randaugment or self.erasing:
             images = torch.stack([self._one(image) for image in images])
         return images
@@ -84,7 +84,7 @@ class Augmentation:
         return RandomErasing(p=self.erasing)(image)
 
 
-def _shifted(images: Float[Tensor, "b c h w"], most: int, draw: Generator) -> Float[Tensor, "b c h w"]:
+def _shift(images: Float[Tensor, "b c h w"], most: int, draw: Generator) -> Float[Tensor, "b c h w"]:
     """Move each image by its own whole number of pixels."""
     (b, _, h, w), device = images.shape, images.device
     top, left = torch.randint(2 * most + 1, (2, b, 1), generator=draw).to(device)
@@ -94,7 +94,7 @@ def _shifted(images: Float[Tensor, "b c h w"], most: int, draw: Generator) -> Fl
     return padded[each, rows[:, :, None], columns[:, None]].movedim(3, 1)
 
 
-def _zoomed(images: Float[Tensor, "b c h w"], least: float, draw: Generator) -> Float[Tensor, "b c h w"]:
+def _zoom(images: Float[Tensor, "b c h w"], least: float, draw: Generator) -> Float[Tensor, "b c h w"]:
     """Resize a crop of each image: its area uniform in [least, 1], its aspect log-uniform (Inception)."""
     area, aspect, top, left = torch.rand(4, len(images), generator=draw).to(images.device)
     area, ratio = least + (1 - least) * area, (4 / 3) ** (2 * aspect - 1)

@@ -10,20 +10,20 @@ from privlab.base import PrivlabError
 from privlab.images.decode import Picture, one_line
 from privlab.images.sources import ImageSource
 
-__all__ = ["label_of", "relabelled"]
+__all__ = ["label_of", "relabel"]
 
 
-def relabelled(source: ImageSource, path: Path) -> ImageSource:
+def relabel(source: ImageSource, path: Path) -> ImageSource:
     """Return the source with the labels of the file; an image that the file lacks has no label."""
     table = _read_labels(path)
     if source.names is not None:
         _check_labels(table, source.names, path)
 
-    def labelled(picture: Picture) -> Picture:
+    def with_label(picture: Picture) -> Picture:
         label = table.get(picture.name, table.get(PurePosixPath(picture.name).name))
         return replace(picture, label=label, label_origin="none" if label is None else "file")
 
-    return replace(source.changed(labelled), class_names=None)
+    return replace(source.transform(with_label), class_names=None)
 
 
 def _check_labels(table: Mapping[str, int], names: Sequence[str], path: Path) -> None:
@@ -31,9 +31,9 @@ def _check_labels(table: Mapping[str, int], names: Sequence[str], path: Path) ->
     known = set(names)
     for file in table:
         if file not in known and bases[file] > 1:
-            raise PrivlabError(f"{path}: '{file}' could be {bases[file]} pictures; give the path, as in '{names[0]}'.")
+            raise PrivlabError(f"{path}: '{file}' could be {bases[file]} images; give the path, as in '{names[0]}'.")
     if not any(file in known or file in bases for file in table):
-        raise PrivlabError(f"{path}: none of its {len(table)} files is a picture of the source, as '{names[0]}' is.")
+        raise PrivlabError(f"{path}: none of its {len(table)} files is an image of the source, as '{names[0]}' is.")
 
 
 def _read_labels(path: Path) -> dict[str, int]:

@@ -14,7 +14,7 @@ from privlab.images.decode import LabelOrigin, Picture, as_text, one_line
 from privlab.images.label_csv import label_of
 from privlab.images.sources import ImageSource
 
-__all__ = ["MEMBERS", "Entry", "check_labels", "chosen", "read_manifest", "to_csv"]
+__all__ = ["MEMBERS", "Entry", "check_labels", "choose_images", "read_manifest", "to_csv"]
 
 MEMBERS = ("seen", "not seen", "unknown")
 """The values of the column `member`: whether the victim saw the photograph in training."""
@@ -122,7 +122,7 @@ def _entry(row: Mapping[str | None, str | None], where: str, line: int) -> Entry
         raise PrivlabError(f"{where}: the line has more or fewer cells than there are columns. Give one for each.")
     cells = {str(key): (value or "").strip() for key, value in row.items()}
     if not (name := row["name"]):
-        raise PrivlabError(f"{where}: the name is empty. Give the picture's name in its source.")
+        raise PrivlabError(f"{where}: the name is empty. Give the image's name in its source.")
     if not re.fullmatch("[0-9a-f]{64}", sha256 := cells["sha256"].lower()):
         raise PrivlabError(f"{where}: sha256 must have 64 hex digits. Found '{_short(cells['sha256'])}'.")
     if (member := cells.get("member") or "unknown") not in MEMBERS:
@@ -146,7 +146,7 @@ def _short(text: str) -> str:
     return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}…"
 
 
-def chosen(source: ImageSource, path: Path, *, check: bool = True) -> ImageSource:
+def choose_images(source: ImageSource, path: Path, *, check: bool = True) -> ImageSource:
     """Return exactly the images of a source that a manifest names, in its order, with its labels and memberships.
 
     Args:
@@ -160,38 +160,40 @@ def chosen(source: ImageSource, path: Path, *, check: bool = True) -> ImageSourc
     """
     entries = read_manifest(path)
     by_name = {entry.name: entry for entry in entries}
-    taken = _streamed(source, entries, path) if source.names is None else _placed(source, entries, path)
+    taken = (
+        _choose_from_stream(source, entries, path) if source.names is None else _choose_by_name(source, entries, path)
+    )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
 
-    def stated(picture: Picture) -> Picture:
+    def with_entry(picture: Picture) -> Picture:
         entry = by_name[as_text(picture.name)]
         label, origin = (picture.label, picture.label_origin) if entry.origin is None else (entry.label, entry.origin)
         return replace(picture, label=label, label_origin=origin, member=entry.member)
 
     told = f"{source.description}; {len(entries)} of them chosen by {path.name} (SHA-256 {digest[:16]})"
-    found = replace(taken.changed(stated), description=told)
-    for entry, picture in zip(entries, found.stated() if check else (), strict=check):
+    found = replace(taken.transform(with_entry), description=told)
+    for entry, picture in zip(entries, found.without_pixels() if check else (), strict=check):
         if picture.sha256 != entry.sha256:
             problem = f"is {picture.sha256[:12]}…" if picture.sha256 else "cannot be had, for it cannot be read"
             raise PrivlabError(
                 f"{path}, line {entry.line}: the SHA-256 of '{_short(entry.name)}' {problem}. "
-                f"The manifest says {entry.sha256[:12]}…: it names another picture, or this one has changed."
+                f"The manifest says {entry.sha256[:12]}…: it names another image, or this one has changed."
             )
     return found
 
 
-def _placed(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageSource:
+def _choose_by_name(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageSource:
     """Return the images of a source that knows their names."""
     names = source.names or ()
     place_of = {as_text(name): place for place, name in enumerate(names)}
     for entry in entries:
         if entry.name not in place_of:
             such = f"; its names are such as '{_short(as_text(names[0]))}'" if names else ""
-            raise _absent(source, entry, path, such)
+            raise _absence(source, entry, path, such)
     return source.choose([place_of[entry.name] for entry in entries])
 
 
-def _streamed(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageSource:
+def _choose_from_stream(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageSource:
     """Return the images of a stream: those that come before their turn wait for it."""
 
     def pictures() -> Iterator[Picture]:
@@ -199,7 +201,7 @@ def _streamed(source: ImageSource, entries: Sequence[Entry], path: Path) -> Imag
         for entry in entries:
             while entry.name not in waiting:
                 if (picture := next(stream, None)) is None:
-                    raise _absent(source, entry, path, "")
+                    raise _absence(source, entry, path, "")
                 if as_text(picture.name) in wanted:
                     waiting[as_text(picture.name)] = picture
             yield waiting.pop(entry.name)
@@ -207,8 +209,8 @@ def _streamed(source: ImageSource, entries: Sequence[Entry], path: Path) -> Imag
     return replace(source, count=len(entries), pictures=pictures, at=None, file=None, about=None)
 
 
-def _absent(source: ImageSource, entry: Entry, path: Path, names: str) -> PrivlabError:
+def _absence(source: ImageSource, entry: Entry, path: Path, names: str) -> PrivlabError:
     return PrivlabError(
-        f"{path}, line {entry.line}: no picture '{_short(entry.name)}' in {source.description}{names}. "
+        f"{path}, line {entry.line}: no image '{_short(entry.name)}' in {source.description}{names}. "
         "Give the --images that the manifest was made for."
     )

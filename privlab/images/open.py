@@ -14,8 +14,8 @@ from torch import Tensor
 from privlab.base import PrivlabError, check_name, check_range
 from privlab.images import datasets, sources
 from privlab.images.decode import Picture, read_picture
-from privlab.images.label_csv import relabelled
-from privlab.images.manifest import chosen
+from privlab.images.label_csv import relabel
+from privlab.images.manifest import choose_images
 from privlab.images.sources import ImageSource
 
 __all__ = ["Chunk", "ImageSource", "Picture", "Preprocessing"]
@@ -64,10 +64,10 @@ def open_images(
     check_choice(limit, every, offset, manifest)
     opened = _open(source, split, class_to_index, spread=(limit, every, offset) != (None, None, None))
     if manifest is not None:
-        opened = chosen(opened, Path(manifest), check=check)
+        opened = choose_images(opened, Path(manifest), check=check)
     if labels is not None:
-        opened = relabelled(opened, Path(labels))
-    return _taken(opened, limit, every, offset)
+        opened = relabel(opened, Path(labels))
+    return _take(opened, limit, every, offset)
 
 
 def check_choice(limit: int | None, every: int | None, offset: int | None, manifest: str | Path | None) -> None:
@@ -115,7 +115,7 @@ def _open(
     return sources.files([Path(path) for path in source] if several else [Path(source)])
 
 
-def _taken(source: ImageSource, limit: int | None, every: int | None, offset: int | None) -> ImageSource:
+def _take(source: ImageSource, limit: int | None, every: int | None, offset: int | None) -> ImageSource:
     """Return every `every`-th image from `offset` on, `limit` of them."""
     if (limit, every, offset) == (None, None, None):
         return source
@@ -173,14 +173,14 @@ class Preprocessing:
         """Return the resized, centre-cropped image, in [0, 1]."""
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize, ToTensor
 
-        resize = Resize(self.resized(pixels), InterpolationMode(self.interpolation))
-        return ToTensor()(Compose([resize, CenterCrop(self.size)])(self.coloured(pixels)))
+        resize = Resize(self.resize_to(pixels), InterpolationMode(self.interpolation))
+        return ToTensor()(Compose([resize, CenterCrop(self.size)])(self.convert_colours(pixels)))
 
-    def coloured(self, pixels: Image.Image) -> Image.Image:
+    def convert_colours(self, pixels: Image.Image) -> Image.Image:
         """Return an image in as many colours as the input has."""
         return pixels if len(self.mean) == 3 else pixels.convert("L")
 
-    def resized(self, pixels: Image.Image) -> list[int]:
+    def resize_to(self, pixels: Image.Image) -> list[int]:
         """Return the side, or the height and width, that an image is resized to before it is cropped."""
         h, w = (math.floor(side / self.crop_pct) for side in self.size)
         if h == w:

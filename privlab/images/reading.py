@@ -52,13 +52,13 @@ def read_examples(
         PrivlabError: if nothing can be read, images have no labels, a class folder is empty, they do not fit into
             memory, or the cache cannot be used.
     """
-    images, read = _in_memory(source, size) if cache is None else _mapped(source, size, cache)
+    images, read = _in_memory(source, size) if cache is None else _map(source, size, cache)
     if not len(images):
         reason = f" The first: {read.skipped[0]}" if read.skipped else ""
-        raise PrivlabError(f"There is nothing to train on in {source.description}: no picture can be read.{reason}")
+        raise PrivlabError(f"There is nothing to train on in {source.description}: no image can be read.{reason}")
     if labelled and (without := int((read.labels == -1).sum())):
         raise PrivlabError(
-            f"{without} of the {len(images)} pictures in {source.description} have no label. "
+            f"{without} of the {len(images)} images in {source.description} have no label. "
             "Give one folder per class, or a dataset with labels."
         )
     return Examples(images, read.labels, _classes(source, read.labels), read.identity, read.skipped)
@@ -72,7 +72,7 @@ def _in_memory(source: ImageSource, size: tuple[int, int]) -> tuple[UInt8[Tensor
     return torch.stack(images) if images else torch.empty(0, 3, *size, dtype=torch.uint8), read
 
 
-def _mapped(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UInt8[Tensor, "n 3 h w"], _Read]:
+def _map(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UInt8[Tensor, "n 3 h w"], _Read]:
     """Return what the cache holds of these images, which the first process that asks reads into it."""
     try:
         from filelock import FileLock
@@ -97,7 +97,7 @@ def _mapped(source: ImageSource, size: tuple[int, int], cache: Path) -> tuple[UI
     except PrivlabError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        raise PrivlabError(f"The pictures cannot be kept in '{cache}': {one_line(error)}.") from error
+        raise PrivlabError(f"The images cannot be kept in '{cache}': {one_line(error)}.") from error
     return torch.from_numpy(images), read
 
 
@@ -120,7 +120,7 @@ def _read(source: ImageSource, size: tuple[int, int], keep: Callable[[UInt8[Tens
     skipped: list[str] = []
     digest = hashlib.sha256()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for picture, pixels in _prepared(pool, source, size):
+        for picture, pixels in _prepare(pool, source, size):
             if pixels is None:
                 skipped.append(f"{picture.name}: {picture.problem}")
                 continue
@@ -132,21 +132,21 @@ def _read(source: ImageSource, size: tuple[int, int], keep: Callable[[UInt8[Tens
     return _Read(numbers, digest.hexdigest(), tuple(skipped))
 
 
-def _prepared(
+def _prepare(
     pool: ThreadPoolExecutor, source: ImageSource, size: tuple[int, int]
 ) -> Iterator[tuple[Picture, UInt8[Tensor, "3 h w"] | None]]:
     """Read images several at a time, a few hundred ahead: in order."""
 
-    def prepared(picture: Picture) -> tuple[Picture, Tensor | None]:
-        return picture, None if picture.pixels is None else _fitted(picture.pixels, size)
+    def fit(picture: Picture) -> tuple[Picture, Tensor | None]:
+        return picture, None if picture.pixels is None else _fit(picture.pixels, size)
 
     if source.at is None:  # a stream is read in one thread, and resized in several
         for some in _groups(source, 512):
-            yield from pool.map(prepared, some)
+            yield from pool.map(fit, some)
         return
     at = source.at
     for places in _groups(range(len(source)), 512):
-        yield from pool.map(lambda place: prepared(at(place)), places)
+        yield from pool.map(lambda place: fit(at(place)), places)
 
 
 def _groups(things: Iterable[T], size: int) -> Iterator[list[T]]:
@@ -155,7 +155,7 @@ def _groups(things: Iterable[T], size: int) -> Iterator[list[T]]:
         yield some
 
 
-def _fitted(pixels: Image.Image, size: tuple[int, int]) -> UInt8[Tensor, "3 h w"]:
+def _fit(pixels: Image.Image, size: tuple[int, int]) -> UInt8[Tensor, "3 h w"]:
     """Return an image's bytes: whole where it has the size, else its shorter side resized and the centre cut out."""
     height, width = size
     if pixels.size != (width, height):
@@ -170,7 +170,7 @@ def _check_memory(count: int, size: tuple[int, int]) -> None:
     need = count * 3 * size[0] * size[1]
     if need > MOST_BYTES:
         raise PrivlabError(
-            f"{count} pictures of {size[0]}×{size[1]} take {need / 2**30:.0f} GiB of memory; at most "
+            f"{count} images of {size[0]}×{size[1]} take {need / 2**30:.0f} GiB of memory; at most "
             f"{MOST_BYTES // 2**30} are held. Give --cache FOLDER, where they are kept in a file, or fewer (--limit)."
         )
 
@@ -187,5 +187,5 @@ def _classes(source: ImageSource, labels: Int[Tensor, " n"]) -> int:
     present = set(labels.tolist())
     empty = [name for label, name in enumerate(names) if label not in present]
     if empty and len(labels) >= len(names):
-        raise PrivlabError(f"The class '{empty[0]}' of {source.description} has no picture that can be read.")
+        raise PrivlabError(f"The class '{empty[0]}' of {source.description} has no image that can be read.")
     return len(names)

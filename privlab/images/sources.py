@@ -98,7 +98,7 @@ class ImageSource:
             None if about is None else lambda i: about(places[i]),
         )
 
-    def changed(self, change: Callable[[Picture], Picture]) -> "ImageSource":
+    def transform(self, change: Callable[[Picture], Picture]) -> "ImageSource":
         """Return the source with `change` applied to each image; it changes no name, pixels or hash."""
         at, about = self.at, self.about
         return replace(
@@ -108,7 +108,7 @@ class ImageSource:
             about=None if about is None else lambda place: change(about(place)),
         )
 
-    def stated(self) -> Iterator[Picture]:
+    def without_pixels(self) -> Iterator[Picture]:
         """Yield each image without its pixels; whole files are hashed without being decoded."""
         if self.file is None or self.about is None or self.count is None:
             yield from (replace(picture, pixels=None) for picture in self)
@@ -218,7 +218,7 @@ def folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | No
     if split is None and folders and SPLITS.issuperset(folders):
         raise PrivlabError(f"'{base}' holds splits, not classes: choose split from {', '.join(folders)}.")
     if spread and folders:
-        paths = _spread(paths, base)
+        paths = _interleave(paths, base)
     indices, class_names, rule = _classes(folders, class_to_index)
     names = tuple(path.relative_to(root).as_posix() for path in paths)
 
@@ -242,7 +242,7 @@ def _top(path: Path, base: Path) -> str:
     return path.relative_to(base).parts[0]
 
 
-def _spread(paths: Sequence[Path], base: Path) -> list[Path]:
+def _interleave(paths: Sequence[Path], base: Path) -> list[Path]:
     classes = [list(group) for _, group in groupby(paths, key=lambda path: _top(path, base))]
     return [path for row in zip_longest(*classes) for path in row if path is not None]
 

@@ -8,7 +8,7 @@ from privlab.defenses import defenses
 from privlab.experiments.tables.named import experiment_names, find_experiment
 from privlab.grids import read_experiment
 from privlab.metrics import METRICS, PLACEMENT
-from privlab.threat import acts_on, declared_by_attack
+from privlab.threat import acts_on, attack_declarations
 from privlab.victims import ARCHITECTURES, ZOO, victim_names
 
 __all__ = ["catalogue"]
@@ -39,7 +39,7 @@ def _attacks() -> list[Listing]:
             "name": name,
             "paper": kind.paper,
             "needs": ", ".join(sorted(capability.value for capability in kind.requires)),
-            "reads": ", ".join(declared_by_attack(kind).parameters or ("the sent features",)),
+            "reads": ", ".join(attack_declarations(kind).parameters or ("the sent features",)),
         }
         for name, kind in attacks().items()
     ]

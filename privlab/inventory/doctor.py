@@ -11,7 +11,7 @@ import torch
 
 from privlab.base import PrivlabError, versions
 from privlab.metrics import LPIPS_BACKBONES, find_backbone
-from privlab.victims import ARCHITECTURES, COMPACT, PLACERS, ZOO, WeightsUnavailable, pretrained_file, shipped
+from privlab.victims import ARCHITECTURES, COMPACT, PLACERS, ZOO, WeightsUnavailable, pretrained_file, shipped_file
 
 __all__ = ["examine"]
 
@@ -43,9 +43,9 @@ def examine(lpips_weights: Path | None = None) -> list[Finding]:
         _row("threads", True, f"{torch.get_num_threads()} of {os.cpu_count()} cores", "speed on a CPU"),
         _row("gpu", torch.cuda.is_available(), _gpu(), "--device cuda"),
         _row("disk", True, f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here", "run directories"),
-        *(_pretrained(name, timm_name) for name, timm_name in ARCHITECTURES.items() if name not in COMPACT),
-        _shipped("zoo victims", list(ZOO), "their names in --model, and --weights pretrained"),
-        _shipped("zoo predictors", list(PLACERS), "--reassembly mp3 or droppos"),
+        *(_pretrained_weights(name, timm_name) for name, timm_name in ARCHITECTURES.items() if name not in COMPACT),
+        _shipped_weights("zoo victims", list(ZOO), "their names in --model, and --weights pretrained"),
+        _shipped_weights("zoo predictors", list(PLACERS), "--reassembly mp3 or droppos"),
         *(_backbone(net, lpips_weights) for net in LPIPS_BACKBONES),
         *(_extra(name, use) for name, use in _EXTRAS.items()),
     ]
@@ -86,7 +86,7 @@ def _gpu() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
-def _pretrained(name: str, architecture: str) -> Finding:
+def _pretrained_weights(name: str, architecture: str) -> Finding:
     use = f"--weights pretrained with {name}, {name}_mjp, {name}_nope"
     try:
         return _row(f"weights {name}", True, str(pretrained_file(architecture, download=False)), use)
@@ -94,9 +94,9 @@ def _pretrained(name: str, architecture: str) -> Finding:
         return _row(f"weights {name}", False, str(error), use)
 
 
-def _shipped(what: str, names: Sequence[str], use: str) -> Finding:
+def _shipped_weights(what: str, names: Sequence[str], use: str) -> Finding:
     """Return whether this package holds the trained weights of all these models, as it should."""
-    if lacking := [name for name in names if shipped(name) is None]:
+    if lacking := [name for name in names if shipped_file(name) is None]:
         return _row(what, False, f"this package lacks {', '.join(lacking)}: install it again", use)
     return _row(what, True, f"come with privlab: {', '.join(names)}", use)
 

@@ -209,7 +209,7 @@ def apply_key(
     Raises:
         PrivlabError: if the key is for another shape, or a tensor is unknown or mis-shaped.
     """
-    return _permuted(state, key, shape, layout, lambda order: order)
+    return _permute(state, key, shape, layout, lambda order: order)
 
 
 def remove_key(
@@ -226,7 +226,7 @@ def remove_key(
     Raises:
         PrivlabError: if the key is for another shape, or a tensor is unknown or mis-shaped.
     """
-    return _permuted(state, key, shape, layout, inverse)
+    return _permute(state, key, shape, layout, inverse)
 
 
 def check_fits(orders: Mapping[str, Tensor], shape: ModelShape) -> None:
@@ -304,7 +304,7 @@ def _axes(key: ModelKey, layer: int, shape: ModelShape) -> dict[str, Tensor]:
     }
 
 
-def _permuted(
+def _permute(
     state: Mapping[str, Tensor],
     key: ModelKey,
     shape: ModelShape,
@@ -315,7 +315,7 @@ def _permuted(
     layers = [
         {name: direction(order) for name, order in _axes(key, layer, shape).items()} for layer in range(shape.depth)
     ]
-    return {name: _gathered(name, tensor, _orders(name, layers, layout)) for name, tensor in state.items()}
+    return {name: _gather(name, tensor, _orders(name, layers, layout)) for name, tensor in state.items()}
 
 
 def _orders(name: str, layers: list[dict[str, Tensor]], layout: WeightLayout) -> list[Tensor]:
@@ -329,7 +329,7 @@ def _orders(name: str, layers: list[dict[str, Tensor]], layout: WeightLayout) ->
     raise PrivlabError(f"The key says nothing of the tensor '{name}': no key for a {len(layers)}-layer model fits it.")
 
 
-def _gathered(name: str, tensor: Tensor, orders: list[Tensor]) -> Tensor:
+def _gather(name: str, tensor: Tensor, orders: list[Tensor]) -> Tensor:
     want = tuple(len(order) for order in orders)
     if want and tuple(tensor.shape[-len(want) :]) != want:
         raise PrivlabError(f"The key is for another model: '{name}' has shape {tuple(tensor.shape)}, not {want}.")

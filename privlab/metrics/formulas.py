@@ -48,7 +48,7 @@ class Pair:
     @cached_property
     def centred(self) -> tuple[Float[Tensor, "b c h w"], Float[Tensor, "b c h w"]]:
         """Return x and y with the mean of each channel subtracted."""
-        return _centred(self.x), _centred(self.y)
+        return _centre(self.x), _centre(self.y)
 
     @cached_property
     def fitted(self) -> Float[Tensor, "b c h w"]:
@@ -135,17 +135,17 @@ def _fft2d(pair: Pair) -> Float[Tensor, " b"]:
 
 def _fft2d_mjp(pair: Pair) -> Float[Tensor, " b"]:
     x, y = pair.x, pair.y
-    x_turned, y_turned = _turned(x), _turned(y)
+    x_turned, y_turned = _rotate(x), _rotate(y)
     norms = (_dot(x, x_turned) * _dot(y, y_turned)).sqrt()
     return (1 - _dot(x, y_turned) / norms).abs()
 
 
-def _centred(image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+def _centre(image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
     shifted = image - image[..., :1, :1]  # makes a constant channel exactly 0, whatever the rounding of its mean
     return shifted - shifted.mean(dim=(2, 3), keepdim=True)
 
 
-def _turned(image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
+def _rotate(image: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
     """Return g(−n mod (h, w)) for g(n)."""
     return image.flip((2, 3)).roll((1, 1), (2, 3))
 

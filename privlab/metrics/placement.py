@@ -15,12 +15,12 @@ __all__ = [
     "PLACEMENT",
     "adjacent_share",
     "as_sent",
-    "assigned",
+    "assign_images",
     "crosses",
-    "displaced",
+    "displaced_slots",
     "in_best_order",
     "key_recovered",
-    "matched",
+    "match_images",
     "neighbour_accuracy",
     "placed_share",
     "placement_accuracy",
@@ -38,7 +38,7 @@ PLACEMENT: dict[str, Metric] = {
 
 def placement_accuracy(sent: Sent, reconstruction: Reconstruction) -> Float[Tensor, " b"] | None:
     """Return the share of each image's patch slots that got their own row, in [0, 1]; None if rows are not placed."""
-    found = _found(sent, reconstruction)
+    found = _held_tokens(sent, reconstruction)
     return None if found is None else (found == _slots(sent)).double().mean(1)
 
 
@@ -53,7 +53,7 @@ def neighbour_accuracy(sent: Sent, reconstruction: Reconstruction, grid: tuple[i
             result is None.
         grid: (h, w), the patches in a column and in a row of an image.
     """
-    found = _found(sent, reconstruction)
+    found = _held_tokens(sent, reconstruction)
     if found is None:
         return None
     t = sent.source.shape[1]
@@ -118,7 +118,7 @@ def in_best_order(
     return unpatchify(put.view(b, n, -1), (images.shape[1], images.shape[2], images.shape[3]))
 
 
-def displaced(sent: Sent) -> Bool[Tensor, "b n"]:
+def displaced_slots(sent: Sent) -> Bool[Tensor, "b n"]:
     """Mark all slots of each image with a patch slot whose row is not its own: the origin of its rows is unknown.
 
     An image in which only class and register tokens changed places is not marked.
@@ -134,7 +134,7 @@ def crosses(sent: Sent) -> bool:
     return bool((sent.source // t != torch.arange(b, device=sent.source.device)[:, None]).any())
 
 
-def matched(sent: Sent, reconstruction: Reconstruction, reference: Float[Tensor, "b c h w"]) -> Reconstruction:
+def match_images(sent: Sent, reconstruction: Reconstruction, reference: Float[Tensor, "b c h w"]) -> Reconstruction:
     """Return the reconstructions in the order of the images that they are nearest to, if rows crossed images.
 
     The order of the images in a batch is no secret, and cannot be recovered: the evaluator assigns reconstructions to
@@ -156,10 +156,10 @@ def matched(sent: Sent, reconstruction: Reconstruction, reference: Float[Tensor,
     )
 
 
-def assigned(reconstruction: Reconstruction, fed: Float[Tensor, "b c h w"], patch: int) -> Reconstruction:
+def assign_images(reconstruction: Reconstruction, fed: Float[Tensor, "b c h w"], patch: int) -> Reconstruction:
     """Return the reconstructions from one gradient of b images in the order of the fed images that they are nearest to.
 
-    As in `matched`, reconstructions are assigned to images by least squared error.
+    As in `match_images`, reconstructions are assigned to images by least squared error.
 
     Args:
         reconstruction: b reconstructions; patches that it marks as loose, in an order of the adversary's own, are
@@ -172,7 +172,7 @@ def assigned(reconstruction: Reconstruction, fed: Float[Tensor, "b c h w"], patc
     if reconstruction.loose is not None:
         found = in_best_order(found, wanted, reconstruction.loose.repeat(b, 1), patch)
     errors = (found - wanted).double().square().sum((1, 2, 3)).view(b, b)
-    return Reconstruction.joined([reconstruction.take(j) for j in linear_sum_assignment(errors.cpu())[1].tolist()])
+    return Reconstruction.join([reconstruction.take(j) for j in linear_sum_assignment(errors.cpu())[1].tolist()])
 
 
 def as_sent(sent: Sent, images: Float[Tensor, "b c h w"], patch: int) -> Float[Tensor, "b c h w"]:
@@ -191,7 +191,7 @@ def as_sent(sent: Sent, images: Float[Tensor, "b c h w"], patch: int) -> Float[T
     return unpatchify(shown, (images.shape[1], images.shape[2], images.shape[3]))
 
 
-def _found(sent: Sent, reconstruction: Reconstruction) -> Int[Tensor, "b n"] | None:
+def _held_tokens(sent: Sent, reconstruction: Reconstruction) -> Int[Tensor, "b n"] | None:
     """Return which token of the batch each slot of the reconstruction holds."""
     return None if reconstruction.rows is None else sent.source.flatten()[reconstruction.rows]
 

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
 
-__all__ = ["clopper_pearson", "fixed_guess", "gram", "identified", "success_bound"]
+__all__ = ["clopper_pearson", "fixed_guess", "gram", "identify", "success_bound"]
 
 
 def success_bound(prior: float, multiplier: float, releases: int = 1) -> float:
@@ -105,7 +105,7 @@ def gram(gradients: Mapping[str, Float[Tensor, "m ..."]]) -> Float[Tensor, "m m"
     return total
 
 
-def identified(products: Float[Tensor, "m m"], std: float, draws: int, generator: Generator) -> Int[Tensor, "m draws"]:
+def identify(products: Float[Tensor, "m m"], std: float, draws: int, generator: Generator) -> Int[Tensor, "m draws"]:
     """Return the image that the best attack chooses for each noisy release of the gradient of each of m images.
 
     The attack has the m gradients g_j as they are released but without noise, and chooses the likeliest j: the greatest

@@ -2,8 +2,8 @@ from .cutting import blockwise_mask as blockwise_mask
 from .cutting import jigsaw as jigsaw
 from .cutting import patchify as patchify
 from .cutting import permute as permute
-from .cutting import shuffled_pixels as shuffled_pixels
-from .cutting import shuffled_within as shuffled_within
+from .cutting import shuffle_pixels as shuffle_pixels
+from .cutting import shuffle_within as shuffle_within
 from .cutting import slots_to_pixels as slots_to_pixels
 from .cutting import unpatchify as unpatchify
 from .permutations import bits as bits

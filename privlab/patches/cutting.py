@@ -17,8 +17,8 @@ __all__ = [
     "jigsaw",
     "patchify",
     "permute",
-    "shuffled_pixels",
-    "shuffled_within",
+    "shuffle_pixels",
+    "shuffle_within",
     "slots_to_pixels",
     "unpatchify",
 ]
@@ -61,7 +61,7 @@ def permute(images: Float[Tensor, "b c h w"], order: Int[Tensor, "b n"], patch: 
     return unpatchify(patches.gather(1, rows), (c, h, w))
 
 
-def shuffled_within(mask: Bool[Tensor, " n"], draw: Generator) -> Int[Tensor, " n"]:
+def shuffle_within(mask: Bool[Tensor, " n"], draw: Generator) -> Int[Tensor, " n"]:
     """Return the order that shuffles the masked slots among themselves (MJP, Alg. 1, line 4: JigsawPuzzle)."""
     order = torch.arange(len(mask))
     slots = mask.nonzero().squeeze(1)
@@ -85,14 +85,14 @@ def jigsaw(
         PrivlabError: if `ratio` is outside [0, 1], the number of images is not a multiple of that of the draws, or a
             side of the images is not a multiple of `patch`.
     """
-    group, grid = _shared(images, draws), (images.shape[2] // patch, images.shape[3] // patch)
+    group, grid = _images_per_draw(images, draws), (images.shape[2] // patch, images.shape[3] // patch)
     masks = [blockwise_mask(grid, ratio, draw) for draw in draws]
-    orders = [shuffled_within(mask, draw) for mask, draw in zip(masks, draws, strict=True)]
+    orders = [shuffle_within(mask, draw) for mask, draw in zip(masks, draws, strict=True)]
     order, mask = (torch.stack(each).to(images.device).repeat_interleave(group, 0) for each in (orders, masks))
     return permute(images, order, patch), order, mask
 
 
-def shuffled_pixels(
+def shuffle_pixels(
     images: Float[Tensor, "b c h w"], mask: Bool[Tensor, "b n"], patch: int, draws: Sequence[Generator]
 ) -> Float[Tensor, "b c h w"]:
     """Return images with the pixels of each masked patch shuffled, by one order for all patches that share a draw.
@@ -112,14 +112,14 @@ def shuffled_pixels(
     Source: MLP-Mixer (Tolstikhin et al. 2021), Section 3.5: pixels within each patch, by a shared permutation.
     """
     drawn = torch.stack([torch.randperm(patch**2, generator=draw) for draw in draws]).to(images.device)
-    orders = drawn.repeat_interleave(_shared(images, draws), 0)
+    orders = drawn.repeat_interleave(_images_per_draw(images, draws), 0)
     pixels, (_, c, h, w) = patchify(images, patch).unflatten(2, (-1, patch**2)), images.shape
     moved = pixels.gather(3, orders[:, None, None].expand_as(pixels))
     chosen = torch.where(mask[..., None, None], moved, pixels)
     return unpatchify(chosen.flatten(2), (c, h, w))
 
 
-def _shared(images: Float[Tensor, "b c h w"], draws: Sequence[Generator]) -> int:
+def _images_per_draw(images: Float[Tensor, "b c h w"], draws: Sequence[Generator]) -> int:
     """Return how many images share a draw.
 
     Raises:

@@ -67,7 +67,7 @@ class _Permuted(torch.autograd.Function):
             assert rows is not None
             return Z.index_select(-2, rows)
         if Z.device.type == "cpu" and Z.dtype in (torch.float32, torch.float64) and max(Z.shape[-2:]) < _EXACT_INDEX:
-            return _sampled(Z, rows, columns)
+            return _sample(Z, rows, columns)
         return Z.gather(-1, columns.expand_as(Z)) if rows is None else Z[..., rows[:, None], columns]
 
     @staticmethod
@@ -86,7 +86,7 @@ _EXACT_INDEX = 2**20
 """Below this size, an index that is computed in single precision rounds to itself."""
 
 
-def _sampled(Z: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
+def _sample(Z: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
     """Return Z[..., rows[:, None], columns], exact to the last bit: features are sampled as pixels, at their centres.
 
     On a CPU torch does this with vector instructions in all threads: faster than its `gather`, `index_select` or an

@@ -6,7 +6,7 @@ from .methods import ByDropPos as ByDropPos
 from .methods import ByMp3 as ByMp3
 from .methods import Predicted as Predicted
 from .methods import Reassembly as Reassembly
-from .methods import rearranged as rearranged
+from .methods import rearrange as rearrange
 from .predictors import DropPosNetwork as DropPosNetwork
 from .predictors import Mp3Network as Mp3Network
 from .predictors import PositionPredictor as PositionPredictor
@@ -17,4 +17,4 @@ from .predictors import sincos as sincos
 from .predictors import tiles as tiles
 from .solver import ROUNDS as ROUNDS
 from .solver import assemble as assemble
-from .solver import standing as standing
+from .solver import standing_slots as standing_slots

@@ -17,11 +17,11 @@ from privlab.base import PrivlabError, check_range
 from privlab.patches import patchify
 from privlab.reassembly.border_costs import border_costs
 from privlab.reassembly.predictors import PositionPredictor, load_predictor, predictor_file
-from privlab.reassembly.solver import ROUNDS, assemble, standing
+from privlab.reassembly.solver import ROUNDS, assemble, standing_slots
 from privlab.threat import Reconstruction
 from privlab.victims import placer
 
-__all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearranged"]
+__all__ = ["REASSEMBLIES", "Borders", "ByDropPos", "ByMp3", "Predicted", "Reassembly", "rearrange"]
 
 
 @runtime_checkable
@@ -50,8 +50,8 @@ class Reassembly(Protocol):
 class Borders:
     """Put patches where their borders fit, by `privlab.reassembly.solver`, anchored on the slots that are known.
 
-    If none is known, the slots whose borders fit as they are count as known, if there are any: `standing`. Patches that
-    are all equal, such as grey ones, have no order and stay.
+    If none is known, the slots whose borders fit as they are count as known, if there are any (`standing_slots`).
+    Patches that are all equal, such as grey ones, have no order and stay.
 
     Args:
         rounds: rounds of re-growth after the first, at least 0, as in `privlab.reassembly.solver.assemble`.
@@ -80,7 +80,7 @@ class Borders:
         if _alike(patches[~known]):
             return torch.arange(len(patches), device=patches.device)
         costs = border_costs(patches.float())
-        return assemble(costs, grid, known if known.any() else standing(costs, grid), rounds=self.rounds)
+        return assemble(costs, grid, known if known.any() else standing_slots(costs, grid), rounds=self.rounds)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Predicted:
         """
         predictor, pixels = self.predictor(grid, patches.shape[-1]).to(patches.device), patches.float()
         costs = torch.stack([border_costs(each) for each in pixels])
-        fixed = [row if row.any() else standing(each, grid) for each, row in zip(costs, known, strict=True)]
+        fixed = [row if row.any() else standing_slots(each, grid) for each, row in zip(costs, known, strict=True)]
         places = -predictor.scores(pixels, torch.stack(fixed)).mT
         orders = []
         for i, (row, cost) in enumerate(zip(fixed, costs, strict=True)):
@@ -156,7 +156,7 @@ class Predicted:
             elif self.borders:
                 orders.append(assemble(cost, grid, row, places=places[i], rounds=self.rounds))
             else:
-                orders.append(_assigned(places[i], row))
+                orders.append(_assign(places[i], row))
         return torch.stack(orders)
 
 
@@ -182,7 +182,7 @@ class ByDropPos(Predicted):
     paper: ClassVar[str] = "ours; by DropPos (Wang et al. 2023)"
 
 
-def rearranged(
+def rearrange(
     reconstruction: Reconstruction, known: Bool[Tensor, "b n"] | None, by: Reassembly, grid: tuple[int, int], patch: int
 ) -> Int[Tensor, "b n"]:
     """Return the orders in which an adversary puts the patches of its reconstructions, from what it holds alone.
@@ -207,7 +207,7 @@ def _alike(patches: Float[Tensor, "k c p p"]) -> bool:
     return bool((patches == patches[:1]).all())
 
 
-def _assigned(places: Float[Tensor, "n n"], fixed: Bool[Tensor, " n"]) -> Int[Tensor, " n"]:
+def _assign(places: Float[Tensor, "n n"], fixed: Bool[Tensor, " n"]) -> Int[Tensor, " n"]:
     """Return the order that assigns the pieces that are not fixed to their slots at the least total cost."""
     order, free = torch.arange(len(fixed), device=fixed.device), (~fixed).nonzero()[:, 0]
     among = places[free][:, free].double().cpu().numpy()

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from privlab.base import PrivlabError, unknown_name
 from privlab.patches import patchify
-from privlab.victims import VictimModel, shipped
+from privlab.victims import VictimModel, shipped_file
 
 __all__ = [
     "PREDICTORS",
@@ -285,7 +285,7 @@ def save_predictor(predictor: PositionPredictor, path: Path, *, half: bool = Fal
 
 def predictor_file(name: str) -> Path:
     """Return the file of a predictor, by its name in the zoo or by its path."""
-    return shipped(name) or Path(name)
+    return shipped_file(name) or Path(name)
 
 
 def load_predictor(path: Path) -> PositionPredictor:
@@ -297,11 +297,11 @@ def load_predictor(path: Path) -> PositionPredictor:
     if not path.is_file():
         raise PrivlabError(f"No position predictor at '{path}'. `privlab train mp3|droppos` makes one.")
     stamp = path.stat()
-    return _loaded(path, stamp.st_mtime_ns, stamp.st_size)
+    return _load(path, stamp.st_mtime_ns, stamp.st_size)
 
 
 @lru_cache(maxsize=4)
-def _loaded(path: Path, *stamp: int) -> PositionPredictor:
+def _load(path: Path, *stamp: int) -> PositionPredictor:
     try:
         with safe_open(path, "pt") as file:
             facts = json.loads((file.metadata() or {})["privlab"])
@@ -312,7 +312,7 @@ def _loaded(path: Path, *stamp: int) -> PositionPredictor:
             made = PREDICTORS[facts["predictor"]](_plain(facts), **facts["decoder"])
         if _shapes(made) != {name: tuple(tensor.shape) for name, tensor in state.items()}:
             raise PrivlabError("its tensors are not those of the network that it describes")
-        return _filled(facts, state)
+        return _fill(facts, state)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PrivlabError(
@@ -320,7 +320,7 @@ def _loaded(path: Path, *stamp: int) -> PositionPredictor:
         ) from error
 
 
-def _filled(facts: Mapping[str, Any], state: Mapping[str, Tensor]) -> PositionPredictor:
+def _fill(facts: Mapping[str, Any], state: Mapping[str, Tensor]) -> PositionPredictor:
     with torch.random.fork_rng(devices=[]):
         made = PREDICTORS[facts["predictor"]](_plain(facts), **facts["decoder"])
     made.load_state_dict({name: tensor.float() for name, tensor in state.items()}, strict=False)

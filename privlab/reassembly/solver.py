@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
 
-__all__ = ["ROUNDS", "assemble", "standing"]
+__all__ = ["ROUNDS", "assemble", "standing_slots"]
 
 DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0))
 """Right, left, down, up; direction d ^ 1 is the opposite of d."""
@@ -83,7 +83,7 @@ def assemble(
     return torch.from_numpy(order).to(costs.device)
 
 
-def standing(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tensor, " n"]:
+def standing_slots(costs: Float[Tensor, "2 n n"], grid: tuple[int, int]) -> Bool[Tensor, " n"]:
     """Mark the patches that are in their own slots as far as their borders show: the largest group that fits.
 
     Two neighbours fit if each is the other's best one in their direction. A group no larger than `CHANCE_GROUP` proves
@@ -194,21 +194,21 @@ def _settle(board: _Board, order: Orders, movable: Int[np.ndarray, " k"], *, shi
     while (total := _total(board, order)) < before - LEAST_CHANGE:
         before = total
         for colour in (0, 1):
-            order = _assigned(board, order, movable[np.add(*np.divmod(movable, board.shape[1])) % 2 == colour])
-        order = _swapped(board, order, movable)
+            order = _assign(board, order, movable[np.add(*np.divmod(movable, board.shape[1])) % 2 == colour])
+        order = _swap(board, order, movable)
         if shift:
-            order = _shifted(board, order)
+            order = _shift(board, order)
     return order
 
 
-def _assigned(board: _Board, order: Orders, slots: Int[np.ndarray, " k"]) -> Orders:
+def _assign(board: _Board, order: Orders, slots: Int[np.ndarray, " k"]) -> Orders:
     """Rearrange the pieces in slots that do not touch, at the least cost."""
     order = order.copy()
     order[slots] = order[slots][linear_sum_assignment(_slot_costs(board, order)[np.ix_(slots, order[slots])])[1]]
     return order
 
 
-def _swapped(board: _Board, order: Orders, movable: Int[np.ndarray, " k"]) -> Orders:
+def _swap(board: _Board, order: Orders, movable: Int[np.ndarray, " k"]) -> Orders:
     """Swap the two pieces that reduce the cost most, until no swap reduces it."""
     order = order.copy()
     while True:
@@ -232,7 +232,7 @@ def _touching(board: _Board, order: Orders) -> Float[np.ndarray, "slots slots"]:
     return missed
 
 
-def _shifted(board: _Board, order: Orders) -> Orders:
+def _shift(board: _Board, order: Orders) -> Orders:
     """Return the cyclic shift that puts the rim where borders fit worst, for rows and columns separately."""
     square = order.reshape(board.shape)
     across = board.costs[0][square, np.roll(square, -1, 1)].sum(0)
@@ -244,13 +244,13 @@ def _search(board: _Board, ground: _Board, fixed: Bool[np.ndarray, " n"], rounds
     """Grow, descend and repeat, on a `ground` that leaves room on every side if no slot is known."""
     movable, shift = np.flatnonzero(~fixed), ground is not board
     start = np.where(fixed, np.arange(len(fixed)), -1) if fixed.any() else _first(board)
-    order = _settle(board, _regrown(board, ground, start), movable, shift=shift)
+    order = _settle(board, _regrow(board, ground, start), movable, shift=shift)
     for _ in range(rounds):
         count, fragments = _fragments(board, order)
         if count == 1:
             break
         kept = fixed | _part(fragments, board.shape, draw)
-        trial = _settle(board, _regrown(board, ground, np.where(kept, order, -1)), movable, shift=shift)
+        trial = _settle(board, _regrow(board, ground, np.where(kept, order, -1)), movable, shift=shift)
         order = min(order, trial, key=lambda found: _total(board, found))
     return order
 
@@ -266,17 +266,17 @@ def _first(board: _Board) -> Orders:
     return order
 
 
-def _regrown(board: _Board, ground: _Board, order: Orders) -> Orders:
+def _regrow(board: _Board, ground: _Board, order: Orders) -> Orders:
     """Grow the missing pieces around the placed ones, on the board itself or anywhere on a larger ground."""
     if ground is board:
         return _grow(board, order, board.shape)
     laid = np.full(len(ground.own), -1)
     rows, columns = np.divmod(np.flatnonzero(order >= 0), board.shape[1])
-    laid[_centred(rows, ground.shape[0]) * ground.shape[1] + _centred(columns, ground.shape[1])] = order[order >= 0]
+    laid[_centre(rows, ground.shape[0]) * ground.shape[1] + _centre(columns, ground.shape[1])] = order[order >= 0]
     return _grow(ground, laid, board.shape)
 
 
-def _centred(places: Int[np.ndarray, " k"], size: int) -> Int[np.ndarray, " k"]:
+def _centre(places: Int[np.ndarray, " k"], size: int) -> Int[np.ndarray, " k"]:
     return places - places.min() + (size - 1 - np.ptp(places)) // 2
 
 

@@ -2,8 +2,8 @@ from .effects import AnyDefense as AnyDefense
 from .effects import contradictions as contradictions
 from .effects import effects_of as effects_of
 from .effects import kinds_of as kinds_of
-from .effects import measured as measured
-from .features import granted_features as granted_features
+from .effects import measure_effects as measure_effects
+from .features import feature_capabilities as feature_capabilities
 from .features import observe_features as observe_features
 from .features import predictions as predictions
 from .features import send as send
@@ -14,7 +14,7 @@ from .gradient_file import check_head as check_head
 from .gradient_file import head_of as head_of
 from .gradient_file import observation as observation
 from .gradient_file import read_gradient_file as read_gradient_file
-from .gradients import granted as granted
+from .gradients import gradient_capabilities as gradient_capabilities
 from .gradients import observe as observe
 from .gradients import per_sample_gradients as per_sample_gradients
 from .gradients import released_gradients as released_gradients

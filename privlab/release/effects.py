@@ -25,11 +25,11 @@ from privlab.threat import (
     RowOrder,
     Sent,
     Stack,
-    declared_by_defense,
+    defense_declarations,
 )
 from privlab.victims import VictimModel
 
-__all__ = ["AnyDefense", "contradictions", "effects_of", "kinds_of", "measured", "stand_in"]
+__all__ = ["AnyDefense", "contradictions", "effects_of", "kinds_of", "measure_effects", "stand_in"]
 
 AnyDefense = Defense | FeatureDefense | GradientDefense
 
@@ -75,7 +75,7 @@ def stand_in() -> VictimModel:
 
 
 def _of_part(model: VictimModel, part: AnyDefense) -> Effects:
-    declared = declared_by_defense(part).acts_as
+    declared = defense_declarations(part).acts_as
     if isinstance(declared, Effects):
         return declared
     if declared is not None:
@@ -84,9 +84,9 @@ def _of_part(model: VictimModel, part: AnyDefense) -> Effects:
     kept = _MEASURED.setdefault(model, {})
     try:
         if part not in kept:
-            kept[part] = measured(model, part)
+            kept[part] = measure_effects(model, part)
     except TypeError:  # it has an option that cannot be hashed
-        return measured(model, part)
+        return measure_effects(model, part)
     return kept[part]
 
 
@@ -112,7 +112,7 @@ def _both(first: Effects, then: Effects) -> Effects:
     )
 
 
-def measured(model: VictimModel, part: AnyDefense) -> Effects:
+def measure_effects(model: VictimModel, part: AnyDefense) -> Effects:
     """Return the effects of one defense, measured on its releases of a few images; what it declares is not looked at.
 
     Raises:
@@ -145,10 +145,10 @@ def contradictions(model: VictimModel, part: AnyDefense, chance: float) -> list[
     Raises:
         PrivlabError: if the defense does not run.
     """
-    declared = declared_by_defense(part).acts_as
+    declared = defense_declarations(part).acts_as
     if type(declared) is not Effects:
         return [f"{type(declared).__name__} declared instead of Effects"]
-    found = measured(model, part)
+    found = measure_effects(model, part)
     if found == Effects():
         return []
     wrong = []
@@ -185,16 +185,16 @@ def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:
     b = len(tokens)
     sent = [part.send(Sent.plain(tokens.clone(), model.vit.num_prefix_tokens), draws) for draws in _draws(b)]
     places: list[RowOrder] = [_rows(each) for each in sent]
-    plain = torch.stack([_restored(each) for each in sent])
+    plain = torch.stack([_restore(each) for each in sent])
     variance = float(plain.diff(dim=0).double().square().mean() / 2)
     off = float((plain - tokens).double().square().mean()) - variance
     size = float(tokens.double().square().mean())
-    std, said = variance**0.5, declared_by_defense(part).std
+    std, said = variance**0.5, defense_declarations(part).std
     if isinstance(said, int | float) and abs(std - said) <= STD_TOLERANCE * said:
         std = said
     return Effects(
         rows=_furthest(*places),
-        columns=any(_permuted(each) for each in sent),
+        columns=any(_permutes_columns(each) for each in sent),
         noise_std=std,
         other=off > ROUNDING_ERROR**2 * size + STD_TOLERANCE * variance,
     )
@@ -216,11 +216,11 @@ def _rows(sent: Sent) -> RowOrder:
     return "kept" if torch.equal(order[0], slots) else "shared"
 
 
-def _permuted(sent: Sent) -> bool:
+def _permutes_columns(sent: Sent) -> bool:
     return sent.columns is not None and bool((sent.columns.diff() != 1).any())
 
 
-def _restored(sent: Sent) -> Float[Tensor, "b t d"]:
+def _restore(sent: Sent) -> Float[Tensor, "b t d"]:
     """Return the features with rows and columns where they were."""
     features = restore_features(sent.features, columns=sent.columns) if sent.columns is not None else sent.features
     return permute_features(features.flatten(0, 1), inverse(sent.source.flatten())).view_as(features)

@@ -23,7 +23,7 @@ from privlab.threat import (
 )
 from privlab.victims import VictimModel
 
-__all__ = ["granted_features", "observe_features", "predictions", "send"]
+__all__ = ["feature_capabilities", "observe_features", "predictions", "send"]
 
 
 def send(model: VictimModel, feed: Feed, stack: Stack, draws: Draws) -> Sent:
@@ -57,11 +57,11 @@ def observe_features(
     Raises:
         PrivlabError: if a defense that declares no effects does not run.
     """
-    grants = granted_features(model, len(public), stack.parts)
+    grants = feature_capabilities(model, len(public), stack.parts)
     return FeatureObservation(model, sent.features, stack.parts, public, grants)
 
 
-def granted_features(
+def feature_capabilities(
     model: VictimModel, public: int, defense: Sequence[Defense | FeatureDefense | GradientDefense] = ()
 ) -> frozenset[Capability]:
     """Return the capabilities of a server of split learning that knows the model and the defense.
@@ -98,4 +98,4 @@ def predictions(model: VictimModel, sent: Sent) -> Float[Tensor, "b y"]:
     """
     with torch.no_grad(), full_precision():
         plain = replace(sent, features=restore_features(sent.features, columns=sent.columns), columns=None)
-        return model.head(plain.restored(model.backbone(plain.features)))
+        return model.head(plain.restore(model.backbone(plain.features)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, PrivlabWarning, first
 from privlab.release.capture import FORMAT, REDUCTIONS, VERSION
-from privlab.release.gradients import granted
+from privlab.release.gradients import gradient_capabilities
 from privlab.release.updates import partial_training
 from privlab.threat import Capability, Defense, FeatureDefense, GradientDefense, Observation
 from privlab.victims import VictimModel, from_any_layout
@@ -208,7 +208,7 @@ def observation(
     withheld = set() if knows_weights else {Capability.KNOWS_WEIGHTS}
     if "pos_embed" not in gradients:
         withheld |= {Capability.LEARNABLE_PE_GRADIENT, Capability.PE_OF_EVERY_TOKEN}
-    return Observation(model, gradients, granted(model, defense, B) - withheld, tuple(defense), B)
+    return Observation(model, gradients, gradient_capabilities(model, defense, B) - withheld, tuple(defense), B)
 
 
 def _factor(released: GradientFile) -> int:

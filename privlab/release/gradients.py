@@ -21,7 +21,7 @@ from privlab.patches import patchify
 from privlab.threat import Capability, Defense, FeatureDefense, Feed, GradientDefense, Observation
 from privlab.victims import AprilBlock, VictimModel
 
-__all__ = ["granted", "observe", "per_sample_gradients", "released_gradients", "released_parameters"]
+__all__ = ["gradient_capabilities", "observe", "per_sample_gradients", "released_gradients", "released_parameters"]
 
 Rule = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """(layer, its input a, the gradient δ of its output) ↦ the gradient of one of its parameters, per release."""
@@ -96,7 +96,7 @@ def released_gradients(
     paths = sorted({path for path, _ in layers.values()})
     with torch.set_grad_enabled(create_graph):
         z = model.embed(feed.images, feed.masked_pe, feed.replacement)
-    with torch.enable_grad(), _tapped(model.vit, paths) as taps:
+    with torch.enable_grad(), _tap(model.vit, paths) as taps:
         loss = F.cross_entropy(model.classify(z.requires_grad_()), labels, reduction="sum") / B
         g, *δ_layers = torch.autograd.grad(loss, [z, *(taps[path][1] for path in paths)], create_graph=create_graph)
     δ = dict(zip(paths, δ_layers, strict=True))
@@ -106,10 +106,10 @@ def released_gradients(
             path, kind = layers[name]
             layer = model.vit.get_submodule(path)
             a = taps[path][0] if create_graph else taps[path][0].detach()
-            gradients[name] = _rules(layer)[kind](layer, _released(a, B), _released(δ[path], B))
+            gradients[name] = _rules(layer)[kind](layer, _per_release(a, B), _per_release(δ[path], B))
         else:
             of_images = _EMBEDDING[name](model, feed, g)
-            gradients[name] = of_images if B == 1 else _released(of_images, B).sum(1)
+            gradients[name] = of_images if B == 1 else _per_release(of_images, B).sum(1)
     return gradients
 
 
@@ -141,10 +141,10 @@ def observe(
     on_gradients = [part for part in defense if isinstance(part, GradientDefense)]
     with full_precision():
         if on_gradients:
-            gradients = _defended(model, feed, labels, list(parameters), on_gradients, draws, images_per_release)
+            gradients = _defend(model, feed, labels, list(parameters), on_gradients, draws, images_per_release)
         else:
             gradients = released_gradients(model, feed, labels, parameters, images_per_release)
-    grants = granted(model, defense, images_per_release)
+    grants = gradient_capabilities(model, defense, images_per_release)
     return Observation(model, gradients, grants, tuple(defense), images_per_release)
 
 
@@ -152,7 +152,7 @@ _MOST_ENTRIES = 2**26
 """The most gradient entries that are held in memory at once while a defense acts on them."""
 
 
-def _defended(
+def _defend(
     model: VictimModel,
     feed: Feed,
     labels: Int[Tensor, " b"],
@@ -176,7 +176,7 @@ def _defended(
     return {name: torch.cat(chunks) for name, chunks in kept.items()}
 
 
-def granted(
+def gradient_capabilities(
     model: VictimModel,
     defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
     images_per_release: int = 1,
@@ -230,7 +230,7 @@ def _plain(model: VictimModel) -> bool:
 
 
 @contextmanager
-def _tapped(vit: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def _tap(vit: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Record (input, output) of the named layers during the forward pass within the context."""
     taps: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -246,7 +246,7 @@ def _tapped(vit: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, tuple[Te
         yield taps
 
 
-def _released(x: Tensor, B: int) -> Tensor:
+def _per_release(x: Tensor, B: int) -> Tensor:
     """View what is given for each image as r × B × …; as it is where each image is a release of its own."""
     return x if B == 1 else x.unflatten(0, (-1, B))
 
@@ -256,7 +256,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1)
 
 
-def _summed(_: nn.Module, a: Tensor, δ: Tensor) -> Tensor:
+def _sum(_: nn.Module, a: Tensor, δ: Tensor) -> Tensor:
     return _rows(δ).sum(1)
 
 
@@ -272,9 +272,9 @@ def _norm_weight(layer: nn.Module, a: Tensor, δ: Tensor) -> Tensor:
 def _rules(layer: nn.Module) -> dict[str, Rule]:
     """Return the rules for the parameters of a layer; none for a kind of layer that has no rule."""
     if isinstance(layer, nn.Linear):
-        return {"weight": _linear_weight, "bias": _summed}
+        return {"weight": _linear_weight, "bias": _sum}
     if isinstance(layer, nn.LayerNorm):
-        return {"weight": _norm_weight, "bias": _summed}
+        return {"weight": _norm_weight, "bias": _sum}
     return {}
 
 

@@ -74,9 +74,9 @@ def told_labels(head: nn.Module, gradients: Mapping[str, Tensor], batch_size: in
         return Told(tuple(likely_labels(h, batch_size)), tuple(listed(counts)))
     layer = _Layer(head.weight.detach().double(), head.bias.detach().double())
     G = gradients["head.weight"].double() * batch_size
-    found, h, G = _found(layer, h, G, batch_size)
+    found, h, G = _find(layer, h, G, batch_size)
     counts = torch.maximum(counts, found)
-    rest = _estimated(layer, h, G, counts - found, batch_size - int(found.sum()))
+    rest = _estimate(layer, h, G, counts - found, batch_size - int(found.sum()))
     return Told(tuple(listed(found + rest)), tuple(listed(counts)))
 
 
@@ -92,7 +92,7 @@ class _Layer:
         return (f @ self.W.T + self.b).softmax(1)
 
 
-def _found(
+def _find(
     layer: _Layer, h: Float[Tensor, " y"], G: Float[Tensor, "y d"], batch_size: int
 ) -> tuple[Int[Tensor, " y"], Float[Tensor, " y"], Float[Tensor, "y d"]]:
     """Return how many images of each class are found for certain, and what they leave of h and G."""
@@ -107,7 +107,7 @@ def _found(
             break
         space = _Space.of(G, left, draw)
         c, f = _starts(classes, h, G, space, draw)
-        r, f, off = _solved(layer, space, c, f)
+        r, f, off = _solve(layer, space, c, f)
         failures += 1
         for i in off.argsort().tolist():
             if not left or off[i] > _TOLERANCE or not space.holds(r[i], f[i]):
@@ -157,7 +157,7 @@ def _starts(
     return classes.repeat(len(_SPREADS)), (f + spread * noise).flatten(0, 1)
 
 
-def _solved(
+def _solve(
     layer: _Layer, space: _Space, classes: Int[Tensor, " s"], f: Float[Tensor, "s d"], steps: int = 30
 ) -> tuple[Float[Tensor, "s y"], Float[Tensor, "s d"], Float[Tensor, " s"]]:
     """Return r and f of each start after some steps, and its residual, infinite where that leaves f undetermined."""
@@ -190,7 +190,7 @@ def _solved(
     return r, a @ space.V.T, off.where(moved > _LEAST_CHANGE, torch.inf)
 
 
-def _estimated(
+def _estimate(
     layer: _Layer, h: Float[Tensor, " y"], G: Float[Tensor, "y d"], least: Int[Tensor, " y"], batch_size: int
 ) -> Int[Tensor, " y"]:
     """Return the counts of the classes: what is certain, and the rest by Σ_c n_c (p̄_c − e_c) = h, Σ_c n_c = B.

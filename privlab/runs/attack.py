@@ -14,7 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, PrivlabWarning, Progress, collected, pick_device, stated, unknown_name
+from privlab.base import PrivlabError, PrivlabWarning, Progress, collect_warnings, options_of, pick_device, unknown_name
 from privlab.defenses import defenses
 from privlab.evaluation import COLUMNS, AttackGroup, Specification, defense_of, forget, plan, victim_of
 from privlab.grids import (
@@ -208,7 +208,7 @@ def execute(
     forget()
     messages: list[str] = []
     place = pick_device(device)
-    with collected(messages):
+    with collect_warnings(messages):
         bases = _victims(spec, own, place)
         groups = [plan(spec, base) for base in bases]
         path = None if out is None else Path(out)
@@ -318,7 +318,7 @@ def _parts(given: Part | Sequence[Part], kinds: Mapping[str, type[Any]], options
         if name in names:
             raise PrivlabError(f"'{name}' was given twice: one run has one set of options for it.")
         names.append(name)
-        options += stated(part)
+        options += options_of(part)
     return tuple(dict.fromkeys(names))
 
 

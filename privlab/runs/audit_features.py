@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning, collected, pick_device
+from privlab.base import PrivlabError, PrivlabWarning, collect_warnings, pick_device
 from privlab.evaluation import Record, Specification, applicable, defense_of, plan, public_images
-from privlab.release import Recorded, granted_features, read_recording, recorded_sessions
+from privlab.release import Recorded, feature_capabilities, read_recording, recorded_sessions
 from privlab.runs.audit_case import UNSCORED, AuditCase, Release, holds_run_of, noted, unknown_images
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import FeatureAttack, FeatureObservation
@@ -68,7 +68,7 @@ def audit(
     """
     spec = replace(spec, images=(str(folder),))
     messages: list[str] = []
-    with collected(messages):
+    with collect_warnings(messages):
         base = victim(
             spec.models[0], weights=spec.weights, img_size=spec.img_size, seed=spec.seed, classes=spec.classes
         ).to(pick_device(device))
@@ -82,7 +82,7 @@ def audit(
     facts = case.facts(out, f"{folder}", command) | {"unscored": UNSCORED, "recording": dict(sessions)}
     facts["victim"] = {"name": base.name, "weights": asdict(base.weights)} | base.params()
     facts["batches"] = rows = list[Row]()
-    with noted(run, facts, messages), collected(messages):
+    with noted(run, facts, messages), collect_warnings(messages):
         earlier, seen = _records(run), _nothing_seen(spec, base, torch.stack([*public.values()]))
         for number, batch in enumerate(_limited(read_recording(folder), limit), 1):
             if (images := found.get(_name(batch))) != _images(batch, base) or images is None:
@@ -137,7 +137,7 @@ def _nothing_seen(spec: Specification, base: Victim, public: Tensor) -> FeatureO
     """Return the observation of a batch without its features: what a server knows beforehand."""
     model, parts = base.model, defense_of(spec, base, "c").parts
     features = model.mean.new_empty(0, 1, model.vit.embed_dim)
-    return FeatureObservation(model, features, parts, public, granted_features(model, len(public), parts))
+    return FeatureObservation(model, features, parts, public, feature_capabilities(model, len(public), parts))
 
 
 def _attacked(

@@ -18,7 +18,7 @@ from privlab.attacks import attacks as installed_attacks
 from privlab.base import (
     PrivlabError,
     PrivlabWarning,
-    collected,
+    collect_warnings,
     first,
     pick_device,
 )
@@ -41,7 +41,7 @@ from privlab.release.residual import residual
 from privlab.runs.audit_case import UNSCORED, AuditCase, Release, failed, noted, unknown_images
 from privlab.runs.audit_reference import ReferenceScorer, Row, as_fed, write_scores
 from privlab.stores import RunDirectory, sheet_png
-from privlab.threat import Attack, Capability, Observation, check_capabilities, declared_by_attack
+from privlab.threat import Attack, Capability, Observation, attack_declarations, check_capabilities
 from privlab.victims import Victim, victim
 
 __all__ = ["GradientAudit", "audit_gradients"]
@@ -105,7 +105,7 @@ def audit_gradients(
     block = "stock" if spec.block == "auto" else spec.block
     spec = replace(spec, block=block, release="gradients", images=(str(file),))
     messages: list[str] = []
-    with collected(messages):
+    with collect_warnings(messages):
         released = read_gradient_file(file)
         base = victim(
             spec.models[0],
@@ -137,7 +137,7 @@ def audit_gradients(
     facts |= {"labels": labels} | ({"unscored": UNSCORED} if scorer is None else {})
     told_of_reference = None
     with noted(run, facts, messages):
-        with collected(messages):
+        with collect_warnings(messages):
             made = [_attack(case, attack, seen, released, labels, scorer, run) for attack in attacks]
             if scorer is not None and labels is not None:
                 scorer, told_of_reference = as_fed(scorer, base, seen, labels[0], made)
@@ -255,7 +255,7 @@ def _on_request(seen: Observation) -> list[str]:
     return [
         name
         for name, kind in installed_attacks().items()
-        if (declared := declared_by_attack(kind)).named_only
+        if (declared := attack_declarations(kind)).named_only
         and not declared.obstacle
         and not kind.requires - seen.grants
         and {*declared.parameters} <= {"*", *seen.gradients}

@@ -7,7 +7,7 @@ from .maintenance import merge as merge
 from .store import KEY as KEY
 from .store import RunDirectory as RunDirectory
 from .store import Store as Store
-from .store import merged as merged
+from .store import merge_records as merge_records
 from .store import part_frame as part_frame
 from .strips import Place as Place
 from .strips import places_of as places_of

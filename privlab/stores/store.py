@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from privlab.base import PrivlabError, PrivlabWarning, unwritable, write_whole
 from privlab.evaluation import COLUMNS, SCHEMA
 
-__all__ = ["KEY", "RunDirectory", "Store", "merged", "part_frame"]
+__all__ = ["KEY", "RunDirectory", "Store", "merge_records", "part_frame"]
 
 KEY = ["cell", "image_id", "geometry", "batch"]
 """The columns that identify a record; `image_id` is the image's hash, or its name where it could not be read."""
@@ -79,11 +79,11 @@ class Store:
             table = None
         if table is None or table["schema"].null_count:
             table = _read(list(self._sound(parts, asked)), asked)
-        return _migrated(table, self.path).select(wanted)
+        return _migrate(table, self.path).select(wanted)
 
     def frame(self) -> pd.DataFrame:
         """Return every record once: rows of one record that hold different metrics are joined."""
-        return merged(part_frame(self.read()))
+        return merge_records(part_frame(self.read()))
 
     def _sound(self, parts: Sequence[Path], columns: Sequence[str]) -> Iterator[Path]:
         """Yield the parts that can be read; the others are set aside, never deleted."""
@@ -124,7 +124,7 @@ def part_frame(table: pa.Table) -> pd.DataFrame:
     return frame.assign(image_id=frame.image_sha256.where(~unread, frame.image))
 
 
-def merged(frame: pd.DataFrame) -> pd.DataFrame:
+def merge_records(frame: pd.DataFrame) -> pd.DataFrame:
     """Return every record once, in the order of first rows: finished rows come first, and others fill their gaps."""
     again = frame.duplicated(KEY, keep=False) & frame.cell.notna()  # rows of earlier versions have no key
     if again.any():
@@ -159,7 +159,7 @@ def _read(parts: Sequence[Path], columns: Sequence[str]) -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def _migrated(table: pa.Table, path: Path) -> pa.Table:
+def _migrate(table: pa.Table, path: Path) -> pa.Table:
     """Return the rows in this version's schema.
 
     Rows of version 2 and before state no conditions and have no key: they can be shown and scored, but a plan does not

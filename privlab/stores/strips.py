@@ -137,7 +137,7 @@ def _lines(rows: Sequence[Sequence[Panel]]) -> int:
 
 def _draw(canvas: Image.Image, panel: Panel, corner: tuple[int, int], scale: int) -> Box:
     """Draw a panel with its lines, and return where its image lies."""
-    picture = _picture(panel.image)
+    picture = _to_pil(panel.image)
     picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
     canvas.paste(picture, corner)
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_FONT)
@@ -148,7 +148,7 @@ def _draw(canvas: Image.Image, panel: Panel, corner: tuple[int, int], scale: int
 
 def to_png(image: Float[Tensor, "c h w"]) -> bytes:
     """Return an image in [0, 1] as the bytes of a PNG; quick to write rather than small."""
-    return _png(_picture(image))
+    return _png(_to_pil(image))
 
 
 def _png(picture: Image.Image) -> bytes:
@@ -157,6 +157,6 @@ def _png(picture: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def _picture(image: Float[Tensor, "c h w"]) -> Image.Image:
+def _to_pil(image: Float[Tensor, "c h w"]) -> Image.Image:
     levels = (image * 255).round().byte()
     return Image.fromarray(levels.expand(3, -1, -1).permute(1, 2, 0).numpy())  # grey in three equal colours

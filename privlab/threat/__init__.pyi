@@ -10,8 +10,8 @@ from .client import Sent as Sent
 from .declarations import AttackDeclarations as AttackDeclarations
 from .declarations import DefenseDeclarations as DefenseDeclarations
 from .declarations import acts_on as acts_on
-from .declarations import declared_by_attack as declared_by_attack
-from .declarations import declared_by_defense as declared_by_defense
+from .declarations import attack_declarations as attack_declarations
+from .declarations import defense_declarations as defense_declarations
 from .defense_protocols import Defense as Defense
 from .defense_protocols import DefenseClass as DefenseClass
 from .defense_protocols import FeatureDefense as FeatureDefense

@@ -71,7 +71,7 @@ class Sent:
         b, t, _ = tokens.shape
         return cls(tokens, torch.arange(b * t, device=tokens.device).view(b, t), prefix)
 
-    def restored(self, outputs: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+    def restore(self, outputs: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         """Return the server's outputs with rows and columns back in the client's order (Eq. 2 and 5)."""
         if self.columns is not None:
             outputs = restore_features(outputs, columns=self.columns)

@@ -12,7 +12,7 @@ from torch import Tensor
 from privlab.threat.attack_protocols import Attack, AttackClass, FeatureAttack
 from privlab.threat.defense_protocols import Defense, DefenseClass, FeatureDefense, GradientDefense
 
-__all__ = ["AttackDeclarations", "DefenseDeclarations", "acts_on", "declared_by_attack", "declared_by_defense"]
+__all__ = ["AttackDeclarations", "DefenseDeclarations", "acts_on", "attack_declarations", "defense_declarations"]
 
 
 def _no_range(seen: object) -> str | None:
@@ -74,22 +74,22 @@ class DefenseDeclarations:
 D = TypeVar("D", AttackDeclarations, DefenseDeclarations)
 
 
-def declared_by_attack(attack: Attack | FeatureAttack | AttackClass) -> AttackDeclarations:
+def attack_declarations(attack: Attack | FeatureAttack | AttackClass) -> AttackDeclarations:
     """Return what an attack or its class declares, with defaults for the rest.
 
     Args:
         attack: an attack of this package or of another.
     """
-    return _declared(attack, AttackDeclarations)
+    return _declarations(attack, AttackDeclarations)
 
 
-def declared_by_defense(defense: Defense | FeatureDefense | GradientDefense) -> DefenseDeclarations:
+def defense_declarations(defense: Defense | FeatureDefense | GradientDefense) -> DefenseDeclarations:
     """Return what a defense declares, with defaults for the rest.
 
     Args:
         defense: a defense of this package or of another; an instance, since declarations may depend on options.
     """
-    return _declared(defense, DefenseDeclarations)
+    return _declarations(defense, DefenseDeclarations)
 
 
 def acts_on(kind: DefenseClass) -> Literal["images", "features", "gradients"]:
@@ -101,6 +101,6 @@ def acts_on(kind: DefenseClass) -> Literal["images", "features", "gradients"]:
     return "features" if hasattr(kind, "send") else "gradients" if hasattr(kind, "release") else "images"
 
 
-def _declared(part: object, kind: type[D]) -> D:
+def _declarations(part: object, kind: type[D]) -> D:
     found = {f.name: getattr(part, f.name, None) for f in fields(kind)}
     return kind(**{name: value for name, value in found.items() if value is not None})

@@ -85,7 +85,7 @@ class Reconstruction:
         return replace(self, **own)
 
     @classmethod
-    def joined(cls, parts: Sequence["Reconstruction"]) -> "Reconstruction":
+    def join(cls, parts: Sequence["Reconstruction"]) -> "Reconstruction":
         """Return the results for the images of one batch as one result."""
         own = {
             name: torch.cat([getattr(part, name) for part in parts])

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
 from privlab.threat.client import Draws, Feed, Sent
-from privlab.threat.declarations import declared_by_defense
+from privlab.threat.declarations import defense_declarations
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
 
 __all__ = ["Stack"]
@@ -53,7 +53,7 @@ class Stack:
 
     def __repr__(self) -> str:
         """Return the parts as they are written, each with its remark if it has one, such as the ε of its noise."""
-        remarks = ((part, declared_by_defense(part).remark()) for part in self.parts)
+        remarks = ((part, defense_declarations(part).remark()) for part in self.parts)
         return " + ".join(f"{part!r} ({remark})" if remark else repr(part) for part, remark in remarks)
 
     def feed(
@@ -70,7 +70,7 @@ class Stack:
         """
         feed = Feed.undefended(images, patch)
         for part in self.on_images:
-            own = draws[::images_per_release] if declared_by_defense(part).per == "batch" else draws
+            own = draws[::images_per_release] if defense_declarations(part).per == "batch" else draws
             feed = _after(feed, part(feed.images, patch, own))
         return feed
 

@@ -52,7 +52,7 @@ class Checkpoints:
         """
         try:
             self._sweep()
-            made = self._written(step, weights, state)
+            made = self._write(step, weights, state)
             final = self.folder / f"step-{step:08d}"
             shutil.rmtree(final, ignore_errors=True)  # a damaged one that was passed over
             made.rename(final)
@@ -63,7 +63,7 @@ class Checkpoints:
         for old in self._all()[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(old)
 
-    def _written(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    def _write(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
         """Return a new folder under a temporary name that holds the checkpoint, on the disk to the last byte."""
         self.folder.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self.folder))

@@ -164,7 +164,7 @@ class _Run:
         self.losses.clear()
         for step, loss in enumerate(losses, done - len(losses) + 1):
             if not math.isfinite(loss):
-                raise self._stopped(f"the loss is {loss} at step {step}")
+                raise self._stop_error(f"the loss is {loss} at step {step}")
         seconds = time.perf_counter() - self.start
         now = TrainingProgress(
             step=done,
@@ -180,7 +180,7 @@ class _Run:
         if self.listener is not None and self.fabric.is_global_zero:
             self.listener(now)
 
-    def _stopped(self, reason: str) -> PrivlabError:
+    def _stop_error(self, reason: str) -> PrivlabError:
         kept = ""
         if self.checkpoints is not None:
             kept = f" The last good checkpoint is of step {self.saved}, in {self.checkpoints.folder}."
@@ -189,7 +189,7 @@ class _Run:
     def _save(self, done: int, checkpoints: Checkpoints) -> None:
         weights = self.recipe.model.state_dict()
         if not all(bool(w.isfinite().all()) for w in weights.values()):  # the next loss would show it too late
-            raise self._stopped(f"the weights are not finite after step {done}")
+            raise self._stop_error(f"the weights are not finite after step {done}")
         state = {"optimizer": self.optimizer.state_dict(), "precision": self.fabric.strategy.precision.state_dict()}
         if self.average is not None:
             state["average"] = self.average.module.state_dict()

@@ -23,8 +23,8 @@ from privlab.base import (
     PrivlabError,
     PrivlabWarning,
     check_name,
-    collected,
-    configured,
+    collect_warnings,
+    configure,
     hardware,
     read_options,
     versions,
@@ -195,13 +195,13 @@ def train_victim(
     Raises:
         PrivlabError: as `privlab.training.train`, `read_examples` and `victim` do; if `out` holds another training.
     """
-    if (done := _finished(config, out)) is not None:
+    if (done := _finished_card(config, out)) is not None:
         return done
-    with collected(notes := list[str]()):
+    with collect_warnings(notes := list[str]()):
         network = _network(config).to(device)
     data = _examples(config, network, config.split)
     if _objective(config).labelled:
-        with collected(notes):
+        with collect_warnings(notes):
             _take_head(network, data.classes, config)
         _check_classes(network, data, config)
     for note in notes:
@@ -212,7 +212,7 @@ def train_victim(
     train(recipe, plan, compute=compute, out=out, progress=progress)
     if os.environ.get("RANK", "0") != "0":
         return None
-    return _written(config, out, network, plan, recipe, command, notes)
+    return _write(config, out, network, plan, recipe, command, notes)
 
 
 def _network(config: TrainingConfig) -> Victim | NamedClassifier:
@@ -251,13 +251,13 @@ def _take_head(network: Victim | NamedClassifier, classes: int, config: Training
 def _objective(config: TrainingConfig) -> Any:  # noqa: ANN401
     """Return the objective with the preset's options, and the user's in their place."""
     preset = PRESETS[config.recipe][config.preset]
-    return configured(OBJECTIVES[config.recipe], (*preset.options, *config.options))
+    return configure(OBJECTIVES[config.recipe], (*preset.options, *config.options))
 
 
 def _set_up(config: TrainingConfig, examples: int) -> tuple[Any, Augmentation, Plan]:
     """Return objective, augmentation and plan of the preset, with the user's options in their place."""
     preset = PRESETS[config.recipe][config.preset]
-    augmentation = configured(Augmentation, config.options, asdict(preset.augmentation))
+    augmentation = configure(Augmentation, config.options, asdict(preset.augmentation))
     said = {
         name: value
         for name in Plan.__dataclass_fields__.keys() - {"steps", "warmup", "seed"}
@@ -285,7 +285,7 @@ def _check_classes(network: Victim | NamedClassifier, data: Examples, config: Tr
         )
 
 
-def _written(
+def _write(
     config: TrainingConfig,
     out: Path,
     network: Victim | NamedClassifier,
@@ -296,7 +296,7 @@ def _written(
 ) -> dict[str, Any]:
     """Write weights and card."""
     predictor = next((part for part in recipe.model.modules() if isinstance(part, PositionPredictor)), None)
-    head = recipe.model.folded() if isinstance(recipe.model, Head) else None
+    head = recipe.model.fold() if isinstance(recipe.model, Head) else None
     if config.half:
         for part in (recipe.model, network.model, *([head] if head else [])):
             part.half().float()
@@ -376,7 +376,7 @@ def _of_config(config: TrainingConfig) -> dict[str, Any]:
     return json.loads(json.dumps(facts))
 
 
-def _finished(config: TrainingConfig, out: Path) -> dict[str, Any] | None:
+def _finished_card(config: TrainingConfig, out: Path) -> dict[str, Any] | None:
     """Return the card in `out` if it is that of this training, finished; else None."""
     if not (out / CARD).is_file():
         return None

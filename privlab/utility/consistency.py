@@ -10,7 +10,7 @@ from torch import Tensor
 from privlab.base import PrivlabError, check_name, draw_for
 from privlab.images import Examples
 from privlab.patches import jigsaw
-from privlab.victims import Classifier, told_of
+from privlab.victims import Classifier, position_hint
 
 __all__ = ["Batch", "ConsistencyScores", "consistency_by_gamma", "measure_consistency"]
 
@@ -89,14 +89,14 @@ def consistency_by_gamma(
             keys = rows[:1] if per == "batch" else rows
             draws = [draw_for(seed, str(row), "worth") for row in keys.tolist()]
             shuffled, order, masked = jigsaw(images, model.patch, gamma, draws)
-            moved = model.features(shuffled, told_of(model, masked, order, unknown=model.unk_embed is not None))
+            moved = model.features(shuffled, position_hint(model, masked, order, unknown=model.unk_embed is not None))
             second = model.logits(moved).argmax(1)
             norm = (plain - moved).double().square().sum(1).sum()
             hits = [(first == labels).sum(), norm, (first == second).sum(), (second == labels).sum()]
             total += torch.stack([each.double().cpu() for each in hits])
         count += len(rows)
     if not count:
-        raise PrivlabError("There is no picture to judge on.")
+        raise PrivlabError("There is no image to evaluate on.")
     return [
         ConsistencyScores(count, gamma, *total) for gamma, total in zip(gammas, (totals / count).tolist(), strict=True)
     ]

@@ -64,9 +64,9 @@ class EvaluationConfig:
         for gamma in self.gammas:
             check_range(0 <= gamma <= 1, "--gamma", "in [0, 1]", gamma)
         if self.data is None and self.outliers is not None:
-            raise PrivlabError("--outliers are told from the pictures of --data: give both.")
+            raise PrivlabError("--outliers are told from the images of --data: give both.")
         if (self.data, self.corruptions, self.natural) == (None, None, None):
-            raise PrivlabError("There is nothing to judge on: give --data, --corruptions or --natural.")
+            raise PrivlabError("There is nothing to evaluate on: give --data, --corruptions or --natural.")
 
 
 def evaluate_models(
@@ -119,7 +119,7 @@ def _on_data(
     config: EvaluationConfig, subject: Victim | NamedClassifier, classes: Classes, show: Progress
 ) -> dict[str, Any]:
     source, skipped = _data(config, classes), list[str]()
-    batches = _counted(config, subject, source, skipped, show)
+    batches = _numbered_batches(config, subject, source, skipped, show)
     found = consistency_by_gamma(subject.model, batches, config.gammas, seed=config.seed, per=config.per)
     by_gamma = [
         {name: value for name, value in asdict(each).items() if name not in ("images", "accuracy")} for each in found
@@ -127,7 +127,7 @@ def _on_data(
     return {"images": found[0].images, "skipped": skipped, "accuracy": found[0].accuracy, "by_gamma": by_gamma}
 
 
-def _counted(
+def _numbered_batches(
     config: EvaluationConfig, subject: Victim | NamedClassifier, source: ImageSource, skipped: list[str], show: Progress
 ) -> Iterator[Batch]:
     """Yield the batches with the places of their images."""

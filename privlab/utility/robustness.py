@@ -258,7 +258,7 @@ def read_batches(
         count += len(labels)
     if not count:
         reason = f" The first: {skipped[0]}" if skipped else ""
-        raise PrivlabError(f"There is nothing to judge on in {source.description}: no picture can be read.{reason}")
+        raise PrivlabError(f"There is nothing to evaluate on in {source.description}: no image can be read.{reason}")
 
 
 def _severities(root: Path) -> list[tuple[str, int, Path]]:

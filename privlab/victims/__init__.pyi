@@ -9,7 +9,7 @@ from .classifiers import RelativeViT as RelativeViT
 from .classifiers import SwinModel as SwinModel
 from .classifiers import TimmClassifier as TimmClassifier
 from .classifiers import classifier as classifier
-from .classifiers import told_of as told_of
+from .classifiers import position_hint as position_hint
 from .model import AprilBlock as AprilBlock
 from .model import VictimModel as VictimModel
 from .model import april_twin as april_twin
@@ -33,4 +33,4 @@ from .zoo import COMPACT as COMPACT
 from .zoo import PLACERS as PLACERS
 from .zoo import ZOO as ZOO
 from .zoo import placer as placer
-from .zoo import shipped as shipped
+from .zoo import shipped_file as shipped_file

@@ -9,8 +9,8 @@ from typing import Any
 
 from privlab.base import PrivlabError, unknown_name, write_whole
 from privlab.victims import weights as stored
-from privlab.victims.named import ARCHITECTURES, pretrained, resolve, victim
-from privlab.victims.zoo import COMPACT, PLACERS, ZOO, shipped
+from privlab.victims.named import ARCHITECTURES, find_pretrained, resolve, victim
+from privlab.victims.zoo import COMPACT, PLACERS, ZOO, shipped_file
 
 __all__ = ["Model", "fetch", "import_weights", "models", "show"]
 
@@ -29,18 +29,18 @@ class Model:
 
 def models() -> list[Model]:
     """Return the zoo, timm's models of our architectures, and what was imported; nothing is downloaded."""
-    zoo = [_model(name, "zoo", entry.architecture, shipped(name), entry.about) for name, entry in ZOO.items()]
+    zoo = [_model(name, "zoo", entry.architecture, shipped_file(name), entry.about) for name, entry in ZOO.items()]
     hub = [
-        _model(name, "timm", architecture, _cached(architecture), "pretrained on ImageNet")
+        _model(name, "timm", architecture, _cached_file(architecture), "pretrained on ImageNet")
         for name, architecture in ARCHITECTURES.items()
         if architecture not in COMPACT
     ]
     placers = [
-        _model(name, "zoo", each.architecture, shipped(name), f"position predictor: {each.kind}")
+        _model(name, "zoo", each.architecture, shipped_file(name), f"position predictor: {each.kind}")
         for name, each in PLACERS.items()
     ]
     imported = sorted(stored.cache_folder("models").glob("*.safetensors"))
-    return [*zoo, *placers, *hub, *(_imported(path) for path in imported)]
+    return [*zoo, *placers, *hub, *(_imported_model(path) for path in imported)]
 
 
 def show(name: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def fetch(name: str) -> Path:
         PrivlabError: for an unknown name.
         WeightsUnavailable: if they cannot be had, with the reason.
     """
-    return pretrained(name, resolve(name)[0])
+    return find_pretrained(name, resolve(name)[0])
 
 
 def import_weights(file: Path, name: str, *, img_size: int | None = None) -> tuple[Path, dict[str, Any]]:
@@ -133,14 +133,14 @@ def _model(name: str, origin: str, architecture: str, path: Path | None, about: 
     return Model(name, origin, architecture, None if path is None else str(path), size, about)
 
 
-def _cached(architecture: str) -> Path | None:
+def _cached_file(architecture: str) -> Path | None:
     try:
         return stored.pretrained_file(architecture, download=False)
     except stored.WeightsUnavailable:
         return None
 
 
-def _imported(path: Path) -> Model:
+def _imported_model(path: Path) -> Model:
     try:
         card: Mapping[str, Any] = _card(path) or {}
     except PrivlabError as error:

@@ -36,7 +36,7 @@ __all__ = [
     "SwinModel",
     "TimmClassifier",
     "classifier",
-    "told_of",
+    "position_hint",
 ]
 
 _MODULES = {"timm.models.swin_transformer": SwinTransformer, "timm.models.resnet": ResNet}
@@ -117,7 +117,7 @@ class TimmClassifier(nn.Module):
         return self.net.get_classifier()(features)
 
     def forward(self, images: Float[Tensor, "b c h w"], told: Tensor | None = None) -> Float[Tensor, "b y"]:
-        """Return the logits of images in [0, 1]; `told` is what the model is told of a shuffle, as `told_of` has it."""
+        """Return the logits of images in [0, 1]; `told` is what `position_hint` gives of a shuffle."""
         return self.logits(self.features(images, told))
 
 
@@ -143,8 +143,8 @@ class SwinModel(TimmClassifier):
         super().__init__(net, (embed.proj.in_channels, height * side, width * side), mean, std, patch)
         self.pos_embed: nn.Parameter | None = None
         if unknown:
-            self.pos_embed = _drawn(height * width, net.embed_dim)
-            self.unk_embed = _drawn(1, net.embed_dim)
+            self.pos_embed = _draw_embeddings(height * width, net.embed_dim)
+            self.unk_embed = _draw_embeddings(1, net.embed_dim)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -199,7 +199,7 @@ class IndexedViT(_ViT):
 
     def __init__(self, net: VisionTransformer, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__(net, mean, std)
-        net.idx_embed = _drawn(net.patch_embed.num_patches, net.embed_dim)
+        net.idx_embed = _draw_embeddings(net.patch_embed.num_patches, net.embed_dim)
 
     @property
     def slot_pe(self) -> Float[Tensor, "n d"]:
@@ -212,7 +212,7 @@ class IndexedViT(_ViT):
         tokens = net.patch_embed((images - self.mean) / self.std) + (index if told is None else index[told])
         return net.norm(net.blocks(net.norm_pre(net.patch_drop(net._pos_embed(tokens)))))
 
-    def completed(self, state: stored.State, pe: Tensor | None, name: str) -> stored.State:
+    def complete(self, state: stored.State, pe: Tensor | None, name: str) -> stored.State:
         """Return a state with its PEs, and index embeddings of zero where it has none: the same function as without.
 
         Args:
@@ -237,7 +237,7 @@ class RelativeViT(_ViT):
         parts = (RelativeBlock(block, net.patch_embed.grid_size, net.num_prefix_tokens) for block in net.blocks)
         net.blocks = nn.Sequential(*parts)
 
-    def completed(self, state: stored.State, pe: Tensor | None, name: str) -> stored.State:
+    def complete(self, state: stored.State, pe: Tensor | None, name: str) -> stored.State:
         """Return a state with biases of zero where it has none: the same function as without.
 
         Args:
@@ -260,7 +260,7 @@ Classifier = VictimModel | TimmClassifier
 """What `classify` and `mjp` train, and `privlab evaluate` scores."""
 
 
-def told_of(
+def position_hint(
     model: Classifier, masked: Bool[Tensor, "b n"], order: Int[Tensor, "b n"], *, unknown: bool
 ) -> Tensor | None:
     """Return what a model is told of x̃: its order if it has index embeddings, else the mask for E_unk, or nothing.
@@ -328,11 +328,11 @@ def classifier(
     path = weights_file(name, architecture, str(weights), seed)
     state = None if path is None else stored.read_state(path)
     kind = {"idx": IndexedViT, "relpos": RelativeViT}.get(base.rpartition("_")[2])
-    model, preprocessing = _built(source, options, state, kind, unknown=unknown, img_size=img_size, seed=seed)
+    model, preprocessing = _build(source, options, state, kind, unknown=unknown, img_size=img_size, seed=seed)
     origin, whence = "random", "random" if unknown else None
     if path is not None and state is not None:
         origin = f"pretrained:{architecture}" if weights in ("auto", "pretrained") else f"file:{path.name}"
-        whence = _filled(model, state, name, path.name, resize=img_size is not None)
+        whence = _fill(model, state, name, path.name, resize=img_size is not None)
     facts = Weights(origin, stored.hash_of(stored.own_layout(model)), whence)
     return NamedClassifier(name, architecture, model.eval().requires_grad_(False), preprocessing, facts)
 
@@ -343,7 +343,7 @@ def _family(name: str) -> type[nn.Module] | None:
     return _MODULES.get(model_entrypoint(base).__module__) if timm.is_model(base) else None
 
 
-def _built(
+def _build(
     source: str,
     options: dict[str, Any],
     state: stored.State | None,
@@ -379,9 +379,7 @@ def _built(
     return model, Preprocessing(size=model.image_shape[1:], **cut)
 
 
-def _filled(
-    model: TimmClassifier, state: stored.State, name: str, source: str, *, resize: bool
-) -> UnknownOrigin | None:
+def _fill(model: TimmClassifier, state: stored.State, name: str, source: str, *, resize: bool) -> UnknownOrigin | None:
     """Load weights in timm's, privlab's, Swin's authors' or the MJP authors' layout; return where E_unk comes from."""
     state, unknown = stored.from_any_layout(state)
     table, pe = state.pop("absolute_pos_embed.weight", None), state.pop("absolute_pos_embed", None)
@@ -391,7 +389,7 @@ def _filled(
     if isinstance(model, SwinModel):
         state = stored.of_swin(model.net, state, resize=resize)
     if isinstance(model, RelativeViT | IndexedViT):
-        state, pe = model.completed(state, pe, name), None
+        state, pe = model.complete(state, pe, name), None
     stored.fill(model.net, state, source)
     if isinstance(model, SwinModel) and model.pos_embed is not None and model.unk_embed is not None:
         return _fill_pe(model, pe, unknown, name, source, resize=resize)
@@ -425,7 +423,7 @@ def _fill_pe(
     return "trained" if trained else "mean-pe"
 
 
-def _drawn(n: int, width: int) -> nn.Parameter:
+def _draw_embeddings(n: int, width: int) -> nn.Parameter:
     """Draw position embeddings as Swin's authors do."""
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, n, width), std=0.02))
 

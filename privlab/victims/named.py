@@ -17,9 +17,9 @@ from privlab.base import PrivlabError, PrivlabWarning, check_name, check_range, 
 from privlab.images import Preprocessing
 from privlab.victims import weights as stored
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
-from privlab.victims.zoo import BASE, CLASSIFIERS, COMPACT, ZOO, shipped
+from privlab.victims.zoo import BASE, CLASSIFIERS, COMPACT, ZOO, shipped_file
 
-__all__ = ["ARCHITECTURES", "Victim", "Weights", "pretrained", "resolve", "victim", "victim_names", "weights_file"]
+__all__ = ["ARCHITECTURES", "Victim", "Weights", "find_pretrained", "resolve", "victim", "victim_names", "weights_file"]
 
 ARCHITECTURES: dict[str, str] = {
     "vit_ti": "vit_tiny_patch16_224",
@@ -153,7 +153,7 @@ def victim(
     check_name("block", block, ("stock", "april"))
     check_range(classes is None or classes >= 1, "classes", "a positive number", classes)
     if isinstance(model, str):
-        made = _named(model, str(weights), img_size, seed, start=start, classes=classes)
+        made = _make_named(model, str(weights), img_size, seed, start=start, classes=classes)
     else:
         made = _own(model, weights, seed, classes)
     _, height, width = made.model.image_shape
@@ -178,12 +178,12 @@ def _own(vit: VisionTransformer, weights: str | Path, seed: int, classes: int | 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             copied.reset_classifier(classes)
-        _warn(_untrained(name, classes))
+        _warn(_untrained_head(name, classes))
     _check_classes(name, copied, classes)
     return _assemble(name, name, copied, "given")
 
 
-def _untrained(name: str, classes: int) -> str:
+def _untrained_head(name: str, classes: int) -> str:
     return f"{name} has no classifier; a random one of {classes} classes is UNTRAINED, and so are its labels."
 
 
@@ -195,7 +195,9 @@ def _check_classes(name: str, vit: VisionTransformer, classes: int | None) -> No
         )
 
 
-def _named(name: str, weights: str, img_size: int | None, seed: int, *, start: bool, classes: int | None) -> Victim:
+def _make_named(
+    name: str, weights: str, img_size: int | None, seed: int, *, start: bool, classes: int | None
+) -> Victim:
     if name in (plugins := with_plugins({}, "privlab.victims")):
         return replace(_own(plugins[name](), weights, seed, classes), name=name)
     architecture, variant = resolve(name)
@@ -203,7 +205,7 @@ def _named(name: str, weights: str, img_size: int | None, seed: int, *, start: b
     if path is not None:
         trained = name if architecture in COMPACT else architecture
         origin = f"pretrained:{trained}" if weights in ("auto", "pretrained") else f"file:{path.name}"
-        return _trained(name, architecture, variant, path, origin, img_size, start, seed, classes)
+        return _load_trained(name, architecture, variant, path, origin, img_size, start, seed, classes)
     vit = _create(architecture, variant, img_size, seed=seed, classes=classes)
     if variant == "_mjp":
         _warn(f"{name}: E_unk is random too, UNTRAINED.")
@@ -231,7 +233,7 @@ def weights_file(name: str, architecture: str, weights: str, seed: int) -> Path 
     reason = ", as asked."
     if weights != "random":
         try:
-            return pretrained(name, architecture)
+            return find_pretrained(name, architecture)
         except stored.WeightsUnavailable as error:
             if weights == "pretrained":
                 raise PrivlabError(f"--weights pretrained: {error}") from error
@@ -240,7 +242,7 @@ def weights_file(name: str, architecture: str, weights: str, seed: int) -> Path 
     return None
 
 
-def pretrained(name: str, architecture: str) -> Path:
+def find_pretrained(name: str, architecture: str) -> Path:
     """Return the file of trained weights: of the zoo, or timm's.
 
     Raises:
@@ -248,12 +250,12 @@ def pretrained(name: str, architecture: str) -> Path:
     """
     if architecture not in COMPACT:
         return stored.pretrained_file(architecture)
-    if path := shipped(name):
+    if path := shipped_file(name):
         return path
     raise stored.WeightsUnavailable(f"this package holds no trained weights of {name}; `privlab train` makes some.")
 
 
-def _trained(
+def _load_trained(
     name: str,
     architecture: str,
     variant: str,
@@ -271,7 +273,7 @@ def _trained(
     vit = _create(architecture, variant, img_size, seed=seed if drawn else 0, classes=own or classes, grey=_grey(state))
     _check_classes(name, vit, classes)
     if own is None and classes is not None:
-        _warn(_untrained(name, classes))
+        _warn(_untrained_head(name, classes))
         state |= {f"head.{key}": value.detach() for key, value in vit.head.named_parameters()}
     if start and vit.pos_embed is not None and "pos_embed" not in state:
         _warn(f"{name}: the weights hold no position embeddings; they begin as timm draws them, UNTRAINED.")

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BASE", "CLASSIFIERS", "COMPACT", "PLACERS", "ZOO", "Entry", "Placer", "placer", "shipped"]
+__all__ = ["BASE", "CLASSIFIERS", "COMPACT", "PLACERS", "ZOO", "Entry", "Placer", "placer", "shipped_file"]
 
 _CIFAR: dict[str, Any] = {
     "img_size": 32,
@@ -126,7 +126,7 @@ def placer(kind: str, grid: tuple[int, int], patch: int) -> str | None:
     return None
 
 
-def shipped(name: str) -> Path | None:
+def shipped_file(name: str) -> Path | None:
     """Return the weights of a victim or a position predictor of the zoo; None where this package holds none."""
     path = Path(str(resources.files("privlab.victims.zoo_weights") / f"{name}.safetensors"))
     return path if path.is_file() else None

@@ -19,10 +19,17 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import April
-from privlab.attacks.gradients.breaching_attacks import BREACHING, Breaching, _shipped_config, contained
-from privlab.base import PrivlabError, configured, read_options
+from privlab.attacks.gradients.breaching_attacks import BREACHING, Breaching, _shipped_config, contain_breaching
+from privlab.base import PrivlabError, configure, read_options
 from privlab.metrics import psnr
-from privlab.release import certain_counts, granted, labels_of, likely_labels, observe, released_parameters
+from privlab.release import (
+    certain_counts,
+    gradient_capabilities,
+    labels_of,
+    likely_labels,
+    observe,
+    released_parameters,
+)
 from privlab.threat import Attack, Observation
 from privlab.victims import VictimModel, april_twin
 
@@ -77,7 +84,7 @@ class Plain(nn.Module):
 
 def breaching_itself(model: VictimModel, name: str, overrides: list[str], seed: int) -> SimpleNamespace:
     """Return what breaching's client shares of an image, and what breaching's attack makes of it."""
-    with contained():
+    with contain_breaching():
         import breaching
         from breaching.cases.users import UserSingleStep
 
@@ -112,7 +119,7 @@ def test_invertinggradients_is_breachings_own_step_for_step() -> None:
         assert len(stats[trial]) == 10
         assert stats[trial] == theirs.stats[trial]
     assert torch.equal(data, theirs.data)
-    observed = Observation(model, {name: g[None] for name, g in shared.items()}, granted(model))
+    observed = Observation(model, {name: g[None] for name, g in shared.items()}, gradient_capabilities(model))
     assert torch.equal(ours(observed), (theirs.data * model.std + model.mean).clamp(0, 1))
 
 
@@ -161,7 +168,7 @@ def test_what_runs_on_vits_is_what_is_declared(name: str) -> None:
 
 
 def test_every_vision_attack_of_breaching_is_there() -> None:
-    with contained():
+    with contain_breaching():
         import breaching
     folder = Path(breaching.__file__).parent / "config" / "attack"
     shipped = {path.stem for path in folder.glob("*.yaml")}
@@ -173,7 +180,7 @@ def test_the_seed_decides_and_images_do_not_meet() -> None:
     model, attack = tiny(), short(Inverting)
     both = attack(seen(model, images(2)))
     for i in (0, 1):
-        assert torch.equal(attack(Observation(model, _only(model, i), granted(model)))[0], both[i])
+        assert torch.equal(attack(Observation(model, _only(model, i), gradient_capabilities(model)))[0], both[i])
     assert not torch.equal(short(Inverting, seed=1)(seen(model, images(2))), both)
 
 
@@ -289,23 +296,23 @@ def test_an_objective_that_is_not_finite_is_a_failure() -> None:
     gradients = dict(seen(model).gradients)
     gradients["norm.weight"] = gradients["norm.weight"] * math.inf
     with pytest.raises(PrivlabError, match="no reconstruction with a finite objective"):
-        short(Inverting)(Observation(model, gradients, granted(model)))
+        short(Inverting)(Observation(model, gradients, gradient_capabilities(model)))
 
 
 def test_the_label_must_be_told() -> None:
     model = tiny()
     gradients = {name: g for name, g in seen(model).gradients.items() if name != "head.bias"}
     with pytest.raises(PrivlabError, match=r"needs the label, and the gradient of head\.bias does not tell it"):
-        short(Inverting)(Observation(model, gradients, granted(model)))
+        short(Inverting)(Observation(model, gradients, gradient_capabilities(model)))
     joint = short(BREACHING["breaching:deepleakage"])
-    assert joint(Observation(model, gradients, granted(model))).shape == (1, 3, 16, 16)
+    assert joint(Observation(model, gradients, gradient_capabilities(model))).shape == (1, 3, 16, 16)
 
 
 def test_options_reach_the_configuration() -> None:
     options = ["optim.max_iterations=7", "breaching:invertinggradients.optim.signed=soft", "seed=3", "impl.JIT=none"]
     options += ["breaching:tag.optim.step_size=1", "optim.grad_clip=0.5", "normalize_gradients=true"]
     read_options(options, [Inverting, BREACHING["breaching:tag"]])
-    made = configured(Inverting, options)
+    made = configure(Inverting, options)
     assert made.seed == 3
     assert dict(made.config) == {
         "optim.max_iterations": 7,
@@ -315,7 +322,7 @@ def test_options_reach_the_configuration() -> None:
         "normalize_gradients": True,
     }
     assert made(seen(tiny())).shape == (1, 3, 16, 16)
-    assert configured(Inverting, []) == Inverting()
+    assert configure(Inverting, []) == Inverting()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from privlab.defenses import Mjp, Undefended
 from privlab.images import open_images
 from privlab.metrics import psnr, psnr_region
 from privlab.patches import slots_to_pixels
-from privlab.release import granted, observe
+from privlab.release import gradient_capabilities, observe
 from privlab.threat import Attack, Capability, FeatureAttack, Feed, Observation, check_capabilities
 from privlab.victims import Victim, VictimModel, april_twin, victim
 
@@ -128,9 +128,9 @@ def test_too_many_tokens_are_told(tiny_model: Model) -> None:
 
 def test_missing_capabilities_are_named(tiny_model: Model) -> None:
     with pytest.raises(PrivlabError, match=r"'april' needs .*: april_block \(the first block has neither"):
-        check_capabilities(April(), granted(tiny_model()))
-    check_capabilities(April(), granted(tiny_model()), force=True)
-    nope = granted(tiny_model(pos_embed="none"))
+        check_capabilities(April(), gradient_capabilities(tiny_model()))
+    check_capabilities(April(), gradient_capabilities(tiny_model()), force=True)
+    nope = gradient_capabilities(tiny_model(pos_embed="none"))
     with pytest.raises(PrivlabError, match="learnable_pe_gradient"):
         check_capabilities(PatchGradient(), nope, force=True)
 
@@ -138,7 +138,7 @@ def test_missing_capabilities_are_named(tiny_model: Model) -> None:
 def test_april_refuses_position_embeddings_that_skip_tokens(tiny_model: Model) -> None:
     model = april_twin(tiny_model(no_embed_class=True))
     with pytest.raises(PrivlabError, match=r": pe_of_every_token \(the class token has"):
-        check_capabilities(April(), granted(model))
+        check_capabilities(April(), gradient_capabilities(model))
 
 
 def test_a_frozen_position_embedding_is_not_released(tiny_vit: Callable[..., VisionTransformer]) -> None:
@@ -147,7 +147,7 @@ def test_a_frozen_position_embedding_is_not_released(tiny_vit: Callable[..., Vis
     vit.pos_embed.requires_grad_(False)
     model = victim(vit).model
     with pytest.raises(PrivlabError, match="learnable_pe_gradient"):
-        check_capabilities(PatchGradient(), granted(model))
+        check_capabilities(PatchGradient(), gradient_capabilities(model))
     with pytest.raises(PrivlabError, match=r"Unknown parameter .* 'pos_embed'"):
         seen(model, small(1), PatchGradient())
 

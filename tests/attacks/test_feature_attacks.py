@@ -23,7 +23,7 @@ from privlab.base import PrivlabError
 from privlab.defenses import BatchShuffle, ColumnPermutation, GaussianNoise, RowPermutation
 from privlab.images import Preprocessing, open_images
 from privlab.metrics import key_recovered, neighbour_accuracy, placement_accuracy
-from privlab.release import granted_features
+from privlab.release import feature_capabilities
 from privlab.threat import Capability, Draws, FeatureAttack, FeatureDefense, FeatureObservation, Reconstruction, Sent
 from privlab.victims import VictimModel, victim
 
@@ -51,7 +51,7 @@ def sent_by(client: VictimModel, images: Tensor, parts: Iterable[FeatureDefense]
 def seen_of(
     model: VictimModel, sent: Sent, parts: tuple[FeatureDefense, ...], public: Tensor, *, without: Iterable = ()
 ) -> FeatureObservation:
-    grants = granted_features(model, len(public)) - set(without)
+    grants = feature_capabilities(model, len(public)) - set(without)
     return FeatureObservation(model, sent.features, parts, public, grants)
 
 
@@ -177,7 +177,9 @@ def test_pe_assignment_takes_single_and_half_precision(exact: tuple[VictimModel,
     model, private, public = exact
     sent = sent_by(model, private, (EACH,))
     for dtype in (torch.float32, torch.float16):
-        seen = FeatureObservation(model, sent.features.to(dtype), (EACH,), public, granted_features(model, len(public)))
+        seen = FeatureObservation(
+            model, sent.features.to(dtype), (EACH,), public, feature_capabilities(model, len(public))
+        )
         assert placed(sent, PEAssignment()(seen)) == 1
 
 

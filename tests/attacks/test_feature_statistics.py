@@ -20,7 +20,7 @@ from privlab.attacks.rows import known_tokens, patch_law
 from privlab.attacks.solvers import patch_statistics
 from privlab.defenses import RowPermutation
 from privlab.metrics import placement_accuracy, psnr
-from privlab.release import granted_features
+from privlab.release import feature_capabilities
 from privlab.threat import Draws, FeatureDefense, FeatureObservation, Sent
 from privlab.victims import VictimModel
 
@@ -55,7 +55,7 @@ def sent_by(client: VictimModel, images: Tensor, *parts: FeatureDefense) -> Sent
 
 
 def seen_of(model: VictimModel, sent: Sent, public: Tensor, *parts: FeatureDefense) -> FeatureObservation:
-    return FeatureObservation(model, sent.features, parts, public, granted_features(model, len(public)))
+    return FeatureObservation(model, sent.features, parts, public, feature_capabilities(model, len(public)))
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.1, 3.0])
@@ -113,7 +113,7 @@ def test_slots_are_placed_by_how_likely_their_mean_is(
 
 
 def test_public_embeddings_place_what_has_no_borders(tiny_model: Model) -> None:
-    """Pictures of noise, in an order that they share."""
+    """Images of noise, in an order that they share."""
     model, part = tiny_model(**SQUARE), RowPermutation(per="batch")
     assert model.vit.pos_embed is not None
     model.vit.pos_embed *= 10

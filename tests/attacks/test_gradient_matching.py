@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import GradientMatching, MjpSubspace, PatchGradient
-from privlab.attacks.gradients.breaching_attacks import Classifier, contained
+from privlab.attacks.gradients.breaching_attacks import Classifier, contain_breaching
 from privlab.attacks.gradients.gradient_matching import Match, mismatch
 from privlab.attacks.solvers import OPTIMISERS, Lbfgs, photograph_gradients
-from privlab.base import PrivlabError, PrivlabWarning, configured, draw_for, read_options
+from privlab.base import PrivlabError, PrivlabWarning, configure, draw_for, read_options
 from privlab.cli.common import progress_bar
 from privlab.defenses import GradientPruning, Mjp
 from privlab.metrics import psnr, psnr_region
@@ -132,7 +132,7 @@ def test_the_cosine_is_breachings(tiny_model: Callable[..., VictimModel], option
     _, seen = seen_of(model, pictures(1))
     match = Match.of(seen, "cosine", 0.0)
     candidate = model.normalise(pictures(2)[1:])
-    with contained():
+    with contain_breaching():
         from breaching.attacks.auxiliaries.objectives import CosineSimilarity
         from omegaconf import OmegaConf
 
@@ -382,7 +382,7 @@ def test_lbfgs_steps_by_the_dense_inverse_that_its_pairs_make(remembered: int) -
 def test_options_that_do_not_fit_are_one_line(option: str, message: str) -> None:
     def made() -> GradientMatching:
         read_options([option], [GradientMatching])
-        return configured(GradientMatching, [option])
+        return configure(GradientMatching, [option])
 
     with pytest.raises(PrivlabError) as refusal:
         made()

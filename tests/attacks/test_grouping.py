@@ -11,10 +11,10 @@ from torch.testing import assert_close
 
 from privlab.attacks.gradients.token_separation import TokenSeparation
 from privlab.attacks.rows import known_tokens
-from privlab.attacks.tokens import first_block, grouped, memberships
+from privlab.attacks.tokens import first_block, group_patches, memberships
 from privlab.base import PrivlabError
-from privlab.metrics import assigned, in_best_order, psnr
-from privlab.release import granted, observe, released_parameters
+from privlab.metrics import assign_images, in_best_order, psnr
+from privlab.release import gradient_capabilities, observe, released_parameters
 from privlab.threat import Observation, check_capabilities
 from privlab.victims import VictimModel, victim
 
@@ -72,7 +72,7 @@ def test_tokens_that_hear_few_others_are_grouped_in_spite_of_float32(
     z, mixed = (rows * (1 + 1e-7 * torch.randn(rows.shape, dtype=rows.dtype, generator=rng)) for rows in (z, read[0]))
     z, mixed = (torch.cat([rows[:, 1:].flatten(0, 1), rows[:, 0]]) for rows in (z, mixed))
     share = memberships(block, known_tokens(model)[0], z[:48], z, mixed, 3)
-    group = grouped(share[:48], torch.arange(16).repeat(3), 3).view(3, 16)
+    group = group_patches(share[:48], torch.arange(16).repeat(3), 3).view(3, 16)
     assert sorted(group[:, 0].tolist()) == [0, 1, 2]
     assert (group == group[:, :1]).all()
 
@@ -82,7 +82,7 @@ def test_votes_that_contradict_are_counted() -> None:
     image, slot = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1]), torch.arange(4).repeat_interleave(2)
     share = (image[:, None] == image).double()
     share[0, 1] = share[1, 0] = 1
-    group = grouped(share, slot, 2)
+    group = group_patches(share, slot, 2)
     assert torch.equal(group, image) or torch.equal(group, 1 - image)
 
 
@@ -93,22 +93,22 @@ def test_votes_of_a_group_overrule_the_patch_that_stood_for_it() -> None:
     said = torch.tensor([1, 0, 1, 0.05, 1, 0.05, 1, 0.05], dtype=torch.float64)
     share[0], share[:, 0] = said, said
     share[1, 2:4] = share[2:4, 1] = 0.5
-    assert torch.equal(grouped(share, slot, 2), image)
+    assert torch.equal(group_patches(share, slot, 2), image)
 
 
 def test_slots_that_are_alike_are_shared_out_evenly() -> None:
     image = torch.tensor([0, 0, 1, 1, 1, 0])
     share = (image[:, None] == image).double()
     share[4] = share[:, 4] = 0.5  # says nothing, and there is but one place left
-    group = grouped(share, torch.full((6,), -1), 2, alike=3)
+    group = group_patches(share, torch.full((6,), -1), 2, alike=3)
     assert torch.equal(group, image) or torch.equal(group, 1 - image)
-    assert grouped(share[:0, :0], image[:0], 2).shape == (0,)
+    assert group_patches(share[:0, :0], image[:0], 2).shape == (0,)
 
 
 @pytest.mark.parametrize("embedded", ["learn", "none"])
 def test_two_images_come_back_from_one_gradient(embedded: str, tiny_vit: Callable[..., VisionTransformer]) -> None:
     model, x = model_of(tiny_vit(embed_dim=128, pos_embed=embedded)), draw(2, 3, 16, 16)
-    reconstruction = assigned(TokenSeparation()(together(model, x)), x, 4)
+    reconstruction = assign_images(TokenSeparation()(together(model, x)), x, 4)
     assert reconstruction.tokens is not None
     assert reconstruction.tokens.tolist() == [17, 17]
     found = (
@@ -131,7 +131,7 @@ def test_what_several_images_need(tiny_vit: Callable[..., VisionTransformer]) ->
     vit = tiny_vit(embed_dim=48)
     vit.patch_embed.proj.weight.requires_grad_(False)
     model = model_of(vit)
-    check_capabilities(TokenSeparation(), granted(model, (), 2))
+    check_capabilities(TokenSeparation(), gradient_capabilities(model, (), 2))
     with pytest.raises(PrivlabError, match="2 images in one gradient, and a frozen patch embedding"):
         TokenSeparation()(together(model, draw(2, 3, 16, 16), TokenSeparation.parameters))
 
@@ -143,4 +143,4 @@ def test_two_photographs_on_trained_weights(
     weights = shared("weights/vit_tiny_patch16_224.safetensors")
     model, x = victim("vit_ti", weights=str(weights), img_size=64).model, photographs(2, 64)
     seen = observe(model, x, model(x).argmax(1), NAMES, images_per_release=2)
-    assert psnr(assigned(TokenSeparation()(seen), x, 16).images, x).min() > 80
+    assert psnr(assign_images(TokenSeparation()(seen), x, 16).images, x).min() > 80

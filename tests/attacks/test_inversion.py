@@ -18,7 +18,7 @@ from privlab.attacks.decoders import (
     Shape,
     decoder_for,
     decoder_key,
-    released,
+    make_release,
     train_decoder,
 )
 from privlab.attacks.decoders.networks import Whitening
@@ -60,7 +60,7 @@ def seen_of(
 def test_releases_are_those_of_a_client(tiny_model: Make, crops: Tensor, defense: Parts) -> None:
     """Each row is the token that `source` names."""
     model, images = tiny_model(), crops[:4].double()
-    seen = released(model, defense, images, Generator().manual_seed(1))
+    seen = make_release(model, defense, images, Generator().manual_seed(1))
     tokens = model.embed(images).flatten(0, 1).float()
     assert_close(seen.features.flatten(0, 1), tokens[seen.source.flatten()])
     assert_close(seen.images.double(), images, atol=1e-6, rtol=0)
@@ -71,7 +71,7 @@ def test_releases_have_draws_of_their_own(tiny_model: Make, crops: Tensor) -> No
     model, images = tiny_model(), crops[:2].double()
     for defense in ((RowPermutation(),), (ColumnPermutation(),), (GaussianNoise(),)):
         one, same, other = (
-            released(model, defense, images, Generator().manual_seed(seed)).features for seed in (1, 1, 2)
+            make_release(model, defense, images, Generator().manual_seed(seed)).features for seed in (1, 1, 2)
         )
         assert torch.equal(one, same)
         assert not torch.equal(one, other)
@@ -80,10 +80,10 @@ def test_releases_have_draws_of_their_own(tiny_model: Make, crops: Tensor) -> No
 def test_releases_say_what_was_fed_where(tiny_model: Make, crops: Tensor) -> None:
     """Under a jigsaw the patches' places are those of the feed; under a low pass their content is the private one."""
     model, images = tiny_model(unknown=False), crops[:2].double()
-    jigsaw = released(model, (Jigsaw(gamma=0.5),), images, Generator().manual_seed(1))
+    jigsaw = make_release(model, (Jigsaw(gamma=0.5),), images, Generator().manual_seed(1))
     assert not torch.equal(jigsaw.fed, jigsaw.images)
     assert_close(jigsaw.features[:, 1:].double(), model.embed(jigsaw.fed.double())[:, 1:], atol=1e-5, rtol=1e-5)
-    smooth = released(model, (LowPass(0.1),), images, Generator().manual_seed(1))
+    smooth = make_release(model, (LowPass(0.1),), images, Generator().manual_seed(1))
     assert torch.equal(smooth.fed, smooth.images)
 
 
@@ -123,7 +123,7 @@ def test_a_decoder_learns(
     decoder = train_decoder(model, (), public, spec_of(kind, steps), progress=seen.append)
     assert seen[-1].loss < falls_to * seen[0].loss
     with torch.no_grad():
-        images, _ = decoder.reconstruct(released(model, (), private.double(), Generator()).features, "kept")
+        images, _ = decoder.reconstruct(make_release(model, (), private.double(), Generator()).features, "kept")
     assert (images - private).square().mean() < of_mean * (public.mean(0) - private).square().mean()
     assert images.min() >= 0
     assert images.max() <= 1
@@ -324,7 +324,7 @@ def test_rows_in_place_are_taken_in_order(tiny_model: Make, crops: Tensor) -> No
 def test_a_perfect_token_decoder_has_no_loss(tiny_model: Make, crops: Tensor, defense: Parts) -> None:
     """Whatever moved a row, its patch and its slot are those of the token that it is."""
     model = tiny_model(unknown=False)
-    seen = released(model, defense, crops[:4].double(), Generator().manual_seed(2))
+    seen = make_release(model, defense, crops[:4].double(), Generator().manual_seed(2))
     by_token = {
         tuple(token.tolist()): (patch, slot)
         for image, patches in zip(model.embed(seen.fed.double()).float(), patchify(seen.fed, 4), strict=True)

@@ -9,7 +9,7 @@ import pytest
 
 import privlab
 from privlab.attacks import PatchGradient, attacks
-from privlab.base import PrivlabError, configured, stated
+from privlab.base import PrivlabError, configure, options_of
 from privlab.defenses import GradientNoise, Jigsaw, Mjp, defenses
 from privlab.runs import specify
 
@@ -43,8 +43,8 @@ def test_a_made_defense_is_its_name_with_its_options_and_several_are_stacked() -
 def test_what_is_stated_makes_the_same_instance(kinds: Callable[[], dict[str, type[Any]]]) -> None:
     for name, kind in kinds().items():
         if not name.startswith("breaching:"):
-            assert configured(kind, stated(kind())) == kind()
-    assert stated(Jigsaw(gamma=0.5, per="image")) == ["jigsaw.gamma=0.5", "jigsaw.per=image"]
+            assert configure(kind, options_of(kind())) == kind()
+    assert options_of(Jigsaw(gamma=0.5, per="image")) == ["jigsaw.gamma=0.5", "jigsaw.per=image"]
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,4 @@ def test_what_is_neither_a_name_nor_installed_is_refused(options: dict[str, Any]
 
 def test_values_that_no_option_can_give_are_refused() -> None:
     with pytest.raises(PrivlabError, match=r"^odd: levels=\(1\.0, 2\.0\) is no option that a record can state"):
-        stated(Odd())
+        options_of(Odd())

@@ -21,10 +21,10 @@ from privlab.attacks.tokens import (
     Spans,
     first_block,
     guesses,
-    normalised,
-    placed,
+    normalise,
+    place_patches,
     separate,
-    sharpened_patches,
+    sharpen_patches,
     slots_of_tokens,
 )
 from privlab.attacks.tokens.equations import outside, start
@@ -32,7 +32,7 @@ from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Jigsaw, Mjp
 from privlab.metrics import in_best_order, psnr, psnr_region
 from privlab.patches import patchify, permute, slots_to_pixels
-from privlab.release import granted, observe
+from privlab.release import gradient_capabilities, observe
 from privlab.threat import Capability, Feed, Observation, check_capabilities
 from privlab.victims import VictimModel, april_twin, victim
 
@@ -131,7 +131,7 @@ def test_tokens_lie_where_their_slots_say_and_no_others_do(made: tuple[VictimMod
     assert near is not None
     own = torch.cat([torch.tensor([True]), ~feed.moved[0]])
     assert_close(near.u, tokens_of(model, feed)[0][own])
-    t = normalised(Mlp.of(block), near.u)
+    t = normalise(Mlp.of(block), near.u)
     assert near.off(t).norm(dim=1).max() < 1e-5 < 1e-2 < near.off(t.roll(1, 0)).norm(dim=1).min()
     each = near.off(t.expand(len(t), -1, -1))  # of every token, outside of every span
     assert_close(each.diagonal().mT, near.off(t))
@@ -170,9 +170,9 @@ def test_gauss_and_newtons_steps_remove_what_the_linear_solve_had_of_rounding(
     at = linear.slot[linear.slot > 0] - 1
 
     def error(steps: int, inner: int) -> float:
-        return float((sharpened_patches(model, block, slots, u, start, wrong, steps, inner).X - right).norm())
+        return float((sharpen_patches(model, block, slots, u, start, wrong, steps, inner).X - right).norm())
 
-    right = sharpened_patches(model, block, slots, u, linear, wrong, 0, 1).X
+    right = sharpen_patches(model, block, slots, u, linear, wrong, 0, 1).X
     assert_close(right[~slots.alike], x[~slots.alike], atol=1e-5, rtol=0)
     assert sorted(at.tolist()) == list(range(16))
     assert error(0, 1) > 0.1
@@ -208,7 +208,7 @@ def test_few_tokens_leave_what_the_subspace_gave(made: tuple[VictimModel, Feed, 
 
 
 def ramp(side: int) -> Tensor:
-    """Return a picture in which no two places are alike, and neighbours nearly are."""
+    """Return an image in which no two places are alike, and neighbours nearly are."""
     across, down = torch.meshgrid(*[torch.linspace(0.1, 0.9, side, dtype=torch.float64)] * 2, indexing="ij")
     return torch.stack([across, down, across * down])
 
@@ -232,7 +232,7 @@ def test_lost_patches_take_the_places_that_are_left(tiny_model: Callable[..., Vi
     shuffled = permute(image[None], moved[None], 4)
     noise = torch.rand(shuffled.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     seen = torch.where(slots_to_pixels(lost[None], (8, 8), 4)[:, None], noise, shuffled)[0]
-    order = placed(model, seen, masked, lost)
+    order = place_patches(model, seen, masked, lost)
     known = ~lost[order]
     assert torch.equal(moved[order][known], torch.arange(64)[known])
     assert known.sum() == 62
@@ -240,7 +240,7 @@ def test_lost_patches_take_the_places_that_are_left(tiny_model: Callable[..., Vi
 
 def test_where_all_is_lost_any_order_will_do(tiny_model: Callable[..., VictimModel]) -> None:
     every = torch.ones(64, dtype=torch.bool)
-    assert placed(tiny_model(img_size=32), ramp(32), every, every).sort().values.tolist() == list(range(64))
+    assert place_patches(tiny_model(img_size=32), ramp(32), every, every).sort().values.tolist() == list(range(64))
 
 
 def test_masked_patches_without_a_token_are_smooth_where_they_lie(tiny_model: Callable[..., VictimModel]) -> None:
@@ -275,10 +275,10 @@ def test_as_many_tokens_as_the_width_are_too_many(images: Tensor, tiny_model: Ca
 
 def test_it_needs_a_plain_block(tiny_model: Callable[..., VictimModel]) -> None:
     model = tiny_model()
-    check_capabilities(MjpFull(), granted(model))
+    check_capabilities(MjpFull(), gradient_capabilities(model))
     with pytest.raises(PrivlabError, match=r"'mjp-full' needs .* plain_block"):
-        check_capabilities(MjpFull(), granted(april_twin(model)))
-    assert Capability.PLAIN_BLOCK not in granted(april_twin(model))
+        check_capabilities(MjpFull(), gradient_capabilities(april_twin(model)))
+    assert Capability.PLAIN_BLOCK not in gradient_capabilities(april_twin(model))
 
 
 @pytest.mark.parametrize(

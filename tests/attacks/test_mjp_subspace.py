@@ -108,7 +108,7 @@ def test_the_prior_of_the_unmasked_region_does_not_see_the_masked_one(
     found = found_in(model, seen)
     noise = torch.randn(found.known.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     other = found._replace(known=torch.where(found.masked[..., None], noise, found.known))
-    here, there = (attack.completed(each, seen)[~found.masked] for each in (found, other))
+    here, there = (attack.complete(each, seen)[~found.masked] for each in (found, other))
     assert torch.equal(here, there)
 
 
@@ -119,7 +119,7 @@ def test_masked_patches_are_the_smoothest_of_their_span_beside_all_others(
     model = tiny_model()
     seen = seen_under(model, images, 0.4)[1]
     found = found_in(model, seen)
-    X = MjpSubspace().completed(found, seen).requires_grad_()
+    X = MjpSubspace().complete(found, seen).requires_grad_()
     image, precision = unpatchify(X, model.image_shape), torch.linalg.inv(photograph_gradients(model))
     energy = sum(torch.einsum("bchw,cd,bdhw->", δ, precision, δ) for δ in (image.diff(dim=2), image.diff(dim=3)))
     (slope,) = torch.autograd.grad(torch.as_tensor(energy), X)

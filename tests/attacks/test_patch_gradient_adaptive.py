@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import MjpSubspace, PatchGradient, PatchGradientAdaptive
-from privlab.attacks.gradients.patch_gradient_adaptive import NoisyGradients, _improved, _objective, posterior
+from privlab.attacks.gradients.patch_gradient_adaptive import NoisyGradients, _improve, _objective, posterior
 from privlab.attacks.solvers import Smoothness
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp
@@ -94,7 +94,7 @@ def test_missing_entries_are_filled_in_and_others_left_alone(tiny_model: Model) 
     true = NoisyGradients.of(under(model, images))
     pruned = NoisyGradients.of(under(model, images, GradientPruning(keep=0.6)))
     X = torch.linalg.lstsq(true.A.mT, true.G).solution
-    filled = pruned.completed(X)
+    filled = pruned.complete(X)
     missing = pruned.edge_pe > 0
     least = min(g[g != 0].abs().min() for g in (pruned.A[:1], pruned.G[:1]))  # of what was released of the first
     assert missing.any()
@@ -135,7 +135,7 @@ def test_rows_of_noise_are_told_from_rows_that_say_as_much_again() -> None:
     A = torch.randn(2, 5000, 64, dtype=torch.float64, generator=draw) * torch.tensor([1, 3**0.5]).view(2, 1, 1)
     one, G = torch.ones(2, 1, 1).double(), torch.zeros(2, 64, 3).double()
     release = NoisyGradients(A, G, one, one, torch.zeros_like(A), G)
-    shares = release.unheard.double().mean(1)
+    shares = release.silent_slots.double().mean(1)
     assert shares[0] > 0.998
     assert shares[1] < 0.01
 
@@ -145,7 +145,7 @@ def test_of_rows_of_which_entries_are_missing_only_those_without_any_are_not_hea
     A[0, 1, 2:], A[0, 2] = 0, 0
     one, G = torch.ones(1, 1, 1).double(), torch.zeros(1, 8, 3).double()
     release = NoisyGradients(A, G, one, one, (A == 0).to(A), G)
-    assert release.unheard.tolist() == [[True, False, True]]
+    assert release.silent_slots.tolist() == [[True, False, True]]
 
 
 def noisy(seed: int = 0) -> tuple[NoisyGradients, Tensor, Smoothness]:
@@ -186,7 +186,7 @@ def test_its_steps_end_where_the_objective_has_no_slope() -> None:
 
     first, values = slope(X), [naive(X, release, prior)]
     for _ in range(30):
-        X = _improved(X, release, prior, 0.1, 40)
+        X = _improve(X, release, prior, 0.1, 40)
         values.append(naive(X, release, prior))
     assert (torch.stack(values).diff(dim=0) < 1e-9).all()
     assert (slope(X).norm(dim=(1, 2)) < 1e-3 * first.norm(dim=(1, 2))).all()
@@ -213,7 +213,7 @@ def test_the_mask_of_mjp_is_heard_through_the_noise(
     fresh = [draw_for(0, str(i), "release") for i in range(4)]
     seen = observe(model, feed, torch.arange(4), MjpSubspace.parameters, (mjp, defense), fresh)
     assert feed.masked_pe is not None
-    assert torch.equal(NoisyGradients.of(seen).unheard, feed.masked_pe)
+    assert torch.equal(NoisyGradients.of(seen).silent_slots, feed.masked_pe)
     kept = ~slots_to_pixels(feed.moved, model.grid, model.patch)
     scores = {
         a.name: psnr_region(a(seen), feed.images, kept).mean() for a in (PatchGradient(), PatchGradientAdaptive())

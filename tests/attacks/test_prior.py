@@ -126,7 +126,7 @@ def test_weights_are_twice_the_slopes_of_what_is_minimised(
     assert_close(small(tiny_model(), name).tail(q), 2 * slope)
 
 
-def test_a_flat_picture_has_the_variance_of_rounding() -> None:
+def test_a_flat_image_has_the_variance_of_rounding() -> None:
     """Rounded to 8 bits, values are off from what they were by 1/12 of a level squared."""
     values = torch.rand(200000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rounding = ((values * 255).round() / 255 - values).square().mean()

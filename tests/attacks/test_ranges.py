@@ -20,7 +20,7 @@ from privlab.attacks import (
     TokenSeparation,
 )
 from privlab.evaluation import beyond_range
-from privlab.release import granted
+from privlab.release import gradient_capabilities
 from privlab.threat import Capability, Observation
 from privlab.victims import VictimModel, april_twin
 
@@ -42,7 +42,7 @@ def make(tiny_vit: Callable[..., VisionTransformer]) -> Make:
         if vit.pos_embed is not None:
             gradients["pos_embed"] = torch.ones(1, *vit.pos_embed.shape)
             gradients["pos_embed"][0, 0, 1 : 1 + masked] = 0
-        return Observation(model, gradients, granted(model, (), images), (), images)
+        return Observation(model, gradients, gradient_capabilities(model, (), images), (), images)
 
     return made
 

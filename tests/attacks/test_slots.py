@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 from torch.testing import assert_close
 
 from privlab.attacks.gradients.token_separation import TokenSeparation
-from privlab.attacks.tokens import Mlp, Reads, Slots, embeddings_of_tokens, first_block, normalised, slots_of_tokens
-from privlab.attacks.tokens.slots import _assigned, _equations, _sharpened
+from privlab.attacks.tokens import Mlp, Reads, Slots, embeddings_of_tokens, first_block, normalise, slots_of_tokens
+from privlab.attacks.tokens.slots import _assign, _equations, _sharpen
 from privlab.patches import patchify
 from privlab.release import observe
 from privlab.threat import Observation
@@ -53,7 +53,7 @@ def test_a_token_is_put_where_it_is_parallel_and_nowhere_where_it_is_not() -> No
     axes = torch.eye(5, dtype=torch.float64)
     base, Q = torch.tensor([1.0, 2.0, 3.0]).double()[:, None] * axes[:3], axes[4:].mT
     t = torch.stack([0.92 * axes[2] + (1 - 0.92**2) ** 0.5 * axes[3], 0.88 * axes[1] + (1 - 0.88**2) ** 0.5 * axes[3]])
-    rows, columns = _assigned(t + 100 * axes[4], base, Q)
+    rows, columns = _assign(t + 100 * axes[4], base, Q)
     assert (rows.tolist(), columns.tolist()) == ([0], [2])
 
 
@@ -86,7 +86,7 @@ def test_tokens_fulfil_what_is_asked_of_them(open_: int, asked: int, tiny_model:
     assert equations is not None
     base, M = equations
     assert (M.shape, len(reads.mixed)) == ((asked, open_ + 17 + 1), 17)
-    for right, t in zip(base, pad(normalised(Mlp.of(block), u[1:]), (0, asked - 64)), strict=True):
+    for right, t in zip(base, pad(normalise(Mlp.of(block), u[1:]), (0, asked - 64)), strict=True):
         A = torch.cat([M, -t[:, None]], 1)
         x = torch.linalg.lstsq(A, -right[:, None], driver="gelsd").solution
         assert (A @ x + right[:, None]).norm() < 1e-6 * right.norm()
@@ -113,7 +113,7 @@ def least_squares(target: Tensor, guesses: list[Tensor], steps: int) -> Tensor:
         setattr(block, name, nn.Identity())
     block.ls1 = LayerScale(2, init_values=0.0).double().requires_grad_(False)
     base, basis = torch.zeros(1, 2).double(), torch.tensor([[1.0, 0.0], [0.0, 1e-4]]).double()
-    return _sharpened(base[:0], block, base, basis, target, torch.tensor([0]), guesses, steps, 1)
+    return _sharpen(base[:0], block, base, basis, target, torch.tensor([0]), guesses, steps, 1)
 
 
 @pytest.mark.parametrize(("gain", "taken"), [(0.12, True), (0.08, False)])

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privlab.attacks.gradients import token_separation
-from privlab.attacks.gradients.token_separation import TokenSeparation, _completed, _inverted, _prior
+from privlab.attacks.gradients.token_separation import TokenSeparation, _complete, _invert, _prior
 from privlab.attacks.solvers import Smoothness, photograph_gradients
 from privlab.attacks.tokens import projection
 from privlab.patches import patchify, unpatchify
@@ -40,7 +40,7 @@ def test_a_frozen_embedding_is_completed_to_nearly_the_least_total_variation(tin
     Y = torch.linalg.svd(W - W.mean(0)).Vh[31:]  # 17 directions that no embedded patch, less its mean, tells
     found, prior = torch.ones(3, 16, dtype=torch.bool), Smoothness(model.image_shape, photograph_gradients(model))
     known = x - (x @ Y.mT) @ Y
-    done = best = _completed(seen, known, found)
+    done = best = _complete(seen, known, found)
     assert_close(done - (done @ Y.mT) @ Y, known)
     for _ in range(20):
         best = prior.fill(best, Y.expand(3, -1, -1), free=found, inside=found, steps=100, epsilon=0.07)
@@ -57,7 +57,7 @@ def test_patches_without_a_token_are_nearly_the_smoothest_beside_the_others(tiny
     prior = Smoothness(model.image_shape, photograph_gradients(model))
     eye = torch.eye(48).double().expand(3, -1, -1)
     best = prior.fill(x, eye, free=~found, inside=torch.ones_like(found), steps=600)
-    done = _completed(seen_of(model, images, frozen=False), x, found)
+    done = _complete(seen_of(model, images, frozen=False), x, found)
     assert torch.equal(done[found], x[found])
     assert (done - best).abs().max() < 0.1 < (x - best).abs().max()
 
@@ -99,5 +99,5 @@ def test_a_token_is_off_by_a_ten_thousandth_of_the_mean_variance_where_patches_h
     off = faint * (1e-4 * variance / 8) ** 0.5 * U[:, 3], strong * (variance * (1 + 1e-4 / 8)) ** 0.5 * U[:, 0]
     pe = 5 * U[:, 1]
     near = torch.stack([pe, pe + off[0] - off[1] + 5])  # z is off[0] from slot 0, and off[1] and a constant from slot 1
-    ns, _ = _inverted(model, b + near[:1] + off[0], near, Γ)
+    ns, _ = _invert(model, b + near[:1] + off[0], near, Γ)
     assert ns.tolist() == [0 if own else 1]

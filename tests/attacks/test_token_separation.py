@@ -16,8 +16,8 @@ from privlab.attacks.tokens import QKV, Mlp, Reads, embeddings_of_tokens, first_
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Jigsaw, Mjp
 from privlab.evaluation import Specification, applicable
-from privlab.metrics import assigned, in_best_order, psnr
-from privlab.release import granted, observe, released_parameters
+from privlab.metrics import assign_images, in_best_order, psnr
+from privlab.release import gradient_capabilities, observe, released_parameters
 from privlab.threat import Observation, Reconstruction, Stack, check_capabilities
 from privlab.victims import VictimModel, april_twin, victim
 
@@ -165,7 +165,7 @@ def test_several_images_under_one_mask_come_back(
     reconstruction = TokenSeparation(**SEARCH | {"starts": 24})(seen)
     assert reconstruction.loose is not None
     assert torch.equal(reconstruction.loose, feed.moved)
-    found = assigned(reconstruction, feed.images, 4)
+    found = assign_images(reconstruction, feed.images, 4)
     assert psnr(in_order(found, images, 4), images).min() > 80
 
 
@@ -203,12 +203,12 @@ def test_it_runs_unnamed_only_where_others_cannot(tiny_vit: Callable[..., Vision
 
 def test_what_it_needs(make: Callable[..., VictimModel]) -> None:
     model = make(pos_embed="none")
-    check_capabilities(TokenSeparation(), granted(model))
+    check_capabilities(TokenSeparation(), gradient_capabilities(model))
     with pytest.raises(PrivlabError, match=r"'token-separation' needs .* plain_block"):
-        check_capabilities(TokenSeparation(), granted(april_twin(model)))
-    check_capabilities(TokenSeparation(), granted(model, (), 2))
+        check_capabilities(TokenSeparation(), gradient_capabilities(april_twin(model)))
+    check_capabilities(TokenSeparation(), gradient_capabilities(model, (), 2))
     with pytest.raises(PrivlabError, match=r"'token-separation' needs .* plain_block"):
-        check_capabilities(TokenSeparation(), granted(make(QKV, pos_embed="none")))
+        check_capabilities(TokenSeparation(), gradient_capabilities(make(QKV, pos_embed="none")))
 
 
 def test_options_out_of_range() -> None:

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 from torch.testing import assert_close
 
 from privlab.attacks.tokens import Mlp, Near, Spans, row_space, separate
-from privlab.attacks.tokens.equations import backward, distinct, guessed, outside, refine, start
+from privlab.attacks.tokens.equations import backward, distinct, outside, refine, refine_guesses, start
 
 D, M, COUNT = 24, 96, 6
 
@@ -79,7 +79,7 @@ def beside(made: Planted, cosine: Tensor) -> Near:
 
 def told(made: Planted, near: Near, tolerance: float) -> list[int]:
     """Return which tokens the guesses lead to."""
-    found = guessed(made.mlp, made.spans, near, 4, 40, tolerance)
+    found = refine_guesses(made.mlp, made.spans, near, 4, 40, tolerance)
     cosine = normalize(found, dim=1) @ normalize(made.u, dim=1).mT
     return sorted(cosine.argmax(1).tolist())
 

@@ -209,7 +209,7 @@ def test_features_are_moments_products_and_what_biases_weigh(tiny_vit: Callable[
 
 def test_what_is_the_same_in_all_features_says_nothing() -> None:
     assert not weight_matching._standard(torch.full((2, 5), 0.3)).any()
-    assert not weight_matching._scaled(torch.zeros(1, 2, 5)).any()
+    assert not weight_matching._scale(torch.zeros(1, 2, 5)).any()
     assert weight_matching._correlation(torch.zeros(2, 5), torch.zeros(2, 5), torch.arange(5)) == 0
 
 
@@ -249,7 +249,7 @@ def test_biases_match_units_that_weights_leave_open() -> None:
     bias = torch.tensor([[1.0, -1.0]])
     base = weight_matching._Layer({"hidden": M}, {"hidden": 3 * bias})
     swapped = weight_matching._Layer({"hidden": M.flip(1)}, {"hidden": 3 * bias.flip(1)})
-    scores = weight_matching._judged(swapped, base, "hidden", torch.full((4, 4), 0.25), 0.9)
+    scores = weight_matching._feature_scores(swapped, base, "hidden", torch.full((4, 4), 0.25), 0.9)
     assert scores[1, 1] == pytest.approx(8, rel=1e-3)
     assert scores.abs().sum() == pytest.approx(8, rel=1e-3)
 

@@ -111,7 +111,7 @@ def test_matrices_indices_and_copies_bring_the_features_back() -> None:
     """All stages do the same work: P⁻¹ P Z = Z, but for the keyed weights, the attack and the model."""
     with pytest.warns(PrivlabWarning, match="RANDOM"):
         subject = victim("vit_ti", weights="random", img_size=32)
-    seen, sent = permutation._attacked(subject, 2)
+    seen, sent = permutation._observe_permuted(subject, 2)
     stages = permutation._stages(subject, seen, 2)
     others = {permutation._PLACED, permutation._ENCRYPTED, permutation._FORWARD}
     results = [stages[name]() for name in stages if name not in others]

@@ -63,7 +63,7 @@ def test_photographs_differ_and_are_the_same_each_time(tmp_path: Path) -> None:
 
 
 def test_a_copied_run_is_one_that_was_run(made: Experiment, tmp_path: Path) -> None:
-    """The same parts, records, pictures and facts, but for the scores."""
+    """The same parts, records, images and facts, but for the scores."""
     how = options(chunk=2, pictures=3)
     assert finished_run(made, tmp_path / "copied", how, real=1) == 5 * (8 + 13)
     grid, tasks = prepare(made, tmp_path / "run", how)
@@ -87,7 +87,7 @@ def test_a_copied_run_is_one_that_was_run(made: Experiment, tmp_path: Path) -> N
 
 
 def pictures(path: Path) -> set[str]:
-    """Return the names of the pictures of a run."""
+    """Return the names of the images of a run."""
     found = path.glob("pictures/*/*.png")
     return {f"{file.parent.name}/{file.name}" for file in found if file.parent.name != "first"}
 
@@ -280,12 +280,12 @@ def test_without_a_browser_its_figure_is_absent_and_not_zero(
     small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(table, "find_chromium", lambda: None)
-    figures, absent = table._shown(tmp_path)
+    figures, absent = table._open_page(tmp_path)
     assert list(figures) == ["report_seconds_1000"]
     assert absent == {"report_first_paint_seconds": "there is no Chromium on the path"}
     (tmp_path / "again").mkdir()
     monkeypatch.setattr(table, "find_chromium", lambda: "false")
-    figures, absent = table._shown(tmp_path / "again")
+    figures, absent = table._open_page(tmp_path / "again")
     assert (list(figures), absent) == (["report_seconds_1000"], {"report_first_paint_seconds": "Chromium died"})
 
 
@@ -304,7 +304,7 @@ def test_a_run_that_is_not_resumed_is_an_error(small: None, monkeypatch: pytest.
 
     monkeypatch.setattr(table, "finished_run", torn)
     with pytest.raises(PrivlabError, match=r"was not resumed: .*1 tasks are missing"):
-        table._resumed(tmp_path, lambda: None)
+        table._resume(tmp_path, lambda: None)
 
 
 # ---- the browser

@@ -28,7 +28,7 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
         (tmp_path / f"{module}.py").write_text(changed, encoding="utf-8")
         monkeypatch.syspath_prepend(tmp_path)
         point = EntryPoint("pixel-noise", f"{module}:PixelNoise", "privlab.defenses")
-        monkeypatch.setattr(registry, "installed", lambda group: [point] if group == point.group else [])
+        monkeypatch.setattr(registry, "installed_plugins", lambda group: [point] if group == point.group else [])
 
     return install
 

@@ -202,7 +202,7 @@ def test_label_out_of_range(attack: Callable[..., Any], records: Callable[..., p
             ("name,label", "a.png,1"),
             "line 1: expected the columns file and class_index (or label). Found: name, label.",
         ),
-        (("file,label", "z.png,1"), "none of its 1 files is a picture of the source, as 'a.png' is."),
+        (("file,label", "z.png,1"), "none of its 1 files is an image of the source, as 'a.png' is."),
     ],
 )
 def test_labels_that_are_none(attack: Callable[..., Any], tmp_path: Path, rows: tuple[str, ...], message: str) -> None:

@@ -20,7 +20,7 @@ from privlab.attacks import ATTACKS
 from privlab.base import PrivlabWarning
 from privlab.evaluation import CONTROLS, Batch, Controls, Rows, Specification, plan
 from privlab.images import Others, Picture
-from privlab.metrics import assigned
+from privlab.metrics import assign_images
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Capability, Observation, Reconstruction
 from privlab.victims import victim
@@ -126,11 +126,11 @@ def test_shuffled_images_are_assigned_by_what_was_fed() -> None:
     loose = torch.ones(3, 16, dtype=torch.bool)
     mixed = unpatchify(patchify(fed, 4).flip(1), (3, 16, 16))
     tokens = torch.arange(3)
-    found = assigned(Reconstruction(mixed[[2, 0, 1]], loose=loose, tokens=tokens[[2, 0, 1]]), fed, 4)
+    found = assign_images(Reconstruction(mixed[[2, 0, 1]], loose=loose, tokens=tokens[[2, 0, 1]]), fed, 4)
     assert torch.equal(found.images, mixed)
     assert found.tokens is not None
     assert found.tokens.tolist() == [0, 1, 2]
-    plain = assigned(Reconstruction(fed[[1, 2, 0]]), fed, 4)
+    plain = assign_images(Reconstruction(fed[[1, 2, 0]]), fed, 4)
     assert torch.equal(plain.images, fed)
 
 

@@ -112,11 +112,11 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n", encoding="utf-8")
     (info / "entry_points.txt").write_text(POINTS, encoding="utf-8")
     sys.path.insert(0, str(site))
-    registry.installed.cache_clear()
+    registry.installed_plugins.cache_clear()
     assert version("outside") == "1.0"
     yield
     sys.path.remove(str(site))
-    registry.installed.cache_clear()
+    registry.installed_plugins.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "outside"]:
         del sys.modules[name]
 
@@ -162,7 +162,7 @@ def test_a_shuffle_of_patches_is_re_assembled_and_leaks_as_what_was_put_together
 
 
 def test_settings_b_and_c_share_what_an_attack_sees_and_finds(run: Callable[..., Any]) -> None:
-    counted = next(point for point in registry.installed("privlab.attacks") if point.name == "counted").load()
+    counted = next(point for point in registry.installed_plugins("privlab.attacks") if point.name == "counted").load()
     counted.seen.clear()
     _, frame = run("--defense", "jigsaw", "--attack", "counted", "--metrics", "psnr", "--setting", "b,c")
     assert sum(len(seen.gradients["pos_embed"]) for seen in counted.seen) == 3

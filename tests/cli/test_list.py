@@ -74,7 +74,9 @@ def test_the_zoo_comes_with_privlab(cli: Callable[..., Any], monkeypatch: pytest
     assert (told["zoo victims"]["state"], told["zoo predictors"]["state"]) == ("ok", "ok")
     assert told["zoo victims"]["found"] == f"come with privlab: {', '.join(ZOO)}"
     assert not [name for name in told if name in ("weights cifar_vit", "weights tiny_vit")]
-    monkeypatch.setattr("privlab.inventory.doctor.shipped", lambda name: None if name == "tiny_mp3" else Path(name))
+    monkeypatch.setattr(
+        "privlab.inventory.doctor.shipped_file", lambda name: None if name == "tiny_mp3" else Path(name)
+    )
     told = {row["what"]: row for row in json.loads(cli("doctor", "--json").out)}
     assert (told["zoo victims"]["state"], told["zoo predictors"]["state"]) == ("ok", "missing")
     assert told["zoo predictors"]["found"] == "this package lacks tiny_mp3: install it again"

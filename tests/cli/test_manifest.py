@@ -191,7 +191,7 @@ ZERO = "0" * 64
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (["name,sha256", f"z.png,{ZERO}"], "line 2: no picture 'z.png' in folder "),
+        (["name,sha256", f"z.png,{ZERO}"], "line 2: no image 'z.png' in folder "),
         (["name,sha256", f"a.png,{ZERO}"], "line 2: the SHA-256 of 'a.png' is "),
         (["name,sha256", f"a.png,{ZERO}", f"a.png,{ZERO}"], "line 3: the name 'a.png' stands in line 2 already."),
         (["name,sha256", f"a.png,{ZERO}", f"b.png,{ZERO}"], "line 3: the SHA-256 '00000"),

@@ -94,7 +94,7 @@ def test_a_shipped_model_is_found_by_name(
     (tmp_path / "cifar_vit.json").write_text(json.dumps({"sha256": hash_of(state), "recipe": "classify"}))
     for module in (shelf, victims):
         monkeypatch.setattr(
-            module, "shipped", lambda name: tmp_path / f"{name}.safetensors" if name == "cifar_vit" else None
+            module, "shipped_file", lambda name: tmp_path / f"{name}.safetensors" if name == "cifar_vit" else None
         )
     shown = cli("models", "show", "cifar_vit")
     assert shown.status == 0
@@ -147,7 +147,7 @@ def test_mistakes_are_one_line(
 
 
 def test_a_zoo_model_that_is_not_here_is_one_line(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(victims, "shipped", lambda name: None)
+    monkeypatch.setattr(victims, "shipped_file", lambda name: None)
     assert (
         "holds no trained weights of cifar_vit; `privlab train` makes some" in cli("models", "fetch", "cifar_vit").error
     )

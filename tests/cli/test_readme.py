@@ -39,7 +39,7 @@ def test_a_defense_of_ones_own_is_an_entry_point_away(
     (tmp_path / "my_package.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     point = EntryPoint("pixel-noise", "my_package:PixelNoise", "privlab.defenses")
-    monkeypatch.setattr(registry, "installed", lambda group: [point] if group == point.group else [])
+    monkeypatch.setattr(registry, "installed_plugins", lambda group: [point] if group == point.group else [])
     run = tmp_path / "run"
     arguments = "attack --model vit_ti --img-size 32 --weights random --limit 2 --metrics psnr --defense pixel-noise"
     assert _status([*arguments.split(), "--out", str(run)]) == 0

@@ -118,7 +118,7 @@ def test_pictures_without_labels_have_no_probe(
     given = ("--images", tmp_path / "bare", "--split", "test", "--train-split", "train", "--out", tmp_path / "out")
     told = cli("study", "positions", "--predictor", predictors[1], *given)
     assert told.status == 0
-    assert "other: no k-NN probe: not all pictures have labels." in told.err
+    assert "other: no k-NN probe: not all images have labels." in told.err
     assert "Skipped: test/broken.png" in told.err
     (about,) = json.loads((tmp_path / "out" / "predictors.json").read_text(encoding="utf-8"))
     assert about["knn"] is None

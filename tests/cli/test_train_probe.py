@@ -79,7 +79,7 @@ def test_a_probe_of_places(cli: CLI, data: Path, weights: Path, tmp_path: Path) 
         ((*PROBE, "--set", "layer=9"), "layer of this probe must be 1 to 4. Found 9"),
         ((*PROBE, "--set", "layer=last"), "the value must be of type int. Found 'last'"),
         ((*PROBE, "--set", "gamma_pos=2"), "gamma_pos (γ_pos) must be in [0, 1]"),
-        ((*PROBE, "--batch-size", "1"), "batch_norm needs two pictures at a time"),
+        ((*PROBE, "--batch-size", "1"), "batch_norm needs two images at a time"),
         (("probe", "--model", "resnet50"), "This needs a plain ViT"),
     ],
 )  # fmt: skip

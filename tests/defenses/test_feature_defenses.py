@@ -23,7 +23,7 @@ from privlab.defenses import (
     RowPermutation,
 )
 from privlab.patches import bits, draw_orders, permute_features, restore_features
-from privlab.release import granted_features, observe_features, predictions, send
+from privlab.release import feature_capabilities, observe_features, predictions, send
 from privlab.threat import Capability, Defense, Draws, FeatureDefense, Feed, Sent, Stack
 
 B, T, D = 3, 6, 8
@@ -75,7 +75,7 @@ def test_the_key_sizes_that_the_literature_states() -> None:
 def test_the_client_undoes_any_stack_of_permutations(seed: int, parts: list[FeatureDefense]) -> None:
     Z = tokens(seed % 89)
     sent = Stack(tuple(parts)).send(Z, 1, draws(seed))
-    assert torch.equal(sent.restored(sent.features), Z)
+    assert torch.equal(sent.restore(sent.features), Z)
     source = Z.flatten(0, 1)[sent.source]
     assert torch.equal(sent.features, source if sent.columns is None else source[..., sent.columns])
     assert torch.equal(sent.source.flatten().sort().values, torch.arange(B * T))
@@ -209,10 +209,10 @@ def test_batch_shuffle_mixes_the_images_in_attention(tiny_model: Callable) -> No
 
 def test_what_the_server_is_granted(tiny_model: Callable) -> None:
     model, none = tiny_model(), tiny_model(pos_embed="none", class_token=False, global_pool="avg")
-    with_pe = granted_features(model, 8)
+    with_pe = feature_capabilities(model, 8)
     assert {Capability.POSITION_EMBEDDINGS, Capability.CLASS_TOKEN, Capability.AUXILIARY_IMAGES} <= with_pe
-    assert not {Capability.POSITION_EMBEDDINGS, Capability.CLASS_TOKEN} & granted_features(none, 8)
-    assert Capability.AUXILIARY_IMAGES not in granted_features(model, 0)
+    assert not {Capability.POSITION_EMBEDDINGS, Capability.CLASS_TOKEN} & feature_capabilities(none, 8)
+    assert Capability.AUXILIARY_IMAGES not in feature_capabilities(model, 0)
 
 
 def test_an_observation_of_features_has_no_field_for_image_or_order(tiny_model: Callable) -> None:

@@ -23,7 +23,7 @@ from privlab.attacks import MjpSubspace, PatchGradient
 from privlab.defenses import Jigsaw
 from privlab.evaluation import CONTROLS, GEOMETRIES, Scorer, Trial
 from privlab.metrics import MIRRORED, STRUCTURE
-from privlab.report.tables import SINGLE, WORST, named, summarise
+from privlab.report.tables import SINGLE, WORST, attack_label, summarise
 from privlab.report.tables.summary import flags, to_rich
 from privlab.threat import Capability, Feed, Observation, Reconstruction
 from privlab.victims import victim
@@ -85,7 +85,7 @@ def test_the_worst_case_is_taken_image_by_image() -> None:
     assert worst["psnr"] == pytest.approx(best.psnr.max().mean())
     assert worst["ssim"] == pytest.approx(best.ssim.max().mean())
     reached = inside[inside.psnr == best.psnr.transform("max")].drop_duplicates(["image_sha256", "attack"])
-    whose = Counter(map(named, reached.attack, reached.geometry))
+    whose = Counter(map(attack_label, reached.attack, reached.geometry))
     assert worst["leakiest"] == dict(whose)
 
 

@@ -19,12 +19,12 @@ from privlab.experiments.studies.position_predictors import (
     layers,
     offsets,
     places,
+    reinitialise,
     relative,
-    untrained,
 )
-from privlab.patches import permute, shuffled_within
+from privlab.patches import permute, shuffle_within
 from privlab.reassembly import DropPosNetwork, Mp3Network, PositionPredictor, tiles
-from privlab.report.figures import laid
+from privlab.report.figures import lay_out_patches
 from privlab.training import Examples
 from privlab.victims import VictimModel
 
@@ -61,7 +61,7 @@ def reader(kind: type[PositionPredictor]) -> PositionPredictor:
 
 
 def pictures(n: int) -> Tensor:
-    """Return pictures whose red says the slot; green and blue are noise."""
+    """Return images whose red says the slot; green and blue are noise."""
     images = torch.rand(n, 3, 16, 16, generator=Generator().manual_seed(0))
     images[:, 0] = LEVELS.view(4, 4).repeat_interleave(4, 0).repeat_interleave(4, 1)
     return images
@@ -71,7 +71,7 @@ def pictures(n: int) -> Tensor:
 def test_what_reads_the_slot_places_every_patch(kind: type[PositionPredictor]) -> None:
     draws = [Generator().manual_seed(seed) for seed in range(5)]
     moved = torch.stack([torch.rand(16, generator=draw) < 0.8 for draw in draws])
-    order = torch.stack([shuffled_within(mask, draw) for mask, draw in zip(moved, draws, strict=True)])
+    order = torch.stack([shuffle_within(mask, draw) for mask, draw in zip(moved, draws, strict=True)])
     likeliest, assigned = places(reader(kind), permute(pictures(5), order, 4), ~moved)
     assert torch.equal(likeliest, order)
     assert torch.equal(assigned, order)
@@ -101,7 +101,7 @@ def test_the_assignment_is_the_best_of_all(seed: int, told: list[bool]) -> None:
 
 def test_patches_that_fall_together_are_averaged_and_what_is_empty_is_grey() -> None:
     patches = np.arange(4.0).reshape(4, 1, 1, 1) * np.ones((4, 2, 2, 3))
-    shown, empty = laid(patches, np.array([3, 1, 1, 3]))
+    shown, empty = lay_out_patches(patches, np.array([3, 1, 1, 3]))
     assert shown[:, 0, 0, 0].tolist() == [0.5, 1.5, 0.5, 1.5]
     assert empty.tolist() == [True, False, True, False]
 
@@ -199,12 +199,12 @@ def test_fewer_neighbours_than_k_are_all_asked() -> None:
 def test_an_untrained_twin_shares_the_shape_and_nothing_else(kind: type[PositionPredictor]) -> None:
     network = reader(kind)
     before, state = network.tensors(), torch.get_rng_state()
-    twin = untrained(network)
+    twin = reinitialise(network)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], tensor) for name, tensor in network.tensors().items())
     for name, tensor in twin.tensors().items():
         assert tensor.shape == before[name].shape
         if name.endswith("weight") and "norm" not in name:
             assert not torch.equal(tensor, before[name]), name
-    again = untrained(network).tensors()
+    again = reinitialise(network).tensors()
     assert all(torch.equal(again[name], tensor) for name, tensor in twin.tensors().items())

@@ -7,7 +7,7 @@ import torch
 
 from privlab.base import draw_for
 from privlab.images import open_images
-from privlab.patches import blockwise_mask, shuffled_within
+from privlab.patches import blockwise_mask, shuffle_within
 
 SHA = hashlib.sha256(b"privlab").hexdigest()
 
@@ -16,7 +16,7 @@ def test_mask_and_order_of_an_image() -> None:
     """The mask of γ = 0.27 on 14 × 14 patches, drawn for one image hash and seed 0."""
     draw = draw_for(0, SHA, "defense")
     mask = blockwise_mask((14, 14), 0.27, draw)
-    order = shuffled_within(mask, draw)
+    order = shuffle_within(mask, draw)
     assert int(mask.sum()) == 52
     assert hashlib.sha256(bytes(order.tolist())).hexdigest()[:16] == "8da269b9de8e7082"
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from privlab.base import PrivlabError, PrivlabWarning, files
 from privlab.evaluation import COLUMNS, SCHEMA
-from privlab.stores import KEY, RunDirectory, Store, check, merged, part_frame
+from privlab.stores import KEY, RunDirectory, Store, check, merge_records, part_frame
 
 SYNC = files.sync  # the real one: conftest.py replaces it
 
@@ -361,12 +361,12 @@ def made(given_: dict[str, Any]) -> dict[str, Any]:
 @given(given_=st.lists(values.map(made), max_size=12))
 def test_merged_rows(given_: list[dict[str, Any]]) -> None:
     frame = part_frame(table(*given_))
-    once = merged(frame)
+    once = merge_records(frame)
     keys = [tuple(each[name] for name in ("cell", "image_sha256", "geometry", "batch")) for each in given_]
     order = list(dict.fromkeys(keys))
     assert list(once.columns) == COLUMNS.names
     assert len(once) == len(order)
-    pd.testing.assert_frame_equal(merged(once.assign(image_id=once.image_sha256)), once)
+    pd.testing.assert_frame_equal(merge_records(once.assign(image_id=once.image_sha256)), once)
     assert once.dtypes.drop("label").equals(frame.dtypes.drop(["label", "image_id"]))
     for key, record in zip(order, once.to_dict("records"), strict=True):
         rows = sorted(
@@ -387,5 +387,5 @@ KEY_COLUMNS = ("cell", "image_sha256", "geometry", "batch")
 
 def test_image_that_could_not_be_read_goes_by_its_name() -> None:
     failed = [row(i, image_sha256=nothing, status="failed") for i in (1, 2, 1) for nothing in ("", None)]
-    assert merged(part_frame(table(*failed))).image.tolist() == ["1.png", "2.png"]
+    assert merge_records(part_frame(table(*failed))).image.tolist() == ["1.png", "2.png"]
     assert KEY == ["cell", "image_id", "geometry", "batch"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from privlab.attacks import ATTACKS
 from privlab.base import PrivlabError
 from privlab.defenses import BatchShuffle, GradientNoise, RowPermutation
-from privlab.release import granted, granted_features, observe
+from privlab.release import feature_capabilities, gradient_capabilities, observe
 from privlab.threat import FORCEABLE, Capability, FeatureObservation, Feed, Observation, check_capabilities
 from privlab.victims import VictimModel, april_twin
 
@@ -42,12 +42,12 @@ def test_an_attack_needs_each_capability_that_it_requires(name: str) -> None:
 
 def test_gradients_grant_what_they_show(tiny_model: Model) -> None:
     model = tiny_model()
-    one, two = granted(model), granted(model, (), 2)
+    one, two = gradient_capabilities(model), gradient_capabilities(model, (), 2)
     assert one - two == {Capability.BATCH_SIZE_ONE}
-    assert granted(model, (GradientNoise(),)) - one == {Capability.GRADIENT_DEFENSE}
+    assert gradient_capabilities(model, (GradientNoise(),)) - one == {Capability.GRADIENT_DEFENSE}
     assert Capability.PLAIN_BLOCK in one
     assert Capability.APRIL_BLOCK not in one
-    twin = granted(april_twin(model))
+    twin = gradient_capabilities(april_twin(model))
     assert Capability.APRIL_BLOCK in twin
     assert Capability.PLAIN_BLOCK not in twin
     for capability in (Capability.RELEASED_FEATURES, Capability.AUXILIARY_IMAGES, Capability.QUERIES):
@@ -56,11 +56,11 @@ def test_gradients_grant_what_they_show(tiny_model: Model) -> None:
 
 def test_features_grant_what_they_show(tiny_model: Model) -> None:
     model = tiny_model()
-    with_images, without = granted_features(model, 3), granted_features(model, 0)
+    with_images, without = feature_capabilities(model, 3), feature_capabilities(model, 0)
     assert with_images - without == {Capability.AUXILIARY_IMAGES}
-    assert Capability.OWN_ROWS in granted_features(model, 3, (RowPermutation(),))
-    assert Capability.OWN_ROWS not in granted_features(model, 3, (BatchShuffle(),))
-    bare = granted_features(tiny_model(pos_embed="none", class_token=False, global_pool="avg"), 3)
+    assert Capability.OWN_ROWS in feature_capabilities(model, 3, (RowPermutation(),))
+    assert Capability.OWN_ROWS not in feature_capabilities(model, 3, (BatchShuffle(),))
+    bare = feature_capabilities(tiny_model(pos_embed="none", class_token=False, global_pool="avg"), 3)
     assert with_images - bare == {Capability.POSITION_EMBEDDINGS, Capability.CLASS_TOKEN}
 
 

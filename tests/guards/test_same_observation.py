@@ -10,7 +10,7 @@ from torch import Tensor
 from privlab.attacks import ATTACKS
 from privlab.evaluation import Specification, applicable, known_slots
 from privlab.patches import permute
-from privlab.reassembly import Borders, rearranged
+from privlab.reassembly import Borders, rearrange
 from privlab.threat import Capability, Reconstruction
 from privlab.victims import Victim
 
@@ -111,5 +111,5 @@ def test_what_is_kept_is_laid_out_without_the_truth(run: Any, crops: Tensor) -> 
     known = known_slots(other.observed[0])
     assert known is not None
     assert not torch.equal(known, ~first.trials[0][0].feed.moved)
-    order = rearranged(Reconstruction(in_place), known, Borders(), (4, 4), 4)
+    order = rearrange(Reconstruction(in_place), known, Borders(), (4, 4), 4)
     assert torch.equal(again.images["c", "patch-gradient", "reassembled"][0], permute(in_place, order, 4))

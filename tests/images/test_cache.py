@@ -1,4 +1,4 @@
-"""Pictures that are kept in a file, mapped into memory: the same examples, read once, and never stale ones."""
+"""Images that are kept in a file, mapped into memory: the same examples, read once, and never stale ones."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def counted(source: ImageSource, reads: list[int]) -> ImageSource:
-    """Return a source that tells which pictures were read."""
+    """Return a source that tells which images were read."""
     at = source.at
     assert at is not None
 
@@ -77,7 +77,7 @@ def test_more_than_fits_into_memory_is_kept_in_the_file(
     assert_same(read_examples(open_images(folder), SIDE, cache=cache), wanted)
 
 
-def test_other_pictures_of_the_same_names_are_read_anew(folder: Path, cache: Path) -> None:
+def test_other_images_of_the_same_names_are_read_anew(folder: Path, cache: Path) -> None:
     before = read_examples(open_images(folder), SIDE, cache=cache)
     paint(folder / "dog" / "1.png", 99)
     os.utime(folder / "dog" / "1.png", ns=(0, 0))
@@ -139,7 +139,7 @@ def test_a_cut_file_is_refused(folder: Path, cache: Path) -> None:
 
 def test_a_cache_that_cannot_be_used_is_one_line(folder: Path, cache: Path) -> None:
     cache.write_text("a file")
-    with pytest.raises(PrivlabError, match=r"The pictures cannot be kept in .*File exists"):
+    with pytest.raises(PrivlabError, match=r"The images cannot be kept in .*File exists"):
         read_examples(open_images(folder), SIDE, cache=cache)
 
 
@@ -147,7 +147,7 @@ def test_a_cache_that_cannot_be_used_is_one_line(folder: Path, cache: Path) -> N
     ("spoil", "message"),
     [
         (lambda folder: paint(folder / "a.png", 3), "have no label"),
-        (lambda folder: [path.write_bytes(b"") for path in folder.rglob("*.png")], "no picture can be read"),
+        (lambda folder: [path.write_bytes(b"") for path in folder.rglob("*.png")], "no image can be read"),
         (lambda folder: [path.write_bytes(b"") for path in folder.glob("cat/*.png")], "The class 'cat' of"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The usual preprocessings of a picture, against PIL and torch themselves, and which of them a client used."""
+"""The usual preprocessings of an image, against PIL and torch themselves, and which of them a client used."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_what_was_fed_is_found(picture: Image.Image) -> None:
         assert again.how.endswith("mirrored") == each.how.endswith("mirrored")
 
 
-def test_a_picture_of_the_input_s_size_is_fed_as_it_is(tmp_path: Path, picture: Image.Image) -> None:
+def test_an_image_of_the_input_s_size_is_fed_as_it_is(tmp_path: Path, picture: Image.Image) -> None:
     small = picture.resize((32, 32))
     found, _ = nearest(small, CUT, to_tensor(small)[None])
     assert torch.equal(found.image[0], to_tensor(small))

@@ -167,7 +167,7 @@ class Stream:
         return self
 
     def cast_column(self, column: str, kind: ImageType) -> "Stream":
-        """Ask for undecoded pictures."""
+        """Ask for undecoded images."""
         assert self.hidden[column]
         assert not kind.decode
         return self
@@ -215,7 +215,7 @@ def test_hugging_face_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert empty.problem == "Empty file: 0 bytes."
     assert absent.problem == "No picture in this row."
     assert missing.problem is not None
-    with pytest.raises(PrivlabError, match="stream of 'pets' broke at picture 5: timed out"):
+    with pytest.raises(PrivlabError, match="stream of 'pets' broke at image 5: timed out"):
         list(source)
 
 

@@ -133,7 +133,7 @@ def test_corrupt_exif_is_no_problem(tmp_path: Path) -> None:
     assert pixels(read_picture(path)).shape == (16, 20, 3)
 
 
-def test_phone_picture_with_a_preview_is_one_picture(tmp_path: Path) -> None:
+def test_phone_image_with_a_preview_is_one_image(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[noise(8, 10)])
     assert pixels(read_picture(path)).shape == (16, 20, 3)
 
@@ -208,7 +208,7 @@ def test_refused_file_has_a_one_line_problem(tmp_path: Path, case: str) -> None:
     assert (picture.name, picture.pixels, picture.label, picture.label_origin) == ("a", None, 3, "folder")
 
 
-def test_picture_between_pillows_limit_and_ours_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_between_pillows_limit_and_ours_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow would warn of a bomb here, and warnings are errors."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
     assert pixels(read_picture(saved(tmp_path / "a.png", noise(16, 20)))).shape == (16, 20, 3)
@@ -232,7 +232,7 @@ def test_permission_error_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_damage_found_late_is_a_problem(tmp_path: Path) -> None:
-    """Pillow opens a file by its header: a data set may hand over a picture whose pixels cannot be read."""
+    """Pillow opens a file by its header: a data set may hand over an image whose pixels cannot be read."""
     with Image.open(cut(saved(tmp_path / "a.png", noise(64, 64)), 0.6)) as image:
         picture = picture_from_image(image, "a", 3, "dataset")
     assert (picture.sha256, picture.pixels, picture.label, picture.label_origin) == ("", None, 3, "dataset")

@@ -1,4 +1,4 @@
-"""What is learnt from: pictures of all kinds of sources, broken ones among them, and how batches are changed."""
+"""What is learnt from: images of all kinds of sources, broken ones among them, and how batches are changed."""
 
 import io
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Generator
 
 from privlab.base import PrivlabError
 from privlab.images import open_images, reading
-from privlab.images.examples import _shifted
+from privlab.images.examples import _shift
 from privlab.training import Augmentation, read_examples
 
 
@@ -51,7 +51,7 @@ def test_a_folder_is_read_with_the_labels_of_its_classes(folder: Path) -> None:
     assert torch.equal(data.pixels(torch.tensor([4]))[0], data.images[4] / 255)
 
 
-def test_a_broken_picture_is_counted_and_named(folder: Path) -> None:
+def test_a_broken_image_is_counted_and_named(folder: Path) -> None:
     (folder / "train" / "cat" / "1.png").write_bytes(b"no picture")
     data = read_examples(open_images(folder, split="train"), (12, 12))
     assert len(data) == 5
@@ -59,29 +59,29 @@ def test_a_broken_picture_is_counted_and_named(folder: Path) -> None:
     assert "cat/1.png" in data.skipped[0]
 
 
-def test_a_class_without_a_readable_picture_is_refused(folder: Path) -> None:
+def test_a_class_without_a_readable_image_is_refused(folder: Path) -> None:
     for path in (folder / "train" / "cat").iterdir():
         path.write_bytes(b"no picture")
-    with pytest.raises(PrivlabError, match=r"The class 'cat' of .* has no picture that can be read"):
+    with pytest.raises(PrivlabError, match=r"The class 'cat' of .* has no image that can be read"):
         read_examples(open_images(folder, split="train"), (12, 12))
 
 
-def test_pictures_without_labels_are_refused(tmp_path: Path) -> None:
+def test_images_without_labels_are_refused(tmp_path: Path) -> None:
     picture(0).save(tmp_path / "a.png")
-    with pytest.raises(PrivlabError, match=r"1 of the 1 pictures in .* have no label"):
+    with pytest.raises(PrivlabError, match=r"1 of the 1 images in .* have no label"):
         read_examples(open_images(tmp_path), (12, 12))
     assert read_examples(open_images(tmp_path), (12, 12), labelled=False).labels.tolist() == [-1]
 
 
 def test_nothing_to_read_is_refused_with_the_first_reason(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
-    with pytest.raises(PrivlabError, match=r"no picture can be read\. The first: .*Empty file"):
+    with pytest.raises(PrivlabError, match=r"no image can be read\. The first: .*Empty file"):
         read_examples(open_images(tmp_path), (12, 12), labelled=False)
 
 
 def test_more_than_fits_is_refused_before_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MOST_BYTES", 1000)
-    with pytest.raises(PrivlabError, match=r"6 pictures of 12×12 take .* at most"):
+    with pytest.raises(PrivlabError, match=r"6 images of 12×12 take .* at most"):
         read_examples(open_images(folder, split="train"), (12, 12))
 
 
@@ -112,7 +112,7 @@ def test_the_first_of_a_sorted_parquet_are_of_all_classes(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("columns", "split", "message"),
     [
-        ({"pixels": [1]}, None, "has no column image, jpeg, png or bytes with pictures. Found pixels"),
+        ({"pixels": [1]}, None, "has no column image, jpeg, png or bytes with images. Found pixels"),
         ({"image": [b""]}, "train", "has no split 'train'. Found no column split"),
         ({"image": [b""], "split": ["test"]}, "train", "has no split 'train'. Found test"),
         ({"image": [3]}, None, "column image .* int64, not bytes"),
@@ -130,9 +130,9 @@ def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
 
 
 @given(seed=st.integers(0, 1000), most=st.integers(1, 5))
-def test_shifts_are_whole_pixels_of_each_picture_alone(seed: int, most: int) -> None:
+def test_shifts_are_whole_pixels_of_each_image_alone(seed: int, most: int) -> None:
     images = torch.rand(3, 2, 8, 8, generator=Generator().manual_seed(seed))
-    moved = _shifted(images, most, Generator().manual_seed(seed))
+    moved = _shift(images, most, Generator().manual_seed(seed))
     top, left = torch.randint(2 * most + 1, (2, 3, 1), generator=Generator().manual_seed(seed))
     for image, out, t, s in zip(images, moved, top, left, strict=True):
         padded = torch.nn.functional.pad(image, (most,) * 4)

@@ -1,4 +1,4 @@
-"""Which pictures of a source are chosen, by position and by manifest, and what a manifest may say."""
+"""Which images of a source are chosen, by position and by manifest, and what a manifest may say."""
 
 import hashlib
 from collections.abc import Callable
@@ -15,7 +15,16 @@ from PIL import Image
 from privlab.base import PrivlabError
 from privlab.evaluation import Specification
 from privlab.grids import references
-from privlab.images import ImageSource, Picture, Preprocessing, batches, chosen, open_images, read_manifest, to_csv
+from privlab.images import (
+    ImageSource,
+    Picture,
+    Preprocessing,
+    batches,
+    choose_images,
+    open_images,
+    read_manifest,
+    to_csv,
+)
 
 A, B, C = (hashlib.sha256(name.encode()).hexdigest() for name in "abc")
 
@@ -28,7 +37,7 @@ def saved(path: Path, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of three classes with 4, 2 and 3 pictures; not to be written to."""
+    """Return a folder of three classes with 4, 2 and 3 images; not to be written to."""
     root = tmp_path_factory.mktemp("classes")
     for seed, name in enumerate(["a/1", "a/2", "a/3", "a/4", "b/1", "b/2", "c/1", "c/2", "c/3"]):
         saved(root / f"{name}.png", seed)
@@ -114,7 +123,7 @@ def stream(pictures: list[Picture], count: int | None = None) -> ImageSource:
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ImageSource]:
-    """Open a stream of five pictures as if it were a data set of the hub."""
+    """Open a stream of five images as if it were a data set of the hub."""
     pictures = [Picture(f"s/{i}", hashlib.sha256(str(i).encode()).hexdigest(), None, i, "dataset") for i in range(5)]
 
     def opened(count: int | None = None, **choice: Any) -> ImageSource:
@@ -141,7 +150,7 @@ def test_manifest_of_a_stream(streamed: Callable[..., ImageSource], tmp_path: Pa
     assert (names(source), source.count) == (["s/3", "s/0", "s/4"], 3)
     assert [picture.name for picture in source.pick([2, 0])] == ["s/4", "s/3"]
     written(tmp_path / "m.csv", f"s/1,{everything[1].sha256}", f"s/9,{A}")
-    with pytest.raises(PrivlabError, match=r"m\.csv, line 3: no picture 's/9' in a stream\. Give the --images"):
+    with pytest.raises(PrivlabError, match=r"m\.csv, line 3: no image 's/9' in a stream\. Give the --images"):
         streamed(manifest=tmp_path / "m.csv")
 
 
@@ -176,18 +185,18 @@ def test_labels_and_memberships_of_a_manifest(classes: Path, tmp_path: Path) -> 
 def test_manifest_of_what_was_read_gives_it_again(classes: Path, tmp_path: Path, source: str) -> None:
     images = {"files": [classes / "b/2.png", classes / "a/1.png"], "folder": str(classes), "samples": "samples"}[source]
     first = open_images(images, limit=3)
-    (tmp_path / "m.csv").write_text(to_csv(first.stated()))
+    (tmp_path / "m.csv").write_text(to_csv(first.without_pixels()))
     again = open_images(images, manifest=tmp_path / "m.csv")
     for one, other in zip(first, again, strict=True):
         assert one.pixels is not None
         assert other.pixels is not None
         assert one.pixels.tobytes() == other.pixels.tobytes()
         assert replace(one, pixels=None).__dict__ == replace(other, pixels=None).__dict__
-    assert to_csv(again.stated()) == (tmp_path / "m.csv").read_text()
+    assert to_csv(again.without_pixels()) == (tmp_path / "m.csv").read_text()
 
 
-def test_chunks_are_those_of_a_source_with_broken_pictures(classes: Path, tmp_path: Path) -> None:
-    """A picture that cannot be decoded is chosen again: which images make a batch depends on it."""
+def test_chunks_are_those_of_a_source_with_broken_images(classes: Path, tmp_path: Path) -> None:
+    """An image that cannot be decoded is chosen again: which images make a batch depends on it."""
     for i in (0, 2, 3):
         saved(tmp_path / "data" / f"{i}.png", i)
     (tmp_path / "data" / "1.png").write_bytes(b"no picture")
@@ -269,7 +278,7 @@ BAD_LINES: dict[str, tuple[str, int, str]] = {
     "column twice": ("name,sha256,name\n", 1, "the column name is there twice. Keep one of them."),
     "cells": (f"name,sha256\nx,{A},3\n", 2, CELLS),
     "cell": ("name,sha256\nx\n", 2, CELLS),
-    "no name": (f"name,sha256\n,{A}\n", 2, "the name is empty. Give the picture's name in its source."),
+    "no name": (f"name,sha256\n,{A}\n", 2, "the name is empty. Give the image's name in its source."),
     "no hash": ("name,sha256\nx,\n", 2, "sha256 must have 64 hex digits. Found ''."),
     "short hash": ("name,sha256\nx,abc\n", 2, "sha256 must have 64 hex digits. Found 'abc'."),
     "name twice": (
@@ -328,11 +337,11 @@ def test_manifest_that_is_not_there(tmp_path: Path) -> None:
             read_manifest(path)
 
 
-def test_manifest_of_other_pictures(classes: Path, tmp_path: Path) -> None:
+def test_manifest_of_other_images(classes: Path, tmp_path: Path) -> None:
     own = sha(classes / "a/1.png")
     path = written(tmp_path / "m.csv", f"a/1.png,{own}", f"a/9.png,{A}")
     with pytest.raises(
-        PrivlabError, match=r"m\.csv, line 3: no picture 'a/9\.png' in folder .*; its names are such as 'a/1"
+        PrivlabError, match=r"m\.csv, line 3: no image 'a/9\.png' in folder .*; its names are such as 'a/1"
     ):
         open_images(str(classes), manifest=path)
     written(path, f"a/1.png,{own}", f"b/1.png,{A}")
@@ -349,4 +358,4 @@ def test_file_that_cannot_be_read_has_no_hash(classes: Path, tmp_path: Path) -> 
     path = written(tmp_path / "m.csv", f"x.png,{sha(tmp_path / 'data/x.png')}")
     (tmp_path / "data/x.png").unlink()
     with pytest.raises(PrivlabError, match=r"line 2: the SHA-256 of 'x\.png' cannot be had, for it cannot be read\."):
-        chosen(source, path)
+        choose_images(source, path)

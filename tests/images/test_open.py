@@ -131,7 +131,7 @@ def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
     assert list(labels(open_images(str(tmp_path / "data")))) == ["cat/a.png", "dog/b.png"]
 
 
-def test_folder_with_pictures_beside_folders_has_no_labels(tmp_path: Path) -> None:
+def test_folder_with_images_beside_folders_has_no_labels(tmp_path: Path) -> None:
     saved(tmp_path / "cat/a.png")
     saved(tmp_path / "b.png")
     assert labels(open_images(str(tmp_path))) == {"b.png": (None, "none"), "cat/a.png": (None, "none")}
@@ -272,8 +272,8 @@ def test_class_index_goes_before_a_label_that_is_a_word(folder: Path, tmp_path: 
         (["file,label", "b.png,1.5"], "line 2: label must be an integer .* Found '1.5'"),
         (["file,label", "b.png"], "line 2: label must be an integer .* Found None"),
         (["file,label", "b.png,1", "./b.png,2"], r"line 3: the file 'b.png' is listed twice"),
-        (["file,label", "a.png,1"], "'a.png' could be 2 pictures; give the path, as in 'cat/a.png'"),
-        (["file,label", "x.png,1"], "none of its 1 files is a picture of the source, as 'cat/a.png' is"),
+        (["file,label", "a.png,1"], "'a.png' could be 2 images; give the path, as in 'cat/a.png'"),
+        (["file,label", "x.png,1"], "none of its 1 files is an image of the source, as 'cat/a.png' is"),
     ],
 )
 def test_bad_labels_are_named(folder: Path, tmp_path: Path, rows: list[str], message: str) -> None:

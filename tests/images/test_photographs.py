@@ -38,12 +38,12 @@ def pictures() -> dict[str, Picture]:
 
 
 def left_of(sha256: str, pixels: Image.Image) -> tuple[str, ...] | None:
-    """Return what is left of the bundled photographs for one private picture."""
+    """Return what is left of the bundled photographs for one private image."""
     return apart_from([sha256], CUT(pixels)[None], CUT)[0]
 
 
 def pixels_of(picture: Picture) -> Image.Image:
-    """Return the pixels of a picture that was read."""
+    """Return the pixels of an image that was read."""
     assert picture.pixels is not None
     return picture.pixels
 
@@ -70,7 +70,7 @@ def test_a_file_and_its_compressed_copies_are_known(name: str, pictures: dict[st
     assert left_of("", Image.open(copy)) == others
 
 
-def test_other_pictures_leave_all() -> None:
+def test_other_images_leave_all() -> None:
     noise = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     flat = torch.linspace(0, 1, 21)[:, None, None, None].expand(-1, 3, 32, 32)
     for images in (noise, flat):
@@ -150,7 +150,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[Any], pd.
 
 @pytest.fixture
 def own(tmp_path: Path) -> tuple[str, str]:
-    """Return the files of two pictures that are no bundled photographs."""
+    """Return the files of two images that are no bundled photographs."""
     paths = (tmp_path / "one.png", tmp_path / "two.png")
     for i, path in enumerate(paths):
         pixels = torch.randint(256, (40, 40, 3), generator=torch.Generator().manual_seed(i), dtype=torch.uint8)
@@ -175,7 +175,7 @@ def test_several_images_in_one_gradient_leave_what_none_of_them_is(watch: Callab
     ]
 
 
-def test_pictures_of_ones_own_are_attacked_together_as_ever(watch: Callable[..., Any], own: tuple[str, str]) -> None:
+def test_images_of_ones_own_are_attacked_together_as_ever(watch: Callable[..., Any], own: tuple[str, str]) -> None:
     (seen,), _ = watch("watching", images=own)
     assert seen.photographs is None
     assert len(seen.gradients["pos_embed"]) == 2

@@ -60,7 +60,7 @@ def install(site: Path, code: str, points: str) -> Path:
 
 
 def test_it_runs_in_attacks_tables_and_lists(site: Path) -> None:
-    """Its column is its formula, on the pictures that the run kept; the table has it beside PSNR."""
+    """Its column is its formula, on the images that the run kept; the table has it beside PSNR."""
     (site / "edges.toml").write_text(TABLE, encoding="utf-8")
     attack = "attack --model cifar_vit --attack patch-gradient --limit 2 --metrics psnr,edge_error --out run"
     done = run(site, attack, "list metrics --json", "table edges.toml --out table")

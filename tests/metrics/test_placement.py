@@ -7,10 +7,10 @@ import torch
 
 from privlab.metrics import (
     as_sent,
-    displaced,
+    displaced_slots,
     in_best_order,
     key_recovered,
-    matched,
+    match_images,
     neighbour_accuracy,
     placement_accuracy,
 )
@@ -89,7 +89,7 @@ def test_the_best_order_across_images_undoes_every_misplacement() -> None:
         for s, patch in enumerate(image):
             r, c = divmod(s, GRID[1])
             images[i, :, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2] = patch.view(3, 2, 2)
-    everywhere = displaced(sent)
+    everywhere = displaced_slots(sent)
     assert everywhere.all()
     assert torch.equal(in_best_order(images, IMAGES, everywhere, 2, across=True), IMAGES)
     apart = in_best_order(images, IMAGES, everywhere, 2)  # each image has its own patches, as many as stand in it
@@ -99,10 +99,10 @@ def test_the_best_order_across_images_undoes_every_misplacement() -> None:
 
 def test_rows_are_displaced_where_one_stands_for_another() -> None:
     plain = Sent.plain(torch.zeros(B, T, 5), PREFIX)
-    assert not displaced(plain).any()
+    assert not displaced_slots(plain).any()
     source = plain.source.clone()
     source[1, [-1, -2]] = source[1, [-2, -1]]
-    assert displaced(Sent(plain.features, source, PREFIX)).tolist() == [[False] * N, [True] * N]
+    assert displaced_slots(Sent(plain.features, source, PREFIX)).tolist() == [[False] * N, [True] * N]
 
 
 def test_a_class_row_among_the_patches_is_no_placement() -> None:
@@ -138,7 +138,7 @@ def test_what_was_sent_is_shown_in_its_order() -> None:
 def test_reconstructions_are_matched_to_images_only_where_rows_crossed_them() -> None:
     crossed, own = permuted(), Sent.plain(torch.zeros(B, T, 5), PREFIX)
     swapped = Reconstruction(IMAGES.flip(0), truth(crossed).flip(0))
-    put_right = matched(crossed, swapped, IMAGES)
+    put_right = match_images(crossed, swapped, IMAGES)
     assert torch.equal(put_right.images, IMAGES)
     assert placement_accuracy(crossed, put_right).tolist() == [1, 1]
-    assert matched(own, swapped, IMAGES) is swapped
+    assert match_images(own, swapped, IMAGES) is swapped

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from privlab.attacks import PatchGradient, PatchGradientAdaptive
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise
-from privlab.metrics import clopper_pearson, fixed_guess, gram, identified, psnr, success_bound
+from privlab.metrics import clopper_pearson, fixed_guess, gram, identify, psnr, success_bound
 from privlab.release import observe, per_sample_gradients, released_parameters
 from privlab.threat import Feed
 from privlab.victims import VictimModel
@@ -55,7 +55,7 @@ def test_the_bound_is_the_power_of_the_best_test(κ: float, σ: float, T: int) -
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**31), st.integers(2, 9), st.floats(8, 30))
-def test_no_picture_reaches_more_images_than_the_fixed_guess(seed: int, n: int, τ: float) -> None:
+def test_no_image_reaches_more_images_than_the_fixed_guess(seed: int, n: int, τ: float) -> None:
     draw = Generator().manual_seed(seed)
     images = torch.rand(3, 3, 4, 4, generator=draw)[torch.randint(3, (n,), generator=draw)]
     images = (images + 0.1 * torch.randn(n, 3, 4, 4, generator=draw)).clamp(0, 1)
@@ -89,7 +89,7 @@ def test_the_interval_leaves_the_stated_tails(hits: int, trials: int) -> None:
 def test_of_two_opposite_gradients_the_identification_attains_the_bound() -> None:
     draws, products = 40_000, torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
     for σ in NOISES:
-        found = identified(products, σ, draws, Generator().manual_seed(1))
+        found = identify(products, σ, draws, Generator().manual_seed(1))
         share = (found == torch.arange(2)[:, None]).double().mean().item()
         assert share == pytest.approx(success_bound(0.5, σ), abs=4 * math.sqrt(0.25 / (2 * draws)))
 
@@ -112,7 +112,7 @@ def clipped(candidates: tuple[VictimModel, Tensor, Tensor]) -> dict[str, Tensor]
 
 def test_without_noise_each_image_is_taken_for_itself_however_long_its_gradient_is() -> None:
     g = torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.2, 0.1]], dtype=torch.float64)
-    found = identified(gram({"a": g}), 1e-9, 5, Generator().manual_seed(0))
+    found = identify(gram({"a": g}), 1e-9, 5, Generator().manual_seed(0))
     assert (found == torch.arange(3)[:, None]).all()
 
 
@@ -127,7 +127,7 @@ def test_the_best_identification_comes_close_and_does_not_cross(σ: float, T: in
     """It would cross a bound for half the sensitivity: the check has power."""
     products, draws = gram(clipped), 1000
     assert_close(products.diagonal(), torch.ones(m, dtype=torch.float64))  # all clipped
-    found = identified(products, σ / math.sqrt(T), draws, Generator().manual_seed(0))
+    found = identify(products, σ / math.sqrt(T), draws, Generator().manual_seed(0))
     hits = int((found == torch.arange(m)[:, None]).sum())
     assert not held_against(hits, m * draws, success_bound(1 / m, σ, T))
     if success_bound(1 / m, 2 * σ, T) < 0.9:  # beyond, both are near one
@@ -145,7 +145,7 @@ def test_products_tell_as_much_as_the_releases(σ: float, clipped: dict[str, Ten
         seen = torch.cat([released[name].flatten(1) for name in sorted(released)], 1)
         distance = (seen[:, None] - flat).square().sum(2)
         hits += int((distance.argmin(1) == torch.arange(m)).sum())
-    many = identified(gram(clipped), σ, 1000, Generator().manual_seed(3))
+    many = identify(gram(clipped), σ, 1000, Generator().manual_seed(3))
     share = (many == torch.arange(m)[:, None]).double().mean().item()
     low, high = clopper_pearson(hits, m * draws, LEVEL)
     assert low <= share <= high

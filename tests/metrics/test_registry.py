@@ -182,7 +182,7 @@ def test_what_gain_and_offset_leave_agrees_with_lapack_and_numpy(x: Tensor, y: T
 @given(st.lists(st.floats(-1, 1).filter(lambda g: abs(g) > 0.05), min_size=3, max_size=3), st.integers(0, 2**16))
 @settings(max_examples=20)
 def test_gain_and_offset_of_a_colour_are_no_privacy(gains: list[float], seed: int) -> None:
-    """A picture of other gains and offsets, negative ones too, is as good as the picture itself; psnr may be worse."""
+    """An image of other gains and offsets, negative ones too, is as good as the image itself; psnr may be worse."""
     y, g = noise(1, 3, 12, 12, seed=seed), torch.tensor(gains, dtype=torch.float64)[:, None, None]
     x = noise(1, 3, 12, 12, seed=seed + 1) * 0.5 + 0.5 * y
     other = (g * x - torch.minimum(g, torch.zeros_like(g))).clamp(0, 1)  # within [0, 1], but for rounding
@@ -192,7 +192,7 @@ def test_gain_and_offset_of_a_colour_are_no_privacy(gains: list[float], seed: in
 
 
 @pytest.mark.parametrize("level", [0.0, 0.3, 1.0])
-def test_a_flat_picture_has_what_the_variance_leaves(level: float) -> None:
+def test_a_flat_image_has_what_the_variance_leaves(level: float) -> None:
     flat, y = torch.full((3, 3, 96, 96), level, dtype=torch.float64), PHOTOGRAPHS.double()
     for x, other in ((flat, y), (y, flat)):
         assert (correlation(x, other) == 0).all()

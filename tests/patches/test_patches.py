@@ -11,7 +11,7 @@ from torch import Generator
 from torch.testing import assert_close
 
 from privlab.base import PrivlabError, draw_for
-from privlab.patches import blockwise_mask, inverse, patchify, permute, shuffled_within, slots_to_pixels, unpatchify
+from privlab.patches import blockwise_mask, inverse, patchify, permute, shuffle_within, slots_to_pixels, unpatchify
 
 SIDES = st.integers(1, 6)
 
@@ -78,7 +78,7 @@ def test_ratio_outside_of_its_range_is_refused(ratio: float) -> None:
 def test_shuffle_stays_within_the_mask(seed: int, ratio: float) -> None:
     draw = Generator().manual_seed(seed)
     mask = torch.rand(30, generator=draw) < ratio
-    order = shuffled_within(mask, draw)
+    order = shuffle_within(mask, draw)
     assert_close(order.sort().values, torch.arange(30))
     assert_close(order[~mask], torch.arange(30)[~mask])
 

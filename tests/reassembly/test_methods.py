@@ -31,7 +31,7 @@ from privlab.evaluation import (
 from privlab.images import Preprocessing, batches, open_images
 from privlab.metrics import adjacent_share, neighbour_accuracy, placed_share, placement_accuracy
 from privlab.patches import patchify
-from privlab.reassembly import REASSEMBLIES, Borders, Reassembly, standing
+from privlab.reassembly import REASSEMBLIES, Borders, Reassembly, standing_slots
 from privlab.reassembly.border_costs import border_costs
 from privlab.release import observe
 from privlab.threat import Defense, Feed, GradientDefense, Reconstruction, Sent, Stack
@@ -86,8 +86,8 @@ def test_photographs_come_back_at_224_pixels_with_no_mask_known(shared: Callable
 
 def test_a_shuffle_of_everything_leaves_nothing_standing(photographs: Photographs) -> None:
     for patches, order in zip(tiles(photographs(4, 160), 16), map(torch.randperm, [100] * 4), strict=True):
-        assert standing(border_costs(patches), (10, 10)).sum() > 30
-        assert standing(border_costs(patches[order]), (10, 10)).sum() == 0
+        assert standing_slots(border_costs(patches), (10, 10)).sum() > 30
+        assert standing_slots(border_costs(patches[order]), (10, 10)).sum() == 0
 
 
 def test_groups_of_chance_are_not_taken_for_standing() -> None:
@@ -97,7 +97,7 @@ def test_groups_of_chance_are_not_taken_for_standing() -> None:
         costs[0] += 5 * torch.eye(8).roll(1, 1)  # no true neighbours but the planted ones
         for i in range(size - 1):
             costs[0, i, i + 1] = 0
-        marked = standing(costs, (1, 8))
+        marked = standing_slots(costs, (1, 8))
         assert marked.tolist() == [size == 4 and i < 4 for i in range(8)]
 
 
@@ -105,9 +105,9 @@ def test_neighbours_that_prefer_each_other_one_way_alone_do_not_stand() -> None:
     """Each piece's best right neighbour is its own; every one's best left neighbour is the piece at the end."""
     costs = 1 + torch.rand(2, 8, 8, generator=seeded(0)[0])
     costs[0, torch.arange(7), torch.arange(1, 8)] = 0.5
-    assert standing(costs, (1, 8)).all()
+    assert standing_slots(costs, (1, 8)).all()
     costs[0, 7, :7] = 0.1
-    assert not standing(costs, (1, 8)).any()
+    assert not standing_slots(costs, (1, 8)).any()
 
 
 @pytest.mark.parametrize("known", [0, 5, 16])

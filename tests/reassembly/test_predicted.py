@@ -29,11 +29,11 @@ from privlab.reassembly import (
     save_predictor,
     tiles,
 )
-from privlab.release import granted_features
+from privlab.release import feature_capabilities
 from privlab.threat import Draws, FeatureObservation, Sent
 from privlab.training import Augmentation, Examples, Plan, train
 from privlab.training.objectives import ObjectiveRecipe, TrainDropPos, TrainMp3
-from privlab.victims import VictimModel, shipped
+from privlab.victims import VictimModel, shipped_file
 
 GRID, PATCH = (4, 4), 4
 
@@ -48,7 +48,7 @@ def model(side: int = 16) -> VictimModel:
 
 
 def pictures(n: int, seed: int) -> Tensor:
-    """Return pictures whose colour says the place of a patch, under noise that no border continues."""
+    """Return images whose colour says the place of a patch, under noise that no border continues."""
     draw = Generator().manual_seed(seed)
     across = torch.linspace(0.2, 0.8, 16).expand(16, 16)
     images = torch.stack([across, across.T, torch.full((16, 16), 0.5)])
@@ -57,7 +57,7 @@ def pictures(n: int, seed: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the files of two predictors, trained on such pictures."""
+    """Return the files of two predictors, trained on such images."""
     files = {}
     data = Examples((pictures(256, 0) * 255).byte(), torch.full((256,), -1), 0, "toy")
     small_ones: dict[str, Any] = {"decoder_width": 32, "decoder_depth": 1, "decoder_heads": 2}
@@ -181,7 +181,7 @@ def test_an_option_without_its_name_is_no_re_assemblys() -> None:
 
 @pytest.mark.parametrize(("patch", "kind", "name"), [(4, ByMp3, "cifar_mp3"), (8, ByDropPos, "tiny_droppos")])
 def test_that_of_the_zoo_is_the_one_for_the_patches(patch: int, kind: type[Predicted], name: str) -> None:
-    assert kind().file((8, 8), patch) == shipped(name)
+    assert kind().file((8, 8), patch) == shipped_file(name)
 
 
 def test_patches_that_the_zoo_has_no_predictor_for_are_refused() -> None:
@@ -199,7 +199,7 @@ def test_predictors_of_ones_own_are_compared_by_value(trained: dict[str, str]) -
 
 
 @pytest.mark.parametrize("per", ["image", "batch"])
-def test_rows_of_pictures_that_no_border_continues_are_put_together_by_a_predictor(
+def test_rows_of_images_that_no_border_continues_are_put_together_by_a_predictor(
     per: str, trained: dict[str, str]
 ) -> None:
     """A linear map that can be inverted, no position embeddings, rows in a random order."""
@@ -214,7 +214,7 @@ def test_rows_of_pictures_that_no_border_continues_are_put_together_by_a_predict
     plain = Sent.plain(client.embed(images).detach(), client.vit.num_prefix_tokens)
     sent = defense.send(plain, Draws(generators[2:], generators[0], generators[1]))
     public = pictures(64, 5)
-    seen = FeatureObservation(client, sent.features, (defense,), public, granted_features(client, len(public)))
+    seen = FeatureObservation(client, sent.features, (defense,), public, feature_capabilities(client, len(public)))
     by_borders = placement_accuracy(sent, BorderJigsaw(rounds=3)(seen))
     helped = placement_accuracy(sent, BorderJigsaw(rounds=3, predictor=trained["mp3"])(seen))
     assert by_borders is not None
@@ -229,7 +229,7 @@ def test_a_predictor_for_other_patches_is_refused(trained: dict[str, str]) -> No
     )
     client, images = VictimModel(vit.eval(), (0.5,) * 3, (0.25,) * 3), torch.rand(3, 3, 32, 32)
     sent = Sent.plain(client.embed(images).detach(), client.vit.num_prefix_tokens)
-    seen = FeatureObservation(client, sent.features, (RowPermutation(),), images, granted_features(client, 3))
+    seen = FeatureObservation(client, sent.features, (RowPermutation(),), images, feature_capabilities(client, 3))
     with pytest.raises(PrivlabError, match=r"for 4 × 4 patches of 4 × 4 pixels\. Found 4 × 4 of 8 × 8\."):
         BorderJigsaw(predictor=trained["mp3"])(seen)
     with pytest.raises(PrivlabError, match="No position predictor at 'nowhere'"):

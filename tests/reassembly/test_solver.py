@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from privlab.base import PrivlabError
 from privlab.images import Preprocessing, open_images
-from privlab.patches import blockwise_mask, inverse, patchify, shuffled_within
+from privlab.patches import blockwise_mask, inverse, patchify, shuffle_within
 from privlab.reassembly import FLOOR, ROUNDS, assemble, border_cost
 from privlab.reassembly.border_costs import border_costs
 
@@ -189,7 +189,7 @@ def masked(images: Tensor, gamma: float) -> list[tuple[Tensor, Tensor, Tensor]]:
     cases = []
     for seed, patches in enumerate(patchify(images, 16)):
         mask = blockwise_mask((side, side), gamma, seeded(seed))
-        order = shuffled_within(mask, seeded(seed))
+        order = shuffle_within(mask, seeded(seed))
         cases.append((patches[order].view(-1, 3, 16, 16), mask, inverse(order)))
     return cases
 
@@ -203,7 +203,7 @@ def test_bundled_photographs_come_back_from_mjp_masks(photographs: Photographs) 
 
 
 def test_bundled_photographs_come_back_without_anchors(photographs: Photographs) -> None:
-    """Neighbours are found even where nothing says where the picture begins."""
+    """Neighbours are found even where nothing says where the image begins."""
     right = []
     for patches, _, truth in masked(photographs(4, 160), 1.0):
         home = inverse(truth)[solve_jigsaw(patches, (10, 10))].view(10, 10)

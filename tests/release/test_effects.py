@@ -30,7 +30,7 @@ from privlab.defenses import (
     Mjp,
     RowPermutation,
 )
-from privlab.release import effects_of, kinds_of, measured, observe_features, send
+from privlab.release import effects_of, kinds_of, measure_effects, observe_features, send
 from privlab.report.tables import red_flags
 from privlab.threat import Draws, Effects, Feed, Sent, Stack
 from privlab.victims import VictimModel
@@ -81,11 +81,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     text = "[privlab.defenses]\n" + "\n".join(points) + "\n"
     (info / "entry_points.txt").write_text(text, encoding="utf-8")
     sys.path.insert(0, str(site))
-    registry.installed.cache_clear()
+    registry.installed_plugins.cache_clear()
     assert "my-rows" in {point.name for point in entry_points(group="privlab.defenses")}
     yield site
     sys.path.remove(str(site))
-    registry.installed.cache_clear()
+    registry.installed_plugins.cache_clear()
     for module in [name for name in sys.modules if name.partition(".")[0] == "elsewhere"]:
         del sys.modules[module]
 
@@ -93,7 +93,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("defense", [kind() for kind in DEFENSES.values()], ids=[*DEFENSES])
 def test_what_is_declared_is_what_is_measured(defense: Any, tiny_model: Make) -> None:
     if defense.name != "blur":  # wider than a tiny image
-        assert measured(tiny_model(), defense) == defense.acts_as
+        assert measure_effects(tiny_model(), defense) == defense.acts_as
 
 
 @pytest.mark.parametrize(
@@ -146,17 +146,17 @@ class Odd:
 
 def test_what_is_not_declared_is_measured(tiny_model: Make) -> None:
     model = tiny_model()
-    noise = measured(model, Odd("noise"))
+    noise = measure_effects(model, Odd("noise"))
     assert noise == Effects(noise_std=noise.noise_std)
     assert noise.noise_std == pytest.approx(0.5, rel=0.05)
     assert noise.noise_std != 0.5
-    assert measured(model, Odd("noise", std=0.5)).noise_std == 0.5, "std is taken at its word where it is true"
-    assert measured(model, Odd("noise", std=0.7)).noise_std == noise.noise_std, "and not where it is not"
-    assert measured(model, Odd("scale")) == Effects(other=True)
-    assert measured(model, Odd("bright")).rows == "own"
-    assert measured(model, Odd("seldom")).rows == "shared"
+    assert measure_effects(model, Odd("noise", std=0.5)).noise_std == 0.5, "std is taken at its word where it is true"
+    assert measure_effects(model, Odd("noise", std=0.7)).noise_std == noise.noise_std, "and not where it is not"
+    assert measure_effects(model, Odd("scale")) == Effects(other=True)
+    assert measure_effects(model, Odd("bright")).rows == "own"
+    assert measure_effects(model, Odd("seldom")).rows == "shared"
     with pytest.raises(PrivlabError, match=r"^Defense 'odd' does not run: ValueError: no such thing$"):
-        measured(model, Odd("fails"))
+        measure_effects(model, Odd("fails"))
 
 
 def test_what_is_declared_must_be_effects(tiny_model: Make) -> None:
@@ -169,14 +169,16 @@ def test_what_is_declared_must_be_effects(tiny_model: Make) -> None:
 
 def test_measuring_leaves_the_global_generator_alone(tiny_model: Make) -> None:
     state = torch.get_rng_state()
-    measured(tiny_model(), Odd("noise"))
+    measure_effects(tiny_model(), Odd("noise"))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_gradients_are_looked_at_too(tiny_model: Make) -> None:
-    kinds = {d.name: measured(tiny_model(), d).gradients for d in (GradientNoise(), GradientPruning(), GradientSign())}
+    kinds = {
+        d.name: measure_effects(tiny_model(), d).gradients for d in (GradientNoise(), GradientPruning(), GradientSign())
+    }
     assert kinds == {"gradient-noise": "noisy", "gradient-pruning": "pruned", "gradient-sign": "rounded"}
-    assert measured(tiny_model(), GradientPruning(keep=1.0)) == Effects()
+    assert measure_effects(tiny_model(), GradientPruning(keep=1.0)) == Effects()
 
 
 SCORES = ["image_sha256", "setting", "attack", "geometry", "mse", "psnr", "ssim", "psnr_masked", "placement_accuracy"]

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from privlab.base import PrivlabError, draw_for, full_precision
 from privlab.defenses import GradientSign, Jigsaw, Mjp, Undefended
-from privlab.release import granted, observe, per_sample_gradients, released_parameters
+from privlab.release import gradient_capabilities, observe, per_sample_gradients, released_parameters
 from privlab.threat import Capability, Feed
 from privlab.victims import ARCHITECTURES, VictimModel, april_twin, victim
 
@@ -103,7 +103,7 @@ def test_a_batch_releases_the_gradient_of_its_mean_loss(
     for B in (2, 3, 6):
         seen = observe(model, feed, labels, names, images_per_release=B)
         assert_close(dict(seen.gradients), of_the_mean(model, feed, labels, names, B))
-        assert (seen.images_per_release, seen.grants) == (B, granted(model) - {Capability.BATCH_SIZE_ONE})
+        assert (seen.images_per_release, seen.grants) == (B, gradient_capabilities(model) - {Capability.BATCH_SIZE_ONE})
     alone = observe(model, feed, labels, names)
     assert alone.images_per_release == 1
     for name, g in per_sample_gradients(model, feed, labels, names).items():
@@ -215,10 +215,10 @@ def test_unknown_parameter_is_refused_with_the_nearest_name(tiny_model: Model) -
 
 
 def test_grants_follow_the_model(tiny_model: Model) -> None:
-    assert Capability.LEARNABLE_PE_GRADIENT in granted(tiny_model())
-    assert Capability.LEARNABLE_PE_GRADIENT not in granted(tiny_model(pos_embed="none"))
-    assert Capability.APRIL_BLOCK in granted(april_twin(tiny_model()))
-    assert Capability.APRIL_BLOCK not in granted(tiny_model())
+    assert Capability.LEARNABLE_PE_GRADIENT in gradient_capabilities(tiny_model())
+    assert Capability.LEARNABLE_PE_GRADIENT not in gradient_capabilities(tiny_model(pos_embed="none"))
+    assert Capability.APRIL_BLOCK in gradient_capabilities(april_twin(tiny_model()))
+    assert Capability.APRIL_BLOCK not in gradient_capabilities(tiny_model())
 
 
 def test_full_precision_is_restored() -> None:

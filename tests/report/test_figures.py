@@ -218,11 +218,11 @@ def test_a_picture_that_was_not_kept_is_said_to_be_missing(kept: Results) -> Non
 
 
 def test_a_sheet_needs_pictures_that_can_be_read(kept: Results, table: Results) -> None:
-    with pytest.raises(PrivlabError, match=r"needs pictures\. Found none in 'nowhere'"):
+    with pytest.raises(PrivlabError, match=r"needs images\. Found none in 'nowhere'"):
         draw(table, Figure("sheet", "s"))
     for path in kept.path.glob("0-*-april.png"):
         path.write_bytes(b"torn")
-    with pytest.raises(PrivlabError, match=r"Cannot read the picture '.*april.png': it is no image"):
+    with pytest.raises(PrivlabError, match=r"Cannot read the image '.*april.png': it is no image"):
         draw(kept, Figure("sheet", "s"))
 
 

@@ -27,9 +27,9 @@ from privlab.report.tables import (
     Results,
     Row,
     Score,
+    figure_text,
     heading,
     render,
-    shown,
     to_tex,
 )
 from privlab.report.tables.formats import to_rich
@@ -293,7 +293,7 @@ def test_three_attacks_behind_a_worst_case() -> None:
     ],
 )
 def test_shown(value: float, decimals: int, text: str) -> None:
-    assert shown(value, decimals) == text
+    assert figure_text(value, decimals) == text
 
 
 def test_headings() -> None:

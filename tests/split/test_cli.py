@@ -36,7 +36,7 @@ def cli(cli: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Write six pictures in each of two class folders: noise, on dark and on bright ground."""
+    """Write six images in each of two class folders: noise, on dark and on bright ground."""
     rng = np.random.default_rng(0)
     for label, ground in (("dark", 0), ("light", 180)):
         (tmp_path / "pictures" / label).mkdir(parents=True)
@@ -190,7 +190,7 @@ def test_labels_may_be_what_the_model_itself_says(there: Any, cli: Any) -> None:
     assert again["accuracy"] == 1
 
 
-def test_a_picture_that_cannot_be_read_fails_alone(there: Any, cli: Any, pictures: Path) -> None:
+def test_an_image_that_cannot_be_read_fails_alone(there: Any, cli: Any, pictures: Path) -> None:
     (pictures / "dark" / "9.png").write_bytes(b"no picture")
     result = cli("infer", *MODEL, "--images", pictures, *there, "--json")
     assert result.status == 2

@@ -27,7 +27,7 @@ CUT = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic")
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Write three pictures in each of two class folders, and one that is none."""
+    """Write three images in each of two class folders, and one that is none."""
     rng = np.random.default_rng(1)
     for name in ("a/0", "a/1", "a/2", "b/0", "b/1", "b/2"):
         path = tmp_path / "pictures" / f"{name}.png"
@@ -37,7 +37,7 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path / "pictures"
 
 
-def test_pictures_are_kept_in_eight_bits_without_loss(pictures: Path) -> None:
+def test_images_are_kept_in_eight_bits_without_loss(pictures: Path) -> None:
     data = load(open_images(pictures), CUT)
     assert data.names == ("a/0.png", "a/1.png", "a/2.png", "b/0.png", "b/1.png", "b/2.png")
     assert data.labels.tolist() == [0, 0, 0, 1, 1, 1]
@@ -48,9 +48,9 @@ def test_pictures_are_kept_in_eight_bits_without_loss(pictures: Path) -> None:
     assert other.sha256 != data.sha256 == load(open_images(pictures), CUT).sha256
 
 
-def test_a_source_without_a_picture_is_refused(tmp_path: Path) -> None:
+def test_a_source_without_an_image_is_refused(tmp_path: Path) -> None:
     (tmp_path / "no.png").write_bytes(b"no picture")
-    with pytest.raises(PrivlabError, match="No picture can be read"):
+    with pytest.raises(PrivlabError, match="No image can be read"):
         load(open_images(tmp_path), CUT)
 
 
@@ -176,7 +176,7 @@ def test_patience_begins_anew_when_the_server_has_answered() -> None:
     patience = Patience(0.25, told.append)
     for _ in range(3):
         patience.wait(Lost("gone"))
-        patience.met()
+        patience.reset()
         time.sleep(0.1)
     assert len(told) == 3
 
@@ -185,7 +185,7 @@ def test_being_sent_away_at_once_is_final_at_first_and_a_mishap_later() -> None:
     patience = Patience(5.0, lambda message: None)
     with pytest.raises(Rebuffed):
         patience.wait(Rebuffed("no"))
-    patience.met()
+    patience.reset()
     patience.wait(Rebuffed("no"))
 
 

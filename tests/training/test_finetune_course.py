@@ -98,7 +98,7 @@ def test_attacks_and_predictors_refuse_them(call: Callable[[], object]) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of 9 + 6 pictures of three classes, by their colour."""
+    """Return a folder of 9 + 6 images of three classes, by their colour."""
     root = tmp_path_factory.mktemp("data")
     draw = np.random.default_rng(0)
     for split, count in (("train", 3), ("test", 2)):
@@ -201,7 +201,7 @@ def test_places_need_no_labels(data: Path, tmp_path: Path) -> None:
 def test_random_weights_are_not_fine_tuned(
     data: Path, tmp_path: Path, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("privlab.victims.named.shipped", lambda _: None)  # a package without trained weights
+    monkeypatch.setattr("privlab.victims.named.shipped_file", lambda _: None)  # a package without trained weights
     model = "cifar_vit_nope"
     with pytest.raises(PrivlabError, match="finetune starts from trained weights, and cifar_vit_nope has random ones"):
         card_of(data, tmp_path / "out", "finetune", model=model, weights=weights)

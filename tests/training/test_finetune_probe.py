@@ -35,7 +35,7 @@ def small(**options: Any) -> VictimModel:
 
 
 def colours(n: int, seed: int = 0) -> Examples:
-    """Return noisy pictures of which the class is the brightest colour."""
+    """Return noisy images of which the class is the brightest colour."""
     draw = Generator().manual_seed(seed)
     labels = torch.arange(n) % 3
     images = 0.3 + 0.3 * torch.eye(3)[labels][:, :, None, None] + 0.1 * torch.randn(n, 3, 16, 16, generator=draw)
@@ -173,8 +173,8 @@ def test_the_folded_head_is_the_unfolded_one() -> None:
     model, probe = small(), Probe()
     recipe, head = frozen(model, colours(48), probe, steps=20)
     features, _ = recipe.batch(torch.arange(48), Generator())
-    torch.testing.assert_close(head.folded()(features), head.eval()(features), rtol=1e-4, atol=1e-5)
-    model.vit.head.load_state_dict(head.folded().state_dict())
+    torch.testing.assert_close(head.fold()(features), head.eval()(features), rtol=1e-4, atol=1e-5)
+    model.vit.head.load_state_dict(head.fold().state_dict())
     torch.testing.assert_close(model(colours(48).pixels(torch.arange(48))), head(features), rtol=1e-4, atol=1e-5)
 
 
@@ -237,7 +237,7 @@ def test_tokens_that_carry_their_embeddings_tell_their_places() -> None:
     assert probe_accuracy(probe, head, model, colours(10, seed=1)) == 1.0
 
 
-def test_nothing_tells_places_on_constant_pictures_without_embeddings() -> None:
+def test_nothing_tells_places_on_constant_images_without_embeddings() -> None:
     model, probe = small(pos_embed="none"), Probe(target="position")
     _, head = frozen(model, grey(32), probe, steps=30)
     assert probe_accuracy(probe, head, model, grey(8)) == pytest.approx(1 / 16)
@@ -281,5 +281,5 @@ def test_bad_options(make: Callable[[], object], message: str) -> None:
 
 
 def test_batch_norm_needs_two() -> None:
-    with pytest.raises(PrivlabError, match="batch_norm needs two pictures at a time"):
+    with pytest.raises(PrivlabError, match="batch_norm needs two images at a time"):
         train(ObjectiveRecipe(small(), colours(6), Probe(), STILL), Plan(steps=1, batch_size=1))

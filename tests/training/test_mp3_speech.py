@@ -10,7 +10,7 @@ from privlab.base import PrivlabError
 from privlab.reassembly import PositionPredictor, tiles
 from privlab.training import Augmentation, Examples, Plan, train
 from privlab.training.objectives import ObjectiveRecipe
-from privlab.training.objectives.mp3_speech import SPEECH, as_pictures, log_mel, speech_model
+from privlab.training.objectives.mp3_speech import SPEECH, as_images, log_mel, speech_model
 from privlab.training.position_accuracy import position_accuracy
 
 RATE = 8000
@@ -26,7 +26,7 @@ def chirps(n: int, seed: int, frames: int = 32) -> Tensor:
 
 
 def heard(n: int, seed: int) -> Examples:
-    pictures = as_pictures(log_mel(chirps(n, seed), RATE))
+    pictures = as_images(log_mel(chirps(n, seed), RATE))
     return Examples(pictures, torch.full((n,), -1), 0, f"chirps {n} {seed}")
 
 
@@ -42,14 +42,14 @@ def test_the_loudest_band_is_that_of_the_tone() -> None:
 
 def test_a_frame_is_a_patch() -> None:
     frames = torch.rand(2, 7, 40, generator=Generator().manual_seed(0))
-    pictures = as_pictures(frames)
+    pictures = as_images(frames)
     assert pictures.shape == (2, 3, 4, 28)
     held = tiles(pictures.float() / 255, 4).flatten(2)
     low, high = frames.amin((1, 2), keepdim=True), frames.amax((1, 2), keepdim=True)
     torch.testing.assert_close(held[..., :40], (frames - low) / (high - low), atol=0.5 / 255 + 1e-6, rtol=0)
     assert not held[..., 40:].any()
     with pytest.raises(PrivlabError, match=r"at most 48 numbers.*Found 49"):
-        as_pictures(torch.rand(1, 2, 49))
+        as_images(torch.rand(1, 2, 49))
 
 
 def test_the_model_is_the_papers() -> None:

@@ -61,7 +61,7 @@ def bag(b: int = 2, m: int = 16) -> Tensor:
 
 
 def ramps(n: int, seed: int = 0, side: int = 16) -> Examples:
-    """Return pictures whose red says how far right a pixel is, and green how far down; both with noise."""
+    """Return images whose red says how far right a pixel is, and green how far down; both with noise."""
     draw = Generator().manual_seed(seed)
     across = torch.linspace(0.2, 0.8, side).expand(side, side)
     images = torch.stack([across, across.T, torch.full((side, side), 0.5)]).expand(n, -1, -1, -1)
@@ -312,7 +312,7 @@ def test_a_predictor_comes_back_from_its_file(kind: str, tmp_path: Path, request
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder of pictures without labels: 6 to learn, 4 to evaluate on."""
+    """Return a folder of images without labels: 6 to learn, 4 to evaluate on."""
     for split, n in (("train", 6), ("test", 4)):
         (tmp_path / "pictures" / split).mkdir(parents=True)
         for i, image in enumerate(ramps(n, side=32).images):

@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
-from privlab.patches import blockwise_mask, patchify, shuffled_within
+from privlab.patches import blockwise_mask, patchify, shuffle_within
 from privlab.training import Augmentation, Examples, Plan, train
 from privlab.training.objectives import DALS, Classify, Dal, ObjectiveRecipe, TrainMjp
 from privlab.victims import Classifier, IndexedViT, VictimModel
@@ -42,7 +42,7 @@ def test_mixed_labels_are_shares_of_two(tiny_model: Callable[..., VictimModel], 
     objective = Classify(**{kind: 1.0})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        images, labels = objective.mixed(torch.rand(6, 3, 16, 16), torch.eye(7)[:6], Generator().manual_seed(0))
+        images, labels = objective.mix(torch.rand(6, 3, 16, 16), torch.eye(7)[:6], Generator().manual_seed(0))
     assert images.shape == (6, 3, 16, 16)
     torch.testing.assert_close(labels.sum(1), torch.ones(6))
     assert (labels > 0).sum() > 6
@@ -59,7 +59,7 @@ def test_mjp_feeds_what_its_algorithm_says(tiny_model: Callable[..., VictimModel
         TrainMjp(gamma=0.6, per=kind).batch(images[:1], torch.zeros(1).long(), model, Generator().manual_seed(3))
         for kind in ("batch", per)
     ]
-    assert all(torch.equal(one, other) for one, other in zip(*alone, strict=True))  # of one picture they agree
+    assert all(torch.equal(one, other) for one, other in zip(*alone, strict=True))  # of one image they agree
     assert (masked.sum(1) == int(0.6 * 16)).all()
     before, after = patchify(data.images.float() / 255, 4), patchify(images, 4)
     assert torch.equal(after[~masked], before[~masked])
@@ -151,7 +151,7 @@ def naive_loss(objective: Classify, model: Classifier, dal: Dal | None, images: 
     masked = torch.zeros(16, dtype=torch.bool)
     if isinstance(objective, TrainMjp):
         masked = blockwise_mask((4, 4), objective.gamma, draw)
-        order = shuffled_within(masked, draw)
+        order = shuffle_within(masked, draw)
         pixels = torch.randperm(16, generator=draw) if objective.spp else pixels
     unknown, total = getattr(objective, "unknown", False), torch.zeros((), dtype=torch.float64)
     pe = torch.zeros(17, 64, dtype=torch.float64) if vit.pos_embed is None else vit.pos_embed[0]
@@ -199,7 +199,7 @@ def test_a_step_of_each_variant_is_a_naive_one(
 
 
 def test_pca_finds_embeddings_that_are_places() -> None:
-    """Position embeddings that are an affine picture of the places are placed exactly."""
+    """Position embeddings that are an affine image of the places are placed exactly."""
     dal = Dal("pca", 8, (4, 4)).double()
     pe = dal.places @ torch.randn(2, 8, dtype=torch.float64, generator=Generator().manual_seed(0)) + 0.3
     assert dal(pe, torch.ones(1, 16, dtype=torch.bool)) < 1e-10

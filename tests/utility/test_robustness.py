@@ -1,4 +1,4 @@
-"""Accuracy and robustness of classifiers: against naive loops, one picture at a time."""
+"""Accuracy and robustness of classifiers: against naive loops, one image at a time."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from privlab.base import PrivlabError, draw_for
-from privlab.patches import blockwise_mask, permute, shuffled_within
+from privlab.patches import blockwise_mask, permute, shuffle_within
 from privlab.training import Examples
 from privlab.utility import (
     ALEXNET,
@@ -32,7 +32,7 @@ from privlab.victims import VictimModel, victim
 
 @pytest.fixture(scope="module")
 def data() -> Examples:
-    """Return eleven pictures of noise, of 16 × 16 pixels."""
+    """Return eleven images of noise, of 16 × 16 pixels."""
     draw = torch.Generator().manual_seed(5)
     images = torch.randint(256, (11, 3, 16, 16), generator=draw, dtype=torch.uint8)
     return Examples(images, torch.randint(7, (11,), generator=draw), 7, "")
@@ -50,7 +50,7 @@ def test_consistency_is_that_of_one_image_after_the_other(
         image = data.pixels(torch.tensor([place])).double()
         draw = draw_for(3, str(place), "worth")
         mask = blockwise_mask(model.grid, 0.5, draw)
-        shuffled = permute(image, shuffled_within(mask, draw)[None], model.patch)
+        shuffled = permute(image, shuffle_within(mask, draw)[None], model.patch)
         masked = mask[None] if unknown else None
         plain, moved = (model.vit.norm(model.backbone(t)) for t in (model.embed(image), model.embed(shuffled, masked)))
         norms.append(float((plain[0, 0] - moved[0, 0]).square().sum()))
@@ -74,7 +74,7 @@ def test_each_gamma_is_evaluated_as_alone(tiny_model: Callable[..., VictimModel]
 
 
 def test_no_image_to_evaluate_on_is_an_error(tiny_model: Callable[..., VictimModel]) -> None:
-    with pytest.raises(PrivlabError, match="no picture"):
+    with pytest.raises(PrivlabError, match="no image"):
         consistency_by_gamma(tiny_model(), [], (0.1,))
 
 
@@ -127,7 +127,7 @@ def test_a_model_as_bad_as_alexnet_has_an_mce_of_one() -> None:
     assert mean_corruption_error(rows, ALEXNET) == (pytest.approx(1), 15)
 
 
-def test_natural_pictures_are_told_among_their_own_classes() -> None:
+def test_natural_images_are_told_among_their_own_classes() -> None:
     logits = torch.tensor([[9.0, 1, 0, 2], [9.0, 3, 0, 1], [9.0, 0, 0, 5]])
     got = natural(Outputs(logits, torch.tensor([3, 1, 1])))
     assert (got.images, got.classes) == (3, 2)
@@ -147,7 +147,7 @@ def test_outliers_are_told_from_inliers_of_their_classes() -> None:
 
 @pytest.fixture
 def corrupted(tmp_path: Path) -> Path:
-    """Return a folder as ImageNet-C with two corruptions at two severities, ten classes of one picture."""
+    """Return a folder as ImageNet-C with two corruptions at two severities, ten classes of one image."""
     rng = np.random.default_rng(0)
     for name in ("fog", "snow"):
         for severity in ("1", "3"):
@@ -159,7 +159,7 @@ def corrupted(tmp_path: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
-def test_errors_by_corruption_are_those_of_single_pictures(corrupted: Path) -> None:
+def test_errors_by_corruption_are_those_of_single_images(corrupted: Path) -> None:
     subject = victim("cifar_vit", weights="random")
     seen: list[tuple[int, int | None]] = []
     rows = corruption_errors(subject, corrupted, show=lambda done, total: seen.append((done, total)), size=3)

@@ -101,7 +101,7 @@ def test_what_the_classifier_reads_is_pooled() -> None:
 
 
 @pytest.mark.parametrize(("side", "patch"), [(32, 4), (124, 4), (128, 16), (224, 16)])
-def test_pieces_are_of_16_pixels_where_a_picture_has_enough(side: int, patch: int) -> None:
+def test_pieces_are_of_16_pixels_where_an_image_has_enough(side: int, patch: int) -> None:
     net = timm.create_model("resnet18", channels=(4, 4, 8, 8), num_classes=3)
     assert TimmClassifier(net, (3, side, side), *COLOURS).patch == patch
 
@@ -116,7 +116,7 @@ def test_sides_that_pieces_do_not_fill() -> None:
 
 
 def test_a_resnet_is_shuffled_and_no_more() -> None:
-    """The masked pieces hold their own pixels in another order; the loss is the cross-entropy of that picture."""
+    """The masked pieces hold their own pixels in another order; the loss is the cross-entropy of that image."""
     model, data = resnet(), pictures()
     recipe = ObjectiveRecipe(model, data, SHUFFLE, STILL)
     images, labels, masked, order = recipe.batch(torch.arange(6), Generator().manual_seed(3))
@@ -184,8 +184,8 @@ def test_an_unknown_embedding_moves_features() -> None:
 
 
 @pytest.mark.parametrize(("make", "objective"), [(swin, TrainMjp(gamma=0.3)), (resnet, SHUFFLE)])
-def test_classes_are_learnt_from_shuffled_pictures(make: Callable[[], TimmClassifier], objective: TrainMjp) -> None:
-    """Dark, grey and light pictures, each with noise, are told apart, others than those of the training too."""
+def test_classes_are_learnt_from_shuffled_images(make: Callable[[], TimmClassifier], objective: TrainMjp) -> None:
+    """Dark, grey and light images, each with noise, are told apart, others than those of the training too."""
     model = make().float()
     train(ObjectiveRecipe(model, shades(24, 0), objective, STILL), Plan(steps=40, batch_size=12, learning_rate=1e-2))
     found = measure_consistency(model, shades(30, 1), gamma=0.5)

@@ -26,7 +26,7 @@ def pictures(n: int = 6) -> Examples:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Return a folder of ten classes, with a picture for training and one for the test in each."""
+    """Return a folder of ten classes, with an image for training and one for the test in each."""
     draw = Generator().manual_seed(0)
     for split in ("train", "test"):
         for label in range(10):

@@ -23,7 +23,7 @@ from privlab.base import PrivlabError, PrivlabWarning
 from privlab.evaluation import Specification, applicable
 from privlab.images import open_images
 from privlab.metrics import psnr
-from privlab.release import granted, observe, released_parameters
+from privlab.release import gradient_capabilities, observe, released_parameters
 from privlab.release.gradients import obstacles
 from privlab.threat import Capability
 from privlab.victims import VictimModel, save, victim
@@ -140,7 +140,7 @@ def test_a_vit_of_any_input_size_is_one_of_its_own(tiny_vit: Vit, crops: Tensor)
 
 def test_a_pre_norm_is_named(tiny_model: Callable[..., VictimModel], tiny_vit: Vit) -> None:
     model = tiny_model(pre_norm=True)
-    assert Capability.PLAIN_BLOCK not in granted(model)
+    assert Capability.PLAIN_BLOCK not in gradient_capabilities(model)
     assert obstacles(tiny_model()) == {}
     base = victim(tiny_vit(pre_norm=True))
     spec = Specification(models=("own",), attacks=("mjp-full", "token-separation"), block="stock")
@@ -164,7 +164,7 @@ def grey() -> VisionTransformer:
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize("options", [{}, {"defense": "jigsaw"}, {"release": "features"}, {"gradient_batch": 2}])
 def test_grey_images_are_attacked(grey: VisionTransformer, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Whatever can run on them runs: pictures are made grey by their luma, and so are the photographs of priors."""
+    """Whatever can run on them runs: images are made grey by their luma, and so are the photographs of priors."""
     out = tmp_path / "run"
     frame = privlab.attack(grey, limit=2, metrics="mse,psnr,ssim,ssim_skimage,fft2d,fft2d_mjp", out=out, **options)
     assert not (frame.status == "failed").any(), frame[frame.status == "failed"].reason.unique()
@@ -182,7 +182,7 @@ def test_decoders_of_rgb_say_so(grey: VisionTransformer) -> None:
     assert told.str.contains("conv decoders paint RGB images. Found a victim of 1 channels.", regex=False).all()
 
 
-def test_grey_pictures_are_pil_s_luma(grey: VisionTransformer) -> None:
+def test_grey_images_are_pil_s_luma(grey: VisionTransformer) -> None:
     base = victim(grey)
     assert (base.preprocessing.mean, base.preprocessing.std) == ((0.5,), (0.5,))
     pixels = next(iter(open_images("samples", limit=1))).pixels

@@ -13,26 +13,26 @@ from privlab.reassembly import load_predictor
 from privlab.training import read_examples
 from privlab.training.position_accuracy import position_accuracy
 from privlab.utility import measure_consistency
-from privlab.victims import PLACERS, ZOO, hash_of, read_state, shipped, show, victim
+from privlab.victims import PLACERS, ZOO, hash_of, read_state, shipped_file, show, victim
 
-SHIPPED = [name for name in ZOO if shipped(name)]
+SHIPPED = [name for name in ZOO if shipped_file(name)]
 CIFAR, TINY_IMAGENET = "data/cifar10_jpeg.parquet", "data/tiny_imagenet_25k.parquet"
 
 
 def card_of(name: str) -> dict[str, object]:
-    path = shipped(name)
+    path = shipped_file(name)
     assert path is not None
     return json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def test_some_are_there() -> None:
     assert set(SHIPPED) == set(ZOO)
-    assert all(shipped(name) for name in PLACERS)
+    assert all(shipped_file(name) for name in PLACERS)
 
 
 @pytest.mark.parametrize("name", [*SHIPPED, *PLACERS])
 def test_small_in_half_precision_and_with_a_card_that_names_no_folder(name: str) -> None:
-    path = shipped(name)
+    path = shipped_file(name)
     assert path is not None
     assert path.stat().st_size < 3e6
     state = read_state(path)
@@ -66,7 +66,7 @@ def test_trained_weights_are_the_default_and_need_no_network(
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_accuracy_is_that_of_the_card(name: str, shared: Callable[[str], Path]) -> None:
-    """On 1000 of the 10,000 test pictures, within what so few can tell: four standard deviations."""
+    """On 1000 of the 10,000 test images, within what so few can tell: four standard deviations."""
     data = read_examples(open_images(shared(CIFAR), split="test", limit=1000), (32, 32))
     stated = card_of(name)["test"]
     assert isinstance(stated, dict)
@@ -76,8 +76,8 @@ def test_the_accuracy_is_that_of_the_card(name: str, shared: Callable[[str], Pat
 
 @pytest.mark.parametrize("name", PLACERS)
 def test_the_places_are_as_right_as_the_card_says(name: str, shared: Callable[[str], Path]) -> None:
-    """On 200 of the pictures that it states; the shares of 12,800 patches that hang together within their pictures."""
-    path, stated = shipped(name), card_of(name)["test"]
+    """On 200 of the images that it states; the shares of 12,800 patches that hang together within their images."""
+    path, stated = shipped_file(name), card_of(name)["test"]
     assert path is not None
     assert isinstance(stated, dict)
     predictor = load_predictor(path)

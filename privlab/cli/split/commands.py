@@ -297,10 +297,10 @@ def _client(options: dict[str, Any]) -> "Client":
 
 def _begun(options: dict[str, Any], device: str) -> "Started":
     from privlab.base import pick_device
-    from privlab.split.client.job import SplitJob, started
+    from privlab.split.client.job import SplitJob, start_job
 
     with shown_warnings():
-        return started(SplitJob.of(options), pick_device(device))
+        return start_job(SplitJob.of(options), pick_device(device))
 
 
 _CONNECTION = {"server", "token_file", "tls", "tls_ca", "tls_cert", "tls_key", "retry_for", "timeout"}
@@ -314,14 +314,14 @@ _FREE = {
 def _taken_up(context: click.Context, folder: Path, device: str) -> "Started":
     """Resume an earlier run; the options that determined it cannot be given again."""
     from privlab.base import pick_device
-    from privlab.split.client.job import resumed
+    from privlab.split.client.job import resume_job
 
     free = _FREE[str(context.command.name)]
     for parameter in context.command.params:
         name = str(parameter.name)
         if name not in free and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             raise PrivlabError(f"The run in '{folder}' keeps its options. Found {parameter.opts[0]}: leave it out.")
-    return resumed(folder, pick_device(device))
+    return resume_job(folder, pick_device(device))
 
 
 def _batches(started: "Started", folder: Path, *, resuming: bool) -> "Batches":
@@ -332,7 +332,7 @@ def _batches(started: "Started", folder: Path, *, resuming: bool) -> "Batches":
 
     if not resuming and (folder / CHECKPOINT).exists():
         raise PrivlabError(f"'{folder}' holds another run: --resume it, or give another --out.")
-    data = _read(started.job, started).checked(started.learner.classes)
+    data = _read(started.job, started).check(started.learner.classes)
     say_failed(data.failed)
     if resuming and started.facts["data"] != data.sha256:
         raise PrivlabError(f"The images are not those that the run in '{folder}' was begun with.")
@@ -346,4 +346,4 @@ def _read(job: "SplitJob", started: "Started") -> "Dataset":
 
     with progress_bar("reading") as progress:
         data = load(job.source(), started.victim.preprocessing, progress)
-    return data.labelled_by(started.victim.model) if job.labels == "predicted" else data
+    return data.with_labels_of(started.victim.model) if job.labels == "predicted" else data

@@ -6,7 +6,7 @@ from .gamma import write_figure as write_figure
 from .labels import place_labels as place_labels
 from .positions import draw_positions as draw_positions
 from .predictors import draw_predictors as draw_predictors
-from .predictors import laid as laid
+from .predictors import lay_out_patches as lay_out_patches
 from .style import MARKERS as MARKERS
 from .style import PALETTE as PALETTE
 from .style import Scale as Scale

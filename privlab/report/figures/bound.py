@@ -8,7 +8,7 @@ import numpy as np
 from privlab.base import PrivlabError
 from privlab.metrics import success_bound
 from privlab.report.figures.gamma import check_ending, write_figure
-from privlab.report.figures.style import MARKERS, PALETTE, canvas, dress, styled
+from privlab.report.figures.style import MARKERS, PALETTE, canvas, dress, figure_style
 
 __all__ = ["draw_bound"]
 
@@ -31,7 +31,7 @@ def draw_bound(out: Path, kind: str = "svg") -> Path:
     rows = [row for row in rows if row["releases"] == 1 and row["multiplier"] > 0]
     ends = [row["multiplier"] for row in rows]
     σ = np.geomspace(min(ends), max(ends), 200)
-    with styled():
+    with figure_style():
         figure, ax = canvas()
         handles = []
         for line, κ, name in (("-", facts["prior"], "bound"), (":", 1 / facts["photographs"], "bound, identification")):

@@ -18,12 +18,12 @@ from privlab.report.figures.style import (
     Role,
     Scale,
     axis_title,
+    bar_style,
     canvas,
     control_line,
     dress,
-    filled,
 )
-from privlab.report.tables import Results, Score, shown
+from privlab.report.tables import Results, Score, figure_text
 from privlab.report.tables.sheet import decimals
 
 __all__ = ["draw_claim"]
@@ -63,7 +63,7 @@ def draw_claim(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     for (case, role), score in scores.items():
         at = middles[case] + (roles.index(role) - (len(roles) - 1) / 2) * _BAR
         _draw_bar(ax, at, role, score, scale)
-        beside = _said(levels, case, role, y)
+        beside = _bar_text(levels, case, role, y)
         beside += f"  {behind[case]}" if several and role is WORST and case in behind else ""
         ax.text(1.02, at, beside, transform=ax.get_yaxis_transform(), va="center", fontsize=SMALL - 0.5)
     line = control_line(ax, control, scale, upright=True)
@@ -80,19 +80,19 @@ def _draw_bar(ax: Axes, at: float, role: Role, score: Score, scale: Scale) -> No
     if math.isnan(score.mean):
         return
     mean, low, high = scale.place([score.mean, score.low, score.high])
-    ax.barh(at, mean, 0.86 * _BAR, label=role.name, **filled(role))
+    ax.barh(at, mean, 0.86 * _BAR, label=role.name, **bar_style(role))
     if not np.isnan(low):
         ax.plot([low, high], [at, at], color="black", linewidth=0.9, marker="|", markersize=2.5, label="_interval")
 
 
-def _said(levels: Levels, case: int, role: Role, metric: str) -> str:
+def _bar_text(levels: Levels, case: int, role: Role, metric: str) -> str:
     """Return the text beside a bar: its figure, or "cannot run"."""
     score, row = levels.score(case, role, metric), levels.row(case, role)
     if row is not None and row.refused and not row.images and role is not WORST:
         return "cannot run"
     if not KNOWN[metric].arrow:  # in per cent
-        return shown(score.mean, 1)
-    return shown(score.mean, decimals(levels.results.layout, metric))
+        return figure_text(score.mean, 1)
+    return figure_text(score.mean, decimals(levels.results.layout, metric))
 
 
 def _handle(levels: Levels, role: Role, behind: set[str]) -> Patch:
@@ -100,4 +100,4 @@ def _handle(levels: Levels, role: Role, behind: set[str]) -> Patch:
     if role is WORST and len(behind) == 1:
         attack = next(iter(behind))
     name = f"{role.name} ({attack})" if attack else role.name
-    return Patch(label=name, **filled(role))
+    return Patch(label=name, **bar_style(role))

@@ -129,13 +129,13 @@ def _group_names(cases: Sequence[CaseFacts], xs: Sequence[float], option: str) -
     """Return for each case the values of the other options in which cases differ, and its group if need be."""
     keys = [key for key in dict.fromkeys(key for case in cases for key in case.options) if key != option]
     keys = [key for key in keys if len({str(case.options.get(key)) for case in cases}) > 1]
-    names = [", ".join(_said(key, case.options[key]) for key in keys if key in case.options) for case in cases]
+    names = [", ".join(_value_text(key, case.options[key]) for key in keys if key in case.options) for case in cases]
     if len(set(zip(names, xs, strict=True))) == len(cases):
         return names
     return [", ".join(filter(None, (name, case.group))) for name, case in zip(names, cases, strict=True)]
 
 
-def _said(key: str, value: str | float | int) -> str:
+def _value_text(key: str, value: str | float | int) -> str:
     plain = f"{value:g}" if isinstance(value, float) else f"{value}"
     return plain if key in ("model", "defense", "set") else f"{key.replace('_', ' ')} {plain}"
 

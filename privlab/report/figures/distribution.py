@@ -21,10 +21,10 @@ from privlab.report.figures.style import (
     Role,
     Scale,
     axis_title,
+    bar_style,
     canvas,
     control_line,
     dress,
-    filled,
 )
 from privlab.report.tables import Results, leakage
 
@@ -70,7 +70,7 @@ def draw_distribution(results: Results, figure: Figure) -> matplotlib.figure.Fig
     for sample, at in zip(samples, stack(ax, rows), strict=True):
         _draw_sample(ax, at, scale.place(sample.scores), sample.role)
     handles: list[Artist] = [
-        Patch(label=role.name, **filled(role)) for role in dict.fromkeys(sample.role for sample in samples)
+        Patch(label=role.name, **bar_style(role)) for role in dict.fromkeys(sample.role for sample in samples)
     ]
     handles += control_line(ax, control, scale, upright=True)
     scale.apply(ax, "x")
@@ -102,7 +102,7 @@ def _draw_sample(ax: Axes, at: float, places: NDArray[np.float64], role: Role) -
     """Draw a box from the first to the third quartile, the median, a line over the range, and the points."""
     low, first, median, third, high = np.quantile(places, [0, 0.25, 0.5, 0.75, 1])
     ax.plot([low, high], [at, at], color="black", linewidth=0.6, zorder=2, label="_range")
-    ax.barh(at, third - first, 0.5 * _ROW, left=first, zorder=2.2, label=role.name, **filled(role))
+    ax.barh(at, third - first, 0.5 * _ROW, left=first, zorder=2.2, label=role.name, **bar_style(role))
     ends = [at - 0.42 * _ROW, at + 0.42 * _ROW]
     ax.plot([median, median], ends, color="black", linewidth=1.2, zorder=2.6, label="_median")
     n = min(len(places), _POINTS)

@@ -12,7 +12,7 @@ from privlab.report.figures.curve import draw_curve
 from privlab.report.figures.distribution import draw_distribution
 from privlab.report.figures.gamma import KINDS, write_figure
 from privlab.report.figures.sheet import draw_sheet
-from privlab.report.figures.style import styled
+from privlab.report.figures.style import figure_style
 from privlab.report.figures.trade_off import draw_trade_off
 from privlab.report.tables import Results
 
@@ -36,7 +36,7 @@ def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     """
     check_name("figure", figure.kind, FIGURES)
     check_name("metric", figure.y, KNOWN)
-    with styled():
+    with figure_style():
         return _DRAW[figure.kind](results, figure)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from privlab.base import PrivlabError
-from privlab.report.figures.style import MARKERS, PAGE, PALETTE, styled
+from privlab.report.figures.style import MARKERS, PAGE, PALETTE, figure_style
 
 __all__ = ["KINDS", "check_ending", "draw_by_gamma", "write_figure"]
 
@@ -19,7 +19,7 @@ _AXES = {"shuffled_accuracy": "top-1 accuracy (%)", "consistency": "Consistency 
 
 def draw_by_gamma(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw accuracy and Consistency against γ, a line for each model that `privlab evaluate` measured on data."""
-    with styled():
+    with figure_style():
         figure = Figure(figsize=(PAGE, 2.4), layout="constrained")
         for ax, (key, title) in zip(figure.subplots(1, 2), _AXES.items(), strict=True):
             for i, row in enumerate(rows):
@@ -54,7 +54,7 @@ def write_figure(figure: Figure, path: Path) -> None:
     check_ending(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with styled():
+        with figure_style():
             figure.savefig(path, format=path.suffix[1:], metadata=KINDS[path.suffix[1:]])
     except OSError as error:
         raise PrivlabError(f"Cannot write the figure '{path}': {error.strerror or error}.") from None

@@ -65,7 +65,7 @@ def place_labels(
     frame = np.array(ax.get_window_extent().extents) / unit
     points = np.array([path[-1] for path in paths])
     for turns in _turns(points):
-        room = _Room(frame, points, _taken(paths, lines=not over_lines), near)
+        room = _Room(frame, points, _occupied_boxes(paths, lines=not over_lines), near)
         if all(room.take(i, sizes[i]) for i in turns):
             for i, centre in room.centres.items():
                 labels[i].set_position(tuple((centre - points[i]).tolist()))
@@ -86,7 +86,7 @@ def _turns(points: Floats) -> Iterator[list[int]]:
         yield from (order, order[::-1])
 
 
-def _taken(paths: Sequence[Floats], *, lines: bool) -> Floats:
+def _occupied_boxes(paths: Sequence[Floats], *, lines: bool) -> Floats:
     """Return the boxes (m × 4) that must stay free: around the points of all paths and, with `lines`, between them."""
     taken = [_squares(path, _MARK) for path in paths]
     if lines:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from privlab.base import PrivlabError
 from privlab.report.figures.gamma import check_ending, write_figure
-from privlab.report.figures.style import MARKERS, PAGE, PALETTE, SMALL, bare, styled
+from privlab.report.figures.style import MARKERS, PAGE, PALETTE, SMALL, bare, figure_style
 
 __all__ = ["draw_positions"]
 
@@ -51,7 +51,7 @@ def _title(about: Facts) -> str:
 
 def _spectrum(facts: list[Facts], spectrum: pd.DataFrame) -> Figure:
     """Draw accumulated singular values (Figure 4) and explained variance by dimension (Table 6)."""
-    with styled():
+    with figure_style():
         figure = Figure(figsize=(PAGE, 2.5), layout="constrained")
         left, right = figure.subplots(1, 2)
         for number, about in enumerate(facts):
@@ -72,7 +72,7 @@ def _spectrum(facts: list[Facts], spectrum: pd.DataFrame) -> Figure:
 def _projections(about: Facts, points: pd.DataFrame) -> Figure:
     """Draw the 2-D UMAP, where there is one, and the 3-D PCA: neighbours in a row are joined (Figures 1 and 7)."""
     planar = "umap_1" in points and points.umap_1.notna().all()
-    with styled():
+    with figure_style():
         figure = Figure(figsize=(PAGE if planar else PAGE / 2, PAGE / 2), layout="constrained")
         figure.suptitle(_title(about), fontsize=7)
         rows, columns = about["grid"]
@@ -108,7 +108,7 @@ def _similarity(about: Facts, similarity: pd.DataFrame) -> Figure:
     rows, columns = about["grid"]
     matrix = similarity.sort_values(["slot", "other"]).cosine.to_numpy().reshape(rows * columns, rows, columns)
     picked = [np.unique(np.linspace(0, n - 1, min(n, 5)).round().astype(int)) for n in (rows, columns)]
-    with styled():
+    with figure_style():
         figure = Figure(figsize=(PAGE / 2 + 0.5, PAGE / 2), layout="constrained")
         figure.suptitle(f"{_title(about)}: cosine of position embeddings", fontsize=7)
         axes = figure.subplots(len(picked[0]), len(picked[1]), squeeze=False)
@@ -127,7 +127,7 @@ def _attention(about: Facts, attention: pd.DataFrame, out: Path) -> Figure:
     """Draw each image and the class token's attention by head; each map's scale ends at its 97th percentile."""
     rows, columns = about["grid"]
     images, heads = list(dict.fromkeys(attention.image)), int(attention["head"].max()) + 1
-    with styled():
+    with figure_style():
         figure = Figure(figsize=(min(PAGE, 1.15 * heads + 1.5), 1.15 * len(images) + 0.4), layout="constrained")
         figure.suptitle(f"{_title(about)}: attention in the last block", fontsize=7)
         axes = figure.subplots(len(images), 1 + heads, squeeze=False)

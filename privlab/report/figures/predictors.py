@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from privlab.base import PrivlabError
 from privlab.report.figures.gamma import check_ending, write_figure
-from privlab.report.figures.style import GREY, MARKERS, PAGE, PALETTE, SMALL, bare, styled
+from privlab.report.figures.style import GREY, MARKERS, PAGE, PALETTE, SMALL, bare, figure_style
 
-__all__ = ["draw_predictors", "laid"]
+__all__ = ["draw_predictors", "lay_out_patches"]
 
 Facts = Mapping[str, Any]
 Patches = NDArray[np.float64]
@@ -67,7 +67,7 @@ def _accuracy(facts: Sequence[Facts], accuracy: pd.DataFrame) -> Figure:
     curves = [i for i in numbers if facts[i]["kind"] == "mp3"]
     grids = [i for i in numbers if facts[i]["kind"] != "mp3"]
     wide = bool(curves) + len(grids)
-    with styled():
+    with figure_style():
         figure = Figure(figsize=(min(PAGE, 3.3 * wide), 2.6), layout="constrained")
         axes = list(figure.subplots(1, wide, squeeze=False)[0])
         if curves:
@@ -105,7 +105,7 @@ def _grid(ax: Axes, rows: pd.DataFrame) -> None:
 
 def _knn(facts: Sequence[Facts], knn: pd.DataFrame) -> Figure:
     """Draw the accuracy of the k-NN probe by layer, dashed for the same networks untrained (MP3, Figure 9)."""
-    with styled():
+    with figure_style():
         figure = Figure(figsize=(2 * PAGE / 3, 2.6), layout="constrained")
         ax = figure.subplots()
         for number, about in enumerate(facts):
@@ -120,7 +120,7 @@ def _knn(facts: Sequence[Facts], knn: pd.DataFrame) -> Figure:
     return figure
 
 
-def laid(patches: NDArray[np.float64], slots: NDArray[np.int64]) -> tuple[Patches, NDArray[np.bool_]]:
+def lay_out_patches(patches: NDArray[np.float64], slots: NDArray[np.int64]) -> tuple[Patches, NDArray[np.bool_]]:
     """Return what each slot shows if patch i is put into `slots[i]`, and which slots get no patch.
 
     A slot with several patches shows their mean; a slot without a patch is grey.
@@ -138,7 +138,7 @@ def _reconstructions(about: Facts, placements: pd.DataFrame, out: Path) -> Figur
     """Draw images, their patches as given, and where a predictor puts them (MP3, Figure 2; DropPos, Figure 3)."""
     pictures = list(dict.fromkeys(placements.image))
     told = about["placed"]
-    with styled():
+    with figure_style():
         figure = Figure(figsize=(1.3 * len(_COLUMNS) + 0.2, 1.3 * len(pictures) + 0.6), layout="constrained")
         known = f"{told['known']} of {told['patches']} patches known (blue)" if told["known"] else "no patch known"
         said = f"{known}; red: a patch that does not belong there; grey: none"
@@ -163,7 +163,7 @@ def _one(line: Sequence[Axes], picture: NDArray[np.float64], own: pd.DataFrame, 
     _frame(line[1], np.flatnonzero(known), about, PALETTE[0])
     for ax, name in zip(line[2:], ("likeliest", "assigned"), strict=True):
         put = own[name].to_numpy()
-        shown, _ = laid(given, put)
+        shown, _ = lay_out_patches(given, put)
         _show(ax, shown, about)
         _frame(ax, np.unique(put[put != truth]), about, WRONG)
         right = f"{100 * (put == truth)[~known].mean():.0f} % right"
@@ -192,7 +192,7 @@ def _attention(about: Facts, attention: pd.DataFrame, heads: pd.DataFrame) -> Fi
     """Draw the mean attention of each head by offset; each map's scale ends at its maximum (MP3, Figures 8 and 11)."""
     deep, wide = about["depth"], about["heads"]
     rows, columns = about["grid"]
-    with styled():
+    with figure_style():
         figure = Figure(figsize=(min(PAGE, 1.05 * wide + 0.5), 1.2 * deep + 0.7), layout="constrained")
         uniform = f"reach: mean distance in patches ({heads.distance_uniform.iloc[0]:.1f} if all were alike)"
         figure.suptitle(f"{_title(about)}\nmean attention by offset; max: the largest weight\n{uniform}", fontsize=7)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 
-from privlab.report.figures.style import SMALL, wrapped
+from privlab.report.figures.style import SMALL, wrap
 
 __all__ = ["FigureRow", "height", "stack"]
 
@@ -36,7 +36,7 @@ class FigureRow:
             height: the least height of the row, in inches.
             gap: the space below the row, in inches.
         """
-        text = wrapped([name], _NAMES)
+        text = wrap([name], _NAMES)
         return cls(heading, text, max(height, _MORE * (text.count("\n") + 1)), gap)
 
 
@@ -47,7 +47,7 @@ def stack(ax: Axes, rows: Sequence[FigureRow]) -> list[float]:
         if heading:
             inside, high = ax.get_yaxis_transform(), _height(heading)
             text = ax.text(
-                *(0.01, y + high / 2, wrapped([heading], _HEADS)),
+                *(0.01, y + high / 2, wrap([heading], _HEADS)),
                 **{"transform": inside, "fontsize": SMALL + 0.5, "weight": "bold", "va": "center"},
             )
             text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})  # over grid lines
@@ -68,4 +68,4 @@ def height(rows: Sequence[FigureRow]) -> float:
 
 
 def _height(heading: str) -> float:
-    return _HEAD + _MORE * wrapped([heading], _HEADS).count("\n")
+    return _HEAD + _MORE * wrap([heading], _HEADS).count("\n")

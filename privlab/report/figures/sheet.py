@@ -15,8 +15,8 @@ from PIL import Image
 from privlab.base import PrivlabError
 from privlab.grids import KNOWN, Figure
 from privlab.report.figures.data import case_names, check_leaks, notes, read_levels
-from privlab.report.figures.style import COLUMN, GREY, PAGE, SMALL, metric_title, wrapped
-from privlab.report.tables import Results, leakage, named, shown
+from privlab.report.figures.style import COLUMN, GREY, PAGE, SMALL, metric_title, wrap
+from privlab.report.tables import Results, attack_label, figure_text, leakage
 from privlab.report.tables.sheet import decimals
 from privlab.stores import Place, pngs
 
@@ -54,9 +54,9 @@ def draw_sheet(results: Results, figure: Figure) -> matplotlib.figure.Figure:
     """
     check_leaks(figure)
     levels = read_levels(results, figure, figure.y)
-    ranked = {case: panels for case in range(len(results.cases)) if (panels := _ranked(results, case, figure.y))}
+    ranked = {case: panels for case in range(len(results.cases)) if (panels := _rank(results, case, figure.y))}
     if not ranked:
-        raise PrivlabError(f"The sheet '{figure.name}' needs pictures. Found none in '{results.path}'.")
+        raise PrivlabError(f"The sheet '{figure.name}' needs images. Found none in '{results.path}'.")
     said = f"Numbers: {metric_title(figure.y)}. Images are ranked by their worst case."
     names = case_names(levels)
     titles = [names[case] for case in ranked] if len(results.cases) > 1 else [""]
@@ -69,7 +69,7 @@ def _heads(results: Results) -> list[str]:
     return ["private", "fed", *([paper] if paper else []), "worst case"]
 
 
-def _ranked(results: Results, case: int, metric: str) -> list[list[_Panel]]:
+def _rank(results: Results, case: int, metric: str) -> list[list[_Panel]]:
     """Return the panels of the images at each rank, or nothing where no images were kept."""
     records = results.records.loc[results.records.case == case]
     images = leakage.per_image(records, [metric], results.layout.geometry)
@@ -95,9 +95,9 @@ def _panels(
     n = decimals(results.layout, metric)
     panels = [_Panel(results.picture(*of, what)) for what in ("private", "fed")]
     if paper := results.layout.paper_attack:
-        panels.append(_Panel(results.picture(*of, paper), shown(of_paper, n)))
+        panels.append(_Panel(results.picture(*of, paper), figure_text(of_paper, n)))
     attack, geometry, score = worst
-    return [*panels, _Panel(results.picture(*of, attack), shown(score, n), named(attack, geometry))]
+    return [*panels, _Panel(results.picture(*of, attack), figure_text(score, n), attack_label(attack, geometry))]
 
 
 def _draw(
@@ -119,7 +119,7 @@ def _draw(
     y += 1.3 * _LINE * (1 if narrow else 2)
     for title, ranks in zip(titles, cases, strict=True):
         if title:
-            head = wrapped([title], 0.75 * width)  # it is bold
+            head = wrap([title], 0.75 * width)  # it is bold
             _write(ax, left, y, head, ha="left", weight="bold")
             y += _LINE * (1.3 + 1.1 * head.count("\n"))
         for i, panels in enumerate(ranks):
@@ -128,7 +128,7 @@ def _draw(
             for j, panel in enumerate(panels):
                 _show(ax, panel, left + (0 if narrow else i * block) + j * step, y, step - _GAP)
             y += step + 2.1 * _LINE if narrow or i == len(_RANKS) - 1 else 0
-    text = wrapped(said, width)
+    text = wrap(said, width)
     _write(ax, left, y, text, ha="left", color=GREY, linespacing=1.25)
     y += _LINE * (1.1 * text.count("\n") + 1.2) + _EDGE
     picture.set_size_inches(width, y)
@@ -164,4 +164,4 @@ def _read(place: Place, side: float) -> NDArray[np.uint8]:
             return np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as error:  # as Pillow says that a file is torn
         reason = getattr(error, "strerror", None) or "it is no image"
-        raise PrivlabError(f"Cannot read the picture '{place.file}': {reason}.") from None
+        raise PrivlabError(f"Cannot read the image '{place.file}': {reason}.") from None

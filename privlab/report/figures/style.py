@@ -36,12 +36,11 @@ __all__ = [
     "canvas",
     "control_line",
     "dress",
-    "filled",
+    "figure_style",
     "look",
     "metric_title",
     "option_title",
-    "styled",
-    "wrapped",
+    "wrap",
 ]
 
 COLUMN, PAGE = 3.3, 6.9
@@ -86,7 +85,7 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def styled() -> AbstractContextManager[None]:
+def figure_style() -> AbstractContextManager[None]:
     """Return the context in which figures are drawn and written; afterwards a user's own settings hold again."""
     return matplotlib.style.context(["default", _STYLE])
 
@@ -185,13 +184,13 @@ def dress(figure: Figure, height: float, handles: Sequence[Artist], said: Iterab
     """
     figure.legends.clear()
     figure.legend(handles=handles, loc="outside upper center", ncols=columns, handlelength=2.6, columnspacing=1.2)
-    text = wrapped(said, COLUMN)
+    text = wrap(said, COLUMN)
     figure.supxlabel(text, fontsize=SMALL, color=GREY, x=0.01, ha="left", linespacing=1.25)
     rows = -(-len(handles) // columns)
     figure.set_size_inches(COLUMN, height + 0.13 * rows + 0.095 * (text.count("\n") + 1) + 0.52)
 
 
-def wrapped(lines: Iterable[str], inches: float) -> str:
+def wrap(lines: Iterable[str], inches: float) -> str:
     """Return lines in the small size, wrapped to a width in inches."""
     return "\n".join(part for line in lines for part in textwrap.wrap(line, int(inches * 24), break_on_hyphens=False))
 
@@ -273,7 +272,7 @@ def control_line(ax: Axes, level: float, scale: Scale, *, upright: bool = False)
     return [line]
 
 
-def filled(role: Role) -> dict[str, Any]:
+def bar_style(role: Role) -> dict[str, Any]:
     """Return matplotlib's keyword arguments for the bars of a role."""
     return {"facecolor": role.face, "hatch": role.hatch, "edgecolor": "black", "linewidth": 0.5}
 

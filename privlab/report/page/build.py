@@ -78,12 +78,12 @@ def _context(results: Results) -> dict[str, Any]:
         "flags": flags(results, rows, lead),
         "verdicts": [verdict(results, rows, name) for name in results.layout.columns if sign_of(name)],
         "tables": _tables(results),
-        "facts": json.dumps(_shortened(results.facts), indent=2, ensure_ascii=False, default=str),
+        "facts": json.dumps(_shorten(results.facts), indent=2, ensure_ascii=False, default=str),
         "command": _command(results.facts.get("command")),
-    } | _pictured(results, lead)
+    } | _script_data(results, lead)
 
 
-def _pictured(results: Results, lead: str) -> dict[str, Any]:
+def _script_data(results: Results, lead: str) -> dict[str, Any]:
     """Return the data of the script, the albums, and a sentence on how many images the page shows."""
     if results.records.empty:
         return {"data": "", "albums": {}, "pictures": ""}
@@ -95,7 +95,7 @@ def _pictured(results: Results, lead: str) -> dict[str, Any]:
     return {
         "data": _script(page_data(results, images, scores, lead, fed=fed, kept=kept)),
         "albums": {number: _script(asdict(album)) for number, album in held.items()},
-        "pictures": _held(held, len(images.names), kept),
+        "pictures": _size_text(held, len(images.names), kept),
     }
 
 
@@ -110,7 +110,7 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _held(held: Mapping[int, Album], images: int, kept: str) -> str:
+def _size_text(held: Mapping[int, Album], images: int, kept: str) -> str:
     """Return a sentence on how many images are shown in full size, as thumbnails, and not at all."""
     shown = [album for album in held.values() if album.of]
     if not shown:
@@ -179,13 +179,13 @@ def _pairs(facts: object) -> list[tuple[str, str]]:
     return [(str(name), "not there" if value is None else str(value)) for name, value in facts.items()]
 
 
-def _shortened(facts: object) -> object:
+def _shorten(facts: object) -> object:
     """Return the facts with long lists cut; the hashes of the images would otherwise hide everything else."""
     if isinstance(facts, Mapping):
-        return {str(name): _shortened(value) for name, value in facts.items()}
+        return {str(name): _shorten(value) for name, value in facts.items()}
     if isinstance(facts, list | tuple):
         rest = [f"… {len(facts) - _MOST_VALUES} more"] if len(facts) > _MOST_VALUES else []
-        return [_shortened(value) for value in facts[:_MOST_VALUES]] + rest
+        return [_shorten(value) for value in facts[:_MOST_VALUES]] + rest
     return facts
 
 

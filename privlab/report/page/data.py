@@ -11,7 +11,7 @@ import pandas as pd
 
 from privlab.evaluation import CONTROL
 from privlab.grids import KNOWN
-from privlab.report.tables import Results, Row, named, worst_case
+from privlab.report.tables import Results, Row, attack_label, worst_case
 from privlab.report.tables.leakage import leakage
 from privlab.report.tables.per_image import per_image, sign_of
 from privlab.report.tables.sheet import decimals
@@ -78,7 +78,7 @@ def _under(results: Results, images: Images) -> Iterator[Scores]:
     found = found[found.scored & (found.image != "")]
     numbers = found.image.map(images.number)
     values = dict(list(found.set_index(numbers)[list(metrics)].groupby([np.asarray(found[name]) for name in _KEY])))
-    failed, reached = _failed(results, images), _reached(results, images)
+    failed, reached = _failures(results, images), _worst_attacks(results, images)
     nothing = found.iloc[:0][list(metrics)]
     for row in leakage(results):
         if row.kind not in ("attack", "control", "worst"):
@@ -95,7 +95,7 @@ def _under(results: Results, images: Images) -> Iterator[Scores]:
 _KEY = ["case", "attack", "external"]
 
 
-def _failed(results: Results, images: Images) -> dict[tuple[int, str, str], dict[int, str]]:
+def _failures(results: Results, images: Images) -> dict[tuple[int, str, str], dict[int, str]]:
     """Return the reasons of failed images by case, attack and geometry."""
     reasons: dict[tuple[int, str, str], dict[int, str]] = {}
     rows = results.records[results.records.status != "ok"].fillna({"image": "", "image_sha256": "", "reason": ""})
@@ -105,12 +105,12 @@ def _failed(results: Results, images: Images) -> dict[tuple[int, str, str], dict
     return reasons
 
 
-def _reached(results: Results, images: Images) -> dict[tuple[int, str, int], str]:
+def _worst_attacks(results: Results, images: Images) -> dict[tuple[int, str, int], str]:
     """Return the attack behind each worst case, by case, metric and image; of several that tie, the first by name."""
     found = worst_case(results.records, results.layout.columns, results.layout.geometry)
     found = found.drop_duplicates(["case", "image", "metric"])
     keys = zip(found.case, found.metric, found.image.map(images.number), strict=True)
-    return dict(zip(keys, map(named, found.attack, found.geometry), strict=True))
+    return dict(zip(keys, map(attack_label, found.attack, found.geometry), strict=True))
 
 
 def page_data(

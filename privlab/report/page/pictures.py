@@ -124,7 +124,7 @@ def _album(places: Mapping[Path, Mapping[str, Place]], *, full: bool) -> Album:
         try:
             for what, data in zip(of_file, pngs([*of_file.values()]), strict=True):
                 if data not in known:
-                    pair = _encoded(data, full=full)
+                    pair = _encode(data, full=full)
                     known[data] = len(small)
                     small.append(pair[0])
                     large.append(pair[1])
@@ -134,7 +134,7 @@ def _album(places: Mapping[Path, Mapping[str, Place]], *, full: bool) -> Album:
     return Album(of, small, large, unread)
 
 
-def _encoded(data: bytes, *, full: bool) -> tuple[str, str | None]:
+def _encode(data: bytes, *, full: bool) -> tuple[str, str | None]:
     """Return the thumbnail and, if it is wanted, the image in full size; a small image is its own thumbnail."""
     with Image.open(io.BytesIO(data), formats=["PNG"]) as opened:
         if max(opened.size) <= _THUMBNAIL_SIDE:

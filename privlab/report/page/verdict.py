@@ -66,12 +66,14 @@ def verdict(results: Results, rows: Sequence[Row], metric: str) -> Verdict:
         name=metric,
         head=title(metric),
         about=f"{KNOWN[metric].source}. {'A higher' if sign_of(metric) > 0 else 'A lower'} value is a worse leak.",
-        axis=f"{shown(ends[0], n)} to {shown(ends[1], n)}, leaks more →" if any(map(math.isfinite, means)) else "",
+        axis=f"{' to '.join(number_text(end, n) for end in ends)}, leaks more →"
+        if any(map(math.isfinite, means))
+        else "",
         groups=[(group, [line for _, line in found]) for group, found in groupby(lines, lambda pair: pair[0])],
     )
 
 
-def shown(value: float, n: int) -> str:
+def number_text(value: float, n: int) -> str:
     """Return a number with n decimals; one that they would round to zero has two digits and a power of ten."""
     if math.isnan(value):
         return "n/a"
@@ -143,13 +145,13 @@ class _Case:
         return Line(
             label=label,
             external=self.external,
-            published=shown(self.published.mean, n) if not math.isnan(self.published.mean) else "—",
+            published=number_text(self.published.mean, n) if not math.isnan(self.published.mean) else "—",
             claim=_with_interval(self.claim, n, refused=self.claim_refused),
             worst=_with_interval(self.worst, n, refused=self.refused > 0),
             by=_most(self.leakiest, self.worst.images),
-            single=f"{self.single[0]} {shown(self.single[1].mean, n)}" if self.single and self.single[0] else "",
+            single=f"{self.single[0]} {number_text(self.single[1].mean, n)}" if self.single and self.single[0] else "",
             exact=f"exact {self.exact} of {self.worst.images}" if self.exact else "",
-            control=shown(self.control.mean, n),
+            control=number_text(self.control.mean, n),
             control_name=self.control_name,
             beaten=self.beaten,
             at={name: _place(score.mean, ends) for name, score in marks.items()},
@@ -162,8 +164,8 @@ _NO_SCORE = Score(math.nan)
 def _with_interval(score: Score, n: int, *, refused: bool) -> tuple[str, str]:
     """Return a mean and the text beside it: its interval, or "refused" if an attack was refused and has no mean."""
     if math.isnan(score.low) or math.isnan(score.high):
-        return shown(score.mean, n), "refused" if refused and math.isnan(score.mean) else ""
-    return shown(score.mean, n), f"[{shown(score.low, n)}, {shown(score.high, n)}]"
+        return number_text(score.mean, n), "refused" if refused and math.isnan(score.mean) else ""
+    return number_text(score.mean, n), f"[{number_text(score.low, n)}, {number_text(score.high, n)}]"
 
 
 def _most(leakiest: Mapping[str, int], images: int) -> str:
@@ -250,16 +252,16 @@ def flags(results: Results, rows: Sequence[Row], metric: str) -> list[Flag]:
         Flag("What was released", results.facts.get("flags") or []),
         Flag("The reference", [said] if (said := results.facts.get("reference")) else []),
         *flags_of(results),
-        Flag("No score", _unscored(results, rows, metric)),
+        Flag("No score", _unscored_cases(results, rows, metric)),
         Flag("Other conditions than the paper's", _conditions(results)),
-        Flag("Refused", _refused(results)),
+        Flag("Refused", _refusals(results)),
         Flag("Measured elsewhere", _external(results, rows)),
         Flag("Warnings of the run", [str(message) for message in results.facts.get("warnings") or ()]),
     ]
     return [flag for flag in found if flag.items]
 
 
-def _unscored(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
+def _unscored_cases(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
     names = case_names(results)
     return [names[i] for i in range(len(names)) if math.isnan(_Case.of(rows, i, metric).worst.mean)]
 
@@ -269,7 +271,7 @@ def _conditions(results: Results) -> list[str]:
     return [line for line in conditions_that_differ(results) if not line.startswith(refused)]
 
 
-def _refused(results: Results) -> list[str]:
+def _refusals(results: Results) -> list[str]:
     names: dict[tuple[str, str], list[str]] = {}
     for case, name in zip(results.cases, case_names(results), strict=True):
         for attack, reason in case.refused.items():

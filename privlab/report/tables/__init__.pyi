@@ -19,9 +19,9 @@ from .members import apart_of as apart_of
 from .per_image import BOUND as BOUND
 from .per_image import SINGLE as SINGLE
 from .per_image import WORST as WORST
+from .per_image import attack_label as attack_label
 from .per_image import lead_metric as lead_metric
 from .per_image import leakiest_geometries as leakiest_geometries
-from .per_image import named as named
 from .per_image import worst_case as worst_case
 from .power import PowerVerdict as PowerVerdict
 from .power import power_of as power_of
@@ -30,11 +30,11 @@ from .results import CaseFacts as CaseFacts
 from .results import Results as Results
 from .results import load_results as load_results
 from .sheet import Caption as Caption
+from .sheet import figure_text as figure_text
 from .sheet import heading as heading
-from .sheet import shown as shown
 from .summary import KNOWN as KNOWN
 from .summary import explanations as explanations
-from .summary import not_measured as not_measured
+from .summary import missing_metrics as missing_metrics
 from .summary import shown_metrics as shown_metrics
 from .summary import summarise as summarise
 from .summary import verdicts as verdicts

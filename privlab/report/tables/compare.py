@@ -12,10 +12,10 @@ import pandas as pd
 from privlab.evaluation import EXACT_DB
 from privlab.grids import KNOWN
 from privlab.metrics import DECIBELS
-from privlab.report.tables.leakage import Measured, Score, measured
+from privlab.report.tables.leakage import Measured, Score, measure
 from privlab.report.tables.per_image import SINGLE, per_image
 from privlab.report.tables.results import Results
-from privlab.report.tables.sheet import heading, shown
+from privlab.report.tables.sheet import figure_text, heading
 
 __all__ = ["Moved", "compare"]
 
@@ -63,12 +63,12 @@ class Moved:
         n = KNOWN[self.metric].decimals
         where = f"{case}, {self.attack}: {heading(self.metric)}"
         if self.what != "moved":
-            return f"{where} {self.what}: {shown(self.new if math.isnan(self.old) else self.old, n)}"
-        interval = "" if math.isnan(self.low) else f" [{shown(self.low, n)}, {shown(self.high, n)}]"
+            return f"{where} {self.what}: {figure_text(self.new if math.isnan(self.old) else self.old, n)}"
+        interval = "" if math.isnan(self.low) else f" [{figure_text(self.low, n)}, {figure_text(self.high, n)}]"
         over = f"over {self.images} image{'s' if self.images > 1 else ''}" if self.images else "no image in common"
         more = {True: ", leaks more", False: ", leaks less", None: ""}[self.leaks_more]
-        moved = f"moved by {shown(self.difference, n)}{interval}, {over}{more}"
-        return f"{where} {shown(self.old, n)} → {shown(self.new, n)}, {moved}"
+        moved = f"moved by {figure_text(self.difference, n)}{interval}, {over}{more}"
+        return f"{where} {figure_text(self.old, n)} → {figure_text(self.new, n)}, {moved}"
 
 
 def compare(old: Results, new: Results) -> list[Moved]:
@@ -83,8 +83,8 @@ def compare(old: Results, new: Results) -> list[Moved]:
     metrics = tuple(dict.fromkeys((*layout.columns, *old.layout.columns)))
     places = {name: i for i, name in enumerate(dict.fromkeys((*_names(new), *_names(old))))}
     first, second = (_images(results, metrics, layout.geometry, places) for results in (old, new))
-    frames = (first, second, _paired(first, second, metrics))
-    before, after, between = (dict(measured(frame, metrics, layout.interval)) for frame in frames)
+    frames = (first, second, _pair(first, second, metrics))
+    before, after, between = (dict(measure(frame, metrics, layout.interval)) for frame in frames)
     names = list(places)
     moved = []
     for key in sorted(before.keys() | after.keys()):
@@ -118,7 +118,7 @@ def _images(results: Results, metrics: tuple[str, ...], geometry: str, places: M
     return found.assign(case=numbers[found.case.to_numpy()]).sort_values(_KEY)
 
 
-def _paired(old: pd.DataFrame, new: pd.DataFrame, metrics: tuple[str, ...]) -> pd.DataFrame:
+def _pair(old: pd.DataFrame, new: pd.DataFrame, metrics: tuple[str, ...]) -> pd.DataFrame:
     """Return new − old for each cell and image that both runs have."""
     both = old.merge(new, on=_KEY, suffixes=("_old", "_new")).sort_values(_KEY)
     pairs = both[_KEY].assign(scored=True, failed=False)
@@ -141,7 +141,7 @@ def _of_cell(
     for name in metrics:
         before, after = was[name], now[name]
         if before.images and after.images:
-            change = paired[name] if paired[name].images else _unpaired(before, after)
+            change = paired[name] if paired[name].images else _unpaired_change(before, after)
             if not _still(before, after, change):
                 ends = (change.mean, change.low, change.high, change.images)
                 yield Moved(*place, name, "moved", before.mean, after.mean, *ends)
@@ -159,7 +159,7 @@ def _still(old: Score, new: Score, change: Score) -> bool:
     )
 
 
-def _unpaired(old: Score, new: Score) -> Score:
+def _unpaired_change(old: Score, new: Score) -> Score:
     """Return the difference of two independent means, with an interval recovered from theirs, over 0 common images."""
     difference = 0.0 if old.mean == new.mean else new.mean - old.mean
     low = difference - math.hypot(new.mean - new.low, old.high - old.mean)

@@ -12,9 +12,9 @@ from privlab.metrics import DECIBELS, MIRRORED, STRUCTURE
 from privlab.report.tables.knowledge import kinds_in, knows, undone
 from privlab.report.tables.measure import Measure, structure
 from privlab.report.tables.per_image import SINGLE, WORST, leakiest_geometries, per_image, sign_of
-from privlab.report.tables.sheet import shown, unit_of
+from privlab.report.tables.sheet import figure_text, unit_of
 
-__all__ = ["COMPARED_COLUMNS", "Facts", "cut"]
+__all__ = ["COMPARED_COLUMNS", "Facts", "join_first"]
 
 _MOST_TEXTS = 3
 """The most texts of a flag that are listed."""
@@ -127,17 +127,17 @@ class Facts:
         known = [name for name, mean in means.items() if mean == mean]  # NaN is not itself
         return max(known, key=lambda name: self.sign * means[name], default=None) if self.sign else None
 
-    def said(self, name: str, mean: float) -> str:
+    def with_mean(self, name: str, mean: float) -> str:
         """Return a name with its mean and its unit."""
         unit = unit_of(self.metric)
-        return f"{name} {shown(mean, KNOWN[self.metric].decimals)} {unit}"
+        return f"{name} {figure_text(mean, KNOWN[self.metric].decimals)} {unit}"
 
     def where(self, cases: Iterable[int]) -> str:
         """Return the names of cases as text."""
         names = [self.names[case] for case in cases]
-        return "every case" if len(names) == len(self.names) else cut(names)
+        return "every case" if len(names) == len(self.names) else join_first(names)
 
-    def grouped(self, found: Mapping[int, str]) -> list[str]:
+    def group(self, found: Mapping[int, str]) -> list[str]:
         """Return the texts found for cases, each once, with the names of its cases unless there is only one case."""
         if len(self.names) == 1:
             return [*found.values()]
@@ -161,7 +161,7 @@ class Facts:
         return {case: kinds_in(self.cases[case], parts) for case, parts in self.defenses.items()}
 
 
-def cut(texts: Sequence[str]) -> str:
+def join_first(texts: Sequence[str]) -> str:
     """Join the first texts; if there are more, say how many."""
     more = f"; {len(texts) - _MOST_TEXTS} more" if len(texts) > _MOST_TEXTS else ""
     return "; ".join(texts[:_MOST_TEXTS]) + more

@@ -10,8 +10,8 @@ import pandas as pd
 from privlab.attacks import attacks as installed
 from privlab.defenses import defenses
 from privlab.report.page import case_names
-from privlab.report.tables.facts import COMPARED_COLUMNS, Facts, cut
-from privlab.report.tables.knowledge import declared, knows
+from privlab.report.tables.facts import COMPARED_COLUMNS, Facts, join_first
+from privlab.report.tables.knowledge import declared_defenses, knows
 from privlab.report.tables.per_image import lead_metric, per_image
 from privlab.report.tables.results import Results
 from privlab.threat import AttackClass, Capability, acts_on
@@ -72,7 +72,7 @@ def structure_cases(results: Results) -> set[int]:
 
 def flag_lines(flags: Sequence[Flag]) -> list[str]:
     """Return the flags as lines of text; if there are any, a last line says that a failed attack proves nothing."""
-    lines = [f"flag: {flag.head}: {cut(flag.items)}" for flag in flags]
+    lines = [f"flag: {flag.head}: {join_first(flag.items)}" for flag in flags]
     return [*lines, "An attack that fails is no evidence of privacy."] if lines else []
 
 
@@ -85,13 +85,13 @@ def _no_adaptive_attack(facts: Facts) -> list[str]:
             able = [
                 name
                 for name, kind in installed().items()
-                if knows(declared(name), parts, kinds) and _fits(kind, parts, rows)
+                if knows(declared_defenses(name), parts, kinds) and _fits(kind, parts, rows)
             ]
             shuffled = knows(frozenset({"jigsaw"}), parts, kinds) and "features" not in rows.release.unique()
             able += ["geometry reassembled"] if shuffled else []
             said = f"{', '.join(able)} not scored" if able else "no attack is written against it"
             found[case] = f"{'+'.join(sorted(parts))}: {said}"
-    return facts.grouped(found)
+    return facts.group(found)
 
 
 def _fits(kind: AttackClass, parts: frozenset[str], rows: pd.DataFrame) -> bool:
@@ -117,7 +117,7 @@ def _weaker(facts: Facts) -> list[str]:
         others = {name: mean for name, mean in scored.items() if name not in knowing}
         adaptive, plain = facts.leakiest(knowing), facts.leakiest(others)
         if adaptive and plain and facts.rank(scored[adaptive]) < facts.rank(scored[plain]):
-            weak, strong = facts.said(adaptive, scored[adaptive]), facts.said(plain, scored[plain])
+            weak, strong = facts.with_mean(adaptive, scored[adaptive]), facts.with_mean(plain, scored[plain])
             lines.append(f"{facts.names[case]}: {weak} leaks less than {strong}")
     return lines
 
@@ -136,16 +136,19 @@ def _worse_with_more(facts: Facts) -> list[str]:
         for (rest, less), low in runs:
             for (other, more), high in runs:
                 if rest == other and less.keys() == more.keys() and less != more and _at_least(more, less):
-                    before, after = _paired(facts, own, low, high)
+                    before, after = _paired_means(facts, own, low, high)
                     if facts.rank(after) < facts.rank(before):
-                        weak, strong = facts.said(_named(more, less), after), facts.said(_named(less, more), before)
+                        weak, strong = (
+                            facts.with_mean(_budget_text(more, less), after),
+                            facts.with_mean(_budget_text(less, more), before),
+                        )
                         lines.append(
                             f"{facts.names[high.case]}: {low.attack} with {weak} leaks less than with {strong}"
                         )
     return lines
 
 
-def _paired(facts: Facts, own: pd.DataFrame, *runs: Any) -> tuple[float, float]:  # noqa: ANN401
+def _paired_means(facts: Facts, own: pd.DataFrame, *runs: Any) -> tuple[float, float]:  # noqa: ANN401
     """Return the means of two runs over the images that both have."""
     found = []
     for run in runs:
@@ -172,7 +175,7 @@ def _at_least(more: Mapping[str, float], less: Mapping[str, float]) -> bool:
     return all(more[name] >= less[name] for name in less)
 
 
-def _named(budget: Mapping[str, float], other: Mapping[str, float]) -> str:
+def _budget_text(budget: Mapping[str, float], other: Mapping[str, float]) -> str:
     return ", ".join(f"{name}={value:g}" for name, value in budget.items() if other[name] != value)
 
 
@@ -180,7 +183,7 @@ def _one_draw(facts: Facts) -> list[str]:
     own = facts.records.loc[facts.own, ["case", "seed", "draw"]]
     draws = own.dropna().drop_duplicates().groupby("case").size()
     drawn = {case: "+".join(sorted(parts - DETERMINISTIC)) for case, parts in facts.defenses.items()}
-    return facts.grouped({case: parts for case, parts in drawn.items() if parts and draws.get(case) == 1})
+    return facts.group({case: parts for case, parts in drawn.items() if parts and draws.get(case) == 1})
 
 
 def _shown_nothing(facts: Facts) -> list[str]:
@@ -188,9 +191,11 @@ def _shown_nothing(facts: Facts) -> list[str]:
     for case in facts.means:
         best, beaten = facts.beaten(case)
         if found := {name: mean for name, mean in beaten.items() if name not in facts.structure[case]}:
-            said = ", ".join(facts.said(name, mean) for name, mean in found.items())
+            said = ", ".join(facts.with_mean(name, mean) for name, mean in found.items())
             verb = "does" if len(found) == 1 else "do"
-            lines.append(f"{facts.names[case]}: {said} {verb} not beat {facts.said(best, facts.means[case][best])}")
+            lines.append(
+                f"{facts.names[case]}: {said} {verb} not beat {facts.with_mean(best, facts.means[case][best])}"
+            )
     return lines
 
 
@@ -201,10 +206,10 @@ def _structure_alone(facts: Facts) -> list[str]:
         best, beaten = facts.beaten(case)
         seen = {name: one for name, one in facts.structure[case].items() if name in beaten}
         for name, one in seen.items():
-            bar = facts.said(best, facts.means[case][best])
+            bar = facts.with_mean(best, facts.means[case][best])
             lines.append(
-                f"{facts.names[case]}: {facts.said(name, beaten[name])} does not beat {bar}, but it shows structure "
-                f"without its scale ({one})"
+                f"{facts.names[case]}: {facts.with_mean(name, beaten[name])} does not beat {bar}, but it shows "
+                f"structure without its scale ({one})"
             )
     return lines
 
@@ -212,10 +217,10 @@ def _structure_alone(facts: Facts) -> list[str]:
 def _nothing_released(facts: Facts) -> list[str]:
     rows = facts.records[facts.records.reason == NOTHING_RELEASED]
     counts = rows.groupby("case").image.nunique().to_dict()
-    return facts.grouped({case: some(count, "image") for case, count in counts.items()})
+    return facts.group({case: some(count, "image") for case, count in counts.items()})
 
 
-def _failed(facts: Facts) -> list[str]:
+def _failures(facts: Facts) -> list[str]:
     failed = facts.records.loc[(facts.records.status != "ok") & (facts.records.reason != NOTHING_RELEASED)]
     lines = []
     for case in sorted(failed.case.unique().tolist()):
@@ -229,14 +234,14 @@ def _failed(facts: Facts) -> list[str]:
 
 def _random_weights(facts: Facts) -> list[str]:
     rows = facts.records.loc[facts.records.weights == "random", ["case", "victim"]].drop_duplicates("case")
-    return facts.grouped({case: str(victim) for case, victim in rows.itertuples(index=False)})
+    return facts.group({case: str(victim) for case, victim in rows.itertuples(index=False)})
 
 
 def _few_images(facts: Facts) -> list[str]:
     """Count the different images on which attacks were scored; a case where no attack ran has a flag of its own."""
     own = facts.scored.loc[facts.scored.image != ""]
     counts = own.groupby("case").image.nunique().to_dict()
-    return facts.grouped({case: some(n, "image") for case, n in counts.items() if n < FEWEST_IMAGES})
+    return facts.group({case: some(n, "image") for case, n in counts.items() if n < FEWEST_IMAGES})
 
 
 def _predicted_labels(facts: Facts) -> list[str]:
@@ -244,7 +249,7 @@ def _predicted_labels(facts: Facts) -> list[str]:
     named = rows.image_sha256.where(rows.image_sha256.fillna("") != "", rows.image)
     told = rows.assign(named=named).loc[rows.label_origin == "predicted"]
     counts = told.groupby("case").named.nunique().to_dict()
-    return facts.grouped({case: f"of {some(n, 'image')}" for case, n in counts.items()})
+    return facts.group({case: f"of {some(n, 'image')}" for case, n in counts.items()})
 
 
 def _untrained_unknown(facts: Facts) -> list[str]:
@@ -255,7 +260,7 @@ def _untrained_unknown(facts: Facts) -> list[str]:
         origin = json.loads(victim).get("unk_embed")
         if origin not in (None, "trained") and '"masked_pe": "unknown"' in (defense or ""):
             found[case] = f"E_unk {origin}"
-    return facts.grouped(found)
+    return facts.group(found)
 
 
 def _no_attack(facts: Facts) -> list[str]:
@@ -272,7 +277,7 @@ def _beyond_range(facts: Facts) -> list[str]:
         if rows.beyond_range.notna().all():
             reasons = rows.drop_duplicates("attack")[["attack", "beyond_range"]]
             found[int(str(case))] = ", ".join(f"{name}: {why}" for name, why in reasons.itertuples(index=False))
-    return facts.grouped(found)
+    return facts.group(found)
 
 
 def some(n: int, noun: str) -> str:
@@ -290,7 +295,7 @@ RULES: Mapping[str, Callable[[Facts], list[str]]] = {
     "More budget, less leakage": _worse_with_more,
     "One draw": _one_draw,
     "Nothing released": _nothing_released,
-    "Failed": _failed,
+    "Failed": _failures,
     "Random weights": _random_weights,
     "Untrained E_unk": _untrained_unknown,
     "Predicted labels": _predicted_labels,

@@ -16,10 +16,10 @@ from privlab.base import check_name
 from privlab.grids import KNOWN, Layout
 from privlab.report.tables.leakage import Row
 from privlab.report.tables.per_image import BOUND
-from privlab.report.tables.sheet import Caption, Cell, Sheet, behind, heading, images, row_name, shown
+from privlab.report.tables.sheet import Caption, Cell, Sheet, behind, figure_text, heading, images, row_name
 from privlab.report.tables.tex import to_tex
 
-__all__ = ["FORMATS", "Caption", "heading", "plain_data", "render", "shown", "to_rich"]
+__all__ = ["FORMATS", "Caption", "figure_text", "heading", "plain_data", "render", "to_rich"]
 
 FORMATS = ("latex", "csv", "markdown", "json")
 
@@ -165,7 +165,7 @@ def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION,
     """
     sheet = Sheet(rows, layout, caption)
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    (_stacked if stacked else _side_by_side)(sheet, table)
+    (_stack if stacked else _side_by_side)(sheet, table)
     notes = sheet.notes()
     table.title = Text(caption.title) if caption.title else None
     table.caption = Text("\n".join(f"({mark}) {text}" if mark else text for mark, text in notes))
@@ -173,7 +173,7 @@ def to_rich(rows: Sequence[Row], layout: Layout, caption: Caption = _NO_CAPTION,
     return table
 
 
-def _stacked(sheet: Sheet, table: Table) -> None:
+def _stack(sheet: Sheet, table: Table) -> None:
     """Lay out each row under a line for its case, with intervals under their means."""
     table.add_column("case")
     table.add_column("images", justify="right")

@@ -10,24 +10,24 @@ from privlab.attacks import attacks as installed
 from privlab.base import PrivlabError
 from privlab.defenses import DEFENSES, defenses
 from privlab.release import kinds_of
-from privlab.threat import declared_by_attack
+from privlab.threat import attack_declarations
 
-__all__ = ["declared", "kinds_in", "knows", "undefended", "undone"]
+__all__ = ["declared_defenses", "kinds_in", "knows", "undefended_attack", "undone"]
 
 Kinds = Mapping[str, frozenset[str]]
 """Kinds of effects by the name of a defense, only for defenses that are not privlab's own."""
 
 
-def declared(attack: str) -> frozenset[str]:
+def declared_defenses(attack: str) -> frozenset[str]:
     """Return the defenses that an attack declares to know; for an attack that is not installed there are none."""
     kind = installed().get(attack)
-    return frozenset() if kind is None else frozenset(declared_by_attack(kind).knows)
+    return frozenset() if kind is None else frozenset(attack_declarations(kind).knows)
 
 
-def undefended(attack: str) -> str:
+def undefended_attack(attack: str) -> str:
     """Return which attack an attack declares to be where nothing is defended: another one, or by default itself."""
     kind = installed().get(attack)
-    return attack if kind is None else declared_by_attack(kind).undefended or attack
+    return attack if kind is None else attack_declarations(kind).undefended or attack
 
 
 def undone(attack: str, rows: pd.DataFrame, geometry: str) -> frozenset[str]:
@@ -41,7 +41,9 @@ def undone(attack: str, rows: pd.DataFrame, geometry: str) -> frozenset[str]:
         geometry: the one in which the case is scored.
     """
     scored = rows.geometry[rows.attack == attack]
-    return declared(attack) | ({"jigsaw"} if geometry != "in_place" or (scored == "reassembled").any() else frozenset())
+    return declared_defenses(attack) | (
+        {"jigsaw"} if geometry != "in_place" or (scored == "reassembled").any() else frozenset()
+    )
 
 
 def knows(known: frozenset[str], parts: Iterable[str], kinds: Kinds) -> bool:

@@ -19,15 +19,15 @@ from privlab.report.tables.per_image import (
     Segments,
     Single,
     Whole,
+    attack_label,
     groups,
-    named,
     per_image,
     worst_case,
 )
 from privlab.report.tables.results import Results
 
 __all__ = ["SINGLE", "WORST", "Measured", "Row", "Score"]
-__all__ += ["bootstrap", "conditions_that_differ", "headline", "leakage", "measured", "per_image", "worst_case"]
+__all__ += ["bootstrap", "conditions_that_differ", "headline", "leakage", "measure", "per_image", "worst_case"]
 
 Kind = Literal["published", "paper", "worst", "single", "attack", "control"]
 _RESAMPLES = 2000
@@ -96,10 +96,10 @@ def leakage(results: Results) -> list[Row]:
     counts = scored.reached.groupby(["case", "metric", "attack", "geometry"], sort=True).size().reset_index()
     leakiest: dict[int, dict[str, dict[str, int]]] = {}
     for case, metric, attack, geometry, count in counts.to_numpy().tolist():
-        leakiest.setdefault(case, {}).setdefault(metric, {})[named(attack, geometry)] = count
+        leakiest.setdefault(case, {}).setdefault(metric, {})[attack_label(attack, geometry)] = count
     exact = images.loc[images.image != ""].groupby(CELL).exact.sum(min_count=1).dropna().to_dict()
     cells: dict[int, dict[tuple[str, str], _Cell]] = {}
-    for (case, attack, external), cell in measured(images, layout.columns, layout.interval):
+    for (case, attack, external), cell in measure(images, layout.columns, layout.interval):
         count = exact.get((case, attack, external))
         cells.setdefault(case, {})[attack, external] = (cell, None if count is None else int(count))
     return [
@@ -197,18 +197,18 @@ def _percentiles(values: Floats, level: float) -> tuple[Floats, Floats]:
     blocks = min(values.shape[1], _BLOCKS)
     weights = _weights(values.shape[1], blocks)
     finite = np.isfinite(values)
-    sums = _folded(np.where(finite, values, 0.0), blocks) @ weights
-    means = sums / (_folded(np.ones((1, values.shape[1])), blocks) @ weights)
+    sums = _fold(np.where(finite, values, 0.0), blocks) @ weights
+    means = sums / (_fold(np.ones((1, values.shape[1])), blocks) @ weights)
     for infinity in (np.inf, -np.inf):
         if (at := values == infinity).any():
-            means[_folded(at.astype(float), blocks) @ weights > 0] = infinity
+            means[_fold(at.astype(float), blocks) @ weights > 0] = infinity
     cut = int((1 - level) / 2 * (_RESAMPLES - 1))
     means.partition((cut, _RESAMPLES - 1 - cut), axis=1)
     least, most = values.min(axis=1), values.max(axis=1)  # sums round: the mean of equal values may miss them
     return means[:, cut].clip(least, most), means[:, -1 - cut].clip(least, most)
 
 
-def _folded(values: Floats, blocks: int) -> Floats:
+def _fold(values: Floats, blocks: int) -> Floats:
     """Return the sums of every `blocks`-th column."""
     padded = np.pad(values, ((0, 0), (0, -values.shape[1] % blocks)))
     return padded.reshape(len(values), -1, blocks).sum(axis=1)
@@ -223,7 +223,7 @@ def _weights(size: int, blocks: int) -> Floats:
     return np.ascontiguousarray(counts.reshape(_RESAMPLES, blocks).T, dtype=np.float64)
 
 
-def measured(
+def measure(
     images: pd.DataFrame, metrics: Sequence[str], level: float
 ) -> Iterator[tuple[tuple[int, str, str], Measured]]:
     """Yield (case, attack, external) and what was measured there: scores by metric, images scored, and images failed.
@@ -273,7 +273,7 @@ def _rows(
         return Row(*of, leakiest, refused, external or None, exact)
 
     if facts.published:
-        printed = {name: _published(name, facts.published) for name in (*layout.columns, *facts.published)}
+        printed = {name: _published_score(name, facts.published) for name in (*layout.columns, *facts.published)}
         yield row("published", None, ((printed, 0, 0), None))
     attacks = [key for key in cells if key[0] not in (WORST, SINGLE) and not key[0].startswith(CONTROL)]
     attacks.sort(key=lambda key: (key[0] != layout.paper_attack, key))
@@ -299,6 +299,6 @@ def _rows(
         yield row("control", key[0], cells[key], key[1])
 
 
-def _published(name: str, printed: Mapping[str, float]) -> Score:
+def _published_score(name: str, printed: Mapping[str, float]) -> Score:
     value = printed.get(name, float("nan"))
     return Score(value / 100 if KNOWN[name].direction == "utility" and value > 1 else value)  # printed in per cent

@@ -10,7 +10,7 @@ from privlab.evaluation import CONTROL
 from privlab.grids import KNOWN
 from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.report.tables.leakage import Score, bootstrap
-from privlab.report.tables.sheet import shown, unit_of
+from privlab.report.tables.sheet import figure_text, unit_of
 
 __all__ = ["Measure", "measure", "structure"]
 
@@ -45,11 +45,11 @@ class Measure:
         """Return the figures in words."""
         unit = unit_of(self.metric)
         n, score = KNOWN[self.metric].decimals, self.score
-        interval = f" [{shown(score.low, n)}, {shown(score.high, n)}]" if score.low == score.low else ""
+        interval = f" [{figure_text(score.low, n)}, {figure_text(score.high, n)}]" if score.low == score.low else ""
         exactly = f", {self.exact} exactly" if self.exact else ""
         return (
-            f"{self.ahead} of {score.images} images{exactly}; {shown(score.mean, n)}{interval} {unit} "
-            f"against {shown(self.control_mean, n)} of {self.control}"
+            f"{self.ahead} of {score.images} images{exactly}; {figure_text(score.mean, n)}{interval} {unit} "
+            f"against {figure_text(self.control_mean, n)} of {self.control}"
         )
 
 

@@ -10,7 +10,7 @@ from privlab.grids import KNOWN
 from privlab.report.page import case_names
 from privlab.report.tables.per_image import WORST, lead_metric, per_image
 from privlab.report.tables.results import Results
-from privlab.report.tables.sheet import shown
+from privlab.report.tables.sheet import figure_text
 
 __all__ = ["Apart", "apart", "apart_lines", "apart_of"]
 
@@ -75,7 +75,7 @@ def apart_lines(rows: Sequence[Apart]) -> list[str]:
     for case in dict.fromkeys(row.case for row in rows):
         of_case = [row for row in rows if row.case == case]
         parts = [
-            f"{_WORDS[word]}: " + ", ".join(_said(row) for row in of_case if row.member == word)
+            f"{_WORDS[word]}: " + ", ".join(_row_text(row) for row in of_case if row.member == word)
             for word in dict.fromkeys(row.member for row in of_case)
         ]
         where = f"{case}: " if several else ""
@@ -85,7 +85,7 @@ def apart_lines(rows: Sequence[Apart]) -> list[str]:
     return lines
 
 
-def _said(row: Apart) -> str:
+def _row_text(row: Apart) -> str:
     decimals = KNOWN[row.metric].decimals
-    spread = f" ± {shown(row.std, decimals)}" if math.isfinite(row.std) else ""
-    return f"{row.attack} {shown(row.mean, decimals)}{spread} ({row.images} image{'s' * (row.images != 1)})"
+    spread = f" ± {figure_text(row.std, decimals)}" if math.isfinite(row.std) else ""
+    return f"{row.attack} {figure_text(row.mean, decimals)}{spread} ({row.images} image{'s' * (row.images != 1)})"

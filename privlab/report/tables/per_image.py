@@ -14,7 +14,7 @@ from privlab.grids import KNOWN
 from privlab.metrics import MIRRORED
 
 __all__ = ["BOUND", "CELL", "SINGLE", "WORST", "Floats", "Scored", "Segments", "Single", "Whole"]
-__all__ += ["groups", "lead_metric", "leakiest_geometries", "named", "per_image", "sign_of", "worst_case"]
+__all__ += ["attack_label", "groups", "lead_metric", "leakiest_geometries", "per_image", "sign_of", "worst_case"]
 
 WORST = "worst case"
 """The name of the bound that takes, for each image, the attack that leaks most."""
@@ -45,7 +45,7 @@ def sign_of(metric: str) -> int:
     return {"higher leaks": 1, "lower leaks": -1}.get(KNOWN[metric].direction, 0)
 
 
-def named(attack: str, geometry: str) -> str:
+def attack_label(attack: str, geometry: str) -> str:
     """Return an attack with the geometry of its score, as "april (reassembled)"; in place, return its name alone."""
     return attack if geometry == GEOMETRIES[0] else f"{attack} ({geometry})"
 
@@ -80,7 +80,7 @@ def worst_case(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "i
         geometry: "oracle" takes the scores of that geometry alone. The other two take those of all geometries that an
             adversary can make, "in_place" and "reassembled".
     """
-    return _reached(_pool(_tidy(records, metrics, geometry)), metrics)
+    return _leakiest_attacks(_pool(_tidy(records, metrics, geometry)), metrics)
 
 
 def leakiest_geometries(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
@@ -128,11 +128,11 @@ class Scored:
         """
         rows = _tidy(records, metrics, geometry)
         pool = _pool(rows)
-        reached, of_geometry = _reached(pool, metrics), _by_geometry(pool, metrics)
+        reached, of_geometry = _leakiest_attacks(pool, metrics), _by_geometry(pool, metrics)
         measured = [*metrics, *(name for name in MIRRORED.values() if name in rows), "exact"]
-        means = _averaged(rows.loc[rows.geometry == geometry], [*CELL, "image", "control"], measured)
+        means = _average(rows.loc[rows.geometry == geometry], [*CELL, "image", "control"], measured)
         best = _best(of_geometry, lead_metric(metrics))
-        names = map(named, best.attack, best.geometry)
+        names = map(attack_label, best.attack, best.geometry)
         single = dict(zip(best.case.tolist(), map(Single, names, best.external), strict=True))
         if not means.empty:
             worst = _worst(pool, reached, metrics).reindex(columns=means.columns)
@@ -256,7 +256,7 @@ def _pool(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _worst(pool: pd.DataFrame, reached: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
     # Metrics of utility have no leakiest value: of these, an image's worst case is the mean over all attacks.
-    worst = _averaged(pool, ["case", "image"], [name for name in metrics if not KNOWN[name].arrow])
+    worst = _average(pool, ["case", "image"], [name for name in metrics if not KNOWN[name].arrow])
     best = reached.drop_duplicates(["case", "image", "metric"])
     wide = best.pivot(index=["case", "image"], columns="metric", values="value").reset_index()
     exact = pool.groupby(["case", "image"]).exact.max().reset_index()
@@ -273,7 +273,7 @@ def _best(images: pd.DataFrame, lead: str) -> pd.DataFrame:
 
 
 def _by_geometry(pool: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    return _averaged(pool, [*CELL, "geometry", "image"], [*metrics, "exact"])
+    return _average(pool, [*CELL, "geometry", "image"], [*metrics, "exact"])
 
 
 def _leakiest(images: pd.DataFrame, lead: str) -> pd.DataFrame:
@@ -285,7 +285,7 @@ def _leakiest(images: pd.DataFrame, lead: str) -> pd.DataFrame:
     return cells.drop_duplicates(CELL).sort_values(CELL, ignore_index=True)
 
 
-def _reached(pool: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
+def _leakiest_attacks(pool: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
     group, _ = groups(pool, ["case", "image"])
     found, columns = [], ["case", "image", "metric", "value", "attack", "geometry"]
     for name in metrics:
@@ -304,7 +304,7 @@ def _reached(pool: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
     return ordered.drop_duplicates(["case", "image", "metric", "attack"], ignore_index=True).reindex(columns=columns)
 
 
-def _averaged(rows: pd.DataFrame, by: list[str], metrics: Sequence[str]) -> pd.DataFrame:
+def _average(rows: pd.DataFrame, by: list[str], metrics: Sequence[str]) -> pd.DataFrame:
     """Return one row per group: its mean scores, whether any of its rows was scored, and whether any failed."""
     group, keys = groups(rows, by)
     for name in ("scored", "failed"):

@@ -18,7 +18,7 @@ from privlab.grids import KNOWN
 from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.report.page import case_names
 from privlab.report.tables.flags import FEWEST_IMAGES
-from privlab.report.tables.knowledge import kinds_in, knows, undefended, undone
+from privlab.report.tables.knowledge import kinds_in, knows, undefended_attack, undone
 from privlab.report.tables.measure import Measure, measure
 from privlab.report.tables.per_image import SINGLE, WORST, lead_metric, leakiest_geometries, per_image
 from privlab.report.tables.results import Results
@@ -220,7 +220,7 @@ class _Facts:
 
         An attack that is another one where nothing is defended is compared with that one, whatever the options of both.
         """
-        plain = undefended(attack)
+        plain = undefended_attack(attack)
         options = ["attack_params"] if plain == attack else []
         wanted = _keys(own, options)
         for case, parts in self.defenses.items():

@@ -18,12 +18,12 @@ __all__ += [
     "Cell",
     "Sheet",
     "behind",
-    "counted",
+    "count_text",
     "decimals",
+    "figure_text",
     "heading",
     "images",
     "row_name",
-    "shown",
     "unit_of",
 ]
 
@@ -85,7 +85,7 @@ def unit_of(metric: str) -> str:
     return "dB" if metric == "psnr" else "dB of psnr_affine" if metric == "psnr_affine" else metric
 
 
-def shown(value: float, decimals: int) -> str:
+def figure_text(value: float, decimals: int) -> str:
     """Return a figure as a table prints it: "n/a" for NaN, "∞", and powers of ten where the decimals would print 0."""
     if not math.isfinite(value):
         return "n/a" if math.isnan(value) else "∞" if value > 0 else "−∞"
@@ -123,8 +123,8 @@ class Sheet:
     def cell(self, row: Row, name: str) -> Cell:
         """Return the cell of a row for one metric."""
         score, n = row.scores[name], decimals(self.layout, name)
-        mean, reach = shown(score.mean, n), max(score.high - score.mean, score.mean - score.low)
-        interval = shown(reach, n) if math.isfinite(reach) else ""
+        mean, reach = figure_text(score.mean, n), max(score.high - score.mean, score.mean - score.low)
+        interval = figure_text(reach, n) if math.isfinite(reach) else ""
         return mean, interval, row.kind in _MEASURED_KINDS and self._leakiest.get((row.group, name)) == mean
 
     def mark(self, row: Row) -> str:
@@ -175,7 +175,7 @@ class Sheet:
                 if direction != "utility" and not math.isnan(mean):
                     leakier = max if direction == "higher leaks" else min
                     best[row.group, name] = leakier(mean, best.get((row.group, name), mean))
-        return {(group, name): shown(mean, decimals(self.layout, name)) for (group, name), mean in best.items()}
+        return {(group, name): figure_text(mean, decimals(self.layout, name)) for (group, name), mean in best.items()}
 
 
 def _footnotes(row: Row) -> list[str]:
@@ -224,10 +224,10 @@ def images(row: Row) -> str:
     """Return the numbers of images that were scored, that are exact, and that failed, as text."""
     if not row.images and not row.failed:
         return "—"
-    return counted(row.images, row.exact, row.failed)
+    return count_text(row.images, row.exact, row.failed)
 
 
-def counted(images: int, exact: int | None, failed: int) -> str:
+def count_text(images: int, exact: int | None, failed: int) -> str:
     """Return numbers of images as text: "20 (18 exact, 1 failed)".
 
     Args:

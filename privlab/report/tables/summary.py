@@ -17,13 +17,13 @@ from privlab.metrics import PLACEMENT
 from privlab.release import effects_of
 from privlab.report.tables.flags import Flag, red_flags
 from privlab.report.tables.members import Apart, apart
-from privlab.report.tables.per_image import SINGLE, WORST, Scored, lead_metric, named
+from privlab.report.tables.per_image import SINGLE, WORST, Scored, attack_label, lead_metric
 from privlab.report.tables.power import scope
 from privlab.report.tables.results import by_case
-from privlab.report.tables.sheet import OF_ADVERSARIES, OF_EXACT, OF_ORACLE, OF_WORST, counted, of_single
+from privlab.report.tables.sheet import OF_ADVERSARIES, OF_EXACT, OF_ORACLE, OF_WORST, count_text, of_single
 from privlab.runs import Outcome
 
-__all__ = ["KNOWN", "explanations", "flags", "members", "not_measured", "shown_metrics", "summarise", "to_rich"]
+__all__ = ["KNOWN", "explanations", "flags", "members", "missing_metrics", "shown_metrics", "summarise", "to_rich"]
 __all__ += ["verdicts"]
 
 _SETTINGS = {
@@ -63,7 +63,7 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
         table[f"{name}_std"] = groups[name].std()
     exact = groups.exact.sum(min_count=1).dropna().astype(int).to_dict()
     reached = scored.reached.loc[scored.reached.metric == lead]
-    who = [named(attack, where) for attack, where in zip(reached.attack, reached.geometry, strict=True)]
+    who = [attack_label(attack, where) for attack, where in zip(reached.attack, reached.geometry, strict=True)]
     behind = {(case, WORST): dict(Counter(np.array(who)[reached.case == case].tolist())) for case in range(len(cases))}
     behind |= {(case, SINGLE): {one.name: int(table.n[case, SINGLE])} for case, one in scored.single.items()}
     blocks = there.dropna(subset=["block"]).groupby(["case", "attack"]).block.first().to_dict()
@@ -76,7 +76,7 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
             "exact": exact.get((case, attack)),
         }
         for case in range(len(cases))
-        for kind, attack in _ordered(there.attack[there.case == case].unique().tolist())
+        for kind, attack in _order(there.attack[there.case == case].unique().tolist())
         if (case, attack) in table.index
     ]
     counts = pd.Series([row.pop("exact") for row in rows], dtype=object)
@@ -155,7 +155,7 @@ def members(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_p
     return apart(cased, [case.label for case in cases], paper, lead_metric(metrics), geometry)
 
 
-def _ordered(attacks: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _order(attacks: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the kind and the name of each row of a victim and setting, in their order."""
     paper = papers_attack(attacks)
     kinds = {attack: "control" if attack.startswith(CONTROL) else "attack" for attack in attacks}
@@ -176,7 +176,7 @@ def shown_metrics(metrics: Sequence[str], table: pd.DataFrame) -> list[str]:
     return [*shown, *(name for name in PLACEMENT if name in table)]
 
 
-def not_measured(outcome: Outcome, shown: Sequence[str]) -> list[str]:
+def missing_metrics(outcome: Outcome, shown: Sequence[str]) -> list[str]:
     """Return one line for each shown metric that is n/a, or has fewer images than there are, with the reason."""
     scored = outcome.records.loc[outcome.records.status == "ok"]
     tried = " " + scored.metrics.fillna("") + " "
@@ -234,7 +234,7 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
     shown.add_column("images", justify="right")
     for row in table.to_dict("records"):
         values = [_value(row, name, "\n± " if stacked else " ± ") for name in metrics]
-        images = counted(row["n"], row["exact"], row["failed"])
+        images = count_text(row["n"], row["exact"], row["failed"])
         name = row["attack"] + (f"\n({about})" if (about := _about(row)) else "")
         block = row["block"] if isinstance(row["block"], str) else "—"  # controls have none
         shown.add_row(*(str(row[c]) for c in several), name, block, *values, images)

@@ -190,11 +190,11 @@ class Remote:
         except futures.TimeoutError:
             raise Lost(f"The server did not answer within {self.timeout:g} seconds.") from None
         except grpc.RpcError as error:
-            raise _translated(error) from None
+            raise _translate(error) from None
         if data is None:
             raise Lost("The server ended the session.")
         self.traffic.received += len(data)
-        reply = _parsed(data)
+        reply = _parse(data)
         self.durable = reply.durable
         return reply
 
@@ -211,14 +211,14 @@ class Remote:
         return tensor.to(like.device)
 
 
-def _parsed(data: bytes) -> Reply:
+def _parse(data: bytes) -> Reply:
     try:
         return Reply.FromString(data)
     except DecodeError:
         raise PrivlabError(f"The server's {len(data)} bytes are no reply of split learning.") from None
 
 
-def _translated(error: grpc.RpcError) -> PrivlabError:
+def _translate(error: grpc.RpcError) -> PrivlabError:
     """Return the error that tells the user what a failed call means."""
     status = error.code().name  # pyright: ignore[reportAttributeAccessIssue]
     details = " ".join(str(error.details()).split())  # pyright: ignore[reportAttributeAccessIssue]
@@ -226,10 +226,10 @@ def _translated(error: grpc.RpcError) -> PrivlabError:
         return Lost(details)
     if status != "UNAVAILABLE":
         return PrivlabError(details if status == "UNAUTHENTICATED" else f"The server refuses ({status}): {details}")
-    return _not_reached(details)
+    return _unreachable(details)
 
 
-def _not_reached(details: str) -> PrivlabError:
+def _unreachable(details: str) -> PrivlabError:
     if "WRONG_VERSION_NUMBER" in details:
         return PrivlabError("The server speaks no TLS: leave --tls-ca out, or start it with --tls-cert and --tls-key.")
     if "CERTIFICATE_VERIFY_FAILED" in details:

@@ -31,7 +31,7 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.names)
 
-    def labelled_by(self, model: VictimModel) -> "Dataset":
+    def with_labels_of(self, model: VictimModel) -> "Dataset":
         """Return the same images, labelled with the classes that a model predicts for the plain images."""
         with torch.no_grad():
             parts = [
@@ -39,7 +39,7 @@ class Dataset:
             ]
         return replace(self, labels=torch.cat(parts).argmax(1).cpu())
 
-    def checked(self, classes: int) -> "Dataset":
+    def check(self, classes: int) -> "Dataset":
         """Return the dataset itself if every image has a label below `classes`.
 
         Raises:
@@ -77,7 +77,7 @@ def load(source: ImageSource, preprocessing: Preprocessing, progress: Progress =
         failed |= {picture.name: picture.problem or "" for picture in chunk.failed}
         progress(len(pictures), source.count)
     if not pictures:
-        raise PrivlabError(f"No picture can be read from {source.description}.")
+        raise PrivlabError(f"No image can be read from {source.description}.")
     labels = [-1 if picture.label is None else picture.label for picture in pictures]
     digest = hashlib.sha256()
     for picture, label in zip(pictures, labels, strict=True):

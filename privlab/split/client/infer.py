@@ -58,7 +58,7 @@ def infer(
         )
         try:
             with full_precision(), opened as remote:
-                patience.met()
+                patience.reset()
                 return _answers(learner, remote, data, progress)
         except Lost as lost:
             patience.wait(lost)

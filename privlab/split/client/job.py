@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from privlab.base import PrivlabError, PrivlabWarning, check_name, configured, read_options
+from privlab.base import PrivlabError, PrivlabWarning, check_name, configure, read_options
 from privlab.defenses import defenses
 from privlab.images import ImageSource, open_images
 from privlab.split.client.learner import Learner
@@ -18,7 +18,7 @@ from privlab.split.protocol.secret import new_secret
 from privlab.threat import Stack
 from privlab.victims import Victim, victim
 
-__all__ = ["SplitJob", "Started", "resumed", "stack_of", "started"]
+__all__ = ["SplitJob", "Started", "resume_job", "stack_of", "start_job"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +88,19 @@ def stack_of(names: str, options: tuple[str, ...]) -> Stack:
         check_name("defense", name, installed)
     kinds = [installed[name] for name in parts]
     read_options(options, kinds)
-    return Stack(tuple(configured(kind, options) for kind in kinds))
+    return Stack(tuple(configure(kind, options) for kind in kinds))
 
 
-def started(job: SplitJob, device: torch.device) -> Started:
+def start_job(job: SplitJob, device: torch.device) -> Started:
     """Begin a job with a fresh secret.
 
     Raises:
         PrivlabError: if the victim, a defense or the terms of the contract are impossible.
     """
-    return _made(job, new_secret(), device)
+    return _make(job, new_secret(), device)
 
 
-def resumed(folder: Path, device: torch.device) -> Started:
+def resume_job(folder: Path, device: torch.device) -> Started:
     """Resume a job from the checkpoint in a client's folder.
 
     Raises:
@@ -113,12 +113,12 @@ def resumed(folder: Path, device: torch.device) -> Started:
     job = SplitJob.of(facts["job"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivlabWarning)  # such as random weights: the first run warned of them
-        made = _made(job, facts["secret"], device)
+        made = _make(job, facts["secret"], device)
     made.learner.restore(path)
     return Started(job, made.victim, made.learner, facts, facts["session"])
 
 
-def _made(job: SplitJob, secret: str, device: torch.device) -> Started:
+def _make(job: SplitJob, secret: str, device: torch.device) -> Started:
     stack = stack_of(job.defense, job.options)
     subject = victim(job.model, weights=job.weights, img_size=job.img_size, seed=job.seed)
     learner = _learner(job, subject, stack, secret, device, own_weights=job.upload)

@@ -117,7 +117,7 @@ class Learner:
         begun = self._begun
         assert begun is not None
         outputs = outputs.detach().requires_grad_()
-        logits = self.model.head(begun.sent.restored(outputs))
+        logits = self.model.head(begun.sent.restore(outputs))
         loss = F.cross_entropy(logits, begun.labels)
         self._optimizer.zero_grad()
         loss.backward()
@@ -138,7 +138,7 @@ class Learner:
     def predict(self, outputs: Float[Tensor, "b t d"], sent: Sent) -> Float[Tensor, "b y"]:
         """Return the class probabilities of the server's outputs."""
         with torch.no_grad():
-            return self.model.head(sent.restored(outputs)).softmax(1)
+            return self.model.head(sent.restore(outputs)).softmax(1)
 
     def save(self, path: Path, facts: dict[str, Any]) -> None:
         """Write everything that a later client needs to continue after this step.

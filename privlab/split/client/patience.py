@@ -26,7 +26,7 @@ class Patience:
         self._since: float | None = None
         self._pause = _FIRST_PAUSE
 
-    def met(self) -> None:
+    def reset(self) -> None:
         """Reset the time and the pauses: the server has answered."""
         self._met, self._since, self._pause = True, None, _FIRST_PAUSE
 

@@ -104,7 +104,7 @@ class Trainer:
 
     def _begin(self, remote: Remote) -> None:
         """Restore the step after which the server continues."""
-        self._patience.met()
+        self._patience.reset()
         learner = self.learner
         if remote.step != learner.step:
             learner.restore(self._path)
@@ -123,7 +123,7 @@ class Trainer:
         learner.finish(remote.backward(step, gradient))
         if remote.durable == step:
             self._save(remote)
-        self._patience.met()
+        self._patience.reset()
         seconds = time.perf_counter() - began
         loss, hits = float(learner.losses[-1]), int(learner.hits[-1])
         return StepDone(step, loss, hits, len(images), remote.durable, seconds)

@@ -43,7 +43,7 @@ class Live:
         size = sum(t.numel() for t in self.session.backbone.state_dict().values())
         self._upload_most = size * contract.torch_dtype.itemsize + HEADER_BYTES * 16
 
-    def opened(self) -> Reply:
+    def opening(self) -> Reply:
         """Return the answer to the request that opened the session."""
         opened = Opened(
             session=self.id_, step=self.after, weights_sha256=self.weights_sha256, checkpoint_every=self.every
@@ -57,7 +57,7 @@ class Live:
             Refusal: if the request is out of order, or its tensors violate the contract.
         """
         kind = request.WhichOneof("kind")
-        self._saved(request.saved)
+        self._note_saved(request.saved)
         if kind == "weights":
             return self._receive(request.weights)
         if self._uploaded is not None:
@@ -130,7 +130,7 @@ class Live:
             backbone.load_state_dict(state)
             self._uploaded = None
 
-    def _saved(self, step: int) -> None:
+    def _note_saved(self, step: int) -> None:
         if step > self.saved:
             self.saved = step
             self._prune()

@@ -90,7 +90,7 @@ class Server:
         )
         self._threads = ThreadPoolExecutor(self.limits.sessions + _SPARE_THREADS, "session")
         self._health = health.HealthServicer()
-        self._grpc, self._open = self._built(token), ExitStack()
+        self._grpc, self._open = self._build(token), ExitStack()
 
     @property
     def address(self) -> str:
@@ -103,7 +103,7 @@ class Server:
                 undo.enter_context(FileLock(self._folder / "lock", timeout=0))
             except Timeout:
                 raise PrivlabError(f"Another server uses --state '{self._folder}': give each its own.") from None
-            self.port = self._bound()
+            self.port = self._bind()
             undo.enter_context(full_precision())
             self._grpc.start()
             self._open = undo.pop_all()
@@ -122,7 +122,7 @@ class Server:
         self._threads.shutdown()
         self._open.close()
 
-    def _built(self, token: str) -> grpc.Server:
+    def _build(self, token: str) -> grpc.Server:
         options = [
             ("grpc.max_receive_message_length", self.limits.message),
             ("grpc.max_send_message_length", -1),
@@ -139,7 +139,7 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
-    def _bound(self) -> int:
+    def _bind(self) -> int:
         try:
             if self._tls is None:
                 return self._grpc.add_insecure_port(self.address)
@@ -170,8 +170,8 @@ class Server:
             return
         if first.WhichOneof("kind") != "open":
             raise Refusal("FAILED_PRECONDITION", f"A stream begins with open. Found '{first.WhichOneof('kind')}'.")
-        with self._sessions.opened(first.open, first.saved) as live:
-            yield live.opened()
+        with self._sessions.open_session(first.open, first.saved) as live:
+            yield live.opening()
             while (request := self._next(inbox, live)) is not None:
                 reply = live.answer(request)
                 if reply is not None:
@@ -183,7 +183,7 @@ class Server:
         Raises:
             Refusal: if the client was silent for too long, or this server is stopping.
         """
-        data = self._waited(inbox, live)
+        data = self._wait(inbox, live)
         if data is None:
             return None
         try:
@@ -191,7 +191,7 @@ class Server:
         except DecodeError:
             raise Refusal("INVALID_ARGUMENT", f"The {len(data)} bytes are no request of split learning.") from None
 
-    def _waited(self, inbox: Inbox[bytes], live: Live | None) -> bytes | None:
+    def _wait(self, inbox: Inbox[bytes], live: Live | None) -> bytes | None:
         silent_since = now = time.monotonic()
         while now - silent_since <= self.limits.idle:
             if self._stopping.is_set() and not (live and live.session.under_way and now < self._last_word):

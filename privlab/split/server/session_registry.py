@@ -90,16 +90,16 @@ class Sessions:
         return len(self._taken)
 
     @contextmanager
-    def opened(self, request: Open, saved: int) -> Iterator[Live]:
+    def open_session(self, request: Open, saved: int) -> Iterator[Live]:
         """Open a new session, or one from disk, as a context; write its checkpoint at the end.
 
         Raises:
             Refusal: if this server does not accept the contract, a limit is reached, there is no such session, it has
                 another client, or it cannot continue after any of the client's steps.
         """
-        contract = self._checked(request)
+        contract = self._check(request)
         steps = list(request.steps) or [0]
-        id_ = self._known(request.session, steps) or secrets.token_hex(32)
+        id_ = self._find(request.session, steps) or secrets.token_hex(32)
         need = contract.session_bytes(*self._size())
         with self._place(id_, need):
             live = self._live(id_, steps, contract, saved)
@@ -112,7 +112,7 @@ class Sessions:
             finally:
                 live.close()
 
-    def _checked(self, request: Open) -> Contract:
+    def _check(self, request: Open) -> Contract:
         """Return the contract if this server accepts it."""
         if request.version != VERSION:
             raise Refusal("FAILED_PRECONDITION", f"The protocol is version {VERSION}. Found {request.version}.")
@@ -129,7 +129,7 @@ class Sessions:
             raise Refusal("RESOURCE_EXHAUSTED", f"This server takes messages of at most {most}.")
         return contract
 
-    def _known(self, asked: str, steps: Sequence[int]) -> str | None:
+    def _find(self, asked: str, steps: Sequence[int]) -> str | None:
         """Return the id of a session that is on disk or in use, or None if a new one has to be opened."""
         if asked and not _ID.fullmatch(asked):
             raise Refusal(
@@ -175,7 +175,7 @@ class Sessions:
         """Return the session after the first of the client's steps from which it can continue."""
         session, stored = Session(self._backbone(contract.dtype), contract), self._checkpoints(id_)
         for step in steps:
-            if step == 0 or self._restored(session, stored, step):
+            if step == 0 or self._restore(session, stored, step):
                 stored.keep([kept for kept in stored.steps() if kept <= session.step])
                 break
         else:
@@ -196,7 +196,7 @@ class Sessions:
             else self._recorder.session(id_[:_NAME_LENGTH], self._facts(contract)),
         )
 
-    def _restored(self, session: Session, stored: SessionCheckpoints, step: int) -> bool:
+    def _restore(self, session: Session, stored: SessionCheckpoints, step: int) -> bool:
         """Return whether the session was restored to a step, or to the next, which the client may then send again."""
         for candidate in (step, step + 1):
             if candidate not in stored.steps():

@@ -31,7 +31,6 @@ class Classify:
 
     name: ClassVar[str] = "classify"
     paper: ClassVar[str] = "DeiT (Touvron et al. 2021)"
-    labelled: ClassVar[bool] = True
 
     smoothing: float = 0.1
     mixup: float = 0.0
@@ -42,6 +41,11 @@ class Classify:
         check_range(0 <= self.smoothing < 1, "smoothing", "in [0, 1)", self.smoothing)
         for key in ("mixup", "cutmix"):
             check_range((value := getattr(self, key)) >= 0, key, "at least 0", value)
+
+    @property
+    def labelled(self) -> bool:
+        """Return whether it needs labels."""
+        return True
 
     def module(self, model: Any) -> nn.Module:  # noqa: ANN401  # a `Classifier`, or what a kind of it takes
         """Return the victim alone."""
@@ -58,7 +62,7 @@ class Classify:
             model: the victim, which tells the number of classes y.
             draw: the generator of the choice between Mixup and CutMix.
         """
-        return self.mixed(images, F.one_hot(labels, model.classes).float(), draw)
+        return self.mix(images, F.one_hot(labels, model.classes).float(), draw)
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
         """Return L_CE."""
@@ -69,7 +73,7 @@ class Classify:
         """Return the mean of −Σ ((1 − ε) y + ε / Y) log p over the batch."""
         return F.cross_entropy(logits, labels, label_smoothing=self.smoothing)
 
-    def mixed(
+    def mix(
         self, images: Float[Tensor, "b c h w"], labels: Float[Tensor, "b y"], draw: Generator
     ) -> tuple[Tensor, Tensor]:
         """Mix each image and its label with another's of the batch, by Mixup or by CutMix.

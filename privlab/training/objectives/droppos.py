@@ -44,7 +44,6 @@ class TrainDropPos:
 
     name: ClassVar[str] = "droppos"
     paper: ClassVar[str] = "DropPos (Wang et al. 2023), Eq. 4 to 9"
-    labelled: ClassVar[bool] = False
 
     gamma: float = 0.75
     gamma_pos: float = 0.75
@@ -62,6 +61,11 @@ class TrainDropPos:
         for key in ("sigma", "sigma_end"):
             check_range(0 <= (value := getattr(self, key)) < math.inf, f"{key} (σ)", "at least 0 and finite", value)
         check_range(self.temperature > 0, "temperature (τ)", "positive", self.temperature)
+
+    @property
+    def labelled(self) -> bool:
+        """Return whether it needs labels."""
+        return False
 
     def module(self, model: VictimModel) -> nn.Module:
         """Return the predictor on the victim's ViT, whose own PEs become the fixed ones, to be fine-tuned from there.

@@ -7,10 +7,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, check_name, check_range
-from privlab.patches import jigsaw, shuffled_pixels
+from privlab.patches import jigsaw, shuffle_pixels
 from privlab.training.objectives.classify import Classify
 from privlab.training.objectives.dal import DALS, Dal
-from privlab.victims import Classifier, told_of
+from privlab.victims import Classifier, position_hint
 
 __all__ = ["TrainMjp"]
 
@@ -85,7 +85,7 @@ class TrainMjp(Classify):
         draws = [draw] if self.per == "batch" else [draw] * len(labels)
         shuffled, order, masked = jigsaw(images, model.patch, self.gamma, draws)
         if self.spp:
-            shuffled = shuffled_pixels(shuffled, masked, model.patch, draws)
+            shuffled = shuffle_pixels(shuffled, masked, model.patch, draws)
         return shuffled, soft, masked, order
 
     def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Float[Tensor, ""]:
@@ -111,7 +111,7 @@ class _Trained(nn.Module):
     def forward(
         self, images: Float[Tensor, "b c h w"], masked: Bool[Tensor, "b n"], order: Int[Tensor, "b n"], unknown: bool
     ) -> tuple[Tensor, Tensor | None]:
-        logits = self.victim(images, told_of(self.victim, masked, order, unknown=unknown))
+        logits = self.victim(images, position_hint(self.victim, masked, order, unknown=unknown))
         pe = self.victim.slot_pe
         if self.dal is None or pe is None:
             return logits, None

@@ -33,7 +33,6 @@ class TrainMp3:
 
     name: ClassVar[str] = "mp3"
     paper: ClassVar[str] = "MP3 (Zhai et al. 2022), Alg. 1"
-    labelled: ClassVar[bool] = False
 
     eta: float = 0.75
     drop_path: float = 0.1
@@ -42,6 +41,11 @@ class TrainMp3:
         """Check the options."""
         for key, sign in (("eta", " (η)"), ("drop_path", "")):
             check_range(0 <= (value := getattr(self, key)) < 1, f"{key}{sign}", "in [0, 1)", value)
+
+    @property
+    def labelled(self) -> bool:
+        """Return whether it needs labels."""
+        return False
 
     def module(self, model: VictimModel) -> nn.Module:
         """Return the predictor on the victim's ViT, whose position embeddings, if it has any, are not used."""

@@ -17,7 +17,7 @@ from privlab.patches import unpatchify
 from privlab.training.objectives.droppos import TrainDropPos
 from privlab.victims import VictimModel
 
-__all__ = ["SPEECH", "as_pictures", "log_mel", "speech_model"]
+__all__ = ["SPEECH", "as_images", "log_mel", "speech_model"]
 
 PATCH, WIDTH = 4, 32
 PATCH_VALUES = 3 * PATCH**2
@@ -87,7 +87,7 @@ def _filters(lines: int, rate: int, bands: int) -> Float[Tensor, "lines bands"]:
     return torch.minimum(rise, fall).clamp(min=0)
 
 
-def as_pictures(frames: Float[Tensor, "b t k"]) -> UInt8[Tensor, "b 3 h w"]:
+def as_images(frames: Float[Tensor, "b t k"]) -> UInt8[Tensor, "b 3 h w"]:
     """Return sequences as images of t patches in a row, scaled to 0 to 255; a patch holds a frame, and zeros after it.
 
     Raises:

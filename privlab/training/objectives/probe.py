@@ -39,7 +39,7 @@ class Head(nn.Module):
         return self.linear(self.norm(x))
 
     @torch.no_grad()
-    def folded(self) -> nn.Linear:
+    def fold(self) -> nn.Linear:
         """Return the one linear layer that equals BatchNorm and linear layer in evaluation mode."""
         weight, bias = self.linear.weight.double(), self.linear.bias.double()
         if isinstance(self.norm, nn.BatchNorm1d):
@@ -126,7 +126,7 @@ class Probe:
         model.eval()
         images = images.to(model.mean)
         if self.labelled:
-            return self._pooled(model, self._tokens(model, model.embed(images))), labels
+            return self._pool(model, self._tokens(model, model.embed(images))), labels
         (h, w), b = model.grid, len(images)
         own = torch.arange(h * w).expand(b, -1)
         if model.vit.pos_embed is None or round(self.gamma_pos * h * w) == 0:
@@ -144,7 +144,7 @@ class Probe:
         """
         features, numbers = batch
         if self.batch_norm and module.training and len(features) < 2:
-            raise PrivlabError("batch_norm needs two pictures at a time: a larger --batch-size, or batch_norm=false.")
+            raise PrivlabError("batch_norm needs two images at a time: a larger --batch-size, or batch_norm=false.")
         return F.cross_entropy(module(features), numbers)
 
     def _tokens(self, model: VictimModel, embedded: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
@@ -154,7 +154,7 @@ class Probe:
             return vit.norm(model.backbone(embedded))
         return vit.blocks[: self.layer](vit.norm_pre(vit.patch_drop(vit.pos_drop(embedded))))
 
-    def _pooled(self, model: VictimModel, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b d"]:
+    def _pool(self, model: VictimModel, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b d"]:
         h, w = model.grid
         return tokens[:, -h * w :].mean(1) if self.mean else model.vit.forward_head(tokens, pre_logits=True)
 
