@@ -21,7 +21,7 @@ from privlab.images import open_images
 from privlab.metrics import METRICS
 from privlab.report.tables import load_results
 from privlab.stores import Store, pngs
-from privlab.threat import Capability, FeatureObservation, Stolen
+from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 Cli = Callable[..., Any]
 NAMES = [f"alice/step-{step:08d}/{i}" for step in (1, 2) for i in range(3)] + [
@@ -44,13 +44,13 @@ class Tones:
 
     seed: int = field(default=0)
 
-    def __call__(self, seen: FeatureObservation) -> Stolen:
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Return the images."""
         self.calls.append(len(seen.features))
         if (stop := self.stops.get(len(self.calls))) is not None:
             raise stop
         tones = torch.arange(1, len(seen.features) + 1).view(-1, 1, 1, 1) / 10
-        return Stolen(tones.expand(-1, *seen.model.image_shape).to(seen.features))
+        return Reconstruction(tones.expand(-1, *seen.model.image_shape).to(seen.features))
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_a_batch_that_is_recorded_anew_while_the_audit_runs_is_left_out(
     second, other = (recording / "alice" / f"step-0000000{n}.safetensors" for n in (2, 1))
     called = tones.__call__
 
-    def replacing(self: Tones, seen: FeatureObservation) -> Stolen:
+    def replacing(self: Tones, seen: FeatureObservation) -> Reconstruction:
         second.write_bytes(other.read_bytes())
         return called(self, seen)
 
