@@ -25,7 +25,7 @@ from privlab.evaluation import CONTROLS, GEOMETRIES, Scorer, Trial
 from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.report.tables import SINGLE, WORST, attack_label, summarise
 from privlab.report.tables.summary import flags, to_rich
-from privlab.threat import Capability, Feed, Observation, Reconstruction
+from privlab.threat import Capability, Feed, Observation, Reconstruction, Sent
 from privlab.victims import victim
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -62,6 +62,14 @@ def test_regions_are_scored_under_a_mask_only() -> None:
     shuffled = attacked[(attacked.setting == "c") & (attacked.geometry == "in_place")]
     assert (shuffled.psnr_unmasked > shuffled.psnr_masked).all()
     assert attack(model="vit_ti", setting="c", gamma=0.0).psnr_unmasked.isna().all()
+
+
+def test_an_image_of_which_nothing_moved_has_no_regions() -> None:
+    scorer = Scorer(victim("vit_ti", weights="random", img_size=32).model, ["psnr"], {})
+    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    scores = scorer.score(images.flip(0), images, torch.tensor([[True, False, False, True], [False] * 4]))
+    for region in ("psnr_masked", "psnr_unmasked"):
+        assert [value is None for value in scores[region]] == [False, True]
 
 
 def test_controls_stand_in_every_table() -> None:
@@ -123,6 +131,10 @@ def test_the_oracle_gives_loose_and_other_results_the_same_order() -> None:
     assert torch.equal(scorer.moved(trial), feed.moved)
     unmoved = replace(trial, feed=Feed.undefended(images, 16))
     assert scorer.oracle(noisy, unmoved) is None
+    sent = Sent.plain(torch.zeros(2, 5, 8), prefix=1)
+    rows = replace(sent, source=sent.source[:, [0, 1, 2, 4, 3]].where(torch.tensor([[True], [False]]), sent.source))
+    assert torch.equal(scorer.moved(replace(trial, sent=sent)), feed.moved)
+    assert torch.equal(scorer.moved(replace(unmoved, sent=rows)), torch.tensor([[True] * 4, [False] * 4]))
     nope = Scorer(victim("deit_s_nope", weights="random", img_size=32).model, ["psnr"], {})
     assert nope.moved(unmoved).all()
 

@@ -67,6 +67,13 @@ def test_controls_know_nothing_of_the_image_but_its_patches(run: Any, crops: Ten
     assert torch.equal(one[1], two[1])
 
 
+def test_of_an_image_that_is_no_public_one_the_mean_is_that_of_all(run: Any, crops: Tensor) -> None:
+    public = {"one": crops[9], "two": crops[77], "three": crops[200]}
+    ((mean, *_),) = run(gamma=0.5, attacks=("patch-gradient",), public=public).controls
+    expected = torch.stack([*public.values()]).mean(0).expand_as(mean)
+    torch.testing.assert_close(mean, expected.to(mean), rtol=0, atol=1e-6)
+
+
 def test_without_another_there_is_no_control(crops: Tensor) -> None:
     others = Others({"copy": crops[0]})
     assert others.without(["other"], crops[:1]) == []

@@ -198,7 +198,11 @@ def run(root: Path, faults: Sequence[Fault]) -> bool:
         copy = Copy.of(root, Path(home))
         tests = sorted({test for fault in faults for test in fault.tests})
         start = time.perf_counter()
-        status, _, said = copy.test(tests)
+        try:
+            status, _, said = copy.test(tests)
+        except FaultError as error:
+            say(f"error: without any fault the tests must pass: {error}")
+            return False
         if status != 0:
             say(f"error: without any fault the tests must pass. They end with status {status}:\n{said[-3000:]}")
             return False

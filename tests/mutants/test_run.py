@@ -1,5 +1,6 @@
 """The runner of mutants: what survives, or cannot be tried, is an error; the working tree stays as it is."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -73,6 +74,21 @@ def test_tests_must_pass_without_the_fault(repository: Path) -> None:
     assert status == 1
     assert "error: without any fault the tests must pass" in said
     assert "killed" not in said
+
+
+def test_tests_that_take_too_long_without_a_fault_are_one_line(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("mutants_run", RUN)
+    assert spec is not None
+    assert spec.loader is not None
+    run = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "mutants_run", run)
+    spec.loader.exec_module(run)
+    monkeypatch.setattr(run, "TIMEOUT", 0.0)
+    assert not run.run(repository, run.read_faults(repository / "tests" / "mutants"))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "error: without any fault the tests must pass: its tests ran for more than 0.0 s"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from privlab.images import Preprocessing, open_images
 from privlab.patches import blockwise_mask, inverse, patchify, shuffle_within
 from privlab.reassembly import FLOOR, ROUNDS, assemble, border_cost
 from privlab.reassembly.border_costs import border_costs
+from privlab.reassembly.solver import _board, _first, _settle, _slot_costs, _surest, _total, _touching
 
 Photographs = Callable[[int, int], Tensor]
 
@@ -116,6 +117,47 @@ def test_what_is_found_is_an_arrangement_that_no_swap_improves(seed: int, anchor
         swapped = order.clone()
         swapped[[a, b]] = order[[b, a]]
         assert cost(swapped) > cost(order) - 1e-5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_cyclic_shift_improves_what_is_found(seed: int) -> None:
+    grid = (3, 4)
+    costs = torch.randn(2, 12, 12, generator=seeded(seed), dtype=torch.float64)
+    order = assemble(costs, grid, rounds=0)
+    for shift in itertools.product(range(3), range(4)):
+        assert total(costs, order.view(grid).roll(shift, (0, 1)).flatten(), grid) > total(costs, order, grid) - 1e-5
+
+
+def test_pieces_that_must_go_around_do() -> None:
+    """Of three slots that do not touch, each has the next one's piece; no swap of two is an improvement."""
+    own = np.where(np.eye(9, dtype=bool), 0.0, 10.0)
+    own[[0, 2, 4], [0, 2, 4]], own[[0, 2, 4], [2, 4, 0]] = 1.0, 0.0
+    board = _board(np.zeros((4, 9, 9)), own, (3, 3))
+    assert _settle(board, np.arange(9), np.arange(9), shift=False).tolist() == [2, 1, 4, 3, 0, 5, 6, 7, 8]
+
+
+def test_a_swap_changes_the_cost_as_it_says() -> None:
+    """Also of slots that touch."""
+    a, d = torch.randn(2, 6, 6, generator=seeded(0), dtype=torch.float64).numpy()
+    board, order = _board(np.stack([a, a.T, d, d.T]), np.zeros((6, 6)), (2, 3)), np.array([3, 1, 4, 0, 5, 2])
+    cost = _slot_costs(board, order)[:, order]
+    change = cost + cost.T - cost.diagonal() - cost.diagonal()[:, None] + _touching(board, order)
+    for i, j in itertools.combinations(range(6), 2):
+        swapped = order.copy()
+        swapped[[i, j]] = order[[j, i]]
+        assert change[i, j] == pytest.approx(_total(board, swapped) - _total(board, order))
+
+
+def test_the_first_piece_is_the_one_of_the_surest_neighbour() -> None:
+    costs = np.ones((4, 6, 6))
+    costs[0, 3, 5] = 0.2
+    assert _first(_board(costs, np.zeros((6, 6)), (2, 3))).max() == 3
+
+
+def test_the_surest_piece_is_that_of_the_largest_margin_by_borders() -> None:
+    """Costs are compared by border, and a margin over two borders counts twice."""
+    assert _surest(np.array([[0.0, 1.2], [2.0, 0.0]]), np.array([[1], [2]])) == (1, 1)
+    assert _surest(np.array([[0.9, 5.0], [2.0, 20.0]]), np.array([[1], [4]])) == (1, 0)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -47,7 +47,7 @@ def test_of_several_scores_of_one_image_the_leakiest_counts() -> None:
 def test_a_control_counts_if_it_has_all_images_of_the_attack() -> None:
     given = scores("ssim", own=[0.2, 0.4], control_mean=[0.9, math.nan], control_other=[0.1, 0.1])
     assert of(given, "ssim").control == "control:other"
-    assert measure(given[given.attack != "control:other"], "own", "ssim", 0.95, 0.95) is None
+    assert measure(given.loc[given.attack != "control:other"], "own", "ssim", 0.95, 0.95) is None
     fewer = scores("ssim", own=[0.2, math.nan], control_mean=[0.9, math.nan], control_other=[0.1, 0.1])
     assert of(fewer, "ssim").control == "control:mean"
 
