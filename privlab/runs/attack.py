@@ -236,7 +236,7 @@ def execute(
     )
     records = Store(path).frame()
     own_cells = {cell for job in grid.jobs for cell in job.cells.values()}
-    return Outcome(spec, records[records.cell.isin(own_cells)], tuple(bases), told, grid.missing, path)
+    return Outcome(spec, records.loc[records.cell.isin(own_cells)], tuple(bases), told, grid.missing, path)
 
 
 def _victims(spec: Specification, own: VisionTransformer | None, device: torch.device) -> list[Victim]:
