@@ -34,7 +34,7 @@ from privlab.grids.fill import fill
 from privlab.stores import RunDirectory
 from privlab.victims import Victim, check_plain, victim
 
-__all__ = ["Outcome", "attack", "execute", "experiment_of", "facts_of", "specify", "unfinished"]
+__all__ = ["Outcome", "attack", "execute", "experiment_of", "facts_of", "specify", "status_of", "unfinished"]
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
@@ -281,11 +281,11 @@ def _title(bases: Sequence[Victim], at_work: Sequence[object]) -> str:
 
 def unfinished(folder: Path, spec: Specification) -> Path | None:
     """Return the last run directory in a folder that holds an unfinished run of a specification; None if none does."""
-    found = [path for path in folder.glob("*/") if _status(path, spec) in ("running", "interrupted", "failed")]
+    found = [path for path in folder.glob("*/") if status_of(path, spec) in ("running", "interrupted", "failed")]
     return max(found, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
 
 
-def _status(path: Path, spec: Specification) -> str | None:
+def status_of(path: Path, spec: Specification) -> str | None:
     """Return the status of the run of a specification that a directory holds; None if it holds none."""
     run = RunDirectory(path)
     facts = run.read_run() if run.is_run() else {}

@@ -4,11 +4,10 @@ An audit writes the directory that every other run writes, so its records, `run.
 """
 
 import hashlib
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +32,7 @@ from privlab.runs.attack import experiment_of, facts_of
 from privlab.stores import RunDirectory
 from privlab.threat import Attack, FeatureAttack, FeatureObservation, Observation
 
-__all__ = ["UNSCORED", "AuditCase", "Release", "failed", "holds_run_of", "noted", "unknown_images"]
+__all__ = ["UNSCORED", "AuditCase", "Release", "failed", "noted", "unknown_images"]
 
 UNSCORED = "No private image is known, so nothing could be scored: look at the reconstructions."
 """What `run.json` and the page of an audit say where there is no private image to compare with."""
@@ -142,12 +141,6 @@ class AuditCase:
 def failed(rows: Sequence[Record], reason: str) -> list[Record]:
     """Return rows of an attack that failed."""
     return [row | {"metrics": None, "status": "failed", "reason": reason} for row in rows]
-
-
-def holds_run_of(path: Path, spec: Specification) -> bool:
-    """Return whether a directory holds a run of this specification."""
-    run = RunDirectory(path)
-    return run.is_run() and run.read_run().get("specification") == json.loads(json.dumps(asdict(spec)))
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from torch import Tensor
 from privlab.base import PrivlabError, PrivlabWarning, collect_warnings, pick_device
 from privlab.evaluation import Record, Specification, applicable, defense_of, plan, public_images
 from privlab.release import Recorded, feature_capabilities, read_recording, recorded_sessions
-from privlab.runs.audit_case import UNSCORED, AuditCase, Release, holds_run_of, noted, unknown_images
+from privlab.runs.attack import status_of
+from privlab.runs.audit_case import UNSCORED, AuditCase, Release, noted, unknown_images
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import FeatureAttack, FeatureObservation
 from privlab.victims import Victim, victim
@@ -66,7 +67,7 @@ def audit(
     Warns:
         PrivlabWarning: for each batch that is replaced or added while the audit runs; it is left out.
     """
-    spec = replace(spec, images=(str(folder),))
+    spec = replace(spec, settings=("c",), images=(str(folder),))
     messages: list[str] = []
     with collect_warnings(messages):
         base = victim(
@@ -77,7 +78,7 @@ def audit(
         public = public_images(spec.public, spec.public_limit, base.preprocessing, base.model.mean.device)
         found = {_name(batch): _images(batch, base) for batch in _limited(read_recording(folder), limit)}
     case = AuditCase(spec, group, applicable(spec, base)[1], [*found.values()], [*public])
-    goes_on = not overwrite and holds_run_of(out, spec)
+    goes_on = not overwrite and status_of(out, spec) is not None
     run = RunDirectory.create(out, overwrite=overwrite, resume=goes_on)
     facts = case.facts(out, f"{folder}", command) | {"unscored": UNSCORED, "recording": dict(sessions)}
     facts["victim"] = {"name": base.name, "weights": asdict(base.weights)} | base.params()

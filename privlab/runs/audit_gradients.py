@@ -103,7 +103,7 @@ def audit_gradients(
             asked for and needs more than the file grants, or a reference that is no image.
     """
     block = "stock" if spec.block == "auto" else spec.block
-    spec = replace(spec, block=block, release="gradients", images=(str(file),))
+    spec = replace(spec, settings=("c",), block=block, release="gradients", images=(str(file),))
     messages: list[str] = []
     with collect_warnings(messages):
         released = read_gradient_file(file)

@@ -109,7 +109,7 @@ def test_a_recording_leaves_a_record_of_each_image_and_attack(
     found = pd.read_parquet(tmp_path / "audit" / "records")
     assert list(found.columns) == COLUMNS.names
     assert found.groupby("attack").image.agg(list).to_dict() == {"tones": NAMES, "pe-assignment": NAMES}
-    assert found[list(METRICS)].isna().all(axis=None)
+    assert found[list(METRICS)].isna().to_numpy().all()
     assert (set(found.metrics), set(found.status), set(found.label_origin)) == ({""}, {"ok"}, {"none"})
     assert found.label.isna().all()
     assert (found.seconds_attack > 0).all()
@@ -287,7 +287,7 @@ def test_a_step_leaves_records_without_scores(cli: Cli, audit: Cli, step: Cli, t
     assert audit(path, "--attack", attacks).status == 0
     found = pd.read_parquet(tmp_path / "audit" / "records")
     assert found.attack.tolist() == attacks.split(",")
-    assert found[list(METRICS)].isna().all(axis=None)
+    assert found[list(METRICS)].isna().to_numpy().all()
     assert set(zip(found.label, found.label_origin, found.metrics, found.block, strict=True)) == {
         (7, "released", "", "stock")
     }

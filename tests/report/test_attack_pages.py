@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from torchvision.utils import save_image
 
 from privlab import attack
 from privlab.evaluation import Panel, Strip
@@ -24,7 +25,7 @@ from privlab.images import read_picture
 from privlab.report.figures.draw import draw
 from privlab.report.page import write_page
 from privlab.report.tables import Results, load_results
-from privlab.stores import Place, places_of, pngs, strip_png, to_png
+from privlab.stores import Place, places_of, pngs, sheet_png, strip_png, to_png
 from privlab.victims import victim
 
 ATTACKS = ("april", "patch-gradient")
@@ -93,6 +94,19 @@ def test_panels_are_cut_out_as_they_were_drawn(
         for place in found.values():
             shown = np.asarray(strip.crop(place.box))
             assert (shown == pixels(place).repeat(place.scale, 0).repeat(place.scale, 1)).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 9, 17])
+def test_a_contact_sheet_is_as_torchvision_saves_it_and_is_cut_up_again(tmp_path: Path, count: int) -> None:
+    images = torch.rand(count, 3, 5, 7, generator=torch.Generator().manual_seed(count))
+    (tmp_path / "sheet.png").write_bytes(sheet_png(images, [f"sha-{i}" for i in range(count)], "cell"))
+    save_image(images, tmp_path / "plain.png", nrow=8, padding=4, pad_value=1.0)
+    with Image.open(tmp_path / "sheet.png") as sheet, Image.open(tmp_path / "plain.png") as plain:
+        assert np.array_equal(np.asarray(sheet), np.asarray(plain))
+    found = places_of(tmp_path / "sheet.png")
+    assert list(found) == [("cell", f"sha-{i}") for i in range(count)]
+    for place, image in zip(found.values(), images, strict=True):
+        assert np.array_equal(pixels(place), (image * 255).round().byte().permute(1, 2, 0).numpy())
 
 
 def told(path: Path, text: str) -> None:

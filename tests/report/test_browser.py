@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -368,3 +369,20 @@ def test_nothing_was_complained_of(tab: Any, file: Path) -> None:
     """After all that was clicked above."""
     assert tab.complaints() == []
     assert tab.requests() == [file.as_uri()]
+
+
+def test_without_a_private_image_the_page_shows_reconstructions_alone(page_results: Maker, open_page: Open) -> None:
+    results = page_results(2, side=64, change=lambda records: records.assign(psnr=np.nan, mse=np.nan, ssim=np.nan))
+    for file in (results.path / "pictures").rglob("*-private.png"):
+        file.unlink()
+    results = replace(results, facts={**results.facts, "unscored": "No private image is known."})
+    tab = open_page(write_page(results, results.path / "page.html"))
+    tab.run("document.getElementById('images').scrollIntoView()")
+    tab.settle()
+    texts = "[...document.querySelectorAll('{}')].map((one) => one.textContent)"
+    assert tab.run(texts.format("#i-attack option")) == ["april", "patch-gradient", "what the client fed"]
+    assert tab.run(texts.format(".tile .pair span:first-child")) == ["not known"] * 2
+    assert tab.run("document.querySelectorAll('.tile .pair span:last-child img').length") == 2
+    assert tab.run(texts.format("#v-note")) == ["No private image is known."]
+    assert tab.run("[...document.querySelectorAll('#compare > *')].filter((one) => one.checkVisibility()).length") == 2
+    assert tab.run("getComputedStyle(document.getElementById('compare')).getPropertyValue('--cut')") == "0%"
