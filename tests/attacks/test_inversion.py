@@ -117,10 +117,15 @@ def spec_of(kind: str, steps: int = 80, **changed: object) -> DecoderSpec:
 def test_a_decoder_learns(
     tiny_model: Make, crops: Tensor, kind: str, steps: int, falls_to: float, of_mean: float
 ) -> None:
-    """Its loss falls, and images that it never saw come back with a small part of the public mean's error."""
+    """Its loss falls, and images that it never saw come back with a small part of the public mean's error.
+
+    It is trained as its attack trains it, but for its size and the number of steps.
+    """
     model, seen = tiny_model(), list[TrainingProgress]()
     private, public = crops[:64], crops[64:]
-    decoder = train_decoder(model, (), public, spec_of(kind, steps), progress=seen.append)
+    (attack,) = (each for each in ATTACKS if each.kind == kind)
+    spec = attack(width=64, depth=1, steps=steps).spec
+    decoder = train_decoder(model, (), public, spec, progress=seen.append)
     assert seen[-1].loss < falls_to * seen[0].loss
     with torch.no_grad():
         images, _ = decoder.reconstruct(make_release(model, (), private.double(), Generator()).features, "kept")
