@@ -129,9 +129,9 @@ def _images(batch: Recorded, base: Victim) -> Release:
 
 
 def _records(run: RunDirectory) -> Mapping[tuple[str, str], Record]:
-    """Return what an earlier run has recorded, by the group and the image."""
-    columns = ["group", "image_sha256", "status", "reason", "seconds_attack"]
-    return {(row["group"], row["image_sha256"]): row for row in run.store.read(columns).to_pylist()}
+    """Return what an earlier run has recorded, by the cell and the image."""
+    columns = ["cell", "image_sha256", "status", "reason", "seconds_attack"]
+    return {(row["cell"], row["image_sha256"]): row for row in run.store.read(columns).to_pylist()}
 
 
 def _nothing_seen(spec: Specification, base: Victim, public: Tensor) -> FeatureObservation:
