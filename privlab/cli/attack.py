@@ -20,7 +20,7 @@ from privlab.cli.common import (
     err,
     fits,
     interruptible,
-    kept_images,
+    kept,
     plain,
     print_json,
     print_table,
@@ -157,7 +157,9 @@ def attack(
     path = out or begun or _new_directory(spec.models, spec.settings)
     if begun is not None:
         err.print(f"Continuing the unfinished run '{begun}'; --overwrite starts a new one.", markup=False)
-    with interruptible(lambda: _kept(path, spec.attacks or ())), progress_bar("attacking") as progress:
+    search = ", a search of gradient-matching too" if "gradient-matching" in (spec.attacks or ()) else ""
+    go_on = f"The same command goes on where it was{search}."
+    with interruptible(lambda: kept(path, go_on)), progress_bar("attacking") as progress:
         outcome = execute(
             spec,
             device=device,
@@ -210,16 +212,6 @@ def _new_directory(models: Sequence[str], settings: Sequence[str]) -> Path:
     what = "-".join([*models, *settings]).replace(":", "_").replace("/", "_")[:80]
     stem = Path("runs", f"{datetime.now():%Y%m%d-%H%M%S}-{what}")
     return next(path for n in count(1) if not (path := stem if n == 1 else stem.with_name(f"{stem.name}-{n}")).exists())
-
-
-def _kept(path: Path, attacks: Sequence[str]) -> str:
-    """Return what an interrupted run has kept, and how to continue it."""
-    if not path.exists():
-        return "Nothing had been run yet, and nothing is kept."
-    images = kept_images(path)
-    there = f"the records of {images} {'image' if images == 1 else 'images'}, which `privlab report {path}` shows"
-    search = ", a search of gradient-matching too" if "gradient-matching" in attacks else ""
-    return f"'{path}' keeps {there if images else 'no image yet'}. The same command goes on where it was{search}."
 
 
 def _batch_size(text: str) -> int | None:

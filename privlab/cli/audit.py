@@ -14,7 +14,7 @@ from privlab.cli.common import (
     command_line,
     err,
     interruptible,
-    kept_images,
+    kept,
     plain,
     print_json,
     print_table,
@@ -53,8 +53,7 @@ def audit_features(context: click.Context, folder: Path, path: Path, options: Ma
     if (begun := None if chosen else unfinished(Path("runs"), spec)) is not None:
         err.print(f"Continuing the unfinished audit '{begun}'; --overwrite starts a new one.", markup=False)
         path = begun
-    go_on = "The same command goes on where it was."
-    with interruptible(lambda: _kept(path, go_on)), progress_bar("auditing") as progress:
+    with interruptible(lambda: kept(path)), progress_bar("auditing") as progress:
         found = audit(
             folder,
             spec,
@@ -99,7 +98,7 @@ def audit_gradient_file(context: click.Context, file: Path, path: Path, options:
         options["model"], "c", attack=options["attack"], metrics=options["metrics"], release="gradients", **science
     )
     _check_one(spec.models, "--gradients")
-    with interruptible(lambda: _kept(path, "With --overwrite, the same command starts again.")):
+    with interruptible(lambda: kept(path, "With --overwrite, the same command starts again.")):
         found = audit_gradients(
             file,
             spec,
@@ -127,15 +126,6 @@ def audit_gradient_file(context: click.Context, file: Path, path: Path, options:
     for row in failed:
         err.print(f"Failed: {row['reason']}", style="red", markup=False)
     return 2 if failed else 0
-
-
-def _kept(path: Path, go_on: str) -> str:
-    """Return what an interrupted audit has kept, and how to continue it."""
-    if not (path / "run.json").exists():
-        return "Nothing had been run yet, and nothing is kept."
-    images = kept_images(path)
-    there = f"the records of {images} {'image' if images == 1 else 'images'}, which `privlab report {path}` shows"
-    return f"'{path}' keeps {there if images else 'no record yet'}. {go_on}"
 
 
 def _refuse(context: click.Context, taken: set[str], why: str) -> None:

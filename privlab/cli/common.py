@@ -31,7 +31,7 @@ __all__ = [
     "err",
     "fits",
     "interruptible",
-    "kept_images",
+    "kept",
     "plain",
     "print_json",
     "print_rows",
@@ -94,12 +94,16 @@ def interruptible(kept: Callable[[], str]) -> Iterator[None]:
         raise Interrupted(kept()) from error
 
 
-def kept_images(path: Path) -> int:
-    """Return the number of images of which a run directory has records."""
+def kept(path: Path, go_on: str = "The same command goes on where it was.") -> str:
+    """Return what an interrupted run has kept in its directory, and `go_on`, how to continue it."""
     from privlab.stores import Store
 
-    images = Store(path).read(["image_sha256", "image"]).to_pylist()
-    return len({row["image_sha256"] or row["image"] for row in images})
+    if not (path / "run.json").exists():
+        return "Nothing had been run yet, and nothing is kept."
+    rows = Store(path).read(["image_sha256", "image"]).to_pylist()
+    images = len({row["image_sha256"] or row["image"] for row in rows})
+    there = f"the records of {images} {'image' if images == 1 else 'images'}, which `privlab report {path}` shows"
+    return f"'{path}' keeps {there if images else 'no image yet'}. {go_on}"
 
 
 @contextmanager

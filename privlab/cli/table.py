@@ -21,7 +21,7 @@ from privlab.cli.common import (
     err,
     fits,
     interruptible,
-    kept_images,
+    kept,
     print_json,
     print_table,
 )
@@ -105,7 +105,7 @@ def table(
         grid, tasks = prepare(parsed, path, how)
     run = RunDirectory.create(path, resume=True)
     command = command_line(click.get_current_context())
-    with interruptible(lambda: _kept(path)), _progress(how) as progress:
+    with interruptible(lambda: kept(path)), _progress(how) as progress:
         messages = fill(
             grid, tasks, run, how, command=command, say=lambda line: err.print(line, markup=False), progress=progress
         )
@@ -114,13 +114,6 @@ def table(
     with warned():
         results = load_results(path)
     return _print_results(results, "json" if as_json else format_, standalone, all_attacks, other)
-
-
-def _kept(path: Path) -> str:
-    """Return what an interrupted run has kept, and how to continue it."""
-    images = kept_images(path)
-    there = f"records of {images} {'image' if images == 1 else 'images'}" if images else "no records yet"
-    return f"'{path}' keeps what was finished: {there}. The same command goes on where it was."
 
 
 def _options(given: dict[str, Any]) -> "Options":

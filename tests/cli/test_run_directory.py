@@ -251,6 +251,13 @@ def test_an_unfinished_run_goes_on_with_the_same_command(
     assert again.out.replace(str(run), "") == whole.out.replace(str(tmp_path / "whole"), "")
 
 
+def test_strips_are_of_the_first_draw(attack: Callable[..., Any], tmp_path: Path) -> None:
+    assert attack(*TWICE).status == 0
+    assert attack(*TWICE, "--draws", "1", "--out", tmp_path / "one").status == 0
+    one, two = ({p.name: p.read_bytes() for p in (tmp_path / name / "strips").iterdir()} for name in ("one", "run"))
+    assert (len(one), two) == (3, one)
+
+
 def test_a_finished_run_is_shown_again(
     attack: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,7 @@ def test_interrupt(
     os.kill(run, signal.SIGINT)
     assert ended(run) == 130
     said = (tmp_path / "said").read_text()
-    assert re.search(r"'.*' keeps what was finished: records of \d+ images?\. The same command goes on .*\n$", said)
+    assert re.search(r"'.*' keeps the records of \d+ images?, which .* shows\. The same command goes on .*\n$", said)
     assert "Traceback" not in said
     assert facts(path)["status"] == "interrupted"
     kept = rows(path)
