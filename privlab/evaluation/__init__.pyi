@@ -26,11 +26,11 @@ from .records import to_frame as to_frame
 from .scoring import UNDEFINED as UNDEFINED
 from .scoring import Scorer as Scorer
 from .scoring import known_slots as known_slots
-from .setup import forget as forget
 from .setup import learned_metrics as learned_metrics
 from .setup import public_images as public_images
 from .setup import source_of as source_of
 from .setup import subject_of as subject_of
+from .setup import uncached as uncached
 from .setup import victim_of as victim_of
 from .specification import SETTINGS as SETTINGS
 from .specification import AttackGroup as AttackGroup

@@ -1,7 +1,8 @@
 """Makes the parts of a run from its specification: victims, attacks, images and learned metrics, with warnings."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from privlab.images.datasets import imagenet_classes
 from privlab.metrics import Learned, LpipsUnavailable, load_embedding, load_lpips, score
 from privlab.victims import Victim, victim
 
-__all__ = ["Subject", "forget", "learned_metrics", "public_images", "source_of", "subject_of", "victim_of"]
+__all__ = ["Subject", "learned_metrics", "public_images", "source_of", "subject_of", "uncached", "victim_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,8 +150,17 @@ def public_images(
     return images
 
 
-def forget() -> None:
-    """Drop the victims, metrics and public images of earlier runs: their files may have changed since."""
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Use no victim, metric or public image that an earlier run loaded, since files change, and keep none after."""
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
     for kept in (_victim, _public, learned_for):
         kept.cache_clear()
 

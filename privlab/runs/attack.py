@@ -16,7 +16,7 @@ from torch import nn
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, PrivlabWarning, Progress, collect_warnings, options_of, pick_device, unknown_name
 from privlab.defenses import defenses
-from privlab.evaluation import COLUMNS, AttackGroup, Specification, defense_of, forget, plan, victim_of
+from privlab.evaluation import COLUMNS, AttackGroup, Specification, defense_of, plan, uncached, victim_of
 from privlab.grids import (
     KNOWN,
     Case,
@@ -168,6 +168,7 @@ def specify(
     return Specification(**given, images=tuple(str(source) for source in sources), **plain)
 
 
+@uncached()
 def execute(
     spec: Specification,
     *,
@@ -205,7 +206,6 @@ def execute(
         raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
     if overwrite and out and spec.manifest and Path(spec.manifest).resolve().parent == Path(out).resolve():
         raise PrivlabError(f"'{spec.manifest}' lies in the run that gives way. Copy it, or give another --out.")
-    forget()
     messages: list[str] = []
     place = pick_device(device)
     with collect_warnings(messages):

@@ -242,22 +242,22 @@ def test_manifest_within_the_run_that_gives_way(attack: Callable[..., Any], tmp_
     assert path.read_text() == moved.read_text()
 
 
-def test_interrupted_run_has_the_manifest_of_what_it_read(
+def test_interrupted_run_has_the_manifest_of_all_its_images(
     attack: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from privlab.stores import RunDirectory
+    from privlab.stores import Store
 
-    write, calls = RunDirectory.write_records, []
+    add, calls = Store.add, []
 
-    def interrupted(run: RunDirectory, records: Any) -> None:
-        calls.append(records)
+    def interrupted(store: Store, rows: Any) -> None:
+        calls.append(rows)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        write(run, records)
+        add(store, rows)
 
-    monkeypatch.setattr(RunDirectory, "write_records", interrupted)
+    monkeypatch.setattr(Store, "add", interrupted)
     assert attack(*FAST, "--batch-size", "1").status == 130
-    assert [row["name"] for row in read(tmp_path / "run" / "manifest.csv")] == ["a.png", "b.png"]
+    assert [row["name"] for row in read(tmp_path / "run" / "manifest.csv")] == ["a.png", "b.png", "c.png"]
 
 
 # Members
