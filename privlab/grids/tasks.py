@@ -9,12 +9,14 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from itertools import islice
 
 import pyarrow as pa
 import torch
 from safetensors.torch import load_file, save
 
-from privlab.base import collect_warnings, pick_device
+from privlab.base import PrivlabError, collect_warnings, pick_device
 from privlab.evaluation import COLUMNS, AttackGroup, Evaluator, Specification, Strip, source_of, subject_of
 from privlab.evaluation.setup import learned_for
 from privlab.images import ImageSource, LabelOrigin, Picture, chunk_of
@@ -158,12 +160,45 @@ def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[
     for start in range(0, len(task.images), size):
         wanted = task.images[start : start + size]
         there = [r.place if places is None else places.get(r.name) for r in wanted]  # a deleted file shifts the others
-        read = iter(source.pick([place for place in there if place is not None]))
+        read = iter(_reader().pick(source, [place for place in there if place is not None]))
         gone = "The file has gone since the run was planned."
         yield [
             _same(Picture(r.name, "", None, None, "none", gone) if place is None else next(read), r)
             for r, place in zip(wanted, there, strict=True)
         ]
+
+
+@dataclass
+class _Reader:
+    """How far a stream was read: the next task reads on, since a stream that is opened for each is read time and again."""
+
+    rest: Iterator[Picture] = field(default_factory=lambda: iter(()))
+    next: int = 0
+
+    def pick(self, source: ImageSource, places: Sequence[int]) -> list[Picture]:
+        """Return the images at these places, which ascend; what was read before them is not kept.
+
+        Raises:
+            PrivlabError: if the stream ends before the last of them.
+        """
+        if source.at is not None or not places:
+            return source.pick(places)
+        if not self.next or places[0] < self.next:
+            self.rest, self.next = iter(source), 0
+        start, self.next = self.next, 0  # an error leaves a stream that must be opened again
+        found: list[Picture] = []
+        for place in places:
+            if (picture := next(islice(self.rest, place - start, None), None)) is None:
+                raise PrivlabError(f"{source.description} has ended before image {place}, which it had when planned.")
+            found.append(picture)
+            start = place + 1
+        self.next = start
+        return found
+
+
+@lru_cache(maxsize=1)
+def _reader() -> _Reader:
+    return _Reader()
 
 
 def _same(picture: Picture, reference: Reference) -> Picture:

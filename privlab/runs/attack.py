@@ -256,8 +256,8 @@ def experiment_of(
         path: the run directory, which names the experiment.
     """
     cases: list[Case] = []
-    for base in bases:
-        alone = replace(spec, models=(base.name,), draws=1)
+    for name, base in zip(spec.models, bases, strict=True):
+        alone = replace(spec, models=(name,), draws=1)
         runs = tuple(replace(alone, draw=spec.draw + i) for i in range(spec.draws))
         for setting in spec.settings:
             at_work = defense_of(spec, base, setting).name

@@ -1,0 +1,42 @@
+"""Streams: what has no places is read on from task to task."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from privlab.base import PrivlabError
+from privlab.grids.tasks import _Reader
+from privlab.images import Picture, open_images
+from privlab.runs.attack import attack
+
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
+OPTIONS = {"weights": "random", "img_size": 32, "attack": "april", "metrics": "psnr", "batch_size": 1}
+
+
+def test_a_stream_is_read_once_to_plan_and_once_to_run(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, read = open_images(str(photos)), []
+
+    def pictures() -> Iterator[Picture]:
+        for picture in source:
+            read.append(picture.name)
+            yield picture
+
+    stream = replace(source, count=None, names=None, pictures=pictures, at=None, file=None, about=None)
+    monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda name, split: stream)
+    found = attack("vit_ti", images="hf:x", **OPTIONS)
+    assert read == [*source.names] * 2
+    assert list(found.psnr) == list(attack("vit_ti", images=photos, **OPTIONS).psnr)
+
+
+def test_places_of_a_stream_are_found_in_any_order_of_tasks(photos: Path) -> None:
+    source, reader = replace(open_images(str(photos)), at=None), _Reader()
+    names = [*source.names]
+    asked = ([1], [2, 3], [0, 2], [3], [])
+    assert [[each.name for each in reader.pick(source, places)] for places in asked] == [
+        [names[place] for place in places] for places in asked
+    ]
+    with pytest.raises(PrivlabError, match="has ended before image 9, which it had when planned"):
+        reader.pick(source, [9])
+    assert [each.name for each in reader.pick(source, [1])] == names[1:2]
