@@ -170,7 +170,7 @@ def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[
 
 @dataclass
 class _Reader:
-    """How far a stream was read: the next task reads on, since a stream that is opened for each is read time and again."""
+    """How far a stream was read: the next task reads on, as it would read all of that again from the beginning."""
 
     rest: Iterator[Picture] = field(default_factory=lambda: iter(()))
     next: int = 0
