@@ -1,9 +1,8 @@
 """Fills the store of an experiment: lays the grid out, finds what the store lacks, and runs it."""
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -150,35 +149,18 @@ def fill(
         if not tasks and earlier["status"] == "finished" and earlier | known == earlier:
             return tuple(messages)
     facts |= _machine(command, options)
-    start, before = time.perf_counter(), earlier.get("seconds", 0.0)
-    facts["started"] = earlier.get("started", facts["written"])
-
-    def note(status: str) -> None:
-        seconds = round(before + time.perf_counter() - start, 3)
-        run.write_run(facts | {"status": status, "seconds": seconds, "warnings": messages})
-
     run.write_manifests(manifests)
-    note("running")
     tasks = joined(tasks)
     total, done = sum(len(task.images) for task in tasks), 0
-    progress(done, total, None)
-    status = "failed"
-    try:
-        with closing(run_tasks(tasks, options.engine, say)) as results:
-            for result in results:
-                for name, content in result.files.items():  # before its record, which says that its image files exist
-                    run.write_file(name, lambda file, content=content: file.write_bytes(content))
-                run.store.add(result.rows)
-                messages += [message for message in result.messages if message not in messages]
-                done += len(result.task.images)
-                progress(done, total, result)
-        status = "finished"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    finally:
-        with suppress(PrivlabError):  # the disk may be full, and the first error must not be hidden
-            note(status)
+    with run.noted(facts, messages), closing(run_tasks(tasks, options.engine, say)) as results:
+        progress(done, total, None)
+        for result in results:
+            for name, content in result.files.items():  # before its record, which says that its image files exist
+                run.write_file(name, lambda file, content=content: file.write_bytes(content))
+            run.store.add(result.rows)
+            messages += [message for message in result.messages if message not in messages]
+            done += len(result.task.images)
+            progress(done, total, result)
     return tuple(messages)
 
 

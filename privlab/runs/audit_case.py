@@ -5,8 +5,7 @@ An audit writes the directory that every other run writes, so its records, `run.
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
@@ -16,7 +15,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base import PrivlabError, commit, hardware, versions
+from privlab.base import commit, hardware, versions
 from privlab.evaluation import (
     AttackGroup,
     Record,
@@ -29,10 +28,9 @@ from privlab.evaluation import (
 )
 from privlab.grids import Grid, Job, Reference
 from privlab.runs.attack import experiment_of, facts_of
-from privlab.stores import RunDirectory
 from privlab.threat import Attack, FeatureAttack, FeatureObservation, Observation
 
-__all__ = ["UNSCORED", "AuditCase", "Release", "failed", "noted", "unknown_images"]
+__all__ = ["UNSCORED", "AuditCase", "Release", "failed", "unknown_images"]
 
 UNSCORED = "No private image is known, so nothing could be scored: look at the reconstructions."
 """What `run.json` and the page of an audit say where there is no private image to compare with."""
@@ -141,34 +139,3 @@ class AuditCase:
 def failed(rows: Sequence[Record], reason: str) -> list[Record]:
     """Return rows of an attack that failed."""
     return [row | {"metrics": None, "status": "failed", "reason": reason} for row in rows]
-
-
-@contextmanager
-def noted(run: RunDirectory, facts: dict[str, Any], messages: list[str]) -> Iterator[None]:
-    """Write `run.json` when an audit starts, and again when it is finished, interrupted or failed.
-
-    Args:
-        run: the run directory; where an audit goes on, the time that it took so far and its warnings are kept.
-        facts: what it states, to which the context may add.
-        messages: the warnings so far, to which the context may add.
-    """
-    earlier = run.read_run() if run.is_run() else {}
-    facts |= {"started": earlier.get("started", facts["written"])}
-    messages += [message for message in earlier.get("warnings", ()) if message not in messages]
-    status, start, before = "running", time.perf_counter(), earlier.get("seconds", 0.0)
-
-    def note() -> None:
-        seconds = round(before + time.perf_counter() - start, 3)
-        run.write_run(facts | {"status": status, "seconds": seconds, "warnings": messages})
-
-    note()
-    status = "failed"
-    try:
-        yield
-        status = "finished"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    finally:
-        with suppress(PrivlabError):  # the disk may be full, and the first error must not be hidden
-            note()

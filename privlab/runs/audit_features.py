@@ -13,7 +13,7 @@ from privlab.base import PrivlabError, PrivlabWarning, collect_warnings, pick_de
 from privlab.evaluation import Record, Specification, applicable, defense_of, plan, public_images
 from privlab.release import Recorded, feature_capabilities, read_recording, recorded_sessions
 from privlab.runs.attack import status_of
-from privlab.runs.audit_case import UNSCORED, AuditCase, Release, noted, unknown_images
+from privlab.runs.audit_case import UNSCORED, AuditCase, Release, unknown_images
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import FeatureAttack, FeatureObservation
 from privlab.victims import Victim, victim
@@ -83,7 +83,9 @@ def audit(
     facts = case.facts(out, f"{folder}", command) | {"unscored": UNSCORED, "recording": dict(sessions)}
     facts["victim"] = {"name": base.name, "weights": asdict(base.weights)} | base.params()
     facts["batches"] = rows = list[Row]()
-    with noted(run, facts, messages), collect_warnings(messages):
+    warned = run.read_run()["warnings"] if goes_on else []
+    messages += [message for message in warned if message not in messages]
+    with run.noted(facts, messages), collect_warnings(messages):
         earlier, seen = _records(run), _nothing_seen(spec, base, torch.stack([*public.values()]))
         for number, batch in enumerate(_limited(read_recording(folder), limit), 1):
             if (images := found.get(_name(batch))) != _images(batch, base) or images is None:

@@ -38,7 +38,7 @@ from privlab.release import (
     update_in,
 )
 from privlab.release.residual import residual
-from privlab.runs.audit_case import UNSCORED, AuditCase, Release, failed, noted, unknown_images
+from privlab.runs.audit_case import UNSCORED, AuditCase, Release, failed, unknown_images
 from privlab.runs.audit_reference import ReferenceScorer, Row, as_fed, write_scores
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import Attack, Capability, Observation, attack_declarations, check_capabilities
@@ -136,7 +136,7 @@ def audit_gradients(
     facts = case.facts(out, released.source, command) | _facts(base, released)
     facts |= {"labels": labels} | ({"unscored": UNSCORED} if scorer is None else {})
     told_of_reference = None
-    with noted(run, facts, messages):
+    with run.noted(facts, messages):
         with collect_warnings(messages):
             made = [_attack(case, attack, seen, released, labels, scorer, run) for attack in attacks]
             if scorer is not None and labels is not None:

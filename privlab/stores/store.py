@@ -10,9 +10,10 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pandas as pd
@@ -250,6 +251,37 @@ class RunDirectory:
         """
         text = json.dumps(facts, indent=2, ensure_ascii=False, sort_keys=False) + "\n"
         write_whole(self.path / "run.json", lambda temporary: temporary.write_text(text, "utf-8", "backslashreplace"))
+
+    @contextmanager
+    def noted(self, facts: Mapping[str, Any], messages: Sequence[str]) -> Iterator[None]:
+        """Write `run.json` when a run starts or goes on, and again when it is finished, interrupted or failed.
+
+        Args:
+            facts: what it states besides its status, its warnings and the time that it took, earlier sessions included.
+            messages: the warnings so far; the context may add to them, and to the facts.
+
+        Raises:
+            PrivlabError: if the directory cannot be written when the run starts.
+        """
+        earlier = self.read_run() if self.is_run() else {}
+        started, before, start = earlier.get("started", facts["written"]), earlier.get("seconds", 0.0), perf_counter()
+
+        def note(status: str) -> None:
+            seconds = round(before + perf_counter() - start, 3)
+            now = {"started": started, "status": status, "seconds": seconds, "warnings": messages}
+            self.write_run({**facts, **now})
+
+        note("running")
+        status = "failed"
+        try:
+            yield
+            status = "finished"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        finally:
+            with suppress(PrivlabError):  # the disk may be full, and the first error must not be hidden
+                note(status)
 
     def write_manifests(self, manifests: Mapping[str, str]) -> None:
         """Write manifests by the names of their files, each whole or not at all; manifests of earlier runs are deleted.
