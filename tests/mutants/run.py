@@ -26,10 +26,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pyright: ignore[reportMissingImports]  # of Python 3.10
 
-LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", ".nox", ".hypothesis", "__pycache__", ".*_cache", "*.egg-info", "build", "dist", "runs",
-    "screenshots",
-)  # fmt: skip
+CACHES = shutil.ignore_patterns(".git", ".venv", ".nox", ".hypothesis", "__pycache__", ".*_cache", "*.egg-info")
+OUTPUTS = {"build", "dist", "runs", "screenshots"}
+"""Folders of the root that commands make; rooms may have these names."""
 ASSERTED = re.compile(r"assert |AssertionError|Failed: DID NOT (RAISE|WARN)|privlab\.base\.warnings\.PrivlabWarning: ")
 """How the message of a failing assertion begins, or of one of our warnings, which are errors where none is expected.
 
@@ -86,7 +85,11 @@ class Copy:
     def of(cls, root: Path, home: Path) -> "Copy":
         """Copy a repository; the folders of `tool.setuptools.package-dir` are linked to where Python looks for them."""
         copy = cls(home / root.name)
-        shutil.copytree(root, copy.repository, symlinks=True, ignore=LEFT_OUT)
+
+        def left_out(folder: str, names: list[str]) -> set[str]:
+            return CACHES(folder, names) | ({*names} & OUTPUTS if Path(folder) == root else set())
+
+        shutil.copytree(root, copy.repository, symlinks=True, ignore=left_out)
         if (shared := root.parent / "shared").exists():
             (home / "shared").symlink_to(shared)
         folders = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]

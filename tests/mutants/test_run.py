@@ -141,3 +141,20 @@ def test_every_fault_of_this_repository_can_be_put_in() -> None:
     """Text that was edited away would leave a fault untried until somebody runs them all."""
     done = subprocess.run([sys.executable, str(RUN), "--check"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_room_may_be_called_as_a_folder_of_outputs(repository: Path) -> None:
+    """`runs` at the root holds what commands wrote; `house/runs` is code."""
+    for folder in (repository / "house" / "runs", repository / "runs"):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("def add(a, b):\n    return a + b\n", encoding="utf-8")
+    test = "from house.runs import add\n\n\ndef test_sum():\n    assert add(1, 2) == 3\n"
+    (repository / "tests/test_sum.py").write_text(test, encoding="utf-8")
+    inside, outside = (
+        SUM.format(name, f"{name}/__init__.py", "a + b", "a - b", "tests/test_sum.py")
+        for name in ("house/runs", "runs")
+    )
+    status, said = ran(repository, faults=inside)
+    assert (status, "killed" in said) == (0, True), said
+    status, said = ran(repository, faults=outside)
+    assert (status, "there is no file runs/__init__.py" in said) == (1, True), said
