@@ -7,6 +7,7 @@ from .errors import check_name as check_name
 from .errors import check_range as check_range
 from .errors import first as first
 from .errors import unknown_name as unknown_name
+from .files import UNFINISHED as UNFINISHED
 from .files import sha256_of as sha256_of
 from .files import sync as sync
 from .files import unwritable as unwritable

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from privlab.base.errors import PrivlabError
 
-__all__ = ["sha256_of", "sync", "unwritable", "write_whole"]
+__all__ = ["UNFINISHED", "sha256_of", "sync", "unwritable", "write_whole"]
+
+UNFINISHED = ".tmp-"
+"""How the name of a file begins that is being written."""
 
 
 def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = True, private: bool = False) -> None:
@@ -25,7 +28,7 @@ def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = 
     Raises:
         PrivlabError: if the disk is full or the file cannot be written.
     """
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
+    temporary = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if private:

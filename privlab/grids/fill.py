@@ -149,10 +149,10 @@ def fill(
         if not tasks and earlier["status"] == "finished" and earlier | known == earlier:
             return tuple(messages)
     facts |= _machine(command, options)
-    run.write_manifests(manifests)
     tasks = joined(tasks)
     total, done = sum(len(task.images) for task in tasks), 0
     with run.noted(facts, messages), closing(run_tasks(tasks, options.engine, say)) as results:
+        run.write_manifests(manifests)  # after run.json, by which another process knows that the directory is a run's
         progress(done, total, None)
         for result in results:
             for name, content in result.files.items():  # before its record, which says that its image files exist

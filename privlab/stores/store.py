@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from privlab.base import PrivlabError, PrivlabWarning, unwritable, write_whole
+from privlab.base import UNFINISHED, PrivlabError, PrivlabWarning, unwritable, write_whole
 from privlab.evaluation import COLUMNS, SCHEMA
 
 __all__ = ["KEY", "RunDirectory", "Store", "merge_records", "part_frame"]
@@ -202,7 +202,8 @@ class RunDirectory:
         run = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            held = sorted(entry.name for entry in path.iterdir() if not entry.is_dir() or any(entry.iterdir()))
+            there = (entry for entry in path.iterdir() if not entry.name.startswith(UNFINISHED))
+            held = sorted(entry.name for entry in there if not entry.is_dir() or any(entry.iterdir()))
             if run.is_run():
                 if overwrite:
                     run._clear()
