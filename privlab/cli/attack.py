@@ -15,6 +15,7 @@ from privlab.cli.common import (
     EVERY,
     MANIFEST,
     OFFSET,
+    begun_directory,
     command_line,
     common,
     err,
@@ -148,15 +149,12 @@ def attack(
         verdicts,
     )
     from privlab.report.tables.summary import flags, members
-    from privlab.runs import execute, specify, unfinished
+    from privlab.runs import execute, specify
 
     options |= {"public": public, "options": options_}
     spec = specify(model, setting, attack=attack, images=images, metrics=metrics, **options)
     check_geometry(geometry, spec)
-    begun = None if out is not None or overwrite else unfinished(Path("runs"), spec)
-    path = out or begun or _new_directory(spec.models, spec.settings)
-    if begun is not None:
-        err.print(f"Continuing the unfinished run '{begun}'; --overwrite starts a new one.", markup=False)
+    path = out or begun_directory(spec, "run", overwrite=overwrite) or _new_directory(spec.models, spec.settings)
     search = ", a search of gradient-matching too" if "gradient-matching" in (spec.attacks or ()) else ""
     go_on = f"The same command goes on where it was{search}."
     with interruptible(lambda: kept(path, go_on)), progress_bar("attacking") as progress:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from privlab.base import PrivlabError
 from privlab.cli.common import (
+    begun_directory,
     command_line,
     err,
     interruptible,
@@ -42,17 +43,14 @@ def audit_features(context: click.Context, folder: Path, path: Path, options: Ma
         path: a new run directory, which is not used if there is an unfinished audit of the same specification.
         options: all options of the command.
     """
-    from privlab.runs import audit, specify, unfinished
+    from privlab.runs import audit, specify
 
     _refuse(context, _FEATURES, "--features: there is no private image. Leave it out.")
     spec = specify(
         options["model"], "c", attack=options["attack"], images=folder, release="features", **_science(options)
     )
     _check_one(spec.models, "--features")
-    chosen = options["out"] is not None or options["overwrite"]
-    if (begun := None if chosen else unfinished(Path("runs"), spec)) is not None:
-        err.print(f"Continuing the unfinished audit '{begun}'; --overwrite starts a new one.", markup=False)
-        path = begun
+    path = options["out"] or begun_directory(spec, "audit", overwrite=options["overwrite"]) or path
     with interruptible(lambda: kept(path)), progress_bar("auditing") as progress:
         found = audit(
             folder,

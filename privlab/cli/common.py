@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from privlab.evaluation import Specification
     from privlab.training import TrainingProgress
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "OFFSET",
     "Commands",
     "Interrupted",
+    "begun_directory",
     "command_line",
     "common",
     "err",
@@ -92,6 +94,22 @@ def interruptible(kept: Callable[[], str]) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         raise Interrupted(kept()) from error
+
+
+def begun_directory(spec: "Specification", what: str, *, overwrite: bool) -> Path | None:
+    """Return the directory of an unfinished run of a specification in `runs`, and say so; None if a new one starts.
+
+    Args:
+        spec: what is run.
+        what: the word for it, "run" or "audit".
+        overwrite: whether a new one is asked for.
+    """
+    from privlab.runs import unfinished
+
+    begun = None if overwrite else unfinished(Path("runs"), spec)
+    if begun is not None:
+        err.print(f"Continuing the unfinished {what} '{begun}'; --overwrite starts a new one.", markup=False)
+    return begun
 
 
 def kept(path: Path, go_on: str = "The same command goes on where it was.") -> str:

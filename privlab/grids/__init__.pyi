@@ -16,6 +16,7 @@ from .external import case_names as case_names
 from .fill import Options as Options
 from .fill import costs as costs
 from .fill import lacking as lacking
+from .fill import machine_facts as machine_facts
 from .fill import prepare as prepare
 from .plan import Grid as Grid
 from .plan import Job as Job
@@ -25,6 +26,7 @@ from .plan import missing as missing
 from .tasks import Reference as Reference
 from .tasks import Result as Result
 from .tasks import Task as Task
+from .tasks import images_at_a_time as images_at_a_time
 from .tasks import joined as joined
 from .tasks import references as references
 from .tasks import run_task as run_task

@@ -270,8 +270,7 @@ class _Scorer:
             row = self.stated.row(values, **self._of(private))
             folder = f"pictures/{private.sha256[:16]}"
             if (self.run.path / folder).is_dir():
-                png = to_png(reconstruction[i])
-                self.run.write_file(f"{folder}/{row['cell']}.png", lambda path, png=png: path.write_bytes(png))
+                self.run.write_file(f"{folder}/{row['cell']}.png", to_png(reconstruction[i]))
             yield row
 
     def failed(self, picture: Picture, reason: str) -> Record:

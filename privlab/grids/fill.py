@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from privlab.base import PrivlabError, commit, hardware, pick_device, versions
 from privlab.evaluation import CONTROLS
 from privlab.grids.definition import Experiment
@@ -17,7 +19,7 @@ from privlab.grids.plan import Grid, Share, lay_out, missing
 from privlab.grids.tasks import Result, Task, joined, run_task
 from privlab.stores import RunDirectory, Store
 
-__all__ = ["Options", "TaskProgress", "costs", "fill", "lacking", "prepare"]
+__all__ = ["Options", "TaskProgress", "costs", "fill", "lacking", "machine_facts", "prepare"]
 
 TaskProgress = Callable[[int, int, Result | None], None]
 """It is called with (images done, images in all, last result)."""
@@ -148,7 +150,8 @@ def fill(
         messages += [message for message in earlier["warnings"] if message not in messages]
         if not tasks and earlier["status"] == "finished" and earlier | known == earlier:
             return tuple(messages)
-    facts |= _machine(command, options)
+    facts |= machine_facts(command, pick_device(options.device))
+    facts |= {"engine": options.engine.name, "workers": options.engine.workers}
     tasks = joined(tasks)
     total, done = sum(len(task.images) for task in tasks), 0
     with run.noted(facts, messages), closing(run_tasks(tasks, options.engine, say)) as results:
@@ -156,7 +159,7 @@ def fill(
         progress(done, total, None)
         for result in results:
             for name, content in result.files.items():  # before its record, which says that its image files exist
-                run.write_file(name, lambda file, content=content: file.write_bytes(content))
+                run.write_file(name, content)
             run.store.add(result.rows)
             messages += [message for message in result.messages if message not in messages]
             done += len(result.task.images)
@@ -168,14 +171,18 @@ def _as_json(value: object) -> Any:  # noqa: ANN401
     return json.loads(json.dumps(value))
 
 
-def _machine(command: str | None, options: Options) -> Mapping[str, Any]:
+def machine_facts(command: str | None, device: torch.device) -> dict[str, Any]:
+    """Return what `run.json` states of the command, the program, the machine and the time.
+
+    Args:
+        command: the command line; None where there is none.
+        device: the device on which attacks run.
+    """
     return ({} if command is None else {"command": command}) | {
         "privlab": versions()["privlab"],
         "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "engine": options.engine.name,
-        "workers": options.engine.workers,
         "versions": versions(),
-        "hardware": hardware(pick_device(options.device)),
+        "hardware": hardware(device),
         "commit": commit(),
     }
 

@@ -24,7 +24,7 @@ from privlab.stores import strip_name, strip_png, to_png
 from privlab.threat import Reconstruction
 from privlab.victims import Victim
 
-__all__ = ["Reference", "Result", "Task", "joined", "references", "run_task"]
+__all__ = ["Reference", "Result", "Task", "images_at_a_time", "joined", "references", "run_task"]
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,13 @@ def _pngs(strip: Strip) -> Iterator[tuple[str, bytes]]:
         yield panel.name, png
 
 
+def images_at_a_time(device: torch.device) -> int:
+    """Return how many images are attacked at a time where nothing else is asked for."""
+    return 64 if device.type == "cuda" else 8
+
+
 def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[list[Picture]]:
-    size = task.spec.together or task.batch_size or (64 if device.type == "cuda" else 8)
+    size = task.spec.together or task.batch_size or images_at_a_time(device)
     places = None if source.names is None else {name: place for place, name in enumerate(source.names)}
     for start in range(0, len(task.images), size):
         wanted = task.images[start : start + size]

@@ -24,6 +24,7 @@ from privlab.grids import (
     Layout,
     Options,
     beside,
+    images_at_a_time,
     joined,
     lacking,
     lay_out,
@@ -215,7 +216,7 @@ def execute(
         grid = lay_out(experiment_of(spec, bases, groups, path), place, bases[0] if own is not None else None)
     messages += [message for message in grid.messages if message not in messages]
     grid = replace(grid, messages=tuple(messages))
-    chunk = batch_size or (64 if place.type == "cuda" else 8)
+    chunk = batch_size or images_at_a_time(place)
     how = Options(device=device, batch_size=batch_size, chunk=chunk, pictures=0, strips=strips and path is not None)
     if path is None:
         results = [*run_tasks(joined(lacking(grid, None, how)), how.engine, print)]

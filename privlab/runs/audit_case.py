@@ -7,7 +7,6 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.base import commit, hardware, versions
 from privlab.evaluation import (
     AttackGroup,
     Record,
@@ -26,7 +24,7 @@ from privlab.evaluation import (
     beyond_range,
     reason_of,
 )
-from privlab.grids import Grid, Job, Reference
+from privlab.grids import Grid, Job, Reference, machine_facts
 from privlab.runs.attack import experiment_of, facts_of
 from privlab.threat import Attack, FeatureAttack, FeatureObservation, Observation
 
@@ -126,13 +124,10 @@ class AuditCase:
             jobs.append(Job(*of_size))
         experiment = experiment_of(spec, [group.victim], [[group]], out)
         experiment = replace(experiment, title=f"Audit of {source}: {experiment.title}")
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         return (
             facts_of(spec, [group.victim], [[group]])
             | Grid(experiment, tuple(jobs), (source,), self.missing, ()).facts()
-            | ({} if command is None else {"command": command})
-            | {"privlab": versions()["privlab"], "written": now, "versions": versions()}
-            | {"hardware": hardware(group.victim.model.mean.device), "commit": commit()}
+            | machine_facts(command, group.victim.model.mean.device)
         )
 
 

@@ -162,8 +162,7 @@ def _attacked(
         new += made[attack.name]
         if reconstruction is not None:
             sheet = sheet_png(reconstruction, [image.sha256 for image in images], keys[0][0])
-            name = f"strips/{_sheet(batch, attack.name)}"
-            run.write_file(name, lambda path, sheet=sheet: path.write_bytes(sheet))
+            run.write_file(f"strips/{_sheet(batch, attack.name)}", sheet)
     run.write_records(new)
     return made
 

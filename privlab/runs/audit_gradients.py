@@ -298,8 +298,7 @@ def _attack(
         order.insert(0, order.pop(scorer.nearest(images)))
     row["files"] = [f"pictures/{re.sub(r'[^A-Za-z0-9_.-]+', '-', attack.name)}-{i}.png" for i in range(len(images))]
     for image, i in zip(release, order, strict=False):  # an attack for one image may be forced on several
-        png = sheet_png(images[i : i + 1], [image.sha256], records[0]["cell"])
-        run.write_file(row["files"][i], lambda path, png=png: path.write_bytes(png))
+        run.write_file(row["files"][i], sheet_png(images[i : i + 1], [image.sha256], records[0]["cell"]))
     run.write_records(records)
     return row, images
 

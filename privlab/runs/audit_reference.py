@@ -125,7 +125,7 @@ def write_scores(
         for i, image in enumerate(() if images is None else images.cpu()):
             panels.append(Panel(cell if i == nearest else f"{cell}-{i}", image, (row["attack"],)))
     strip = scorer.strip(f"{own[CONTROLS[0]]['cell']}-private", panels)
-    run.write_file(f"strips/{strip_name(0, strip)}", lambda path: path.write_bytes(strip_png(strip)))
+    run.write_file(f"strips/{strip_name(0, strip)}", strip_png(strip))
 
 
 def as_fed(

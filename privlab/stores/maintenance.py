@@ -1,7 +1,6 @@
 """Checks and merges of stores."""
 
 import hashlib
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from filecmp import cmp
@@ -106,7 +105,7 @@ def merge(target: Path, sources: Sequence[Path]) -> list[Conflict]:
             if file.suffix == ".parquet" and (target / name).exists() and not cmp(target / name, file, shallow=False):
                 name = name.with_stem(f"{name.stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}")
             if not (target / name).exists():
-                run.write_file(str(name), lambda temporary, file=file: shutil.copyfile(file, temporary))
+                run.write_file(str(name), file.read_bytes())
     if not run.is_run():
         first = next((source for source in sources if (source / "run.json").exists()), None)
         if first is not None:

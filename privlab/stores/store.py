@@ -9,7 +9,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,14 +309,14 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             raise PrivlabError(f"Cannot read '{self.path / 'run.json'}': {error}.") from None
 
-    def write_file(self, name: str, save: Callable[[Path], object]) -> None:
-        """Write a file of the run, such as an image, by `save(path)`, whole or not at all."""
+    def write_file(self, name: str, content: bytes) -> None:
+        """Write a file of the run, such as an image, whole or not at all."""
         path = self.path / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritable(path, error) from error
-        write_whole(path, save, durable=False)
+        write_whole(path, lambda temporary: temporary.write_bytes(content), durable=False)
 
     def is_run(self) -> bool:
         """Return whether a run was written here."""

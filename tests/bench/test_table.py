@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,6 @@ TABLES = '[[case]]\nlabel = "a"\nsetting = "a"\n\n[[case]]\nlabel = "c"\nsetting
 FIGURES = ["pipeline_over_bare", "two_workers_over_one", "ray_two_over_one"]
 LARGE = ["resume_seconds_1e6", "resume_rss_gb_1e6", "imports_rss_gb", "report_seconds_1000"]
 needs_chromium = pytest.mark.skipif(find_chromium() is None, reason="needs a Chromium")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    """Inputs as small as these gain nothing from threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_merge(store: Callable[..., Path], tmp_path: Path) -> None:
     one = store("one", row(0), row(1), row(3, status="failed", reason="killed"))
     two = store("two", row(1), row(2), row(3))
     for path, name in ((one, "pictures/00/x.png"), (two, "pictures/01/y.png"), (two, "kept/z.safetensors")):
-        RunDirectory(path).write_file(name, lambda temporary: temporary.write_bytes(b"kept"))
+        RunDirectory(path).write_file(name, b"kept")
     before, target = files(one) | files(two), tmp_path / "all"
     assert merge(target, [one, two]) == []
     assert Store(target).frame().sort_values("image").image.tolist() == ["0.png", "1.png", "2.png", "3.png"]
@@ -167,7 +167,7 @@ def test_merge_where_nothing_can_be_written(
 ) -> None:
     one, place = store("one", row(0)), small_disk("size=64k")
     shutil.copytree(one, place / "all")
-    RunDirectory(one).write_file("pictures/00/x.png", lambda path: path.write_bytes(b"x" * 100_000))
+    RunDirectory(one).write_file("pictures/00/x.png", b"x" * 100_000)
     with pytest.raises(PrivlabError, match=r"^No space left on the device of "):
         merge(place / "all", [one])
     subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)

@@ -269,7 +269,7 @@ def test_file_system_that_is_really_read_only(small_disk: Callable[..., Path]) -
     for write in (
         lambda: run.store.add(table(row(3))),
         lambda: run.write_run({}),
-        lambda: run.write_file("a/b", Path.touch),
+        lambda: run.write_file("a/b", b""),
     ):
         with pytest.raises(PrivlabError, match=r"cannot be written: Read-only file system. Give another --out.$"):
             write()
