@@ -124,7 +124,7 @@ def photographs() -> Callable[[int, int], Tensor]:
 
     def make(n: int, side: int) -> Tensor:
         cut = Preprocessing(size=(side, side), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
-        return torch.stack([cut(picture.pixels) for picture in open_images("samples", limit=n) if picture.pixels])
+        return torch.stack([cut(image.pixels) for image in open_images("samples", limit=n) if image.pixels])
 
     return make
 

@@ -85,10 +85,10 @@ def load_split(images: Path, part: str, preprocessing: Preprocessing, attributes
     labels: list[object] = []
     for chunk in batches(open_images(images / part), preprocessing, 64):
         pixels.append(chunk.images)
-        for picture in chunk.pictures:
-            label = picture.label if table is None else table.get(Path(picture.name).name)
+        for image in chunk.named:
+            label = image.label if table is None else table.get(Path(image.name).name)
             if label is None:
-                raise PrivlabError(f"'{picture.name}' in '{images / part}' has no label: put it into a class folder.")
+                raise PrivlabError(f"'{image.name}' in '{images / part}' has no label: put it into a class folder.")
             labels.append(label)
     return Images(torch.cat(pixels), torch.tensor(labels, dtype=torch.long if table is None else torch.float32))
 

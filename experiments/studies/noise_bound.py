@@ -118,7 +118,7 @@ def _photographs(spec: Specification, base: Victim) -> tuple[Float[Tensor, "m c 
             for name, g in per_sample_gradients(base.model, feed, batch.labels, names).items():
                 gradients[name].append(g)
         images.append(batch.images)
-        hashes |= {picture.sha256 for picture in batch.pictures}
+        hashes |= {image.sha256 for image in batch.named}
     return torch.cat(images), gram({name: torch.cat(each) for name, each in gradients.items()}), hashes
 
 

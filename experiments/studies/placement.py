@@ -106,9 +106,9 @@ def study(plan: PlacementStudy, out: Path, *, say: Say = print) -> dict[str, Any
     preprocessing = Preprocessing((plan.img_size, plan.img_size), (0.0,) * 3, (1.0,) * 3, 1.0, "bicubic")
     tables = []
     for chunk in batches(source, preprocessing, BATCH):
-        for picture in chunk.failed:
-            say(f"Left out: {picture.problem}")
-        tables += [_measure(plan, chunk, gamma, named) for gamma in plan.gammas if chunk.pictures]
+        for image in chunk.failed:
+            say(f"Left out: {image.problem}")
+        tables += [_measure(plan, chunk, gamma, named) for gamma in plan.gammas if chunk.named]
     if not tables:
         raise PrivlabError(f"None of the images of {plan.images} can be read.")
     records = pd.concat(tables, ignore_index=True)
@@ -156,10 +156,10 @@ def _solvers(plan: PlacementStudy) -> dict[str, Reassembly]:
 
 def _measure(plan: PlacementStudy, chunk: Chunk, gamma: float, named: Mapping[str, Reassembly]) -> pd.DataFrame:
     """Return the records of some images at one γ."""
-    draws = [draw_for(plan.seed, picture.sha256, f"placement/{gamma:g}") for picture in chunk.pictures]
+    draws = [draw_for(plan.seed, image.sha256, f"placement/{gamma:g}") for image in chunk.named]
     shuffled, sent, moved = jigsaw(chunk.images, plan.patch, gamma, draws)
     patches: Float[Tensor, "b n c p p"] = patchify(shuffled, plan.patch).unflatten(2, (-1, plan.patch, plan.patch))
-    about = {"image": [picture.sha256 for picture in chunk.pictures], "gamma": gamma, "moved": moved.sum(1).numpy()}
+    about = {"image": [image.sha256 for image in chunk.named], "gamma": gamma, "moved": moved.sum(1).numpy()}
     tables = []
     for name, solver in named.items():
         start = time.perf_counter()

@@ -269,9 +269,9 @@ def attention_weights(block: Any, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b
 
 
 def _attention(plan: PositionStudy, subject: Victim, images: str, out: Path) -> pd.DataFrame:
-    """Return the attention to each slot; `picture` names the file in `out` with the image that was fed."""
+    """Return the attention to each slot; `image` names the file in `out` with the image that was fed."""
     chunk = chunk_of(open_images(images, limit=plan.limit), subject.preprocessing)
-    if not chunk.pictures:
+    if not chunk.named:
         raise PrivlabError(f"No image of {images} can be read: {chunk.failed[0].problem}.")
     maps = last_attention(subject.model, chunk.images.to(subject.model.mean)).cpu().double().numpy()
     heads, slots = maps.shape[1:]
@@ -281,13 +281,13 @@ def _attention(plan: PositionStudy, subject: Victim, images: str, out: Path) -> 
     parts = [
         pd.DataFrame(
             {
-                "image": picture.name,
+                "image": image.name,
                 "picture": name,
                 "head": np.repeat(np.arange(heads), slots),
                 "slot": np.tile(np.arange(slots), heads),
                 "weight": one.ravel(),
             }
         )
-        for picture, name, one in zip(chunk.pictures, names, maps, strict=True)
+        for image, name, one in zip(chunk.named, names, maps, strict=True)
     ]
     return pd.concat(parts, ignore_index=True)

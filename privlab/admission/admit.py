@@ -137,7 +137,7 @@ def photographs(model: VictimModel) -> Float[Tensor, "3 c h w"]:
     """Return the first three bundled photographs, resized to the input of the victim."""
     colours, *size = model.image_shape
     cut = Preprocessing((size[0], size[1]), (0.5,) * colours, (0.5,) * colours, 1.0, "bicubic")
-    return torch.stack([cut(picture.pixels) for picture in open_images("samples", limit=3) if picture.pixels])
+    return torch.stack([cut(image.pixels) for image in open_images("samples", limit=3) if image.pixels])
 
 
 def _case(defense: AnyDefense, subject: TwoClients) -> Case:

@@ -142,7 +142,7 @@ class _Stages:
 
 def _peak_rss(model: str, n: int) -> int:
     """Return the peak memory, in kB, of a process that attacks n images in a folder."""
-    samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
+    samples = [image.pixels for image in open_images("samples") if image.pixels is not None]
     with tempfile.TemporaryDirectory() as folder:
         inside = Path(folder, "images")
         inside.mkdir()

@@ -97,6 +97,6 @@ def peak_memory() -> int:
 
 def sample_images(base: Victim, n: int) -> Float[Tensor, "b c h w"]:
     """Return n different photographs, preprocessed for the victim: the bundled ones, shifted cyclically."""
-    samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
+    samples = [image.pixels for image in open_images("samples") if image.pixels is not None]
     shifted = (ImageChops.offset(samples[i % len(samples)], 37 * (i // len(samples))) for i in range(n))
     return torch.stack([base.preprocessing(pixels) for pixels in shifted])

@@ -23,7 +23,7 @@ __all__ = ["experiment_file", "finished_run", "photographs"]
 def photographs(folder: Path, n: int) -> Path:
     """Write n different photographs into a new folder: the bundled ones, shifted cyclically."""
     folder.mkdir()
-    samples = [picture.pixels for picture in open_images("samples") if picture.pixels is not None]
+    samples = [image.pixels for image in open_images("samples") if image.pixels is not None]
     for i in range(n):
         square: Image.Image = samples[i % len(samples)]
         ImageChops.offset(square, i, i // square.width).save(folder / f"{i:05d}.jpg", quality=90)

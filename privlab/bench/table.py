@@ -130,7 +130,7 @@ def _stages(experiment: Experiment, folder: Path, device: torch.device) -> dict[
     spec = experiment.cases[0].runs[0]
     subject, numbers = subject_of(spec, device), itertools.count()
     chunks = [
-        (chunk.images.to(device), torch.tensor([picture.label for picture in chunk.pictures], device=device))
+        (chunk.images.to(device), torch.tensor([image.label for image in chunk.named], device=device))
         for chunk in batches(source_of(spec, [subject.base]), subject.base.preprocessing, _BATCH)
     ]
     options = Options(device=str(device), batch_size=_BATCH)

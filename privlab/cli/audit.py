@@ -172,7 +172,7 @@ def _print_gradients(found: "GradientAudit", metrics: Sequence[str]) -> None:
         click.echo(f"reference: {found.reference}")
     for flag in found.flags:
         click.echo(f"flag: {flag}")
-    click.echo(f"run: {found.path} (pictures in {found.path / 'pictures'})")
+    click.echo(f"run: {found.path} (images in {found.path / 'pictures'})")
 
 
 def _says(row: Mapping[str, Any], reference: str | None) -> str:
@@ -184,9 +184,9 @@ def _says(row: Mapping[str, Any], reference: str | None) -> str:
     if row.get("blank"):
         return "nothing found: one colour"
     if "explained" not in row:
-        return "not checked: look at the picture"
+        return "not checked: look at the image"
     if not row["explained"]:
-        return "not proven: look at the picture"
+        return "not proven: look at the image"
     return f"{'the private image' if reference is None else 'what was fed'}: it gives the released gradient"
 
 

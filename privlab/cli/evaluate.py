@@ -25,7 +25,7 @@ __all__ = ["evaluate"]
 @click.option("--natural", type=click.Path(path_type=Path), help="Folder as ImageNet-A.")
 @click.option("--outliers", type=click.Path(path_type=Path), help="Folder as ImageNet-O; --data are the inliers.")
 @click.option("--img-size", type=click.IntRange(min=8), help="Side of the input.")
-@click.option("--limit", type=click.IntRange(min=1), help="Use N pictures of each folder.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use N images of each folder.")
 @click.option("--batch-size", "batch", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the shuffles.")
 @click.option("--figure", type=click.Path(path_type=Path), help="Draw accuracy against γ to a .pdf, .svg or .png.")

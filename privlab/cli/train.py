@@ -33,7 +33,7 @@ __all__ = ["train"]
 @click.option("--split", default="train", show_default=True, help="What is learnt.")
 @click.option("--test", default="test", show_default=True, help="Split to judge on; none for no judgement.")
 @click.option("--img-size", type=click.IntRange(min=8), help="Side of the input.")
-@click.option("--limit", type=click.IntRange(min=1), help="Use N pictures of each split.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use N images of each split.")
 @click.option("--epochs", type=float)
 @click.option("--warmup", type=float, help="Epochs of it.")
 @click.option("--batch-size", type=click.IntRange(min=1))
@@ -52,7 +52,7 @@ __all__ = ["train"]
 @click.option(
     "--cache",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Keep the resized pictures there, mapped into memory: for data that do not fit, and for several processes.",
+    help="Keep the resized images there, mapped into memory: for data that do not fit, and for several processes.",
 )
 @click.option("--save-every", type=click.IntRange(min=1), default=500, show_default=True, help="Steps.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)

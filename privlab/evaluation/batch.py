@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from privlab.base import PrivlabWarning, draw_for, full_precision
 from privlab.evaluation.records import Record
-from privlab.images import Chunk, Picture, Preprocessing, apart_from, common
+from privlab.images import Chunk, NamedImage, Preprocessing, apart_from, common
 from privlab.threat import FeatureObservation, Feed, Observation, Sent
 from privlab.victims import VictimModel
 
@@ -27,12 +27,12 @@ def batch_key(sha256: Iterable[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The usable images of a chunk, on the model's device, with their labels, which `pictures` state too.
+    """The usable images of a chunk, on the model's device, with their labels, which `named` state too.
 
     `key` names all images of the chunk, unreadable ones included, since what a client draws depends on its whole batch.
     """
 
-    pictures: Sequence[Picture]
+    named: Sequence[NamedImage]
     images: Float[Tensor, "b c h w"]
     labels: Int[Tensor, " b"]
     key: str
@@ -40,11 +40,11 @@ class Batch:
     @property
     def together(self) -> str:
         """Return the hashes of these images in their order, as one text."""
-        return "/".join(picture.sha256 for picture in self.pictures)
+        return "/".join(image.sha256 for image in self.named)
 
     def take(self, rows: Sequence[int]) -> "Batch":
         """Return the batch of some of the images."""
-        return Batch([self.pictures[i] for i in rows], self.images[rows], self.labels[rows], self.key)
+        return Batch([self.named[i] for i in rows], self.images[rows], self.labels[rows], self.key)
 
     def draws(self, seed: int, purpose: str, draw: int) -> list[Generator]:
         """Return a random generator for each image, seeded by SHA-256 of "seed/hash of the image/purpose/draw".
@@ -54,7 +54,7 @@ class Batch:
             purpose: what is drawn, such as "defense" or "control"; different purposes have independent generators.
             draw: the number of the draw, from 0; each gives other random numbers for the same image.
         """
-        return [draw_for(seed, picture.sha256, purpose, draw) for picture in self.pictures]
+        return [draw_for(seed, image.sha256, purpose, draw) for image in self.named]
 
     def images_per_release(self, together: int | None) -> int:
         """Return how many of the images make one gradient: one, or all of them where images are released `together`.
@@ -64,7 +64,7 @@ class Batch:
         """
         if together is None:
             return 1
-        if (b := len(self.pictures)) < together:
+        if (b := len(self.named)) < together:
             told = "fewer were left or could be used, and the fewer, the easier (`batch_images` says which)"
             warnings.warn(f"A gradient of {b} instead of {together} images: {told}.", PrivlabWarning, stacklevel=2)
         return b
@@ -77,12 +77,12 @@ class Batch:
             draw: the number of the draw, from 0; each gives other random numbers for the same release.
             images_per_release: B, at least 1; the first B images make the first release, the next B the second.
         """
-        names, B = [picture.sha256 for picture in self.pictures], images_per_release
+        names, B = [image.sha256 for image in self.named], images_per_release
         return [draw_for(seed, "/".join(names[i : i + B]), "release", draw) for i in range(0, len(names), B)]
 
     def stated(self, together: int | None) -> Record:
         """Return what the rows state of a batch that is released as one; nothing if images are released one by one."""
-        return {} if together is None else {"batch": self.key, "batch_images": len(self.pictures)}
+        return {} if together is None else {"batch": self.key, "batch_images": len(self.named)}
 
 
 def taken(seen: Observation, releases: Sequence[int]) -> Observation:
@@ -102,11 +102,11 @@ def attacked_together(seen: Seen, batch: Batch, preprocessing: Preprocessing) ->
         batch: the images, to find out which are bundled photographs; attacks do not see it.
         preprocessing: that of the images; photographs are compared with them after it.
     """
-    every = list(range(len(batch.pictures)))
+    every = list(range(len(batch.named)))
     if not isinstance(seen, Observation):
         return [(every, seen)]
     B = seen.images_per_release
-    left = apart_from([picture.sha256 for picture in batch.pictures], batch.images, preprocessing)
+    left = apart_from([image.sha256 for image in batch.named], batch.images, preprocessing)
     groups: dict[tuple[str, ...] | None, list[int]] = {}
     for release in range(len(every) // B):
         groups.setdefault(common(left[release * B : (release + 1) * B]), []).append(release)
@@ -118,7 +118,7 @@ def attacked_together(seen: Seen, batch: Batch, preprocessing: Preprocessing) ->
     ]
 
 
-def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batch, list[Picture]]:
+def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batch, list[NamedImage]]:
     """Return the usable images of a chunk, on the model's device and with labels, and those that cannot be used.
 
     The second are the images that could not be read, and those whose label is not below the model's number of classes.
@@ -129,20 +129,20 @@ def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batc
         predicted: whether the prediction replaces every label.
     """
     classes = model.vit.num_classes
-    images, pictures = chunk.images.to(model.mean), list(chunk.pictures)
-    if predicted or any(picture.label is None for picture in pictures):
+    images, named = chunk.images.to(model.mean), list(chunk.named)
+    if predicted or any(image.label is None for image in named):
         with torch.no_grad(), full_precision():
             found = model(images).argmax(1).tolist()
-        pictures = [
-            replace(picture, label=label, label_origin="predicted") if predicted or picture.label is None else picture
-            for picture, label in zip(pictures, found, strict=True)
+        named = [
+            replace(image, label=label, label_origin="predicted") if predicted or image.label is None else image
+            for image, label in zip(named, found, strict=True)
         ]
-    rule = f"The victim has {classes} classes, so a label must be below."
-    fine = [i for i, picture in enumerate(pictures) if (picture.label or 0) < classes]
-    wrong = [replace(p, problem=f"label {p.label}: {rule}") for p in pictures if (p.label or 0) >= classes]
-    labels = torch.tensor([picture.label for picture in pictures], dtype=torch.long, device=images.device)
-    key = batch_key(picture.sha256 for picture in (*chunk.pictures, *chunk.failed))
-    return Batch(pictures, images, labels, key).take(fine), [*chunk.failed, *wrong]
+    about = f"is out of range: the victim has {classes} classes (0 to {classes - 1})."
+    fine = [i for i, image in enumerate(named) if (image.label or 0) < classes]
+    wrong = [replace(p, problem=f"Label {p.label} {about}") for p in named if (p.label or 0) >= classes]
+    labels = torch.tensor([image.label for image in named], dtype=torch.long, device=images.device)
+    key = batch_key(image.sha256 for image in (*chunk.named, *chunk.failed))
+    return Batch(named, images, labels, key).take(fine), [*chunk.failed, *wrong]
 
 
 @dataclass(frozen=True, eq=False)

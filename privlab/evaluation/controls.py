@@ -52,7 +52,7 @@ class Controls:
         order = torch.stack([torch.randperm(count, generator=draw) for draw in draws]).to(batch.images.device)
         flat = self.colour.to(batch.images).clamp(0, 1).expand_as(batch.images)
         always = {CONTROLS[2]: permute(batch.images, order, patch), CONTROLS[3]: flat}
-        names, photographs = [picture.sha256 for picture in batch.pictures], self.public.images
+        names, photographs = [image.sha256 for image in batch.named], self.public.images
         if together:
             left = self.public.without(names, batch.images)
             wanted, found = len(names), len(left)

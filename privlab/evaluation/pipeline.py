@@ -21,7 +21,7 @@ from privlab.evaluation.controls import Controls
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.evaluation.scoring import Scorer, known_slots
 from privlab.evaluation.specification import AttackGroup, Specification, reassembly_of
-from privlab.images import Chunk, Others, Picture
+from privlab.images import Chunk, NamedImage, Others
 from privlab.metrics import Learned, as_sent, assign_images, crosses, match_images
 from privlab.release import observe, observe_features, predictions, send
 from privlab.threat import (
@@ -104,14 +104,14 @@ class Evaluator:
     def __call__(self, chunk: Chunk) -> Scored:
         """Run the pipeline on one chunk."""
         batch, failed = labelled(chunk, self.base.model, predicted=self.spec.labels == "predicted")
-        records = [row for picture in failed for row in self._failures(picture)]
+        records = [row for image in failed for row in self._failures(image)]
         self._reconstructions.clear()
         self._shared.clear()
-        rows: list[list[tuple[Panel, ...]]] = [[] for _ in batch.pictures]
-        for setting in self.spec.settings if batch.pictures else ():
+        rows: list[list[tuple[Panel, ...]]] = [[] for _ in batch.named]
+        for setting in self.spec.settings if batch.named else ():
             trial = self._trial(setting, batch)
             records += self._controls(trial, batch) if self.controls else []
-            panels: list[list[Panel]] = [[] for _ in batch.pictures]
+            panels: list[list[Panel]] = [[] for _ in batch.named]
             own = self.rows.cells(setting, [])[CONTROLS[0]]
             self._show(panels, f"{own}-private", batch.images, ["private image"] * len(panels))
             told = f"fed to the model, setting {setting}" + ("\nthe reference of its scores" if setting == "b" else "")
@@ -124,10 +124,8 @@ class Evaluator:
                 records += self._run(group, trial, batch, panels)
             for row, of_image in zip(rows, panels, strict=True):
                 row.append(tuple(of_image))
-        strips = [
-            Strip(p.name, p.sha256, self.base.name, tuple(row)) for p, row in zip(batch.pictures, rows, strict=True)
-        ]
-        count = len(chunk.pictures) + len(chunk.failed)
+        strips = [Strip(p.name, p.sha256, self.base.name, tuple(row)) for p, row in zip(batch.named, rows, strict=True)]
+        count = len(chunk.named) + len(chunk.failed)
         return Scored(count, records, strips if self.strips else [], dict(self._reconstructions))
 
     def _show(self, panels: Sequence[list[Panel]], name: str, images: Tensor, captions: Sequence[str]) -> None:
@@ -149,7 +147,7 @@ class Evaluator:
     def _trial(self, setting: str, batch: Batch) -> Trial:
         """Return what the clients feed, and the reference of the setting (MJP, section 5.4)."""
         stack, draws = self.rows.defenses[setting], self._draws(batch)
-        B = 1 if self.spec.together is None else len(batch.pictures)
+        B = 1 if self.spec.together is None else len(batch.named)
         feed = stack.feed(batch.images, self.base.model.patch, draws.images, B)
         sent = send(self.base.model, feed, stack, draws) if self.spec.features_released else None
         return Trial(setting, feed, feed.images if setting == "b" else batch.images, sent)
@@ -176,7 +174,7 @@ class Evaluator:
         records = [
             row | facts[i] | _failed("what is released is zero or not finite")
             for i, fine in enumerate(sound)
-            for row in ([] if fine else self.rows.of(batch.pictures[i], trial.setting, group))
+            for row in ([] if fine else self.rows.of(batch.named[i], trial.setting, group))
         ]
         kept = [i for i, fine in enumerate(sound) if fine]
         if not kept:
@@ -187,14 +185,14 @@ class Evaluator:
         together = attacked_together(seen, batch, self.base.preprocessing)
         for attack in group.attacks:
             alone = replace(group, attacks=(attack,))
-            outcomes: list[list[Record]] = [[]] * len(batch.pictures)
+            outcomes: list[list[Record]] = [[]] * len(batch.named)
             for rows, own in together:
                 part = trial if len(together) == 1 else trial.take(rows)
                 found = self._attack(alone, attack, own, part, batch.take(rows), [panels[i] for i in rows])
                 for i, outcome in zip(rows, found, strict=True):
                     outcomes[i] = outcome
-            for picture, fact, outcome in zip(batch.pictures, facts, outcomes, strict=True):
-                rows = self.rows.of(picture, trial.setting, alone)
+            for image, fact, outcome in zip(batch.named, facts, outcomes, strict=True):
+                rows = self.rows.of(image, trial.setting, alone)
                 records += [row | fact | of_row for row, of_row in zip(rows, outcome, strict=True)]
         return records
 
@@ -208,7 +206,7 @@ class Evaluator:
             trial = replace(trial, known=known_slots(self._gradients(group, trial, batch)[0]))
         for attack in group.attacks:
             alone = replace(group, attacks=(attack,))
-            rows = [self.rows.of(picture, trial.setting, alone) for picture in batch.pictures]
+            rows = [self.rows.of(image, trial.setting, alone) for image in batch.named]
             found = [kept[f"{row[0]['cell']}/{row[0]['image_sha256']}"] for row in rows]
             placed = attack_declarations(attack).places
             scores = self._scorer.geometries(Reconstruction.join(found), trial, names, placed=placed)
@@ -248,16 +246,16 @@ class Evaluator:
             {
                 **batch.stated(self.spec.together),
                 "key_bits": sent.key_bits,
-                "correct": None if picture.label_origin == "predicted" else value,
+                "correct": None if image.label_origin == "predicted" else value,
                 "seconds_observe": seconds / len(right),
             }
-            for picture, value in zip(batch.pictures, right, strict=True)
+            for image, value in zip(batch.named, right, strict=True)
         ]
         return seen, facts, [bool(sent.features.isfinite().all())] * len(right)
 
     def _public_to(self, batch: Batch) -> Float[Tensor, "m c h w"]:
         """Return the adversary's images: the public ones without those of the batch and other crops of their files."""
-        left = set(self._others.without([picture.sha256 for picture in batch.pictures], batch.images))
+        left = set(self._others.without([image.sha256 for image in batch.named], batch.images))
         if len(left) == len(self.public):
             return self._all_public
         return self._all_public[[i for i, key in enumerate(self.public) if key in left]]
@@ -318,7 +316,7 @@ class Evaluator:
         ]
         key = self.rows.cells(trial.setting, [group])[attack.name]
         if self.keep:
-            shas = [picture.sha256 for picture in batch.pictures]
+            shas = [image.sha256 for image in batch.named]
             self._reconstructions.update((f"{key}/{sha}", reconstruction.take(i)) for i, sha in enumerate(shas))
         where = "features" if trial.sent else f"{group.victim.block} block"
         self._show(
@@ -362,9 +360,9 @@ class Evaluator:
                 laid[GEOMETRIES[1]] = home
             for geometry, shown in laid.items():
                 scores = self._scorer.score(shown, trial.reference)
-                for i, picture in enumerate(batch.pictures):
+                for i, image in enumerate(batch.named):
                     if geometry == GEOMETRIES[0] or moved[i]:
-                        row = self.rows.control(picture, trial.setting, name) | {"geometry": geometry}
+                        row = self.rows.control(image, trial.setting, name) | {"geometry": geometry}
                         records.append(row | self._measured({metric: values[i] for metric, values in scores.items()}))
         return records
 
@@ -372,13 +370,13 @@ class Evaluator:
     def _made(self) -> Controls:
         return Controls(self._others, self.base.model.mean)
 
-    def _failures(self, picture: Picture) -> list[Record]:
+    def _failures(self, image: NamedImage) -> list[Record]:
         """Return the rows of an image that could not be used."""
         return [
-            row | _failed(picture.problem or "unreadable")
+            row | _failed(image.problem or "unreadable")
             for setting in self.spec.settings
             for group in self.groups
-            for row in self.rows.of(picture, setting, group)
+            for row in self.rows.of(image, setting, group)
         ]
 
     def _once(self, name: tuple[str, ...], work: Callable[[], T]) -> tuple[T, float]:

@@ -16,7 +16,7 @@ import privlab
 from privlab.base import PrivlabError, unknown_name
 from privlab.defenses import Jigsaw
 from privlab.evaluation.specification import AttackGroup, Specification, defense_of, part_of, reassembly_of
-from privlab.images import Picture, as_text, one_line
+from privlab.images import NamedImage, as_text, one_line
 from privlab.metrics import ADDED, METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted
 from privlab.release import effects_of, kinds_of
@@ -145,17 +145,17 @@ class Rows:
     base: Victim
     public: Sequence[str]
 
-    def of(self, picture: Picture, setting: str, group: AttackGroup) -> list[Record]:
+    def of(self, image: NamedImage, setting: str, group: AttackGroup) -> list[Record]:
         """Return the rows of one image and one group, without scores: one row for each attack and geometry.
 
         Args:
-            picture: the image, whose name, hash, label and membership the rows state.
+            image: the image, whose name, hash, label and membership the rows state.
             setting: "a", "b" or "c"; it decides the defense that the rows state, and the geometries.
             group: the attacks, and the block of the victim on which they run.
         """
         return [
             self._stated(setting, attack.name, self._block(group), json.dumps(asdict(attack)))
-            | self._image(picture)
+            | self._image(image)
             | {"geometry": geometry}
             for attack in group.attacks
             for geometry in self.geometries(setting)
@@ -172,15 +172,15 @@ class Rows:
         reassembled = setting == "c" and shuffled and not self.spec.features_released and self.base.model.patch >= 3
         return GEOMETRIES if reassembled else GEOMETRIES[:2]
 
-    def control(self, picture: Picture, setting: str, name: str) -> Record:
+    def control(self, image: NamedImage, setting: str, name: str) -> Record:
         """Return the row of one image under a negative control, in place and without scores.
 
         Args:
-            picture: the image, whose name, hash, label and membership the row states.
+            image: the image, whose name, hash, label and membership the row states.
             setting: "a", "b" or "c"; it decides the defense that the row states.
             name: the control, one of `CONTROLS`; it stands in the column of attacks.
         """
-        return self._stated(setting, name, None, None) | self._image(picture) | {"geometry": GEOMETRIES[0]}
+        return self._stated(setting, name, None, None) | self._image(image) | {"geometry": GEOMETRIES[0]}
 
     def cells(self, setting: str, groups: Iterable[AttackGroup]) -> dict[str, str]:
         """Return the key of each attack's cell, and of each control's."""
@@ -199,13 +199,13 @@ class Rows:
     def _block(self, group: AttackGroup) -> str | None:
         return None if self.spec.features_released else group.victim.block
 
-    def _image(self, picture: Picture) -> Record:
+    def _image(self, image: NamedImage) -> Record:
         return {
-            "image": as_text(picture.name),
-            "image_sha256": picture.sha256,
-            "label": picture.label,
-            "label_origin": picture.label_origin,
-            "member": picture.member,
+            "image": as_text(image.name),
+            "image_sha256": image.sha256,
+            "label": image.label,
+            "label_origin": image.label_origin,
+            "member": image.member,
         }
 
     def _stated(self, setting: str, attack: str, block: str | None, params: str | None) -> Record:

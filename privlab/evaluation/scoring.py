@@ -165,7 +165,7 @@ class Scorer:
             scores = score(images, reference, self.metrics, self.learned)
         for name in UNDEFINED.keys() & scores.keys():
             if scores[name].isnan().any():
-                warnings.warn(f"{name} is n/a for some pictures: {UNDEFINED[name]}.", PrivlabWarning, stacklevel=2)
+                warnings.warn(f"{name} is n/a for some images: {UNDEFINED[name]}.", PrivlabWarning, stacklevel=2)
         if moved is not None and "psnr" in self.metrics:
             masked = moved.any(1)  # without a mask there is only one region
             nothing = torch.full_like(scores["psnr"], torch.nan)

@@ -144,7 +144,7 @@ def public_images(
         PrivlabError: if no photograph can be read.
     """
     source = open_images(_one_or_all(public), limit=limit)
-    images = {picture.sha256: preprocessing(picture.pixels).to(device) for picture in source if picture.pixels}
+    images = {image.sha256: preprocessing(image.pixels).to(device) for image in source if image.pixels}
     if not images:
         raise PrivlabError(f"--public needs one readable image or more. Found none in {', '.join(public)}.")
     return images

@@ -23,7 +23,7 @@ import privlab
 from privlab.base import PrivlabError, unknown_name
 from privlab.evaluation import COLUMNS, CONTROL, GEOMETRIES, SCHEMA, SETTINGS, Record, Specification, cell_key
 from privlab.grids.definition import KNOWN
-from privlab.images import ImageSource, Picture, Preprocessing, as_text, open_images
+from privlab.images import ImageSource, NamedImage, Preprocessing, as_text, open_images
 from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
 from privlab.stores import RunDirectory, Store, merge_records, part_frame, to_png
 
@@ -203,7 +203,7 @@ def _scored(stated: _Stated, run: RunDirectory) -> Iterator[Record]:
     assert stated.images is not None
     folder = stated.file.parent
     images = stated.images if stated.images == "samples" else folder / stated.images
-    theirs, private = _Pictures.open(folder / stated.reconstructions), _Pictures.open(images)
+    theirs, private = _Folder.open(folder / stated.reconstructions), _Folder.open(images)
     scorer = _Scorer(stated, run)
     both = [stem for stem in private.places if stem in theirs.places]
     if not both:
@@ -218,25 +218,25 @@ def _scored(stated: _Stated, run: RunDirectory) -> Iterator[Record]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Pictures:
+class _Folder:
     """Images by their stems."""
 
     source: ImageSource
     places: Mapping[str, int]
 
     @classmethod
-    def open(cls, source: str | Path) -> "_Pictures":
+    def open(cls, source: str | Path) -> "_Folder":
         if source != "samples" and not Path(source).is_dir():
-            raise PrivlabError(f"'{source}' is no folder of pictures.")
+            raise PrivlabError(f"'{source}' is not a folder of images.")
         opened, places = open_images(source), {}
         names = opened.names or ()
         for place, name in enumerate(names):
             if places.setdefault(Path(name).stem, place) != place:
                 first = names[places[Path(name).stem]]
-                raise PrivlabError(f"'{source}' has two pictures of one name: '{first}' and '{name}'.")
+                raise PrivlabError(f"'{source}' has two images of one name: '{first}' and '{name}'.")
         return cls(opened, places)
 
-    def at(self, stem: str) -> Picture:
+    def at(self, stem: str) -> NamedImage:
         return self.source.pick([self.places[stem]])[0]
 
 
@@ -247,7 +247,7 @@ class _Scorer:
     stated: _Stated
     run: RunDirectory
 
-    def __call__(self, pairs: Sequence[tuple[Picture, Picture]]) -> Iterator[Record]:
+    def __call__(self, pairs: Sequence[tuple[NamedImage, NamedImage]]) -> Iterator[Record]:
         height, width = self.preprocessing.size
         fine = []
         for private, theirs in pairs:
@@ -273,11 +273,11 @@ class _Scorer:
                 self.run.write_file(f"{folder}/{row['cell']}.png", to_png(reconstruction[i]))
             yield row
 
-    def failed(self, picture: Picture, reason: str) -> Record:
-        return self.stated.row({}, **self._of(picture), status="failed", reason=reason)
+    def failed(self, image: NamedImage, reason: str) -> Record:
+        return self.stated.row({}, **self._of(image), status="failed", reason=reason)
 
-    def _of(self, picture: Picture) -> Record:
-        return {"image": as_text(picture.name), "image_sha256": picture.sha256, "victim_params": self.params}
+    def _of(self, image: NamedImage) -> Record:
+        return {"image": as_text(image.name), "image_sha256": image.sha256, "victim_params": self.params}
 
     @cached_property
     def params(self) -> str:

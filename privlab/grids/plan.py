@@ -79,7 +79,7 @@ class Grid:
             given = None if job.spec.manifest is None else Path(job.spec.manifest).resolve()
             if given is not None and given.parent == path.resolve() and given.name != names[job.images]:
                 raise PrivlabError(f"'{job.spec.manifest}' would give way to this run's own. Copy it out of '{path}'.")
-        return {name: to_csv(image.picture for image in images) for images, name in names.items()}
+        return {name: to_csv(image.named for image in images) for images, name in names.items()}
 
     def facts(self) -> dict[str, Any]:
         """Return what `run.json` states of the experiment, from which its tables are rebuilt."""

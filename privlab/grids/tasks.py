@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save
 from privlab.base import PrivlabError, collect_warnings, pick_device
 from privlab.evaluation import COLUMNS, AttackGroup, Evaluator, Specification, Strip, source_of, subject_of
 from privlab.evaluation.setup import learned_for
-from privlab.images import ImageSource, LabelOrigin, Picture, chunk_of
+from privlab.images import ImageSource, LabelOrigin, NamedImage, chunk_of
 from privlab.stores import strip_name, strip_png, to_png
 from privlab.threat import Reconstruction
 from privlab.victims import Victim
@@ -31,7 +31,7 @@ __all__ = ["Reference", "Result", "Task", "images_at_a_time", "joined", "referen
 class Reference:
     """One image, by its place in its source; `sha256` is empty where it could not be read.
 
-    `label` is the image's own, or None where the victim's prediction stands in; `member` is as in `Picture`.
+    `label` is the image's own, or None where the victim's prediction stands in; `member` is as in `NamedImage`.
     """
 
     place: int
@@ -42,9 +42,9 @@ class Reference:
     member: str | None = None
 
     @property
-    def picture(self) -> Picture:
-        """Return what is known of the image, as a `Picture` that has not been read."""
-        return Picture(self.name, self.sha256, None, self.label, self.label_origin, member=self.member)
+    def named(self) -> NamedImage:
+        """Return what is known of the image, as a `NamedImage` that has not been read."""
+        return NamedImage(self.name, self.sha256, None, self.label, self.label_origin, member=self.member)
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def joined(tasks: Sequence[Task]) -> list[Task]:
 def references(source: ImageSource) -> list[Reference]:
     """Return the images of a source, each content once; files are hashed whole and not decoded."""
     found = (
-        Reference(place, picture.name, picture.sha256, picture.label, picture.label_origin, picture.member)
-        for place, picture in enumerate(source.without_pixels())
+        Reference(place, image.name, image.sha256, image.label, image.label_origin, image.member)
+        for place, image in enumerate(source.without_pixels())
     )
     return list({reference.sha256 or reference.name: reference for reference in reversed([*found])}.values())[::-1]
 
@@ -129,8 +129,8 @@ def run_task(task: Task) -> Result:
         reconstructions: dict[str, Reconstruction] = {}
         place = {reference.sha256: reference.place for reference in task.images}
         first = {sha256 for sha256, number in place.items() if number < task.pictures}
-        for pictures in _batches(task, source, device):
-            scored = evaluator(chunk_of(pictures, evaluator.base.preprocessing))
+        for images in _batches(task, source, device):
+            scored = evaluator(chunk_of(images, evaluator.base.preprocessing))
             rows.append(pa.Table.from_pylist(scored.records, schema=COLUMNS))
             reconstructions |= scored.reconstructions
             for strip in scored.strips:
@@ -159,7 +159,7 @@ def images_at_a_time(device: torch.device) -> int:
     return 64 if device.type == "cuda" else 8
 
 
-def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[list[Picture]]:
+def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[list[NamedImage]]:
     size = task.spec.together or task.batch_size or images_at_a_time(device)
     places = None if source.names is None else {name: place for place, name in enumerate(source.names)}
     for start in range(0, len(task.images), size):
@@ -168,7 +168,7 @@ def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[
         read = iter(_reader().pick(source, [place for place in there if place is not None]))
         gone = "The file has gone since the run was planned."
         yield [
-            _same(Picture(r.name, "", None, None, "none", gone) if place is None else next(read), r)
+            _same(NamedImage(r.name, "", None, None, "none", gone) if place is None else next(read), r)
             for r, place in zip(wanted, there, strict=True)
         ]
 
@@ -177,10 +177,10 @@ def _batches(task: Task, source: ImageSource, device: torch.device) -> Iterator[
 class _Reader:
     """How far a stream was read: the next task reads on, as it would read all of that again from the beginning."""
 
-    rest: Iterator[Picture] = field(default_factory=lambda: iter(()))
+    rest: Iterator[NamedImage] = field(default_factory=lambda: iter(()))
     next: int = 0
 
-    def pick(self, source: ImageSource, places: Sequence[int]) -> list[Picture]:
+    def pick(self, source: ImageSource, places: Sequence[int]) -> list[NamedImage]:
         """Return the images at these places, which ascend; what was read before them is not kept.
 
         Raises:
@@ -191,11 +191,11 @@ class _Reader:
         if not self.next or places[0] < self.next:
             self.rest, self.next = iter(source), 0
         start, self.next = self.next, 0  # an error leaves a stream that must be opened again
-        found: list[Picture] = []
+        found: list[NamedImage] = []
         for place in places:
-            if (picture := next(islice(self.rest, place - start, None), None)) is None:
+            if (image := next(islice(self.rest, place - start, None), None)) is None:
                 raise PrivlabError(f"{source.description} has ended before image {place}, which it had when planned.")
-            found.append(picture)
+            found.append(image)
             start = place + 1
         self.next = start
         return found
@@ -206,12 +206,12 @@ def _reader() -> _Reader:
     return _Reader()
 
 
-def _same(picture: Picture, reference: Reference) -> Picture:
+def _same(image: NamedImage, reference: Reference) -> NamedImage:
     """Return the image that was planned; if it has changed or gone since then, return it as one that failed."""
-    if picture.sha256 == reference.sha256:
-        return picture
-    problem = picture.problem or "The file has changed since the run was planned."
-    return replace(picture, sha256=reference.sha256, pixels=None, problem=problem)
+    if image.sha256 == reference.sha256:
+        return image
+    problem = image.problem or "The file has changed since the run was planned."
+    return replace(image, sha256=reference.sha256, pixels=None, problem=problem)
 
 
 def _evaluator(task: Task, device: torch.device) -> tuple[Evaluator, ImageSource]:

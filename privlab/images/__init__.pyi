@@ -1,11 +1,11 @@
 from .client_preprocessing import nearest as nearest
 from .client_preprocessing import usual as usual
 from .decode import LabelOrigin as LabelOrigin
-from .decode import Picture as Picture
+from .decode import NamedImage as NamedImage
 from .decode import as_text as as_text
+from .decode import image_from_pil as image_from_pil
 from .decode import one_line as one_line
-from .decode import picture_from_image as picture_from_image
-from .decode import read_picture as read_picture
+from .decode import read_image as read_image
 from .examples import Augmentation as Augmentation
 from .examples import Examples as Examples
 from .manifest import check_labels as check_labels

@@ -14,7 +14,7 @@ from PIL import Image
 from timm.data import ImageNetInfo
 
 from privlab.base import PrivlabError, check_name, unknown_name
-from privlab.images.decode import LabelOrigin, Picture, damage_of, one_line, picture_from_bytes, picture_from_image
+from privlab.images.decode import LabelOrigin, NamedImage, damage_of, image_from_bytes, image_from_pil, one_line
 from privlab.images.sources import ImageSource
 
 __all__ = ["hugging_face", "parquet", "torchvision"]
@@ -97,16 +97,16 @@ def _construct(cls: type, arguments: Mapping[str, Any], downloads: bool) -> Any:
         return cls(**arguments, download=True)
 
 
-def _torchvision_item(dataset: Any, index: int, name: str) -> Picture:  # noqa: ANN401
+def _torchvision_item(dataset: Any, index: int, name: str) -> NamedImage:  # noqa: ANN401
     try:
         item = dataset[index]
     except Exception as error:  # one damaged image must not end the run
-        return Picture(name, "", None, problem=damage_of(error))
+        return NamedImage(name, "", None, problem=damage_of(error))
     image, target, *_ = item if isinstance(item, tuple) else (item, None)
     label, origin = _dataset_label(target)
     if not isinstance(image, Image.Image):
-        return Picture(name, "", None, label, origin, f"Not a picture but a {type(image).__name__}.")
-    return picture_from_image(image, name, label, origin)
+        return NamedImage(name, "", None, label, origin, f"Not an image but a {type(image).__name__}.")
+    return image_from_pil(image, name, label, origin)
 
 
 def _dataset_label(target: object) -> tuple[int | None, LabelOrigin]:
@@ -138,12 +138,12 @@ def hugging_face(name: str, split: str | None) -> ImageSource:
     known = (data.info.splits or {}).get(chosen)
     class_names = tuple(label_type.names) if isinstance(label_type, datasets.ClassLabel) else None
 
-    def pictures() -> Iterator[Picture]:
+    def read() -> Iterator[NamedImage]:
         for index, row in enumerate(_rows(rows, name)):
             yield _hugging_face_item(row[column], row.get(label_column), image_type, f"{name}/{chosen}/{index}")
 
     number = (known.num_examples if known else 0) or None
-    return ImageSource(f"Hugging Face {name}/{chosen}", number, class_names, None, pictures)
+    return ImageSource(f"Hugging Face {name}/{chosen}", number, class_names, None, read)
 
 
 def parquet(path: Path, split: str | None, *, spread: bool) -> ImageSource:
@@ -185,12 +185,12 @@ def parquet(path: Path, split: str | None, *, spread: bool) -> ImageSource:
     prefix = f"{path.name}/{split}" if split else path.name
     names = tuple(f"{prefix}/{row}" for row in rows)
 
-    def at(place: int) -> Picture:
+    def at(place: int) -> NamedImage:
         label = labels[rows[place]]
         origin = "none" if label is None else "dataset"
-        return picture_from_bytes(data[rows[place]].as_py() or b"", names[place], label, origin)
+        return image_from_bytes(data[rows[place]].as_py() or b"", names[place], label, origin)
 
-    return ImageSource.of(f"{len(data)} pictures of {prefix}", len(data), None, names, at, container=path)
+    return ImageSource.of(f"{len(data)} images of {prefix}", len(data), None, names, at, container=path)
 
 
 def _by_turns(labels: Sequence[object]) -> list[int]:
@@ -230,17 +230,17 @@ def _rows(data: Any, name: str) -> Iterator[Mapping[str, Any]]:  # noqa: ANN401
         raise PrivlabError(f"The stream of '{name}' broke at image {done}: {one_line(error)}.") from error
 
 
-def _hugging_face_item(value: Any, target: object, image_type: Any, name: str) -> Picture:  # noqa: ANN401
+def _hugging_face_item(value: Any, target: object, image_type: Any, name: str) -> NamedImage:  # noqa: ANN401
     label, origin = _dataset_label(target)
     if value is None:
-        return Picture(name, "", None, label, origin, "No picture in this row.")
+        return NamedImage(name, "", None, label, origin, "No image in this row.")
     if value["bytes"] is not None:
-        return picture_from_bytes(value["bytes"], name, label, origin)
+        return image_from_bytes(value["bytes"], name, label, origin)
     try:
         image = image_type.decode_example(value)
     except Exception as error:  # one damaged image must not end the run
-        return Picture(name, "", None, label, origin, damage_of(error))
-    return picture_from_image(image, name, label, origin)
+        return NamedImage(name, "", None, label, origin, damage_of(error))
+    return image_from_pil(image, name, label, origin)
 
 
 @cache

@@ -18,8 +18,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from privlab.base import PrivlabError
 
-__all__ = ["LabelOrigin", "Picture", "as_text", "damage_of", "one_line"]
-__all__ += ["picture_from_bytes", "picture_from_image", "read_picture"]
+__all__ = ["LabelOrigin", "NamedImage", "as_text", "damage_of", "one_line"]
+__all__ += ["image_from_bytes", "image_from_pil", "read_image"]
 
 LabelOrigin = Literal["folder", "file", "dataset", "predicted", "released", "none"]
 """Where a label comes from; "predicted" is by the victim, "released" is given away by the gradient that is audited."""
@@ -33,7 +33,7 @@ MIN_SIDE = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class NamedImage:
     """One image, or the reason why there is none.
 
     `sha256` is that of the file's bytes; for images that come from no file, of the size and the RGB pixels;
@@ -51,9 +51,9 @@ class Picture:
     member: str | None = None
 
 
-def read_picture(
+def read_image(
     path: str | Path, *, name: str | None = None, label: int | None = None, label_origin: LabelOrigin = "none"
-) -> Picture:
+) -> NamedImage:
     """Read one file; `problem` says what keeps it from being an image, and nothing is raised.
 
     Grey, palette, CMYK and 1-bit images become RGB, transparency becomes white, 16-bit grey is divided by 257, and the
@@ -71,12 +71,12 @@ def read_picture(
     try:
         data = _file_bytes(path)
     except PrivlabError as error:
-        return Picture(name, "", None, label, label_origin, str(error))
-    return picture_from_bytes(data, name, label, label_origin)
+        return NamedImage(name, "", None, label, label_origin, str(error))
+    return image_from_bytes(data, name, label, label_origin)
 
 
-def picture_from_bytes(data: bytes, name: str, label: int | None, origin: LabelOrigin) -> Picture:
-    """Decode the bytes of a file, as `read_picture` does.
+def image_from_bytes(data: bytes, name: str, label: int | None, origin: LabelOrigin) -> NamedImage:
+    """Decode the bytes of a file, as `read_image` does.
 
     Args:
         data: the whole file, whose SHA-256 is that of the image.
@@ -86,14 +86,12 @@ def picture_from_bytes(data: bytes, name: str, label: int | None, origin: LabelO
     """
     digest = hashlib.sha256(data).hexdigest()
     try:
-        return Picture(name, digest, _decode(data), label, origin)
+        return NamedImage(name, digest, _decode(data), label, origin)
     except PrivlabError as error:
-        return Picture(name, digest, None, label, origin, str(error))
+        return NamedImage(name, digest, None, label, origin, str(error))
 
 
-def picture_from_image(
-    image: Image.Image, name: str, label: int | None = None, origin: LabelOrigin = "none"
-) -> Picture:
+def image_from_pil(image: Image.Image, name: str, label: int | None = None, origin: LabelOrigin = "none") -> NamedImage:
     """Check an image that another library opened, and convert it to RGB; its hash is over its size and RGB pixels.
 
     Args:
@@ -106,11 +104,11 @@ def picture_from_image(
         _check_size(image)
         pixels = _rgb(image)
     except PrivlabError as error:
-        return Picture(name, "", None, label, origin, str(error))
+        return NamedImage(name, "", None, label, origin, str(error))
     except Exception as error:  # Pillow reads the pixels when they are first used
-        return Picture(name, "", None, label, origin, damage_of(error))
+        return NamedImage(name, "", None, label, origin, damage_of(error))
     header = f"{pixels.width}x{pixels.height}:".encode()
-    return Picture(name, hashlib.sha256(header + pixels.tobytes()).hexdigest(), pixels, label, origin)
+    return NamedImage(name, hashlib.sha256(header + pixels.tobytes()).hexdigest(), pixels, label, origin)
 
 
 def damage_of(error: Exception) -> str:
@@ -212,7 +210,7 @@ def _check_frames(image: Image.Image) -> None:
     frames = getattr(image, "n_frames", 1)
     # In the MPO files of phones, the further frames are a preview or a brightness map of the first.
     if frames > 1 and image.format != "MPO":
-        raise PrivlabError(f"{frames} frames; only still pictures are read.")
+        raise PrivlabError(f"{frames} frames; only still images are read.")
 
 
 def _turn_upright(image: Image.Image) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from privlab.base import PrivlabError
-from privlab.images.decode import Picture, one_line
+from privlab.images.decode import NamedImage, one_line
 from privlab.images.sources import ImageSource
 
 __all__ = ["label_of", "relabel"]
@@ -19,9 +19,9 @@ def relabel(source: ImageSource, path: Path) -> ImageSource:
     if source.names is not None:
         _check_labels(table, source.names, path)
 
-    def with_label(picture: Picture) -> Picture:
-        label = table.get(picture.name, table.get(PurePosixPath(picture.name).name))
-        return replace(picture, label=label, label_origin="none" if label is None else "file")
+    def with_label(image: NamedImage) -> NamedImage:
+        label = table.get(image.name, table.get(PurePosixPath(image.name).name))
+        return replace(image, label=label, label_origin="none" if label is None else "file")
 
     return replace(source.transform(with_label), class_names=None)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from privlab.base import PrivlabError, unknown_name
-from privlab.images.decode import LabelOrigin, Picture, as_text, one_line
+from privlab.images.decode import LabelOrigin, NamedImage, as_text, one_line
 from privlab.images.label_csv import label_of
 from privlab.images.sources import ImageSource
 
@@ -39,7 +39,7 @@ class Entry:
     line: int
 
 
-def to_csv(pictures: Iterable[Picture]) -> str:
+def to_csv(images: Iterable[NamedImage]) -> str:
     """Return the manifest of images: one line for each hash, with the name and the label of its first image.
 
     Images without a hash are left out. `label_origin` none says that there is no label: the victim's prediction stood
@@ -48,9 +48,9 @@ def to_csv(pictures: Iterable[Picture]) -> str:
     text = io.StringIO()
     write = csv.writer(text, lineterminator="\n").writerow
     write(_COLUMNS)
-    once: dict[str, Picture] = {}
-    for picture in pictures:
-        once.setdefault(picture.sha256, picture)
+    once: dict[str, NamedImage] = {}
+    for image in images:
+        once.setdefault(image.sha256, image)
     once.pop("", None)
     for p in once.values():
         label = "" if p.label is None else p.label
@@ -165,16 +165,16 @@ def choose_images(source: ImageSource, path: Path, *, check: bool = True) -> Ima
     )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
 
-    def with_entry(picture: Picture) -> Picture:
-        entry = by_name[as_text(picture.name)]
-        label, origin = (picture.label, picture.label_origin) if entry.origin is None else (entry.label, entry.origin)
-        return replace(picture, label=label, label_origin=origin, member=entry.member)
+    def with_entry(image: NamedImage) -> NamedImage:
+        entry = by_name[as_text(image.name)]
+        label, origin = (image.label, image.label_origin) if entry.origin is None else (entry.label, entry.origin)
+        return replace(image, label=label, label_origin=origin, member=entry.member)
 
     told = f"{source.description}; {len(entries)} of them chosen by {path.name} (SHA-256 {digest[:16]})"
     found = replace(taken.transform(with_entry), description=told)
-    for entry, picture in zip(entries, found.without_pixels() if check else (), strict=check):
-        if picture.sha256 != entry.sha256:
-            problem = f"is {picture.sha256[:12]}…" if picture.sha256 else "cannot be had, for it cannot be read"
+    for entry, image in zip(entries, found.without_pixels() if check else (), strict=check):
+        if image.sha256 != entry.sha256:
+            problem = f"is {image.sha256[:12]}…" if image.sha256 else "cannot be had, for it cannot be read"
             raise PrivlabError(
                 f"{path}, line {entry.line}: the SHA-256 of '{_short(entry.name)}' {problem}. "
                 f"The manifest says {entry.sha256[:12]}…: it names another image, or this one has changed."
@@ -196,17 +196,17 @@ def _choose_by_name(source: ImageSource, entries: Sequence[Entry], path: Path) -
 def _choose_from_stream(source: ImageSource, entries: Sequence[Entry], path: Path) -> ImageSource:
     """Return the images of a stream: those that come before their turn wait for it."""
 
-    def pictures() -> Iterator[Picture]:
-        wanted, waiting, stream = {entry.name for entry in entries}, dict[str, Picture](), iter(source)
+    def read() -> Iterator[NamedImage]:
+        wanted, waiting, stream = {entry.name for entry in entries}, dict[str, NamedImage](), iter(source)
         for entry in entries:
             while entry.name not in waiting:
-                if (picture := next(stream, None)) is None:
+                if (image := next(stream, None)) is None:
                     raise _absence(source, entry, path, "")
-                if as_text(picture.name) in wanted:
-                    waiting[as_text(picture.name)] = picture
+                if as_text(image.name) in wanted:
+                    waiting[as_text(image.name)] = image
             yield waiting.pop(entry.name)
 
-    return replace(source, count=len(entries), pictures=pictures, at=None, file=None, about=None)
+    return replace(source, count=len(entries), read=read, at=None, file=None, about=None)
 
 
 def _absence(source: ImageSource, entry: Entry, path: Path, names: str) -> PrivlabError:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, check_range
 from privlab.images import datasets, sources
-from privlab.images.decode import Picture, read_picture
+from privlab.images.decode import NamedImage, read_image
 from privlab.images.label_csv import relabel
 from privlab.images.manifest import choose_images
 from privlab.images.sources import ImageSource
 
-__all__ = ["Chunk", "ImageSource", "Picture", "Preprocessing"]
-__all__ += ["batches", "check_choice", "chunk_of", "open_images", "read_picture"]
+__all__ = ["Chunk", "ImageSource", "NamedImage", "Preprocessing"]
+__all__ += ["batches", "check_choice", "chunk_of", "open_images", "read_image"]
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
@@ -132,13 +132,13 @@ def _take(source: ImageSource, limit: int | None, every: int | None, offset: int
         numbered,
         count=None if source.count is None else len(range(source.count)[start:stop:step]),
         names=None if source.names is None else source.names[start:stop:step],
-        pictures=lambda: _from(source, start, stop, step),
+        read=lambda: _from(source, start, stop, step),
     )
 
 
-def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Iterator[Picture]:
+def _from(source: ImageSource, start: int, stop: int | None, step: int) -> Iterator[NamedImage]:
     """Yield images of a stream, whose end may come before the first of them."""
-    found = islice(source.pictures(), start, stop, step)
+    found = islice(source.read(), start, stop, step)
     if (first := next(found, None)) is not None:
         yield first
     elif start:
@@ -193,12 +193,12 @@ class Preprocessing:
 class Chunk:
     """Readable images with their preprocessed pixels in [0, 1], and the unreadable ones met on the way.
 
-    The `pictures` have dropped their `pixels`.
+    The `named` images have dropped their `pixels`.
     """
 
-    pictures: tuple[Picture, ...]
+    named: tuple[NamedImage, ...]
     images: Float[Tensor, "b c h w"]
-    failed: tuple[Picture, ...]
+    failed: tuple[NamedImage, ...]
 
 
 def batches(source: ImageSource, preprocessing: Preprocessing, size: int) -> Iterator[Chunk]:
@@ -222,30 +222,30 @@ def _chunks(source: ImageSource, preprocessing: Preprocessing, size: int) -> Ite
     left = iter(source)
     while True:
         chunk = chunk_of(_readable(left, size), preprocessing)
-        if not (chunk.pictures or chunk.failed):
+        if not (chunk.named or chunk.failed):
             return
         yield chunk
 
 
-def _readable(pictures: Iterator[Picture], size: int) -> Iterator[Picture]:
+def _readable(found: Iterator[NamedImage], size: int) -> Iterator[NamedImage]:
     """Yield images until `size` readable ones were among them."""
     count = 0
-    while count < size and (picture := next(pictures, None)) is not None:
-        count += picture.pixels is not None
-        yield picture
+    while count < size and (image := next(found, None)) is not None:
+        count += image.pixels is not None
+        yield image
 
 
-def chunk_of(pictures: Iterable[Picture], preprocessing: Preprocessing) -> Chunk:
+def chunk_of(found: Iterable[NamedImage], preprocessing: Preprocessing) -> Chunk:
     """Return images as one chunk."""
-    fine: list[Picture] = []
+    fine: list[NamedImage] = []
     images: list[Tensor] = []
-    failed: list[Picture] = []
-    for picture in pictures:
-        if picture.pixels is None:
-            failed.append(picture)
+    failed: list[NamedImage] = []
+    for image in found:
+        if image.pixels is None:
+            failed.append(image)
         else:
-            images.append(preprocessing(picture.pixels))
-            fine.append(replace(picture, pixels=None))
+            images.append(preprocessing(image.pixels))
+            fine.append(replace(image, pixels=None))
     empty = torch.empty(0, len(preprocessing.mean), *preprocessing.size)
     return Chunk(tuple(fine), torch.stack(images) if images else empty, tuple(failed))
 

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base import PrivlabError
-from privlab.images.decode import read_picture
+from privlab.images.decode import read_image
 from privlab.images.open import Preprocessing, open_images
 from privlab.images.sources import SAMPLES, sample_file
 
@@ -46,7 +46,7 @@ def photographs(
         raise PrivlabError("An image prior learns from bundled photographs. Found all of them under attack in one.")
     cut = Preprocessing(size=size, mean=(0.5,) * channels, std=(0.5,) * channels, crop_pct=1.0, interpolation="bicubic")
     found = [each for each in open_images("samples") if names is None or each.name in names]
-    return torch.stack([cut(picture.pixels) for picture in found if picture.pixels]).double()
+    return torch.stack([cut(image.pixels) for image in found if image.pixels]).double()
 
 
 def kin(sha256: Iterable[str]) -> frozenset[str]:
@@ -102,14 +102,14 @@ def _crops() -> tuple[_Crop, ...]:
 @cache
 def _wholes() -> dict[str, str]:
     """Return the files by the hash of their bytes."""
-    return {read_picture(sample_file(file)).sha256: file for file in {crop.file for crop in _crops()}}
+    return {read_image(sample_file(file)).sha256: file for file in {crop.file for crop in _crops()}}
 
 
 @lru_cache(maxsize=2)
 def _table(preprocessing: Preprocessing) -> tuple[tuple[str, ...], Float[Tensor, "m c h w"]]:
     """Return the file of each crop, and of each whole, with its pixels after a preprocessing."""
-    crops = [picture for picture in open_images("samples") if picture.pixels]
+    crops = [image for image in open_images("samples") if image.pixels]
     files = dict.fromkeys(crop.file for crop in _crops())
-    wholes = [read_picture(sample_file(file)) for file in files]
+    wholes = [read_image(sample_file(file)) for file in files]
     images = [preprocessing(each.pixels) for each in (*crops, *wholes) if each.pixels]
     return (*(crop.file for crop in _crops()), *files), torch.stack(images)

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from privlab.base import PrivlabError, write_whole
-from privlab.images.decode import Picture, one_line
+from privlab.images.decode import NamedImage, one_line
 from privlab.images.examples import Examples
 from privlab.images.sources import ImageSource
 
@@ -120,13 +120,13 @@ def _read(source: ImageSource, size: tuple[int, int], keep: Callable[[UInt8[Tens
     skipped: list[str] = []
     digest = hashlib.sha256()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for picture, pixels in _prepare(pool, source, size):
+        for image, pixels in _prepare(pool, source, size):
             if pixels is None:
-                skipped.append(f"{picture.name}: {picture.problem}")
+                skipped.append(f"{image.name}: {image.problem}")
                 continue
             keep(pixels)
             digest.update(pixels.numpy().data)
-            labels.append(-1 if picture.label is None else picture.label)
+            labels.append(-1 if image.label is None else image.label)
     numbers = torch.tensor(labels, dtype=torch.long)
     digest.update(numbers.numpy().data)
     return _Read(numbers, digest.hexdigest(), tuple(skipped))
@@ -134,11 +134,11 @@ def _read(source: ImageSource, size: tuple[int, int], keep: Callable[[UInt8[Tens
 
 def _prepare(
     pool: ThreadPoolExecutor, source: ImageSource, size: tuple[int, int]
-) -> Iterator[tuple[Picture, UInt8[Tensor, "3 h w"] | None]]:
+) -> Iterator[tuple[NamedImage, UInt8[Tensor, "3 h w"] | None]]:
     """Read images several at a time, a few hundred ahead: in order."""
 
-    def fit(picture: Picture) -> tuple[Picture, Tensor | None]:
-        return picture, None if picture.pixels is None else _fit(picture.pixels, size)
+    def fit(image: NamedImage) -> tuple[NamedImage, Tensor | None]:
+        return image, None if image.pixels is None else _fit(image.pixels, size)
 
     if source.at is None:  # a stream is read in one thread, and resized in several
         for some in _groups(source, 512):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from privlab.base import PrivlabError
-from privlab.images.decode import MAX_BYTES, LabelOrigin, Picture, picture_from_image, read_picture
+from privlab.images.decode import MAX_BYTES, LabelOrigin, NamedImage, image_from_pil, read_image
 
 __all__ = ["ImageSource", "files", "folder", "sample_file", "samples"]
 
@@ -51,11 +51,11 @@ class ImageSource:
     count: int | None
     class_names: tuple[str, ...] | None
     names: tuple[str, ...] | None = field(repr=False)
-    pictures: Callable[[], Iterator[Picture]] = field(repr=False)
-    at: Callable[[int], Picture] | None = field(default=None, repr=False)
+    read: Callable[[], Iterator[NamedImage]] = field(repr=False)
+    at: Callable[[int], NamedImage] | None = field(default=None, repr=False)
     file: Callable[[int], Path] | None = field(default=None, repr=False)
     container: Path | None = field(default=None, repr=False)
-    about: Callable[[int], Picture] | None = field(default=None, repr=False)
+    about: Callable[[int], NamedImage] | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -64,10 +64,10 @@ class ImageSource:
         count: int,
         class_names: tuple[str, ...] | None,
         names: tuple[str, ...] | None,
-        at: Callable[[int], Picture],
+        at: Callable[[int], NamedImage],
         file: Callable[[int], Path] | None = None,
         container: Path | None = None,
-        about: Callable[[int], Picture] | None = None,
+        about: Callable[[int], NamedImage] | None = None,
     ) -> "ImageSource":
         """Return a source whose images are read by their place, in any order.
 
@@ -98,34 +98,34 @@ class ImageSource:
             None if about is None else lambda i: about(places[i]),
         )
 
-    def transform(self, change: Callable[[Picture], Picture]) -> "ImageSource":
+    def transform(self, change: Callable[[NamedImage], NamedImage]) -> "ImageSource":
         """Return the source with `change` applied to each image; it changes no name, pixels or hash."""
         at, about = self.at, self.about
         return replace(
             self,
-            pictures=lambda: map(change, self),
+            read=lambda: map(change, self),
             at=None if at is None else lambda place: change(at(place)),
             about=None if about is None else lambda place: change(about(place)),
         )
 
-    def without_pixels(self) -> Iterator[Picture]:
+    def without_pixels(self) -> Iterator[NamedImage]:
         """Yield each image without its pixels; whole files are hashed without being decoded."""
         if self.file is None or self.about is None or self.count is None:
-            yield from (replace(picture, pixels=None) for picture in self)
+            yield from (replace(image, pixels=None) for image in self)
             return
         for place in range(self.count):
             yield replace(self.about(place), sha256=_file_hash(self.file(place)))
 
-    def pick(self, places: Sequence[int]) -> list[Picture]:
+    def pick(self, places: Sequence[int]) -> list[NamedImage]:
         """Return the images at these places, read one by one; of a stream, all up to the last are read."""
         if self.at is not None:
             return [self.at(place) for place in places]
         wanted = set(places)
-        found = {i: picture for i, picture in enumerate(islice(self, max(wanted, default=-1) + 1)) if i in wanted}
+        found = {i: image for i, image in enumerate(islice(self, max(wanted, default=-1) + 1)) if i in wanted}
         return [found[place] for place in places]
 
-    def __iter__(self) -> Iterator[Picture]:
-        return self.pictures()
+    def __iter__(self) -> Iterator[NamedImage]:
+        return self.read()
 
     def __len__(self) -> int:
         if self.count is None:
@@ -157,12 +157,12 @@ def samples() -> ImageSource:
     """Open the photographs that come with scikit-image."""
     data = sample_file("")
 
-    def at(place: int) -> Picture:
+    def at(place: int) -> NamedImage:
         name, file, left, top, side = SAMPLES[place]
-        whole = read_picture(data / file, name=f"samples/{name}")
+        whole = read_image(data / file, name=f"samples/{name}")
         if whole.pixels is None:
             return whole
-        return picture_from_image(whole.pixels.crop((left, top, left + side, top + side)), whole.name)
+        return image_from_pil(whole.pixels.crop((left, top, left + side, top + side)), whole.name)
 
     names = tuple(f"samples/{name}" for name, *_ in SAMPLES)
     description = f"{len(SAMPLES)} photographs that come with scikit-image"
@@ -187,9 +187,9 @@ def files(paths: Sequence[Path]) -> ImageSource:
         len(paths),
         None,
         names,
-        lambda i: read_picture(paths[i]),
+        lambda i: read_image(paths[i]),
         lambda i: paths[i],
-        about=lambda i: Picture(names[i], "", None),
+        about=lambda i: NamedImage(names[i], "", None),
     )
 
 
@@ -232,9 +232,9 @@ def folder(root: Path, split: str | None, class_to_index: Mapping[str, int] | No
         len(paths),
         class_names,
         names,
-        lambda i: read_picture(paths[i], name=names[i], label=label(i), label_origin=origin),
+        lambda i: read_image(paths[i], name=names[i], label=label(i), label_origin=origin),
         lambda i: paths[i],
-        about=lambda i: Picture(names[i], "", None, label(i), origin),
+        about=lambda i: NamedImage(names[i], "", None, label(i), origin),
     )
 
 

@@ -142,7 +142,7 @@ def update_in(gradients: Mapping[str, Tensor], model: VictimModel | None, batch_
         return (
             f"{source} looks like {'' if signs.magnitude == 1 else adam}a gradient quantised to signs, not like a "
             f"whole one: in each parameter {100 * signs.share:.1f} % of the entries that are not zero have one "
-            f"magnitude. {_ADVICE} Signs leak too: pictures keep shapes and lose scale, so that a low PSNR is no "
+            f"magnitude. {_ADVICE} Signs leak too: images keep shapes and lose scale, so that a low PSNR is no "
             "evidence of privacy."
         )
     if model is None or not isinstance(head := model.vit.head, nn.Linear):

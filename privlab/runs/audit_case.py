@@ -80,11 +80,11 @@ class AuditCase:
         made, alone = self._rows[len(release)], replace(self.group, attacks=(attack,))
         key = batch_key(image.sha256 for image in release)
         own = {} if made.spec.together is None else {"batch": key, "batch_images": len(release)}
-        return [made.of(image.picture, "c", alone)[0] | own | {"metrics": ""} for image in release]
+        return [made.of(image.named, "c", alone)[0] | own | {"metrics": ""} for image in release]
 
     def control(self, name: str, release: Release) -> Record:
         """Return the row of the first image of a release under a negative control, without scores."""
-        return self._rows[len(release)].control(release[0].picture, "c", name)
+        return self._rows[len(release)].control(release[0].named, "c", name)
 
     def attack(
         self, attack: Attack | FeatureAttack, seen: Observation | FeatureObservation, release: Release

@@ -160,7 +160,7 @@ def _images(
     """Return the images of the step, with their label where it is known; the private image comes first."""
     found = unknown_images(released.source, file.read_bytes(), released.batch_size)
     if scorer is not None:
-        found = (replace(found[0], name=scorer.picture.name, sha256=scorer.picture.sha256), *found[1:])
+        found = (replace(found[0], name=scorer.named.name, sha256=scorer.named.sha256), *found[1:])
     if labels is None or len({*labels}) != 1:
         return found
     return tuple(replace(image, label=labels[0], label_origin="released") for image in found)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, full_precision
 from privlab.evaluation import CONTROLS, Panel, Specification, Strip, learned_metrics, public_images
-from privlab.images import Others, Picture, Preprocessing, apart_from, nearest, open_images
+from privlab.images import NamedImage, Others, Preprocessing, apart_from, nearest, open_images
 from privlab.metrics import Learned, psnr, score
 from privlab.release import EXPLAINED_RESIDUAL, effects_of, unlit
 from privlab.release.residual import residual
@@ -33,7 +33,7 @@ _PSNR_MARGIN = 10.0
 class ReferenceScorer:
     """Scores reconstructions against the private image, which the user has."""
 
-    picture: Picture
+    named: NamedImage
     image: Float[Tensor, "1 c h w"]
     public: Float[Tensor, "m c h w"]
     public_sha256: Sequence[str]
@@ -55,18 +55,18 @@ class ReferenceScorer:
         Raises:
             PrivlabError: if the file is no readable image.
         """
-        picture = next(iter(open_images(reference)))
-        if picture.pixels is None:
-            raise PrivlabError(f"--reference must be one readable picture. Found {picture.name}: {picture.problem}")
+        named = next(iter(open_images(reference)))
+        if named.pixels is None:
+            raise PrivlabError(f"--reference must be one readable image. Found {named.name}: {named.problem}")
         device = base.model.mean.device
         learned, missing = learned_metrics(spec, device, [base])
         public = public_images(spec.public, spec.public_limit, base.preprocessing, device)
-        own = base.preprocessing(picture.pixels).to(device)
-        others = torch.stack([public[key] for key in Others(public).beside(picture.sha256, own)])
+        own = base.preprocessing(named.pixels).to(device)
+        others = torch.stack([public[key] for key in Others(public).beside(named.sha256, own)])
         metrics = [name for name in spec.metrics if name not in missing]
-        fed = replace(base.preprocessing, crop_pct=1.0) if _fits(picture.pixels, base) else base.preprocessing
-        image = fed(picture.pixels)[None].to(base.model.mean)
-        return cls(picture, image, others.to(base.model.mean), [*public], metrics, learned, missing)
+        fed = replace(base.preprocessing, crop_pct=1.0) if _fits(named.pixels, base) else base.preprocessing
+        image = fed(named.pixels)[None].to(base.model.mean)
+        return cls(named, image, others.to(base.model.mean), [*public], metrics, learned, missing)
 
     def __call__(self, images: Float[Tensor, "r c h w"]) -> Row:
         """Return the scores of the reconstruction that is nearest to the private image."""
@@ -84,8 +84,8 @@ class ReferenceScorer:
 
         Some are left out only if the private image is a bundled photograph.
         """
-        assert self.picture.pixels is not None
-        return apart_from([self.picture.sha256], cut(self.picture.pixels)[None], cut)[0]
+        assert self.named.pixels is not None
+        return apart_from([self.named.sha256], cut(self.named.pixels)[None], cut)[0]
 
     def control(self) -> Row:
         """Return the row of the mean public photograph: what "nothing leaks" looks like."""
@@ -94,7 +94,7 @@ class ReferenceScorer:
     def strip(self, name: str, panels: Sequence[Panel]) -> Strip:
         """Return a strip of the private image, whose panel has this name, and the reconstructions."""
         private = Panel(name, self.image[0].cpu(), ("private image",))
-        return Strip(self.picture.name, self.picture.sha256, "audit", ((private, *panels),))
+        return Strip(self.named.name, self.named.sha256, "audit", ((private, *panels),))
 
 
 def write_scores(
@@ -146,7 +146,7 @@ def as_fed(
             the one with the least residual is taken for what the client fed.
     """
     proven = [(row["residual"], row["attack"], x) for row, x in made if x is not None and row.get("explained")]
-    effects, pixels = effects_of(seen.model, seen.defense), scorer.picture.pixels
+    effects, pixels = effects_of(seen.model, seen.defense), scorer.named.pixels
     if not proven or pixels is None or effects.patches != "kept" or effects.other or unlit(seen).any():
         return scorer, None
     proof, name, fed = min(proven, key=lambda each: each[0])
@@ -170,7 +170,7 @@ def as_fed(
         return scorer, None
     return scorer, (
         f"{otherwise} and in none of {tried} usual ways (the nearest, {found.how}: residual {left:.2g}, {name} at "
-        f"{after:.2f} dB), or it is another picture. {name} gives the released gradient (residual {proof:.2g}), the "
+        f"{after:.2f} dB), or it is another image. {name} gives the released gradient (residual {proof:.2g}), the "
         "reference does not: low scores say nothing here."
     )
 

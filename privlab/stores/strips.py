@@ -137,13 +137,13 @@ def _lines(rows: Sequence[Sequence[Panel]]) -> int:
 
 def _draw(canvas: Image.Image, panel: Panel, corner: tuple[int, int], scale: int) -> Box:
     """Draw a panel with its lines, and return where its image lies."""
-    picture = _to_pil(panel.image)
-    picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
-    canvas.paste(picture, corner)
+    image = _to_pil(panel.image)
+    image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
+    canvas.paste(image, corner)
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_FONT)
     for i, line in enumerate(panel.caption):
-        draw.text((corner[0], corner[1] + picture.height + 2 + i * _LINE), line, "black", font)
-    return (*corner, corner[0] + picture.width, corner[1] + picture.height)
+        draw.text((corner[0], corner[1] + image.height + 2 + i * _LINE), line, "black", font)
+    return (*corner, corner[0] + image.width, corner[1] + image.height)
 
 
 def to_png(image: Float[Tensor, "c h w"]) -> bytes:
@@ -151,9 +151,9 @@ def to_png(image: Float[Tensor, "c h w"]) -> bytes:
     return _png(_to_pil(image))
 
 
-def _png(picture: Image.Image) -> bytes:
+def _png(image: Image.Image) -> bytes:
     file = io.BytesIO()
-    picture.save(file, "PNG", compress_level=1)
+    image.save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 

@@ -245,10 +245,10 @@ def read_batches(
         )
     count = 0
     for chunk in batches(source, victim.preprocessing, size):
-        skipped += [f"{picture.name}: {picture.problem}" for picture in chunk.failed]
-        labels = torch.tensor([-1 if p.label is None else p.label for p in chunk.pictures], dtype=torch.long)
+        skipped += [f"{image.name}: {image.problem}" for image in chunk.failed]
+        labels = torch.tensor([-1 if p.label is None else p.label for p in chunk.named], dtype=torch.long)
         if labelled and len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-            wrong = next(p for p in chunk.pictures if p.label is None or not 0 <= p.label < classes)
+            wrong = next(p for p in chunk.named if p.label is None or not 0 <= p.label < classes)
             raise PrivlabError(
                 f"{wrong.name} has the label {wrong.label}; {victim.name} tells {classes} classes apart "
                 f"(labels 0 to {classes - 1})."

@@ -189,7 +189,7 @@ def trained(shared: Callable[[str], Path], name: str, side: int) -> tuple[Victim
     """Return the trained ViT-Ti at an input size, and eight photographs preprocessed for it."""
     base = victim(name, weights=shared("weights/vit_tiny_patch16_224.safetensors"), img_size=side)
     pictures = open_images(shared("data/imagenet_samples"), limit=8)
-    return base, torch.stack([base.preprocessing(picture.pixels) for picture in pictures if picture.pixels])
+    return base, torch.stack([base.preprocessing(image.pixels) for image in pictures if image.pixels])
 
 
 @pytest.mark.parametrize("side", [160, 192])

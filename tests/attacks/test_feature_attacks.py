@@ -400,7 +400,7 @@ def trained(shared: Callable[[str], Path]) -> tuple[VictimModel, Tensor, Tensor]
     files = sorted(shared("data/imagenet_samples").glob("*.JPEG"))[::62][:8]
 
     def cut(source: object, make: Preprocessing) -> Tensor:
-        return torch.stack([make(picture.pixels) for picture in open_images(source) if picture.pixels])
+        return torch.stack([make(image.pixels) for image in open_images(source) if image.pixels])
 
     return found.model, cut(files, found.preprocessing), cut("samples", found.preprocessing)
 

@@ -28,17 +28,17 @@ def orthonormal(rows: int, width: int, seed: int = 0) -> Tensor:
     return torch.linalg.qr(drawn(width, rows, seed=seed)).Q.mT
 
 
-def picture() -> Tensor:
+def image() -> Tensor:
     return torch.rand(1, 3, 16, 16, dtype=torch.float64, generator=Generator().manual_seed(0))
 
 
 def seen_of(model: VictimModel) -> tuple[Observation, Tensor, Tensor]:
     """Return an observation of one image, its patches and its tokens."""
-    image, block = picture(), first_block(model)
-    z = model.embed(image)
+    private, block = image(), first_block(model)
+    z = model.embed(private)
     u = block.norm2(z + block.ls1(block.attn(block.norm1(z))))
-    seen = observe(model, image, torch.zeros(1).long(), TokenSeparation.parameters)
-    return seen, patchify(model.normalise(image), model.patch)[0], u[0]
+    seen = observe(model, private, torch.zeros(1).long(), TokenSeparation.parameters)
+    return seen, patchify(model.normalise(private), model.patch)[0], u[0]
 
 
 def slots_in(model: VictimModel, x: Tensor, Y: Tensor) -> Slots:
@@ -135,7 +135,7 @@ def test_embeddings_are_exact_before_they_are_sharpened(tiny_model: Model) -> No
     model = tiny_model(embed_dim=48)
     seen, _, u = seen_of(model)
     block = first_block(model)
-    wanted = model.embed(picture())[0, 1:]
+    wanted = model.embed(image())[0, 1:]
     z = embeddings_of_tokens(model, block, u, Reads.of(seen, 0, block, 17), 0, 1)
     wanted, z = (rows - rows.mean(1, keepdim=True) for rows in (wanted, z))
     assert_close(z, wanted, atol=1e-9, rtol=1e-9)

@@ -47,10 +47,10 @@ def options(**given: Any) -> Options:
 
 def test_photographs_differ_and_are_the_same_each_time(tmp_path: Path) -> None:
     one, other = (open_images(photographs(tmp_path / name, 16)) for name in ("one", "other"))
-    hashes = [picture.sha256 for picture in one]
+    hashes = [image.sha256 for image in one]
     assert len(set(hashes)) == 16
-    assert hashes == [picture.sha256 for picture in other]
-    assert all(picture.pixels is not None and min(picture.pixels.size) >= 200 for picture in one)
+    assert hashes == [image.sha256 for image in other]
+    assert all(image.pixels is not None and min(image.pixels.size) >= 200 for image in one)
 
 
 def test_a_copied_run_is_one_that_was_run(made: Experiment, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_names_of_images_may_hold_commas(tmp_path: Path) -> None:
     folder = photographs(tmp_path / "images", 2)
     (folder / "00000.jpg").rename(folder / 'a, "b".jpg')
     labels = table._labels(tmp_path / "labels.csv", folder, 2)
-    assert [picture.label for picture in open_images(folder, labels=labels)] == [0, 0]
+    assert [image.label for image in open_images(folder, labels=labels)] == [0, 0]
 
 
 def test_a_pace_begins_when_every_worker_has_brought_something() -> None:

@@ -66,7 +66,7 @@ def test_animated_picture(attack: Callable[..., Any], picture: Callable[..., Pat
     path = picture("moving.gif", save_all=True, append_images=frames)
     done = attack("--images", path)
     assert done.status == 2
-    assert f"Failed: {path}: 3 frames; only still pictures are read." in done.err
+    assert f"Failed: {path}: 3 frames; only still images are read." in done.err
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_predicted_labels(attack: Callable[..., Any], records: Callable[..., pd.
 def test_label_out_of_range(attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path) -> None:
     done = labelled(attack, tmp_path, "file,label", "a.png,7", "b.png,1000", f"c.png,{2**63 - 1}")
     assert done.status == 2
-    reason = "The victim has 1000 classes, so a label must be below."
-    assert f"Failed: b.png: label 1000: {reason}" in done.err
-    assert f"Failed: c.png: label {2**63 - 1}: {reason}" in done.err
+    reason = "is out of range: the victim has 1000 classes (0 to 999)."
+    assert f"Failed: b.png: Label 1000 {reason}" in done.err
+    assert f"Failed: c.png: Label {2**63 - 1} {reason}" in done.err
     table = records().set_index("image")
     assert set(table.status["a.png"]) == {"ok"}
     assert set(table.status["b.png"]) == {"failed"}

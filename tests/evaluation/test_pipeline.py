@@ -148,9 +148,9 @@ def test_what_knows_nothing_scores_the_same_on_the_mirrored_image() -> None:
     images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     feed = Jigsaw(gamma=0.75)(images, 16, [torch.Generator().manual_seed(i) for i in (1, 2)])
     scorer = Scorer(base.model, [*STRUCTURE], {})
-    picture = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    image = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     plain, away = (
-        scorer.geometries(Reconstruction(picture), Trial("c", feed, reference), GEOMETRIES)
+        scorer.geometries(Reconstruction(image), Trial("c", feed, reference), GEOMETRIES)
         for reference in (images, images.flip(-1))
     )
     for one, other in zip(plain, away, strict=True):
@@ -160,7 +160,7 @@ def test_what_knows_nothing_scores_the_same_on_the_mirrored_image() -> None:
             assert one[name] != one[mirrored]
     (own, _) = scorer.geometries(Reconstruction(images), Trial("c", feed, images))
     assert min(own["correlation"]) > 0.99 > 0.3 > max(own["correlation_mirrored"])
-    matched = replace(scorer, several=True).geometries(Reconstruction(picture), Trial("c", feed, images))[0]
+    matched = replace(scorer, several=True).geometries(Reconstruction(image), Trial("c", feed, images))[0]
     assert not matched.keys() & {*MIRRORED.values()}
 
 

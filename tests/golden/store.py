@@ -1,7 +1,7 @@
 """A golden store: small runs over every attack, defense, release, table and audit, equal bit for bit.
 
     python tests/golden/store.py make DIR [--inputs DIR]   # run all commands, on the inputs of another store
-    python tests/golden/store.py compare DIR DIR           # exit status 1 where a record, a picture or a line differs
+    python tests/golden/store.py compare DIR DIR           # exit status 1 where a record, an image or a line differs
 
 Floats depend on the machine, so both stores are made on one machine. Times, versions and paths are not compared.
 """
@@ -129,15 +129,15 @@ def make_inputs(given: Path) -> None:
 
     base = victim("cifar_vit")
     model = base.model
-    samples = [picture for picture in open_images("samples", limit=8) if picture.pixels]
+    samples = [image for image in open_images("samples", limit=8) if image.pixels]
     given.mkdir(parents=True)
-    for number, picture in enumerate(samples):
+    for number, image in enumerate(samples):
         for split in ("train", "test"):
             folder = given / "classes" / split / str(number % 2)
             folder.mkdir(parents=True, exist_ok=True)
-            picture.pixels.resize((32, 32)).save(folder / f"{number}.png")
+            image.pixels.resize((32, 32)).save(folder / f"{number}.png")
     samples[0].pixels.resize((32, 32)).save(given / "0.png")
-    images = torch.stack([base.preprocessing(picture.pixels) for picture in samples])
+    images = torch.stack([base.preprocessing(image.pixels) for image in samples])
     vit = model.vit.requires_grad_(True)
     normalised = (images - model.mean) / model.std
     torch.nn.functional.cross_entropy(vit(normalised[:1]), torch.tensor([3])).backward()
@@ -193,7 +193,7 @@ def differences(one: Path, other: Path) -> Iterator[str]:
         if not (a.exists() and b.exists()):
             yield f"{name}: only in {one if a.exists() else other}"
         elif name.suffix == ".png" and not np.array_equal(np.asarray(Image.open(a)), np.asarray(Image.open(b))):
-            yield f"{name}: another picture"
+            yield f"{name}: another image"
         elif name.suffix in (".txt", ".tex", ".csv") and stripped(a.read_text()) != stripped(b.read_text()):
             yield f"{name}: another text"
         elif name.suffix == ".safetensors" and not same_tensors(a, b):

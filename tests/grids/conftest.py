@@ -48,7 +48,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def draw(path: Path, seed: int) -> Path:
-    """Write a picture of coloured noise, 40 × 36, different for each seed."""
+    """Write an image of coloured noise, 40 × 36, different for each seed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
     Image.fromarray(coarse).resize((40, 36), Image.Resampling.BICUBIC).save(path)
@@ -56,8 +56,8 @@ def draw(path: Path, seed: int) -> Path:
 
 
 @pytest.fixture(scope="session")
-def picture() -> Callable[[Path, int], Path]:
-    """Write a picture of coloured noise, different for each seed."""
+def image() -> Callable[[Path, int], Path]:
+    """Write an image of coloured noise, different for each seed."""
     return draw
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from privlab.base import PrivlabError
 from privlab.grids import Experiment, add_external, case_names
 from privlab.grids.external import _Scorer, _Stated
-from privlab.images import Preprocessing, read_picture
+from privlab.images import Preprocessing, read_image
 from privlab.metrics import METRICS, LpipsUnavailable, score
 from privlab.report.tables import Results, load_results
 from privlab.report.tables.leakage import leakage
@@ -103,7 +103,7 @@ def refused(add: Callable[[str], int], run: Path) -> Callable[[str], str]:
 
 def preprocessed(path: Path) -> torch.Tensor:
     """Return a photograph as the tiny victim takes it."""
-    pixels = read_picture(path).pixels
+    pixels = read_image(path).pixels
     assert pixels is not None
     return victim("vit_ti", weights="random", img_size=32).preprocessing(pixels)
 
@@ -118,8 +118,8 @@ def theirs(tmp_path: Path) -> Callable[..., Path]:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(to_png(image))
         if size != 32:
-            with Image.open(path) as picture:
-                picture.resize((size, size)).save(path)
+            with Image.open(path) as image:
+                image.resize((size, size)).save(path)
         return path
 
     return save
@@ -246,8 +246,8 @@ def test_any_value_in_range_is_taken_and_none_outside(data: st.DataObject) -> No
         ("reference = ", "theirs.toml is no TOML:"),
         ('setting = "b"\n' + FOLDERS, "setting b is scored against the shuffled image, which nobody else has."),
         (FOLDERS.replace('"plain"', '"(3) MJP"'), "setting b is scored against the shuffled image"),
-        (FOLDERS, "theirs' is no folder of pictures."),
-        (FOLDERS.replace('"photos"', '"nowhere"').replace('"theirs"\ni', '"photos"\ni'), "nowhere' is no folder of"),
+        (FOLDERS, "theirs' is not a folder of images."),
+        (FOLDERS.replace('"photos"', '"nowhere"').replace('"theirs"\ni', '"photos"\ni'), "nowhere' is not a folder of"),
         (FOLDERS.replace('"theirs"\ni', '"photos"\ni').replace('"photos"', '"run/records"'), "No image in the folder"),
     ],
 )
@@ -334,7 +334,7 @@ def test_they_have_their_part_in_the_worst_case(
     assert add(FOLDERS) == 4
     [row] = [row for row in rows_of(load_results(run), "theirs") if row.label == "plain"]
     assert (row.external, row.images, row.failed) == ("Doe 2025, Table 3", 4, 0)
-    assert row.scores["psnr"].mean == math.inf  # a picture has eight bits, and so had the victim's input
+    assert row.scores["psnr"].mean == math.inf  # an image has eight bits, and so had the victim's input
     assert row.scores["mse"].mean == 0
     worst = next(row for row in rows_of(load_results(run), "worst case") if row.label == "plain")
     assert worst.leakiest["psnr"]["theirs"] == 4
@@ -347,7 +347,7 @@ def test_what_does_not_match_is_a_failure_with_its_reason(
 ) -> None:
     theirs("a")
     theirs("b", size=64)
-    theirs("c").write_bytes(b"no picture")
+    theirs("c").write_bytes(b"no image")
     theirs("d").rename(tmp_path / "theirs" / "stranger.png")
     assert add(FOLDERS) == 5
     found = external(run).set_index("image")
@@ -412,7 +412,7 @@ def test_two_pictures_of_one_name_are_refused(
     refused: Callable[[str], str], theirs: Callable[..., Path], tmp_path: Path
 ) -> None:
     shutil.copy(theirs("a"), tmp_path / "theirs" / "a.bmp")
-    assert "has two pictures of one name: 'a.bmp' and 'a.png'." in refused(FOLDERS)
+    assert "has two images of one name: 'a.bmp' and 'a.png'." in refused(FOLDERS)
 
 
 def test_suffixes_may_differ_and_samples_are_known(

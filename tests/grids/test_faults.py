@@ -32,11 +32,11 @@ def facts(path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, written: Any, done: Any, picture: Any) -> tuple[Path, Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory, written: Any, done: Any, image: Any) -> tuple[Path, Path]:
     """Return an experiment's file, and what an undisturbed run leaves."""
     folder = tmp_path_factory.mktemp("whole")
     for seed in range(IMAGES):
-        picture(folder / "images" / f"{seed:02d}.png", seed)
+        image(folder / "images" / f"{seed:02d}.png", seed)
     file = written(folder / "many.toml", images=[str(folder / "images")], metrics=["psnr"], setting="b")
     assert done(read_experiment(file), folder / "run", chunk=8) == IMAGES // 8
     return file, folder / "run"
@@ -143,10 +143,10 @@ def test_clock_that_jumps(whole: Any, tmp_path: Path, cli: Any, rows: Any) -> No
 
 
 @pytest.fixture
-def album(picture: Callable[[Path, int], Path], tmp_path: Path) -> Path:
+def album(image: Callable[[Path, int], Path], tmp_path: Path) -> Path:
     """Return a folder of four pictures."""
     for seed, name in enumerate("abcd"):
-        picture(tmp_path / "album" / f"{name}.png", seed)
+        image(tmp_path / "album" / f"{name}.png", seed)
     return tmp_path / "album"
 
 
@@ -197,11 +197,11 @@ def test_image_that_is_another_one_when_it_is_run(
 
 
 def test_image_that_came_meanwhile(
-    experiment: Any, options: Any, done: Any, album: Path, picture: Any, tmp_path: Path
+    experiment: Any, options: Any, done: Any, album: Path, image: Any, tmp_path: Path
 ) -> None:
     asked, how = experiment(images=[str(album)]), options()
     grid, tasks = prepare(asked, tmp_path / "run", how)
-    picture(album / "0.png", 9)
+    image(album / "0.png", 9)
     fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), how)
     assert set(Store(tmp_path / "run").frame().status) == {"ok"}
     assert done(asked, tmp_path / "run") == 1
@@ -226,9 +226,9 @@ def test_images_that_cannot_be_read(experiment: Any, options: Any, done: Any, al
     assert len(Store(path).frame()) == len(frame)
 
 
-def test_image_that_is_mended(experiment: Any, done: Any, album: Path, picture: Any, tmp_path: Path) -> None:
+def test_image_that_is_mended(experiment: Any, done: Any, album: Path, image: Any, tmp_path: Path) -> None:
     path, asked = tmp_path / "run", experiment(images=[str(album)])
-    picture(tmp_path / "whole.png", 1)
+    image(tmp_path / "whole.png", 1)
     spoil(album / "b.png")
     assert done(asked, path) == 4
     (tmp_path / "whole.png").rename(album / "b.png")

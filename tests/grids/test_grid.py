@@ -92,7 +92,7 @@ def work(grid: Grid, task: Task, failing: Iterable[int] = ()) -> pa.Table:
         batch = None if failed or job.batches is None else job.batches[job.images.index(image)]
         for name in names:
             if failed and name in CONTROLS:
-                continue  # there is no picture to make one of
+                continue  # there is no image to make one of
             row = {"cell": job.cells[name], "image": image.name, "image_sha256": image.sha256, "attack": name}
             row |= {
                 "schema": SCHEMA,

@@ -27,11 +27,11 @@ def test_layout_names_every_cell_and_image(experiment: Callable[..., Experiment]
 
 
 def test_content_that_lies_there_twice_counts_once(
-    experiment: Callable[..., Experiment], picture: Callable[..., Path], tmp_path: Path
+    experiment: Callable[..., Experiment], image: Callable[..., Path], tmp_path: Path
 ) -> None:
     for name in ("b", "a", "c"):
-        picture(tmp_path / "twice" / f"{name}.png", 7)
-    (tmp_path / "twice" / "d.png").write_bytes(b"no picture")
+        image(tmp_path / "twice" / f"{name}.png", 7)
+    (tmp_path / "twice" / "d.png").write_bytes(b"no image")
     (job,) = lay_out(experiment(images=[str(tmp_path / "twice")]), CPU).jobs
     assert [(image.place, image.name) for image in job.images] == [(0, "a.png"), (3, "d.png")]
     assert all(len(image.sha256) == 64 for image in job.images)

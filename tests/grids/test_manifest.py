@@ -188,17 +188,17 @@ def test_older_store_without_the_column_goes_on(
 
 
 def test_picture_that_changes_under_way_is_a_failure_of_its_own(
-    write: Callable[..., Path], options: Callable[..., Any], picture: Callable[..., Path], tmp_path: Path
+    write: Callable[..., Path], options: Callable[..., Any], image: Callable[..., Path], tmp_path: Path
 ) -> None:
     from privlab.grids import prepare
     from privlab.grids.fill import fill
 
     for seed, name in enumerate("ab"):
-        picture(tmp_path / "own" / f"{name}.png", seed)
+        image(tmp_path / "own" / f"{name}.png", seed)
     path = manifest(tmp_path / "m.csv", tmp_path / "own", [["b.png", ""], ["a.png", ""]], columns="member")
     experiment = read_experiment(write(images=[str(tmp_path / "own")], manifest=str(path)))
     grid, tasks = prepare(experiment, tmp_path / "run", options())
-    picture(tmp_path / "own" / "b.png", 99)
+    image(tmp_path / "own" / "b.png", 99)
     fill(grid, tasks, RunDirectory.create(tmp_path / "run", resume=True), options())
     table = (
         Store(tmp_path / "run").frame().query("attack == 'patch-gradient'").drop_duplicates("image").set_index("image")

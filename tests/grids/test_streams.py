@@ -8,7 +8,7 @@ import pytest
 
 from privlab.base import PrivlabError
 from privlab.grids.tasks import _Reader
-from privlab.images import Picture, open_images
+from privlab.images import NamedImage, open_images
 from privlab.runs.attack import attack
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
@@ -18,10 +18,10 @@ OPTIONS = {"weights": "random", "img_size": 32, "attack": "april", "metrics": "p
 def test_a_stream_is_read_once_to_plan_and_once_to_run(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, read = open_images(str(photos)), []
 
-    def pictures() -> Iterator[Picture]:
-        for picture in source:
-            read.append(picture.name)
-            yield picture
+    def pictures() -> Iterator[NamedImage]:
+        for image in source:
+            read.append(image.name)
+            yield image
 
     stream = replace(source, count=None, names=None, pictures=pictures, at=None, file=None, about=None)
     monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda name, split: stream)

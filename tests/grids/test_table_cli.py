@@ -225,9 +225,9 @@ attack = ["pe-assignment"]\nclient_batch = 2"""
 # The other options
 
 
-def test_options_that_override_the_file(cli: Any, write: Any, picture: Any, tmp_path: Path) -> None:
+def test_options_that_override_the_file(cli: Any, write: Any, image: Any, tmp_path: Path) -> None:
     for seed in (50, 51, 52):
-        picture(tmp_path / "others" / f"{seed}.png", seed)
+        image(tmp_path / "others" / f"{seed}.png", seed)
     said = cli(
         *("table", write(weights="auto"), "--out", tmp_path / "run", *CPU, "--batch-size", 1, "--chunk", 2),
         *("--images", tmp_path / "others", "--limit", 2, "--weights", "random", "--set", "run.metrics=['ssim']"),
@@ -273,9 +273,9 @@ def test_workers(cli: Any, finished: Any, tmp_path: Path, same: Any, monkeypatch
     assert facts(tmp_path / "run")["workers"] == 2
 
 
-def test_failed_images(cli: Any, write: Any, picture: Any, tmp_path: Path, rows: Any) -> None:
-    picture(tmp_path / "some" / "a.png", 1)
-    (tmp_path / "some" / "b.png").write_bytes(b"no picture")
+def test_failed_images(cli: Any, write: Any, image: Any, tmp_path: Path, rows: Any) -> None:
+    image(tmp_path / "some" / "a.png", 1)
+    (tmp_path / "some" / "b.png").write_bytes(b"no image")
     asked = ("table", write(images=[str(tmp_path / "some")]), "--out", tmp_path / "run", *CPU)
     for _ in range(2):
         said = cli(*asked)

@@ -11,7 +11,7 @@ from torch import Tensor
 from privlab.attacks import ATTACKS
 from privlab.evaluation import AttackGroup, Batch, Evaluator, Record, Scored, Scorer, Specification, Trial, applicable
 from privlab.evaluation import pipeline as evaluate
-from privlab.images import Chunk, Picture, Preprocessing
+from privlab.images import Chunk, NamedImage, Preprocessing
 from privlab.threat import FeatureObservation, Observation, Reconstruction
 from privlab.victims import Victim, VictimModel, Weights
 
@@ -65,7 +65,7 @@ def by_digest(images: Tensor) -> dict[str, Tensor]:
 def chunk_of_images(images: Tensor, *, first_label: int = 0) -> Chunk:
     """Return images as the pipeline is given them, of every other class from the first."""
     pictures = [
-        Picture(f"private-name-{digest(image)[:8]}.png", digest(image), None, first_label + 2 * i, "file")
+        NamedImage(f"private-name-{digest(image)[:8]}.png", digest(image), None, first_label + 2 * i, "file")
         for i, image in enumerate(images)
     ]
     return Chunk(tuple(pictures), images, ())

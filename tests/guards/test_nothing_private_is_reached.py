@@ -10,12 +10,12 @@ import torch
 from torch import Generator, Tensor
 
 from privlab.evaluation import Batch, Evaluator, Trial
-from privlab.images import Chunk, Picture
+from privlab.images import Chunk, NamedImage
 from privlab.threat import Draws, Feed, Sent
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
-PRIVATE = (Feed, Sent, Trial, Batch, Picture, Draws, Chunk, Evaluator, Generator)
+PRIVATE = (Feed, Sent, Trial, Batch, NamedImage, Draws, Chunk, Evaluator, Generator)
 
 
 def successors(thing: object) -> list[Any]:
@@ -59,7 +59,7 @@ def secrets_of(trial: Trial, batch: Batch) -> dict[str, Tensor]:
 def found_in(call: tuple[Any, Any], trial: Trial, batch: Batch) -> set[str]:
     """Return what of the private side an attack and its observation lead to."""
     secrets = secrets_of(trial, batch)
-    said = [word for picture in batch.pictures for word in (picture.name, picture.sha256)]
+    said = [word for image in batch.named for word in (image.name, image.sha256)]
     found: set[str] = set()
     for thing in reached(*call):
         if isinstance(thing, PRIVATE):
@@ -104,8 +104,8 @@ def test_it_would_be_found(run: Any) -> None:
         assert name in found_in((layer, None), trial, batch)
         assert name in found_in((secret[:1], None), trial, batch)
         assert name in found_in((secret.clone(), None), trial, batch)
-    for hidden in (trial, batch, trial.feed, trial.sent, batch.pictures[0], batch.draws(0, "defense", 0)):
+    for hidden in (trial, batch, trial.feed, trial.sent, batch.named[0], batch.draws(0, "defense", 0)):
         assert found_in(((lambda hidden=hidden: hidden), None), trial, batch)
-    named = {f"cell/{batch.pictures[0].sha256}": 0}
+    named = {f"cell/{batch.named[0].sha256}": 0}
     assert found_in((named, None), trial, batch) == {"a name or a hash"}
     assert found_in((torch.nn.Identity(), torch.zeros(3)), trial, batch) == set()

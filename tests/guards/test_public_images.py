@@ -93,9 +93,9 @@ def test_pixels_decide_and_a_row_of_them_does_not(crops: Tensor) -> None:
 
 def test_the_reference_of_an_audit_is_left_out_of_its_control(tmp_path: Path, small: Any) -> None:
     """A copy in another file format has another hash, and the same pixels."""
-    for i, picture in enumerate(open_images("samples", limit=3)):
-        assert picture.pixels is not None
-        picture.pixels.crop((0, 0, 160, 160)).save(tmp_path / f"{i}.png")
+    for i, image in enumerate(open_images("samples", limit=3)):
+        assert image.pixels is not None
+        image.pixels.crop((0, 0, 160, 160)).save(tmp_path / f"{i}.png")
     with Image.open(tmp_path / "0.png") as image:
         image.save(tmp_path / "copy.bmp")
     named = tuple(str(tmp_path / name) for name in ("0.png", "1.png", "2.png"))

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from privlab.base import PrivlabError
-from privlab.images import ImageSource, Picture, open_images, reading
+from privlab.images import ImageSource, NamedImage, open_images, reading
 from privlab.training import Examples, read_examples
 
 SIDE = (12, 12)
@@ -43,7 +43,7 @@ def counted(source: ImageSource, reads: list[int]) -> ImageSource:
     at = source.at
     assert at is not None
 
-    def told(place: int) -> Picture:
+    def told(place: int) -> NamedImage:
         reads.append(place)
         return at(place)
 
@@ -57,7 +57,7 @@ def assert_same(found: Examples, wanted: Examples) -> None:
 
 
 def test_the_examples_are_those_of_memory_and_are_read_once(folder: Path, cache: Path) -> None:
-    (folder / "cat" / "1.png").write_bytes(b"no picture")
+    (folder / "cat" / "1.png").write_bytes(b"no image")
     wanted, reads = read_examples(open_images(folder), SIDE), []
     for _ in range(2):
         found = read_examples(counted(open_images(folder), reads), SIDE, cache=cache)
@@ -107,11 +107,11 @@ def test_a_stream_of_unknown_length_is_kept_too(folder: Path, cache: Path) -> No
 def test_what_was_interrupted_is_read_anew(folder: Path, cache: Path) -> None:
     source = open_images(folder)
 
-    def broken() -> Iterator[Picture]:
+    def broken() -> Iterator[NamedImage]:
         yield next(iter(source))
         raise KeyboardInterrupt
 
-    stream = replace(source, at=None, pictures=broken)
+    stream = replace(source, at=None, read=broken)
     with pytest.raises(KeyboardInterrupt):
         read_examples(stream, SIDE, cache=cache)
     assert_same(read_examples(source, SIDE, cache=cache), read_examples(source, SIDE))

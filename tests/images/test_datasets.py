@@ -14,14 +14,14 @@ import torchvision
 from PIL import Image
 
 from privlab.base import PrivlabError
-from privlab.images import Picture, open_images
+from privlab.images import NamedImage, open_images
 
 
-def pixels(picture: Picture) -> np.ndarray:
-    assert picture.problem is None
-    assert picture.pixels is not None
-    assert picture.pixels.mode == "RGB"
-    return np.asarray(picture.pixels)
+def pixels(image: NamedImage) -> np.ndarray:
+    assert image.problem is None
+    assert image.pixels is not None
+    assert image.pixels.mode == "RGB"
+    return np.asarray(image.pixels)
 
 
 # torchvision
@@ -111,7 +111,7 @@ def test_train_argument_and_download(
     assert (first.label, first.label_origin, source.class_names) == (1, "dataset", ("cat", "dog"))
     assert (unlabelled.label, unlabelled.label_origin) == (None, "none")
     assert broken.problem == "Truncated or damaged: broken."
-    assert tensor.problem == "Not a picture but a Tensor."
+    assert tensor.problem == "Not an image but a Tensor."
     with pytest.raises(PrivlabError, match="Unknown split of torchvision's CIFAR10 'val'"):
         open_images("torchvision:CIFAR10", split="val")
 
@@ -123,7 +123,7 @@ def test_split_argument(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__(size=1, image_size=(3, 4 if split == "test" else 8, 8))
 
     monkeypatch.setattr(torchvision.datasets, "SVHN", Split)
-    assert [picture.name for picture in open_images("torchvision:SVHN")] == ["SVHN/train/0"]
+    assert [image.name for image in open_images("torchvision:SVHN")] == ["SVHN/train/0"]
     (small,) = open_images("torchvision:SVHN", split="test")
     assert (small.name, small.problem) == ("SVHN/test/0", "8×4 pixels; each side must have at least 8.")
 
@@ -213,7 +213,7 @@ def test_hugging_face_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (pixels(first) == pixels(second)).all()
     assert (second.label, second.label_origin) == (None, "none")
     assert empty.problem == "Empty file: 0 bytes."
-    assert absent.problem == "No picture in this row."
+    assert absent.problem == "No image in this row."
     assert missing.problem is not None
     with pytest.raises(PrivlabError, match="stream of 'pets' broke at image 5: timed out"):
         list(source)

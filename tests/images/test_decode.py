@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from privlab.base import PrivlabError
-from privlab.images import Picture, decode, picture_from_image, read_picture
+from privlab.images import NamedImage, decode, image_from_pil, read_image
 
 
 def noise(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -27,31 +27,31 @@ def saved(path: Path, image: Image.Image | None = None, **options: Any) -> Path:
     return path
 
 
-def pixels(picture: Picture) -> np.ndarray:
-    assert picture.problem is None
-    assert picture.pixels is not None
-    assert picture.pixels.mode == "RGB"
-    return np.asarray(picture.pixels)
+def pixels(image: NamedImage) -> np.ndarray:
+    assert image.problem is None
+    assert image.pixels is not None
+    assert image.pixels.mode == "RGB"
+    return np.asarray(image.pixels)
 
 
 def test_rgb_file_is_read_as_it_is(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.png", noise(16, 20))
-    picture = read_picture(path)
-    assert (pixels(picture) == np.asarray(noise(16, 20))).all()
-    assert picture.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert (picture.name, picture.label, picture.label_origin) == (path.as_posix(), None, "none")
+    image = read_image(path)
+    assert (pixels(image) == np.asarray(noise(16, 20))).all()
+    assert image.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (image.name, image.label, image.label_origin) == (path.as_posix(), None, "none")
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "1", "CMYK"])
 def test_modes_without_transparency_become_rgb(tmp_path: Path, mode: str) -> None:
     image = noise(16, 20).convert(mode)
     path = saved(tmp_path / "a.tiff", image)
-    assert (pixels(read_picture(path)) == np.asarray(image.convert("RGB"))).all()
+    assert (pixels(read_image(path)) == np.asarray(image.convert("RGB"))).all()
 
 
 def test_cmyk_jpeg(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.jpg", Image.new("CMYK", (16, 16), (255, 0, 0, 0)), quality=100)
-    assert abs(pixels(read_picture(path)).astype(int) - [0, 255, 255]).max() <= 2
+    assert abs(pixels(read_image(path)).astype(int) - [0, 255, 255]).max() <= 2
 
 
 @pytest.mark.parametrize("alpha", [0, 100, 255])
@@ -59,7 +59,7 @@ def test_cmyk_jpeg(tmp_path: Path) -> None:
 def test_alpha_is_composited_over_white(tmp_path: Path, mode: str, alpha: int) -> None:
     image = Image.new("RGBA", (16, 16), (10, 10, 10, alpha)).convert(mode)
     expected = round((10 * alpha + 255 * (255 - alpha)) / 255)
-    assert abs(pixels(read_picture(saved(tmp_path / "a.png", image))).astype(int) - expected).max() <= 1
+    assert abs(pixels(read_image(saved(tmp_path / "a.png", image))).astype(int) - expected).max() <= 1
 
 
 @pytest.mark.parametrize("transparency", [1, bytes([255, 0])])
@@ -67,7 +67,7 @@ def test_transparent_palette_colour_becomes_white(tmp_path: Path, transparency: 
     image = Image.new("P", (16, 16), 0)
     image.putpalette([200, 30, 40, 0, 0, 255])
     image.paste(1, (0, 0, 8, 16))
-    values = pixels(read_picture(saved(tmp_path / "a.png", image, transparency=transparency)))
+    values = pixels(read_image(saved(tmp_path / "a.png", image, transparency=transparency)))
     assert (values[:, :8] == 255).all()
     assert (values[:, 8:] == [200, 30, 40]).all()
 
@@ -75,14 +75,14 @@ def test_transparent_palette_colour_becomes_white(tmp_path: Path, transparency: 
 def test_transparent_colour_of_rgb_and_grey_becomes_white(tmp_path: Path) -> None:
     rgb = saved(tmp_path / "rgb.png", Image.new("RGB", (16, 16), (1, 2, 3)), transparency=(1, 2, 3))
     grey = saved(tmp_path / "grey.png", Image.new("L", (16, 16), 7), transparency=7)
-    assert (pixels(read_picture(rgb)) == 255).all()
-    assert (pixels(read_picture(grey)) == 255).all()
+    assert (pixels(read_image(rgb)) == 255).all()
+    assert (pixels(read_image(grey)) == 255).all()
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tiff", ".pgm"])
 def test_16_bit_grey_is_scaled_not_clipped(tmp_path: Path, suffix: str) -> None:
     ramp = (np.arange(256, dtype=np.uint16) * 257).reshape(16, 16)
-    values = pixels(read_picture(saved(tmp_path / f"a{suffix}", Image.fromarray(ramp))))
+    values = pixels(read_image(saved(tmp_path / f"a{suffix}", Image.fromarray(ramp))))
     assert (values[..., 0] == np.arange(256).reshape(16, 16)).all()
     assert (values == values[..., :1]).all()
 
@@ -91,20 +91,20 @@ def test_dark_16_bit_grey_stays_dark(tmp_path: Path) -> None:
     """The scale is that of the format, not of the brightest pixel."""
     for suffix in (".png", ".pgm"):
         path = saved(tmp_path / f"a{suffix}", Image.fromarray(np.full((16, 16), 200, np.uint16)))
-        assert (pixels(read_picture(path)) == 1).all()
+        assert (pixels(read_image(path)) == 1).all()
 
 
 def test_big_endian_16_bit_grey(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.tiff", Image.new("I;16B", (16, 16), 40000))
     with Image.open(path) as image:
         assert image.mode == "I;16B"
-    assert (pixels(read_picture(path)) == 156).all()
+    assert (pixels(read_image(path)) == 156).all()
 
 
 @pytest.mark.parametrize(("value", "expected"), [(200, 200), (25700, 100)])
 def test_32_bit_integers_within_16_bits(tmp_path: Path, value: int, expected: int) -> None:
     path = saved(tmp_path / "a.tiff", Image.new("I", (16, 16), value))
-    assert (pixels(read_picture(path)) == expected).all()
+    assert (pixels(read_image(path)) == expected).all()
 
 
 def test_exif_orientation_is_applied(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_exif_orientation_is_applied(tmp_path: Path) -> None:
     for orientation, turn in turned.items():
         exif[0x0112] = orientation
         path = saved(tmp_path / f"{orientation}.png", upright.transpose(turn), exif=exif)
-        assert (pixels(read_picture(path)) == np.asarray(upright)).all()
+        assert (pixels(read_image(path)) == np.asarray(upright)).all()
     exif[0x0112] = 6
-    assert pixels(read_picture(saved(tmp_path / "a.jpg", noise(16, 24), exif=exif))).shape == (24, 16, 3)
+    assert pixels(read_image(saved(tmp_path / "a.jpg", noise(16, 24), exif=exif))).shape == (24, 16, 3)
 
 
 @pytest.mark.parametrize("orientation", range(1, 10))
@@ -125,17 +125,17 @@ def test_every_orientation_equals_pillows(tmp_path: Path, orientation: int) -> N
     exif[0x0112] = orientation
     path = saved(tmp_path / "a.jpg", noise(16, 24), exif=exif)
     with Image.open(path) as image:
-        assert (pixels(read_picture(path)) == np.asarray(ImageOps.exif_transpose(image))).all()
+        assert (pixels(read_image(path)) == np.asarray(ImageOps.exif_transpose(image))).all()
 
 
 def test_corrupt_exif_is_no_problem(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.jpg", exif=b"Exif\0\0neither little nor big")
-    assert pixels(read_picture(path)).shape == (16, 20, 3)
+    assert pixels(read_image(path)).shape == (16, 20, 3)
 
 
 def test_phone_image_with_a_preview_is_one_image(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.jpg", format="MPO", save_all=True, append_images=[noise(8, 10)])
-    assert pixels(read_picture(path)).shape == (16, 20, 3)
+    assert pixels(read_image(path)).shape == (16, 20, 3)
 
 
 def png_header(width: int, height: int) -> bytes:
@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "png without its end": (lambda p: cut(saved(p / "a.png", noise(64, 64)), 0.999), "Truncated or damaged"),
     "truncated bmp": (lambda p: cut(saved(p / "a.bmp", noise(64, 64)), 0.6), "Truncated or damaged"),
     "empty": (lambda p: raw(p / "a.png", b""), "Empty file: 0 bytes."),
-    "text": (lambda p: raw(p / "a.png", b"not a picture\n"), "Not an image in one of the formats JPEG, PNG"),
+    "text": (lambda p: raw(p / "a.png", b"not an image\n"), "Not an image in one of the formats JPEG, PNG"),
     "postscript": (
         lambda p: raw(p / "a.png", b"%!PS-Adobe-3.0 EPSF-3.0\n"),
         "Not an image in one of the formats",
@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "gif": (
         lambda p: saved(p / "a.gif", save_all=True, append_images=[noise(16, 20, 1), noise(16, 20, 2)]),
-        "3 frames; only still pictures",
+        "3 frames; only still images",
     ),
     "missing": (lambda p: p / "a.png", "Cannot be opened: No such file"),
     "folder": (lambda p: p, "Not a regular file."),
@@ -199,26 +199,26 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_file_has_a_one_line_problem(tmp_path: Path, case: str) -> None:
     make, message = REFUSED[case]
-    picture = read_picture(make(tmp_path), name="a", label=3, label_origin="folder")
-    assert picture.problem is not None
+    image = read_image(make(tmp_path), name="a", label=3, label_origin="folder")
+    assert image.problem is not None
     with pytest.raises(PrivlabError, match=message):
-        raise PrivlabError(picture.problem)
-    assert "\n" not in picture.problem
-    assert "0x" not in picture.problem
-    assert (picture.name, picture.pixels, picture.label, picture.label_origin) == ("a", None, 3, "folder")
+        raise PrivlabError(image.problem)
+    assert "\n" not in image.problem
+    assert "0x" not in image.problem
+    assert (image.name, image.pixels, image.label, image.label_origin) == ("a", None, 3, "folder")
 
 
 def test_image_between_pillows_limit_and_ours_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow would warn of a bomb here, and warnings are errors."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
-    assert pixels(read_picture(saved(tmp_path / "a.png", noise(16, 20)))).shape == (16, 20, 3)
+    assert pixels(read_image(saved(tmp_path / "a.png", noise(16, 20)))).shape == (16, 20, 3)
 
 
 def test_huge_file_is_refused_before_reading(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     with path.open("wb") as file:
         file.truncate(2**29 + 2**20)  # sparse: no disk is used
-    assert read_picture(path).problem == "513 MiB; at most 512 MiB are read."
+    assert read_image(path).problem == "513 MiB; at most 512 MiB are read."
 
 
 def test_permission_error_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,17 +227,17 @@ def test_permission_error_is_a_problem(tmp_path: Path, monkeypatch: pytest.Monke
 
     path = saved(tmp_path / "a.png")
     monkeypatch.setattr(Path, "read_bytes", deny)
-    picture = read_picture(path)
-    assert (picture.problem, picture.sha256) == ("Cannot be opened: Permission denied.", "")
+    image = read_image(path)
+    assert (image.problem, image.sha256) == ("Cannot be opened: Permission denied.", "")
 
 
 def test_damage_found_late_is_a_problem(tmp_path: Path) -> None:
     """Pillow opens a file by its header: a data set may hand over an image whose pixels cannot be read."""
     with Image.open(cut(saved(tmp_path / "a.png", noise(64, 64)), 0.6)) as image:
-        picture = picture_from_image(image, "a", 3, "dataset")
-    assert (picture.sha256, picture.pixels, picture.label, picture.label_origin) == ("", None, 3, "dataset")
-    assert picture.problem is not None
-    assert picture.problem.startswith("Truncated or damaged: ")
+        found = image_from_pil(image, "a", 3, "dataset")
+    assert (found.sha256, found.pixels, found.label, found.label_origin) == ("", None, 3, "dataset")
+    assert found.problem is not None
+    assert found.problem.startswith("Truncated or damaged: ")
 
 
 def test_threads_that_overlap_leave_the_filters_of_warnings_as_they_were(
@@ -254,7 +254,7 @@ def test_threads_that_overlap_leave_the_filters_of_warnings_as_they_were(
         return plain(image)
 
     monkeypatch.setattr(decode, "_rgb", held)
-    threads = {name: threading.Thread(target=read_picture, args=(path,), name=name) for name in "ab"}
+    threads = {name: threading.Thread(target=read_image, args=(path,), name=name) for name in "ab"}
     for name, thread in threads.items():
         thread.start()
         assert inside[name].wait(60)

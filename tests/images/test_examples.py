@@ -19,13 +19,13 @@ from privlab.images.examples import _shift
 from privlab.training import Augmentation, read_examples
 
 
-def picture(seed: int, side: int = 12) -> Image.Image:
+def image(seed: int, side: int = 12) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8))
 
 
 def png(seed: int) -> bytes:
     file = io.BytesIO()
-    picture(seed).save(file, "PNG")
+    image(seed).save(file, "PNG")
     return file.getvalue()
 
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     for label, name in enumerate(("cat", "dog")):
         (tmp_path / "train" / name).mkdir(parents=True)
         for i in range(3):
-            picture(10 * label + i).save(tmp_path / "train" / name / f"{i}.png")
+            image(10 * label + i).save(tmp_path / "train" / name / f"{i}.png")
     return tmp_path
 
 
@@ -47,12 +47,12 @@ def test_a_folder_is_read_with_the_labels_of_its_classes(folder: Path) -> None:
     data = read_examples(open_images(folder, split="train"), (12, 12))
     assert data.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert data.classes == 2
-    assert torch.equal(data.images[4], torch.from_numpy(np.array(picture(11))).permute(2, 0, 1))
+    assert torch.equal(data.images[4], torch.from_numpy(np.array(image(11))).permute(2, 0, 1))
     assert torch.equal(data.pixels(torch.tensor([4]))[0], data.images[4] / 255)
 
 
 def test_a_broken_image_is_counted_and_named(folder: Path) -> None:
-    (folder / "train" / "cat" / "1.png").write_bytes(b"no picture")
+    (folder / "train" / "cat" / "1.png").write_bytes(b"no image")
     data = read_examples(open_images(folder, split="train"), (12, 12))
     assert len(data) == 5
     assert len(data.skipped) == 1
@@ -61,13 +61,13 @@ def test_a_broken_image_is_counted_and_named(folder: Path) -> None:
 
 def test_a_class_without_a_readable_image_is_refused(folder: Path) -> None:
     for path in (folder / "train" / "cat").iterdir():
-        path.write_bytes(b"no picture")
+        path.write_bytes(b"no image")
     with pytest.raises(PrivlabError, match=r"The class 'cat' of .* has no image that can be read"):
         read_examples(open_images(folder, split="train"), (12, 12))
 
 
 def test_images_without_labels_are_refused(tmp_path: Path) -> None:
-    picture(0).save(tmp_path / "a.png")
+    image(0).save(tmp_path / "a.png")
     with pytest.raises(PrivlabError, match=r"1 of the 1 images in .* have no label"):
         read_examples(open_images(tmp_path), (12, 12))
     assert read_examples(open_images(tmp_path), (12, 12), labelled=False).labels.tolist() == [-1]
@@ -98,7 +98,7 @@ def test_parquet_with_splits(tmp_path: Path, struct: bool) -> None:
     path = parquet(tmp_path / "a.parquet", image=rows, label=[0, 0, 1, 1], split=["train", "test", "train", "test"])
     train = read_examples(open_images(path, split="train"), (12, 12))
     assert train.labels.tolist() == [0, 1]
-    assert torch.equal(train.images[1], torch.from_numpy(np.array(picture(2))).permute(2, 0, 1))
+    assert torch.equal(train.images[1], torch.from_numpy(np.array(image(2))).permute(2, 0, 1))
     assert len(read_examples(open_images(path), (12, 12))) == 4
 
 

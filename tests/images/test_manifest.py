@@ -17,7 +17,7 @@ from privlab.evaluation import Specification
 from privlab.grids import references
 from privlab.images import (
     ImageSource,
-    Picture,
+    NamedImage,
     Preprocessing,
     batches,
     choose_images,
@@ -53,7 +53,7 @@ def sha(path: Path) -> str:
 
 
 def names(source: ImageSource) -> list[str]:
-    return [picture.name for picture in source]
+    return [image.name for image in source]
 
 
 def written(path: Path, *rows: str, header: str = "name,sha256") -> Path:
@@ -77,8 +77,8 @@ def test_positions_are_those_of_a_slice(
     source = open_images(str(classes), limit=limit, every=every, offset=offset)
     assert names(source) == wanted[:limit] == list(source.names or ())
     assert source.count == len(wanted[:limit])
-    assert [picture.name for picture in source.pick(range(len(source)))] == wanted[:limit]
-    assert [picture.label for picture in source] == ["abc".index(name[0]) for name in wanted[:limit]]
+    assert [image.name for image in source.pick(range(len(source)))] == wanted[:limit]
+    assert [image.label for image in source] == ["abc".index(name[0]) for name in wanted[:limit]]
     assert [reference.sha256 for reference in references(source)] == [sha(classes / name) for name in wanted[:limit]]
 
 
@@ -117,14 +117,14 @@ def test_manifest_beside_positions(classes: Path, tmp_path: Path, choice: dict[s
         Specification(models=("vit_ti",), manifest=str(path), **choice)
 
 
-def stream(pictures: list[Picture], count: int | None = None) -> ImageSource:
+def stream(pictures: list[NamedImage], count: int | None = None) -> ImageSource:
     return ImageSource("a stream", count, None, None, lambda: iter(pictures))
 
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ImageSource]:
     """Open a stream of five images as if it were a data set of the hub."""
-    pictures = [Picture(f"s/{i}", hashlib.sha256(str(i).encode()).hexdigest(), None, i, "dataset") for i in range(5)]
+    pictures = [NamedImage(f"s/{i}", hashlib.sha256(str(i).encode()).hexdigest(), None, i, "dataset") for i in range(5)]
 
     def opened(count: int | None = None, **choice: Any) -> ImageSource:
         monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda name, split: stream(pictures, count))
@@ -148,7 +148,7 @@ def test_manifest_of_a_stream(streamed: Callable[..., ImageSource], tmp_path: Pa
     (tmp_path / "m.csv").write_text(to_csv(kept))
     source = streamed(manifest=tmp_path / "m.csv")
     assert (names(source), source.count) == (["s/3", "s/0", "s/4"], 3)
-    assert [picture.name for picture in source.pick([2, 0])] == ["s/4", "s/3"]
+    assert [image.name for image in source.pick([2, 0])] == ["s/4", "s/3"]
     written(tmp_path / "m.csv", f"s/1,{everything[1].sha256}", f"s/9,{A}")
     with pytest.raises(PrivlabError, match=r"m\.csv, line 3: no image 's/9' in a stream\. Give the --images"):
         streamed(manifest=tmp_path / "m.csv")
@@ -199,13 +199,13 @@ def test_chunks_are_those_of_a_source_with_broken_images(classes: Path, tmp_path
     """An image that cannot be decoded is chosen again: which images make a batch depends on it."""
     for i in (0, 2, 3):
         saved(tmp_path / "data" / f"{i}.png", i)
-    (tmp_path / "data" / "1.png").write_bytes(b"no picture")
+    (tmp_path / "data" / "1.png").write_bytes(b"no image")
     first = open_images(str(tmp_path / "data"))
     (tmp_path / "m.csv").write_text(to_csv(first))
     again = open_images(str(tmp_path / "data"), manifest=tmp_path / "m.csv")
     cut = Preprocessing((16, 16), (0.5,) * 3, (0.5,) * 3, 1.0, "bicubic")
     told = [
-        [([p.name for p in chunk.pictures], [p.name for p in chunk.failed]) for chunk in batches(source, cut, 2)]
+        [([p.name for p in chunk.named], [p.name for p in chunk.failed]) for chunk in batches(source, cut, 2)]
         for source in (first, again)
     ]
     assert told[0] == told[1] == [(["0.png", "2.png"], ["1.png"]), (["3.png"], [])]
@@ -213,11 +213,11 @@ def test_chunks_are_those_of_a_source_with_broken_images(classes: Path, tmp_path
 
 def test_what_a_manifest_leaves_out() -> None:
     pictures = [
-        Picture("x", A, None, 3, "folder", member="seen"),
-        Picture("gone", "", None, 4, "folder", "Cannot be opened."),
-        Picture('y, "z"', B, None, None, "none"),
-        Picture("again", A, None, 5, "file"),
-        Picture("\udcff", C, None, 0, "dataset", member="not seen"),
+        NamedImage("x", A, None, 3, "folder", member="seen"),
+        NamedImage("gone", "", None, 4, "folder", "Cannot be opened."),
+        NamedImage('y, "z"', B, None, None, "none"),
+        NamedImage("again", A, None, 5, "file"),
+        NamedImage("\udcff", C, None, 0, "dataset", member="not seen"),
     ]
     assert to_csv(pictures) == (
         "name,sha256,label,label_origin,member\n"
@@ -240,7 +240,7 @@ def test_written_and_read(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "written.csv"
     pictures = [
-        Picture(
+        NamedImage(
             name,
             hashlib.sha256(str(i).encode()).hexdigest(),
             None,

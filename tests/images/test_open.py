@@ -37,7 +37,7 @@ def raw(path: Path, data: bytes) -> Path:
 
 
 def labels(source: ImageSource) -> dict[str, tuple[int | None, str]]:
-    return {picture.name: (picture.label, picture.label_origin) for picture in source}
+    return {image.name: (image.label, image.label_origin) for image in source}
 
 
 def table(path: Path, *rows: str) -> Path:
@@ -53,15 +53,15 @@ def test_samples_are_distinct_photographs() -> None:
     pictures = list(source)
     assert len(pictures) == len(source) == source.count
     assert len(pictures) >= 12
-    assert tuple(picture.name for picture in pictures) == source.names
-    assert len({picture.sha256 for picture in pictures}) == len(pictures)
-    assert len({picture.name.split("-")[0] for picture in pictures[:8]}) == 8
-    for picture in pictures:
-        values = np.asarray(picture.pixels)
+    assert tuple(image.name for image in pictures) == source.names
+    assert len({image.sha256 for image in pictures}) == len(pictures)
+    assert len({image.name.split("-")[0] for image in pictures[:8]}) == 8
+    for image in pictures:
+        values = np.asarray(image.pixels)
         assert values.shape[0] == values.shape[1] >= 200
         assert values.std() > 10
         assert (values.max(axis=(0, 1)) > 100).all()  # no crop reaches over the edge into black
-        assert picture.label is None
+        assert image.label is None
 
 
 def test_samples_need_scikit_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_missing_sample_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_files_keep_their_order(tmp_path: Path) -> None:
     paths = [str(saved(tmp_path / name)) for name in ("b.png", "a.png")]
     source = open_images(paths)
-    assert [picture.name for picture in source] == paths == list(source.names or ())
+    assert [image.name for image in source] == paths == list(source.names or ())
     assert len(open_images(paths[:1])) == len(open_images(Path(paths[0]))) == 1
 
 
@@ -190,7 +190,7 @@ def test_limit(tmp_path: Path) -> None:
         saved(tmp_path / f"{name}.png")
     source = open_images(str(tmp_path), limit=2)
     assert (len(source), source.names) == (2, ("a.png", "b.png"))
-    assert [picture.name for picture in source] == [picture.name for picture in source] == ["a.png", "b.png"]
+    assert [image.name for image in source] == [image.name for image in source] == ["a.png", "b.png"]
     assert open_images(str(tmp_path), limit=9).count == 3
 
 
@@ -202,7 +202,7 @@ def test_limit_takes_the_classes_in_turn(tmp_path: Path) -> None:
     for limit in (1, 2, 4, 6, 9):
         source = open_images(str(tmp_path / "val"), limit=limit)
         expected = list(zip(turns, classes, strict=True))[:limit]
-        assert [(picture.name, picture.label) for picture in source] == expected
+        assert [(image.name, image.label) for image in source] == expected
         assert source.names == tuple(turns[:limit])
         assert (len(source), source.class_names) == (len(expected), ("a", "b", "c"))
     assert sorted(turns) == list(labels(open_images(str(tmp_path / "val"))))
@@ -336,18 +336,18 @@ def test_chunks_are_full_and_carry_the_failed(tmp_path: Path) -> None:
         raw(tmp_path / f"{index}.png", b"")
     source = open_images(str(tmp_path))
     chunks = list(batches(source, GREY, 2))
-    assert [[picture.name for picture in chunk.pictures] for chunk in chunks] == [
+    assert [[image.name for image in chunk.named] for chunk in chunks] == [
         ["0.png", "2.png"],
         ["3.png", "4.png"],
         [],
     ]
-    assert [[picture.name for picture in chunk.failed] for chunk in chunks] == [["1.png"], [], ["5.png"]]
+    assert [[image.name for image in chunk.failed] for chunk in chunks] == [["1.png"], [], ["5.png"]]
     assert [tuple(chunk.images.shape) for chunk in chunks] == [(2, 3, 16, 16), (2, 3, 16, 16), (0, 3, 16, 16)]
-    assert all(picture.pixels is None for chunk in chunks for picture in chunk.pictures)
-    kept = {picture.name: picture.pixels for picture in source if picture.pixels is not None}
+    assert all(image.pixels is None for chunk in chunks for image in chunk.named)
+    kept = {image.name: image.pixels for image in source if image.pixels is not None}
     expected = torch.stack([GREY(kept[name]) for name in ("3.png", "4.png")])
     assert_close(chunks[1].images, expected, rtol=0, atol=0)
     assert 0 <= expected.min() < expected.max() <= 1
-    assert [len(chunk.pictures) for chunk in batches(source, GREY, 3)] == [3, 1]
+    assert [len(chunk.named) for chunk in batches(source, GREY, 3)] == [3, 1]
     with pytest.raises(PrivlabError, match=r"size must be a positive integer. Found 0"):
         batches(source, GREY, 0)

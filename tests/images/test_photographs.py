@@ -18,7 +18,7 @@ from privlab.attacks.gradients.patch_gradient import PatchGradient
 from privlab.attacks.solvers import photograph_gradients, photograph_windows
 from privlab.attacks.solvers.prior import PRIORS
 from privlab.base import PrivlabError
-from privlab.images import Picture, Preprocessing, apart_from, common, kin, open_images, sample_file
+from privlab.images import NamedImage, Preprocessing, apart_from, common, kin, open_images, sample_file
 from privlab.images.photographs import photographs
 from privlab.images.sources import SAMPLES
 from privlab.threat import Capability, FeatureObservation, Observation, Reconstruction
@@ -32,9 +32,9 @@ KIN = {f"samples/{name}": {f"samples/{n}" for n, f, *_ in SAMPLES if f == file} 
 
 
 @pytest.fixture(scope="module")
-def pictures() -> dict[str, Picture]:
+def pictures() -> dict[str, NamedImage]:
     """Return the bundled photographs by name."""
-    return {picture.name: picture for picture in open_images("samples")}
+    return {image.name: image for image in open_images("samples")}
 
 
 def left_of(sha256: str, pixels: Image.Image) -> tuple[str, ...] | None:
@@ -42,24 +42,24 @@ def left_of(sha256: str, pixels: Image.Image) -> tuple[str, ...] | None:
     return apart_from([sha256], CUT(pixels)[None], CUT)[0]
 
 
-def pixels_of(picture: Picture) -> Image.Image:
+def pixels_of(image: NamedImage) -> Image.Image:
     """Return the pixels of an image that was read."""
-    assert picture.pixels is not None
-    return picture.pixels
+    assert image.pixels is not None
+    return image.pixels
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_all_crops_of_a_private_file_are_left_out(name: str, pictures: dict[str, Picture]) -> None:
+def test_all_crops_of_a_private_file_are_left_out(name: str, pictures: dict[str, NamedImage]) -> None:
     others = tuple(other for other in EVERY if other not in KIN[name])
-    picture = pictures[name]
-    assert left_of(picture.sha256, pixels_of(picture)) == others
-    assert left_of("a copy under another hash", pixels_of(picture)) == others, "by its pixels"
-    assert left_of(picture.sha256, Image.new("RGB", (64, 64))) == others, "by its hash"
-    assert kin([picture.sha256]) == {pictures[other].sha256 for other in KIN[name]}
+    image = pictures[name]
+    assert left_of(image.sha256, pixels_of(image)) == others
+    assert left_of("a copy under another hash", pixels_of(image)) == others, "by its pixels"
+    assert left_of(image.sha256, Image.new("RGB", (64, 64))) == others, "by its hash"
+    assert kin([image.sha256]) == {pictures[other].sha256 for other in KIN[name]}
 
 
 @pytest.mark.parametrize("name", ["astronaut-0", "coffee-1"])
-def test_a_file_and_its_compressed_copies_are_known(name: str, pictures: dict[str, Picture]) -> None:
+def test_a_file_and_its_compressed_copies_are_known(name: str, pictures: dict[str, NamedImage]) -> None:
     file = {sample: file for sample, file, *_ in SAMPLES}[name]
     (whole,) = open_images(sample_file(file))
     others = tuple(other for other in EVERY if other not in KIN[f"samples/{name}"])
@@ -182,7 +182,7 @@ def test_images_of_ones_own_are_attacked_together_as_ever(watch: Callable[..., A
 
 
 def test_public_images_and_controls_leave_out_the_private_file(
-    watch: Callable[..., Any], own: tuple[str, str], pictures: dict[str, Picture]
+    watch: Callable[..., Any], own: tuple[str, str], pictures: dict[str, NamedImage]
 ) -> None:
     (seen,), records = watch("noting", limit=1, release="features", client_batch=1)
     assert len(seen.public) == len(EVERY) - 2

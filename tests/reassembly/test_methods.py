@@ -78,7 +78,7 @@ def test_photographs_come_back_at_224_pixels_with_no_mask_known(shared: Callable
     """The issue wants 92 % of exact patches placed at γ = 0.27; `test_jigsaw` has the case of a known mask."""
     cut = Preprocessing(size=(224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.9, interpolation="bicubic")
     files = sorted(shared("data/imagenet_samples").glob("*.JPEG"))[::120]
-    images = torch.stack([cut(picture.pixels) for picture in open_images(files) if picture.pixels])
+    images = torch.stack([cut(image.pixels) for image in open_images(files) if image.pixels])
     feed = fed(Jigsaw(gamma=0.27), images, 16)
     order = Borders()(tiles(feed.images, 16), (14, 14), torch.zeros_like(feed.moved))
     assert placed_share(feed.order.gather(1, order), feed.moved).mean() >= 0.92

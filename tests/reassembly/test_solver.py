@@ -260,7 +260,7 @@ def test_photographs_come_back_at_224_pixels(shared: Callable[[str], Path]) -> N
     """SCIENCE's crude solver places 90.3 % of what MJP masks at γ = 0.27; this one misses equal patches alone."""
     cut = Preprocessing(size=(224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.9, interpolation="bicubic")
     files = sorted(shared("data/imagenet_samples").glob("*.JPEG"))[::80]
-    images = torch.stack([cut(picture.pixels) for picture in open_images(files) if picture.pixels])
+    images = torch.stack([cut(image.pixels) for image in open_images(files) if image.pixels])
     placed, errors = [], []
     for (patches, mask, truth), whole in zip(masked(images, 0.27), patchify(images, 16), strict=True):
         order = solve_jigsaw(patches, (14, 14), ~mask)

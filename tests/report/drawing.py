@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure as Picture
+from matplotlib.figure import Figure as NamedImage
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
@@ -103,16 +103,16 @@ def naive(results: Results, case: int, who: str, metric: str = "psnr") -> np.nda
     return np.array(found)
 
 
-def lines(picture: Picture, label: str) -> list[Any]:
+def lines(picture: NamedImage, label: str) -> list[Any]:
     return [line for line in picture.axes[0].get_lines() if line.get_label() == label]
 
 
-def line(picture: Picture, label: str) -> Any:
+def line(picture: NamedImage, label: str) -> Any:
     (found,) = lines(picture, label)
     return found
 
 
-def visible(picture: Picture) -> list[Text]:
+def visible(picture: NamedImage) -> list[Text]:
     """Return the text that is drawn: ticks outside the axes are not."""
     hidden = []
     for ax in picture.axes:
@@ -124,17 +124,17 @@ def visible(picture: Picture) -> list[Text]:
     return [text for text in every if text.get_visible() and id(text) not in labels]
 
 
-def texts(picture: Picture) -> list[str]:
+def texts(picture: NamedImage) -> list[str]:
     picture.draw_without_rendering()
     return [text.get_text() for text in visible(picture) if text.get_text()]
 
 
-def said(picture: Picture) -> str:
+def said(picture: NamedImage) -> str:
     """Return all text of a figure, however it is wrapped."""
     return " ".join(" ".join(texts(picture)).replace("\N{NO-BREAK SPACE}", " ").split())
 
 
-def bars(picture: Picture) -> list[Rectangle]:
+def bars(picture: NamedImage) -> list[Rectangle]:
     return [bar for container in picture.axes[0].containers for bar in container]  # type: ignore[union-attr]
 
 

@@ -21,7 +21,7 @@ from torchvision.utils import save_image
 from privlab import attack
 from privlab.evaluation import Panel, Strip
 from privlab.grids import Figure
-from privlab.images import read_picture
+from privlab.images import read_image
 from privlab.report.figures.draw import draw
 from privlab.report.page import write_page
 from privlab.report.tables import Results, load_results
@@ -162,7 +162,7 @@ def test_the_page_holds_what_was_attacked(run: Path, photos: Path, tmp_path: Pat
         private, fed, reconstruction = (
             pixels(results.picture(case, sha, what)) for what in ("private", "fed", row["attack"])
         )
-        assert (photo := read_picture(photos / row["image"]).pixels) is not None
+        assert (photo := read_image(photos / row["image"]).pixels) is not None
         assert (private == (255 * cut(photo)).round().byte().permute(1, 2, 0).numpy()).all()
         assert (fed == private).all() == (row["setting"] == "a")
         error, rounding = np.square(private / 255 - reconstruction / 255).mean(), 2 / 510  # both have 8 bits
@@ -207,12 +207,12 @@ def test_torn_and_foreign_strips_are_no_failure(run: Path, tmp_path: Path) -> No
         strip.save(second)  # as an earlier version wrote it, without a text
     told(run / "strips" / "foreign.png", one_panel("[0, 0, 9, 9]"))
     html, _, held = albums(results, tmp_path)
-    assert "1 of 3 images are shown in full size, 2 have no picture. 1 files could not be read as pictures." in html
+    assert "1 of 3 images are shown in full size, 2 have no image. 1 files could not be read as images." in html
     assert {image: len(album["of"]) for image, album in held.items()} == {"0.png": 0, "2.png": 8}
     first.unlink()
     third.unlink()
     html, _, held = albums(load_results(run), tmp_path)
-    assert "No pictures were kept in this directory." in html
+    assert "No images were kept in this directory." in html
     assert held == {}
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure as Picture
+from matplotlib.figure import Figure as NamedImage
 from PIL import Image
 
 from privlab.base import PrivlabError
@@ -181,7 +181,7 @@ def kept(table: Results, tmp_path: Path) -> Results:
     return Kept(**{**fields, "path": tmp_path})
 
 
-def shown_pictures(picture: Picture) -> list[tuple[int, int, int]]:
+def shown_pictures(picture: NamedImage) -> list[tuple[int, int, int]]:
     """Return case, image and content of each picture, in the order in which they are drawn."""
     colors = [np.asarray(image.get_array())[0, 0].tolist() for image in picture.axes[0].get_images()]
     return [(r // 20, g // 30, b // 60) for r, g, b in colors]
@@ -213,7 +213,7 @@ def test_a_picture_that_was_not_kept_is_said_to_be_missing(kept: Results) -> Non
     for path in kept.path.glob("*-fed.png"):
         path.unlink()
     picture = draw(kept, Figure("sheet", "s"))
-    assert texts(picture).count("no picture") == 30
+    assert texts(picture).count("no image") == 30
     assert len(shown_pictures(picture)) == 90
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure as Picture
+from matplotlib.figure import Figure as NamedImage
 
 from privlab.base import PrivlabError
 from privlab.grids import Figure, Layout
@@ -170,7 +170,7 @@ def test_names_that_find_no_room_stand_in_a_list(table: Results) -> None:
 @settings(max_examples=15)
 @given(points=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=12))
 def test_labels_lie_on_no_other_label_and_on_no_point(points: list[tuple[float, float, float]]) -> None:
-    picture = Picture(figsize=(3.3, 3.0))
+    picture = NamedImage(figsize=(3.3, 3.0))
     ax = picture.add_subplot()
     ax.set(xlim=(-0.2, 1.2), ylim=(-0.2, 1.2))
     joins = [np.array([(x, y), (x, z)]) for x, y, z in points]

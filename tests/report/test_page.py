@@ -162,7 +162,7 @@ def test_verdict(page: Callable[[Results], _Read], page_results: Maker) -> None:
         "By PSNR, the worst case leaks more than the paper's attack, april, on 3 of 3 cases, beyond the intervals"
         in text
     )
-    assert "1 of 3 cases is no better than a picture that no attack made" in text
+    assert "1 of 3 cases is no better than an image that no attack made" in text
     beaten = r"april 8\.\d\d dB, patch-gradient 7\.\d\d dB do not beat control:mean 1\d\.\d\d dB"
     assert re.search(rf"No better than a control DeiT-S\+MJP: {beaten} Random weights deit_s \(every case\)", text)
     assert "Other conditions than the paper's weights: paper: trained / here: random" in text
@@ -356,14 +356,14 @@ def test_budgets_are_kept_and_spent_on_the_extremes_first(
 
 
 def test_missing_and_torn_pictures(page: Callable[[Results], _Read], page_results: Maker) -> None:
-    assert "No pictures were kept in this directory." in page(page_results()).text
+    assert "No images were kept in this directory." in page(page_results()).text
     results = page_results(3, side=32)
     places = [results.picture(0, results.records.image_sha256.unique()[i], "april") for i in range(3)]
     for place, content in zip(places, (b"", b"\x89PNG\r\n\x1a\n torn", None), strict=True):
         assert place is not None
         place.file.write_bytes(content or place.file.read_bytes()[:-40])
     read = page(results)
-    assert "3 files could not be read as pictures." in read.text
+    assert "3 files could not be read as images." in read.text
     assert all("0/april" not in album["of"] and "0/private" in album["of"] for album in read.albums.values())
 
 

@@ -191,7 +191,7 @@ def test_labels_may_be_what_the_model_itself_says(there: Any, cli: Any) -> None:
 
 
 def test_an_image_that_cannot_be_read_fails_alone(there: Any, cli: Any, pictures: Path) -> None:
-    (pictures / "dark" / "9.png").write_bytes(b"no picture")
+    (pictures / "dark" / "9.png").write_bytes(b"no image")
     result = cli("infer", *MODEL, "--images", pictures, *there, "--json")
     assert result.status == 2
     assert list(json.loads(result.out)["failed"]) == ["dark/9.png"]

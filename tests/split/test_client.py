@@ -33,7 +33,7 @@ def pictures(tmp_path: Path) -> Path:
         path = tmp_path / "pictures" / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(path)
-    (tmp_path / "pictures" / "b" / "9.png").write_bytes(b"no picture")
+    (tmp_path / "pictures" / "b" / "9.png").write_bytes(b"no image")
     return tmp_path / "pictures"
 
 
@@ -42,14 +42,14 @@ def test_images_are_kept_in_eight_bits_without_loss(pictures: Path) -> None:
     assert data.names == ("a/0.png", "a/1.png", "a/2.png", "b/0.png", "b/1.png", "b/2.png")
     assert data.labels.tolist() == [0, 0, 0, 1, 1, 1]
     assert list(data.failed) == ["b/9.png"]
-    want = torch.stack([CUT(picture.pixels) for picture in open_images(pictures) if picture.pixels])
+    want = torch.stack([CUT(image.pixels) for image in open_images(pictures) if image.pixels])
     assert torch.equal(data.pixels(slice(None)), want)
     other = load(open_images(pictures, limit=5), CUT)
     assert other.sha256 != data.sha256 == load(open_images(pictures), CUT).sha256
 
 
 def test_a_source_without_an_image_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "no.png").write_bytes(b"no picture")
+    (tmp_path / "no.png").write_bytes(b"no image")
     with pytest.raises(PrivlabError, match="No image can be read"):
         load(open_images(tmp_path), CUT)
 

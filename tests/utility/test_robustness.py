@@ -170,8 +170,8 @@ def test_errors_by_corruption_are_those_of_single_images(corrupted: Path) -> Non
     for row in rows:
         wrong = 0
         for label in range(10):
-            with Image.open(corrupted / row.corruption / str(row.severity) / f"class{label}" / "a.png") as picture:
-                image = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] / 255
+            with Image.open(corrupted / row.corruption / str(row.severity) / f"class{label}" / "a.png") as opened:
+                image = torch.from_numpy(np.array(opened)).permute(2, 0, 1)[None] / 255
             wrong += int(subject.model(image).argmax()) != label
         assert row.error == pytest.approx(wrong / 10)
     assert seen[-1] == (4, 4)
@@ -190,8 +190,8 @@ def test_folders_laid_out_otherwise_are_one_line(corrupted: Path, tmp_path: Path
     (tmp_path / "empty").mkdir()
     with pytest.raises(PrivlabError, match="holds no CORRUPTION/SEVERITY"):
         corruption_errors(subject, tmp_path / "empty", show=lambda *_: None)
-    for picture in (corrupted / "snow" / "3" / "class9").iterdir():
-        picture.unlink()
+    for image in (corrupted / "snow" / "3" / "class9").iterdir():
+        image.unlink()
     (corrupted / "snow" / "3" / "class9").rmdir()
     with pytest.raises(PrivlabError, match="10 classes apart"):
         corruption_errors(subject, corrupted, show=lambda *_: None)

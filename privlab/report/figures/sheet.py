@@ -143,7 +143,7 @@ def _write(ax: Axes, x: float, y: float, text: str, ha: str = "center", va: str 
 def _show(ax: Axes, panel: _Panel, x: float, y: float, side: float) -> None:
     """Draw an image within a square of that side, and the lines under it."""
     if panel.place is None:
-        _write(ax, x + side / 2, y + side / 2, "no picture", va="center", color=GREY)
+        _write(ax, x + side / 2, y + side / 2, "no image", va="center", color=GREY)
     else:
         pixels = _read(panel.place, side)
         high, wide = (side * n / max(pixels.shape[:2]) for n in pixels.shape[:2])

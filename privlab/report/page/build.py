@@ -114,7 +114,7 @@ def _size_text(held: Mapping[int, Album], images: int, kept: str) -> str:
     """Return a sentence on how many images are shown in full size, as thumbnails, and not at all."""
     shown = [album for album in held.values() if album.of]
     if not shown:
-        return "No pictures were kept in this directory."
+        return "No images were kept in this directory."
     whole = sum(album.whole for album in shown)
     alone = sum(not album.whole and all(what.endswith("/private") for what in album.of) for album in shown)
     parts = [f"{whole:,} of {images:,} images are shown in full size"]
@@ -123,12 +123,12 @@ def _size_text(held: Mapping[int, Album], images: int, kept: str) -> str:
     if alone:
         parts.append(f"{alone:,} without their reconstructions")
     if len(shown) < images:
-        parts.append(f"{images - len(shown):,} have no picture")
+        parts.append(f"{images - len(shown):,} have no image")
     text = ", ".join(parts) + "."
     if whole < len(shown):
         text += f" The others lie in the directory, under {kept}/. Best, median and worst scores come first."
     if unread := sum(album.unread for album in held.values()):
-        text += f" {unread:,} files could not be read as pictures."
+        text += f" {unread:,} files could not be read as images."
     return text
 
 

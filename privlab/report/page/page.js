@@ -160,7 +160,7 @@
       const slots = entry.target.querySelectorAll(".pair span");
       ["private", attackAt(image)].forEach((what, i) => {
         const found = what && picture(book, what);
-        const without = what === "private" && !DATA.private ? "not known" : book ? "not held here" : "no picture";
+        const without = what === "private" && !DATA.private ? "not known" : book ? "not held here" : "no image";
         slots[i].replaceChildren(found ? make("img", { src: found.small, alt: "" }) : without);
       });
     }
@@ -224,12 +224,12 @@
     box.querySelector(".second").textContent = what ?? "no attack";
     const none = box.querySelector(".none");
     none.hidden = Boolean(pair[0] || pair[1]);
-    none.textContent = "no picture was kept";
+    none.textContent = "no image was kept";
     const lead = DATA.private ? 0 : 1;
     parts[lead].onload = () => box.classList.toggle("pixels", parts[lead].naturalWidth < 150 && !pair[lead].reduced);
     const folder = DATA.kept === "pictures" ? `pictures/${DATA.images[image][1]}/` : `${DATA.kept}/`;
     $("v-note").textContent = pair[1] && !DATA.private ? `No private image is known.${pair[1].reduced ? ` Shown from a thumbnail; the full size lies under ${folder}.` : ""}`
-      : !pair[0] || !pair[1] ? `${pair[0] ? "This reconstruction" : pair[1] ? "The private image" : "The pictures of this image"} cannot be shown here; what was kept lies under ${folder}.`
+      : !pair[0] || !pair[1] ? `${pair[0] ? "This reconstruction" : pair[1] ? "The private image" : "The reconstructions of this image"} cannot be shown here; what was kept lies under ${folder}.`
       : pair[0].reduced || pair[1].reduced ? `Shown from thumbnails; the full size lies under ${folder}.` : "";
     moveCut();
     drawScores(image, what);

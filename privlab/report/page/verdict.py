@@ -225,12 +225,12 @@ def lead_text(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
     if found := [number for number in beaten if number in structured]:
         lines.append(
             f"{len(found)} of {some(len(scored), 'case')} {'is' if len(found) == 1 else 'are'} by {name} no better "
-            "than a picture that no attack made, but structure leaks there, without its scale."
+            "than an image that no attack made, but structure leaks there, without its scale."
         )
     if shown_nothing := len(beaten) - len(found):
         verb = "is" if shown_nothing == 1 else "are"
         lines.append(
-            f"{shown_nothing} of {some(len(scored), 'case')} {verb} no better than a picture that no attack made: "
+            f"{shown_nothing} of {some(len(scored), 'case')} {verb} no better than an image that no attack made: "
             "nothing was shown there, which is no evidence of privacy."
         )
     if missing := len(cases) - len(scored):

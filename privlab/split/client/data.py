@@ -70,19 +70,19 @@ def load(source: ImageSource, preprocessing: Preprocessing, progress: Progress =
     Raises:
         PrivlabError: if no image can be read.
     """
-    pictures, images, failed = [], [], {}
+    named, images, failed = [], [], {}
     for chunk in batches(source, preprocessing, _BATCH_SIZE):
-        pictures += chunk.pictures
+        named += chunk.named
         images.append((chunk.images * 255).round().to(torch.uint8))
-        failed |= {picture.name: picture.problem or "" for picture in chunk.failed}
-        progress(len(pictures), source.count)
-    if not pictures:
+        failed |= {image.name: image.problem or "" for image in chunk.failed}
+        progress(len(named), source.count)
+    if not named:
         raise PrivlabError(f"No image can be read from {source.description}.")
-    labels = [-1 if picture.label is None else picture.label for picture in pictures]
+    labels = [-1 if image.label is None else image.label for image in named]
     digest = hashlib.sha256()
-    for picture, label in zip(pictures, labels, strict=True):
-        digest.update(f"{picture.sha256}:{label}\n".encode())
-    names = tuple(picture.name for picture in pictures)
+    for image, label in zip(named, labels, strict=True):
+        digest.update(f"{image.sha256}:{label}\n".encode())
+    names = tuple(image.name for image in named)
     return Dataset(names, torch.cat(images), torch.tensor(labels), digest.hexdigest(), failed)
 
 
