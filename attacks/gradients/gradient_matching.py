@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from privlab.attacks.gradients.mjp_full import MjpFull
 from privlab.attacks.gradients.mjp_subspace import MjpSubspace, subspace
 from privlab.attacks.gradients.patch_gradient import PatchGradient
-from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive, masked_slots
+from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive
 from privlab.attacks.gradients.patch_gradient_prior import PatchGradientPrior
 from privlab.attacks.solvers import (
     EDGE_WIDTH,
@@ -24,6 +24,7 @@ from privlab.attacks.solvers import (
     Smoothness,
     descend,
     feeds_unknown,
+    masked_slots,
     photograph_gradients,
     shares_mask,
     slot_gradients,

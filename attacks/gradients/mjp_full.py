@@ -9,7 +9,15 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from privlab.attacks.gradients.mjp_subspace import MjpSubspace, Subspace, subspace
-from privlab.attacks.solvers import RTOL, Smoothness, photograph_gradients, replacement, slot_gradients, too_many
+from privlab.attacks.solvers import (
+    RTOL,
+    Smoothness,
+    photograph_gradients,
+    replacement,
+    slot_gradients,
+    too_many,
+    zero_rows,
+)
 from privlab.attacks.tokens import (
     FC1,
     FC2,
@@ -79,7 +87,7 @@ class MjpFull(TokenSearch):
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N + |masked| + 1 < D, or N < D without a mask, with its numbers if it does not hold."""
         A = slot_gradients(seen)
-        (_, n, d), masked = A.shape, int((A == 0).all(2).sum(1).max())
+        (_, n, d), masked = A.shape, int(zero_rows(A).sum(1).max())
         if masked and n + masked + 1 >= d:
             return f"N + |masked| + 1 = {n + masked + 1} ≥ D = {d}"
         return too_many(seen)

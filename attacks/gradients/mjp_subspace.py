@@ -16,6 +16,7 @@ from privlab.attacks.solvers import (
     slot_gradients,
     too_many,
     warn_of_limits,
+    zero_rows,
 )
 from privlab.attacks.solvers.prior import PRIORS
 from privlab.base import PrivlabError, check_name
@@ -48,7 +49,7 @@ def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float =
         rtol: the ridge of `ridge_inverse`, relative to the norm of A.
     """
     A, G = A.double(), G.double()
-    masked = (A == 0).all(2)
+    masked = zero_rows(A)
     count = masked.sum(1)
     rows = torch.linalg.svd(A, full_matrices=False).Vh
     rows = rows * (torch.arange(rows.shape[1], device=A.device) < (A.shape[1] - count)[:, None])[..., None]

@@ -16,6 +16,7 @@ from privlab.attacks.solvers import (
     ridge_inverse,
     slot_gradients,
     warn_of_limits,
+    zero_rows,
 )
 from privlab.attacks.solvers.prior import Map
 from privlab.base import PrivlabError
@@ -75,7 +76,7 @@ class Free(NamedTuple):
         U, s, Vh = torch.linalg.svd(A, full_matrices=n > d)
         more = max(0, n - d)
         said, s = pad(Vh @ G, (0, 0, 0, more)) / σ[..., None], pad(s, (0, more)) / σ
-        free = (s * coarse < 1) & ~(A == 0).all(2).any(1, keepdim=True)
+        free = (s * coarse < 1) & ~zero_rows(A).any(1, keepdim=True)
         noise = (U / s.clamp_min(1e-9)[:, None]).masked_fill(free[:, None], 0).square().sum(2).sqrt()
         last = slice(n - int(free.sum(1).max()), n)
         V, s = U[..., last] * free[:, None, last], (s * free)[:, last, None]

@@ -10,11 +10,11 @@ from scipy.optimize import linear_sum_assignment
 from timm.models.vision_transformer import Block
 from torch import Tensor
 
-from privlab.attacks.gradients.patch_gradient_adaptive import masked_slots
 from privlab.attacks.rows import known_tokens
 from privlab.attacks.solvers import (
     Smoothness,
     hides_places,
+    masked_slots,
     photograph_gradients,
     replacement,
     ridge_inverse,

@@ -1,3 +1,7 @@
+from .applicable import AttackGroup as AttackGroup
+from .applicable import applicable as applicable
+from .applicable import plan as plan
+from .applicable import stands_in as stands_in
 from .batch import Batch as Batch
 from .batch import Trial as Trial
 from .batch import batch_key as batch_key
@@ -33,11 +37,7 @@ from .setup import subject_of as subject_of
 from .setup import uncached as uncached
 from .setup import victim_of as victim_of
 from .specification import SETTINGS as SETTINGS
-from .specification import AttackGroup as AttackGroup
 from .specification import Specification as Specification
 from .specification import admissions as admissions
-from .specification import applicable as applicable
 from .specification import defense_of as defense_of
-from .specification import plan as plan
 from .specification import reassembly_of as reassembly_of
-from .specification import stands_in as stands_in

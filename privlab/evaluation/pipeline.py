@@ -15,12 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.base import draw_for
+from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.batch import Batch, Seen, Trial, attacked_together, labelled, taken
 from privlab.evaluation.check import attack_batch, beyond_range, reason_of
 from privlab.evaluation.controls import Controls
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.evaluation.scoring import Scorer, known_slots
-from privlab.evaluation.specification import AttackGroup, Specification, reassembly_of
+from privlab.evaluation.specification import Specification, reassembly_of
 from privlab.images import Chunk, NamedImage, Others
 from privlab.metrics import Learned, as_sent, assign_images, crosses, match_images
 from privlab.release import observe, observe_features, predictions, send

@@ -15,7 +15,8 @@ import pyarrow as pa
 import privlab
 from privlab.base import PrivlabError, unknown_name
 from privlab.defenses import Jigsaw
-from privlab.evaluation.specification import AttackGroup, Specification, defense_of, part_of, reassembly_of
+from privlab.evaluation.applicable import AttackGroup
+from privlab.evaluation.specification import Specification, defense_of, part_of, reassembly_of
 from privlab.images import NamedImage, as_text, one_line
 from privlab.metrics import ADDED, METRICS, MIRRORED, PLACEMENT
 from privlab.reassembly import Borders, Predicted

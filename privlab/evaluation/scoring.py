@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from privlab.attacks.gradients.patch_gradient_adaptive import NoisyGradients, PatchGradientAdaptive
-from privlab.attacks.solvers import shares_mask
+from privlab.attacks.gradients.patch_gradient_adaptive import PatchGradientAdaptive
+from privlab.attacks.solvers import NoisyGradients, shares_mask
 from privlab.base import PrivlabWarning, full_precision
 from privlab.evaluation.batch import Trial
 from privlab.evaluation.records import GEOMETRIES

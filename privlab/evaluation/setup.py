@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from privlab.base import PrivlabError, PrivlabWarning, collect_warnings
+from privlab.evaluation.applicable import AttackGroup, applicable
 from privlab.evaluation.records import Rows
-from privlab.evaluation.specification import AttackGroup, Specification, applicable, defense_of, reassembly_of
+from privlab.evaluation.specification import Specification, defense_of, reassembly_of
 from privlab.images import ImageSource, Preprocessing, check_labels, open_images
 from privlab.images.datasets import imagenet_classes
 from privlab.metrics import Learned, LpipsUnavailable, load_embedding, load_lpips, score

@@ -1,30 +1,23 @@
-"""The specification of a run, and which attack runs on which block of a victim."""
+"""The specification of a run, and the defenses that it names."""
 
 import shlex
-import warnings
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, PrivlabWarning, configure, read_options, unknown_name
+from privlab.base import PrivlabError, configure, read_options, unknown_name
 from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
 from privlab.images import check_choice
 from privlab.metrics import METRICS
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
-from privlab.release import feature_capabilities, gradient_capabilities, released_parameters
-from privlab.release.gradients import obstacles
 from privlab.threat import (
-    Attack,
     AttackClass,
     Capability,
     Defense,
-    FeatureAttack,
     FeatureDefense,
     GradientDefense,
     Stack,
     acts_on,
     attack_declarations,
-    check_capabilities,
 )
 from privlab.victims import Victim
 
@@ -32,15 +25,12 @@ __all__ = [
     "RELEASE_KINDS",
     "SETTINGS",
     "WORST_CASE",
-    "AttackGroup",
     "Specification",
     "admissions",
-    "applicable",
+    "default_attacks",
     "defense_of",
     "part_of",
-    "plan",
     "reassembly_of",
-    "stands_in",
 ]
 
 WORST_CASE = "worst-case"
@@ -180,7 +170,7 @@ class Specification:
         named = {name: installed_attacks()[name] for name in self.attacks or ()}
         read_options(self.reassembly_options, [REASSEMBLIES[self.reassembly]])
         others = [option for option in self.options if option not in self.reassembly_options]
-        read_options(others, [*parts, *(named or _by_default()).values()])
+        read_options(others, [*parts, *(named or default_attacks()).values()])
         for kind in parts:  # also in setting a, which does not use them
             configure(kind, self.options)
 
@@ -202,24 +192,6 @@ class Specification:
         for name in self.parts if self.features_released else ():
             if name in defenses() and acts_on(defenses()[name]) == "gradients":
                 raise PrivlabError(f"Defense '{name}' acts on gradients. Found features released: leave it out.")
-
-
-@dataclass(frozen=True, eq=False)
-class AttackGroup:
-    """The attacks that run on one block variant of a victim, from one observation."""
-
-    victim: Victim
-    attacks: tuple[Attack | FeatureAttack, ...]
-
-    @property
-    def parameters(self) -> list[str]:
-        """Return the names of the gradients that the attacks read; "*" stands for all that are released."""
-        names = [name for attack in self.attacks if isinstance(attack, Attack) for name in attack.parameters]
-        released = released_parameters(self.victim.model)
-        if "*" in names:
-            return sorted(released)
-        more = (name for attack in self.attacks for name in attack_declarations(attack).if_released if name in released)
-        return list(dict.fromkeys((*names, *more)))
 
 
 def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
@@ -285,127 +257,6 @@ def reassembly_of(spec: Specification, base: Victim) -> Reassembly:
     return made
 
 
-def plan(spec: Specification, base: Victim) -> list[AttackGroup]:
-    """Return the attacks of one victim in groups; --block auto is the stock block where attacks can run, else April's.
-
-    Raises:
-        PrivlabError: if an attack that was asked for lacks a capability on each allowed block, or no attack is left.
-
-    Warns:
-        PrivlabWarning: for each attack that was not asked for by name and cannot run.
-    """
-    groups, refused = applicable(spec, base)
-    refusals = [f"{base.name}: {refusal}" for refusal in refused.values()]
-    if refusals and (spec.attacks is not None or not groups):
-        raise PrivlabError(refusals[0] if spec.attacks is not None else f"{base.name}: {_none_runs(refused)}")
-    for refusal in refusals:
-        warnings.warn(f"Left out. {refusal}", PrivlabWarning, stacklevel=2)
-    return groups
-
-
-def _none_runs(refused: Mapping[str, str]) -> str:
-    """Return one short line on why no attack can run: the commonest reason, with the first attack that it holds for."""
-    by_reason: dict[str, list[str]] = {}
-    for name, refusal in refused.items():
-        by_reason.setdefault(refusal.removeprefix(f"Attack '{name}' "), []).append(f"'{name}'")
-    reason, names = max(by_reason.items(), key=lambda item: len(item[1]))
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    rest = len(refused) - len(names)
-    others = f" {rest} {'has' if rest == 1 else 'have'} other reasons; --attack NAME says which." if rest else ""
-    return f"No attack can run. {names[0]}{more}: {reason}{others}"
-
-
-def applicable(
-    spec: Specification, base: Victim, *, stand_ins: bool = False
-) -> tuple[list[AttackGroup], dict[str, str]]:
-    """Return the groups of the attacks that can run on a victim, and for each other attack the reason why it cannot.
-
-    Attacks that are not named come cheapest first, in the order of the registry; the group of the dearest one is last.
-
-    Args:
-        spec: names the attacks (None: those of its release and defense that need not be named), their options, the
-            block and the defense.
-        base: the victim; a group has it with the block on which its attacks run.
-        stand_ins: whether to keep attacks that only replace others where those cannot run. Named ones are always kept.
-
-    Raises:
-        PrivlabError: if an option does not fit an attack.
-    """
-    groups: dict[str, AttackGroup] = {}
-    refused: dict[str, str] = {}
-    defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
-    for name, kind in _candidates(spec).items():
-        running = {attack.name for group in groups.values() for attack in group.attacks}
-        if spec.attacks is None and not stand_ins and stands_in(kind, running):
-            continue
-        attack = configure(kind, spec.options)
-        try:
-            home = _home(attack, spec, base, defense, groups)
-        except PrivlabError as refusal:
-            refused[name] = str(refusal)
-            continue
-        group = groups.pop(home.block, AttackGroup(home, ()))
-        groups[home.block] = replace(group, attacks=(*group.attacks, attack))
-    return list(groups.values()), refused
-
-
-def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[str]) -> bool:
-    """Return whether an attack only replaces certain others where these cannot run, and one of them is `running`."""
-    return any(name in running for name in attack_declarations(attack).stands_in_for)
-
-
-def _candidates(spec: Specification) -> dict[str, AttackClass]:
-    """Return the attacks that are named, or else those of this release and defense that train nothing first."""
-    if spec.attacks is not None:
-        return {name: installed_attacks()[name] for name in spec.attacks}
-    return {
-        name: kind
-        for name, kind in _by_default().items()
-        if (Capability.RELEASED_FEATURES in kind.requires) == spec.features_released
-        and Capability.QUERIES not in kind.requires
-        and (Capability.GRADIENT_DEFENSE not in kind.requires or spec.defends_gradients)
-    }
-
-
-def _by_default() -> dict[str, AttackClass]:
+def default_attacks() -> dict[str, AttackClass]:
     """Return the attacks that need not be named to run; breaching's searches, which take hours, must be named."""
     return {name: kind for name, kind in installed_attacks().items() if not attack_declarations(kind).named_only}
-
-
-def _home(
-    attack: Attack | FeatureAttack,
-    spec: Specification,
-    base: Victim,
-    defense: Sequence[Defense | FeatureDefense | GradientDefense],
-    groups: dict[str, AttackGroup],
-) -> Victim:
-    """Return the first allowed block variant on which an attack may run; a variant that `groups` has is used again."""
-    if spec.features_released:
-        check_capabilities(attack, feature_capabilities(base.model, spec.public_limit, defense))
-        return base
-    blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
-    force = spec.force and spec.block != "auto"
-    refusal: PrivlabError | None = None
-    anywhere: frozenset[Capability] = frozenset()
-    for block in blocks:
-        try:
-            variant = groups[block].victim if block in groups else base.with_block(block)
-            grants = gradient_capabilities(variant.model, defense, spec.gradient_batch)
-            anywhere |= grants
-            check_capabilities(attack, grants, force=force, because=obstacles(base.model))
-            _check_released(attack, variant)
-        except PrivlabError as error:
-            refusal = error
-        else:
-            return variant
-    assert refusal is not None
-    # The error names only what no block grants.
-    check_capabilities(attack, anywhere, force=force, because=obstacles(base.model))
-    raise refusal
-
-
-def _check_released(attack: Attack | FeatureAttack, victim: Victim) -> None:
-    """Refuse an attack that reads the gradient of a parameter that the client freezes."""
-    frozen = [name for name in attack_declarations(attack).parameters if name in victim.model.frozen]
-    if frozen:
-        raise PrivlabError(f"Attack '{attack.name}' reads gradients of frozen parameters: {', '.join(frozen)}.")

@@ -1,4 +1,7 @@
-"""The grid of an experiment: every case with its cells and its images, and what of it a store still lacks."""
+"""The grid of an experiment: every case with its cells and its images, and what of it a store still lacks.
+
+This is where a killed run goes on: what it has is read from its records, and `missing` plans the rest.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

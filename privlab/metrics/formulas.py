@@ -12,7 +12,7 @@ from torch.nn.functional import avg_pool2d
 from privlab.base import PrivlabError
 from privlab.metrics.window import RADIUS, gaussian
 
-__all__ = ["FORMULAS", "Pair", "by", "check_shapes"]
+__all__ = ["FORMULAS", "Pair", "by", "check_shapes", "decibels"]
 
 _C1, _C2 = 0.01**2, 0.03**2
 _C_GMS = 170 / 255**2
@@ -83,8 +83,13 @@ def _mse(pair: Pair) -> Float[Tensor, " b"]:
     return pair.mse
 
 
+def decibels(error: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return the PSNR of a mean squared error of pixels in [0, 1], in dB: −10 log₁₀ MSE."""
+    return decibels(error)
+
+
 def _psnr(pair: Pair) -> Float[Tensor, " b"]:
-    return -10 * pair.mse.log10()
+    return decibels(pair.mse)
 
 
 def _psnr_affine(pair: Pair) -> Float[Tensor, " b"]:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, PrivlabWarning, check_name, with_plugins
-from privlab.metrics.formulas import FORMULAS, Pair, by, check_shapes
+from privlab.metrics.formulas import FORMULAS, Pair, by, check_shapes, decibels
 from privlab.metrics.lpips_backbones import (
     LPIPS_BACKBONES,
     LpipsUnavailable,
@@ -92,7 +92,7 @@ def psnr_region(
     if region.shape != x[:, 0].shape:
         raise PrivlabError(f"region must be {by(x[:, 0])}, as the images are. Found {by(region)}.")
     error = (pair.x - pair.y).square().mean(dim=1) * region
-    return -10 * (error.sum(dim=(1, 2)) / region.sum(dim=(1, 2))).log10()
+    return decibels(error.sum(dim=(1, 2)) / region.sum(dim=(1, 2)))
 
 
 def ssim(x: Float[Tensor, "b c h w"], y: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:

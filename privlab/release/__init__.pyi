@@ -30,7 +30,7 @@ from .recording import SessionRecorder as SessionRecorder
 from .recording import read_recording as read_recording
 from .recording import recorded_sessions as recorded_sessions
 from .residual import EXPLAINED_RESIDUAL as EXPLAINED_RESIDUAL
-from .residual import unlit as unlit
+from .residual import slots_without_gradient as slots_without_gradient
 from .updates import decay_of as decay_of
 from .updates import labels_of_signs as labels_of_signs
 from .updates import partial_training as partial_training

@@ -10,7 +10,7 @@ from privlab.base import full_precision
 from privlab.release.gradients import per_sample_gradients, released_parameters
 from privlab.threat import Feed, Observation
 
-__all__ = ["EXPLAINED_RESIDUAL", "residual", "unlit"]
+__all__ = ["EXPLAINED_RESIDUAL", "residual", "slots_without_gradient"]
 
 EXPLAINED_RESIDUAL = 0.05
 """The residual below which a released gradient is taken for that of the reconstruction (notes/gradients.md)."""
@@ -28,7 +28,7 @@ def residual(seen: Observation, images: Float[Tensor, "1 c h w"], label: int) ->
     """
     model, held = seen.model, seen.gradients
     feed = Feed.undefended(images, model.patch)
-    masked = unlit(seen)
+    masked = slots_without_gradient(seen)
     if masked.any():
         unknown = "unk_embed" in held and bool(held["unk_embed"].any())
         feed = replace(feed, masked_pe=masked[None], replacement="unknown" if unknown else "zero")
@@ -39,7 +39,7 @@ def residual(seen: Observation, images: Float[Tensor, "1 c h w"], label: int) ->
     return float(torch.as_tensor(off).sqrt() / sum(held[name].double().square().sum() for name in names) ** 0.5)
 
 
-def unlit(seen: Observation) -> Bool[Tensor, " n"]:
+def slots_without_gradient(seen: Observation) -> Bool[Tensor, " n"]:
     """Return the patch slots whose position embedding has no gradient."""
     height, width = seen.model.grid
     if "pos_embed" not in seen.gradients:

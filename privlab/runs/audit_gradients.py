@@ -33,8 +33,8 @@ from privlab.release import (
     labels_of_signs,
     observation,
     read_gradient_file,
+    slots_without_gradient,
     told_labels,
-    unlit,
     update_in,
 )
 from privlab.release.residual import residual
@@ -337,7 +337,7 @@ def _flags(
     if released.is_zero:
         return ["zero gradient: nothing was released, so nothing can be said of privacy"]
     found = []
-    masked, width = unlit(seen), base.model.vit.embed_dim
+    masked, width = slots_without_gradient(seen), base.model.vit.embed_dim
     if masked.all():
         found.append("position embeddings: their gradient is zero throughout, and closed forms have no equations")
     elif masked.any():

@@ -14,7 +14,7 @@ from privlab.base import PrivlabError, full_precision
 from privlab.evaluation import CONTROLS, Panel, Specification, Strip, learned_metrics, public_images
 from privlab.images import NamedImage, Others, Preprocessing, apart_from, nearest, open_images
 from privlab.metrics import Learned, psnr, score
-from privlab.release import EXPLAINED_RESIDUAL, effects_of, unlit
+from privlab.release import EXPLAINED_RESIDUAL, effects_of, slots_without_gradient
 from privlab.release.residual import residual
 from privlab.runs.audit_case import AuditCase
 from privlab.stores import RunDirectory, strip_name, strip_png
@@ -147,7 +147,7 @@ def as_fed(
     """
     proven = [(row["residual"], row["attack"], x) for row, x in made if x is not None and row.get("explained")]
     effects, pixels = effects_of(seen.model, seen.defense), scorer.named.pixels
-    if not proven or pixels is None or effects.patches != "kept" or effects.other or unlit(seen).any():
+    if not proven or pixels is None or effects.patches != "kept" or effects.other or slots_without_gradient(seen).any():
         return scorer, None
     proof, name, fed = min(proven, key=lambda each: each[0])
     found, tried = nearest(pixels, base.preprocessing, fed)

@@ -9,8 +9,8 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import MjpSubspace, PatchGradient, PatchGradientAdaptive
-from privlab.attacks.gradients.patch_gradient_adaptive import NoisyGradients, _improve, _objective, posterior
-from privlab.attacks.solvers import Smoothness
+from privlab.attacks.gradients.patch_gradient_adaptive import _improve, _objective
+from privlab.attacks.solvers import NoisyGradients, Smoothness, posterior
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp
 from privlab.metrics import psnr, psnr_region

@@ -9,6 +9,7 @@ from .flags import structure_cases as structure_cases
 from .formats import FORMATS as FORMATS
 from .formats import plain_data as plain_data
 from .formats import render as render
+from .latex import to_tex as to_tex
 from .leakage import Row as Row
 from .leakage import Score as Score
 from .leakage import bootstrap as bootstrap
@@ -38,4 +39,3 @@ from .summary import missing_metrics as missing_metrics
 from .summary import shown_metrics as shown_metrics
 from .summary import summarise as summarise
 from .summary import verdicts as verdicts
-from .tex import to_tex as to_tex

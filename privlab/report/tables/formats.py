@@ -14,26 +14,14 @@ from rich.text import Text
 
 from privlab.base import check_name
 from privlab.grids import KNOWN, Layout
+from privlab.report.tables.latex import latex_table
 from privlab.report.tables.leakage import Row
 from privlab.report.tables.per_image import BOUND
 from privlab.report.tables.sheet import Caption, Cell, Sheet, behind, figure_text, heading, images, row_name
-from privlab.report.tables.tex import to_tex
 
 __all__ = ["FORMATS", "Caption", "figure_text", "heading", "plain_data", "render", "to_rich"]
 
 FORMATS = ("latex", "csv", "markdown", "json")
-
-_DOCUMENT = r"""\documentclass{article}
-\usepackage{booktabs,graphicx}
-\usepackage[paperwidth=210mm,paperheight=%(height)dmm,margin=15mm]{geometry}
-\pagestyle{empty}
-\begin{document}
-\noindent\textbf{%(title)s}\par\bigskip
-\noindent\footnotesize
-\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%%
-%(tabular)s}
-%(notes)s\end{document}
-"""
 
 _NO_CAPTION = Caption()
 
@@ -55,44 +43,8 @@ def render(
     """
     check_name("format", form, FORMATS)
     if form == "latex":
-        return _latex(rows, layout, caption, standalone=standalone)
+        return latex_table(rows, layout, caption, standalone=standalone)
     return {"markdown": _markdown_table, "json": _json, "csv": _csv}[form](rows, layout, caption)
-
-
-def _latex(rows: Sequence[Row], layout: Layout, caption: Caption, *, standalone: bool) -> str:
-    r"""Return a tabular for \input, which needs booktabs, and its notes; or a whole document of one page that fits it.
-
-    Each case has a line, and its rows follow below; means and intervals have columns of their own, so that they align.
-    Only a whole document shows the caption's title.
-    """
-    sheet = Sheet(rows, layout, caption)
-    heads = "".join(rf" & \multicolumn{{2}}{{c}}{{{to_tex(heading(name))}}}" for name in layout.columns)
-    across = rf"\multicolumn{{{2 + 2 * len(layout.columns)}}}{{@{{}}l@{{}}}}"
-    pairs = r"r@{\,}l" * len(layout.columns)
-    lines = [rf"\begin{{tabular}}{{@{{}}lr{pairs}@{{}}}}"]
-    lines += [r"\toprule", rf" & images{heads} \\"]
-    above = "head"
-    for kind, row in sheet.lines():
-        if above == "head" or kind == "group":
-            lines.append(r"\midrule")
-        elif kind == "case" and above == "row":
-            lines.append(r"\addlinespace")
-        if kind == "row":
-            name = to_tex(row_name(row, layout)) + _tex_mark(sheet.mark(row))
-            cells = [rf"\quad {name}", to_tex(images(row)), *(_tex_cell(*cell) for cell in sheet.cells(row))]
-            lines.append(" & ".join(cells) + r" \\")
-        else:
-            text = rf"\textit{{{_tex_text(row.group or '')}}}" if kind == "group" else _tex_text(row.label)
-            lines.append(rf"{across}{{{text}}} \\")
-        above = kind
-    tabular = "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
-    notes = "".join(rf"\noindent{_tex_mark(mark)} {_tex_text(text)}\par" + "\n" for mark, text in sheet.notes())
-    notes = "\\par\\smallskip{\\footnotesize\\raggedright\n" + notes + "}\n" if notes else ""
-    if not standalone:
-        return f"{tabular}\n{notes}"
-    height = 50 + 4 * (len(lines) + sum(1 + len(text) // 90 for _, text in sheet.notes()))
-    parts = {"height": max(297, height), "title": to_tex(caption.title) or "~", "tabular": tabular, "notes": notes}
-    return _DOCUMENT % parts
 
 
 def _markdown_table(rows: Sequence[Row], layout: Layout, caption: Caption) -> str:
@@ -246,22 +198,3 @@ def plain_data(value: object) -> object:
 def _markdown(text: str) -> str:
     """Escape characters that Markdown or HTML would read as markup."""
     return re.sub(r"([\\`*_{}\[\]<>#|~$&])", r"\\\1", " ".join(text.split()))
-
-
-def _tex_text(text: str) -> str:
-    """Return a line as LaTeX; "gamma" in a case's label, as experiments spell it, is printed as γ."""
-    return to_tex(re.sub(r"\bgamma\b(?=[ =]+[\d.])", "γ", text))
-
-
-def _tex_cell(mean: str, interval: str, bold: bool) -> str:
-    mean, interval = (re.sub(r"e([+-])0?(\d+)$", _tex_power, to_tex(figure)) for figure in (mean, interval))
-    mean = rf"\textbf{{\boldmath {mean}}}" if bold else mean
-    return f"{mean} & " + (rf"\scriptsize$\pm$\,{interval}" if interval else "")
-
-
-def _tex_power(found: re.Match[str]) -> str:
-    return rf"$\cdot10^{{{found[1].lstrip('+')}{found[2]}}}$"
-
-
-def _tex_mark(mark: str) -> str:
-    return rf"\textsuperscript{{{mark}}}" if mark else ""

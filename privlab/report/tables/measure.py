@@ -9,7 +9,8 @@ import pandas as pd
 from privlab.evaluation import CONTROL
 from privlab.grids import KNOWN
 from privlab.metrics import MIRRORED, STRUCTURE
-from privlab.report.tables.leakage import Score, bootstrap
+from privlab.report.bootstrap import bootstrap
+from privlab.report.tables.leakage import Score
 from privlab.report.tables.sheet import figure_text, unit_of
 
 __all__ = ["Measure", "measure", "structure"]

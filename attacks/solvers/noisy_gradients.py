@@ -1,0 +1,92 @@
+"""Released gradients of the patch embedding that are noisy, lack entries, or are rounded."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from privlab.attacks.solvers.ridge import RTOL
+from privlab.threat import GradientDefense, Observation
+
+__all__ = ["NoisyGradients", "posterior"]
+
+_LEAST_VARIANCE_RATIO = 1e-4
+"""The least error variance of one of the two gradients, relative to that of the other."""
+
+
+@dataclass(frozen=True, eq=False)
+class NoisyGradients:
+    """Ã = A + E₁ and G̃ = Aᵀ X + E₂, with the variances of the entries of E₁ (`pe`) and E₂ (`weight`).
+
+    An entry is missing if it was released as zero but may be another number, of absolute value up to `edge`; `edge` is
+    zero for all other entries.
+    """
+
+    A: Float[Tensor, "b n d"]
+    G: Float[Tensor, "b d k"]
+    noise_pe: Float[Tensor, "b 1 1"]
+    noise_weight: Float[Tensor, "b 1 1"]
+    edge_pe: Float[Tensor, "b n d"]
+    edge_weight: Float[Tensor, "b d k"]
+
+    @classmethod
+    def of(cls, seen: Observation) -> "NoisyGradients":
+        """Return the release of an observation; the variances of several defenses add up."""
+        height, width = seen.model.grid
+        names = ("pos_embed", "patch_embed.proj.weight")
+        released = {name: seen.gradients[name] for name in names}
+        variances = {name: torch.zeros_like(g, dtype=torch.float64) for name, g in released.items()}
+        for part in seen.defense:
+            if isinstance(part, GradientDefense):
+                for name, added in part.variance(released).items():
+                    variances[name] += added
+        (A, vA), (G, vG) = ((released[name].double(), variances[name]) for name in names)
+        A, vA = (t.squeeze(1)[:, -height * width :] for t in (A, vA))
+        G, vG = G.flatten(2), vG.flatten(2)
+        noise_pe, noise_weight = vA.mean((1, 2), keepdim=True), vG.mean((1, 2), keepdim=True)
+        rounding = G.square().mean((1, 2), keepdim=True) * RTOL**2
+        least = torch.maximum(_LEAST_VARIANCE_RATIO * torch.maximum(noise_pe, noise_weight), rounding)
+        least = least.clamp_min(torch.finfo(torch.float64).tiny)
+        edges = (torch.where(t == 0, (3 * v).sqrt(), 0) for t, v in ((A, vA), (G, vG)))
+        return cls(A, G, noise_pe.maximum(least), noise_weight.maximum(least), *edges)
+
+    @property
+    def silent_slots(self) -> Bool[Tensor, "b n"]:
+        """Return the slots whose row of Ã is zero, or no larger than its noise: under MJP, those that are masked.
+
+        The mean square of D entries of noise is above Var E₁ · (1 + 4 √(2/D)) in one of ten thousand rows.
+        """
+        heard = (self.A != 0).to(self.A).mean(2)  # the share of entries with noise; missing ones have none
+        least = self.noise_pe[..., 0] * heard * (1 + 4 * (2 / self.A.shape[2]) ** 0.5)
+        return (self.A == 0).all(2) | ((self.A.square().mean(2) <= least) & (self.edge_pe == 0).all(2))
+
+    @property
+    def ratio(self) -> Float[Tensor, "b 1 1"]:
+        """Return ρ = Var E₁ / Var E₂."""
+        return self.noise_pe / self.noise_weight
+
+    def complete(self, X: Float[Tensor, "b n k"]) -> "NoisyGradients":
+        """Return the release with its missing entries computed from A and X, clipped to their known bounds."""
+        A = posterior(self.A, self.G, X, self.ratio)
+        missing_A, missing_G = self.edge_pe > 0, self.edge_weight > 0
+        return replace(
+            self,
+            A=torch.where(missing_A, A.clamp(-self.edge_pe, self.edge_pe), self.A),
+            G=torch.where(missing_G, (A.mT @ X).clamp(-self.edge_weight, self.edge_weight), self.G),
+        )
+
+
+def posterior(
+    A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], X: Float[Tensor, "b n k"], ratio: Float[Tensor, "b 1 1"]
+) -> Float[Tensor, "b n d"]:
+    """Return the A that explains Ã and G̃ best, given X: the minimiser of ‖Ã − A‖² + ρ ‖G̃ − Aᵀ X‖².
+
+    Args:
+        A: Ã, the released ∂ℓ/∂E_pos of the patch slots.
+        G: G̃, the released ∂ℓ/∂W of the patch embedding, D × K for each image.
+        X: normalised patches.
+        ratio: ρ = Var E₁ / Var E₂, the ratio of the error variances of the two gradients, > 0.
+    """
+    eye = torch.eye(X.shape[1], dtype=X.dtype, device=X.device)
+    return torch.linalg.solve(eye + ratio * X @ X.mT, A + ratio * X @ G.mT)
