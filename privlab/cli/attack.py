@@ -76,10 +76,8 @@ __all__ = ["attack"]
 @click.option("--public", multiple=True, default=("samples",), show_default=True, help="Images that the adversary has.")
 @click.option("--public-limit", type=click.IntRange(min=1), default=200, show_default=True, help="How many of them.")
 @click.option("--embedding", metavar="timm:NAME@FILE", help="Network of the metric f_sim, with its weights.")
-@click.option("--gamma", type=float, default=0.27, show_default=True, help="γ: share of the patches that is shuffled.")
-@click.option(
-    "--masked-pe", default="unknown", show_default=True, help="PE at shuffled slots under MJP: unknown, none or slot."
-)
+@click.option("--gamma", type=float, help="γ: share of the patches that is shuffled.  [default: the defense's, 0.27]")
+@click.option("--masked-pe", help="PE at shuffled slots under MJP: unknown, none or slot.  [default: unknown]")
 @click.option(
     "--images", multiple=True, default=("samples",), show_default=True,
     help="samples, a folder, files (repeat the option), torchvision:NAME or hf:NAME.",

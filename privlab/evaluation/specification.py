@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, configure, read_options, unknown_name
@@ -65,8 +66,8 @@ class Specification:
     block: str = "auto"
     img_size: int | None = None
     defense: str = "auto"
-    gamma: float = 0.27
-    masked_pe: str = "unknown"
+    gamma: float | None = None
+    masked_pe: str | None = None
     images: tuple[str, ...] = ("samples",)
     limit: int | None = None
     every: int | None = None
@@ -126,7 +127,7 @@ class Specification:
             if getattr(self, name) < 1:
                 raise PrivlabError(f"{name} must be a positive number. Found {getattr(self, name)}.")
         check_choice(self.limit, self.every, self.offset, self.manifest)
-        Mjp(gamma=self.gamma, masked_pe=self.masked_pe)
+        Mjp(**_jigsaw_options(self, Mjp))
         self._check_options()
         self._check_release()
 
@@ -217,8 +218,13 @@ def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
 def part_of(name: str, spec: Specification) -> Defense | FeatureDefense | GradientDefense:
     """Return a defense with its options, by its name."""
     kind = defenses()[name]
-    given = {f.name for f in fields(kind)} & {"gamma", "masked_pe"}
-    return configure(kind, spec.options, {name: getattr(spec, name) for name in given})
+    return configure(kind, spec.options, _jigsaw_options(spec, kind))
+
+
+def _jigsaw_options(spec: Specification, kind: type) -> dict[str, Any]:
+    """Return γ and `masked_pe` where the run states them and the defense has them; else its own defaults hold."""
+    given = {"gamma": spec.gamma, "masked_pe": spec.masked_pe}
+    return {f.name: given[f.name] for f in fields(kind) if given.get(f.name) is not None}
 
 
 def admissions(spec: Specification) -> list[str]:

@@ -85,7 +85,7 @@ def _mse(pair: Pair) -> Float[Tensor, " b"]:
 
 def decibels(error: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
     """Return the PSNR of a mean squared error of pixels in [0, 1], in dB: −10 log₁₀ MSE."""
-    return decibels(error)
+    return -10 * error.log10()
 
 
 def _psnr(pair: Pair) -> Float[Tensor, " b"]:
@@ -94,7 +94,7 @@ def _psnr(pair: Pair) -> Float[Tensor, " b"]:
 
 def _psnr_affine(pair: Pair) -> Float[Tensor, " b"]:
     error = torch.minimum((pair.fitted - pair.y).square().mean(dim=_CHW), pair.mse)  # no fit is worse but by rounding
-    return -10 * error.log10()
+    return decibels(error)
 
 
 def _correlation(pair: Pair) -> Float[Tensor, " b"]:

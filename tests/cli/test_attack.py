@@ -184,9 +184,9 @@ def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: P
     assert done.status == 0
     why = "undefined where a reconstruction or its image is black"
     assert f"fft2d_mjp: n/a (for 8 of 32 records: {why})" in done.out
-    assert f"fft2d_mjp is n/a for some pictures: {why}." in " ".join(done.err.split())
+    assert f"fft2d_mjp is n/a for some images: {why}." in " ".join(done.err.split())
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert f"fft2d_mjp is n/a for some pictures: {why}." in facts["warnings"]
+    assert f"fft2d_mjp is n/a for some images: {why}." in facts["warnings"]
     assert attack("--metrics", "psnr", "--overwrite").out.count("fft2d") == 0
 
 
