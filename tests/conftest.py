@@ -1,5 +1,6 @@
 """What several tests need: tiny models, photographs, and where trained weights and more photographs may be."""
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -143,3 +144,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Let forked children collect no garbage of this process: what it is about may have a thread that they lack."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -56,6 +56,7 @@ class Breaching:
     requires: ClassVar[frozenset[Capability]] = _ONE_IMAGE
     parameters: ClassVar[tuple[str, ...]] = ("*",)
     named_only: ClassVar[bool] = True
+    search: ClassVar[bool] = True
     obstacle: ClassVar[str] = ""
 
     config: tuple[tuple[str, Scalar], ...] = ()

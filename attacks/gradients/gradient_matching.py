@@ -87,6 +87,7 @@ class GradientMatching:
     knows: ClassVar[frozenset[str]] = frozenset({"mjp", "gradient-pruning"})
     parameters: ClassVar[tuple[str, ...]] = ("*",)
     named_only: ClassVar[bool] = True
+    search: ClassVar[bool] = True
 
     objective: str = "cosine"
     optimiser: str = "lbfgs"

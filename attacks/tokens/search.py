@@ -28,6 +28,7 @@ class TokenSearch:
     """
 
     name: ClassVar[str]
+    search: ClassVar[bool] = True
 
     starts: int = 24
     rounds: int = 60

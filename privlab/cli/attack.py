@@ -25,8 +25,8 @@ from privlab.cli.common import (
     plain,
     print_json,
     print_table,
-    progress_bar,
 )
+from privlab.cli.live import engine_of, engine_options, run_display
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -99,6 +99,7 @@ __all__ = ["attack"]
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--batch-size", default="auto", show_default=True, help="Images at a time: auto or a number.")
+@engine_options("Processes: auto or a number; auto is one a core if attacks search.", "auto")
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/TIME-MODEL-SETTING]")
 @click.option("--overwrite", is_flag=True, help="Let an earlier run in --out give way.")
 @click.option("--strips/--no-strips", default=True, show_default=True, help="Write one PNG per image.")
@@ -117,6 +118,12 @@ def attack(
     geometry: str,
     device: str,
     batch_size: str,
+    workers: str,
+    engine: str,
+    ray_address: str | None,
+    task_cpus: float,
+    task_gpus: float,
+    quiet: bool,
     out: Path | None,
     overwrite: bool,
     strips: bool,
@@ -141,6 +148,7 @@ def attack(
         KNOWN,
         apart_lines,
         flag_lines,
+        lead_metric,
         plain_data,
         shown_metrics,
         summarise,
@@ -152,10 +160,11 @@ def attack(
     options |= {"public": public, "options": options_}
     spec = specify(model, setting, attack=attack, images=images, metrics=metrics, **options)
     check_geometry(geometry, spec)
+    where = engine_of(engine, workers, ray_address, task_cpus, task_gpus)
     path = out or begun_directory(spec, "run", overwrite=overwrite) or _new_directory(spec.models, spec.settings)
     search = ", a search of gradient-matching too" if "gradient-matching" in (spec.attacks or ()) else ""
     go_on = f"The same command goes on where it was{search}."
-    with interruptible(lambda: kept(path, go_on)), progress_bar("attacking") as progress:
+    with interruptible(lambda: kept(path, go_on)), run_display(lead_metric(spec.metrics), quiet=quiet) as shown:
         outcome = execute(
             spec,
             device=device,
@@ -164,14 +173,16 @@ def attack(
             overwrite=overwrite,
             strips=strips,
             command=command_line(context),
-            progress=progress,
+            engine=where,
+            warn=shown.warn,
+            progress=shown.progress,
         )
     table = summarise(outcome.records, spec.metrics, geometry)
     found = flags(outcome.records, spec.metrics, geometry)
     told = members(outcome.records, spec.metrics, geometry)
     lead, cells = _judged(path, geometry)
     for message in outcome.warnings:
-        err.print(f"Warning: {message}", style="yellow", markup=False)
+        shown.warn(message)
     if as_json:
         print_json(
             {

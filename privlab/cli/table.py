@@ -1,14 +1,12 @@
 """`privlab table`: it runs an experiment and prints its table."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from privlab.base import PrivlabError
@@ -25,10 +23,11 @@ from privlab.cli.common import (
     print_json,
     print_table,
 )
+from privlab.cli.live import engine_options, run_display
 from privlab.cli.store import warned
 
 if TYPE_CHECKING:
-    from privlab.grids import Grid, Options, Result, Task
+    from privlab.grids import Grid, Options, Task
     from privlab.report.tables import Results
 
 __all__ = ["table"]
@@ -52,11 +51,7 @@ FORMATS = ("latex", "csv", "markdown", "json")
 @click.option("--lpips-weights", help="File or folder with LPIPS backbones.")
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Override the file; repeat it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory of the run.  [default: runs/NAME]")
-@click.option("--workers", type=int, default=1, show_default=True, help="Processes.")
-@click.option("--engine", default="local", show_default=True, help="local or ray.")
-@click.option("--ray-address", help="A running cluster: auto, HOST:PORT or ray://….  [default: one is started here]")
-@click.option("--task-cpus", type=float, default=1.0, show_default=True, help="With ray: cores of a task.")
-@click.option("--task-gpus", type=float, default=0.0, show_default=True, help="With ray: GPUs of a task.")
+@engine_options("Processes.", 1)
 @click.option("--shard", default="1/1", show_default=True, metavar="I/N", help="Run one of N shares of the images.")
 @click.option("--chunk", type=int, default=16, show_default=True, help="Images of a task.")
 @click.option("--pictures", type=click.IntRange(min=0), default=100, show_default=True, help="Keep PNGs of N images.")
@@ -95,7 +90,7 @@ def table(
         with warned():
             _show_plan(*prepare(parsed, path, how), as_json=as_json, measure=measure)
         return 0
-    from privlab.report.tables import load_results  # a plan does not need it, and its imports take seconds
+    from privlab.report.tables import lead_metric, load_results  # a plan does not need it, and its imports take seconds
     from privlab.stores import RunDirectory
 
     with warned():
@@ -105,12 +100,17 @@ def table(
         grid, tasks = prepare(parsed, path, how)
     run = RunDirectory.create(path, resume=True)
     command = command_line(click.get_current_context())
-    with interruptible(lambda: kept(path)), _progress(how) as progress:
+    metric = lead_metric(parsed.layout.columns)
+    with interruptible(lambda: kept(path)), run_display(metric, quiet=options["quiet"]) as shown:
         messages = fill(
-            grid, tasks, run, how, command=command, say=lambda line: err.print(line, markup=False), progress=progress
+            *(grid, tasks, run, how),
+            command=command,
+            say=lambda line: err.print(line, markup=False),
+            warn=shown.warn,
+            progress=shown.progress,
         )
     for message in messages:
-        err.print(f"Warning: {message}", style="yellow", markup=False)
+        shown.warn(message)
     with warned():
         results = load_results(path)
     return _print_results(results, "json" if as_json else format_, standalone, all_attacks, other)
@@ -132,41 +132,6 @@ def _options(given: dict[str, Any]) -> "Options":
         share=Share(int(number), int(count)),
         retry_failed=given["retry_failed"],
     )
-
-
-@contextmanager
-def _progress(how: "Options") -> Iterator[Any]:
-    """Show the progress of the whole run and of each worker on standard error."""
-    columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
-        *(TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()),
-    )
-    bar = Progress(*columns, console=err, speed_estimate_period=600)
-    whole = bar.add_task("images", total=None, speed="")
-    workers: dict[str, Any] = {}
-    several = how.engine.workers > 1 or how.engine.name == "ray"
-
-    def show(done: int, total: int, last: "Result | None") -> None:
-        if not total:
-            return  # no cell was missing
-        bar.start()
-        bar.update(whole, completed=done, total=total)
-        if last is None or not several:
-            return
-        name = last.worker
-        if name not in workers:
-            workers[name] = bar.add_task(f"worker {len(workers) + 1} ({name})", total=0, speed="")
-        images = len(last.task.images)
-        share = (total - done) / len(workers)  # of the remaining images
-        finished = bar.tasks[bar.task_ids.index(workers[name])].completed + images
-        speed = f"{images / last.seconds:.2f}/s" if last.seconds else ""
-        bar.update(workers[name], completed=finished, total=finished + share, speed=speed)
-
-    try:
-        yield show
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 def _show_plan(grid: "Grid", tasks: Sequence["Task"], *, as_json: bool, measure: bool) -> None:

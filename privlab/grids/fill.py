@@ -119,6 +119,7 @@ def fill(
     command: str | None = None,
     stated: Mapping[str, Any] = MappingProxyType({}),
     say: Callable[[str], object] = lambda line: None,
+    warn: Callable[[str], object] = lambda message: None,
     progress: TaskProgress = lambda done, total, last: None,
 ) -> tuple[str, ...]:
     """Run the tasks, write the records and files of each as soon as it is finished, and return the warnings.
@@ -132,6 +133,7 @@ def fill(
         stated: what `run.json` states besides; a run of `privlab attack` has a "specification" and "victims", and only
             one that states the same goes on.
         say: called with each message for the user, such as that a worker has died.
+        warn: called with each warning as soon as it is known; those of an earlier part of the run come first.
         progress: called with (images done, images in all, last result); once before the first result, with None.
 
     Raises:
@@ -150,6 +152,8 @@ def fill(
         messages += [message for message in earlier["warnings"] if message not in messages]
         if not tasks and earlier["status"] == "finished" and earlier | known == earlier:
             return tuple(messages)
+    for message in messages:
+        warn(message)
     facts |= machine_facts(command, pick_device(options.device))
     facts |= {"engine": options.engine.name, "workers": options.engine.workers}
     tasks = joined(tasks)
@@ -161,7 +165,10 @@ def fill(
             for name, content in result.files.items():  # before its record, which says that its image files exist
                 run.write_file(name, content)
             run.store.add(result.rows)
-            messages += [message for message in result.messages if message not in messages]
+            for message in dict.fromkeys(result.messages):
+                if message not in messages:
+                    messages.append(message)
+                    warn(message)
             done += len(result.task.images)
             progress(done, total, result)
     return tuple(messages)

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from privlab.attacks import attacks
-from privlab.base import PrivlabError, PrivlabWarning, Progress, collect_warnings, options_of, pick_device, unknown_name
+from privlab.base import PrivlabError, PrivlabWarning, collect_warnings, options_of, pick_device, unknown_name
 from privlab.defenses import defenses
 from privlab.evaluation import COLUMNS, AttackGroup, Specification, defense_of, plan, uncached, victim_of
 from privlab.grids import (
     KNOWN,
     Case,
+    Engine,
     Experiment,
     Layout,
     Options,
@@ -31,11 +32,14 @@ from privlab.grids import (
     papers_attack,
     run_tasks,
 )
-from privlab.grids.fill import fill
+from privlab.grids.fill import TaskProgress, fill
 from privlab.stores import RunDirectory
+from privlab.threat import attack_declarations
 from privlab.victims import Victim, check_plain, victim
 
 __all__ = ["Outcome", "attack", "execute", "experiment_of", "facts_of", "specify", "status_of", "unfinished"]
+
+IN_PROCESS = Engine()
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
@@ -180,7 +184,9 @@ def execute(
     overwrite: bool = False,
     strips: bool = True,
     command: str | None = None,
-    progress: Progress = lambda done, total: None,
+    engine: Engine | None = IN_PROCESS,
+    warn: Callable[[str], object] = lambda message: None,
+    progress: TaskProgress = lambda done, total, last: None,
 ) -> Outcome:
     """Check everything, run the attacks, and return the outcome; with `out`, what is finished is on disk at any moment.
 
@@ -197,7 +203,10 @@ def execute(
         overwrite: whether an earlier run in `out` is replaced.
         strips: whether strips of images are written to `out`, of the first draw.
         command: the command line, for `run.json`.
-        progress: called after each batch with (images done, images in all), counted over all victims and draws.
+        engine: where tasks run; None for as many processes as there are threads if attacks search on a CPU.
+        warn: called with each warning as soon as it is known.
+        progress: called with (images done, images in all, last result), counted over all victims and draws; once before
+            the first result, with None.
 
     Raises:
         PrivlabError: before anything is run, if a part does not exist or does not fit; while it runs, if the run
@@ -216,22 +225,30 @@ def execute(
         grid = lay_out(experiment_of(spec, bases, groups, path), place, bases[0] if own is not None else None)
     messages += [message for message in grid.messages if message not in messages]
     grid = replace(grid, messages=tuple(messages))
-    chunk = batch_size or images_at_a_time(place)
+    declared = [attack_declarations(attack) for of_base in groups for group in of_base for attack in group.attacks]
+    search = any(attack.search for attack in declared)
+    chunk = batch_size or (1 if search else images_at_a_time(place))
     how = Options(device=device, batch_size=batch_size, chunk=chunk, pictures=0, strips=strips and path is not None)
-    if path is None:
-        results = [*run_tasks(joined(lacking(grid, None, how)), how.engine, print)]
+    run = None if path is None else RunDirectory.create(path, overwrite=overwrite, resume=not overwrite)
+    tasks = joined(lacking(grid, path, how))
+    if engine is None:  # searches of several images gain more from the cores than the products within one image
+        alone = place.type != "cpu" or not search or any(attack.named_only for attack in declared)
+        engine = Engine(workers=1 if alone else max(1, min(torch.get_num_threads(), len(tasks))))
+    if run is None:
+        results = [*run_tasks(tasks, engine, print)]
         messages += [message for result in results for message in result.messages if message not in messages]
         records = pa.concat_tables([COLUMNS.empty_table(), *(result.rows for result in results)]).to_pandas()
         return Outcome(spec, records, tuple(bases), tuple(messages), grid.missing, None)
-    run = RunDirectory.create(path, overwrite=overwrite, resume=not overwrite)
     told = fill(
         grid,
-        lacking(grid, path, how),
+        tasks,
         run,
-        how,
+        replace(how, engine=engine),
         command=command,
         stated=facts_of(spec, bases, groups),
-        progress=lambda done, total, _: progress(done, total),
+        say=warn,
+        warn=warn,
+        progress=progress,
     )
     records = run.store.frame()
     own_cells = {cell for job in grid.jobs for cell in job.cells.values()}

@@ -31,6 +31,8 @@ class AttackDeclarations:
         parameters: the gradients that the attack reads, "*" for all; attacks on features read none.
         if_released: further gradients that it reads if they are released.
         knows: the defenses that it takes into account, by their kinds or names.
+        search: whether it searches, for seconds an image or longer; images are then attacked one at a time, so that
+            each is on disk as soon as it is scored.
         named_only: whether it runs only if it is asked for by name.
         stands_in_for: names of attacks; without being named, it runs only if none of them does.
         places: whether it puts loose patches in order itself.
@@ -42,6 +44,7 @@ class AttackDeclarations:
     parameters: tuple[str, ...] = ()
     if_released: tuple[str, ...] = ()
     knows: frozenset[str] = frozenset()
+    search: bool = False
     named_only: bool = False
     stands_in_for: tuple[str, ...] = ()
     places: bool = False

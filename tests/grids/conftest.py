@@ -200,15 +200,6 @@ def rows() -> Callable[[Path], int]:
     return lambda path: len(Store(path).read(["image"]))
 
 
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    """Let forked children collect no garbage of this process: what it is about may have a thread that they lack."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.fixture(scope="session")
 def forked() -> Iterator[Callable[..., int]]:
     """Run `privlab` in a child that this process forks, warm; return its process id. Its output goes to a file.

@@ -23,6 +23,7 @@ from .per_image import WORST as WORST
 from .per_image import attack_label as attack_label
 from .per_image import lead_metric as lead_metric
 from .per_image import leakiest_geometries as leakiest_geometries
+from .per_image import sign_of as sign_of
 from .per_image import worst_case as worst_case
 from .power import PowerVerdict as PowerVerdict
 from .power import power_of as power_of
