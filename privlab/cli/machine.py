@@ -105,6 +105,14 @@ def bench_split(as_json: bool, **options: Any) -> None:  # noqa: ANN401
     _run("split", as_json, options)
 
 
+@bench.command("startup")
+@_repeats(5, _ROUNDS)
+@common
+def bench_startup(as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Measure what help, a mistyped name and the start of an attack cost against importing torch and timm."""
+    _run("startup", as_json, options)
+
+
 @bench.command("table")
 @click.option("--model", type=VICTIM, default="deit_s", show_default=True, help="The victim of what is timed.")
 @click.option("--images", "n_images", type=click.IntRange(min=2), default=40, show_default=True, help="Images timed.")
