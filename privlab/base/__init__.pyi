@@ -1,3 +1,4 @@
+from .assignment import linear_sum_assignment as linear_sum_assignment
 from .environment import commit as commit
 from .environment import hardware as hardware
 from .environment import pick_device as pick_device
