@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, linear_sum_assignment
 from privlab.patches import patchify, unpatchify
 from privlab.threat import RowOrder
 from privlab.victims import VictimModel

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, reassemble, undone
+from privlab.base import linear_sum_assignment
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["ClassTokenKey"]

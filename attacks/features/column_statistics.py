@@ -5,11 +5,10 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from privlab.attacks.rows import WHITE_BOX, effects, reassemble, undone
-from privlab.base import check_range
+from privlab.base import check_range, linear_sum_assignment
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["ColumnStatistics"]

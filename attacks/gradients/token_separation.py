@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy.optimize import linear_sum_assignment
 from timm.models.vision_transformer import Block
 from torch import Tensor
 
@@ -40,7 +39,7 @@ from privlab.attacks.tokens import (
     sharpen_patches,
     slots_of_tokens,
 )
-from privlab.base import PrivlabError, PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, linear_sum_assignment
 from privlab.threat import Capability, Observation, Reconstruction
 from privlab.victims import VictimModel
 

@@ -4,10 +4,9 @@ import warnings
 
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.base import PrivlabError, PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, linear_sum_assignment
 from privlab.patches import restore_features
 from privlab.release import effects_of
 from privlab.threat import Capability, Effects, FeatureObservation, RowOrder

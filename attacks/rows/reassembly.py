@@ -3,12 +3,11 @@
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 from torch import Generator, Tensor
 
 from privlab.attacks.rows.placement import effects, known_tokens, patch_law, place_rows, row_costs, undone
 from privlab.attacks.solvers import invert_rows
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, linear_sum_assignment
 from privlab.patches import patchify
 from privlab.reassembly import FLOOR, ROUNDS, PositionPredictor, assemble, border_cost
 from privlab.reassembly.border_costs import border_costs

@@ -2,13 +2,13 @@
 
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 from timm.models.vision_transformer import Attention, Block
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from privlab.attacks.rows import known_tokens
 from privlab.attacks.tokens.slots import Linear, Slots, projection
+from privlab.base import linear_sum_assignment
 from privlab.victims import VictimModel
 
 __all__ = ["by_image", "group_patches", "memberships"]

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy.optimize import linear_sum_assignment
 from timm.models.vision_transformer import Attention, Block
 from torch import Tensor, nn
 
 from privlab.attacks.rows import known_tokens
 from privlab.attacks.solvers import conjugate_gradients
 from privlab.attacks.tokens.equations import UNIT_ROUNDOFF, Mlp, Near, normalise
+from privlab.base import linear_sum_assignment
 from privlab.patches import patchify
 from privlab.reassembly import assemble
 from privlab.reassembly.border_costs import border_costs

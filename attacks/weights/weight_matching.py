@@ -24,10 +24,9 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, linear_sum_assignment
 from privlab.keys import VIT, ModelKey, ModelShape, WeightLayout
 from privlab.threat import Capability
 

@@ -15,12 +15,11 @@ from typing import Any
 import pandas as pd
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.functional import to_pil_image
 
-from privlab.base import draw_for, write_whole
+from privlab.base import draw_for, linear_sum_assignment, write_whole
 from privlab.experiments.studies.data import write_facts, write_tables
 from privlab.experiments.studies.position_embeddings import attention_weights
 from privlab.images import open_images

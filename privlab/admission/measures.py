@@ -8,9 +8,9 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from privlab.base import linear_sum_assignment
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Feed
 from privlab.victims import VictimModel

@@ -1,3 +1,4 @@
+from .assignment import linear_sum_assignment as linear_sum_assignment
 from .environment import commit as commit
 from .environment import hardware as hardware
 from .environment import pick_device as pick_device
@@ -8,6 +9,7 @@ from .errors import check_range as check_range
 from .errors import first as first
 from .errors import unknown_name as unknown_name
 from .files import UNFINISHED as UNFINISHED
+from .files import read_text as read_text
 from .files import sha256_of as sha256_of
 from .files import sync as sync
 from .files import unwritable as unwritable
@@ -16,6 +18,7 @@ from .options import configure as configure
 from .options import options_of as options_of
 from .options import read_numbers as read_numbers
 from .options import read_options as read_options
+from .plugins import Registry as Registry
 from .plugins import with_plugins as with_plugins
 from .precision import full_precision as full_precision
 from .progress import Progress as Progress

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from privlab.base.errors import PrivlabError
 
-__all__ = ["UNFINISHED", "sha256_of", "sync", "unwritable", "write_whole"]
+__all__ = ["UNFINISHED", "read_text", "sha256_of", "sync", "unwritable", "write_whole"]
 
 UNFINISHED = ".tmp-"
 """How the name of a file begins that is being written."""
@@ -74,6 +74,23 @@ def unwritable(path: Path, error: OSError) -> PrivlabError:
         return PrivlabError(f"No space left on the device of '{path}'. What was finished before stays readable.")
     reason = os.strerror(error.errno) if error.errno else error  # Arrow's own words are long
     return PrivlabError(f"'{path}' cannot be written: {reason}. Give another --out.")
+
+
+def read_text(path: Path, what: str) -> str:
+    """Return the text of a file in UTF-8.
+
+    Args:
+        path: path of the file.
+        what: the word for it in the error, such as "experiment".
+
+    Raises:
+        PrivlabError: if there is no such file, or it cannot be read.
+    """
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PrivlabError(f"Cannot read the {what} '{path}': {reason}.") from None
 
 
 def sha256_of(path: Path) -> str:

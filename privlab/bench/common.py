@@ -20,12 +20,16 @@ __all__ = ["Bench", "median_seconds", "peak_memory", "sample_images", "time_stag
 
 @dataclass(frozen=True)
 class Bench:
-    """Ratios and other figures with their targets ("≤ 0.75"), and the medians from which they were computed."""
+    """Ratios and other figures with their targets ("≤ 0.75"), and the medians from which they were computed.
+
+    `unit` is what the medians are per: an image, but for `privlab bench startup`, which runs none.
+    """
 
     ratios: Mapping[str, float]
     targets: Mapping[str, str]
     seconds_per_image: Mapping[str, float]
     setup: Mapping[str, object]
+    unit: str = "image"
 
     def as_dict(self) -> dict[str, object]:
         """Return everything as plain data, with each ratio as a key of its own."""
@@ -33,14 +37,14 @@ class Bench:
         return {
             **self.ratios,
             "targets": dict(self.targets),
-            "seconds_per_image": dict(self.seconds_per_image),
-            "images_per_second": speed,
+            f"seconds_per_{self.unit}": dict(self.seconds_per_image),
+            f"{self.unit}s_per_second": speed,
             "setup": dict(self.setup),
         }
 
     def tables(self) -> list[Table]:
         """Return the medians and the ratios as tables."""
-        stages = Table("stage", "ms per image", "images per second", title="medians", header_style="bold")
+        stages = Table("stage", f"ms per {self.unit}", f"{self.unit}s per second", title="medians", header_style="bold")
         for name, seconds in self.seconds_per_image.items():
             stages.add_row(name, f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}")
         ratios = Table("ratio", "measured", "target", title="ratios", header_style="bold")

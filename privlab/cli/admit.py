@@ -8,16 +8,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from privlab.cli.common import common, err, plain, print_json, print_table
+from privlab.cli.names import PART, VICTIM, WEIGHTS
 
 __all__ = ["admit"]
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", type=PART)
 @click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="An option of it; repeat it.")
 @click.option("--gamma", type=float, help="γ of jigsaw and mjp.")
-@click.option("--model", default="vit_ti_mjp", show_default=True, help="The victim on which it is tried.")
-@click.option("--weights", default="random", show_default=True, help="auto, pretrained, random, or a file.")
+@click.option("--model", type=VICTIM, default="vit_ti_mjp", show_default=True, help="The victim on which it is tried.")
+@click.option(
+    "--weights", type=WEIGHTS, default="random", show_default=True, help="auto, pretrained, random, or a file."
+)
 @click.option("--img-size", type=click.IntRange(min=16), default=64, show_default=True, help="Side of the input.")
 @click.option("--depth", type=click.IntRange(min=1), default=2, show_default=True, help="Blocks of it that are kept.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)

@@ -27,6 +27,19 @@ from privlab.cli.common import (
     print_table,
 )
 from privlab.cli.live import engine_of, engine_options, run_display
+from privlab.cli.names import (
+    ATTACKS,
+    DEFENSES,
+    IMAGES,
+    LABELS,
+    MANIFEST_FILE,
+    METRICS,
+    SETTINGS,
+    VICTIMS,
+    WEIGHTS,
+    several,
+)
+from privlab.victims.names import check_img_size
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -38,14 +51,24 @@ __all__ = ["attack"]
 
 
 @click.command()
-@click.option("--model", required=True, help="Victims: names of `privlab list victims` or timm:NAME, with commas.")
-@click.option("--setting", help="a, b or c (MJP, section 5.4), with commas.  [default: c if defended, else a]")
-@click.option("--attack", help="Attacks, with commas.  [default: worst-case, all that can run]")
-@click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
+@click.option(
+    "--model", type=VICTIMS, required=True, help="Victims: names of `privlab list victims` or timm:NAME, with commas."
+)
+@click.option(
+    "--setting", type=SETTINGS, help="a, b or c (MJP, section 5.4), with commas.  [default: c if defended, else a]"
+)
+@click.option("--attack", type=ATTACKS, help="Attacks, with commas.  [default: worst-case, all that can run]")
+@click.option("--weights", type=WEIGHTS, default="auto", show_default=True, help="auto, pretrained, random, or a file.")
 @click.option("--block", default="auto", show_default=True, help="First block: auto, stock or april.")
 @click.option("--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does.")
 @click.option("--classes", type=click.IntRange(min=1), help="Of a random head, for a model without classifier.")
-@click.option("--defense", default="auto", show_default=True, help="Names of `privlab list defenses`, stacked with +.")
+@click.option(
+    "--defense",
+    type=DEFENSES,
+    default="auto",
+    show_default=True,
+    help="Names of `privlab list defenses`, stacked with +.",
+)
 @click.option(
     "--set",
     "options_",
@@ -73,22 +96,31 @@ __all__ = ["attack"]
 @click.option(
     "--gradient-batch", type=click.IntRange(min=1), default=1, show_default=True, help="Images that make one gradient."
 )
-@click.option("--public", multiple=True, default=("samples",), show_default=True, help="Images that the adversary has.")
+@click.option(
+    "--public",
+    type=IMAGES,
+    multiple=True,
+    default=("samples",),
+    show_default=True,
+    help="Images that the adversary has.",
+)
 @click.option("--public-limit", type=click.IntRange(min=1), default=200, show_default=True, help="How many of them.")
 @click.option("--embedding", metavar="timm:NAME@FILE", help="Network of the metric f_sim, with its weights.")
 @click.option("--gamma", type=float, help="γ: share of the patches that is shuffled.  [default: the defense's, 0.27]")
 @click.option("--masked-pe", help="PE at shuffled slots under MJP: unknown, none or slot.  [default: unknown]")
 @click.option(
-    "--images", multiple=True, default=("samples",), show_default=True,
+    "--images", type=IMAGES, multiple=True, default=("samples",), show_default=True,
     help="samples, a folder, files (repeat the option), torchvision:NAME or hf:NAME.",
 )  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=1), help="Use N images: the first, of class folders by turns.")
 @click.option("--every", type=click.IntRange(min=1), help=EVERY)
 @click.option("--offset", type=click.IntRange(min=0), help=OFFSET)
-@click.option("--manifest", metavar="FILE.csv", help=MANIFEST)
+@click.option("--manifest", type=MANIFEST_FILE, metavar="FILE.csv", help=MANIFEST)
 @click.option("--split", help="Split of a data set, or sub-folder of a folder.")
-@click.option("--labels", help="predicted, or a CSV file with columns file and label.  [default: the source's own]")
-@click.option("--metrics", help="Names of `privlab list metrics`, with commas.")
+@click.option(
+    "--labels", type=LABELS, help="predicted, or a CSV file with columns file and label.  [default: the source's own]"
+)
+@click.option("--metrics", type=METRICS, help="Names of `privlab list metrics`, with commas.")
 @click.option("--lpips-weights", help="File or folder with LPIPS backbones.")
 @click.option("--eight-bit", is_flag=True, help="Round reconstructions to 8 bits before they are scored.")
 @click.option("--geometry", default="in_place", show_default=True, help="Rows: in_place, oracle or reassembled.")
@@ -134,6 +166,8 @@ def attack(
     **options: Any,  # noqa: ANN401
 ) -> int:
     """Attack what a client releases, gradients or features, score the reconstructions, and write a run directory."""
+    for name in several(model):
+        check_img_size(name, options["img_size"])
     if features is not None:
         path = out or _new_directory(model.split(","), ["features"])
         return audit_features(context, features, path, context.params)
@@ -143,18 +177,6 @@ def attack(
     if reference is not None:
         raise PrivlabError("--reference is the private image of a --gradients file. Give that file, or use --images.")
     from privlab.evaluation import admissions, check_geometry
-    from privlab.report.tables import (
-        BOUND,
-        KNOWN,
-        apart_lines,
-        flag_lines,
-        lead_metric,
-        plain_data,
-        shown_metrics,
-        summarise,
-        verdicts,
-    )
-    from privlab.report.tables.summary import flags, members
     from privlab.runs import execute, specify
 
     options |= {"public": public, "options": options_}
@@ -164,7 +186,7 @@ def attack(
     path = out or begun_directory(spec, "run", overwrite=overwrite) or _new_directory(spec.models, spec.settings)
     search = ", a search of gradient-matching too" if "gradient-matching" in (spec.attacks or ()) else ""
     go_on = f"The same command goes on where it was{search}."
-    with interruptible(lambda: kept(path, go_on)), run_display(lead_metric(spec.metrics), quiet=quiet) as shown:
+    with interruptible(lambda: kept(path, go_on)), run_display(spec.metrics, quiet=quiet) as shown:
         outcome = execute(
             spec,
             device=device,
@@ -177,6 +199,18 @@ def attack(
             warn=shown.warn,
             progress=shown.progress,
         )
+    from privlab.report.tables import (  # after the run, whose first image need not wait for it
+        BOUND,
+        KNOWN,
+        apart_lines,
+        flag_lines,
+        plain_data,
+        shown_metrics,
+        summarise,
+        verdicts,
+    )
+    from privlab.report.tables.summary import flags, members
+
     table = summarise(outcome.records, spec.metrics, geometry)
     found = flags(outcome.records, spec.metrics, geometry)
     told = members(outcome.records, spec.metrics, geometry)

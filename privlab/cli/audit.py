@@ -21,6 +21,7 @@ from privlab.cli.common import (
     print_table,
     progress_bar,
 )
+from privlab.release.given import check_gradients, session_folders
 
 if TYPE_CHECKING:
     from privlab.runs import GradientAudit
@@ -43,9 +44,10 @@ def audit_features(context: click.Context, folder: Path, path: Path, options: Ma
         path: a new run directory, which is not used if there is an unfinished audit of the same specification.
         options: all options of the command.
     """
+    _refuse(context, _FEATURES, "--features: there is no private image. Leave it out.")
+    session_folders(folder)
     from privlab.runs import audit, specify
 
-    _refuse(context, _FEATURES, "--features: there is no private image. Leave it out.")
     spec = specify(
         options["model"], "c", attack=options["attack"], images=folder, release="features", **_science(options)
     )
@@ -85,10 +87,11 @@ def audit_gradient_file(context: click.Context, file: Path, path: Path, options:
         path: the run directory.
         options: all options of the command.
     """
+    _refuse(context, _GRADIENTS | _SCORING, "--gradients: the file is one training step. Leave it out.")
+    check_gradients(file)
     from privlab.runs import specify
     from privlab.runs.audit_gradients import audit_gradients
 
-    _refuse(context, _GRADIENTS | _SCORING, "--gradients: the file is one training step. Leave it out.")
     if options["reference"] is None:
         _refuse(context, _GRADIENTS, "--gradients without a --reference to score by. Give one, or leave it out.")
     science = _science(options) | {name: options[name] for name in ("block", "force", "lpips_weights", "embedding")}

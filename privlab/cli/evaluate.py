@@ -8,12 +8,13 @@ import click
 from rich.table import Table
 
 from privlab.cli.common import common, err, print_json, print_table, progress_bar, warned
+from privlab.cli.names import CLASSIFIERS
 
 __all__ = ["evaluate"]
 
 
 @click.command()
-@click.option("--model", "models", required=True, help="Victims, with commas.")
+@click.option("--model", "models", type=CLASSIFIERS, required=True, help="Victims, with commas.")
 @click.option("--weights", default="auto", show_default=True, help="For all, or with commas one for each.")
 @click.option("--data", help="A labelled folder, Parquet file, torchvision:NAME or hf:NAME.")
 @click.option("--split", default="test", show_default=True, help="Of the data; none for a folder without splits.")

@@ -1,10 +1,11 @@
 """What a run shows while it goes: on a terminal the table so far, in a pipe a line for each image; warnings at once."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -77,13 +78,20 @@ class RunDisplay:
     for each image. A warning is printed once, as soon as it is known.
     """
 
-    metric: str
+    metrics: Sequence[str]
     quiet: bool
     bar: Progress
     live: Live
     workers: dict[str, Any] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
     scores: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @cached_property
+    def metric(self) -> str:
+        """Return the metric whose scores are shown."""
+        from privlab.report.tables import lead_metric  # its imports must not keep the first image waiting
+
+        return lead_metric(self.metrics)
 
     def warn(self, message: str) -> None:
         """Print a warning, unless it was printed before."""
@@ -167,11 +175,11 @@ def _line(scores: Scores, metric: str) -> str:
 
 
 @contextmanager
-def run_display(metric: str, *, quiet: bool) -> Iterator[RunDisplay]:
+def run_display(metrics: Sequence[str], *, quiet: bool) -> Iterator[RunDisplay]:
     """Show a run on standard error.
 
     Args:
-        metric: the one whose scores are shown.
+        metrics: those of the run; the leading one is shown.
         quiet: whether to show warnings alone.
     """
     from privlab.training import listening  # this imports torch, which is slow
@@ -183,7 +191,7 @@ def run_display(metric: str, *, quiet: bool) -> Iterator[RunDisplay]:
     bar = Progress(*columns, speed_estimate_period=600, auto_refresh=False)
     bar.add_task("images", total=None, speed="")
     live = Live(bar, console=err, refresh_per_second=4, transient=True)  # the whole table follows
-    display = RunDisplay(metric, quiet, bar, live)
+    display = RunDisplay(metrics, quiet, bar, live)
     try:
         with listening(display.step):
             yield display

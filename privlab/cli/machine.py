@@ -8,6 +8,7 @@ import click
 
 from privlab.base import unknown_name
 from privlab.cli.common import Commands, common, err, print_json, print_rows, print_table, progress_bar
+from privlab.cli.names import STACK, VICTIM
 
 __all__ = ["bench", "doctor", "list_"]
 
@@ -59,7 +60,7 @@ _DEVICE = click.option("--device", default="auto", show_default=True, help="auto
 
 
 @bench.command("attack")
-@click.option("--model", default="deit_s", show_default=True, help="The victim.")
+@click.option("--model", type=VICTIM, default="deit_s", show_default=True, help="The victim.")
 @click.option("--images", "n_images", type=click.IntRange(min=2), default=32, show_default=True, help="Images timed.")
 @_repeats(5, _ROUNDS)
 @click.option(
@@ -73,7 +74,7 @@ def bench_attack(as_json: bool, **options: Any) -> None:  # noqa: ANN401
 
 
 @bench.command("permutation")
-@click.option("--model", default="vit_b", show_default=True, help="Whose features are permuted.")
+@click.option("--model", type=VICTIM, default="vit_b", show_default=True, help="Whose features are permuted.")
 @_BATCH
 @_repeats(9, _ROUNDS)
 @_DEVICE
@@ -84,9 +85,13 @@ def bench_permutation(as_json: bool, **options: Any) -> None:  # noqa: ANN401
 
 
 @bench.command("split")
-@click.option("--model", default="deit_s", show_default=True, help="What is trained.")
+@click.option("--model", type=VICTIM, default="deit_s", show_default=True, help="What is trained.")
 @click.option(
-    "--defense", default="row-permutation+column-permutation", show_default=True, help="The client's, stacked with +."
+    "--defense",
+    type=STACK,
+    default="row-permutation+column-permutation",
+    show_default=True,
+    help="The client's, stacked with +.",
 )
 @_BATCH
 @_repeats(9, "Steps; medians are shown.")
@@ -100,8 +105,16 @@ def bench_split(as_json: bool, **options: Any) -> None:  # noqa: ANN401
     _run("split", as_json, options)
 
 
+@bench.command("startup")
+@_repeats(5, _ROUNDS)
+@common
+def bench_startup(as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Measure what help, a mistyped name and the start of an attack cost against importing torch and timm."""
+    _run("startup", as_json, options)
+
+
 @bench.command("table")
-@click.option("--model", default="deit_s", show_default=True, help="The victim of what is timed.")
+@click.option("--model", type=VICTIM, default="deit_s", show_default=True, help="The victim of what is timed.")
 @click.option("--images", "n_images", type=click.IntRange(min=2), default=40, show_default=True, help="Images timed.")
 @click.option("--images-dir", type=click.Path(path_type=Path), help="Folder of them.  [default: the samples, shifted]")
 @_repeats(3, _ROUNDS)
@@ -116,7 +129,7 @@ def bench_table(as_json: bool, **options: Any) -> None:  # noqa: ANN401
 
 
 @bench.command("train")
-@click.option("--model", default="deit_s", show_default=True, help="The victim that is trained.")
+@click.option("--model", type=VICTIM, default="deit_s", show_default=True, help="The victim that is trained.")
 @click.option("--batch", type=click.IntRange(min=2), default=16, show_default=True, help="Images in a batch.")
 @click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, help="In each stage.")
 @_repeats(5, _ROUNDS)

@@ -10,6 +10,7 @@ import click
 from rich.table import Table
 
 from privlab.cli.common import Commands, common, err, print_json, print_table, warned
+from privlab.cli.names import VICTIM
 
 __all__ = ["models"]
 
@@ -70,7 +71,7 @@ def _lines(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 @models.command()
-@click.argument("name")
+@click.argument("name", type=VICTIM)
 @common
 def fetch(name: str, as_json: bool) -> None:
     """Fetch the pretrained weights of NAME from timm's hub into its cache."""
@@ -85,7 +86,7 @@ def fetch(name: str, as_json: bool) -> None:
 
 @models.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--as", "name", required=True, help="The victim whose weights they are, such as deit_s_mjp.")
+@click.option("--as", "name", type=VICTIM, required=True, help="The victim whose weights they are, such as deit_s_mjp.")
 @click.option("--img-size", type=click.IntRange(min=8), help="Resize the position embeddings to this input.")
 @common
 def import_(file: Path, name: str, img_size: int | None, as_json: bool) -> None:

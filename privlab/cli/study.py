@@ -8,6 +8,7 @@ from rich.table import Table
 
 from privlab.base import PrivlabError
 from privlab.cli.common import Commands, common, err, print_json, print_rows, print_table, warned
+from privlab.cli.names import ATTACKS, VICTIM, VICTIMS
 
 __all__ = ["finetune_study", "study"]
 
@@ -19,12 +20,12 @@ def study() -> None:
 
 @study.command("split-privacy")
 @click.option("--images", type=click.Path(path_type=Path), required=True, help="A folder with train/ and test/.")
-@click.option("--model", required=True, help="The victim that is fine-tuned.")
+@click.option("--model", type=VICTIM, required=True, help="The victim that is fine-tuned.")
 @click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
 @click.option("--img-size", type=click.IntRange(min=16), help="Side of the input.")
 @click.option("--attributes", type=click.Path(path_type=Path), help="CSV: file, and a column of 0 and 1 per attribute.")
 @click.option("--methods", help="Rows of the table, with commas.  [default: SL,GN,GN+,LP,LP+,BS,BS+]")
-@click.option("--adaptive", help="Attacks beside the paper's decoder, with commas.")
+@click.option("--adaptive", type=ATTACKS, help="Attacks beside the paper's decoder, with commas.")
 @click.option("--set", "options", multiple=True, metavar="[NAME.]KEY=VALUE", help="Option of an attack or a defense.")
 @click.option("--embedding", metavar="timm:NAME@FILE", help="Network of F-SIM, with its weights.")
 @click.option("--steps", type=click.IntRange(min=1), default=300, show_default=True, help="Of each client's training.")
@@ -61,7 +62,7 @@ def split_privacy(
 
 @click.command("finetune-study")
 @click.option("--images", type=click.Path(path_type=Path), required=True, help="A folder with train/ and test/.")
-@click.option("--model", required=True, help="The victim that is fine-tuned.")
+@click.option("--model", type=VICTIM, required=True, help="The victim that is fine-tuned.")
 @click.option("--weights", default="auto", show_default=True, help="The public base: auto, pretrained, or a file.")
 @click.option("--img-size", type=click.IntRange(min=16), help="Side of the input.")
 @click.option("--manners", help="With commas.  [default: normal,authorized,unauthorized,scratch]")
@@ -104,7 +105,7 @@ def finetune_study(
 
 
 @study.command("pe")
-@click.option("--model", "models", required=True, help="Victims with position embeddings, with commas.")
+@click.option("--model", "models", type=VICTIMS, required=True, help="Victims with position embeddings, with commas.")
 @click.option("--weights", default="auto", show_default=True, help="For all, or with commas one for each.")
 @click.option("--images", help="For attention maps: samples, a folder, a data set.")
 @click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Use N images.")
@@ -207,7 +208,7 @@ def placement(gammas: str, solvers: str, out: Path, as_json: bool, **options: An
 @study.command("noise-bound")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--images", required=True, help="The photographs of the run: samples, a folder, a data set.")
-@click.option("--model", required=True, help="The victim of the run.")
+@click.option("--model", type=VICTIM, required=True, help="The victim of the run.")
 @click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
 @click.option("--img-size", type=click.IntRange(min=8), help="Side of the input.")
 @click.option("--labels", help="CSV with file and label, or predicted.")

@@ -24,6 +24,7 @@ from privlab.cli.common import (
     print_table,
 )
 from privlab.cli.live import engine_options, run_display
+from privlab.cli.names import EXPERIMENT, IMAGES, MANIFEST_FILE, WEIGHTS
 from privlab.cli.store import warned
 
 if TYPE_CHECKING:
@@ -36,18 +37,20 @@ FORMATS = ("latex", "csv", "markdown", "json")
 
 
 @click.command()
-@click.argument("experiment")
+@click.argument("experiment", type=EXPERIMENT)
 @click.option("--plan", is_flag=True, help="Show the cells and what is done; run nothing.")
 @click.option("--measure", is_flag=True, help="With --plan: run one image of each kind, and say what the rest costs.")
 @click.option("--format", "format_", type=click.Choice(FORMATS), help="Print the table so.  [default: for a terminal]")
 @click.option("--standalone", is_flag=True, help="With --format latex: a whole document.")
 @click.option("--all-attacks", is_flag=True, help="A row for every attack and control too.")
-@click.option("--images", multiple=True, help="Instead of the experiment's: samples, a folder, files, a data set.")
+@click.option(
+    "--images", type=IMAGES, multiple=True, help="Instead of the experiment's: samples, a folder, files, a data set."
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Use N images: the first, of class folders by turns.")
 @click.option("--every", type=click.IntRange(min=1), help=EVERY)
 @click.option("--offset", type=click.IntRange(min=0), help=OFFSET)
-@click.option("--manifest", metavar="FILE.csv", help=MANIFEST)
-@click.option("--weights", help="Instead of the experiment's: auto, pretrained, random, or a file.")
+@click.option("--manifest", type=MANIFEST_FILE, metavar="FILE.csv", help=MANIFEST)
+@click.option("--weights", type=WEIGHTS, help="Instead of the experiment's: auto, pretrained, random, or a file.")
 @click.option("--lpips-weights", help="File or folder with LPIPS backbones.")
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Override the file; repeat it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory of the run.  [default: runs/NAME]")
@@ -90,7 +93,7 @@ def table(
         with warned():
             _show_plan(*prepare(parsed, path, how), as_json=as_json, measure=measure)
         return 0
-    from privlab.report.tables import lead_metric, load_results  # a plan does not need it, and its imports take seconds
+    from privlab.report.tables import load_results  # a plan does not need it, and its imports take seconds
     from privlab.stores import RunDirectory
 
     with warned():
@@ -100,8 +103,7 @@ def table(
         grid, tasks = prepare(parsed, path, how)
     run = RunDirectory.create(path, resume=True)
     command = command_line(click.get_current_context())
-    metric = lead_metric(parsed.layout.columns)
-    with interruptible(lambda: kept(path)), run_display(metric, quiet=options["quiet"]) as shown:
+    with interruptible(lambda: kept(path)), run_display(parsed.layout.columns, quiet=options["quiet"]) as shown:
         messages = fill(
             *(grid, tasks, run, how),
             command=command,

@@ -16,13 +16,14 @@ from privlab.cli.common import (
     progress_bar,
     warned,
 )
+from privlab.cli.names import CLASSIFIER
 
 __all__ = ["train"]
 
 
 @click.command()
 @click.argument("recipe")
-@click.option("--model", required=True, help="A victim's name.")
+@click.option("--model", type=CLASSIFIER, required=True, help="A victim's name.")
 @click.option("--data", required=True, help="A folder, a Parquet file, torchvision:NAME or hf:NAME.")
 @click.option(
     "--weights",

@@ -11,6 +11,9 @@ from .check import beyond_range as beyond_range
 from .check import check_reconstruction as check_reconstruction
 from .check import reason_of as reason_of
 from .controls import Controls as Controls
+from .names import SETTINGS as SETTINGS
+from .names import check_names as check_names
+from .names import known_names as known_names
 from .pipeline import Evaluator as Evaluator
 from .pipeline import Panel as Panel
 from .pipeline import Scored as Scored
@@ -36,7 +39,6 @@ from .setup import source_of as source_of
 from .setup import subject_of as subject_of
 from .setup import uncached as uncached
 from .setup import victim_of as victim_of
-from .specification import SETTINGS as SETTINGS
 from .specification import Specification as Specification
 from .specification import admissions as admissions
 from .specification import defense_of as defense_of

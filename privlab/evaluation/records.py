@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import pyarrow as pa
 
 import privlab
@@ -23,6 +22,9 @@ from privlab.reassembly import Borders, Predicted
 from privlab.release import effects_of, kinds_of
 from privlab.threat import Stack
 from privlab.victims import Victim
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "COLUMNS",
@@ -130,7 +132,7 @@ def check_geometry(geometry: str, spec: Specification) -> None:
         )
 
 
-def to_frame(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def to_frame(records: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
     """Return records as a table with all columns."""
     return pa.Table.from_pylist(list(records), schema=COLUMNS).to_pandas()
 

@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, configure, read_options, unknown_name
+from privlab.base import PrivlabError, check_name, configure, read_options
 from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
+from privlab.evaluation.names import WORST_CASE, check_names
 from privlab.images import check_choice
 from privlab.metrics import METRICS
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
@@ -23,9 +24,6 @@ from privlab.threat import (
 from privlab.victims import Victim
 
 __all__ = [
-    "RELEASE_KINDS",
-    "SETTINGS",
-    "WORST_CASE",
     "Specification",
     "admissions",
     "default_attacks",
@@ -33,22 +31,6 @@ __all__ = [
     "part_of",
     "reassembly_of",
 ]
-
-WORST_CASE = "worst-case"
-"""The name for all attacks that can run and need not be named; they run if no attack is named."""
-
-SETTINGS: dict[str, str] = {
-    "a": "φ(∇M(x), x): the plain image is fed, and scored against",
-    "b": "φ(∇M(x̃), x̃): the shuffled image is fed, and scored against",
-    "c": "φ(∇M(x̃), x): the shuffled image is fed, the plain image is scored against",
-}
-"""The settings of MJP, section 5.4; x̃ is the shuffled x."""
-
-RELEASE_KINDS: dict[str, str] = {
-    "gradients": "the gradient of each image's loss, as in federated learning",
-    "features": "the embedded tokens, as in split learning",
-}
-"""What a client releases, and the adversary sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +86,17 @@ class Specification:
                 f"'{WORST_CASE}' is every attack that can run and need not be named, and stands alone. "
                 f"Found {','.join(self.attacks or ())}."
             )
-        for kind, names, choices in (
-            ("setting", self.settings, SETTINGS),
-            ("attack", self.attacks or (), {WORST_CASE, *installed_attacks()}),
-            ("defense", self.parts, {"auto", *defenses()} if len(self.parts) == 1 else defenses()),
-            ("release", (self.release,), {"auto", *RELEASE_KINDS}),
-            ("reassembly", (self.reassembly,), REASSEMBLIES),
-            ("metric", self.metrics, METRICS),
-            ("block", (self.block,), ("auto", "stock", "april")),
+        for kind, names in (
+            ("setting", self.settings),
+            ("attack", self.attacks or ()),
+            ("defense", self.parts),
+            ("release", (self.release,)),
+            ("block", (self.block,)),
         ):
-            for name in names:
-                if name not in choices:
-                    raise unknown_name(kind, name, choices)
+            check_names(kind, names)
+        check_name("reassembly", self.reassembly, REASSEMBLIES)
+        for name in self.metrics:
+            check_name("metric", name, METRICS)
         for kind in ("models", "settings", "attacks", "metrics", "images", "public"):
             if getattr(self, kind) == ():
                 raise PrivlabError(f"At least one of {kind} is needed. Found none.")

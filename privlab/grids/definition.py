@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, read_text, unknown_name
 from privlab.evaluation import Specification
 from privlab.metrics import METRICS, PLACEMENT, STRUCTURE
 
@@ -171,11 +171,7 @@ def read_experiment(path: Path, overrides: Sequence[str] = (), **run: Any) -> Ex
     Raises:
         PrivlabError: for unknown keys, wrong types, or impossible cases, with the line and the nearest valid name.
     """
-    try:
-        file = _File(path, path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise PrivlabError(f"Cannot read the experiment '{path}': {reason}.") from None
+    file = _File(path, read_text(path, "experiment"))
     try:
         data = tomllib.loads(file.text)
     except tomllib.TOMLDecodeError as error:

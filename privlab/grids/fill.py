@@ -75,7 +75,7 @@ def lacking(grid: Grid, path: Path | None, options: Options) -> list[Task]:
     """
     return missing(
         grid,
-        None if path is None else Store(path),
+        None if path is None or not any(path.glob("records/*")) else Store(path),  # reading none imports pandas
         size=options.chunk,
         share=options.share,
         retry_failed=options.retry_failed,

@@ -10,12 +10,12 @@ from privlab.base import PrivlabError
 from privlab.images.decode import NamedImage, one_line
 from privlab.images.sources import ImageSource
 
-__all__ = ["label_of", "relabel"]
+__all__ = ["label_of", "read_labels", "relabel"]
 
 
 def relabel(source: ImageSource, path: Path) -> ImageSource:
     """Return the source with the labels of the file; an image that the file lacks has no label."""
-    table = _read_labels(path)
+    table = read_labels(path)
     if source.names is not None:
         _check_labels(table, source.names, path)
 
@@ -36,7 +36,12 @@ def _check_labels(table: Mapping[str, int], names: Sequence[str], path: Path) ->
         raise PrivlabError(f"{path}: none of its {len(table)} files is an image of the source, as '{names[0]}' is.")
 
 
-def _read_labels(path: Path) -> dict[str, int]:
+def read_labels(path: Path) -> dict[str, int]:
+    """Return the label of each file that a CSV file names.
+
+    Raises:
+        PrivlabError: if the file cannot be read, or holds something else.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = csv.DictReader(file)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from privlab.base import linear_sum_assignment
 from privlab.metrics.registry import Metric
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Reconstruction, Sent

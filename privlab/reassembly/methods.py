@@ -10,10 +10,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from privlab.base import PrivlabError, check_range
+from privlab.base import PrivlabError, check_range, linear_sum_assignment
 from privlab.patches import patchify
 from privlab.reassembly.border_costs import border_costs
 from privlab.reassembly.predictors import PositionPredictor, load_predictor, predictor_file

@@ -5,12 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from scipy.optimize import linear_sum_assignment
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Generator, Tensor
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, linear_sum_assignment
 
 __all__ = ["ROUNDS", "assemble", "standing_slots"]
 
@@ -282,6 +279,9 @@ def _centre(places: Int[np.ndarray, " k"], size: int) -> Int[np.ndarray, " k"]:
 
 def _fragments(board: _Board, order: Orders) -> tuple[int, Int[np.ndarray, " n"]]:
     """Number the connected groups of slots whose pieces are each other's best neighbours."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
     edges = []
     for d in (0, 2):
         a, b = np.flatnonzero(board.beside[d] >= 0), board.beside[d][board.beside[d] >= 0]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, PrivlabWarning, first
 from privlab.release.capture import FORMAT, REDUCTIONS, VERSION
+from privlab.release.given import check_gradients
 from privlab.release.gradients import gradient_capabilities
 from privlab.release.updates import partial_training
 from privlab.threat import Capability, Defense, FeatureDefense, GradientDefense, Observation
@@ -218,6 +219,7 @@ def _factor(released: GradientFile) -> int:
 
 def _content(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file."""
+    check_gradients(path)
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

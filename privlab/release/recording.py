@@ -25,6 +25,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from privlab.base import PrivlabError, PrivlabWarning
+from privlab.release.given import session_folders
 
 __all__ = ["Recorded", "Recorder", "SessionRecorder", "read_recording", "recorded_sessions"]
 
@@ -120,9 +121,7 @@ def recorded_sessions(folder: Path) -> dict[str, dict[str, Any]]:
     Raises:
         PrivlabError: if there is no recording, or it has another version.
     """
-    paths = [folder] if (folder / "session.json").exists() else sorted(p.parent for p in folder.glob("*/session.json"))
-    if not paths:
-        raise PrivlabError(f"'{folder}' holds no recording: expected what `privlab split serve --record` writes.")
+    paths = session_folders(folder)
     return {str(path): _about(path / "session.json") for path in paths}
 
 

@@ -5,9 +5,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import pyarrow as pa
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -37,6 +36,9 @@ from privlab.stores import RunDirectory
 from privlab.threat import attack_declarations
 from privlab.victims import Victim, check_plain, victim
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 __all__ = ["Outcome", "attack", "execute", "experiment_of", "facts_of", "specify", "status_of", "unfinished"]
 
 IN_PROCESS = Engine()
@@ -53,7 +55,7 @@ class Outcome:
     """
 
     spec: Specification
-    records: pd.DataFrame
+    records: "pd.DataFrame"
     victims: tuple[Victim, ...]
     warnings: tuple[str, ...]
     missing: Mapping[str, str]
@@ -78,7 +80,7 @@ def attack(
     out: str | Path | None = None,
     overwrite: bool = False,
     **options: Any,  # noqa: ANN401
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """Run attacks on a victim and return one record per image, attack and geometry.
 
     Args:

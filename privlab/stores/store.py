@@ -14,15 +14,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from privlab.base import UNFINISHED, PrivlabError, PrivlabWarning, unwritable, write_whole
 from privlab.evaluation import COLUMNS, SCHEMA
+
+if TYPE_CHECKING:
+    import pandas as pd  # it costs a third of a second, which a run need not wait for before its first image
 
 __all__ = ["KEY", "RunDirectory", "Store", "merge_records", "part_frame"]
 
@@ -82,7 +83,7 @@ class Store:
             table = _read(list(self._sound(parts, asked)), asked)
         return _migrate(table, self.path).select(wanted)
 
-    def frame(self) -> pd.DataFrame:
+    def frame(self) -> "pd.DataFrame":
         """Return every record once: rows of one record that hold different metrics are joined."""
         return merge_records(part_frame(self.read()))
 
@@ -118,15 +119,19 @@ class Store:
         return f"moved to {aside}"
 
 
-def part_frame(table: pa.Table) -> pd.DataFrame:
+def part_frame(table: pa.Table) -> "pd.DataFrame":
     """Return rows as a data frame with plain strings and the column `image_id` that `KEY` needs."""
+    import pandas as pd
+
     frame = pd.DataFrame(table.cast(pa.schema([COLUMNS.field(name) for name in table.column_names])).to_pandas())
     unread = frame.image_sha256.eq("") | frame.image_sha256.isna()
     return frame.assign(image_id=frame.image_sha256.where(~unread, frame.image))
 
 
-def merge_records(frame: pd.DataFrame) -> pd.DataFrame:
+def merge_records(frame: "pd.DataFrame") -> "pd.DataFrame":
     """Return every record once, in the order of first rows: finished rows come first, and others fill their gaps."""
+    import pandas as pd
+
     again = frame.duplicated(KEY, keep=False) & frame.cell.notna()  # rows of earlier versions have no key
     if again.any():
         several = frame[again].assign(place=frame.index[again], failed=frame.status[again] != "ok")
@@ -153,6 +158,8 @@ def _read(parts: Sequence[Path], columns: Sequence[str]) -> pa.Table:
             with suppress(KeyError):  # it lacks one of the columns
                 table = pq.ParquetFile(part, read_dictionary=strings, pre_buffer=False).read(columns, use_threads=False)
             if table is None or table.schema != coded:  # written by an older version, or by another program
+                import pyarrow.dataset as ds  # it imports pandas
+
                 form = ds.ParquetFileFormat(ds.ParquetReadOptions(dictionary_columns=strings))
                 table = ds.dataset(str(part), schema=coded, format=form).to_table(list(columns))
             group.append(table.replace_schema_metadata())

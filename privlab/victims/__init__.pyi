@@ -14,11 +14,15 @@ from .model import AprilBlock as AprilBlock
 from .model import VictimModel as VictimModel
 from .model import april_twin as april_twin
 from .model import check_plain as check_plain
-from .named import ARCHITECTURES as ARCHITECTURES
 from .named import Victim as Victim
 from .named import Weights as Weights
 from .named import victim as victim
-from .named import victim_names as victim_names
+from .names import ARCHITECTURES as ARCHITECTURES
+from .names import check_classifier_name as check_classifier_name
+from .names import check_img_size as check_img_size
+from .names import check_victim_name as check_victim_name
+from .names import check_weights_file as check_weights_file
+from .names import victim_names as victim_names
 from .weights import WeightsUnavailable as WeightsUnavailable
 from .weights import cache_folder as cache_folder
 from .weights import from_any_layout as from_any_layout

@@ -9,7 +9,8 @@ from typing import Any
 
 from privlab.base import PrivlabError, unknown_name, write_whole
 from privlab.victims import weights as stored
-from privlab.victims.named import ARCHITECTURES, find_pretrained, resolve, victim
+from privlab.victims.named import find_pretrained, resolve, victim
+from privlab.victims.names import ARCHITECTURES
 from privlab.victims.zoo import COMPACT, PLACERS, ZOO, shipped_file
 
 __all__ = ["Model", "fetch", "import_weights", "models", "show"]

@@ -19,12 +19,13 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, PrivlabWarning, unknown_name
+from privlab.base import PrivlabError, PrivlabWarning
 from privlab.images import Preprocessing
 from privlab.patches import slots_to_pixels
 from privlab.victims import weights as stored
 from privlab.victims.model import VictimModel
-from privlab.victims.named import UnknownOrigin, Victim, Weights, resolve, victim, victim_names, weights_file
+from privlab.victims.named import UnknownOrigin, Victim, Weights, resolve, victim, weights_file
+from privlab.victims.names import check_classifier_name
 from privlab.victims.relative_attention import TABLE, RelativeBlock
 from privlab.victims.zoo import CLASSIFIERS
 
@@ -317,10 +318,9 @@ def classifier(
     elif name.startswith("timm:") and _family(name) is not None:
         (source, _), options, unknown = resolve(name), {}, False
         architecture = source
-    elif name in victim_names() or name.startswith("timm:"):
-        return victim(name, weights=weights, img_size=img_size, seed=seed)
     else:
-        raise unknown_name("model", name, [*victim_names(), *CLASSIFIERS, "timm:NAME"])
+        check_classifier_name(name)
+        return victim(name, weights=weights, img_size=img_size, seed=seed)
     if unknown and _family(source) is not SwinTransformer:
         what = "E_unk" if base.endswith("_idx") else "position embeddings, and so no E_unk"
         hint = "--set unknown=false --set dal=none"

@@ -17,24 +17,10 @@ from privlab.base import PrivlabError, PrivlabWarning, check_name, check_range, 
 from privlab.images import Preprocessing
 from privlab.victims import weights as stored
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
-from privlab.victims.zoo import BASE, CLASSIFIERS, COMPACT, ZOO, shipped_file
+from privlab.victims.names import resolve_own, size_error
+from privlab.victims.zoo import BASE, COMPACT, shipped_file
 
-__all__ = ["ARCHITECTURES", "Victim", "Weights", "find_pretrained", "resolve", "victim", "victim_names", "weights_file"]
-
-ARCHITECTURES: dict[str, str] = {
-    "vit_ti": "vit_tiny_patch16_224",
-    "vit_s": "vit_small_patch16_224",
-    "vit_b": "vit_base_patch16_224",
-    "deit_ti": "deit_tiny_patch16_224",
-    "deit_s": "deit_small_patch16_224",
-    "deit_b": "deit_base_patch16_224",
-    "cifar_vit": "cifar_vit",
-    "tiny_vit": "tiny_vit",
-}
-"""Our name -> timm's, or that of a compact one of ours (`privlab.victims.zoo`).
-
-Each also comes as NAME_nope (no position embeddings) and NAME_mjp (with E_unk).
-"""
+__all__ = ["Victim", "Weights", "find_pretrained", "resolve", "victim", "weights_file"]
 
 UnknownOrigin = Literal["trained", "mean-pe", "random"]
 
@@ -112,12 +98,6 @@ def _twin(victim: Victim) -> Victim:
     return replace(victim, model=april_twin(victim.model))
 
 
-def victim_names() -> list[str]:
-    """Return the names of all victims, those of other packages included (`privlab.victims`)."""
-    ours = [name + variant for name in ARCHITECTURES for variant in ("", "_nope", "_mjp")]
-    return [*dict.fromkeys([*ours, *ZOO]), *with_plugins({}, "privlab.victims")]
-
-
 def victim(
     model: str | VisionTransformer,
     *,
@@ -158,12 +138,9 @@ def victim(
         made = _own(model, weights, seed, classes)
     _, height, width = made.model.image_shape
     if img_size is not None and (height, width) != (img_size, img_size):
-        patch = made.model.patch
-        right = (
-            f"a model of your own keeps its {height}×{width} pixels"
-            if isinstance(model, VisionTransformer)
-            else f"an image is cut into patches of {patch}×{patch} pixels, so give a multiple, such as {height}"
-        )
+        if not isinstance(model, VisionTransformer):
+            raise size_error(made.name, img_size, made.model.patch)
+        right = f"a model of your own keeps its {height}×{width} pixels"
         raise PrivlabError(f"--img-size {img_size} does not fit {made.name}: {right}.")
     return made.with_block(block)
 
@@ -307,18 +284,7 @@ def resolve(name: str) -> tuple[str, str]:
         if "." in architecture and architecture not in tagged:
             raise unknown_name("timm model", architecture, tagged)
         return architecture, variant
-    for variant in ("_mjp", "_nope", ""):
-        base = name.removesuffix(variant)
-        if base in ARCHITECTURES and base + variant == name:
-            return ARCHITECTURES[base], variant
-    if name in ZOO:
-        return ZOO[name].architecture, ZOO[name].variant
-    if name.removesuffix("_mjp") in CLASSIFIERS:
-        raise PrivlabError(
-            f"This needs a plain ViT, timm's VisionTransformer. Found {name}: `privlab evaluate` and `privlab train "
-            f"classify|mjp{'|finetune' if name.endswith('_relpos') else ''}` take it, nothing else."
-        )
-    raise unknown_name("model", name, [*victim_names(), "timm:NAME"])
+    return resolve_own(name)
 
 
 def _create(

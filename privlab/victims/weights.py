@@ -19,6 +19,7 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, first
+from privlab.victims.names import check_weights_file
 
 __all__ = [
     "WeightsUnavailable",
@@ -82,8 +83,7 @@ def read_state(path: Path) -> State:
     Raises:
         PrivlabError: if the file is missing, truncated, holds code, or holds no tensors by name.
     """
-    if not path.is_file():
-        raise PrivlabError(f"No weights file at '{path}'. Give a file, auto, pretrained or random.")
+    check_weights_file(path)
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

@@ -50,7 +50,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Callable[..., io.StringIO]:
 
 def test_a_pipe_has_a_line_for_each_image_and_each_warning_once(said: Callable[..., io.StringIO]) -> None:
     text = said(terminal=False)
-    with run_display("psnr", quiet=False) as shown:
+    with run_display(("mse", "psnr"), quiet=False) as shown:
         shown.warn("odd")
         shown.progress(0, 3, None)
         assert text.getvalue() == "Warning: odd\n"
@@ -66,7 +66,7 @@ def test_a_pipe_has_a_line_for_each_image_and_each_warning_once(said: Callable[.
 def test_quiet_leaves_the_warnings(said: Callable[..., io.StringIO]) -> None:
     for terminal in (False, True):
         text = said(terminal=terminal)
-        with run_display("psnr", quiet=True) as shown:
+        with run_display(("mse", "psnr"), quiet=True) as shown:
             shown.progress(1, 1, result("a.png", april=8.0))
             assert text.getvalue() == ""
             shown.warn("odd")
@@ -75,7 +75,7 @@ def test_quiet_leaves_the_warnings(said: Callable[..., io.StringIO]) -> None:
 
 def test_a_terminal_shows_the_means_so_far_and_each_of_several_workers(said: Callable[..., io.StringIO]) -> None:
     text = said(terminal=True)
-    with run_display("psnr", quiet=False) as shown:
+    with run_display(("mse", "psnr"), quiet=False) as shown:
         shown.progress(0, 4, None)
         shown.progress(1, 4, result("a.png", april=8.0))
         assert [task.description for task in shown.bar.tasks] == ["images"]

@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from privlab.base import PrivlabError
 from privlab.cli.common import Commands, common, print_json, progress_bar
+from privlab.cli.names import STACK, VICTIM
 from privlab.cli.split.output import (
     print_event,
     print_inference,
@@ -49,7 +50,11 @@ def _options(*options: _Option) -> _Option:
 
 _VICTIM = _options(
     click.option(
-        "--model", default="vit_ti", show_default=True, help="A name of `privlab list victims`, or timm:NAME."
+        "--model",
+        type=VICTIM,
+        default="vit_ti",
+        show_default=True,
+        help="A name of `privlab list victims`, or timm:NAME.",
     ),
     click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file."),
     click.option("--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does."),
@@ -76,7 +81,11 @@ _IMAGES = _options(
 )  # fmt: skip
 _DEFENSE = _options(
     click.option(
-        "--defense", default="none", show_default=True, help="Names of `privlab list defenses`, stacked with +."
+        "--defense",
+        type=STACK,
+        default="none",
+        show_default=True,
+        help="Names of `privlab list defenses`, stacked with +.",
     ),
     click.option(
         "--set", "options", multiple=True, metavar="[NAME.]KEY=VALUE", help="An option of a defense; repeat it."

@@ -1,0 +1,49 @@
+"""The attacks by name. A name costs no import: an attack is imported when it is looked up."""
+
+from typing import TYPE_CHECKING
+
+from privlab.base import Registry, with_plugins
+
+if TYPE_CHECKING:
+    from privlab.threat import AttackClass
+
+__all__ = ["ATTACKS", "attacks"]
+
+_OF_BREACHING = (
+    *("invertinggradients", "seethroughgradients", "deepleakage", "modern", "legacy", "wei", "tag", "beyondinfering"),
+    *("clsattack", "april_analytic", "multiscale_ghiasi", "analytic", "imprint", "rgap"),
+)
+
+ATTACKS: Registry["AttackClass"] = Registry.of_places(
+    {
+        "patch-gradient": "privlab.attacks.gradients.patch_gradient:PatchGradient",
+        "april": "privlab.attacks.gradients.april:April",
+        "patch-gradient-prior": "privlab.attacks.gradients.patch_gradient_prior:PatchGradientPrior",
+        "patch-gradient-adaptive": "privlab.attacks.gradients.patch_gradient_adaptive:PatchGradientAdaptive",
+        "mjp-subspace": "privlab.attacks.gradients.mjp_subspace:MjpSubspace",
+        "mjp-full": "privlab.attacks.gradients.mjp_full:MjpFull",
+        "token-separation": "privlab.attacks.gradients.token_separation:TokenSeparation",
+        "gradient-likelihood": "privlab.attacks.gradients.gradient_likelihood:GradientLikelihood",
+        "gradient-matching": "privlab.attacks.gradients.gradient_matching:GradientMatching",
+        "class-token-key": "privlab.attacks.features.class_token_key:ClassTokenKey",
+        "pe-assignment": "privlab.attacks.features.pe_assignment:PEAssignment",
+        "border-jigsaw": "privlab.attacks.features.border_jigsaw:BorderJigsaw",
+        "row-alignment": "privlab.attacks.features.row_alignment:RowAlignment",
+        "column-statistics": "privlab.attacks.features.column_statistics:ColumnStatistics",
+        "least-squares": "privlab.attacks.features.feature_inversion:LeastSquares",
+        "feature-optimisation": "privlab.attacks.features.feature_inversion:FeatureOptimisation",
+        "inversion-conv": "privlab.attacks.features.learned_inversion:InversionConv",
+        "inversion-mae": "privlab.attacks.features.learned_inversion:InversionMae",
+        "inversion-set": "privlab.attacks.features.learned_inversion:InversionSet",
+        "inversion-token": "privlab.attacks.features.learned_inversion:InversionToken",
+        **dict.fromkeys(
+            (f"breaching:{name}" for name in _OF_BREACHING), "privlab.attacks.gradients.breaching_attacks:BREACHING"
+        ),
+    }
+)
+"""Attacks on gradients, then on features; those that run by default run in order, cheapest first, as measured."""
+
+
+def attacks() -> "Registry[AttackClass]":
+    """Return every installed attack by name, those of other packages included (`privlab.attacks`)."""
+    return with_plugins(ATTACKS, "privlab.attacks")

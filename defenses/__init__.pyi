@@ -1,0 +1,16 @@
+from .features.batch_shuffle import BatchShuffle as BatchShuffle
+from .features.column_permutation import ColumnPermutation as ColumnPermutation
+from .features.gaussian_noise import GaussianNoise as GaussianNoise
+from .features.row_permutation import RowPermutation as RowPermutation
+from .gradients.gradient_noise import GradientNoise as GradientNoise
+from .gradients.gradient_pruning import GradientPruning as GradientPruning
+from .gradients.gradient_quantisation import GradientQuantisation as GradientQuantisation
+from .gradients.gradient_sign import GradientSign as GradientSign
+from .images.blur import Blur as Blur
+from .images.cutmix import CutMix as CutMix
+from .images.jigsaw import Jigsaw as Jigsaw
+from .images.low_pass import LowPass as LowPass
+from .images.mjp import Mjp as Mjp
+from .images.undefended import Undefended as Undefended
+from .registry import DEFENSES as DEFENSES
+from .registry import defenses as defenses

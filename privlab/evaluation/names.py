@@ -1,0 +1,51 @@
+"""The names that a specification may give, which cost no import of torch: settings, attacks, defenses and the like."""
+
+from collections.abc import Sequence
+
+from privlab.attacks import attacks
+from privlab.base import check_name
+from privlab.defenses import defenses
+from privlab.metrics.names import metric_names
+
+__all__ = ["RELEASE_KINDS", "SETTINGS", "WORST_CASE", "check_names", "known_names"]
+
+WORST_CASE = "worst-case"
+"""The name for all attacks that can run and need not be named; they run if no attack is named."""
+
+SETTINGS: dict[str, str] = {
+    "a": "φ(∇M(x), x): the plain image is fed, and scored against",
+    "b": "φ(∇M(x̃), x̃): the shuffled image is fed, and scored against",
+    "c": "φ(∇M(x̃), x): the shuffled image is fed, the plain image is scored against",
+}
+"""The settings of MJP, section 5.4; x̃ is the shuffled x."""
+
+RELEASE_KINDS: dict[str, str] = {
+    "gradients": "the gradient of each image's loss, as in federated learning",
+    "features": "the embedded tokens, as in split learning",
+}
+"""What a client releases, and the adversary sees."""
+
+
+def known_names(kind: str) -> list[str]:
+    """Return what may be named alone as a "setting", "attack", "defense", "release", "metric" or "block"."""
+    return {
+        "setting": lambda: [*SETTINGS],
+        "attack": lambda: [*attacks(), WORST_CASE],
+        "defense": lambda: [*defenses(), "auto"],
+        "release": lambda: [*RELEASE_KINDS, "auto"],
+        "metric": metric_names,
+        "block": lambda: ["auto", "stock", "april"],
+    }[kind]()
+
+
+def check_names(kind: str, names: Sequence[str]) -> None:
+    """Refuse names of a kind that `known_names` does not know; "auto" is no part of a stack of defenses.
+
+    Raises:
+        PrivlabError: for an unknown name, with the nearest ones.
+    """
+    known = known_names(kind)
+    if kind == "defense" and len(names) > 1:
+        known.remove("auto")
+    for name in names:
+        check_name(kind, name, known)

@@ -1,0 +1,126 @@
+"""The names of the victims and of the other models, which cost no import of torch or timm."""
+
+from pathlib import Path
+
+from privlab.base import PrivlabError, unknown_name, with_plugins
+from privlab.victims.zoo import CLASSIFIERS, COMPACT, ZOO
+
+__all__ = [
+    "ARCHITECTURES",
+    "check_classifier_name",
+    "check_img_size",
+    "check_victim_name",
+    "check_weights_file",
+    "classifier_names",
+    "resolve_own",
+    "size_error",
+    "victim_names",
+]
+
+ARCHITECTURES: dict[str, str] = {
+    "vit_ti": "vit_tiny_patch16_224",
+    "vit_s": "vit_small_patch16_224",
+    "vit_b": "vit_base_patch16_224",
+    "deit_ti": "deit_tiny_patch16_224",
+    "deit_s": "deit_small_patch16_224",
+    "deit_b": "deit_base_patch16_224",
+    "cifar_vit": "cifar_vit",
+    "tiny_vit": "tiny_vit",
+}
+"""Our name -> timm's, or that of a compact one of ours (`privlab.victims.zoo`).
+
+Each also comes as NAME_nope (no position embeddings) and NAME_mjp (with E_unk).
+"""
+
+_PATCH = 16
+"""The side of the patches of timm's architectures above, in pixels."""
+
+
+def victim_names() -> list[str]:
+    """Return the names of all victims, those of other packages included (`privlab.victims`), which load nothing."""
+    ours = [name + variant for name in ARCHITECTURES for variant in ("", "_nope", "_mjp")]
+    return [*dict.fromkeys([*ours, *ZOO]), *with_plugins({}, "privlab.victims")]
+
+
+def classifier_names() -> list[str]:
+    """Return the names of all models that can be trained and evaluated: victims, and `CLASSIFIERS`."""
+    return [*victim_names(), *CLASSIFIERS]
+
+
+def resolve_own(name: str) -> tuple[str, str]:
+    """Return the architecture of a victim of ours, by timm's name of it or by that of `COMPACT`, and its variant.
+
+    Raises:
+        PrivlabError: for another name, with the nearest ones.
+    """
+    for variant in ("_mjp", "_nope", ""):
+        base = name.removesuffix(variant)
+        if base in ARCHITECTURES and base + variant == name:
+            return ARCHITECTURES[base], variant
+    if name in ZOO:
+        return ZOO[name].architecture, ZOO[name].variant
+    if name.removesuffix("_mjp") in CLASSIFIERS:
+        raise PrivlabError(
+            f"This needs a plain ViT, timm's VisionTransformer. Found {name}: `privlab evaluate` and `privlab train "
+            f"classify|mjp{'|finetune' if name.endswith('_relpos') else ''}` take it, nothing else."
+        )
+    raise unknown_name("model", name, [*victim_names(), "timm:NAME"])
+
+
+def check_victim_name(name: str) -> None:
+    """Refuse a name that is of no victim; whether timm has what "timm:NAME" names is left to timm.
+
+    Raises:
+        PrivlabError: for another name, with the nearest ones.
+    """
+    if not name.startswith("timm:") and name not in with_plugins({}, "privlab.victims"):
+        resolve_own(name)
+
+
+def check_classifier_name(name: str) -> None:
+    """Refuse a name that is neither of a victim nor of `CLASSIFIERS`; timm's names are left to timm.
+
+    Raises:
+        PrivlabError: for another name, with the nearest ones.
+    """
+    known = classifier_names()
+    if not name.startswith("timm:") and name not in known and name.removesuffix("_mjp") not in CLASSIFIERS:
+        raise unknown_name("model", name, [*known, "timm:NAME"])
+
+
+def check_img_size(name: str, img_size: int | None) -> None:
+    """Refuse a side that the patches of a victim of ours do not divide; of other models timm knows the patches.
+
+    Raises:
+        PrivlabError: if the side is no multiple of the patches'.
+    """
+    if img_size is None or name.startswith("timm:") or name in with_plugins({}, "privlab.victims"):
+        return
+    architecture, _ = resolve_own(name)
+    patch = COMPACT.get(architecture, {}).get("patch_size", _PATCH)
+    if img_size % patch:
+        raise size_error(name, img_size, patch)
+
+
+def size_error(name: str, img_size: int, patch: int) -> PrivlabError:
+    """Return the error for a side of the input that is no multiple of the patches'.
+
+    Args:
+        name: of the model.
+        img_size: the side that was asked for, in pixels.
+        patch: the side of the patches, in pixels.
+    """
+    return PrivlabError(
+        f"--img-size {img_size} does not fit {name}: an image is cut into patches of {patch}×{patch} pixels, so give a "
+        f"multiple, such as {max(1, img_size // patch) * patch}."
+    )
+
+
+def check_weights_file(path: Path) -> None:
+    """Refuse weights whose file is not there.
+
+    Raises:
+        PrivlabError: if there is no such file.
+    """
+    if not path.is_file():
+        raise PrivlabError(f"No weights file at '{path}'. Give a file, auto, pretrained or random.")

@@ -1,0 +1,184 @@
+"""What needs no torch imports none: help, completion, and a name or a file that is not there."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.shell_completion import CompletionItem, ShellComplete
+
+from privlab.base import plugins as registry
+from privlab.cli import cli as commands
+
+LIGHT = {"click", "lazy_loader", "privlab", "rich", "tomli"}
+"""What may be imported besides Python's own modules and those that are there when Python has started."""
+
+IMAGES = LIGHT | {"numpy", "PIL"}
+"""What may be imported to refuse files: their readers say what is wrong."""
+
+NOT_THERE = [
+    ("attack --model nope --setting c", "Unknown model 'nope'. Did you mean vit_s_nope"),
+    ("attack --model vit_ti,swin_t", "This needs a plain ViT, timm's VisionTransformer. Found swin_t"),
+    ("attack --model vit_ti --attack april,nope", "Unknown attack 'nope'. Choose from: april, "),
+    ("attack --model vit_ti --defense row-permutation+nope", "Unknown defense 'nope'."),
+    ("attack --model vit_ti --defense row-permutation+auto", "Unknown defense 'auto'."),
+    ("attack --model vit_ti --metrics psnr,nope", "Unknown metric 'nope'. Choose from: correlation, "),
+    ("attack --model vit_ti --setting d", "Unknown setting 'd'. Choose from: a, b, c."),
+    (
+        "attack --model cifar_vit --img-size 34",
+        "--img-size 34 does not fit cifar_vit: an image is cut into patches",
+    ),
+    ("attack --model vit_ti --weights nope.pth", "No weights file at 'nope.pth'."),
+    ("attack --model vit_ti --features nope", "'nope' holds no recording: "),
+    ("attack --model vit_ti --gradients nope", "Cannot read the gradients 'nope': No such file"),
+    ("table NOPE", "Unknown experiment 'NOPE'. Choose from: FILE.toml, "),
+    ("table nope.toml", "Cannot read the experiment 'nope.toml': No such file or directory."),
+    ("table quick --weights nope.pth", "No weights file at 'nope.pth'."),
+    ("admit nope", "Unknown defense, attack or metric 'nope'."),
+    ("admit mjp --model nope", "Unknown model 'nope'."),
+    ("split serve --model nope", "Unknown model 'nope'."),
+    ("split infer --server localhost:1 --defense nope", "Unknown defense 'nope'."),
+    ("train classify --model nope --data d --out o", "Unknown model 'nope'."),
+    ("evaluate --model swin_t,nope", "Unknown model 'nope'."),
+    ("models fetch nope", "Unknown model 'nope'."),
+    ("study pe --model nope --out o", "Unknown model 'nope'."),
+    ("bench attack --model nope", "Unknown model 'nope'."),
+    ("bench nope", "Unknown bench 'nope'."),
+]
+if importlib.util.find_spec("grpc") is None:  # `privlab split` says that its extra is missing
+    NOT_THERE = [each for each in NOT_THERE if not each[0].startswith("split")]
+FILES = [
+    ("attack --model vit_ti --images nope", "No file or folder 'nope'. Give samples, a folder, files"),
+    ("attack --model vit_ti --public nope", "No file or folder 'nope'."),
+    ("attack --model vit_ti --manifest nope.csv", "Cannot read the manifest 'nope.csv': "),
+    ("attack --model vit_ti --labels nope.csv", "Cannot read the labels 'nope.csv': "),
+    ("table quick --images nope", "No file or folder 'nope'."),
+]
+COMPLETED = [
+    ("attack --model", "deit_s_m", ["deit_s_mjp"]),
+    ("attack --model", "vit_ti,deit_s_m", ["vit_ti,deit_s_mjp"]),
+    ("attack --setting", "c,", ["c,a", "c,b"]),
+    ("attack --attack", "mjp-subspace,mjp-", ["mjp-subspace,mjp-full"]),
+    ("attack --attack", "worst", ["worst-case"]),
+    ("attack --defense", "row-", ["row-permutation"]),
+    ("attack --defense", "row-permutation+col", ["row-permutation+column-permutation"]),
+    ("attack --metrics", "psnr,ssim_", ["psnr,ssim_skimage"]),
+    ("attack --weights", "pre", ["pretrained"]),
+    ("table", "mjp_table5_c", ["mjp_table5_cifar"]),
+    ("admit", "batch", ["batch-shuffle"]),
+    ("list", "exp", ["experiments"]),
+    ("split train --defense", "low-pass+gauss", ["low-pass+gaussian-noise"]),
+    ("train mjp --model", "cifar_sw", ["cifar_swin"]),
+    ("evaluate --model", "vit_ti,swin_b", ["vit_ti,swin_b"]),
+    ("bench train --model", "tiny_vit_m", ["tiny_vit_mjp"]),
+]
+
+
+def every_command(command: click.Command, words: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Return the words of each command and each group."""
+    below = command.commands.items() if isinstance(command, click.Group) else ()
+    return [words, *(path for name, each in below for path in every_command(each, (*words, name)))]
+
+
+def offered(words: str, incomplete: str) -> list[CompletionItem]:
+    """Return what a shell would offer."""
+    return ShellComplete(commands, {}, "privlab", "_PRIVLAB_COMPLETE").get_completions(words.split(), incomplete)
+
+
+def complete(words: str, incomplete: str) -> list[str]:
+    """Return the names that a shell would offer."""
+    return [item.value for item in offered(words, incomplete) if item.type == "plain"]
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Return what each task was the first to import, in one process of its own that does all of them in turn."""
+    helps = [" ".join((*path, "--help")) for path in every_command(commands)]
+    tasks = [*helps, *(f"complete {words} {text}" for words, text, _ in COMPLETED)]
+    tasks += [task for task, _ in (*NOT_THERE, *FILES)]
+    code = f"""
+import contextlib, io, json, sys
+there, found = set(sys.modules), {{}}
+import privlab.cli
+from click.shell_completion import ShellComplete
+for task in ["import", *{tasks!r}]:
+    words = task.split()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        if words[0] == "complete":
+            shell = ShellComplete(privlab.cli.cli, {{}}, "privlab", "_PRIVLAB_COMPLETE")
+            assert shell.get_completions(words[1:-1], words[-1]), task
+        elif task != "import":
+            assert privlab.cli._status(words) == (0 if words[-1] == "--help" else 2), task
+    new = {{name.partition(".")[0] for name in set(sys.modules) - there}} - sys.stdlib_module_names
+    there |= set(sys.modules)
+    found[task] = sorted(new)
+print(json.dumps(found))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path_factory.mktemp("empty"), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == {"import", *tasks}
+    assert len(helps) > 40
+    return found
+
+
+def test_no_help_no_completion_and_no_wrong_name_imports_what_is_heavy(imported: dict[str, list[str]]) -> None:
+    of_files = {task for task, _ in FILES}
+    assert {task: heavy for task, new in imported.items() if task not in of_files and (heavy := set(new) - LIGHT)} == {}
+    assert {task: heavy for task in of_files if (heavy := set(imported[task]) - IMAGES)} == {}
+
+
+@pytest.mark.parametrize(("task", "message"), [*NOT_THERE, *FILES])
+def test_what_is_not_there_is_refused_in_one_line(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli(*task.split()).error.startswith(message)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(("words", "incomplete", "expected"), COMPLETED)
+def test_the_shell_completes_the_last_name(words: str, incomplete: str, expected: list[str]) -> None:
+    assert complete(words, incomplete) == expected
+
+
+def test_what_completes_to_no_name_may_be_a_file() -> None:
+    for words in ("table", "attack --model vit_ti --weights", "attack --model vit_ti --images"):
+        assert [(item.value, item.type) for item in offered(words, "some/whe")] == [("some/whe", "file")]
+
+
+def test_a_plugin_is_known_by_its_name_and_not_imported(
+    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [EntryPoint(f"own-{kind}", "nowhere_at_all:Own", f"privlab.{kind}s") for kind in ("attack", "defense")]
+    points += [EntryPoint("own_metric", "nowhere_at_all:Own", "privlab.metrics")]
+    points += [EntryPoint("own_victim", "nowhere_at_all:Own", "privlab.victims")]
+    monkeypatch.setattr(registry, "installed_plugins", lambda group: [p for p in points if p.group == group])
+    assert complete("attack --attack", "own") == ["own-attack"]
+    assert complete("attack --defense", "mjp+own") == ["mjp+own-defense"]
+    assert complete("attack --metrics", "own") == ["own_metric"]
+    assert complete("attack --model", "own") == ["own_victim"]
+    named = ("--attack", "own-attack", "--defense", "own-defense", "--metrics", "own_metric", "--model", "own_victim")
+    assert cli("attack", *named, "--setting", "d").error == "Unknown setting 'd'. Choose from: a, b, c."
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_installed_command_serves_each_shell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    monkeypatch.setenv("_PRIVLAB_COMPLETE", f"{shell}_complete")
+    typed = "row-permutation+col"
+    monkeypatch.setenv("COMP_WORDS", f"privlab attack --defense {typed}")
+    monkeypatch.setenv("COMP_CWORD", typed if shell == "fish" else "3")
+    with pytest.raises(SystemExit) as stop:
+        commands.main([], prog_name="privlab", standalone_mode=False)
+    assert stop.value.code == 0
+    assert "row-permutation+column-permutation" in capsys.readouterr().out

@@ -1,0 +1,72 @@
+"""The light tables of names are those of what they name, and a table loads a part only where it is looked up."""
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from privlab.attacks import ATTACKS
+from privlab.attacks.gradients.breaching_attacks import BREACHING
+from privlab.base import PrivlabError, Registry, with_plugins
+from privlab.base import plugins as registry
+from privlab.defenses import DEFENSES
+from privlab.evaluation import check_names, known_names
+from privlab.metrics import ADDED, METRICS
+from privlab.metrics.names import METRIC_NAMES
+
+
+def test_names_are_the_keys_of_what_they_name() -> None:
+    assert [*METRIC_NAMES] == [name for name in METRICS if name not in ADDED]
+    assert {name for name in ATTACKS if name.startswith("breaching:")} == BREACHING.keys()
+    assert all(ATTACKS[name] is kind for name, kind in BREACHING.items())
+    for table in (ATTACKS, DEFENSES):
+        assert {name: kind.name for name, kind in table.items()} == {name: name for name in table}
+
+
+def test_a_table_loads_nothing_before_it_is_looked_up() -> None:
+    table: Registry[object] = Registry.of_places({"here": "math:pi", "gone": "nowhere_at_all:X", "held": "os:environ"})
+    assert [*table] == ["here", "gone", "held"]
+    assert (len(table), "gone" in table, "absent" in table) == (3, True, False)
+    assert table["here"] == pytest.approx(3.14159, abs=1e-5)
+    with pytest.raises(ModuleNotFoundError):
+        table["gone"]
+    with pytest.raises(KeyError):
+        table["absent"]
+    table["gone"] = "put"
+    del table["held"]
+    assert dict(table) == {"here": table["here"], "gone": "put"}
+
+
+def test_a_place_may_hold_a_table_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("privlab.base.plugins.PARTS", {"one": 1, "two": 2}, raising=False)
+    table: Mapping[str, int] = Registry.of_places(dict.fromkeys(("one", "two"), "privlab.base.plugins:PARTS"))
+    assert dict(table) == {"one": 1, "two": 2}
+
+
+def test_ours_win_where_a_plugin_has_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [EntryPoint(name, f"math:{value}", "some.group") for name, value in (("a", "pi"), ("b", "tau"))]
+    monkeypatch.setattr(registry, "installed_plugins", lambda group: points if group == "some.group" else [])
+    for ours in ({"b": 2.0, "c": 3.0}, Registry({"b": 2.0, "c": 3.0})):
+        assert dict(with_plugins(ours, "some.group")) == {"a": pytest.approx(3.14159, abs=1e-5), "b": 2.0, "c": 3.0}
+        assert dict(with_plugins(ours, "another")) == {"b": 2.0, "c": 3.0}
+        assert dict(ours) == {"b": 2.0, "c": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "message"),
+    [
+        ("defense", ["mjp", "auto"], "Unknown defense 'auto'"),
+        ("defense", ["auto"], None),
+        ("attack", ["april", "worst-case"], None),
+        ("setting", ["a", "e"], "Unknown setting 'e'. Choose from: a, b, c."),
+        ("release", ["auto", "feature"], "Unknown release 'feature'. Did you mean features"),
+        ("block", ["aprl"], "Unknown block 'aprl'. Did you mean april"),
+    ],
+)
+def test_each_kind_has_its_names(kind: str, names: list[str], message: str | None) -> None:
+    if message is None:
+        check_names(kind, names)
+        assert set(names) <= {*known_names(kind)}
+        return
+    with pytest.raises(PrivlabError, match=message.replace("?", "")):
+        check_names(kind, names)

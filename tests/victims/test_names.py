@@ -1,0 +1,53 @@
+"""What is refused by its name alone is what building the model would refuse, in the same words."""
+
+import pytest
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+from privlab.base import PrivlabError
+from privlab.victims import ARCHITECTURES, COMPACT, check_classifier_name, check_img_size, check_victim_name, victim
+from privlab.victims.names import classifier_names, victim_names
+from privlab.victims.zoo import CLASSIFIERS
+
+
+@pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if architecture not in COMPACT])
+def test_the_patches_are_those_that_timm_builds(name: str) -> None:
+    with torch.device("meta"):
+        vit = timm.create_model(ARCHITECTURES[name])
+    assert isinstance(vit, VisionTransformer)
+    side = vit.patch_embed.patch_size[0]
+    check_img_size(name, 3 * side)
+    check_img_size(f"{name}_mjp", None)
+    with pytest.raises(PrivlabError, match=f"patches of {side}×{side} pixels, so give a multiple, such as {2 * side}"):
+        check_img_size(f"{name}_nope", 3 * side - 1)
+
+
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
+@pytest.mark.parametrize(("name", "size"), [("vit_ti", 40), ("cifar_vit_early", 34), ("tiny_vit_mjp", 60)])
+def test_a_size_is_refused_as_the_victim_refuses_it(name: str, size: int) -> None:
+    said = []
+    for refuse in (check_img_size, lambda name, size: victim(name, weights="random", img_size=size)):
+        with pytest.raises(PrivlabError) as refused:
+            refuse(name, size)
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+
+
+def test_a_size_of_what_timm_alone_knows_is_left_to_timm() -> None:
+    check_img_size("timm:vit_base_patch32_224", 33)
+
+
+def test_every_name_is_known_and_no_other() -> None:
+    for name in (*victim_names(), "timm:whatever"):
+        check_victim_name(name)
+        check_classifier_name(name)
+    for name in CLASSIFIERS:
+        check_classifier_name(name)
+        with pytest.raises(PrivlabError, match="This needs a plain ViT"):
+            check_victim_name(name)
+    check_classifier_name("swin_t_mjp")
+    assert classifier_names() == [*victim_names(), *CLASSIFIERS]
+    for check in (check_victim_name, check_classifier_name):
+        with pytest.raises(PrivlabError, match=r"Unknown model 'deit_xs'\. Did you mean deit_s"):
+            check("deit_xs")
