@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+import privlab.evaluation.names
 import privlab.evaluation.specification
 from privlab.defenses import Jigsaw, Mjp, defenses
 from privlab.evaluation import Specification
@@ -35,6 +36,7 @@ def test_a_defense_keeps_its_own_defaults_where_the_run_states_none(
     given: dict[str, Any], made: Jigsaw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = {**defenses(), OwnJigsaw.name: OwnJigsaw}
-    monkeypatch.setattr(privlab.evaluation.specification, "defenses", lambda: known)
+    for module in (privlab.evaluation.names, privlab.evaluation.specification):
+        monkeypatch.setattr(module, "defenses", lambda: known)
     spec = Specification(models=("vit_ti_mjp",), settings=("c",), **given)
     assert part_of(spec.defense, spec) == made
