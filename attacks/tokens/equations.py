@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.attacks.tokens.refinement import FAR, refine, roughen, settle
+from privlab.attacks.tokens.refinement import FAR, refine, settle
 from privlab.attacks.tokens.spans import Mlp, Near, Spans, normalise
 
 __all__ = ["Separated", "separate"]
@@ -86,7 +86,7 @@ def separate(
     count = len(whole.u)
     found, residual = G1.new_zeros(0, G1.shape[1]), G1.new_zeros(0)
     ε, δ = found, G1.new_zeros(0, len(G1))
-    idle, limit = 0, _FIRST_TOLERANCE
+    idle, limit, rough = 0, _FIRST_TOLERANCE, mlp.to(torch.float32)
     for number in range(rounds):
         if idle == _MOST_IDLE and limit < tolerance:
             limit, idle = min(10 * limit, tolerance), 0
@@ -96,7 +96,7 @@ def separate(
             new = refine_guesses(mlp, whole, near, starts, steps, tolerance)
         else:
             α = start(mlp, rest, starts, draw)
-            α = refine(*roughen(mlp, rest), α.float(), steps).double()
+            α = refine(rough, rest.float(), α.float(), steps).double()  # on all units: drawn starts need them
             new = distinct(mlp, rest, α, tolerance, _twin(limit))
             α = settle(mlp, whole, new @ whole.u.mT, steps)  # on the spans of the whole gradient
             new = distinct(mlp, whole, α, limit, _twin(limit))

@@ -25,7 +25,10 @@ FAR, CLOSE = 1e-2, 1e-4
 """The first damping, relative to the mean diagonal of Jᵀ J: of a draw or a guess, and of what may be a token."""
 
 _UNITS_PER_TOKEN, _LEAST_UNITS = 3, 192
-"""Hidden units that the rough search reads: h lies in a span of one dimension a token, the others are equations."""
+"""Hidden units that are read before a solution is settled: h lies in a span of one dimension a token.
+
+The other dimensions are equations. Starts that are drawn at random find far fewer tokens with so few of them.
+"""
 
 _SETTLING_STEPS, _INNER = 3, 12
 """The most Gauss-Newton steps that settle a solution, and the steps of conjugate gradients in each."""
