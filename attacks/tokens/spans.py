@@ -92,6 +92,11 @@ class Spans(NamedTuple):
         """Return the spans of what is left of the same gradients where some of their products are taken out.
 
         What is left lies in the spans of all, so that its decomposition has n columns instead of d and m.
+
+        Args:
+            G1: ∂ℓ/∂W₁ without these products.
+            G2: ∂ℓ/∂W₂ without them.
+            count: number of products that are left.
         """
         rest = Spans.of(G1 @ self.u.mT, G2 @ self.h.mT, count)
         return rest._replace(u=rest.u @ self.u, h=rest.h @ self.h)
