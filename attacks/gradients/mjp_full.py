@@ -33,6 +33,7 @@ from privlab.attacks.tokens import (
     patches_of_tokens,
     place_patches,
 )
+from privlab.base import one_per_core
 from privlab.threat import Capability, Observation, Reconstruction
 from privlab.victims import VictimModel
 
@@ -101,7 +102,8 @@ class MjpFull(TokenSearch):
             return Reconstruction(model.to_images(found.known))
         X = MjpSubspace().complete(found, seen).double()
         block = first_block(model)
-        tokens, solved = zip(*(self._image(model, block, seen, found, X[i], i) for i in range(len(A))), strict=True)
+        parts = one_per_core(lambda i, X=X: self._image(model, block, seen, found, X[i], i), len(A), A.device)
+        tokens, solved = zip(*parts, strict=True)
         X, told = (torch.stack(part) for part in zip(*solved, strict=True))
         if (open_ := ~told & ~found.masked).any():  # their neighbours now tell more than mjp-subspace knew
             dtype, inside = model.mean.dtype, ~found.masked

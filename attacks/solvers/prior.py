@@ -287,7 +287,7 @@ def _cauchy_scale(z: Float[Tensor, "r p"], rounds: int = 30) -> Float[Tensor, "r
     """Return the scale matrix under which Cauchy's distribution makes z most likely, by expectation maximisation."""
     scale = _covariance(z)
     for _ in range(rounds):
-        q = (z * torch.linalg.solve(scale, z)).sum(0)
+        q = (z * (torch.linalg.inv(scale) @ z)).sum(0)
         scale = _covariance(z * ((len(z) + 1) / (1 + q)).sqrt())
     return scale
 

@@ -1,19 +1,15 @@
 """The inputs of a block's MLP, one by one, from the gradients of its two layers: token separation."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from timm import layers
-from timm.models.vision_transformer import Block
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
-__all__ = ["UNIT_ROUNDOFF", "Mlp", "Near", "Separated", "Spans", "normalise", "separate"]
+from privlab.attacks.tokens.refinement import FAR, refine, settle
+from privlab.attacks.tokens.spans import Mlp, Near, Spans, normalise
 
-UNIT_ROUNDOFF = 2.0**-24
-"""Singular values of a float32 gradient below this share of the largest one are rounding."""
+__all__ = ["Separated", "separate"]
 
 _FIRST_TOLERANCE = 1e-5
 """The largest residual of the first tokens; it grows tenfold, up to the caller's tolerance, when no more are found."""
@@ -35,108 +31,6 @@ _SAME_COSINE = 1 - 1e-6
 
 _INVERSE_STEPS = 4
 """Steps of inverse iteration; each gains the square of the error of the search, so four are more than enough."""
-
-
-@dataclass(frozen=True, eq=False)
-class Mlp:
-    """u = γ ⊙ t + β ↦ h = act(W₁ u + b₁) ↦ W₂ h, with t of zero mean and unit variance, in float64."""
-
-    γ: Float[Tensor, " d"]
-    β: Float[Tensor, " d"]
-    W1: Float[Tensor, "m d"]
-    b1: Float[Tensor, " m"]
-    W2: Float[Tensor, "d m"]
-    act: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def of(cls, block: Block) -> "Mlp":
-        """Return the MLP of timm's plain block, with the normalisation before it."""
-        norm, mlp = block.norm2, block.mlp
-        assert isinstance(norm, nn.LayerNorm)
-        assert isinstance(mlp, layers.Mlp)
-        assert isinstance(mlp.act, nn.Module)
-        fc1, fc2 = mlp.fc1, mlp.fc2
-        assert isinstance(fc1, nn.Linear)
-        assert isinstance(fc2, nn.Linear)
-        W1, W2 = fc1.weight.detach().double(), fc2.weight.detach().double()
-        γ, β = norm.weight.detach().double(), norm.bias.detach().double()
-        b1 = torch.zeros_like(W1[:, 0]) if fc1.bias is None else fc1.bias.detach().double()
-        return cls(γ, β, W1, b1, W2, mlp.act)
-
-    def to(self, dtype: torch.dtype) -> "Mlp":
-        """Return the same MLP in another precision."""
-        numbers = (self.γ, self.β, self.W1, self.b1, self.W2)
-        return Mlp(*(value.to(dtype) for value in numbers), act=self.act)
-
-    def hidden(self, u: Float[Tensor, "*s d"]) -> tuple[Float[Tensor, "*s m"], Float[Tensor, "*s m"]]:
-        """Return h and act′ at tokens u."""
-        with torch.enable_grad():
-            a = (u @ self.W1.mT + self.b1).requires_grad_()
-            h = self.act(a)
-            (slope,) = torch.autograd.grad(h.sum(), a)
-        return h.detach(), slope
-
-
-def normalise(mlp: Mlp, u: Float[Tensor, "*s d"]) -> Float[Tensor, "*s d"]:
-    """Return t of u = γ ⊙ t + β."""
-    return (u - mlp.β) / mlp.γ
-
-
-class Spans(NamedTuple):
-    """Orthonormal rows that span the factors of the gradients ∂W₁ = Σ_n δ_n u_nᵀ and ∂W₂ = Σ_n ε_n h_nᵀ.
-
-    `σ` holds the singular values of ∂W₁, whose directions are the rows of `u`.
-    """
-
-    u: Float[Tensor, "n d"]
-    δ: Float[Tensor, "n m"]
-    h: Float[Tensor, "n m"]
-    ε: Float[Tensor, "n d"]
-    σ: Float[Tensor, " n"]
-
-    @classmethod
-    def of(cls, G1: Float[Tensor, "m d"], G2: Float[Tensor, "d m"], count: int) -> "Spans":
-        """Return the spans of the factors of G1 and G2, each of the same number of dimensions.
-
-        Args:
-            G1: ∂ℓ/∂W₁ of the first layer, in float64.
-            G2: ∂ℓ/∂W₂ of the second layer, in float64.
-            count: number of products that the gradients are sums of; fewer dimensions, if fewer singular values are
-                above `UNIT_ROUNDOFF`.
-        """
-        U1, σ1, V1 = torch.linalg.svd(G1, full_matrices=False)
-        U2, σ2, V2 = torch.linalg.svd(G2, full_matrices=False)
-        n = min(count, *(int((σ > UNIT_ROUNDOFF * σ[0]).sum()) for σ in (σ1, σ2)))
-        return cls(V1[:n], U1[:, :n].mT, V2[:n], U2[:, :n].mT, σ1[:n])
-
-    def float(self) -> "Spans":
-        """Return the same in single precision."""
-        return Spans(*(part.float() for part in self))
-
-
-class Near(NamedTuple):
-    """Guesses u of tokens, and what is known of each: its t lies in span(Q, base_s).
-
-    The rows of `base` have unit length, and are orthogonal to the orthonormal columns of `Q`.
-    """
-
-    u: Float[Tensor, "s d"]
-    base: Float[Tensor, "s d"]
-    Q: Float[Tensor, "d r"]
-
-    def float(self) -> "Near":
-        """Return the same in single precision."""
-        return Near(*(part.float() for part in self))
-
-    def off(self, t: Float[Tensor, "s *n d"]) -> Float[Tensor, "s *n d"]:
-        """Return the component of each t outside its span."""
-        base = self.base if t.dim() == 2 else self.base[:, None]
-        t = t - (t @ self.Q) @ self.Q.mT
-        return t - (t * base).sum(-1, keepdim=True) * base
-
-    def cosine(self, t: Float[Tensor, "s d"]) -> Float[Tensor, " s"]:
-        """Return the cosine of each t and its base, without the component in Q."""
-        return nn.functional.cosine_similarity(t - (t @ self.Q) @ self.Q.mT, self.base)
 
 
 class Separated(NamedTuple):
@@ -202,9 +96,9 @@ def separate(
             new = refine_guesses(mlp, whole, near, starts, steps, tolerance)
         else:
             α = start(mlp, rest, starts, draw)
-            α = refine(rough, rest.float(), α.float(), steps).double()
+            α = refine(rough, rest.float(), α.float(), steps).double()  # on all units: drawn starts need them
             new = distinct(mlp, rest, α, tolerance, _twin(limit))
-            α = refine(mlp, whole, new @ whole.u.mT, steps)  # on the spans of the whole gradient
+            α = settle(mlp, whole, new @ whole.u.mT, steps)  # on the spans of the whole gradient
             new = distinct(mlp, whole, α, limit, _twin(limit))
         if len(found):
             new = new[(_unit(new) @ _unit(found).mT).amax(1) < _twin(limit)]
@@ -216,7 +110,7 @@ def separate(
             for some in new.split(starts):
                 ε, δ = (torch.cat(both) for both in zip((ε, δ), backward(mlp, whole, some), strict=True))
             Q_ε, Q_δ = torch.linalg.qr(ε.mT).Q, torch.linalg.qr(δ.mT).Q
-            rest = Spans.of(G1 - Q_δ @ (Q_δ.mT @ G1), G2 - Q_ε @ (Q_ε.mT @ G2), count - len(found))
+            rest = whole.without(G1 - Q_δ @ (Q_δ.mT @ G1), G2 - Q_ε @ (Q_ε.mT @ G2), count - len(found))
     if len(found):
         residual = outside(mlp, whole, found @ whole.u.mT)
     return Separated(found, residual, count)
@@ -261,70 +155,14 @@ def refine_guesses(
         steps: steps of the Levenberg-Marquardt method in single precision, and as many again in double.
         tolerance: the largest residual of a token; less is allowed if most results have far smaller ones.
     """
-    rough, coarse = mlp.to(torch.float32), whole.float()
     found: list[Tensor] = []
     for u, base in zip(near.u.split(starts), near.base.split(starts), strict=True):
         of = Near(u, base, near.Q)
-        α = refine(rough, coarse, (u @ whole.u.mT).float(), steps, of.float()).double()
-        α = refine(mlp, whole, α, steps, of)
+        α = settle(mlp, whole, u @ whole.u.mT, steps, of, FAR)
         found.append(α[of.cosine(normalise(mlp, α @ whole.u)) > _SLOT_COSINE])
     α = torch.cat(found)
     usual = float(outside(mlp, whole, α).median()) if len(α) else 0.0
     return distinct(mlp, whole, α, min(tolerance, max(_FIRST_TOLERANCE, _OUTLIER_FACTOR * usual)), _SAME_COSINE)
-
-
-def refine(
-    mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], steps: int, near: Near | None = None
-) -> Float[Tensor, "s n"]:
-    """Minimise |(I − P_h) act(W₁ u + b₁)|² + |mean t|² + (|t|²/d − 1)² over u = α T, for each start by itself.
-
-    With `near`, the squared share of t outside its known span is added, with the same weight.
-
-    Args:
-        mlp: the MLP, in the precision of the search.
-        spans: the spans of tokens (T) and of hidden units (P_h), in that precision.
-        α: coordinates of the starts.
-        steps: the most steps of the Levenberg-Marquardt method.
-        near: spans that the t of each start is known to lie in, in that precision.
-    """
-    T, H, d = spans.u, spans.h, spans.u.shape[1]
-    M, P, c = mlp.W1 @ T.mT, T / mlp.γ, mlp.β / mlp.γ
-    mean = P.mean(1)
-    size = mlp.hidden(α @ T)[0].norm(dim=1).median() if len(α) else T.new_ones(())
-
-    def at(α: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return act′, the residual of h, that of LayerNorm's form, and t."""
-        h, slope = mlp.hidden(α @ T)
-        t = α @ P - c
-        form = torch.stack([t.mean(1), t.square().mean(1) - 1], 1)
-        if near is not None:
-            form = torch.cat([form, near.off(t) / d**0.5], 1)
-        return slope, (h - (h @ H.mT) @ H) / size, form, t
-
-    slope, r, form, t = at(α)
-    cost = r.square().sum(1) + form.square().sum(1)
-    J_off = None if near is None else near.off(P.expand(len(α), -1, -1)).mT / d**0.5
-    λ, eye, idle = torch.full_like(cost, 1e-2), torch.eye(len(T), dtype=T.dtype, device=T.device), 0
-    for _ in range(steps):
-        J = slope[..., None] * M / size
-        J_form = torch.stack([mean.expand_as(α), 2 / d * (t @ P.mT)], 1)
-        J_form = J_form if J_off is None else torch.cat([J_form, J_off], 1)
-        N = J.mT @ J - (H @ J).mT @ (H @ J) + J_form.mT @ J_form
-        g = (slope * r) @ M / size + (form[:, None] @ J_form)[:, 0]
-        damp = (λ * N.diagonal(dim1=1, dim2=2).mean(1))[:, None, None] * eye
-        L = torch.linalg.cholesky_ex(N + damp)[0]
-        next_α = α - torch.cholesky_solve(g[..., None], L)[..., 0]
-        next_slope, next_r, next_form, next_t = at(next_α)
-        next_cost = next_r.square().sum(1) + next_form.square().sum(1)
-        better = next_cost < cost  # false for nan
-        idle = 0 if bool((next_cost < 0.99 * cost).any()) else idle + 1
-        b = better[:, None]
-        α, slope, r = (torch.where(b, new, old) for new, old in ((next_α, α), (next_slope, slope), (next_r, r)))
-        form, t, cost = torch.where(b, next_form, form), torch.where(b, next_t, t), torch.where(better, next_cost, cost)
-        λ = torch.where(better, λ / 5, λ * 4)
-        if idle == _MOST_IDLE:
-            break
-    return α
 
 
 def outside(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"]) -> Float[Tensor, " s"]:
@@ -372,8 +210,8 @@ def backward(mlp: Mlp, whole: Spans, u: Float[Tensor, "k d"]) -> tuple[Float[Ten
     """
     _, slope = mlp.hidden(u)
     V = slope[:, None] * (whole.ε @ mlp.W2)  # for each ε of the basis: k × n × m
-    off = V - (V @ whole.δ.mT) @ whole.δ
-    N = off @ off.mT  # its least eigenvalue is zero, and inverse iteration finds the vector
+    along = V @ whole.δ.mT
+    N = V @ V.mT - along @ along.mT  # its least eigenvalue is zero, and inverse iteration finds the vector
     L = torch.linalg.cholesky(
         N + 1e-13 * N.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(len(whole.u)).to(N)
     )

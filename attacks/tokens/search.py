@@ -10,7 +10,8 @@ from jaxtyping import Int
 from timm.models.vision_transformer import Block
 from torch import Tensor
 
-from privlab.attacks.tokens.equations import Mlp, Near, Separated, separate
+from privlab.attacks.tokens.equations import Separated, separate
+from privlab.attacks.tokens.spans import Mlp, Near
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.threat import Observation
 
@@ -36,7 +37,7 @@ class TokenSearch:
     tolerance: float = 0.02
     sure: float = 0.001
     sharpen: int = 6
-    inner: int = 60
+    inner: int = 20
     seed: int = 0
 
     def __post_init__(self) -> None:

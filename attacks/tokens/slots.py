@@ -1,7 +1,5 @@
 """From tokens to the patches behind them: slots are told apart, a linear solve follows, and attention sharpens it."""
 
-import copy
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,12 +8,9 @@ from timm.models.vision_transformer import Attention, Block
 from torch import Tensor, nn
 
 from privlab.attacks.rows import known_tokens
-from privlab.attacks.solvers import conjugate_gradients
-from privlab.attacks.tokens.equations import UNIT_ROUNDOFF, Mlp, Near, normalise
+from privlab.attacks.tokens.sharpening import attention_of, sharpen_coordinates
+from privlab.attacks.tokens.spans import UNIT_ROUNDOFF, Mlp, Near, normalise
 from privlab.base import linear_sum_assignment
-from privlab.patches import patchify
-from privlab.reassembly import assemble
-from privlab.reassembly.border_costs import border_costs
 from privlab.threat import Observation
 from privlab.victims import VictimModel
 
@@ -27,10 +22,8 @@ __all__ = [
     "Slots",
     "Solved",
     "embeddings_of_tokens",
-    "first_block",
     "guesses",
     "patches_of_tokens",
-    "place_patches",
     "projection",
     "row_space",
     "sharpen_patches",
@@ -47,9 +40,6 @@ _SPARE_SHARE = 1 / 8
 
 _ROUNDS = 3
 """Evaluations of attention that determine the length of embeddings; the first is right but for LayerNorm's ε."""
-
-_LEAST_DECREASE = 0.1
-"""Share by which a Gauss-Newton step must lower the squared residual to be followed by another one."""
 
 
 class Slots(NamedTuple):
@@ -205,7 +195,7 @@ def guesses(model: VictimModel, block: Block, slots: Slots, reads: Reads, X: Flo
     own = torch.cat([torch.ones_like(slots.alike[:1]).expand(len(prefix)), ~slots.alike])
     Q = torch.linalg.qr(M).Q
     base = _off(torch.cat([prefix + _attention_adds(block)[1], base])[own], Q)
-    return Near(block.norm2(z + _attention_of(block, z))[own], nn.functional.normalize(base, dim=1), Q)
+    return Near(block.norm2(z + attention_of(block, z))[own], nn.functional.normalize(base, dim=1), Q)
 
 
 def _equations(
@@ -266,7 +256,7 @@ def sharpen_patches(
     first = (X - slots.known) @ slots.Y.mT
     guesses = [C @ R.mT for C in (first.index_put((ns,), c), first)]
     z, places = slots.known @ W.mT + b + slots.pe, linear.slot
-    B = _sharpen(prefix, block, z, basis.mT, u[linear.token], places, guesses, sharpen, inner)
+    B = sharpen_coordinates(prefix, block, z, basis.mT, u[linear.token], places, guesses, sharpen, inner)
     C = torch.linalg.solve_triangular(R, B.mT, upper=True).mT
     found = none.index_fill(0, ns, value=True)
     return Solved(torch.where(found[:, None], slots.known + C @ slots.Y, X), found)
@@ -315,17 +305,14 @@ def embeddings_of_tokens(
     z, length = part, prefix.std(1).mean() / part.std(1).mean()
     for _ in range(_ROUNDS):  # LayerNorm's ε makes a depend slightly on the length of z
         z = torch.cat([length * part, (length * part).mean(0).expand(count - len(js), -1)])
-        a = _attention_of(block, torch.cat([prefix, z]))[len(prefix) : len(prefix) + len(js)]
+        a = attention_of(block, torch.cat([prefix, z]))[len(prefix) : len(prefix) + len(js)]
         length = ((a * rest).sum(1) / rest.square().sum(1))[:, None]
         length = length.where(length > 0, length.abs().median())
     places = torch.cat([at, len(prefix) + torch.arange(len(js), device=u.device)])
-    B = _sharpen(prefix, block, torch.zeros_like(z), Z.mT, u[torch.cat([own, js])], places, [z @ Z], sharpen, inner)
+    start, known = [z @ Z], torch.zeros_like(z)
+    own = u[torch.cat([own, js])]
+    B = sharpen_coordinates(prefix, block, known, Z.mT, own, places, start, sharpen, inner)
     return (B @ Z.mT)[: len(js)]
-
-
-def _attention_of(block: Block, z: Float[Tensor, "t d"]) -> Float[Tensor, "t d"]:
-    """Return what attention adds to tokens z."""
-    return block.ls1(block.attn(block.norm1(z[None])))[0]
 
 
 def _centre(block: Block, u: Float[Tensor, "f d"]) -> Float[Tensor, "f d"]:
@@ -408,71 +395,3 @@ def _coordinates(
     t_off, base_off = _off(t, Q), _off(base, Q)
     s = (t_off * base_off).sum(1, keepdim=True) / t_off.square().sum(1, keepdim=True)
     return torch.linalg.solve_triangular(R, Q.mT @ (s * t - base).mT, upper=True).mT
-
-
-def _sharpen(
-    prefix: Float[Tensor, "p d"],
-    block: Block,
-    base: Float[Tensor, "n d"],
-    basis: Float[Tensor, "r d"],
-    target: Float[Tensor, "f d"],
-    places: Int[Tensor, " f"],
-    guesses: Sequence[Float[Tensor, "n r"]],
-    steps: int,
-    inner: int,
-) -> Float[Tensor, "n r"]:
-    """Minimise |u(base + B basis)[places] − target|² over B by the Gauss-Newton method, from the best guess."""
-    scale = target.norm(dim=1).mean()
-
-    def residual(B: Tensor) -> Tensor:
-        z = torch.cat([prefix, base + B @ basis])
-        return (block.norm2(z + _attention_of(block, z))[places] - target) / scale
-
-    B = min(guesses, key=lambda B: float(residual(B).square().sum()))
-    for _ in range(steps):
-        with torch.enable_grad():
-            B.requires_grad_()
-            r = residual(B)
-            weight = torch.zeros_like(r, requires_grad=True)
-            (pulled,) = torch.autograd.grad(r, B, weight, create_graph=True)  # Jᵀ weight: its derivative by weight is J
-
-        def product(p: Tensor, r: Tensor = r, pulled: Tensor = pulled, by: Tensor = weight, B: Tensor = B) -> Tensor:
-            (pushed,) = torch.autograd.grad(pulled, by, p[0], retain_graph=True)
-            return torch.autograd.grad(r, B, pushed, retain_graph=True)[0][None]
-
-        (slope,) = torch.autograd.grad(r, B, r.detach(), retain_graph=True)
-        new = B.detach() + conjugate_gradients(product, -slope[None], inner)[0]
-        if not residual(new).square().sum() < (1 - _LEAST_DECREASE) * r.square().sum():
-            break
-        B = new
-    return B.detach()
-
-
-def place_patches(
-    model: VictimModel,
-    image: Float[Tensor, "c h w"],
-    masked: Bool[Tensor, " n"],
-    lost: Bool[Tensor, " n"] | None = None,
-) -> Int[Tensor, " n"]:
-    """Return the order that puts the masked patches where their borders fit best.
-
-    Args:
-        model: the victim, whose grid and patch size count.
-        image: the reconstruction with its masked patches in any order, in [0, 1].
-        masked: slots whose patches are to be put in order; all others stay.
-        lost: slots whose patches were not recovered, and get the same border cost everywhere; None stands for none.
-    """
-    patches = patchify(image[None], model.patch)[0].unflatten(1, (image.shape[0], model.patch, model.patch))
-    costs = border_costs(patches)
-    if lost is not None and bool(lost.any()) and not bool(lost.all()):  # a mean over none would be nan
-        costs = torch.where(lost | lost[:, None], costs[:, ~lost][..., ~lost].mean(), costs)
-    return assemble(costs, model.grid, ~masked).to(image.device)
-
-
-def first_block(model: VictimModel) -> Block:
-    """Return a copy of the first block in float64, without fused attention, which has no second derivatives."""
-    block = copy.deepcopy(model.vit.blocks[0]).double().requires_grad_(False)
-    assert isinstance(block, Block)
-    assert isinstance(block.attn, Attention)
-    block.attn.fused_attn = False  # pyright: ignore[reportAttributeAccessIssue]  # timm declares it final
-    return block

@@ -18,6 +18,7 @@ from .options import configure as configure
 from .options import options_of as options_of
 from .options import read_numbers as read_numbers
 from .options import read_options as read_options
+from .parallel import one_per_core as one_per_core
 from .plugins import Registry as Registry
 from .plugins import with_plugins as with_plugins
 from .precision import full_precision as full_precision

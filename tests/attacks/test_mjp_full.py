@@ -197,6 +197,22 @@ def test_mjp_is_undone(gamma: float, masked_pe: str, images: Tensor, tiny_model:
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
+def test_images_side_by_side_are_those_one_after_the_other(made: tuple[VictimModel, Feed, Observation]) -> None:
+    """Two cores work on an image each, in one thread: the same tokens and images, and the threads stay as they were."""
+    _, _, seen = made
+    alone = MjpFull(**SEARCH)(seen)
+    torch.set_num_threads(2)
+    try:
+        both = MjpFull(**SEARCH)(seen)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert alone.tokens is not None
+    assert both.tokens is not None
+    assert torch.equal(both.tokens, alone.tokens)
+    assert_close(both.images, alone.images, atol=1e-6, rtol=0)
+
+
 def test_few_tokens_leave_what_the_subspace_gave(made: tuple[VictimModel, Feed, Observation]) -> None:
     model, feed, seen = made
     reconstruction = MjpFull(**SEARCH | {"rounds": 2})(seen)

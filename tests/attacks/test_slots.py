@@ -10,8 +10,18 @@ from torch.nn.functional import pad
 from torch.testing import assert_close
 
 from privlab.attacks.gradients.token_separation import TokenSeparation
-from privlab.attacks.tokens import Mlp, Reads, Slots, embeddings_of_tokens, first_block, normalise, slots_of_tokens
-from privlab.attacks.tokens.slots import _assign, _equations, _sharpen
+from privlab.attacks.tokens import (
+    Mlp,
+    Reads,
+    Slots,
+    embeddings_of_tokens,
+    first_block,
+    normalise,
+    sharpening,
+    slots_of_tokens,
+)
+from privlab.attacks.tokens.sharpening import sharpen_coordinates
+from privlab.attacks.tokens.slots import _assign, _equations
 from privlab.patches import patchify
 from privlab.release import observe
 from privlab.threat import Observation
@@ -106,6 +116,12 @@ def test_what_leaves_no_equation_over_is_not_asked(tiny_model: Model) -> None:
     assert _equations(model, block, slots_in(model, x, orthonormal(45, 48)), reads) is None
 
 
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conjugate gradients without a preconditioner: their first step is one of steepest descent."""
+    monkeypatch.setattr(sharpening, "_inverse_of_own", lambda *_: lambda r: r)
+
+
 def least_squares(target: Tensor, guesses: list[Tensor], steps: int) -> Tensor:
     """Return B of B diag(1, 1e-4) ≈ target, by steps of steepest descent from the best guess."""
     block = Block(2, 1)
@@ -113,9 +129,10 @@ def least_squares(target: Tensor, guesses: list[Tensor], steps: int) -> Tensor:
         setattr(block, name, nn.Identity())
     block.ls1 = LayerScale(2, init_values=0.0).double().requires_grad_(False)
     base, basis = torch.zeros(1, 2).double(), torch.tensor([[1.0, 0.0], [0.0, 1e-4]]).double()
-    return _sharpen(base[:0], block, base, basis, target, torch.tensor([0]), guesses, steps, 1)
+    return sharpen_coordinates(base[:0], block, base, basis, target, torch.tensor([0]), guesses, steps, 1)
 
 
+@pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize(("gain", "taken"), [(0.12, True), (0.08, False)])
 def test_a_step_is_taken_that_gains_a_tenth(gain: float, *, taken: bool) -> None:
     """One of steepest descent, which brings all of the one direction, of that share, and next to nothing else."""

@@ -7,6 +7,7 @@ from torch.nn.functional import gelu, normalize
 
 from privlab.attacks.tokens import Mlp, Spans, separate
 from privlab.attacks.tokens import equations as tokens
+from privlab.attacks.tokens import spans as terms
 from privlab.attacks.tokens.equations import outside, refine, start
 
 D, M, COUNT = 24, 96, 20
@@ -49,6 +50,7 @@ def test_more_is_allowed_after_two_rounds_of_few_and_the_search_ends_after_two_o
     monkeypatch.setattr(tokens, "distinct", distinct)
     monkeypatch.setattr(tokens, "start", lambda _, spans, number, __: torch.zeros(number, len(spans.u)).double())
     monkeypatch.setattr(tokens, "refine", lambda _, __, α, *___: α)
+    monkeypatch.setattr(tokens, "settle", lambda _, __, α, *___: α)
     assert len(run(planted, 5e-3)) == 12
     assert set(asked[::2]) == {5e-3}  # a first look takes what may be one at all
     assert asked[1::2] == pytest.approx([1e-5] * 3 + [1e-4] * 3 + [1e-3] * 2 + [5e-3] * 3)
@@ -77,9 +79,10 @@ def test_solutions_are_one_token_within_three_times_what_is_allowed(
         return (due[0] @ spans.u.mT.double()).to(α)
 
     monkeypatch.setattr(tokens, "refine", lead)
+    monkeypatch.setattr(tokens, "settle", lead)
     monkeypatch.setattr(tokens, "outside", lambda _, __, α: torch.full((len(α),), 1e-9).double())
     monkeypatch.setattr(tokens, "backward", lambda _, whole, some: (whole.ε[: len(some)], whole.δ[: len(some)]))
-    monkeypatch.setattr(tokens, "UNIT_ROUNDOFF", 0.0)
+    monkeypatch.setattr(terms, "UNIT_ROUNDOFF", 0.0)
     assert len(run(planted, 1e-2)) == found
 
 

@@ -159,7 +159,7 @@ def test_a_search_ends_where_its_cost_has_no_slope(*, guided: bool) -> None:
 
     found = refine(mlp, made.spans, α, 60, near)
     assert cost(found) < cost(α)
-    assert slope(found).norm() < 1e-3 * slope(α).norm()
+    assert slope(found).norm() < 5e-3 * slope(α).norm()  # a hundredth of the cost may be left to gain
 
 
 def test_solutions_come_by_their_residuals_and_twins_once() -> None:

@@ -17,6 +17,7 @@ RATIOS = [
     "breaching_solve_over_privlab_solve",
     "breaching_linear_solves_over_privlab_solve",
     "score_over_observe",
+    "mjp_full_over_step",
 ]
 PERMUTATION = [
     "dense_over_index_row",
@@ -54,7 +55,7 @@ def test_json_holds_ratios_medians_and_setup(cli: Callable[..., Any], peaks: Non
     told = cli("bench", "attack", *SMALL, "--json")
     assert told.status == 0
     result = json.loads(told.out)
-    assert list(result)[:6] == [*RATIOS, "peak_rss_400_over_40"]
+    assert list(result)[:7] == [*RATIOS, "peak_rss_400_over_40"]
     assert all(result[name] > 0 for name in RATIOS)
     assert result["peak_rss_400_over_40"] == pytest.approx(20_400 / 20_040)
     assert set(result["targets"]) == {*RATIOS, "peak_rss_400_over_40"}
