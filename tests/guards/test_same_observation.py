@@ -50,7 +50,7 @@ def same(run: Any, crops: Tensor, *, together: bool = False, **given: Any) -> se
     for (trial, batch), (trial2, batch2) in zip(first.trials, other.trials, strict=True):
         assert not torch.equal(trial.reference, trial2.reference)
         assert not torch.equal(batch.labels, batch2.labels)
-        assert {p.sha256 for p in batch.named}.isdisjoint(p.sha256 for p in batch2.pictures)
+        assert {p.sha256 for p in batch.named}.isdisjoint(p.sha256 for p in batch2.named)
         moved = "moved" if trial.feed.moved.any() and not trial.feed.moved.all() else "order"
         if trial.feed.moved.any():
             assert not torch.equal(getattr(trial.feed, moved), getattr(trial2.feed, moved))
