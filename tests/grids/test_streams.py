@@ -23,7 +23,7 @@ def test_a_stream_is_read_once_to_plan_and_once_to_run(photos: Path, monkeypatch
             read.append(image.name)
             yield image
 
-    stream = replace(source, count=None, names=None, pictures=pictures, at=None, file=None, about=None)
+    stream = replace(source, count=None, names=None, read=pictures, at=None, file=None, about=None)
     monkeypatch.setattr("privlab.images.open.datasets.hugging_face", lambda name, split: stream)
     found = attack("vit_ti", images="hf:x", **OPTIONS)
     assert read == [*source.names] * 2
