@@ -14,9 +14,8 @@ from privlab.cli.evaluate import evaluate
 from privlab.cli.keys import keys
 from privlab.cli.machine import bench, doctor, list_
 from privlab.cli.models import models
-from privlab.cli.report import figures, report
 from privlab.cli.split.commands import split
-from privlab.cli.store import store
+from privlab.cli.store import figures, report, store
 from privlab.cli.study import finetune_study, study
 from privlab.cli.table import table
 from privlab.cli.train import train

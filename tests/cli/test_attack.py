@@ -52,7 +52,7 @@ def test_data_go_to_stdout_and_messages_to_stderr(attack: Callable[..., Any], tm
     assert "Warning" not in done.out
     assert "Warning: vit_ti has RANDOM weights (seed 0), as asked." in done.err
     assert "Warning: lpips_alex is n/a: No pretrained backbone" in done.err
-    assert "3/3" in done.err  # of the progress bar
+    assert "3 of 3: " in done.err
 
 
 def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> None:

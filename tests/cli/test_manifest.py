@@ -87,7 +87,7 @@ def test_positions_that_there_are_not(
     ("options", "message"),
     [
         (("--features", "x", "--every", "2"), "--every has no meaning with --features: there is no private image."),
-        (("--gradients", "x", "--manifest", "m"), "--manifest has no meaning with --gradients: the file is one"),
+        (("--gradients", "x", "--manifest", __file__), "--manifest has no meaning with --gradients: the file is one"),
     ],
 )
 def test_audits_choose_no_images(cli: Callable[..., Any], options: tuple[str, ...], message: str) -> None:
