@@ -151,13 +151,14 @@ def _leakiest(last: "Result", metric: str) -> dict[str, Scores]:
 
     Of the geometries that an adversary can make, and of several draws, it is the leakiest score.
     """
+    from privlab.evaluation import CONTROL
     from privlab.images import as_text
     from privlab.report.tables import sign_of
 
     found: dict[str, Scores] = {as_text(image.name): {} for image in last.task.images}
     rows = last.rows.select(["image", "victim", "setting", "attack", "geometry", metric]).to_pylist()
     for row in reversed(rows):
-        if row["geometry"] == "oracle" or row["attack"].startswith("control:"):
+        if row["geometry"] == "oracle" or row["attack"].startswith(CONTROL):
             continue
         key, score = (f"{row['victim']}, setting {row['setting']}", row["attack"]), row[metric]
         best = found.setdefault(row["image"], {}).setdefault(key, score)
