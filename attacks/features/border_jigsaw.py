@@ -32,6 +32,7 @@ class BorderJigsaw:
     paper: ClassVar[str] = "ours; after Gallagher (2012), Paikin and Tal (2015)"
     knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.OWN_ROWS}
+    effort: ClassVar[str] = "quick"
 
     rounds: int = ROUNDS
     predictor: str = ""

@@ -34,6 +34,7 @@ class ClassTokenKey:
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 5"
     knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.CLASS_TOKEN}
+    effort: ClassVar[str] = "quick"
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Recover the columns, then the rows and the images."""

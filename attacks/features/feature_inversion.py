@@ -1,6 +1,7 @@
 """`least-squares` and `feature-optimisation`: the embedding inverted by an adversary that knows its weights."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,6 +39,7 @@ class LeastSquares:
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS, Capability.AUXILIARY_IMAGES}
     )
+    effort: ClassVar[str] = "quick"
 
     prior: str = "wiener"
 
@@ -70,6 +72,7 @@ class FeatureOptimisation:
     paper: ClassVar[str] = "Mahendran and Vedaldi (CVPR 2015), Equations 1 and 3"
     knows: ClassVar[frozenset[str]] = frozenset({"gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS})
+    at_full: ClassVar[Mapping[str, int]] = {"steps": 1000}
 
     steps: int = 300
     learning_rate: float = 0.1

@@ -43,6 +43,8 @@ class _Inversion:
         {Capability.RELEASED_FEATURES, Capability.AUXILIARY_IMAGES, Capability.QUERIES, Capability.KNOWS_DEFENSE}
     )
 
+    effort: ClassVar[str] = "full"
+
     width: int = 192
     depth: int = 3
     steps: int = 1000

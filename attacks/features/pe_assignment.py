@@ -31,6 +31,7 @@ class PEAssignment:
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 2"
     knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "batch-shuffle", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.POSITION_EMBEDDINGS}
+    effort: ClassVar[str] = "quick"
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Place the rows and invert them."""

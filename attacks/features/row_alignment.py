@@ -56,6 +56,7 @@ class RowAlignment:
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 2"
     knows: ClassVar[frozenset[str]] = frozenset({"row-permutation", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.OWN_ROWS}
+    effort: ClassVar[str] = "quick"
 
     iterations: int = 20
     rounds: int = ROUNDS

@@ -42,6 +42,7 @@ class April:
             Capability.BATCH_SIZE_ONE,
         }
     )
+    effort: ClassVar[str] = "quick"
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "blocks.0.attn.qkv.weight")
 
     rtol: float = RTOL

@@ -86,7 +86,8 @@ class GradientMatching:
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS})
     knows: ClassVar[frozenset[str]] = frozenset({"mjp", "gradient-pruning"})
     parameters: ClassVar[tuple[str, ...]] = ("*",)
-    named_only: ClassVar[bool] = True
+    effort: ClassVar[str] = "full"
+    at_full: ClassVar[Mapping[str, int]] = {"restarts": 4}
     search: ClassVar[bool] = True
 
     objective: str = "cosine"

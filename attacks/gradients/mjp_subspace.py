@@ -82,6 +82,7 @@ class MjpSubspace:
     paper: ClassVar[str] = "ours, against MJP (Ren et al. 2023), Eq. 4"
     knows: ClassVar[frozenset[str]] = frozenset({"mjp"})
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
+    effort: ClassVar[str] = "quick"
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
 
     prior: str = "cauchy"

@@ -30,6 +30,7 @@ class PatchGradient:
     name: ClassVar[str] = "patch-gradient"
     paper: ClassVar[str] = "the chain rule at z = Wx + b + e; cf. APRIL (Lu et al. 2022), MJP (2023), Eq. 8"
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
+    effort: ClassVar[str] = "quick"
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
 
     rtol: float = RTOL

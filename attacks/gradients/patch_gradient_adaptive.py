@@ -58,6 +58,7 @@ class PatchGradientAdaptive:
         Capability.KNOWS_DEFENSE,
         Capability.GRADIENT_DEFENSE,
     }
+    effort: ClassVar[str] = "quick"
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
 
     rounds: int = 6

@@ -110,6 +110,7 @@ class PatchGradientPrior:
     name: ClassVar[str] = "patch-gradient-prior"
     paper: ClassVar[str] = "ours: the chain rule at z = Wx + b + e, an image prior, whole grey levels"
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
+    effort: ClassVar[str] = "quick"
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
 
     rounds: int = 6

@@ -1,7 +1,7 @@
 """The search for tokens that attacks on the first block share: its options, and what it found."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,6 +30,7 @@ class TokenSearch:
 
     name: ClassVar[str]
     search: ClassVar[bool] = True
+    at_full: ClassVar[Mapping[str, int]] = {"starts": 48, "rounds": 120}
 
     starts: int = 24
     rounds: int = 60

@@ -30,6 +30,7 @@ from privlab.cli.live import engine_of, engine_options, run_display
 from privlab.cli.names import (
     ATTACKS,
     DEFENSES,
+    EFFORT,
     IMAGES,
     LABELS,
     MANIFEST_FILE,
@@ -58,6 +59,9 @@ __all__ = ["attack"]
     "--setting", type=SETTINGS, help="a, b or c (MJP, section 5.4), with commas.  [default: c if defended, else a]"
 )
 @click.option("--attack", type=ATTACKS, help="Attacks, with commas.  [default: worst-case, all that can run]")
+@click.option(
+    "--effort", type=EFFORT, default="standard", show_default=True, help="How much is tried: quick, standard or full."
+)
 @click.option("--weights", type=WEIGHTS, default="auto", show_default=True, help="auto, pretrained, random, or a file.")
 @click.option("--block", default="auto", show_default=True, help="First block: auto, stock or april.")
 @click.option("--img-size", type=click.IntRange(min=16), help="Side of the input; PEs are resized as timm does.")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["audit_features", "audit_gradient_file"]
 
-_TAKEN = {"model", "attack", "weights", "img_size", "classes", "defense", "gamma", "masked_pe", "options_"}
+_TAKEN = {"model", "attack", "effort", "weights", "img_size", "classes", "defense", "gamma", "masked_pe", "options_"}
 _TAKEN |= {"seed", "device", "out", "overwrite", "as_json"}
 _FEATURES = _TAKEN | {"features", "limit", "public", "public_limit"}
 _GRADIENTS = _TAKEN | {"gradients", "reference", "block", "force"}
@@ -136,8 +136,8 @@ def _refuse(context: click.Context, taken: set[str], why: str) -> None:
 
 
 def _science(options: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("weights", "img_size", "classes", "defense", "gamma", "masked_pe", "seed", "public", "public_limit")
-    return {name: options[name] for name in names} | {"options": options["options_"]}
+    names = ("effort", "weights", "img_size", "classes", "defense", "gamma", "masked_pe", "seed", "public")
+    return {name: options[name] for name in (*names, "public_limit")} | {"options": options["options_"]}
 
 
 def _check_one(models: Sequence[str], option: str) -> None:

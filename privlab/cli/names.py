@@ -26,6 +26,7 @@ __all__ = [
     "CLASSIFIER",
     "CLASSIFIERS",
     "DEFENSES",
+    "EFFORT",
     "EXPERIMENT",
     "IMAGES",
     "LABELS",
@@ -132,6 +133,7 @@ CLASSIFIERS = Checked(_each(check_classifier_name), classifier_names, ",")
 WEIGHTS = Checked(_check_weights, lambda: _WEIGHTS)
 SETTINGS = Checked(lambda text: check_names("setting", several(text)), lambda: known_names("setting"), ",")
 ATTACKS = Checked(lambda text: check_names("attack", several(text)), lambda: known_names("attack"), ",")
+EFFORT = Checked(lambda text: check_names("effort", [text]), lambda: known_names("effort"))
 METRICS = Checked(lambda text: check_names("metric", several(text)), lambda: known_names("metric"), ",")
 DEFENSES = Checked(lambda text: check_names("defense", several(text, ",+")), lambda: known_names("defense"), "+,")
 STACK = Checked(_check_sent, defenses, "+")

@@ -24,7 +24,7 @@ from privlab.cli.common import (
     print_table,
 )
 from privlab.cli.live import engine_options, run_display
-from privlab.cli.names import EXPERIMENT, IMAGES, MANIFEST_FILE, WEIGHTS
+from privlab.cli.names import EFFORT, EXPERIMENT, IMAGES, MANIFEST_FILE, WEIGHTS
 from privlab.cli.store import warned
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ FORMATS = ("latex", "csv", "markdown", "json")
 @click.option("--every", type=click.IntRange(min=1), help=EVERY)
 @click.option("--offset", type=click.IntRange(min=0), help=OFFSET)
 @click.option("--manifest", type=MANIFEST_FILE, metavar="FILE.csv", help=MANIFEST)
+@click.option("--effort", type=EFFORT, help="Instead of the experiment's: quick, standard or full.")
 @click.option("--weights", type=WEIGHTS, help="Instead of the experiment's: auto, pretrained, random, or a file.")
 @click.option("--lpips-weights", help="File or folder with LPIPS backbones.")
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Override the file; repeat it.")
@@ -86,7 +87,7 @@ def table(
     if measure and not plan:
         raise PrivlabError("--measure says what a --plan costs. Give both, or neither.")
     file = find_experiment(experiment)
-    named = {name: options.pop(name) for name in (*CHOICE, "weights", "lpips_weights")}
+    named = {name: options.pop(name) for name in (*CHOICE, "effort", "weights", "lpips_weights")}
     parsed = read_experiment(file, overrides, images=list(images) or None, **named)
     path, how = out or Path("runs", parsed.name), _options(options)
     if plan:

@@ -41,5 +41,6 @@ from .setup import uncached as uncached
 from .setup import victim_of as victim_of
 from .specification import Specification as Specification
 from .specification import admissions as admissions
+from .specification import default_attacks as default_attacks
 from .specification import defense_of as defense_of
 from .specification import reassembly_of as reassembly_of

@@ -5,8 +5,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, PrivlabWarning, configure
-from privlab.evaluation.specification import Specification, default_attacks, defense_of
+from privlab.base import PrivlabError, PrivlabWarning
+from privlab.evaluation.specification import Specification, attack_of, default_attacks, defense_of
 from privlab.release import feature_capabilities, gradient_capabilities, released_parameters
 from privlab.release.gradients import obstacles
 from privlab.threat import (
@@ -96,7 +96,7 @@ def applicable(
         running = {attack.name for group in groups.values() for attack in group.attacks}
         if spec.attacks is None and not stand_ins and stands_in(kind, running):
             continue
-        attack = configure(kind, spec.options)
+        attack = attack_of(name, spec)
         try:
             home = _home(attack, spec, base, defense, groups)
         except PrivlabError as refusal:
@@ -113,14 +113,13 @@ def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[s
 
 
 def _candidates(spec: Specification) -> dict[str, AttackClass]:
-    """Return the attacks that are named, or else those of this release and defense that train nothing first."""
+    """Return the attacks that are named, or else those of this release, defense and effort."""
     if spec.attacks is not None:
         return {name: installed_attacks()[name] for name in spec.attacks}
     return {
         name: kind
-        for name, kind in default_attacks().items()
+        for name, kind in default_attacks(spec.effort).items()
         if (Capability.RELEASED_FEATURES in kind.requires) == spec.features_released
-        and Capability.QUERIES not in kind.requires
         and (Capability.GRADIENT_DEFENSE not in kind.requires or spec.defends_gradients)
     }
 

@@ -7,7 +7,7 @@ from privlab.base import check_name
 from privlab.defenses import defenses
 from privlab.metrics.names import metric_names
 
-__all__ = ["RELEASE_KINDS", "SETTINGS", "WORST_CASE", "check_names", "known_names"]
+__all__ = ["EFFORTS", "RELEASE_KINDS", "SETTINGS", "WORST_CASE", "check_names", "known_names"]
 
 WORST_CASE = "worst-case"
 """The name for all attacks that can run and need not be named; they run if no attack is named."""
@@ -19,6 +19,13 @@ SETTINGS: dict[str, str] = {
 }
 """The settings of MJP, section 5.4; x̃ is the shuffled x."""
 
+EFFORTS: dict[str, str] = {
+    "quick": "attacks that take a second or two an image: the closed forms and mjp-subspace",
+    "standard": "every attack that need not be asked for, searches for tokens included",
+    "full": "larger budgets, gradient matching and trained decoders as well",
+}
+"""How much is tried against a release, in steps and never in seconds; the least first."""
+
 RELEASE_KINDS: dict[str, str] = {
     "gradients": "the gradient of each image's loss, as in federated learning",
     "features": "the embedded tokens, as in split learning",
@@ -27,7 +34,7 @@ RELEASE_KINDS: dict[str, str] = {
 
 
 def known_names(kind: str) -> list[str]:
-    """Return what may be named alone as a "setting", "attack", "defense", "release", "metric" or "block"."""
+    """Return what may be named alone as a "setting", "attack", "defense", "release", "metric", "block" or "effort"."""
     return {
         "setting": lambda: [*SETTINGS],
         "attack": lambda: [*attacks(), WORST_CASE],
@@ -35,6 +42,7 @@ def known_names(kind: str) -> list[str]:
         "release": lambda: [*RELEASE_KINDS, "auto"],
         "metric": metric_names,
         "block": lambda: ["auto", "stock", "april"],
+        "effort": lambda: [*EFFORTS],
     }[kind]()
 
 

@@ -42,9 +42,9 @@ __all__ = [
     "to_frame",
 ]
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of the records' columns. Since 3, rows have a key. Since 4, they say whether an attack was beyond its range.
-Since 5, they have scores that no gain or offset changes."""
+Since 5, they have scores that no gain or offset changes. Since 6, they state the effort."""
 
 GEOMETRIES = ("in_place", "oracle", "reassembled")
 """The layouts of a reconstruction: as it is; with the moved patches put in order by the evaluator; and, in setting c of
@@ -63,9 +63,9 @@ EXACT_DB = 100.0
 Record = dict[str, Any]
 
 _ORDER = (
-    "victim block weights weights_sha256 release defense setting attack geometry image image_sha256 label label_origin "
-    "member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp psnr_affine correlation gms_affine "
-    "psnr_affine_mirrored correlation_mirrored gms_affine_mirrored "
+    "victim block weights weights_sha256 release defense setting attack effort geometry image image_sha256 label "
+    "label_origin member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp "
+    "psnr_affine correlation gms_affine psnr_affine_mirrored correlation_mirrored gms_affine_mirrored "
     f"lpips_alex lpips_vgg lpips_squeeze f_sim {' '.join(ADDED)} "
     "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
     "tokens_found tokens_sure correct grad_norm "
@@ -251,6 +251,7 @@ class Rows:
             "weights": self.base.weights.origin,
             "weights_sha256": self.base.weights.sha256,
             "release": "features" if self.spec.features_released else "gradients",
+            "effort": self.spec.effort,
             "seed": self.spec.seed,
             "draw": self.spec.draw,
             "device": str(mean.device),

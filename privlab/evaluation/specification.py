@@ -7,14 +7,16 @@ from typing import Any
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, check_name, configure, read_options
 from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
-from privlab.evaluation.names import WORST_CASE, check_names
+from privlab.evaluation.names import EFFORTS, WORST_CASE, check_names
 from privlab.images import check_choice
 from privlab.metrics import METRICS
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
 from privlab.threat import (
+    Attack,
     AttackClass,
     Capability,
     Defense,
+    FeatureAttack,
     FeatureDefense,
     GradientDefense,
     Stack,
@@ -26,6 +28,7 @@ from privlab.victims import Victim
 __all__ = [
     "Specification",
     "admissions",
+    "attack_of",
     "default_attacks",
     "defense_of",
     "part_of",
@@ -44,6 +47,7 @@ class Specification:
     models: tuple[str, ...]
     settings: tuple[str, ...] = ("a",)
     attacks: tuple[str, ...] | None = None
+    effort: str = "standard"
     weights: str = "auto"
     block: str = "auto"
     img_size: int | None = None
@@ -89,6 +93,7 @@ class Specification:
         for kind, names in (
             ("setting", self.settings),
             ("attack", self.attacks or ()),
+            ("effort", (self.effort,)),
             ("defense", self.parts),
             ("release", (self.release,)),
             ("block", (self.block,)),
@@ -152,7 +157,7 @@ class Specification:
         named = {name: installed_attacks()[name] for name in self.attacks or ()}
         read_options(self.reassembly_options, [REASSEMBLIES[self.reassembly]])
         others = [option for option in self.options if option not in self.reassembly_options]
-        read_options(others, [*parts, *(named or default_attacks()).values()])
+        read_options(others, [*parts, *(named or default_attacks(self.effort)).values()])
         for kind in parts:  # also in setting a, which does not use them
             configure(kind, self.options)
 
@@ -244,6 +249,33 @@ def reassembly_of(spec: Specification, base: Victim) -> Reassembly:
     return made
 
 
-def default_attacks() -> dict[str, AttackClass]:
-    """Return the attacks that need not be named to run; breaching's searches, which take hours, must be named."""
-    return {name: kind for name, kind in installed_attacks().items() if not attack_declarations(kind).named_only}
+def default_attacks(effort: str = "standard") -> dict[str, AttackClass]:
+    """Return the attacks that run without being named; breaching's searches, which take hours, must be named.
+
+    Args:
+        effort: one of `EFFORTS`: that of the run.
+
+    Raises:
+        PrivlabError: if an attack declares an effort that there is not.
+    """
+    found = {}
+    for name, kind in installed_attacks().items():
+        declared = attack_declarations(kind)
+        check_name(f"effort of {name}:", declared.effort, EFFORTS)
+        if not declared.named_only and [*EFFORTS].index(declared.effort) <= [*EFFORTS].index(effort):
+            found[name] = kind
+    return found
+
+
+def attack_of(name: str, spec: Specification) -> Attack | FeatureAttack:
+    """Return an attack with its options, by its name; at full effort its larger defaults hold.
+
+    Args:
+        name: of an installed attack.
+        spec: states the options and the effort.
+
+    Raises:
+        PrivlabError: if an option does not fit the attack.
+    """
+    kind = installed_attacks()[name]
+    return configure(kind, spec.options, attack_declarations(kind).at_full if spec.effort == "full" else {})

@@ -39,9 +39,11 @@ def _attacks() -> list[Listing]:
             "name": name,
             "paper": kind.paper,
             "needs": ", ".join(sorted(capability.value for capability in kind.requires)),
-            "reads": ", ".join(attack_declarations(kind).parameters or ("the sent features",)),
+            "reads": ", ".join(declared.parameters or ("the sent features",)),
+            "runs": "if named" if declared.named_only else f"from effort {declared.effort}",
         }
         for name, kind in attacks().items()
+        for declared in [attack_declarations(kind)]
     ]
 
 

@@ -234,7 +234,8 @@ def execute(
     run = None if path is None else RunDirectory.create(path, overwrite=overwrite, resume=not overwrite)
     tasks = joined(lacking(grid, path, how))
     if engine is None:  # searches of several images gain more from the cores than the products within one image
-        alone = place.type != "cpu" or not search or any(attack.named_only for attack in declared)
+        long = any(attack.named_only or attack.effort == "full" for attack in declared)
+        alone = place.type != "cpu" or not search or long
         engine = Engine(workers=1 if alone else max(1, min(torch.get_num_threads(), len(tasks))))
     if run is None:
         results = [*run_tasks(tasks, engine, print)]

@@ -22,7 +22,7 @@ from privlab.base import (
     first,
     pick_device,
 )
-from privlab.evaluation import CONTROLS, AttackGroup, Specification, applicable, defense_of, stands_in
+from privlab.evaluation import CONTROLS, AttackGroup, Specification, applicable, default_attacks, defense_of, stands_in
 from privlab.release import (
     EXPLAINED_RESIDUAL,
     GradientFile,
@@ -146,7 +146,7 @@ def audit_gradients(
             if scorer is not None:
                 write_scores(case, scorer, rows, made, run)
         messages += [] if scorer is None else [f"{name} is n/a: {reason}" for name, reason in scorer.missing.items()]
-        found = _flags(released, seen, base, told, rows, changed=update is not None, named=spec.attacks is not None)
+        found = _flags(spec, released, seen, base, told, rows, changed=update is not None)
         facts |= {"flags": found, "reference": told_of_reference, "attacks": [_plain(row) for row in rows]}
         if scorer is None:
             facts["unscored"] = _proof(rows)
@@ -236,7 +236,7 @@ def _attacks(
     if spec.attacks is not None and refused:
         name, refusal = next(iter(refused.items()))
         lacks = installed_attacks()[name].requires - seen.grants
-        if Capability.BATCH_SIZE_ONE in lacks and (asked := _on_request(seen)):
+        if Capability.BATCH_SIZE_ONE in lacks and (asked := _on_request(seen, spec.effort)):
             refusal += f" Of {released.batch_size} images in one gradient --attack {asked[0]} can be tried."
         if lacks == {Capability.KNOWS_WEIGHTS}:
             refusal = f"Attack '{name}' needs the client's weights. {_other_weights(released, base)}. {_GIVE_WEIGHTS}"
@@ -250,13 +250,13 @@ def _attacks(
     return [attack for attack in able if spec.attacks is not None or not stands_in(attack, running)], refused
 
 
-def _on_request(seen: Observation) -> list[str]:
-    """Return the attacks on gradients that must be named to run, and for which the file grants everything."""
+def _on_request(seen: Observation, effort: str) -> list[str]:
+    """Return the attacks on gradients that this effort leaves out, and for which the file grants everything."""
     return [
         name
         for name, kind in installed_attacks().items()
-        if (declared := attack_declarations(kind)).named_only
-        and not declared.obstacle
+        if name not in default_attacks(effort)
+        and not (declared := attack_declarations(kind)).obstacle
         and not kind.requires - seen.grants
         and {*declared.parameters} <= {"*", *seen.gradients}
     ]
@@ -320,6 +320,7 @@ def _told(base: Victim, seen: Observation) -> Told | None:
 
 
 def _flags(
+    spec: Specification,
     released: GradientFile,
     seen: Observation,
     base: Victim,
@@ -327,12 +328,11 @@ def _flags(
     rows: Sequence[Row],
     *,
     changed: bool,
-    named: bool,
 ) -> list[str]:
     """Return the red flags: what weakens a verdict on this file, and what the file gives away without any attack.
 
     `told` are the labels that the head's gradient gives away, where that gradient can be relied on. `changed` says that
-    the file does not hold a plain gradient, `named` that attacks were asked for by name.
+    the file does not hold a plain gradient.
     """
     if released.is_zero:
         return ["zero gradient: nothing was released, so nothing can be said of privacy"]
@@ -345,6 +345,8 @@ def _flags(
             f"visible mask: {int(masked.sum())} of {len(masked)} position embeddings have no gradient, as under MJP: "
             "which patches were shuffled is public"
         )
+    if spec.effort == "quick":
+        found.append("low effort: quick, less than the standard effort")
     if len(masked) >= width:
         found.append(f"more tokens than equations: N = {len(masked)} ≥ D = {width}, so closed forms are not exact")
     if released.batch_size > 1:
@@ -352,9 +354,11 @@ def _flags(
             f"{released.batch_size} images in one gradient: attacks for one image do not run, "
             "which is no evidence of privacy"
         )
-    tried = named or changed or (released.batch_size == 1 and any("block" in row for row in rows))
-    if not tried and (asked := _on_request(seen)):
-        found.append(f"not tried, as these searches run by name alone: {first(asked, 3)}. Add --attack {asked[0]}")
+    tried = spec.attacks is not None or changed or (released.batch_size == 1 and any("block" in row for row in rows))
+    if not tried and (asked := _on_request(seen, spec.effort)):
+        found.append(
+            f"not tried, as these searches are not of effort {spec.effort}: {first(asked, 3)}. Add --attack {asked[0]}"
+        )
     if changed and (mean := head_of(released)) is not None and (seen_by := labels_of_signs(mean, released.batch_size)):
         found.append(
             "labels given away by signs in the gradient of the head, if they are not smoothed: "

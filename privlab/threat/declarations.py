@@ -4,7 +4,7 @@ Plug-ins are plain classes. A declaration that they leave out has the default gi
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -33,7 +33,10 @@ class AttackDeclarations:
         knows: the defenses that it takes into account, by their kinds or names.
         search: whether it searches, for seconds an image or longer; images are then attacked one at a time, so that
             each is on disk as soon as it is scored.
-        named_only: whether it runs only if it is asked for by name.
+        effort: the least effort of a run in which it runs without being asked for: "quick" for a second or two an
+            image, "standard", or "full".
+        at_full: the options, by name, whose defaults are larger at full effort.
+        named_only: whether it runs only if it is asked for by name, at any effort.
         stands_in_for: names of attacks; without being named, it runs only if none of them does.
         places: whether it puts loose patches in order itself.
         undefended: the name of its counterpart without a defense, its positive control; "" for itself.
@@ -45,6 +48,8 @@ class AttackDeclarations:
     if_released: tuple[str, ...] = ()
     knows: frozenset[str] = frozenset()
     search: bool = False
+    effort: str = "standard"
+    at_full: Mapping[str, Any] = field(default_factory=dict)
     named_only: bool = False
     stands_in_for: tuple[str, ...] = ()
     places: bool = False

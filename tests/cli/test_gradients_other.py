@@ -184,7 +184,7 @@ def test_a_batch_names_what_could_run(
     path = step((7, 3))
     told = json.loads(audit(path, "--json").out)
     (flag,) = [flag for flag in told["flags"] if flag.startswith("not tried, ")]
-    assert flag.startswith("not tried, as these searches run by name alone: gradient-matching")
+    assert flag.startswith("not tried, as these searches are not of effort standard: gradient-matching")
     assert flag.endswith("Add --attack gradient-matching")
     left = [message for message in told["warnings"] if message.startswith("Left out: ")]
     assert len(left) == 2

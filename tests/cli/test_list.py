@@ -23,7 +23,7 @@ VERBS = (
 )
 LISTED = {
     "victims": ([*victim_names(), "timm:NAME"], {"name", "timm", "variant"}),
-    "attacks": (list(attacks()), {"name", "paper", "needs", "reads"}),
+    "attacks": (list(attacks()), {"name", "paper", "needs", "reads", "runs"}),
     "defenses": (list(defenses()), {"name", "acts on", "paper", "options"}),
     "metrics": (list(KNOWN), {"name", "leaks", "range", "source"}),
 }

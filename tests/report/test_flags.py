@@ -66,6 +66,14 @@ def test_records_that_state_less_raise_no_more() -> None:
     assert found(records()[stated]) == {}
 
 
+def test_less_than_the_standard_effort() -> None:
+    assert found(records(effort="standard")) == found(records(effort="full")) == {}
+    assert found(records(effort="quick")) == {"Low effort": ["effort quick (every case)"]}
+    rows = records(effort="quick")
+    rows["effort"] = rows.effort.mask(rows.attack == "mjp-subspace", "standard")  # the run went on with more
+    assert found(rows) == {"Low effort": ["effort quick (plain)"]}
+
+
 def test_a_control_that_scores_as_well() -> None:
     levels = {"april": 11.0, "mjp-subspace": 22.0, "control:mean": 11.0, "control:other": 9.0}
     line = "defended: april 11.50 dB does not beat control:mean 11.50 dB"

@@ -269,6 +269,12 @@ def _no_attack(facts: Facts) -> list[str]:
     return [facts.where(without)] if without and not facts.records.empty else []
 
 
+def _low_effort(facts: Facts) -> list[str]:
+    """Name the cases for which nothing but the quick effort was made; the rows of one may be of several efforts."""
+    quick = facts.records.loc[facts.own].groupby("case").effort.agg(lambda efforts: (efforts == "quick").all())
+    return facts.group(dict.fromkeys(quick.index[quick.astype(bool)].tolist(), "effort quick"))
+
+
 def _beyond_range(facts: Facts) -> list[str]:
     """Return the attacks of each case in which every attack is beyond its stated range, with the reasons."""
     found: dict[int, str] = {}
@@ -288,6 +294,7 @@ def some(n: int, noun: str) -> str:
 RULES: Mapping[str, Callable[[Facts], list[str]]] = {
     "No attack ran": _no_attack,
     "Outside its stated range": _beyond_range,
+    "Low effort": _low_effort,
     "No better than a control": _shown_nothing,
     "Structure without its scale": _structure_alone,
     "No adaptive attack": _no_adaptive_attack,

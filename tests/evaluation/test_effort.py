@@ -1,0 +1,112 @@
+"""Effort: which attacks run unnamed, with which budgets, and what records and flags say of it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import pandas as pd
+import pytest
+
+import privlab.evaluation.specification
+from privlab.attacks import ATTACKS, attacks
+from privlab.base import PrivlabError
+from privlab.evaluation import Specification, applicable
+from privlab.evaluation.names import EFFORTS
+from privlab.evaluation.specification import attack_of, default_attacks
+from privlab.grids import read_experiment
+from privlab.threat import AttackDeclarations, attack_declarations
+from privlab.victims import victim
+
+GRADIENTS = {
+    "quick": {"april", "patch-gradient", "patch-gradient-prior", "mjp-subspace"},
+    "standard": {"mjp-full"},
+    "full": {"gradient-matching"},
+}
+FEATURES = {
+    "quick": {*("class-token-key", "pe-assignment", "border-jigsaw", "row-alignment", "column-statistics")}
+    | {"least-squares"},
+    "standard": {"feature-optimisation"},
+    "full": {"inversion-conv", "inversion-mae", "inversion-set", "inversion-token"},
+}
+
+
+def test_the_usual_effort_is_the_standard_one() -> None:
+    assert Specification(models=("vit_ti",)).effort == AttackDeclarations().effort == "standard"
+
+
+@pytest.mark.parametrize(("release", "by_effort"), [("gradients", GRADIENTS), ("features", FEATURES)])
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
+def test_each_effort_adds_its_own_attacks_to_those_of_the_lower_ones(
+    release: str, by_effort: dict[str, set[str]]
+) -> None:
+    base, expected = victim("vit_ti_mjp", weights="random", img_size=64), set[str]()
+    for effort in EFFORTS:
+        spec = Specification(
+            models=("vit_ti_mjp",), settings=("c",), weights="random", img_size=64, release=release, effort=effort
+        )
+        groups, refused = applicable(spec, base)
+        expected |= by_effort[effort]
+        assert {attack.name for group in groups for attack in group.attacks} == expected
+        assert not refused
+
+
+def test_no_effort_runs_what_must_be_named() -> None:
+    assert not any(name.startswith("breaching:") for name in default_attacks("full"))
+    assert {*default_attacks("full")} == {*attacks()} - {name for name in attacks() if name.startswith("breaching:")}
+    assert {*default_attacks("quick")} < {*default_attacks()} < {*default_attacks("full")}
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if attack_declarations(ATTACKS[name]).at_full])
+def test_full_effort_has_larger_budgets_that_options_overrule(name: str) -> None:
+    larger = attack_declarations(ATTACKS[name]).at_full
+    usual, most = (
+        attack_of(name, Specification(models=("vit_ti",), attacks=(name,), effort=effort))
+        for effort in ("standard", "full")
+    )
+    changed = {f.name for f in fields(usual) if getattr(usual, f.name) != getattr(most, f.name)}  # pyright: ignore[reportArgumentType]
+    assert changed == {*larger}
+    assert all(getattr(most, option) == n > getattr(usual, option) for option, n in larger.items())
+    option = next(iter(larger))
+    spec = Specification(models=("vit_ti",), attacks=(name,), effort="full", options=(f"{name}.{option}=1",))
+    assert getattr(attack_of(name, spec), option) == 1
+
+
+def test_an_option_of_an_attack_that_this_effort_leaves_out_is_refused() -> None:
+    given: dict[str, Any] = {"models": ("vit_ti",), "options": ("inner=3",)}
+    Specification(**given)
+    with pytest.raises(PrivlabError, match="inner"):
+        Specification(**given, effort="quick")
+
+
+@dataclass(frozen=True)
+class Hasty:
+    """An attack of another package that declares an effort that there is not."""
+
+    name: ClassVar[str] = "hasty"
+    effort: ClassVar[str] = "fast"
+
+
+def test_an_effort_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    with pytest.raises(PrivlabError, match=r"Unknown effort 'ful'\. Did you mean full\?"):
+        Specification(models=("vit_ti",), effort="ful")
+    (file := tmp_path / "own.toml").write_text('[run]\neffort = "most"\n[[case]]\nmodel = "vit_ti"\n')
+    with pytest.raises(PrivlabError, match=r"own\.toml, line 2: Unknown effort 'most'"):
+        read_experiment(file)
+    monkeypatch.setattr(privlab.evaluation.specification, "installed_attacks", lambda: {**attacks(), "hasty": Hasty})
+    with pytest.raises(PrivlabError, match=r"Unknown effort of hasty: 'fast'\. Choose from: full, quick, standard"):
+        default_attacks()
+
+
+@pytest.mark.parametrize(("effort", "flagged"), [("quick", True), ("standard", False)])
+def test_records_state_the_effort_and_less_than_the_standard_one_is_a_red_flag(
+    cli: Callable[..., Any], tmp_path: Any, effort: str, flagged: bool
+) -> None:
+    done = cli(
+        *("attack", "--model", "cifar_vit", "--weights", "random", "--limit", 1, "--metrics", "psnr", "--no-strips"),
+        *("--attack", "patch-gradient", "--effort", effort, "--json", "--out", tmp_path / "run"),
+    )
+    assert done.status == 0
+    told = json.loads(done.out)
+    assert ("Low effort" in [flag["head"] for flag in told["flags"]]) is flagged
+    assert {*pd.read_parquet(tmp_path / "run" / "records").effort} == {effort}
