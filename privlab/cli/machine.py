@@ -66,6 +66,7 @@ _DEVICE = click.option("--device", default="auto", show_default=True, help="auto
 @click.option(
     "--memory/--no-memory", default=True, show_default=True, help="Measure peak memory with 40 and 400 images."
 )
+@click.option("--main-job/--no-main-job", default=True, show_default=True, help="Run the README's main job, twice.")
 @_DEVICE
 @common
 def bench_attack(as_json: bool, **options: Any) -> None:  # noqa: ANN401

@@ -1,0 +1,59 @@
+"""The README's main job as a user runs it: a process of its own, alone and beside one that keeps a core busy."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+
+from privlab.base import PrivlabError
+
+__all__ = ["IMAGES", "MainJob", "run_main_job"]
+
+IMAGES = 8
+"""Images of the README's main command."""
+
+_COMMAND = "from privlab.cli import main; main()"
+_BUSY = "while True: pass"
+
+
+@dataclass(frozen=True)
+class MainJob:
+    """The time that the main job takes, its start included: `wall` and `processor` seconds."""
+
+    wall: float
+    processor: float
+
+
+def run_main_job(model: str, device: str, *, busy: bool, images: int = IMAGES) -> MainJob:
+    """Run `privlab attack --model MODEL --setting c --limit N` into a directory that is removed afterwards.
+
+    Args:
+        model: name of the victim; MJP defends one that has an unknown position embedding, and the jigsaw another.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        busy: whether a process keeps a core busy meanwhile.
+        images: number of images.
+
+    Raises:
+        PrivlabError: if the command fails.
+    """
+    import resource  # Windows has none
+
+    arguments = ["attack", "--model", model, "--setting", "c", "--limit", str(images), "--device", device, "--quiet"]
+    with tempfile.TemporaryDirectory() as folder:
+        other = subprocess.Popen([sys.executable, "-c", _BUSY]) if busy else None
+        try:
+            before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            done = subprocess.run(
+                [sys.executable, "-c", _COMMAND, *arguments, "--out", "run"],
+                **{"cwd": folder, "capture_output": True, "text": True, "encoding": "utf-8"},
+            )
+            wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        finally:
+            if other is not None:  # waited for after the times were read, to which it would be added
+                other.kill()
+                other.wait()
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
+        raise PrivlabError(f"'privlab {' '.join(arguments)}' must end with status 0. Found {done.returncode}: {said}")
+    return MainJob(wall, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
