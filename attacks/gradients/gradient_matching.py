@@ -158,7 +158,7 @@ class GradientMatching:
             PrivlabError: if it is not granted, or if all images of one gradient would start alike.
         """
         if self.start == "grey" and match.B > 1:
-            raise PrivlabError(f"start=grey sets the {match.B} images of a gradient not apart. Use noise.")
+            raise PrivlabError(f"start=grey cannot separate the {match.B} images of one gradient. Use noise.")
         if self.start in STARTS:
             check_capabilities(STARTS[self.start](), seen.grants)
         if self.start != "auto":

@@ -15,7 +15,12 @@ __all__ = ["evaluate"]
 
 @click.command()
 @click.option("--model", "models", type=CLASSIFIERS, required=True, help="Victims, with commas.")
-@click.option("--weights", default="auto", show_default=True, help="For all, or with commas one for each.")
+@click.option(
+    "--weights",
+    default="auto",
+    show_default=True,
+    help="One value for all models, or one per model, separated by commas.",
+)
 @click.option("--data", help="A labelled folder, Parquet file, torchvision:NAME or hf:NAME.")
 @click.option("--split", default="test", show_default=True, help="Of the data; none for a folder without splits.")
 @click.option("--labels", type=click.Path(path_type=Path), help="CSV with the columns file and label.")

@@ -106,7 +106,12 @@ def finetune_study(
 
 @study.command("pe")
 @click.option("--model", "models", type=VICTIMS, required=True, help="Victims with position embeddings, with commas.")
-@click.option("--weights", default="auto", show_default=True, help="For all, or with commas one for each.")
+@click.option(
+    "--weights",
+    default="auto",
+    show_default=True,
+    help="One value for all models, or one per model, separated by commas.",
+)
 @click.option("--images", help="For attention maps: samples, a folder, a data set.")
 @click.option("--limit", type=click.IntRange(min=1), default=3, show_default=True, help="Use N images.")
 @click.option("--img-size", type=click.IntRange(min=8), help="Side of the input.")

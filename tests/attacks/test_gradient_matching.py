@@ -394,7 +394,7 @@ def test_a_start_that_is_not_granted_is_refused(small: VictimModel) -> None:
     _, batch = seen_of(small, pictures(2), B=2)
     with pytest.raises(PrivlabError, match="'mjp-subspace' needs what this observation does not grant: batch_size_one"):
         GradientMatching(start="mjp-subspace")(batch)
-    with pytest.raises(PrivlabError, match=r"start=grey sets the 2 images of a gradient not apart\. Use noise\."):
+    with pytest.raises(PrivlabError, match=r"start=grey cannot separate the 2 images of one gradient\. Use noise\."):
         GradientMatching(start="grey")(batch)
 
 
