@@ -1,13 +1,18 @@
 """Check what concerns privlab in one piece: `contracts` (import-linter), or `types` (pyright) of files, or of all.
 
+`size` counts the lines of the package and of its tests.
+
 In the repository three of privlab's rooms lie beside it, where neither tool finds them. So both are given a copy of the
 source as it is installed. It is run in the repository's root.
 """
 
+import ast
+import io
 import shutil
 import subprocess
 import sys
 import tempfile
+import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,11 +50,39 @@ def types(house: Path, root: Path, files: Sequence[str]) -> int:
     return done.returncode
 
 
+def size(root: Path) -> int:
+    """Print the lines of the package and of its tests: all, those of docstrings, and those with code."""
+    for name, folders in (("package", ("privlab", *BESIDE)), ("tests", ("tests",))):
+        texts = [file.read_text("utf-8") for folder in folders for file in sorted((root / folder).rglob("*.py"))]
+        told, code = (sum(map(lines, texts)) for lines in (_docstring_lines, _code_lines))
+        total = sum(text.count("\n") for text in texts)
+        print(f"{name}: {len(texts)} files, {total} lines, of docstrings {told}, with code {code}")
+    return 0
+
+
+def _docstrings(text: str) -> set[int]:
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node.body[0] for node in ast.walk(ast.parse(text)) if isinstance(node, owners) and ast.get_docstring(node)]
+    return {line for first in found for line in range(first.lineno, (first.end_lineno or first.lineno) + 1)}
+
+
+def _docstring_lines(text: str) -> int:
+    return len(_docstrings(text))
+
+
+def _code_lines(text: str) -> int:
+    blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = (token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in blank)
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - _docstrings(text))
+
+
 def main(task: str = "", *files: str) -> int:
     """Return the exit status of a task."""
-    if task not in ("contracts", "types"):
-        sys.exit(f"The task must be contracts or types. Found '{task}'.")
+    if task not in ("contracts", "types", "size"):
+        sys.exit(f"The task must be contracts, types or size. Found '{task}'.")
     root = Path.cwd()
+    if task == "size":
+        return size(root)
     with tempfile.TemporaryDirectory() as folder:
         house = Path(folder).resolve()
         build(root, house)
