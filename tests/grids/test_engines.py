@@ -235,15 +235,17 @@ def on_ray(
         from privlab.cli import _status
 
         engines._HEARTBEAT = 0.2
+        busy = {"worker_register_timeout_seconds": 600}  # on a busy machine Ray's minute is not enough
+        quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
         with engines._elsewhere():
-            ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init("local", num_cpus=2, _system_config=busy, **quiet)
         status = _status([*map(str, ("table", alone[0], "--out", folder / "whole", *engine))])
         (folder / "status").write_text(str(status))
 
     driver = forked(folder / "said", "table", many, "--out", folder / "broken", *engine, first=first)
     processes: list[int] = []
     try:
-        until(lambda: gone(driver) or len(list((folder / "broken").glob("records/part-*"))) >= 3, 300)
+        until(lambda: gone(driver) or len(list((folder / "broken").glob("records/part-*"))) >= 3, 900)
         assert not gone(driver), (folder / "said").read_text()
         processes = children_of(driver)
         for process in processes:

@@ -8,8 +8,18 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from privlab.attacks import ATTACKS
-from privlab.evaluation import AttackGroup, Batch, Evaluator, Record, Scored, Scorer, Specification, Trial, applicable
+from privlab.evaluation import (
+    AttackGroup,
+    Batch,
+    Evaluator,
+    Record,
+    Scored,
+    Scorer,
+    Specification,
+    Trial,
+    applicable,
+    default_attacks,
+)
 from privlab.evaluation import pipeline as evaluate
 from privlab.images import Chunk, NamedImage, Preprocessing
 from privlab.threat import FeatureObservation, Observation, Reconstruction
@@ -20,8 +30,8 @@ SHORT = {
     "patch-gradient-prior": {"rounds": 1, "steps": 1, "passes": 1},
     "mjp-subspace": {"rounds": 1, "steps": 1},
     **{name: {"starts": 2, "rounds": 2, "steps": 3} for name in ("mjp-full", "token-separation")},
-    "gradient-matching": {"steps": 2},
-    "gradient-likelihood": {"steps": 2, "start": "patch-gradient"},
+    "gradient-matching": {"steps": 2, "restarts": 1},
+    "gradient-likelihood": {"steps": 2, "restarts": 1, "start": "patch-gradient"},
     "feature-optimisation": {"steps": 3},
     **{f"inversion-{kind}": {"steps": 2} for kind in ("conv", "mae", "set", "token")},
 }
@@ -106,10 +116,12 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
         **given: Any,
     ) -> Watched:
         base = small() if victim is None else victim
-        named = given.get("attacks") or [name for name, kind in ATTACKS.items() if not getattr(kind, "named_only", 0)]
+        named = given.get("attacks") or default_attacks("full")
         short = {f"{name}.{option}={n}" for name in SHORT.keys() & {*named} for option, n in SHORT[name].items()}
         given["options"] = tuple(sorted(short))
-        specification = Specification(**({"models": ("tiny",), "metrics": ("psnr",), "settings": ("c",)} | given))
+        specification = Specification(
+            **({"models": ("tiny",), "metrics": ("psnr",), "settings": ("c",), "effort": "full"} | given)
+        )
         groups, _ = applicable(specification, base, stand_ins=True)
         others = by_digest(crops[7:380:29]) if public is None else public
         watched = Watched()
