@@ -186,7 +186,7 @@ def attack(
     path = out or begun_directory(spec, "run", overwrite=overwrite) or _new_directory(spec.models, spec.settings)
     search = ", a search of gradient-matching too" if "gradient-matching" in (spec.attacks or ()) else ""
     go_on = f"The same command goes on where it was{search}."
-    with interruptible(lambda: kept(path, go_on)), run_display(spec.metrics, quiet=quiet) as shown:
+    with interruptible(lambda: kept(path, go_on)), run_display(quiet=quiet) as shown:
         outcome = execute(
             spec,
             device=device,
@@ -211,6 +211,7 @@ def attack(
     )
     from privlab.report.tables.summary import flags, members
 
+    spec = outcome.spec
     table = summarise(outcome.records, spec.metrics, geometry)
     found = flags(outcome.records, spec.metrics, geometry)
     told = members(outcome.records, spec.metrics, geometry)

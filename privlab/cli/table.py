@@ -103,7 +103,7 @@ def table(
         grid, tasks = prepare(parsed, path, how)
     run = RunDirectory.create(path, resume=True)
     command = command_line(click.get_current_context())
-    with interruptible(lambda: kept(path)), run_display(parsed.layout.columns, quiet=options["quiet"]) as shown:
+    with interruptible(lambda: kept(path)), run_display(quiet=options["quiet"]) as shown:
         messages = fill(
             *(grid, tasks, run, how),
             command=command,
