@@ -39,6 +39,7 @@ from privlab.cli.names import (
     WEIGHTS,
     several,
 )
+from privlab.cli.trained import attack_on_trained, print_on_trained
 from privlab.victims.names import check_img_size
 
 if TYPE_CHECKING:
@@ -244,6 +245,9 @@ def attack(
     if not as_json:
         for line in admissions(spec):
             click.echo(f"A defense of another package: whether it is what it says tells  {line}")
+    untrained = [base.name for base in outcome.victims if base.weights.is_random and spec.weights == "auto"]
+    if untrained:
+        print_on_trained(attack_on_trained(context, untrained), machine=as_json)
     for image, reason in outcome.failed.items():
         err.print(f"Failed: {image}: {reason}", style="red", markup=False)
     return 2 if outcome.failed else 0

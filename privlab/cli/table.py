@@ -26,6 +26,7 @@ from privlab.cli.common import (
 from privlab.cli.live import engine_options, run_display
 from privlab.cli.names import EXPERIMENT, IMAGES, MANIFEST_FILE, WEIGHTS
 from privlab.cli.store import warned
+from privlab.cli.trained import print_on_trained, table_on_trained
 
 if TYPE_CHECKING:
     from privlab.grids import Grid, Options, Task
@@ -115,7 +116,13 @@ def table(
         shown.warn(message)
     with warned():
         results = load_results(path)
-    return _print_results(results, "json" if as_json else format_, standalone, all_attacks, other)
+    form = "json" if as_json else format_
+    status = _print_results(results, form, standalone, all_attacks, other)
+    untrained = results.records.loc[results.records.weights == "random", "victim"].unique()
+    if len(untrained) and all(job.spec.weights == "auto" for job in grid.jobs):
+        settings = (job.setting for job in grid.jobs)
+        print_on_trained(table_on_trained(experiment, untrained, settings), machine=form is not None)
+    return status
 
 
 def _options(given: dict[str, Any]) -> "Options":
