@@ -7,15 +7,13 @@ that goes on keeps it.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from privlab.evaluation.specification import Specification
 from privlab.metrics import net_at_hand
 from privlab.metrics.names import LPIPS
 
 __all__ = ["begun_lpips", "choose_lpips", "named_lpips", "with_lpips"]
-
-Name = TypeVar("Name", bound=str | None)
 
 _BY_SQUEEZE = "LPIPS is by SqueezeNet (lpips_squeeze), and is not to be compared with AlexNet's, which papers print."
 
@@ -50,7 +48,7 @@ def begun_lpips(begun: Mapping[str, Any]) -> str | None:
     return next((name for name in ("lpips_alex", "lpips_squeeze") if name in measured), None)
 
 
-def named_lpips(names: Iterable[Name], metric: str | None) -> tuple[Name, ...]:
+def named_lpips(names: Iterable[str], metric: str | None) -> tuple[str, ...]:
     """Return names with `metric` in the place of "lpips", each once; as they are where `metric` is None."""
     return tuple(dict.fromkeys(metric if name == LPIPS and metric is not None else name for name in names))
 

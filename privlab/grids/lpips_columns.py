@@ -39,7 +39,7 @@ def name_lpips(experiment: Experiment, begun: Mapping[str, Any]) -> tuple[Experi
         for case in experiment.cases
     )
     figures = tuple(
-        replace(figure, y=named_lpips([figure.y], metric)[0], x=named_lpips([figure.x], metric)[0])
+        replace(figure, y=named_lpips([figure.y], metric)[0], x=figure.x and named_lpips([figure.x], metric)[0])
         for figure in experiment.figures
     )
     decimals = {named_lpips([name], metric)[0]: places for name, places in layout.decimals.items()}

@@ -23,7 +23,7 @@ from privlab.grids.definition import Experiment
 from privlab.grids.lpips_columns import name_lpips
 from privlab.grids.tasks import Reference, Task, references
 from privlab.images import ImageSource, to_csv
-from privlab.metrics import Embedding, Lpips
+from privlab.metrics import Embedding, Learned, Lpips
 from privlab.stores import Store
 from privlab.victims import Victim
 
@@ -168,6 +168,7 @@ def lay_out(
     unavailable: dict[str, str] = {}
     learned: dict[str, dict[str, str]] = {}
     found: dict[tuple[object, ...], tuple[ImageSource, tuple[Reference, ...]]] = {}
+    looked_for: dict[tuple[object, ...], tuple[Mapping[str, Learned], Mapping[str, str]]] = {}
     jobs: list[Job] = []
     with collect_warnings(messages):
         for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
@@ -179,7 +180,10 @@ def lay_out(
                 if at not in found:
                     source = source_of(spec, [subject.base])
                     found[at] = source, tuple(references(source))
-                metrics, lacking = learned_for(spec.metrics, spec, device, subject.base)
+                how = (spec.metrics, spec.lpips_weights, spec.embedding, subject.base.model.image_shape)
+                if how not in looked_for:  # without a network this may take seconds
+                    looked_for[how] = learned_for(spec.metrics, spec, device, subject.base)
+                metrics, lacking = looked_for[how]
                 unavailable |= lacking
                 learned |= {
                     name: {"file": metric.file, "sha256": metric.sha256}
