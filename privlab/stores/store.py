@@ -330,7 +330,7 @@ class RunDirectory:
         try:
             held = json.loads((self.path / "run.json").read_bytes())
             return "specification" in held or "experiment" in held
-        except (FileNotFoundError, TypeError, ValueError):  # none, or one of another program
+        except (FileNotFoundError, NotADirectoryError, TypeError, ValueError):  # none, or one of another program
             return False
 
     def begun(self) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def test_the_named_command_runs_on_trained_weights_and_bundled_images(
 
 def test_what_a_machine_reads_does_not_hold_the_line(attack: Callable[..., Any]) -> None:
     done = attack(*UNTRAINED, "--attack", "april", "--json")
-    assert "rows" in json.loads(done.out)
     assert SAID not in done.out
+    assert "rows" in json.loads(done.out)
     assert named(done.err) == [["privlab", "attack", "--model", "cifar_vit", "--attack", "april", "--limit", "1"]]
 
 
