@@ -15,6 +15,7 @@ from privlab.cli.common import (
     EVERY,
     MANIFEST,
     OFFSET,
+    attack_on_trained,
     begun_directory,
     command_line,
     common,
@@ -24,6 +25,7 @@ from privlab.cli.common import (
     kept,
     plain,
     print_json,
+    print_on_trained,
     print_table,
 )
 from privlab.cli.live import engine_of, engine_options, run_display
@@ -39,7 +41,6 @@ from privlab.cli.names import (
     WEIGHTS,
     several,
 )
-from privlab.cli.trained import attack_on_trained, print_on_trained
 from privlab.victims.names import check_img_size
 
 if TYPE_CHECKING:

@@ -21,12 +21,13 @@ from privlab.cli.common import (
     interruptible,
     kept,
     print_json,
+    print_on_trained,
     print_table,
+    table_on_trained,
 )
 from privlab.cli.live import engine_options, run_display
 from privlab.cli.names import EXPERIMENT, IMAGES, MANIFEST_FILE, WEIGHTS
 from privlab.cli.store import warned
-from privlab.cli.trained import print_on_trained, table_on_trained
 
 if TYPE_CHECKING:
     from privlab.grids import Grid, Options, Task

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from privlab.cli.trained import table_on_trained
+from privlab.cli.common import table_on_trained
 
 SAID = "Only random weights could be had. The same on trained weights, which came with privlab:  "
 UNTRAINED = ("--weights", "auto", "--metrics", "psnr", "--limit", "1")
