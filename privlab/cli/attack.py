@@ -15,6 +15,7 @@ from privlab.cli.common import (
     EVERY,
     MANIFEST,
     OFFSET,
+    attack_on_trained,
     begun_directory,
     command_line,
     common,
@@ -24,6 +25,7 @@ from privlab.cli.common import (
     kept,
     plain,
     print_json,
+    print_on_trained,
     print_table,
 )
 from privlab.cli.live import engine_of, engine_options, run_display
@@ -190,7 +192,7 @@ def attack(
     path = out or begun_directory(spec, "run", overwrite=overwrite) or _new_directory(spec.models, spec.settings)
     search = ", a search of gradient-matching too" if "gradient-matching" in (spec.attacks or ()) else ""
     go_on = f"The same command goes on where it was{search}."
-    with interruptible(lambda: kept(path, go_on)), run_display(spec.metrics, quiet=quiet) as shown:
+    with interruptible(lambda: kept(path, go_on)), run_display(quiet=quiet) as shown:
         outcome = execute(
             spec,
             device=device,
@@ -215,6 +217,7 @@ def attack(
     )
     from privlab.report.tables.summary import flags, members
 
+    spec = outcome.spec
     table = summarise(outcome.records, spec.metrics, geometry)
     found = flags(outcome.records, spec.metrics, geometry)
     told = members(outcome.records, spec.metrics, geometry)
@@ -247,6 +250,9 @@ def attack(
     if not as_json:
         for line in admissions(spec):
             click.echo(f"A defense of another package: whether it is what it says tells  {line}")
+    untrained = [base.name for base in outcome.victims if base.weights.is_random and spec.weights == "auto"]
+    if untrained:
+        print_on_trained(attack_on_trained(context, untrained), machine=as_json)
     for image, reason in outcome.failed.items():
         err.print(f"Failed: {image}: {reason}", style="red", markup=False)
     return 2 if outcome.failed else 0

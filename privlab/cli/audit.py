@@ -123,7 +123,7 @@ def audit_gradient_file(context: click.Context, file: Path, path: Path, options:
         }
         print_json(told | {"warnings": found.warnings, "missing_metrics": found.missing, "failed": len(failed)})
     else:
-        _print_gradients(found, spec.metrics if options["reference"] else ())
+        _print_gradients(found)
     for row in failed:
         err.print(f"Failed: {row['reason']}", style="red", markup=False)
     return 2 if failed else 0
@@ -145,12 +145,12 @@ def _check_one(models: Sequence[str], option: str) -> None:
         raise PrivlabError(f"{option} audits one victim. Found {len(models)}: {', '.join(models)}.")
 
 
-def _print_gradients(found: "GradientAudit", metrics: Sequence[str]) -> None:
+def _print_gradients(found: "GradientAudit") -> None:
     from pandas import DataFrame
 
     from privlab.report.tables import KNOWN, shown_metrics
 
-    shown = shown_metrics(metrics, DataFrame(found.rows)) if metrics else []
+    shown = shown_metrics(found.metrics, DataFrame(found.rows)) if found.metrics else []
     table = Table("attack", "residual", header_style="bold")
     for name in shown:
         table.add_column(f"{name.replace('_', ' ')} {KNOWN[name].arrow}", justify="right")

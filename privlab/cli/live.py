@@ -1,11 +1,10 @@
 """What a run shows while it goes: on a terminal the table so far, in a pipe a line for each image; warnings at once."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -78,20 +77,14 @@ class RunDisplay:
     for each image. A warning is printed once, as soon as it is known.
     """
 
-    metrics: Sequence[str]
     quiet: bool
     bar: Progress
     live: Live
     workers: dict[str, Any] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
     scores: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    @cached_property
-    def metric(self) -> str:
-        """Return the metric whose scores are shown."""
-        from privlab.report.tables import lead_metric  # its imports must not keep the first image waiting
-
-        return lead_metric(self.metrics)
+    metric: str = ""
+    """The leading one of the run's metrics, whose scores are shown; the first result says which."""
 
     def warn(self, message: str) -> None:
         """Print a warning, unless it was printed before."""
@@ -103,6 +96,10 @@ class RunDisplay:
         """Show how far the run is; `last` is the result that has just come, None before the first."""
         if self.quiet or not total:
             return  # or nothing was missing
+        if last is not None and not self.metric:
+            from privlab.report.tables import lead_metric  # its imports must not keep the first image waiting
+
+            self.metric = lead_metric(last.task.spec.metrics)
         found = {} if last is None else _leakiest(last, self.metric)
         if err.is_terminal:
             self._draw(done, total, last, found)
@@ -177,13 +174,8 @@ def _line(scores: Scores, metric: str) -> str:
 
 
 @contextmanager
-def run_display(metrics: Sequence[str], *, quiet: bool) -> Iterator[RunDisplay]:
-    """Show a run on standard error.
-
-    Args:
-        metrics: those of the run; the leading one is shown.
-        quiet: whether to show warnings alone.
-    """
+def run_display(*, quiet: bool) -> Iterator[RunDisplay]:
+    """Show a run on standard error; if `quiet`, its warnings alone."""
     from privlab.training import listening  # this imports torch, which is slow
 
     columns = (
@@ -193,7 +185,7 @@ def run_display(metrics: Sequence[str], *, quiet: bool) -> Iterator[RunDisplay]:
     bar = Progress(*columns, speed_estimate_period=600, auto_refresh=False)
     bar.add_task("images", total=None, speed="")
     live = Live(bar, console=err, refresh_per_second=4, transient=True)  # the whole table follows
-    display = RunDisplay(metrics, quiet, bar, live)
+    display = RunDisplay(quiet, bar, live)
     try:
         with listening(display.step):
             yield display

@@ -21,7 +21,9 @@ from privlab.cli.common import (
     interruptible,
     kept,
     print_json,
+    print_on_trained,
     print_table,
+    table_on_trained,
 )
 from privlab.cli.live import engine_options, run_display
 from privlab.cli.names import EFFORT, EXPERIMENT, IMAGES, MANIFEST_FILE, WEIGHTS
@@ -104,7 +106,7 @@ def table(
         grid, tasks = prepare(parsed, path, how)
     run = RunDirectory.create(path, resume=True)
     command = command_line(click.get_current_context())
-    with interruptible(lambda: kept(path)), run_display(parsed.layout.columns, quiet=options["quiet"]) as shown:
+    with interruptible(lambda: kept(path)), run_display(quiet=options["quiet"]) as shown:
         messages = fill(
             *(grid, tasks, run, how),
             command=command,
@@ -116,7 +118,13 @@ def table(
         shown.warn(message)
     with warned():
         results = load_results(path)
-    return _print_results(results, "json" if as_json else format_, standalone, all_attacks, other)
+    form = "json" if as_json else format_
+    status = _print_results(results, form, standalone, all_attacks, other)
+    untrained = results.records.loc[results.records.weights == "random", "victim"].unique()
+    if len(untrained) and all(job.spec.weights == "auto" for job in grid.jobs):
+        settings = (job.setting for job in grid.jobs)
+        print_on_trained(table_on_trained(experiment, untrained, settings), machine=form is not None)
+    return status
 
 
 def _options(given: dict[str, Any]) -> "Options":

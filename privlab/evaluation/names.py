@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from privlab.attacks import attacks
 from privlab.base import check_name
 from privlab.defenses import defenses
-from privlab.metrics.names import metric_names
+from privlab.metrics.names import LPIPS, metric_names
 
 __all__ = ["EFFORTS", "RELEASE_KINDS", "SETTINGS", "WORST_CASE", "check_names", "known_names"]
 
@@ -40,7 +40,7 @@ def known_names(kind: str) -> list[str]:
         "attack": lambda: [*attacks(), WORST_CASE],
         "defense": lambda: [*defenses(), "auto"],
         "release": lambda: [*RELEASE_KINDS, "auto"],
-        "metric": metric_names,
+        "metric": lambda: [*metric_names(), LPIPS],
         "block": lambda: ["auto", "stock", "april"],
         "effort": lambda: [*EFFORTS],
     }[kind]()

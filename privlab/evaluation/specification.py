@@ -10,6 +10,7 @@ from privlab.defenses import DEFENSES, Mjp, Undefended, defenses
 from privlab.evaluation.names import EFFORTS, WORST_CASE, check_names
 from privlab.images import check_choice
 from privlab.metrics import METRICS
+from privlab.metrics.names import LPIPS
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
 from privlab.threat import (
     Attack,
@@ -63,7 +64,7 @@ class Specification:
     labels: str | None = None
     metrics: tuple[str, ...] = (
         *("mse", "fft2d", "fft2d_mjp", "psnr", "psnr_affine", "correlation", "gms_affine", "ssim", "ssim_skimage"),
-        "lpips_alex",
+        LPIPS,
     )
     lpips_weights: str | None = None
     eight_bit: bool = False
@@ -101,7 +102,7 @@ class Specification:
             check_names(kind, names)
         check_name("reassembly", self.reassembly, REASSEMBLIES)
         for name in self.metrics:
-            check_name("metric", name, METRICS)
+            check_name("metric", name, [*METRICS, LPIPS])
         for kind in ("models", "settings", "attacks", "metrics", "images", "public"):
             if getattr(self, kind) == ():
                 raise PrivlabError(f"At least one of {kind} is needed. Found none.")

@@ -13,6 +13,7 @@ from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, read_text, unknown_name
 from privlab.evaluation import Specification
 from privlab.metrics import METRICS, PLACEMENT, STRUCTURE
+from privlab.metrics.names import LPIPS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -79,7 +80,7 @@ class Layout:
     and `interval` is the share of the confidence intervals, by bootstrap over the images.
     """
 
-    columns: tuple[str, ...] = ("mse", "fft2d_mjp", "psnr", "ssim", "lpips_alex")
+    columns: tuple[str, ...] = ("mse", "fft2d_mjp", "psnr", "ssim", LPIPS)
     decimals: Mapping[str, int] = field(default_factory=dict)
     bold: bool = True
     interval: float = 0.95
@@ -250,8 +251,8 @@ def _layout(file: _File, given: Mapping[str, Any]) -> Layout:
             raise file.refuse(f"{name} must be {right[name]}. Found {value!r}.", "table", 0, name)
     for where in ("columns", "decimals"):
         for name in given.get(where, ()):
-            if name not in KNOWN:
-                raise file.refuse(str(unknown_name("metric", name, KNOWN)), "table", 0, where)
+            if name not in (known := [*KNOWN, LPIPS]):
+                raise file.refuse(str(unknown_name("metric", name, known)), "table", 0, where)
     if (paper := given.get("paper_attack")) is not None and paper not in installed_attacks():
         raise file.refuse(str(unknown_name("attack", paper, installed_attacks())), "table", 0, "paper_attack")
     columns: dict[str, Any] = {"columns": tuple(given["columns"])} if "columns" in given else {}
@@ -268,7 +269,7 @@ def _figures(file: _File, given: object, cases: Sequence[Case]) -> Iterator[Figu
         if not isinstance(figure.get("name", ""), str):
             raise file.refuse(f"name must be a text. Found {figure['name']!r}.", "figure", number, "name")
         for axis in ("x", "y"):
-            known = [*KNOWN, *dict.fromkeys(name for case in cases for name in case.options)]
+            known = [*KNOWN, LPIPS, *dict.fromkeys(name for case in cases for name in case.options)]
             if axis in figure and figure[axis] not in known:
                 raise file.refuse(str(unknown_name(axis, str(figure[axis]), known)), "figure", number, axis)
         if kind == "curve" and "x" not in figure:
@@ -366,7 +367,7 @@ def _runs(file: _File, values: dict[str, Any], number: int, layout: Layout) -> I
     for name, right in (("model", "the name of one victim"), ("setting", "a, b or c")):
         if not isinstance(value := values.get(name, None if name == "model" else ""), str):
             raise file.refuse(f"{name} must be {right}. Found {value!r}.", *_where(file, number, name))
-    leaky = any(METRICS[name].arrow for name in layout.columns if name in METRICS)
+    leaky = any(name == LPIPS or METRICS[name].arrow for name in layout.columns if name not in PLACEMENT)
     values.setdefault("metrics", [*layout.columns, *(n for n in STRUCTURE if leaky and n not in layout.columns)])
     plain = {f.name: f.type for f in fields(Specification)}
     given: dict[str, Any] = {}

@@ -61,7 +61,7 @@ def prepare(experiment: Experiment, path: Path, options: Options) -> tuple[Grid,
     Raises:
         PrivlabError: if a part of the experiment does not exist or does not fit.
     """
-    grid = lay_out(experiment, pick_device(options.device))
+    grid = lay_out(experiment, pick_device(options.device), begun=RunDirectory(path).begun())
     return grid, lacking(grid, path, options)
 
 
@@ -142,7 +142,7 @@ def fill(
     """
     manifests = grid.manifests(run.path)
     messages, facts = list(grid.messages), {**stated, **grid.facts()}
-    earlier = run.read_run() if run.is_run() else {}
+    earlier = run.begun()
     known = _as_json(facts)
     if earlier and any(earlier.get(name) != known.get(name) for name in ("specification", "victims")):
         table = "holds a run of privlab attack. Give another --out."

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ from privlab.base import PrivlabError, PrivlabWarning, collect_warnings
 from privlab.evaluation import CONTROLS, Specification, batch_key, source_of, subject_of
 from privlab.evaluation.setup import learned_for
 from privlab.grids.definition import Experiment
+from privlab.grids.lpips_columns import name_lpips
 from privlab.grids.tasks import Reference, Task, references
 from privlab.images import ImageSource, to_csv
-from privlab.metrics import Embedding, Lpips
+from privlab.metrics import Embedding, Learned, Lpips
 from privlab.stores import Store
 from privlab.victims import Victim
 
@@ -143,21 +145,30 @@ class Share:
             raise PrivlabError(f"--shard must be I/N with 1 ≤ I ≤ N. Found {self.number}/{self.count}.")
 
 
-def lay_out(experiment: Experiment, device: torch.device, own: Victim | None = None) -> Grid:
+def lay_out(
+    experiment: Experiment,
+    device: torch.device,
+    own: Victim | None = None,
+    *,
+    begun: Mapping[str, Any] = MappingProxyType({}),
+) -> Grid:
     """Load and check everything that the cases need, and find their images; nothing is run.
 
     Args:
         experiment: the cases.
         device: where victims and attacks are put.
         own: a victim that is attacked instead of those that the cases name.
+        begun: what `run.json` states of the run so far, whose network of LPIPS is kept.
 
     Raises:
         PrivlabError: if a part does not exist or does not fit, or an attack can run on no case.
     """
-    messages: list[str] = []
+    experiment, told = name_lpips(experiment, begun)
+    messages = [] if told is None else [told]
     unavailable: dict[str, str] = {}
     learned: dict[str, dict[str, str]] = {}
     found: dict[tuple[object, ...], tuple[ImageSource, tuple[Reference, ...]]] = {}
+    looked_for: dict[tuple[object, ...], tuple[Mapping[str, Learned], Mapping[str, str]]] = {}
     jobs: list[Job] = []
     with collect_warnings(messages):
         for number, case in sorted(enumerate(experiment.cases), key=lambda each: _victim(each[1].runs[0])):
@@ -169,7 +180,10 @@ def lay_out(experiment: Experiment, device: torch.device, own: Victim | None = N
                 if at not in found:
                     source = source_of(spec, [subject.base])
                     found[at] = source, tuple(references(source))
-                metrics, lacking = learned_for(spec.metrics, spec, device, subject.base)
+                how = (spec.metrics, spec.lpips_weights, spec.embedding, subject.base.model.image_shape)
+                if how not in looked_for:  # without a network this may take seconds
+                    looked_for[how] = learned_for(spec.metrics, spec, device, subject.base)
+                metrics, lacking = looked_for[how]
                 unavailable |= lacking
                 learned |= {
                     name: {"file": metric.file, "sha256": metric.sha256}

@@ -1,13 +1,14 @@
 """The installed victims, attacks, defenses, metrics and experiments, as rows."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from privlab.attacks import attacks
 from privlab.defenses import defenses
 from privlab.experiments.tables.named import experiment_names, find_experiment
 from privlab.grids import read_experiment
 from privlab.metrics import METRICS, PLACEMENT
+from privlab.metrics.names import LPIPS
 from privlab.threat import acts_on, attack_declarations
 from privlab.victims import ARCHITECTURES, ZOO, victim_names
 
@@ -67,8 +68,12 @@ def _metrics() -> list[Listing]:
             "range": f"[{m.range[0]:g}, {m.range[1]:g}]",
             "source": m.source,
         }
-        for m in [*METRICS.values(), *PLACEMENT.values()]
+        for m in [*METRICS.values(), _LPIPS, *PLACEMENT.values()]
     ]
+
+
+_LPIPS = replace(METRICS["lpips_alex"], name=LPIPS, source="lpips_alex where it can be had, else lpips_squeeze")
+"""What `--metrics lpips` stands for, which is the default."""
 
 
 def _experiments() -> list[Listing]:

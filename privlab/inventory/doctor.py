@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from privlab.base import PrivlabError, versions
-from privlab.metrics import LPIPS_BACKBONES, find_backbone
+from privlab.metrics import LPIPS_BACKBONES, find_backbone, is_shipped
 from privlab.victims import ARCHITECTURES, COMPACT, PLACERS, ZOO, WeightsUnavailable, pretrained_file, shipped_file
 
 __all__ = ["examine"]
@@ -102,7 +102,9 @@ def _shipped_weights(what: str, names: Sequence[str], use: str) -> Finding:
 
 
 def _backbone(net: str, weights: Path | None) -> Finding:
+    use = f"the metric lpips_{net}" + ("; without it lpips is by squeeze" if net == "alex" else "")
     try:
-        return _row(f"lpips {net}", True, str(find_backbone(net, weights, download=False)), f"the metric lpips_{net}")
+        path = find_backbone(net, weights, download=False)
     except PrivlabError as error:
-        return _row(f"lpips {net}", False, str(error), f"the metric lpips_{net}")
+        return _row(f"lpips {net}", False, str(error), use)
+    return _row(f"lpips {net}", True, f"{'comes with privlab: ' if is_shipped(path) else ''}{path}", use)

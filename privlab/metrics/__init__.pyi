@@ -5,6 +5,8 @@ from .formulas import Pair as Pair
 from .lpips_backbones import LPIPS_BACKBONES as LPIPS_BACKBONES
 from .lpips_backbones import LpipsUnavailable as LpipsUnavailable
 from .lpips_backbones import find_backbone as find_backbone
+from .lpips_backbones import is_shipped as is_shipped
+from .lpips_backbones import net_at_hand as net_at_hand
 from .placement import PLACEMENT as PLACEMENT
 from .placement import adjacent_share as adjacent_share
 from .placement import as_sent as as_sent

@@ -1,4 +1,4 @@
-"""Where the pretrained backbones of LPIPS come from: a file, a folder, torchvision's cache, or its download.
+"""Where the pretrained backbones of LPIPS come from: privlab, a file, a folder, torchvision's cache, or its download.
 
 A distance taken with a random backbone looks plausible and means nothing, so no backbone is ever made up: a missing
 file is an error, and the hash of the file that was read goes with the metric.
@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, check_name, first
 
-__all__ = ["LPIPS_BACKBONES", "LpipsBackbone", "LpipsUnavailable", "find_backbone", "load_features", "read_features"]
+__all__ = ["LPIPS_BACKBONES", "SHIPPED", "LpipsBackbone", "LpipsUnavailable", "find_backbone", "load_features"]
+__all__ += ["is_shipped", "net_at_hand", "read_features"]
 
+_FOLDER = Path(str(resources.files("privlab.metrics"))) / "backbones"
 _HOW = "Give the file, or the folder that holds it, with --lpips-weights PATH."
 
 
@@ -39,6 +42,33 @@ LPIPS_BACKBONES: dict[str, LpipsBackbone] = {
     "squeeze": LpipsBackbone("squeezenet1_1", "SqueezeNet1_1_Weights.IMAGENET1K_V1", min_side=17),
 }
 
+SHIPPED: dict[str, tuple[str, str]] = {
+    "squeeze": (
+        "squeezenet1_1_features.safetensors",
+        "29dd9af42ad48cb39a767454d382a2232dbc1625a1de3f00fca4868ee65dfc4b",
+    )
+}
+"""The networks whose backbones come with privlab, each with the name of its file and the file's SHA-256."""
+
+
+def net_at_hand(weights: Path | None = None, *, download: bool = True) -> tuple[str, str | None]:
+    """Return the LPIPS network for who names none: AlexNet, as in papers, or else SqueezeNet, with the reason.
+
+    Args:
+        weights: as in `find_backbone`; where it is a folder, it must hold the backbone of one of the two.
+        download: as in `find_backbone`.
+
+    Raises:
+        LpipsUnavailable: if `weights` holds the backbone of neither.
+    """
+    try:
+        find_backbone("alex", weights, download=download)
+    except LpipsUnavailable as error:
+        if weights is not None and not (weights.is_dir() and _in_folder(weights, "squeeze").is_file()):
+            raise
+        return "squeeze", str(error)
+    return "alex", None
+
 
 def find_backbone(net: str, weights: Path | None = None, *, download: bool = True) -> Path:
     """Return the file of the pretrained backbone of an LPIPS network.
@@ -46,18 +76,21 @@ def find_backbone(net: str, weights: Path | None = None, *, download: bool = Tru
     Args:
         net: "alex", "vgg" or "squeeze".
         weights: the file, or a folder with a file named after the network (alexnet…, vgg16…, squeezenet1_1…); nothing
-            else is tried. None looks into torchvision's cache.
+            else is tried, but that "squeeze" comes with privlab, if a folder lacks it too. None takes what comes with
+            privlab, or else looks into torchvision's cache.
         download: whether a file that is missing in the cache is downloaded as torchvision does; never with
             HF_HUB_OFFLINE=1, nor if `weights` is given.
 
     Raises:
-        PrivlabError: if there is no network of that name.
+        PrivlabError: if there is no network of that name, or the backbone that came with privlab is damaged.
         LpipsUnavailable: if the file is in none of these places; the message names them.
     """
     check_name("LPIPS network", net, LPIPS_BACKBONES)
     if weights is None:
-        return _from_torchvision(net, download)
-    path = _in_folder(weights, LPIPS_BACKBONES[net].prefix) if weights.is_dir() else weights
+        return _shipped(net) if net in SHIPPED else _from_torchvision(net, download)
+    path = _in_folder(weights, net) if weights.is_dir() else weights
+    if not path.is_file() and weights.is_dir() and net in SHIPPED:
+        return _shipped(net)
     if not path.is_file():
         raise LpipsUnavailable(f"No pretrained backbone for lpips_{net}: found no file {path}. {_HOW}")
     return path
@@ -100,8 +133,28 @@ def load_features(trunk: torch.nn.Module, features: Mapping[str, Tensor], path: 
     trunk.load_state_dict({own[name]: tensor for name, tensor in features.items()})
 
 
-def _in_folder(folder: Path, prefix: str) -> Path:
+def is_shipped(path: Path) -> bool:
+    """Return whether a backbone's file is one of those that come with privlab."""
+    return path.parent == _FOLDER
+
+
+def _shipped(net: str) -> Path:
+    """Return the file that came with privlab, if its content is what it was."""
+    name, sha256 = SHIPPED[net]
+    path = _FOLDER / name
+    if not path.is_file():
+        raise LpipsUnavailable(f"No pretrained backbone for lpips_{net}: this package lacks {path}. Install it again.")
+    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
+        raise PrivlabError(
+            f"The backbone of lpips_{net} that came with privlab is damaged: the SHA-256 of {path} must be "
+            f"{sha256[:12]}…. Found {found[:12]}…: install privlab again."
+        )
+    return path
+
+
+def _in_folder(folder: Path, net: str) -> Path:
     """Return the first file named after the network, or the pattern that was looked for if there is none."""
+    prefix = LPIPS_BACKBONES[net].prefix
     name = re.compile(rf"{prefix}(?!_bn)([-_].*)?\.(safetensors|pth|pt|bin)")
     found = sorted(path for path in folder.iterdir() if name.fullmatch(path.name))
     return found[0] if found else folder / f"{prefix}*.safetensors or {prefix}*.pth"

@@ -2,7 +2,10 @@
 
 from privlab.base import with_plugins
 
-__all__ = ["METRIC_NAMES", "metric_names"]
+__all__ = ["LPIPS", "METRIC_NAMES", "metric_names"]
+
+LPIPS = "lpips"
+"""What a run is asked for LPIPS by, whatever the network: `privlab.evaluation.lpips_choice` names the metric."""
 
 METRIC_NAMES = (
     *("mse", "psnr", "ssim", "ssim_skimage", "fft2d", "fft2d_mjp", "psnr_affine", "correlation", "gms_affine"),

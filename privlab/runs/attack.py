@@ -16,6 +16,7 @@ from privlab.attacks import attacks
 from privlab.base import PrivlabError, PrivlabWarning, collect_warnings, options_of, pick_device, unknown_name
 from privlab.defenses import defenses
 from privlab.evaluation import COLUMNS, AttackGroup, Specification, defense_of, plan, uncached, victim_of
+from privlab.evaluation.lpips_choice import begun_lpips, named_lpips, with_lpips
 from privlab.grids import (
     KNOWN,
     Case,
@@ -88,7 +89,8 @@ def attack(
         setting: "a", "b" or "c", or several; by default c where a defense is at work, else a.
         attack: the attacks, by name or made with their options, `PatchGradient(rtol=0)`; by default all that can run.
         images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
-        metrics: names of `privlab.metrics.registry.METRICS`; by default all but F-SIM and LPIPS of VGG and SqueezeNet.
+        metrics: names of `privlab.metrics.registry.METRICS`, or "lpips", by AlexNet where it can be had and else by
+            SqueezeNet; by default all but F-SIM, and "lpips".
         device: "auto", "cpu", "cuda" or "cuda:N".
         batch_size: images at a time; by default 8 on a CPU and 64 on a GPU. Features are sent in `client_batch`es, and
             `gradient_batch` images make one gradient.
@@ -139,7 +141,7 @@ def specify(
         setting: "a", "b" or "c", or several; by default c where a defense is named or a victim is one of MJP's, else a.
         attack: the attacks; by default all that can run and need not be named.
         images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
-        metrics: names of `METRICS`; by default those of `Specification`.
+        metrics: names of `METRICS`, or "lpips"; by default those of `Specification`.
         options: the other fields of `Specification`; `defense` may be one defense or several, which are stacked.
 
     Raises:
@@ -218,12 +220,13 @@ def execute(
         raise PrivlabError(f"batch_size must be a positive number. Found {batch_size}.")
     if overwrite and out and spec.manifest and Path(spec.manifest).resolve().parent == Path(out).resolve():
         raise PrivlabError(f"'{spec.manifest}' lies in the run that gives way. Copy it, or give another --out.")
-    messages: list[str] = []
+    path = None if out is None else Path(out)
+    spec, told = with_lpips(spec, {} if path is None or overwrite else RunDirectory(path).begun())
+    messages = [] if told is None else [told]
     place = pick_device(device)
     with collect_warnings(messages):
         bases = _victims(spec, own, place)
         groups = [plan(spec, base) for base in bases]
-        path = None if out is None else Path(out)
         grid = lay_out(experiment_of(spec, bases, groups, path), place, bases[0] if own is not None else None)
     messages += [message for message in grid.messages if message not in messages]
     grid = replace(grid, messages=tuple(messages))
@@ -242,7 +245,7 @@ def execute(
         messages += [message for result in results for message in result.messages if message not in messages]
         records = pa.concat_tables([COLUMNS.empty_table(), *(result.rows for result in results)]).to_pandas()
         return Outcome(spec, records, tuple(bases), tuple(messages), grid.missing, None)
-    told = fill(
+    warned = fill(
         grid,
         tasks,
         run,
@@ -255,7 +258,7 @@ def execute(
     )
     records = run.store.frame()
     own_cells = {cell for job in grid.jobs for cell in job.cells.values()}
-    return Outcome(spec, records.loc[records.cell.isin(own_cells)], tuple(bases), told, grid.missing, path)
+    return Outcome(spec, records.loc[records.cell.isin(own_cells)], tuple(bases), warned, grid.missing, path)
 
 
 def _victims(spec: Specification, own: VisionTransformer | None, device: torch.device) -> list[Victim]:
@@ -308,8 +311,8 @@ def unfinished(folder: Path, spec: Specification) -> Path | None:
 
 def status_of(path: Path, spec: Specification) -> str | None:
     """Return the status of the run of a specification that a directory holds; None if it holds none."""
-    run = RunDirectory(path)
-    facts = run.read_run() if run.is_run() else {}
+    facts = RunDirectory(path).begun()
+    spec = replace(spec, metrics=named_lpips(spec.metrics, begun_lpips(facts)))
     same = facts.get("specification") == json.loads(json.dumps(asdict(spec)))
     return facts.get("status") if same and "cases" in facts else None
 

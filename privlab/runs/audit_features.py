@@ -11,6 +11,7 @@ from torch import Tensor
 
 from privlab.base import PrivlabError, PrivlabWarning, collect_warnings, pick_device
 from privlab.evaluation import Record, Specification, applicable, defense_of, plan, public_images
+from privlab.evaluation.lpips_choice import with_lpips
 from privlab.release import Recorded, feature_capabilities, read_recording, recorded_sessions
 from privlab.runs.attack import status_of
 from privlab.runs.audit_case import UNSCORED, AuditCase, Release, unknown_images
@@ -67,7 +68,8 @@ def audit(
     Warns:
         PrivlabWarning: for each batch that is replaced or added while the audit runs; it is left out.
     """
-    spec = replace(spec, settings=("c",), images=(str(folder),))
+    begun = {} if overwrite else RunDirectory(out).begun()
+    spec, _ = with_lpips(replace(spec, settings=("c",), images=(str(folder),)), begun, download=False)
     messages: list[str] = []
     with collect_warnings(messages):
         base = victim(

@@ -23,6 +23,7 @@ from privlab.base import (
     pick_device,
 )
 from privlab.evaluation import CONTROLS, AttackGroup, Specification, applicable, default_attacks, defense_of, stands_in
+from privlab.evaluation.lpips_choice import with_lpips
 from privlab.release import (
     EXPLAINED_RESIDUAL,
     GradientFile,
@@ -55,7 +56,8 @@ class GradientAudit:
 
     A row has `residual` where the reconstruction could be checked by the gradient that it gives, and scores where there
     is a reference. `missing` holds the reason for each metric that could not be computed. `reference` says how the
-    client preprocessed the reference, if it did so otherwise than the victim does.
+    client preprocessed the reference, if it did so otherwise than the victim does. `metrics` are those that were asked
+    for, none without a reference.
     """
 
     rows: Sequence[Row]
@@ -65,6 +67,7 @@ class GradientAudit:
     path: Path
     missing: Mapping[str, str] = field(default_factory=dict)
     reference: str | None = None
+    metrics: Sequence[str] = ()
 
 
 def audit_gradients(
@@ -104,7 +107,8 @@ def audit_gradients(
     """
     block = "stock" if spec.block == "auto" else spec.block
     spec = replace(spec, settings=("c",), block=block, release="gradients", images=(str(file),))
-    messages: list[str] = []
+    spec, told_of_lpips = with_lpips(spec, {}, download=reference is not None)
+    messages = [told_of_lpips] if told_of_lpips is not None and reference is not None else []
     with collect_warnings(messages):
         released = read_gradient_file(file)
         base = victim(
@@ -151,7 +155,8 @@ def audit_gradients(
         if scorer is None:
             facts["unscored"] = _proof(rows)
     missing = {} if scorer is None else scorer.missing
-    return GradientAudit(rows, found, labels, messages, out, missing, told_of_reference)
+    metrics = () if scorer is None else spec.metrics
+    return GradientAudit(rows, found, labels, messages, out, missing, told_of_reference, metrics)
 
 
 def _images(

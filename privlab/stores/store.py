@@ -271,7 +271,7 @@ class RunDirectory:
         Raises:
             PrivlabError: if the directory cannot be written when the run starts.
         """
-        earlier = self.read_run() if self.is_run() else {}
+        earlier = self.begun()
         started, before, start = earlier.get("started", facts["written"]), earlier.get("seconds", 0.0), perf_counter()
 
         def note(status: str) -> None:
@@ -330,8 +330,12 @@ class RunDirectory:
         try:
             held = json.loads((self.path / "run.json").read_bytes())
             return "specification" in held or "experiment" in held
-        except (FileNotFoundError, TypeError, ValueError):  # none, or one of another program
+        except (FileNotFoundError, NotADirectoryError, TypeError, ValueError):  # none, or one of another program
             return False
+
+    def begun(self) -> dict[str, Any]:
+        """Return what `run.json` states of the part of a run that is here; empty where none is."""
+        return self.read_run() if self.is_run() else {}
 
     def _clear(self) -> None:
         for folder in (self.store.records, self.strips, self.path / "pictures", self.path / "kept"):

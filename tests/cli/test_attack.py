@@ -42,16 +42,17 @@ def test_attacks_run_cheapest_first_and_the_block_of_the_dearest_last() -> None:
 def test_data_go_to_stdout_and_messages_to_stderr(attack: Callable[..., Any], tmp_path: Path) -> None:
     done = attack()
     assert done.status == 0
-    for word in ("april", "patch-gradient", *CONTROLS, "MSE ↓", "FFT2D (MJP) ↓", "PSNR ↑", "SSIM ↑", "LPIPS ↓"):
+    for word in ("april", "patch-gradient", *CONTROLS, "MSE ↓", "FFT2D (MJP) ↓", "PSNR ↑", "SSIM ↑", "LPIPS squeeze ↓"):
         assert word in done.out
     assert "stock" in done.out
     assert "vit_ti: weights random (SHA-256" in done.out
     assert "seed 0" in done.out
-    assert "lpips_alex: n/a (No pretrained backbone for lpips_alex" in done.out
     assert done.out.splitlines()[-1] == f"run: {tmp_path / 'run'}"
     assert "Warning" not in done.out
     assert "Warning: vit_ti has RANDOM weights (seed 0), as asked." in done.err
-    assert "Warning: lpips_alex is n/a: No pretrained backbone" in done.err
+    assert "n/a" not in done.out
+    assert done.err.count("Warning: LPIPS is by SqueezeNet (lpips_squeeze), and is not to be compared with") == 1
+    assert "No pretrained backbone for lpips_alex" in done.err
     assert "3 of 3: " in done.err
 
 
@@ -79,14 +80,16 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     assert told["rows"][-1]["block"] is None  # a control
     assert told["run"] == str(tmp_path / "run")
     assert told["failed"] == {}
-    assert list(told["missing_metrics"]) == ["lpips_alex"]
+    assert told["missing_metrics"] == {}
+    assert any(message.startswith("LPIPS is by SqueezeNet (lpips_squeeze)") for message in told["warnings"])
     ours = ["patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full"]
     attacks = ["april", "worst case", "best single attack", *ours]
     assert [row["attack"] for row in told["rows"]] == [*attacks, *CONTROLS]
     by_attack = {row["attack"]: row for row in told["rows"]}
     assert by_attack["patch-gradient"]["psnr"] > 100
     assert 0 < by_attack["patch-gradient"]["mse"] < 1e-10  # a small number is not nought
-    assert by_attack["patch-gradient"]["lpips_alex"] is None
+    assert "lpips_alex" not in told["leaks"]
+    assert 0 <= by_attack["patch-gradient"]["lpips_squeeze"] < 1e-6 < by_attack["control:mean"]["lpips_squeeze"]
     assert by_attack["patch-gradient"]["n"] == 3
     assert by_attack["patch-gradient"]["exact"] == by_attack["worst case"]["exact"] == 3
     assert by_attack["control:mean"]["exact"] == 0
@@ -121,7 +124,7 @@ def test_records_have_every_column_and_row(
     assert set(table.label_origin) == {"predicted"}
     assert set(table.status) == {"ok"}
     assert table.lpips_alex.isna().all()
-    assert attacked[["mse", "psnr", "ssim", "fft2d", "grad_norm", *TIMES]].notna().all(axis=None)
+    assert attacked[["mse", "psnr", "ssim", "fft2d", "lpips_squeeze", "grad_norm", *TIMES]].notna().all(axis=None)
     stock = ("patch-gradient", "patch-gradient-prior", "mjp-subspace", "mjp-full")
     blocks = {"april": "april"} | dict.fromkeys(stock, "stock")
     assert dict(zip(attacked.attack, attacked.block, strict=True)) == blocks
@@ -180,7 +183,7 @@ def test_the_verdict_of_the_page_stands_in_the_terminal_and_in_json(
 def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
     """FFT2D as MJP has it is a correlation, and a black picture has none: that is said where other n/a's are told."""
     Image.new("RGB", (40, 36)).save(photos / "black.png")
-    done = attack("--attack", "april,patch-gradient", "--metrics", "psnr,fft2d,fft2d_mjp,lpips_alex")
+    done = attack("--attack", "april,patch-gradient", "--metrics", "psnr,fft2d,fft2d_mjp")
     assert done.status == 0
     why = "undefined where a reconstruction or its image is black"
     assert f"fft2d_mjp: n/a (for 8 of 32 records: {why})" in done.out

@@ -18,7 +18,7 @@ UNKNOWN = [
     (("--setting", "d"), "Unknown setting 'd'. Choose from: a, b, c."),
     (("--setting", "a,bc"), "Unknown setting 'bc'. Did you mean "),
     (("--metrics", "psnr,sim"), "Unknown metric 'sim'. Did you mean ssim"),
-    (("--metrics", "lpips"), "Unknown metric 'lpips'. Did you mean lpips_"),
+    (("--metrics", "lpip"), "Unknown metric 'lpip'. Did you mean lpips"),
     (("--block", "aprl"), "Unknown block 'aprl'. Did you mean april?"),
     (("--defense", "mpj"), "Unknown defense 'mpj'. Did you mean mjp"),
     (("--geometry", "inplace"), "Unknown geometry 'inplace'. Did you mean in_place or "),

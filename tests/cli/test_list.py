@@ -14,7 +14,7 @@ from privlab import __version__
 from privlab.attacks import attacks
 from privlab.cli import cli as command_line
 from privlab.defenses import defenses
-from privlab.report.tables import KNOWN
+from privlab.metrics import METRICS, PLACEMENT, find_backbone
 from privlab.victims import ZOO, victim_names
 
 VERBS = (
@@ -25,7 +25,7 @@ LISTED = {
     "victims": ([*victim_names(), "timm:NAME"], {"name", "timm", "variant"}),
     "attacks": (list(attacks()), {"name", "paper", "needs", "reads", "runs"}),
     "defenses": (list(defenses()), {"name", "acts on", "paper", "options"}),
-    "metrics": (list(KNOWN), {"name", "leaks", "range", "source"}),
+    "metrics": ([*METRICS, "lpips", *PLACEMENT], {"name", "leaks", "range", "source"}),
 }
 
 
@@ -95,7 +95,9 @@ def test_doctor_says_what_is_missing_for_which_feature(cli: Callable[..., Any]) 
     assert "--weights pretrained with deit_s, deit_s_mjp" in rows["weights deit_s"]["needed for"]
     assert rows["lpips alex"]["state"] == "missing"
     assert "--lpips-weights PATH" in rows["lpips alex"]["found"]
-    assert rows["lpips alex"]["needed for"] == "the metric lpips_alex"
+    assert rows["lpips alex"]["needed for"] == "the metric lpips_alex; without it lpips is by squeeze"
+    assert rows["lpips squeeze"]["state"] == "ok"
+    assert rows["lpips squeeze"]["found"] == f"comes with privlab: {find_backbone('squeeze')}"
     shown = cli("doctor")
     assert shown.status == 0
     assert all(f" {what} " in shown.out for what in rows)
@@ -123,6 +125,7 @@ def test_doctor_finds_backbones_in_a_folder(cli: Callable[..., Any], tmp_path: A
     (tmp_path / "vgg16.pth").touch()
     rows = {row["what"]: row for row in json.loads(cli("doctor", "--json", "--lpips-weights", tmp_path).out)}
     assert rows["lpips vgg"]["found"] == str(tmp_path / "vgg16.pth")
+    assert rows["lpips squeeze"]["found"].startswith("comes with privlab: ")
     assert rows["lpips alex"]["state"] == "missing"
 
 

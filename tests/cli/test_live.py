@@ -32,7 +32,8 @@ def result(image: str, seconds: float = 1.0, worker: str = "here", **scores: flo
         for geometry, more in (("in_place", 0.0), ("reassembled", -1.0), ("oracle", 5.0))
     ]
     rows.append(own | {"attack": "control:mean", "geometry": "in_place", "psnr": 12.0})
-    task = Task(0, Specification(models=("vit_ti",)), ("c",), (Reference(0, image, image),), tuple(scores), (), True)
+    spec = Specification(models=("vit_ti",), metrics=("mse", "psnr"))
+    task = Task(0, spec, ("c",), (Reference(0, image, image),), tuple(scores), (), True)
     return Result(task, pa.Table.from_pylist(rows, schema=COLUMNS), seconds=seconds, worker=worker)
 
 
@@ -50,7 +51,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Callable[..., io.StringIO]:
 
 def test_a_pipe_has_a_line_for_each_image_and_each_warning_once(said: Callable[..., io.StringIO]) -> None:
     text = said(terminal=False)
-    with run_display(("mse", "psnr"), quiet=False) as shown:
+    with run_display(quiet=False) as shown:
         shown.warn("odd")
         shown.progress(0, 3, None)
         assert text.getvalue() == "Warning: odd\n"
@@ -66,7 +67,7 @@ def test_a_pipe_has_a_line_for_each_image_and_each_warning_once(said: Callable[.
 def test_quiet_leaves_the_warnings(said: Callable[..., io.StringIO]) -> None:
     for terminal in (False, True):
         text = said(terminal=terminal)
-        with run_display(("mse", "psnr"), quiet=True) as shown:
+        with run_display(quiet=True) as shown:
             shown.progress(1, 1, result("a.png", april=8.0))
             assert text.getvalue() == ""
             shown.warn("odd")
@@ -75,7 +76,7 @@ def test_quiet_leaves_the_warnings(said: Callable[..., io.StringIO]) -> None:
 
 def test_a_terminal_shows_the_means_so_far_and_each_of_several_workers(said: Callable[..., io.StringIO]) -> None:
     text = said(terminal=True)
-    with run_display(("mse", "psnr"), quiet=False) as shown:
+    with run_display(quiet=False) as shown:
         shown.progress(0, 4, None)
         shown.progress(1, 4, result("a.png", april=8.0))
         assert [task.description for task in shown.bar.tasks] == ["images"]

@@ -79,3 +79,17 @@ def test_part_that_there_is_not(experiment: Callable[..., Experiment], run: dict
     with pytest.raises(PrivlabError) as caught:
         lay_out(experiment(**run), CPU)
     assert str(caught.value).startswith(message)
+
+
+def test_a_backbone_is_looked_for_once_for_all_cases(
+    experiment: Callable[..., Experiment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the network does not answer, each look takes seconds."""
+    tried: list[str] = []
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr("privlab.victims.weights.reachable", lambda url: bool(tried.append(url)))
+    grid = "[grid]\ngamma = [0.2, 0.3, 0.4]"
+    for metrics in (["psnr", "lpips_alex"], ["psnr", "lpips"]):
+        tried.clear()
+        lay_out(experiment(grid, metrics=metrics, setting="c"), CPU)
+        assert len(tried) == 1

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privlab.base import PrivlabError
-from privlab.metrics import LPIPS_BACKBONES, Lpips, LpipsUnavailable, load_lpips, score
+from privlab.metrics import LPIPS_BACKBONES, Lpips, LpipsUnavailable, find_backbone, load_lpips, net_at_hand, score
+from privlab.metrics.lpips_backbones import SHIPPED
 
 WEIGHTS = Path(__file__).parents[2].parent / "shared" / "weights"
 
@@ -93,7 +94,7 @@ def test_agrees_with_the_package_on_pretrained_backbones(net: str) -> None:
 
 def test_squeeze_reproduces_a_published_value() -> None:
     """The documented example of torchmetrics: seed 123, ten random pairs in [−1, 1], mean 0.1008."""
-    metric = load_lpips("squeeze", need_weights("squeezenet1_1"))
+    metric = load_lpips("squeeze")
     rng = torch.Generator().manual_seed(123)
     x, y = (torch.rand(10, 3, 100, 100, generator=rng) for _ in range(2))
     assert_close(metric(x, y).mean().item(), 0.1008, rtol=0, atol=5e-5)
@@ -159,6 +160,57 @@ def test_torchvisions_cache_is_used(alexnet_file: Path, alex: Lpips, no_cache: P
     cached.parent.mkdir()
     cached.write_bytes(alexnet_file.read_bytes())
     assert load_lpips("alex").sha256 == alex.sha256
+
+
+def test_squeeze_comes_with_privlab(no_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a file nor the network is needed, and the cache is not looked into."""
+    monkeypatch.setattr("privlab.victims.weights.reachable", lambda _: pytest.fail("tried to reach it"))
+    metric = load_lpips("squeeze")
+    assert (metric.file, metric.sha256) == SHIPPED["squeeze"]
+    assert_agrees(metric, load_file(find_backbone("squeeze")))
+    assert find_backbone("squeeze").with_name("LICENSE.squeezenet").is_file()
+
+
+def test_a_folder_that_lacks_squeeze_leaves_what_comes_with_privlab(alexnet_file: Path, tmp_path: Path) -> None:
+    shipped = find_backbone("squeeze")
+    assert find_backbone("squeeze", alexnet_file.parent) == shipped
+    (tmp_path / "squeezenet1_1.pth").touch()
+    assert find_backbone("squeeze", tmp_path) == tmp_path / "squeezenet1_1.pth"
+    with pytest.raises(LpipsUnavailable, match=r"lpips_squeeze: found no file .+nowhere"):
+        find_backbone("squeeze", tmp_path / "nowhere")
+
+
+def test_a_damaged_or_missing_shipped_backbone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = bytearray(find_backbone("squeeze").read_bytes())
+    monkeypatch.setattr("privlab.metrics.lpips_backbones._FOLDER", tmp_path)
+    with pytest.raises(LpipsUnavailable, match=r"lpips_squeeze: this package lacks .+safetensors\. Install it again"):
+        load_lpips("squeeze")
+    whole[-1] ^= 1  # the last weight, which every reader would take
+    (tmp_path / SHIPPED["squeeze"][0]).write_bytes(whole)
+    with pytest.raises(PrivlabError, match=r"is damaged: the SHA-256 of .+ must be 29dd9af42ad4…\. Found "):
+        load_lpips("squeeze")
+
+
+def test_the_network_at_hand_is_alexnet_where_it_can_be_had(
+    no_cache: Path, alexnet_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, reason = net_at_hand()
+    assert net == "squeeze"
+    assert reason is not None
+    assert "alexnet-owt-7be5be79.pth cannot be reached" in reason
+    assert net_at_hand(alexnet_file) == net_at_hand(alexnet_file.parent) == ("alex", None)
+    (no_cache / "checkpoints").mkdir()
+    (no_cache / "checkpoints" / "alexnet-owt-7be5be79.pth").write_bytes(alexnet_file.read_bytes())
+    monkeypatch.setattr("privlab.victims.weights.reachable", lambda _: pytest.fail("tried to reach it"))
+    assert net_at_hand() == ("alex", None)
+
+
+def test_a_place_that_is_named_must_hold_one_of_the_two_networks(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(LpipsUnavailable, match=r"lpips_alex: found no file .+--lpips-weights PATH"):
+            net_at_hand(place)
+    (tmp_path / "squeezenet1_1.pth").touch()
+    assert net_at_hand(tmp_path)[0] == "squeeze"
 
 
 def test_a_missing_backbone_is_unavailable_and_says_how_to_get_it(no_cache: Path) -> None:

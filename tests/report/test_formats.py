@@ -298,7 +298,7 @@ def test_shown(value: float, decimals: int, text: str) -> None:
 
 def test_headings() -> None:
     assert [heading(name) for name in ("mse", "fft2d", "fft2d_mjp", "lpips_alex", "lpips_vgg", "f_sim")] == [
-        *("MSE ↓", "FFT2D ↓", "FFT2D (MJP) ↓", "LPIPS ↓", "LPIPS vgg ↓", "F-SIM ↑")
+        *("MSE ↓", "FFT2D ↓", "FFT2D (MJP) ↓", "LPIPS alex ↓", "LPIPS vgg ↓", "F-SIM ↑")
     ]
     assert heading("placement_accuracy") == "placed ↑"
     assert len({heading(name) for name in KNOWN}) == len(KNOWN)

@@ -125,7 +125,7 @@ _TITLES = {
     "ssim_skimage": "SSIM (scikit-image)",
     "fft2d": "FFT2D",
     "fft2d_mjp": "FFT2D (MJP)",
-    "lpips_alex": "LPIPS",
+    "lpips_alex": "LPIPS (AlexNet)",
     "lpips_vgg": "LPIPS (VGG)",
     "lpips_squeeze": "LPIPS (SqueezeNet)",
     "f_sim": "F-SIM",

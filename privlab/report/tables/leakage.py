@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
+from privlab.base import first
 from privlab.evaluation import CONTROL, CONTROLS
 from privlab.grids import KNOWN
 from privlab.report.bootstrap import bootstrap
@@ -125,7 +126,21 @@ def conditions_that_differ(results: Results) -> list[str]:
         for name, reason in case.refused.items()
         if name == attack
     ]
-    return lines
+    return [*lines, *_other_lpips(results)]
+
+
+def _other_lpips(results: Results) -> list[str]:
+    """Return a line where the paper printed LPIPS by AlexNet, and the table has it by another network alone."""
+    printed = [
+        f"{case.label} {case.published['lpips_alex']:g}" for case in results.cases if "lpips_alex" in case.published
+    ]
+    here = [name for name in results.layout.columns if name.startswith("lpips_")]
+    if not printed or not here or "lpips_alex" in here:
+        return []
+    return [
+        f"LPIPS: paper: by AlexNet, {first(printed, 12)} / here: {', '.join(here)}, another distance, beside which the "
+        "paper's figures do not stand"
+    ]
 
 
 _COLUMN_OF = {"labels": "label_origin", "model": "victim", "models": "victim", "victims": "victim"}

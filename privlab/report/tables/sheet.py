@@ -70,7 +70,7 @@ def heading(metric: str) -> str:
     short = {"placement_accuracy": "placed", "neighbour_accuracy": "neighbours", "f_sim": "F-SIM"}
     short |= {"fft2d_mjp": "FFT2D (MJP)"}
     first, _, rest = metric.partition("_")
-    acronym = f"{first.upper()} {rest}" if rest not in ("", "alex") else first.upper()
+    acronym = f"{first.upper()} {rest}".rstrip()
     name = short.get(metric) or (acronym if first in ("mse", "psnr", "ssim", "fft2d", "lpips") else metric)
     return f"{name.replace('_', ' ')} {KNOWN[metric].arrow}".rstrip()
 

@@ -256,7 +256,7 @@ def _title(name: str) -> str:
     first, _, rest = name.upper().partition("_")
     if name == "fft2d_mjp":
         return "FFT2D (MJP)"
-    return first if rest in ("", "ALEX") else f"{first} {rest.lower()}"
+    return f"{first} {rest.lower()}".rstrip()
 
 
 def _value(row: Mapping[Hashable, Any], name: str, between: str) -> str:

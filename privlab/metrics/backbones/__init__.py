@@ -1,0 +1,1 @@
+"""Backbones of LPIPS that come with privlab, with their licence."""
