@@ -128,6 +128,10 @@ class Away(Tensor):
         """Return the values, which is a copy to the CPU."""
         return self.cpu().tolist()
 
+    def __format__(self, spec: str) -> str:
+        """Return a number as text, as torch does."""
+        return format(self.item(), spec) if self.ndim == 0 else repr(self)
+
     def __repr__(self, **_: Any) -> str:
         """Return the content; the built-in one would compute on the card."""
         return f"Away({tuple(self.shape)}, {self.dtype})"

@@ -94,12 +94,10 @@ def score(
     Attention is computed by products, as PyTorch does where a device has nothing of its own.
     """
 
-    def run(case: str, card: Any = None) -> Scored:
-        victim, groups, device = base, groups_of(case, base), torch.device("cpu")
-        if card is not None:
-            device = torch.device("cuda:0")
-            victim = base.to(device)
-            groups = tuple(replace(group, victim=group.victim.to(device)) for group in groups)
+    def run(case: str, on: str = "cpu", card: Any = None) -> Scored:
+        device, groups = torch.device(on), groups_of(case, base)
+        victim = base.to(device)
+        groups = tuple(replace(group, victim=group.victim.to(device)) for group in groups)
         monkeypatch.setenv("PRIVLAB_CACHE", str(tmp_path / device.type))  # decoders are trained on each
         names = [f"{i:064x}" for i in range(100)]
         public = {name: image.to(device) for name, image in zip(names[50:], crops[7:380:29], strict=False)}
@@ -112,7 +110,7 @@ def score(
             made = brought(attack, seen)
             if before is not None:
                 waits[attack.name] = waits.get(attack.name, Counter()) + (card.waits - before)
-                assert made.images.is_cuda
+            assert made.images.device == device
             return made
 
         monkeypatch.setattr(pipeline, "attack_batch", attack_batch)
@@ -139,10 +137,17 @@ def test_the_card_gives_the_same_records(score: Callable[..., Scored], card: Any
     with no_card():
         records, _ = score(case)
     assert [row["reason"] for row in records if row["status"] != "ok"] == []
-    found, waits = score(case, card)
+    found, waits = score(case, "cuda:0", card)
     assert unlike(records, found)[:3] == []
     copies = {place for of_attack in waits.values() for kind, place in of_attack if kind == "download"}
     assert copies - DOWNLOADS == set()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_real_card_runs_every_attack(score: Callable[..., Scored], case: str) -> None:
+    records, _ = score(case, "cuda:0")
+    assert [(row["attack"], row["reason"]) for row in records if row["status"] != "ok"] == []
 
 
 def test_every_attack_but_breachings_runs(base: Victim) -> None:
