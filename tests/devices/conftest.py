@@ -269,7 +269,12 @@ def _held(t: Tensor) -> Tensor:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
-    """Put a card into the machine for a test: cuda:0 exists, and what torch asks its driver is answered."""
+    """Put a card into the machine for a test: cuda:0 exists, and what torch asks its driver is answered.
+
+    Where there is a real one, it is tried instead (`pytest -m gpu`): what is cached for cuda:0 must be of one of them.
+    """
+    if torch.cuda.is_available():
+        pytest.skip("there is a real card, which the tests marked gpu use")
     answers: dict[str, Any] = {
         **{"is_available": lambda: True, "device_count": lambda: 1, "get_device_name": lambda device=None: "a card"},
         **{name: lambda *_: None for name in ("_lazy_init", "synchronize", "set_device", "empty_cache", "manual_seed")},

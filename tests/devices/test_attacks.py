@@ -106,9 +106,9 @@ def score(
         spec, waits = specification(case), {}
 
         def attack_batch(attack: Any, seen: Any) -> Reconstruction:
-            before = None if card is None else card.waits.copy()
+            before = Counter() if card is None else card.waits.copy()
             made = brought(attack, seen)
-            if before is not None:
+            if card is not None:
                 waits[attack.name] = waits.get(attack.name, Counter()) + (card.waits - before)
             assert made.images.device == device
             return made

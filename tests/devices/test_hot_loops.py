@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import ATTACKS
+from privlab.attacks.tokens import FC1, FC2, first_block
+from privlab.attacks.tokens.equations import distinct
+from privlab.attacks.tokens.spans import Mlp, Spans
 from privlab.defenses import GaussianNoise, Mjp
 from privlab.release import observe, observe_features, released_parameters, send
 from privlab.threat import Capability, Draws, FeatureObservation, Feed, Observation, Stack
@@ -113,3 +116,17 @@ def test_a_step_waits_where_it_is_said_to(
     assert worked_more > worked_less
     grown = {place: (more[place] - few[place]) / (loop.more - loop.few) for place in more}
     assert {place: n for place, n in grown.items() if n > loop.waits.get(place, 0)} == {}
+
+
+def test_candidates_are_told_apart_in_one_copy(
+    tiny_model: Callable[..., VictimModel], crops: Tensor, card: Any
+) -> None:
+    model = tiny_model().to("cuda:0")
+    seen = seen_by("token-separation", model, crops[:1].to(model.mean), crops)
+    assert isinstance(seen, Observation)
+    mlp, spans = Mlp.of(first_block(model)), Spans.of(seen.gradients[FC1][0], seen.gradients[FC2][0], 17)
+    candidates = torch.randn(20, len(spans.u), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    before = card.waits.copy()
+    assert len(distinct(mlp, spans, candidates.to("cuda:0"), torch.inf, 2.0)) == 20
+    waits = card.waits - before
+    assert {kind: n for (kind, _), n in waits.items() if kind in ("item", "download")} == {"download": 1}
