@@ -112,7 +112,7 @@ class Away(Tensor):
         """Set a part, likewise."""
         Tensor.__setitem__(self, _index_tensors(index), value)
 
-    def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    def new_tensor(self, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return a tensor of the card."""
         return torch.tensor(data, dtype=dtype or self.dtype, device=CUDA, **options)
 
@@ -136,7 +136,7 @@ class Away(Tensor):
         """Return the content; the built-in one would compute on the card."""
         return f"Away({tuple(self.shape)}, {self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
