@@ -48,7 +48,8 @@ class BorderJigsaw:
             PrivlabError: if there is no such predictor, or it is for other patches.
         """
         warn_of_moves(self.name, seen, rows=True)
-        found = load_predictor(predictor_file(self.predictor)) if self.predictor else None
+        device = seen.model.mean.device
+        found = load_predictor(predictor_file(self.predictor), device) if self.predictor else None
         if found is not None:
             found.check(seen.model.grid, seen.model.patch)
         return by_borders(seen, rounds=self.rounds, predictor=found)

@@ -159,7 +159,7 @@ def place_rows(costs: Float[Tensor, "b t s"], kind: RowOrder) -> Int[Tensor, "b 
     b, t, s = costs.shape
     if kind == "mixed":
         rows = _assign(costs.flatten(0, 1).repeat(1, b)[None])[0]
-        return rows.view(b, s)
+        return rows.view(b, s).to(costs.device)
     if kind == "kept":
         rows = torch.arange(s).expand(b, s)
     else:

@@ -59,8 +59,8 @@ def by_borders(
         seen: the observation.
         columns: the recovered column key, as in `Sent`; without it the columns are taken for unmoved.
         rounds: rounds of `privlab.reassembly.solver.assemble`, at least 0.
-        predictor: a position predictor for this grid and patch, whose −log p(slot | patch) is added to the border
-            costs.
+        predictor: a position predictor for this grid and patch, on the model's device, whose −log p(slot | patch) is
+            added to the border costs.
 
     Raises:
         PrivlabError: if rows were mixed among images.
@@ -127,7 +127,7 @@ def _orders(
 def _places(predictor: PositionPredictor, patches: Float[Tensor, "b n c p p"]) -> Float[Tensor, "b n n"]:
     """Return the cost of each patch in each slot: −log p, if no patch is known to stand in its own slot."""
     known = torch.zeros(patches.shape[:2], dtype=torch.bool, device=patches.device)
-    return -predictor.to(patches.device).scores(patches.clamp(0, 1), known).mT
+    return -predictor.scores(patches.clamp(0, 1), known).mT
 
 
 def summed_costs(patches: Float[Tensor, "b n c p p"], floor: float) -> Float[Tensor, "2 n n"]:

@@ -193,11 +193,11 @@ def distinct(mlp: Mlp, spans: Spans, α: Float[Tensor, "s n"], limit: float, twi
     residual = outside(mlp, spans, α)
     best = residual.argsort()
     u = (α @ spans.u)[best[residual[best] < limit]]
-    twins = (_unit(u) @ _unit(u).mT >= twin).tril(-1)
-    kept = torch.ones(len(u), dtype=torch.bool, device=u.device)
+    twins = (_unit(u) @ _unit(u).mT >= twin).tril(-1).cpu()  # where a decision for each does not wait for a GPU
+    kept = torch.ones(len(u), dtype=torch.bool)
     for i in range(len(u)):
         kept[i] = not bool((twins[i] & kept).any())
-    return u[kept]
+    return u[kept.to(u.device)]
 
 
 def backward(mlp: Mlp, whole: Spans, u: Float[Tensor, "k d"]) -> tuple[Float[Tensor, "k d"], Float[Tensor, "k m"]]:

@@ -111,7 +111,8 @@ def _inverse_of_own(
     N = (J @ J.mT).where(found[:, None, None], 0)
     N = N.where(found[:, None, None], N.sum(0) / found.sum().clamp_min(1))
     ridge = (_RIDGE * N.diagonal(dim1=1, dim2=2).mean(1)).clamp_min(torch.finfo(N.dtype).tiny)
-    L = torch.linalg.cholesky(N + ridge[:, None, None] * torch.eye(len(basis)).to(N)).float()
+    eye = torch.eye(len(basis), dtype=N.dtype, device=N.device)
+    L = torch.linalg.cholesky(N + ridge[:, None, None] * eye).float()
     return lambda r: torch.cholesky_solve(r[0][..., None], L)[None, ..., 0]
 
 

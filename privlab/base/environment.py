@@ -33,8 +33,8 @@ def pick_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    kind, _, number = name.partition(":")
-    if name != "cpu" and (kind != "cuda" or not (number or "0").isdecimal()):
+    kind, colon, number = name.partition(":")
+    if name != "cpu" and (kind != "cuda" or (colon and not number.isdecimal())):
         raise PrivlabError(f"Unknown device '{name}'. Use auto, cpu, cuda or cuda:N.")
     if name == "cpu":
         return torch.device("cpu")

@@ -28,7 +28,7 @@ from privlab.base import (
     versions,
 )
 from privlab.bench.breaching_april import BreachingApril
-from privlab.bench.common import Bench, median_seconds, sample_images
+from privlab.bench.common import Bench, median_seconds, peak_gpu_memory, sample_images, time_stage
 from privlab.bench.main_job import IMAGES, run_main_job
 from privlab.defenses import Mjp
 from privlab.images import open_images
@@ -59,7 +59,8 @@ def bench_attack(
     """Time a training step, the observation, each solve, the scoring, and breaching's APRIL, in `repeats` rounds.
 
     `mjp-full` alone is measured once, on a few of the photographs, and in processor time, as is a training step beside
-    it: other work on the machine hardly counts then.
+    it: other work on the machine hardly counts then. On a GPU all times are the GPU's own, between two events, and the
+    most memory that each stage holds there is measured in a round more.
 
     Each round times every stage once on all images, so that a noisy moment affects all alike; medians are taken over
     the rounds. "solve" is an attack's call, given the gradient, images included: ours against breaching's as it ships;
@@ -88,8 +89,9 @@ def bench_attack(
         stages = _Stages(stock, stock.with_block("april"), images)
         total, done = (repeats + 1) * len(stages.all()) + 2 * (memory + main_job) + 1, itertools.count(1)
         seconds = median_seconds(stages.all(), repeats, target, lambda: progress(next(done), total))
-        mjp_full, step = stages.processor_seconds()
+        mjp_full, step = stages.mjp_full_and_step(target)
         progress(next(done), total)
+        gpu_memory = peak_gpu_memory(stages.all(), target)
     medians = {name: each / n_images for name, each in seconds.items()}
     ratios = _ratios(medians) | {"mjp_full_over_step": mjp_full / step}
     targets = dict(_TARGETS)
@@ -108,7 +110,8 @@ def bench_attack(
     else:
         targets = {name: target for name, target in targets.items() if name not in _OF_MAIN_JOB}
     setup = {"model": model, "images": n_images, "batch": _BATCH, "repeats": repeats}
-    return Bench(ratios, targets, medians, setup | {"hardware": hardware(target), "versions": versions()})
+    setup |= {"hardware": hardware(target), "versions": versions()}
+    return Bench(ratios, targets, medians, setup, gpu_memory=gpu_memory)
 
 
 _TARGETS = {
@@ -168,10 +171,11 @@ class _Stages:
             _BREACHING_SOLVE: lambda: [self.breaching.solve(gradient) for gradient in self.gradients],
         }
 
-    def processor_seconds(self) -> tuple[float, float]:
-        """Return the processor time per image of `mjp-full`, observation aside, and of a training step.
+    def mjp_full_and_step(self, device: torch.device) -> tuple[float, float]:
+        """Return the seconds per image of `mjp-full`, observation aside, and of a training step.
 
-        Both in one thread: those that wait for each other on a busy machine would count as work.
+        On a CPU it is processor time, in one thread: those that wait for each other on a busy machine would count as
+        work. On a GPU it is the GPU's time.
         MJP leaves the masked slots without a position embedding, because not every victim has E_unk. What is learned
         once in a process, the prior of `mjp-subspace`, is learned before.
         """
@@ -183,14 +187,11 @@ class _Stages:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            began = time.process_time()
-            MjpFull()(seen)
-            attacked = time.process_time()
-            self._steps()
-            ended = time.process_time()
+            attacked = _cost(lambda: MjpFull()(seen), device)
+            steps = _cost(self._steps, device)
         finally:
             torch.set_num_threads(threads)
-        return (attacked - began) / len(x), (ended - attacked) / sum(len(x) for x, _ in self.batches)
+        return attacked / len(x), steps / sum(len(x) for x, _ in self.batches)
 
     def _one_by_one(self) -> Iterator[tuple[Tensor, Tensor]]:
         for x, y in self.batches:
@@ -204,6 +205,15 @@ class _Stages:
 
     def _observations(self, model: VictimModel, attack: Attack) -> list[Observation]:
         return [observe(model, x, y, attack.parameters) for x, y in self.batches]
+
+
+def _cost(stage: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the processor that a stage takes, or those of the GPU."""
+    if device.type == "cuda":
+        return time_stage(stage, device)
+    began = time.process_time()
+    stage()
+    return time.process_time() - began
 
 
 def _peak_rss(model: str, n: int) -> int:

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,14 +15,15 @@ from torch import Tensor
 from privlab.images import open_images
 from privlab.victims import Victim
 
-__all__ = ["Bench", "median_seconds", "peak_memory", "sample_images", "time_stage"]
+__all__ = ["Bench", "median_seconds", "peak_gpu_memory", "peak_memory", "sample_images", "time_stage"]
 
 
 @dataclass(frozen=True)
 class Bench:
     """Ratios and other figures with their targets ("≤ 0.75"), and the medians from which they were computed.
 
-    `unit` is what the medians are per: an image, but for `privlab bench startup`, which runs none.
+    `unit` is what the medians are per: an image, but for `privlab bench startup`, which runs none. `gpu_memory` is the
+    most memory on the GPU that each stage held, in MiB; a CPU has none.
     """
 
     ratios: Mapping[str, float]
@@ -30,6 +31,7 @@ class Bench:
     seconds_per_image: Mapping[str, float]
     setup: Mapping[str, object]
     unit: str = "image"
+    gpu_memory: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
         """Return everything as plain data, with each ratio as a key of its own."""
@@ -39,14 +41,17 @@ class Bench:
             "targets": dict(self.targets),
             f"seconds_per_{self.unit}": dict(self.seconds_per_image),
             f"{self.unit}s_per_second": speed,
+            **({"peak_gpu_memory_mib": dict(self.gpu_memory)} if self.gpu_memory else {}),
             "setup": dict(self.setup),
         }
 
     def tables(self) -> list[Table]:
         """Return the medians and the ratios as tables."""
-        stages = Table("stage", f"ms per {self.unit}", f"{self.unit}s per second", title="medians", header_style="bold")
+        columns = ["stage", f"ms per {self.unit}", f"{self.unit}s per second", *["peak MiB"][: len(self.gpu_memory)]]
+        stages = Table(*columns, title="medians", header_style="bold")
         for name, seconds in self.seconds_per_image.items():
-            stages.add_row(name, f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}")
+            held = [f"{self.gpu_memory[name]:.0f}"] if self.gpu_memory else []
+            stages.add_row(name, f"{1000 * seconds:.2f}", f"{1 / seconds:.1f}", *held)
         ratios = Table("ratio", "measured", "target", title="ratios", header_style="bold")
         for name, ratio in self.ratios.items():
             ratios.add_row(name, f"{ratio:.3f}" if ratio >= 0.1 else f"{ratio:.2g}", self.targets[name])
@@ -75,14 +80,29 @@ def median_seconds(
 
 
 def time_stage(stage: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that a stage takes, including its work on a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    """Return the seconds that a stage takes; on a GPU between two events in its queue, which the GPU itself times."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        stage()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record(torch.cuda.current_stream(device))
     stage()
-    if device.type == "cuda":
+    end.record(torch.cuda.current_stream(device))
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
+
+
+def peak_gpu_memory(stages: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Return the most memory on the GPU that is allocated while each stage runs once more, in MiB; on a CPU nothing."""
+    held: dict[str, float] = {}
+    for name, stage in stages.items() if device.type == "cuda" else ():
+        torch.cuda.reset_peak_memory_stats(device)
+        stage()
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+        held[name] = torch.cuda.max_memory_allocated(device) / 2**20
+    return held
 
 
 def peak_memory() -> int:

@@ -123,13 +123,13 @@ class Predicted:
             f"--set {self.name}.weights=FILE names it. {lack}"
         )
 
-    def predictor(self, grid: tuple[int, int], patch: int) -> PositionPredictor:
-        """Return the predictor for patches of this grid and side.
+    def predictor(self, grid: tuple[int, int], patch: int, device: torch.device | str = "cpu") -> PositionPredictor:
+        """Return the predictor for patches of this grid and side, on a device; it is shared, as in `load_predictor`.
 
         Raises:
             PrivlabError: if the file is missing, holds no predictor or one of another kind, or is for other patches.
         """
-        found = load_predictor(self.file(grid, patch))
+        found = load_predictor(self.file(grid, patch), device)
         if found.name != self.name:
             raise PrivlabError(f"'{self.weights}' is a predictor of {found.name}. Use --reassembly {found.name}.")
         found.check(grid, patch)
@@ -144,7 +144,7 @@ class Predicted:
         Raises:
             PrivlabError: if there is no predictor for these patches, as `predictor` says.
         """
-        predictor, pixels = self.predictor(grid, patches.shape[-1]).to(patches.device), patches.float()
+        predictor, pixels = self.predictor(grid, patches.shape[-1], patches.device), patches.float()
         costs = torch.stack([border_costs(each) for each in pixels])
         fixed = [row if row.any() else standing_slots(each, grid) for each, row in zip(costs, known, strict=True)]
         places = -predictor.scores(pixels, torch.stack(fixed)).mT

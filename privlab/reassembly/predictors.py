@@ -288,8 +288,12 @@ def predictor_file(name: str) -> Path:
     return shipped_file(name) or Path(name)
 
 
-def load_predictor(path: Path) -> PositionPredictor:
+def load_predictor(path: Path, device: torch.device | str = "cpu") -> PositionPredictor:
     """Return the predictor of a file, in single precision and evaluation mode; an unchanged file is read once.
+
+    Args:
+        path: the file.
+        device: where the predictor is; all who ask for it there share it, so it must not be moved.
 
     Raises:
         PrivlabError: if the file is missing or damaged, or holds no position predictor.
@@ -297,11 +301,11 @@ def load_predictor(path: Path) -> PositionPredictor:
     if not path.is_file():
         raise PrivlabError(f"No position predictor at '{path}'. `privlab train mp3|droppos` makes one.")
     stamp = path.stat()
-    return _load(path, stamp.st_mtime_ns, stamp.st_size)
+    return _load(path, torch.device(device), stamp.st_mtime_ns, stamp.st_size)
 
 
 @lru_cache(maxsize=4)
-def _load(path: Path, *stamp: int) -> PositionPredictor:
+def _load(path: Path, device: torch.device, *stamp: int) -> PositionPredictor:
     try:
         with safe_open(path, "pt") as file:
             facts = json.loads((file.metadata() or {})["privlab"])
@@ -312,7 +316,7 @@ def _load(path: Path, *stamp: int) -> PositionPredictor:
             made = PREDICTORS[facts["predictor"]](_plain(facts), **facts["decoder"])
         if _shapes(made) != {name: tuple(tensor.shape) for name, tensor in state.items()}:
             raise PrivlabError("its tensors are not those of the network that it describes")
-        return _fill(facts, state)
+        return _fill(facts, state).to(device)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PrivlabError(
