@@ -123,7 +123,7 @@ def unwritable(path: Path, error: OSError) -> PrivlabError:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a file in UTF-8, without the mark that Windows writes before it, and with "\\n" as line ends.
+    """Return the text of a file in UTF-8, whatever its line ends are, without the mark that Windows writes first.
 
     Args:
         path: path of the file.

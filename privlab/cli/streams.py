@@ -10,6 +10,7 @@ import os
 import sys
 import unicodedata
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 from privlab.base import PrivlabError
@@ -56,7 +57,7 @@ class Stream(io.TextIOWrapper):
     """A standard stream that writes every text in its encoding, and outlives its reader and a full disk."""
 
     def __init__(self, number: int, encoding: str, *, kept: bool) -> None:
-        binary = open(number, "wb", closefd=False)  # noqa: PTH123, SIM115
+        binary = open(number, "wb", closefd=False)  # noqa: SIM115
         ascii_only = codecs.lookup(encoding).name == "ascii"
         # click takes a stream that says ASCII for a mistake and writes UTF-8; Latin-1 holds ASCII
         super().__init__(binary, "latin-1" if ascii_only else encoding, _HANDLER)
@@ -119,7 +120,7 @@ def prepare_streams() -> None:
 
 def _prepared(stream: TextIO | None, *, kept: bool) -> TextIO:
     if stream is None:  # it was closed when Python started
-        return open(os.devnull, "w", encoding="utf-8", errors="replace")  # noqa: PTH123, SIM115
+        return Path(os.devnull).open("w", encoding="utf-8", errors="replace")
     stream.flush()
     return Stream(stream.fileno(), stream.encoding, kept=kept)
 

@@ -290,7 +290,7 @@ class RunDirectory:
             messages: the warnings so far; the context may add to them, and to the facts.
 
         Raises:
-            PrivlabError: if the directory cannot be written when the run starts.
+            PrivlabError: if the directory cannot be written when the run starts or is finished.
         """
         earlier = self.read_run() if self.is_run() else {}
         started, before, start = earlier.get("started", facts["written"]), earlier.get("seconds", 0.0), perf_counter()
@@ -301,16 +301,13 @@ class RunDirectory:
             self.write_run({**facts, **now})
 
         note("running")
-        status = "failed"
         try:
             yield
-            status = "finished"
-        except KeyboardInterrupt:
-            status = "interrupted"
-            raise
-        finally:
+        except BaseException as error:
             with suppress(PrivlabError):  # the disk may be full, and the first error must not be hidden
-                note(status)
+                note("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+            raise
+        note("finished")
 
     def write_manifests(self, manifests: Mapping[str, str]) -> None:
         """Write manifests by the names of their files, each whole or not at all; manifests of earlier runs are deleted.

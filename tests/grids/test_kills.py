@@ -8,7 +8,7 @@ import random
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,9 @@ def records(path: Path) -> pd.DataFrame:
 
 
 def stated(path: Path) -> dict[str, Any]:
-    """Return what `run.json` states, but for times, the command, and how many processes there were."""
+    """Return what `run.json` states, but for times, the command line and the commit of a checkout."""
     facts = json.loads((path / "run.json").read_bytes())
-    return {key: facts[key] for key in facts.keys() - {"started", "written", "seconds", "command", "workers", "name"}}
+    return {key: facts[key] for key in facts.keys() - {"started", "written", "seconds", "command", "commit"}}
 
 
 def strips(path: Path) -> dict[str, bytes]:
@@ -127,13 +127,13 @@ def same(path: Path, whole: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, forked: Any, ended: Any) -> Iterator[Path]:
+def whole(tmp_path_factory: pytest.TempPathFactory, forked: Any, ended: Any) -> Path:
     """Return what an undisturbed run leaves."""
     for name in ("privlab.runs.attack", "privlab.report.page", "privlab.report.tables.summary"):
         importlib.import_module(name)  # here, and not in every child
     folder = tmp_path_factory.mktemp("whole")
     assert ended(forked(folder / "said", *COMMAND, "--out", folder / "run")) == 0
-    yield folder / "run"
+    return folder / "run"
 
 
 def kill_again_and_again(
@@ -166,7 +166,7 @@ def one_process(path: Path, moment: int, moments: random.Random) -> Callable[[],
 
 def two_workers(path: Path, moment: int, moments: random.Random) -> Callable[[], None]:
     die = moments.choice([killed_by(signal.SIGKILL), killed_with_its_workers, None])
-    return partial(with_mortal_workers, path, min(moment, 20), die)
+    return partial(with_mortal_workers, path, min(moment, 20) if die else 1 + moment % 2, die)
 
 
 @pytest.mark.parametrize(("kills", "seed"), [(6, 1), pytest.param(KILLS, 0, marks=pytest.mark.slow)])
@@ -180,6 +180,6 @@ def test_a_run_that_is_killed_goes_on(
 @pytest.mark.slow
 def test_a_run_with_workers_that_is_killed_goes_on(whole: Path, tmp_path: Path, forked: Any, ended: Any) -> None:
     """The run dies alone or with its workers; where one worker dies, the run goes on by itself."""
-    done, runs = kill_again_and_again(15, 2, two_workers, whole, tmp_path, forked, ended, "--workers", 2)
+    done, _ = kill_again_and_again(15, 2, two_workers, whole, tmp_path, forked, ended, "--workers", 2)
     assert done >= 15
     assert any("A worker died" in said.read_text() for said in tmp_path.glob("said-*"))
