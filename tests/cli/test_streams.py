@@ -94,6 +94,7 @@ def test_json_is_the_same_in_every_encoding(pipe: Any) -> None:
         stream, reader = pipe(encoding=encoding)
         print_json(value if encoding == "ascii" else {"γ": "ö"})
         text = written(stream, reader)
+        assert b"\\x" not in text  # no escape of JSON
         assert json.loads(text) == (value if encoding == "ascii" else {"γ": "ö"})
         assert text.isascii() == (encoding == "ascii")
 
