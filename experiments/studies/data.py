@@ -94,7 +94,7 @@ def load_split(images: Path, part: str, preprocessing: Preprocessing, attributes
 
 
 def _attributes(path: Path) -> dict[str, list[float]]:
-    with path.open(newline="", encoding="utf-8") as lines:
+    with path.open(newline="", encoding="utf-8-sig") as lines:
         rows = list(csv.DictReader(lines))
     if not rows or "file" not in rows[0] or len(rows[0]) < 2:
         raise PrivlabError(f"'{path}' must have the column file, and one column per attribute.")

@@ -9,6 +9,7 @@ from .errors import check_range as check_range
 from .errors import first as first
 from .errors import unknown_name as unknown_name
 from .files import UNFINISHED as UNFINISHED
+from .files import delete_unfinished as delete_unfinished
 from .files import read_text as read_text
 from .files import sha256_of as sha256_of
 from .files import sync as sync

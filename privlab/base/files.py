@@ -3,17 +3,23 @@
 import errno
 import hashlib
 import os
+import platform
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from privlab.base.errors import PrivlabError
 
-__all__ = ["UNFINISHED", "read_text", "sha256_of", "sync", "unwritable", "write_whole"]
+__all__ = ["UNFINISHED", "delete_unfinished", "read_text", "sha256_of", "sync", "unwritable", "write_whole"]
 
 UNFINISHED = ".tmp-"
 """How the name of a file begins that is being written."""
+
+_ABANDONED = 24 * 3600.0
+"""Seconds after which nobody is still writing a file, which takes less than one."""
 
 
 def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = True, private: bool = False) -> None:
@@ -28,7 +34,7 @@ def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = 
     Raises:
         PrivlabError: if the disk is full or the file cannot be written.
     """
-    temporary = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}-{path.name}")
+    temporary = path.with_name(f"{UNFINISHED}{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:8]}-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if private:
@@ -46,6 +52,46 @@ def write_whole(path: Path, write: Callable[[Path], object], *, durable: bool = 
     finally:
         with suppress(OSError):  # a read-only directory has no such file
             temporary.unlink(missing_ok=True)
+
+
+def delete_unfinished(folder: Path) -> None:
+    """Delete what processes that were killed had begun to write into a folder, which nobody will ever finish.
+
+    The file of a process that lives, and of another machine's, stays until it is a day old.
+
+    Args:
+        folder: the folder, without those in it; it need not be there.
+    """
+    for file in folder.glob(f"{UNFINISHED}*"):
+        machine, _, rest = file.name.removeprefix(UNFINISHED).partition("-")
+        process = rest.partition("-")[0]
+        with suppress(OSError):  # its writer has just finished it, or the folder is read-only
+            ours = machine == _machine() and process.isdecimal()
+            if (ours and not _lives(int(process))) or time.time() - file.stat().st_mtime > _ABANDONED:
+                file.unlink()
+
+
+def _lives(process: int) -> bool:
+    """Return whether a process of this machine is there, as far as can be told."""
+    if os.name != "posix":
+        return True  # there, signal 0 ends a process
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's
+        return True
+    return True
+
+
+@cache
+def _machine() -> str:
+    """Return a short name of where process ids are unique: a machine, or a container on it."""
+    try:
+        space = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # not Linux
+        space = 0
+    return hashlib.sha256(f"{platform.node()} {space}".encode()).hexdigest()[:8]
 
 
 def sync(path: Path) -> None:
@@ -77,7 +123,7 @@ def unwritable(path: Path, error: OSError) -> PrivlabError:
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a file in UTF-8.
+    """Return the text of a file in UTF-8, whatever its line ends are, without the mark that Windows writes first.
 
     Args:
         path: path of the file.
@@ -87,7 +133,7 @@ def read_text(path: Path, what: str) -> str:
         PrivlabError: if there is no such file, or it cannot be read.
     """
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise PrivlabError(f"Cannot read the {what} '{path}': {reason}.") from None

@@ -1,5 +1,6 @@
 """The command line: it turns options into tables and holds no logic. One file holds one group of commands."""
 
+import logging
 import sys
 import traceback
 
@@ -16,6 +17,7 @@ from privlab.cli.machine import bench, doctor, list_
 from privlab.cli.models import models
 from privlab.cli.split.commands import split
 from privlab.cli.store import figures, report, store
+from privlab.cli.streams import CLOSED, OutputClosed, end_streams, prepare_streams
 from privlab.cli.study import finetune_study, study
 from privlab.cli.table import table
 from privlab.cli.train import train
@@ -24,8 +26,13 @@ __all__ = ["cli", "main"]
 
 
 def main() -> None:
-    """Run the command line; every mistake ends with one line and exit status 2, an interrupt with 130."""
-    sys.exit(_status(sys.argv[1:]))
+    """Run the command line; every mistake ends with one line and exit status 2, an interrupt with 130.
+
+    Where nobody reads standard output any more, the command goes on to its end, and its exit status is 141.
+    """
+    prepare_streams()
+    logging.getLogger("matplotlib").addHandler(logging.NullHandler())  # it tells of each home that it cannot write to
+    sys.exit(end_streams(_status(sys.argv[1:])))
 
 
 def _status(arguments: list[str]) -> int:
@@ -46,8 +53,8 @@ def _status(arguments: list[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         err.print("Interrupted. What was finished stays readable.")
         return 130
-    except BrokenPipeError:
-        return 0
+    except OutputClosed:
+        return CLOSED
     except Exception as error:  # the last resort: no traceback reaches a user who did not ask for it
         what = " ".join(f"{type(error).__name__}: {error}".split())
         return _complain(f"{what} (a fault of privlab, not yours; --debug shows where)", debug)

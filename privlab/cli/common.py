@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.table import Table
 from rich.text import Text
 
+from privlab.cli.streams import Stream
 from privlab.experiments.tables.named import experiment_names
 
 if TYPE_CHECKING:
@@ -53,7 +54,16 @@ EVERY = "Use every K-th image, before --limit: those at positions J, J + K, … 
 OFFSET = "Leave out the first J images, before --limit; of class folders by turns."
 MANIFEST = "Use the images that it names, checked by SHA-256: columns name, sha256; label, member if known."
 
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+class _Fitted(Console):
+    """A console that spells what its stream cannot write before a table is laid out, so that columns stay in line."""
+
+    def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401
+        """Return a text as the stream will write it."""
+        return super().render_str(self.file.fitted(text) if isinstance(self.file, Stream) else text, **options)
+
+
+err = _Fitted(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Commands(click.Group):
@@ -166,13 +176,13 @@ def print_rows(rows: Sequence[Mapping[str, object]], as_json: bool) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(escape(str(value)) for value in row.values()))
-    out = Console(highlight=False)
-    (out if out.is_terminal else Console(highlight=False, width=160)).print(table)
+    out = _Fitted(highlight=False)
+    (out if out.is_terminal else _Fitted(highlight=False, width=160)).print(table)
 
 
 def print_table(table: Table) -> None:
     """Print a whole table to standard output; a terminal that is too narrow wraps it, and nothing is cut."""
-    Console(highlight=False, width=_width(table)).print(table)
+    _Fitted(highlight=False, width=_width(table)).print(table)
 
 
 def fits(table: Table) -> bool:
@@ -181,7 +191,7 @@ def fits(table: Table) -> bool:
 
 
 def _width(table: Table) -> int:
-    return Console(width=10_000).measure(table).maximum
+    return _Fitted(width=10_000).measure(table).maximum
 
 
 def plain(value: object) -> object:
@@ -192,8 +202,8 @@ def plain(value: object) -> object:
 
 
 def print_json(value: object) -> None:
-    """Print plain data to standard output as JSON."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    """Print plain data to standard output as JSON; in UTF-8 as it is, elsewhere escaped, for a spelled γ is another."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=not Console().encoding.startswith("utf")))
 
 
 @contextmanager

@@ -101,7 +101,7 @@ class RunDisplay:
 
             self.metric = lead_metric(last.task.spec.metrics)
         found = {} if last is None else _leakiest(last, self.metric)
-        if err.is_terminal:
+        if _redraws():
             self._draw(done, total, last, found)
             return
         for number, (image, scores) in enumerate(found.items(), done - len(found) + 1):
@@ -109,7 +109,7 @@ class RunDisplay:
 
     def step(self, now: "TrainingProgress") -> None:
         """Show the steps of a search or of a training inside an attack."""
-        if err.is_terminal and not self.quiet:
+        if _redraws() and not self.quiet:
             left = timedelta(seconds=round(now.seconds_left))
             self.bar.update(self.bar.task_ids[0], description=f"images (step {now.step} of {now.steps}, {left} left)")
             self.live.start()
@@ -141,6 +141,11 @@ class RunDisplay:
                 worker[0] = self.bar.add_task(f"worker {number} ({name})", total=0, speed="")
             self.bar.update(worker[0], completed=worker[1], total=worker[1] + share)
         self.bar.update(known[0], speed=speed)
+
+
+def _redraws() -> bool:
+    """Return whether standard error is a terminal that can draw over what it shows; TERM=dumb cannot."""
+    return err.is_terminal and not err.is_dumb_terminal
 
 
 def _leakiest(last: "Result", metric: str) -> dict[str, Scores]:

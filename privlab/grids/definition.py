@@ -291,7 +291,7 @@ class _Published:
         if not isinstance(name, str):
             raise file.refuse(f"file must be the name of a CSV file. Found {name!r}.", "paper", 0, "file")
         try:
-            lines = (file.path.parent / name).read_text("utf-8").splitlines()
+            lines = (file.path.parent / name).read_text("utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise file.refuse(f"cannot read '{name}': {reason}.", "paper", 0, "file") from None

@@ -152,7 +152,7 @@ class _Stated:
 
 def _toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text("utf-8"))
+        return tomllib.loads(file.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise PrivlabError(f"Cannot read '{file}': {getattr(error, 'strerror', None) or error}.") from None
     except tomllib.TOMLDecodeError as error:

@@ -5,6 +5,7 @@ several processes may add parts at once, and a record that two of them made coun
 """
 
 import json
+import os
 import re
 import shutil
 import uuid
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from privlab.base import UNFINISHED, PrivlabError, PrivlabWarning, unwritable, write_whole
+from privlab.base import UNFINISHED, PrivlabError, PrivlabWarning, delete_unfinished, unwritable, write_whole
 from privlab.evaluation import COLUMNS, SCHEMA
 
 if TYPE_CHECKING:
@@ -38,9 +39,17 @@ _SET_ASIDE = "set-aside"
 
 @dataclass(frozen=True)
 class Store:
-    """The records of a directory, written by one process or by several, now or in an earlier version."""
+    """The records of a directory, written by one process or by several, now or in an earlier version.
+
+    Raises:
+        PrivlabError: if its path is no text, which Arrow needs.
+    """
 
     path: Path
+
+    def __post_init__(self) -> None:
+        """Check the path."""
+        _check_text(self.path)
 
     @property
     def records(self) -> Path:
@@ -117,6 +126,15 @@ class Store:
         except OSError:  # a read-only store
             return "left out"
         return f"moved to {aside}"
+
+
+def _check_text(path: Path) -> None:
+    """Refuse a path with bytes that the locale cannot read as text: Parquet files could not be opened there."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        name = os.fsencode(path).decode("ascii", "backslashreplace")
+        raise PrivlabError(f"'{name}' is no text in this locale, as the directory of a run must be.") from None
 
 
 def part_frame(table: pa.Table) -> "pd.DataFrame":
@@ -207,6 +225,7 @@ class RunDirectory:
             PrivlabError: if it holds another run or foreign files, or cannot be written.
         """
         run = cls(path)
+        _check_text(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             there = (entry for entry in path.iterdir() if not entry.name.startswith(UNFINISHED))
@@ -216,6 +235,8 @@ class RunDirectory:
                     run._clear()
                 elif not resume:
                     raise PrivlabError(f"'{path}' holds another run. Use --overwrite, or another --out.")
+                for folder in (path, run.store.records, run.strips, path / "kept", *path.glob("pictures/*/")):
+                    delete_unfinished(folder)
             elif held and not (resume and run.store.parts()):
                 raise PrivlabError(f"'{path}' holds files of something else ({held[0]}). Give a new or empty --out.")
             run.store.records.mkdir(exist_ok=True)
@@ -269,7 +290,7 @@ class RunDirectory:
             messages: the warnings so far; the context may add to them, and to the facts.
 
         Raises:
-            PrivlabError: if the directory cannot be written when the run starts.
+            PrivlabError: if the directory cannot be written when the run starts or is finished.
         """
         earlier = self.begun()
         started, before, start = earlier.get("started", facts["written"]), earlier.get("seconds", 0.0), perf_counter()
@@ -280,16 +301,13 @@ class RunDirectory:
             self.write_run({**facts, **now})
 
         note("running")
-        status = "failed"
         try:
             yield
-            status = "finished"
-        except KeyboardInterrupt:
-            status = "interrupted"
-            raise
-        finally:
+        except BaseException as error:
             with suppress(PrivlabError):  # the disk may be full, and the first error must not be hidden
-                note(status)
+                note("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+            raise
+        note("finished")
 
     def write_manifests(self, manifests: Mapping[str, str]) -> None:
         """Write manifests by the names of their files, each whole or not at all; manifests of earlier runs are deleted.

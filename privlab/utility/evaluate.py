@@ -183,7 +183,7 @@ def _baseline(name: str) -> Mapping[str, float]:
     if name == "alexnet":
         return ALEXNET
     try:
-        read = json.loads(Path(name).read_text(encoding="utf-8"))
+        read = json.loads(Path(name).read_bytes())
     except (OSError, ValueError) as error:
         raise PrivlabError(f"--baseline must be alexnet or a JSON file. '{name}' cannot be read: {error}.") from error
     if not isinstance(read, dict) or not all(isinstance(value, (int, float)) and value > 0 for value in read.values()):

@@ -73,7 +73,7 @@ def test_corruptions_naturals_and_outliers_are_scored(
     cli: Callable[..., Any], data: Path, corrupted: Path, photos: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("sklearn")
-    (tmp_path / "base.json").write_text('{"fog": 0.5}')
+    (tmp_path / "base.json").write_bytes(b'\xef\xbb\xbf{\r\n"fog": 0.5}')  # as Windows writes it
     asked = (
         *CIFAR,
         "--data",

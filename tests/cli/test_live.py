@@ -3,6 +3,7 @@
 import io
 import json
 import multiprocessing
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 
 import privlab.cli.live
 import privlab.runs.attack
@@ -89,6 +90,31 @@ def test_a_terminal_shows_the_means_so_far_and_each_of_several_workers(said: Cal
         ]
     row = next(line for line in reversed(text.getvalue().splitlines()) if "april" in line)
     assert [cell.strip() for cell in row.split("│")[1:-1]] == ["vit, setting c", "april", "2", "9.50"]
+
+
+@pytest.mark.parametrize("width", [20, 5, 1])
+def test_a_terminal_may_be_narrow_and_change(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=120)
+    monkeypatch.setattr(privlab.cli.live, "err", console)
+    with run_display(("mse", "psnr"), quiet=False) as shown:
+        shown.progress(1, 3, result("a.png", april=8.0))
+        console.size = ConsoleDimensions(width, 2)
+        shown.progress(2, 3, result("b.png", april=11.0))
+        console.size = ConsoleDimensions(120, 30)
+        shown.progress(3, 3, result("c.png", april=11.0))
+    assert "10.00" in text.getvalue()
+    assert text.getvalue().rfind("\x1b[?25h") > text.getvalue().rfind("\x1b[?25l")  # the cursor can be seen again
+
+
+def test_a_terminal_that_cannot_redraw_has_lines(said: Callable[..., io.StringIO], monkeypatch: Any) -> None:
+    text = said(terminal=True)
+    monkeypatch.setattr(privlab.cli.live.err, "_environ", {"TERM": "dumb"})
+    with run_display(("mse", "psnr"), quiet=False) as shown:
+        shown.progress(0, 1, None)
+        shown.progress(1, 1, result("a.png", april=8.0))
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text.getvalue())
+    assert plain == "1 of 1: a.png: psnr, vit, setting c: april 8\n"
 
 
 def test_searches_are_on_disk_image_by_image_and_closed_forms_batch_by_batch(

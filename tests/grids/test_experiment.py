@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, read_text
 from privlab.experiments.tables.named import experiment_names, find_experiment
 from privlab.grids import KNOWN, Experiment, Layout, read_experiment
 from privlab.metrics import METRICS, STRUCTURE
@@ -135,6 +135,15 @@ def test_published_row_of_a_file(parse: Callable[..., Experiment], tmp_path: Pat
     found = parse(SHORT + PAPER + cases)
     assert found.cases[0].published == {"correct": 78.1, "psnr": 19.27, "lpips_alex": 0.36}
     assert found.cases[1].published == {"correct": 18.7, "lpips_alex": 0.28}  # an empty field is no figure
+
+
+def test_files_that_windows_wrote(tmp_path: Path) -> None:
+    """Lines end in CR LF, and a mark (BOM) comes first."""
+    text = SHORT + PAPER + '[[case]]\npublished = { model = "ViT", setting = "a" }\n'
+    for name, content in (("paper.csv", CSV), ("theirs.toml", text)):
+        (tmp_path / name).write_text(f"\ufeff{content}", encoding="utf-8", newline="\r\n")
+    assert read_text(tmp_path / "theirs.toml", "experiment") == text
+    assert read_experiment(tmp_path / "theirs.toml").cases[0].published["correct"] == 78.1
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,12 @@ def test_a_file_that_cannot_be_read(run: Path, tmp_path: Path) -> None:
         add_external(run, tmp_path / "binary.toml")
 
 
+def test_a_file_that_windows_wrote(add: Callable[[str], int], run: Path, tmp_path: Path) -> None:
+    assert add(NUMBERS) == 1
+    (tmp_path / "windows.toml").write_text(f"\ufeff{NUMBERS}", encoding="utf-8", newline="\r\n")
+    assert add_external(run, tmp_path / "windows.toml") == 0  # the same numbers
+
+
 def test_a_directory_without_an_experiment(tmp_path: Path) -> None:
     with pytest.raises(PrivlabError, match=r"is no run: it has no run\.json"):
         add_external(tmp_path, tmp_path / "theirs.toml")

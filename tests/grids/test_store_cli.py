@@ -247,7 +247,7 @@ def test_report_of_a_spoiled_store(cli: Any, run: Path) -> None:
         (("figures", "RUN", "--format", "pdf,gif"), "--format must be pdf, svg, png. Found 'gif'."),
         (
             ("figures", "RUN", "--out", "/dev/null/x"),
-            "Cannot write the figure '/dev/null/x/claim.pdf': Not a directory.",
+            "'/dev/null/x' cannot be written: Not a directory. Give another --out.",
         ),
     ],
 )

@@ -325,7 +325,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(curves: Results, t
         write_figures(replace(curves, figures=(replace(one, name="../a"),)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")
-    with pytest.raises(PrivlabError, match="Cannot write the figure"):
+    with pytest.raises(PrivlabError, match="cannot be written: "):
         write_figures(replace(curves, figures=(one,)), tmp_path / "file")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from privlab.base import PrivlabError
+from privlab.base import PrivlabError, write_whole
 from privlab.report.figures.style import MARKERS, PAGE, PALETTE, figure_style
 
 __all__ = ["KINDS", "check_ending", "draw_by_gamma", "write_figure"]
@@ -52,9 +52,6 @@ def write_figure(figure: Figure, path: Path) -> None:
         PrivlabError: for another ending, or if it cannot be written.
     """
     check_ending(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with figure_style():
-            figure.savefig(path, format=path.suffix[1:], metadata=KINDS[path.suffix[1:]])
-    except OSError as error:
-        raise PrivlabError(f"Cannot write the figure '{path}': {error.strerror or error}.") from None
+    kind = path.suffix[1:]
+    with figure_style():
+        write_whole(path, lambda made: figure.savefig(made, format=kind, metadata=KINDS[kind]), durable=False)

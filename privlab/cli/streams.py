@@ -1,0 +1,138 @@
+"""Standard output and error as they are found: their reader gone, their disk full, or without characters to write.
+
+A run never ends because nobody watches it: what standard error does not take is dropped, and standard output is written
+when everything is on disk.
+"""
+
+import codecs
+import io
+import os
+import sys
+import unicodedata
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from privlab.base import PrivlabError
+
+__all__ = ["CLOSED", "OutputClosed", "Stream", "end_streams", "prepare_streams"]
+
+CLOSED = 141
+"""Exit status where nobody reads standard output any more: what a shell says of a program that SIGPIPE ended."""
+
+_HANDLER = "privlab.spell"
+
+_SPELLED = {"±": "+/-", "×": "x", "−": "-", "–": "-", "—": "-", "…": "...", "·": ".", "↑": "^", "↓": "v", "→": "->"}
+_SPELLED |= {"≤": "<=", "≥": ">=", "≈": "~", "≠": "!=", "∞": "inf", "∈": "in", "√": "sqrt", "‖": "||", "∩": "and"}
+_SPELLED |= {"“": '"', "”": '"', "‘": "'", "’": "'", "\N{NO-BREAK SPACE}": " "}
+
+
+class OutputClosed(Exception):
+    """Nobody reads standard output any more."""
+
+
+def spelled(text: str) -> str:
+    """Return text in ASCII: symbols of formulas are spelled, all else that ASCII lacks is escaped as in Python."""
+    return "".join(char if char.isascii() else _spell(char) for char in text)
+
+
+def _spell(char: str) -> str:
+    if (known := _SPELLED.get(char)) is not None:
+        return known
+    name = unicodedata.name(char, "").split()
+    if name[:1] == ["GREEK"] and "LETTER" in name and name[-2] == "LETTER":
+        return name[-1].lower() if char.islower() else name[-1].title()
+    plain = unicodedata.normalize("NFKD", char)  # ₁ and ² are digits; an ö keeps its mark, and is escaped
+    return plain if plain.isascii() else char.encode("ascii", "backslashreplace").decode()
+
+
+def _handle(error: UnicodeError) -> tuple[str, int]:
+    """Spell what an encoding lacks, as the handler of its errors."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return spelled(error.object[error.start : error.end]), error.end
+
+
+class Stream(io.TextIOWrapper):
+    """A standard stream that writes every text in its encoding, and outlives its reader and a full disk."""
+
+    def __init__(self, number: int, encoding: str, *, kept: bool) -> None:
+        binary = open(number, "wb", closefd=False)  # noqa: SIM115
+        ascii_only = codecs.lookup(encoding).name == "ascii"
+        # click takes a stream that says ASCII for a mistake and writes UTF-8; Latin-1 holds ASCII
+        super().__init__(binary, "latin-1" if ascii_only else encoding, _HANDLER)
+        self.reconfigure(line_buffering=not kept or self.isatty())
+        self._number, self._ascii_only, self._kept = number, ascii_only, kept
+
+    def fitted(self, text: str) -> str:
+        """Return text as it is written: whole where the encoding has all of it, else with the rest spelled."""
+        if text.isascii():
+            return text
+        return spelled(text) if self._ascii_only else text.encode(self.encoding, _HANDLER).decode(self.encoding)
+
+    def write(self, text: str, /) -> int:
+        """Write text; what the stream cannot take is dropped.
+
+        Raises:
+            OutputClosed: if this is standard output and nobody reads it.
+            PrivlabError: if standard output cannot be written.
+        """
+        try:
+            super().write(self.fitted(text))
+        except OSError as error:
+            self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is held back; raises as `write` does."""
+        try:
+            super().flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Let nothing that is written, or held back, go anywhere from now on."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._number)
+        os.close(nowhere)
+        if not self._kept:
+            return
+        if isinstance(error, BrokenPipeError):
+            raise OutputClosed from None
+        reason = error.strerror or error
+        raise PrivlabError(f"Standard output cannot be written: {reason}. What a run has finished is kept.") from None
+
+
+def prepare_streams() -> None:
+    """Let this process's standard output and error outlive their readers, and spell what their encodings lack.
+
+    A descriptor that is closed is opened on nothing, so that no file of a run is taken for it.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            with suppress(OSError):
+                os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    codecs.register_error(_HANDLER, _handle)
+    sys.stdout, sys.stderr = _prepared(sys.stdout, kept=True), _prepared(sys.stderr, kept=False)
+
+
+def _prepared(stream: TextIO | None, *, kept: bool) -> TextIO:
+    if stream is None:  # it was closed when Python started
+        return Path(os.devnull).open("w", encoding="utf-8", errors="replace")
+    stream.flush()
+    return Stream(stream.fileno(), stream.encoding, kept=kept)
+
+
+def end_streams(status: int) -> int:
+    """Write what the streams hold back, and return the exit status: `status`, or what became of standard output."""
+    try:
+        sys.stdout.flush()
+    except OutputClosed:
+        status = CLOSED
+    except PrivlabError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        status = 2
+    sys.stderr.flush()
+    return status
