@@ -106,7 +106,19 @@ class Copy:
         """
         junit = self.repository.parent / "junit.xml"
         junit.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}", *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "",
+            f"--junitxml={junit}",
+            *tests,
+        ]
         environment = os.environ | {"PYTHONPATH": str(self.repository)}  # comes before what is installed
         try:
             done = subprocess.run(
