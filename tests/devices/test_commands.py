@@ -52,8 +52,8 @@ def test_the_bench_times_the_card(
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: None)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 2**20)
-    given = ("--model", "cifar_vit", "--images", "2", "--repeats", "1", "--no-memory", "--no-main-job", "--device", "cuda")
-    told = cli("bench", "attack", *given, "--json").json
+    given = ("--model", "cifar_vit", "--images", "2", "--repeats", "1", "--device", "cuda")
+    told = cli("bench", "attack", *given, "--no-memory", "--no-main-job", "--json").json
     assert told["setup"]["hardware"]["gpu"] == "a card"
     assert set(told["seconds_per_image"].values()) == {0.001}
     assert told["mjp_full_over_step"] == 1.0
