@@ -97,7 +97,7 @@ def test_a_terminal_may_be_narrow_and_change(monkeypatch: pytest.MonkeyPatch, wi
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=120)
     monkeypatch.setattr(privlab.cli.live, "err", console)
-    with run_display(("mse", "psnr"), quiet=False) as shown:
+    with run_display(quiet=False) as shown:
         shown.progress(1, 3, result("a.png", april=8.0))
         console.size = ConsoleDimensions(width, 2)
         shown.progress(2, 3, result("b.png", april=11.0))
@@ -110,7 +110,7 @@ def test_a_terminal_may_be_narrow_and_change(monkeypatch: pytest.MonkeyPatch, wi
 def test_a_terminal_that_cannot_redraw_has_lines(said: Callable[..., io.StringIO], monkeypatch: Any) -> None:
     text = said(terminal=True)
     monkeypatch.setattr(privlab.cli.live.err, "_environ", {"TERM": "dumb"})
-    with run_display(("mse", "psnr"), quiet=False) as shown:
+    with run_display(quiet=False) as shown:
         shown.progress(0, 1, None)
         shown.progress(1, 1, result("a.png", april=8.0))
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text.getvalue())
