@@ -25,5 +25,10 @@ from .plugins import with_plugins as with_plugins
 from .precision import full_precision as full_precision
 from .progress import Progress as Progress
 from .rng import draw_for as draw_for
+from .streams import CLOSED as CLOSED
+from .streams import OutputClosed as OutputClosed
+from .streams import Stream as Stream
+from .streams import end_streams as end_streams
+from .streams import prepare_streams as prepare_streams
 from .warnings import PrivlabWarning as PrivlabWarning
 from .warnings import collect_warnings as collect_warnings

@@ -7,7 +7,7 @@ import traceback
 import click
 
 from privlab import __version__
-from privlab.base import PrivlabError
+from privlab.base import CLOSED, OutputClosed, PrivlabError, end_streams, prepare_streams
 from privlab.cli.admit import admit
 from privlab.cli.attack import attack
 from privlab.cli.common import Commands, Interrupted, err
@@ -17,7 +17,6 @@ from privlab.cli.machine import bench, doctor, list_
 from privlab.cli.models import models
 from privlab.cli.split.commands import split
 from privlab.cli.store import figures, report, store
-from privlab.cli.streams import CLOSED, OutputClosed, end_streams, prepare_streams
 from privlab.cli.study import finetune_study, study
 from privlab.cli.table import table
 from privlab.cli.train import train

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.table import Table
 from rich.text import Text
 
-from privlab.cli.streams import Stream
+from privlab.base import Stream
 from privlab.experiments.tables.named import experiment_names
 
 if TYPE_CHECKING:

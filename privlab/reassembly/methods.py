@@ -126,6 +126,11 @@ class Predicted:
     def predictor(self, grid: tuple[int, int], patch: int, device: torch.device | str = "cpu") -> PositionPredictor:
         """Return the predictor for patches of this grid and side, on a device; it is shared, as in `load_predictor`.
 
+        Args:
+            grid: patches down and across an image.
+            patch: side of a patch in pixels.
+            device: where the predictor computes.
+
         Raises:
             PrivlabError: if the file is missing, holds no predictor or one of another kind, or is for other patches.
         """

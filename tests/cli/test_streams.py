@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from privlab.cli import streams
+from privlab.base import streams
+from privlab.base.streams import CLOSED, OutputClosed, Stream, end_streams, spelled
 from privlab.cli.common import print_json, print_table
-from privlab.cli.streams import CLOSED, OutputClosed, Stream, end_streams, spelled
 
 PRIVLAB = Path(sys.executable).parent / "privlab"
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}

@@ -12,7 +12,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from privlab.attacks import ATTACKS
-from privlab.evaluation import AttackGroup, Evaluator, Record, Specification, applicable, pipeline
+from privlab.evaluation import (
+    AttackGroup,
+    Evaluator,
+    Record,
+    Specification,
+    applicable,
+    default_attacks,
+    pipeline,
+)
 from privlab.images import Chunk, NamedImage, Preprocessing
 from privlab.threat import Reconstruction
 from privlab.victims import Victim, VictimModel, Weights
@@ -69,7 +77,7 @@ Scored = tuple[list[Record], dict[str, Counter[tuple[str, str]]]]
 
 def specification(case: str) -> Specification:
     given = CASES[case]
-    named = given.get("attacks") or [name for name, kind in ATTACKS.items() if not getattr(kind, "named_only", 0)]
+    named = given.get("attacks") or default_attacks()
     options = tuple(sorted(f"{name}.{key}={n}" for name in {*named} & SHORT.keys() for key, n in SHORT[name].items()))
     options += ("border.rounds=0",)
     return Specification(**({"models": ("tiny",), "metrics": METRICS, "settings": ("c",)} | given), options=options)

@@ -52,6 +52,9 @@ def records_of(case: int, level: float) -> Iterator[dict[str, Any]]:
         yield record(case, "control:other", image, psnr=8 + rng.normal())
 
 
+COLUMNS = ("mse", "fft2d_mjp", "psnr", "ssim", "lpips_alex")
+
+
 def made(cases: Sequence[CaseFacts], levels: Sequence[float], **fields: Any) -> Results:
     rows = [row for case, level in enumerate(levels) for row in records_of(case, level)]
     given = {
@@ -59,7 +62,7 @@ def made(cases: Sequence[CaseFacts], levels: Sequence[float], **fields: Any) -> 
         "title": "Made",
         "source": "MJP",
         "cases": tuple(cases),
-        "layout": Layout(paper_attack="april"),
+        "layout": Layout(COLUMNS, paper_attack="april"),
         "figures": (),
         "conditions": {},
         "records": pd.DataFrame(rows),

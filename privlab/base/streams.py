@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from privlab.base import PrivlabError
+from privlab.base.errors import PrivlabError
 
 __all__ = ["CLOSED", "OutputClosed", "Stream", "end_streams", "prepare_streams"]
 
