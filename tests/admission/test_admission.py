@@ -51,6 +51,7 @@ def failed(checks: Mapping[str, Check]) -> set[str]:
     return {name for name, check in checks.items() if not check.passed}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFENSES)
 def test_every_defense_is_admitted(name: str, tried: Admit) -> None:
     checks = tried(DEFENSES[name]())
@@ -61,6 +62,7 @@ def test_every_defense_is_admitted(name: str, tried: Admit) -> None:
     assert checks["control"].value >= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "defense",
     [
@@ -83,6 +85,7 @@ def test_their_options_are_admitted(defense: Any, tried: Admit) -> None:
     assert failed(tried(defense)) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("defense", "nothing"),
     [

@@ -23,6 +23,7 @@ def failed(name: str) -> list[str]:
     return [check.name for check in admit_any(name) if not check.passed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["patch-gradient", "april", "patch-gradient-adaptive", "row-alignment"])
 def test_ours_pass(name: str) -> None:
     checks = admit_any(name)
@@ -119,6 +120,7 @@ def test_an_attack_that_writes_into_the_release_is_seen(monkeypatch: pytest.Monk
     assert failed("odd") == ["untouched"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, metric in METRICS.items() if metric.function is not None])
 def test_our_metrics_pass(name: str) -> None:
     checks = admit_any(name)

@@ -147,6 +147,7 @@ def test_april_analytic_is_april() -> None:
     assert_close(theirs, April()(exact), rtol=0, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREACHING)
 def test_what_runs_on_vits_is_what_is_declared(name: str) -> None:
     kind = BREACHING[name]

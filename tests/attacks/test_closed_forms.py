@@ -174,6 +174,7 @@ def test_an_observation_has_no_field_for_the_image() -> None:
     assert set(Observation.__dataclass_fields__) == public
 
 
+@pytest.mark.slow
 @random_weights
 def test_deit_s_leaks_photographs_in_float32(photographs: Photographs) -> None:
     base, images = victim("deit_s", weights="random"), photographs(6, 224)

@@ -155,6 +155,7 @@ def test_every_row_gets_one_place(seed: int, kind: str) -> None:
         assert_close(rows % 5, (rows[:1] % 5).expand(3, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts", [(EACH,), (SHARED,), (RowPermutation(per="image", class_token=False),), (EACH, SHARED), ()]
 )

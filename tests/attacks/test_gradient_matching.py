@@ -60,6 +60,7 @@ def steps_of(attack: GradientMatching, seen: Observation) -> tuple[Reconstructio
         return attack(seen), heard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["cosine", "l2"])
 @pytest.mark.parametrize("start", ["noise", "grey"])
 def test_an_image_comes_back_from_nothing(objective: str, start: str, tiny_model: Callable[..., VictimModel]) -> None:
@@ -70,6 +71,7 @@ def test_an_image_comes_back_from_nothing(objective: str, start: str, tiny_model
     assert psnr(replace(attack, steps=3)(seen).images, feed.images).max() < 50
 
 
+@pytest.mark.slow
 def test_an_image_comes_back_with_the_default_options(tiny_model: Callable[..., VictimModel]) -> None:
     feed, seen = seen_of(tiny_model(**ONE), pictures(2, 4))
     assert psnr(GradientMatching(start="grey")(seen).images, feed.images).min() > 100
@@ -83,12 +85,14 @@ def test_no_factor_of_the_release_matters_to_the_default_objective(small: Victim
     assert_close(attack(half).images, attack(seen).images)
 
 
+@pytest.mark.slow
 def test_a_photograph_comes_back_from_grey(crops: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
     """Four patches of 2 × 2 pixels (53 and 62 dB)."""
     feed, seen = seen_of(tiny_model(**ONE, patch_size=2), crops[[3, 100], :, 4:8, 4:8].double())
     assert psnr(GradientMatching(start="grey", steps=200)(seen).images, feed.images).min() > 45
 
 
+@pytest.mark.slow
 def test_adam_goes_there_too(tiny_model: Callable[..., VictimModel]) -> None:
     feed, seen = seen_of(tiny_model(**ONE), pictures(2, 4))
     attack = GradientMatching(optimiser="adam", start="grey", steps=150)
@@ -96,6 +100,7 @@ def test_adam_goes_there_too(tiny_model: Callable[..., VictimModel]) -> None:
     assert (after > before + 5).all()
 
 
+@pytest.mark.slow
 def test_images_of_one_gradient_come_apart(tiny_model: Callable[..., VictimModel]) -> None:
     feed, seen = seen_of(tiny_model(**ONE), pictures(2, 4), B=2)
     reconstruction = GradientMatching(steps=250, restarts=2)(seen).images
@@ -213,6 +218,7 @@ def test_a_mask_that_images_share_is_fed(per: str, tiny_model: Callable[..., Vic
     assert (min(map(float, explained)) < 1e-10) == (per == "batch")
 
 
+@pytest.mark.slow
 def test_what_is_known_under_mjp_stays_exact_and_the_rest_gets_better(
     crops: Tensor, tiny_model: Callable[..., VictimModel]
 ) -> None:
@@ -242,6 +248,7 @@ def test_pruned_entries_are_missing_not_zero(small: VictimModel) -> None:
     assert (blind(points, torch.arange(2))[0] > 1e-3).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_an_interrupted_search_goes_on_to_the_same_end(
     optimiser: str, small: VictimModel, cache: Path, monkeypatch: pytest.MonkeyPatch

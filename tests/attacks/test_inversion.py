@@ -110,6 +110,7 @@ def spec_of(kind: str, steps: int = 80, **changed: object) -> DecoderSpec:
     return replace(DecoderSpec(kind, width=64, depth=1, augment=True, plan=plan), **changed)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "steps", "falls_to", "of_mean"),
     [("mae", 80, 0.1, 0.03), ("conv", 80, 0.15, 0.05), ("set", 160, 0.5, 0.2), ("token", 80, 0.4, 0.03)],
@@ -300,6 +301,7 @@ def test_attacks_refuse_what_they_are_not_granted(attack: type[InversionMae]) ->
         check_capabilities(attack(), {Capability.RELEASED_FEATURES})
 
 
+@pytest.mark.slow
 def test_row_permutation_costs_the_papers_attack_more_than_the_one_that_places_rows(
     tiny_model: Make, crops: Tensor
 ) -> None:

@@ -95,6 +95,7 @@ def test_without_noise_it_is_the_closed_form(tiny_model: Model, photographs: Cal
     assert (psnr(reconstruction.images, images) > 80).all()
 
 
+@pytest.mark.slow
 def test_all_layers_tell_more_than_the_embedding(tiny_model: Model, photographs: Callable[..., Tensor]) -> None:
     model, images = tiny_model(**SMALL), photographs(4, 8).double()
     seen = under(model, images, GradientNoise(multiplier=1e-3))

@@ -22,6 +22,7 @@ def run(**options: Any) -> pd.DataFrame:
     return records.drop(columns=[name for name in records if name.startswith("seconds")])
 
 
+@pytest.mark.slow
 def test_a_made_attack_is_its_name_with_its_options() -> None:
     made = run(setting="a", attack=[PatchGradient(rtol=0.25), "april"])
     named = run(setting="a", attack="patch-gradient,april", options=["patch-gradient.rtol=0.25"])

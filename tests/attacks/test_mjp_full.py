@@ -179,6 +179,7 @@ def test_gauss_and_newtons_steps_remove_what_the_linear_solve_had_of_rounding(
     assert (error(steps, inner) < 1e-5) == exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [0.27, 0.6])
 @pytest.mark.parametrize("masked_pe", ["unknown", "none"])
 def test_mjp_is_undone(gamma: float, masked_pe: str, images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
@@ -197,6 +198,7 @@ def test_mjp_is_undone(gamma: float, masked_pe: str, images: Tensor, tiny_model:
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_images_side_by_side_are_those_one_after_the_other(made: tuple[VictimModel, Feed, Observation]) -> None:
     """Two cores work on an image each, in one thread: the same tokens and images, and the threads stay as they were."""
     _, _, seen = made
@@ -314,6 +316,7 @@ def test_the_best_order_is_that_of_the_reference(images: Tensor) -> None:
     assert torch.equal(kept, images)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_trained_weights(shared: Callable[[str], Path], photographs: Callable[[int, int], Tensor]) -> None:
     """On the trained ViT-Ti at 160 pixels both settings are exact, where the paper's attack has 8 dB."""

@@ -56,6 +56,7 @@ def test_without_a_gradient_defense_it_is_the_plain_closed_form(
     assert (psnr(PatchGradientAdaptive()(seen), images) > 80).all()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*received no gradient:privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize(
     ("defense", "gain"),
@@ -198,6 +199,7 @@ def test_options_out_of_range(options: dict[str, float]) -> None:
         PatchGradientAdaptive(**options)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*received no gradient:privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize(
     "defense",

@@ -67,6 +67,7 @@ def test_the_quadratic_windows_are_the_smoothness(
     assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparse", "cauchy"])
 def test_reweighting_ends_where_the_energy_has_no_slope(
     name: str, patches: tuple[Tensor, Tensor], tiny_model: Callable[..., VictimModel]

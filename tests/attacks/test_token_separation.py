@@ -64,6 +64,7 @@ def in_order(reconstruction: Reconstruction, images: Tensor, patch: int) -> Tens
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [(), ("pos_embed",), (PATCH,), ("pos_embed", PATCH)])
 @pytest.mark.parametrize("embedded", ["learn", "none"])
 def test_everything_comes_back(
@@ -225,6 +226,7 @@ def test_photographs(photographs: Callable[[int, int], Tensor]) -> None:
     assert psnr(in_order(reconstruction, x, 16), x) > 80
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_trained_weights(shared: Callable[[str], Path], photographs: Callable[[int, int], Tensor]) -> None:
     """On the trained ViT-Ti at 160 pixels nothing is lost when the position embeddings' gradient is withheld."""

@@ -101,6 +101,7 @@ def test_the_key_of_an_untouched_trained_model_is_recovered_whole(trained: State
     assert same(attack.whole_key(seen, found.residual), key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tamper", "agreement"),
     [

@@ -15,6 +15,7 @@ from privlab.victims import weights
 SPIN = "import time\nwhile time.process_time() < 0.4: pass"
 
 
+@pytest.mark.slow
 def test_the_time_is_the_processors_and_that_of_this_process_alone(tmp_path: Path) -> None:
     assert _Process(SPIN).seconds(tmp_path) >= 0.4
     below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPIN!r}], check=True)"

@@ -53,6 +53,7 @@ def test_photographs_differ_and_are_the_same_each_time(tmp_path: Path) -> None:
     assert all(image.pixels is not None and min(image.pixels.size) >= 200 for image in one)
 
 
+@pytest.mark.slow
 def test_a_copied_run_is_one_that_was_run(made: Experiment, tmp_path: Path) -> None:
     """The same parts, records, images and facts, but for the scores."""
     how = options(chunk=2, pictures=3)
@@ -248,6 +249,7 @@ def bench(**given: Any) -> dict[str, Any]:
     return json.loads(json.dumps(table.bench_table(**(shared | given)).as_dict()))
 
 
+@pytest.mark.slow
 def test_every_figure_is_a_key(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "find_chromium", lambda: "chromium")
     monkeypatch.setattr(table, "first_paint", lambda chromium, page: float(page.stat().st_size > 10_000))
@@ -267,6 +269,7 @@ def test_every_figure_is_a_key(small: None, monkeypatch: pytest.MonkeyPatch) -> 
     assert [done for done, _ in steps] == list(range(1, 8))  # without those of the workers
 
 
+@pytest.mark.slow
 def test_without_a_browser_its_figure_is_absent_and_not_zero(
     small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -280,6 +283,7 @@ def test_without_a_browser_its_figure_is_absent_and_not_zero(
     assert (list(figures), absent) == (["report_seconds_1000"], {"report_first_paint_seconds": "Chromium died"})
 
 
+@pytest.mark.slow
 def test_images_of_a_folder_are_timed(small: None, tmp_path: Path) -> None:
     folder = photographs(tmp_path / "mine", 3)
     assert bench(images_dir=folder)["pipeline_over_bare"] > 0
@@ -287,6 +291,7 @@ def test_images_of_a_folder_are_timed(small: None, tmp_path: Path) -> None:
         bench(images_dir=tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_resumed_is_an_error(small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def torn(*given: Any, **more: Any) -> int:
         count = finished_run(*given, **more)
@@ -301,6 +306,7 @@ def test_a_run_that_is_not_resumed_is_an_error(small: None, monkeypatch: pytest.
 # ---- the browser
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_first_paint_waits_for_what_blocks_it(tmp_path: Path) -> None:
     chromium, page = find_chromium(), tmp_path / "page.html"
@@ -317,6 +323,7 @@ def test_a_browser_that_dies_is_an_error(tmp_path: Path) -> None:
         first_paint("false", tmp_path / "page.html")
 
 
+@pytest.mark.slow
 def test_weights_are_random_and_it_is_no_news(small: None, recwarn: pytest.WarningsRecorder) -> None:
     bench()
     assert not [warning for warning in recwarn if issubclass(warning.category, PrivlabWarning)]

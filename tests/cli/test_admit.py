@@ -105,6 +105,7 @@ def test_a_defense_that_breaks_is_told_in_one_line(cli: Callable[..., Any], pack
     assert cli("admit", "pixel-noise").error.startswith("Defense 'pixel-noise' does not run: AttributeError: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_attack_on_a_defense_of_ones_own_ends_with_the_line_that_admits_it(
     cli: Callable[..., Any], package: Callable[..., None], tmp_path: Path, as_json: bool

@@ -39,6 +39,7 @@ def test_attacks_run_cheapest_first_and_the_block_of_the_dearest_last() -> None:
     assert last[-1] == "mjp-full"
 
 
+@pytest.mark.slow
 def test_data_go_to_stdout_and_messages_to_stderr(attack: Callable[..., Any], tmp_path: Path) -> None:
     done = attack()
     assert done.status == 0
@@ -99,6 +100,7 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     assert by_attack[single]["psnr"] == by_attack["best single attack"]["psnr"]
 
 
+@pytest.mark.slow
 def test_perfect_scores_are_no_missing_ones(attack: Callable[..., Any], records: Callable[..., pd.DataFrame]) -> None:
     """Rounded to 8 bits, the exact reconstruction is the image: PSNR is infinite, which JSON has no number for."""
     done = attack("--eight-bit", "--attack", "patch-gradient", "--json")
@@ -109,6 +111,7 @@ def test_perfect_scores_are_no_missing_ones(attack: Callable[..., Any], records:
     assert " inf " in next(line for line in shown.splitlines() if line.startswith("│ patch-gradient"))
 
 
+@pytest.mark.slow
 def test_records_have_every_column_and_row(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path
 ) -> None:
@@ -138,6 +141,7 @@ def test_records_have_every_column_and_row(
     assert exact["c", "in_place"].max() < 30
 
 
+@pytest.mark.slow
 def test_run_json_states_the_run(attack: Callable[..., Any], tmp_path: Path) -> None:
     attack("--seed", "7", "--limit", "2")
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -148,6 +152,7 @@ def test_run_json_states_the_run(attack: Callable[..., Any], tmp_path: Path) -> 
     assert {"versions", "hardware", "commit", "warnings", "missing_metrics", "seconds"} <= set(facts)
 
 
+@pytest.mark.slow
 def test_the_command_of_a_run_is_what_was_typed_and_runs_again(
     attack: Callable[..., Any], cli: Callable[..., Any], photos: Path, tmp_path: Path
 ) -> None:
@@ -163,6 +168,7 @@ def test_the_command_of_a_run_is_what_was_typed_and_runs_again(
     assert (again.status, json.loads(again.out)["run"]) == (0, str(tmp_path / "my run"))
 
 
+@pytest.mark.slow
 def test_the_verdict_of_the_page_stands_in_the_terminal_and_in_json(
     attack: Callable[..., Any], cli: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -180,6 +186,7 @@ def test_the_verdict_of_the_page_stands_in_the_terminal_and_in_json(
         assert f"{cell['word']}{cell['why']}" in page
 
 
+@pytest.mark.slow
 def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
     """FFT2D as MJP has it is a correlation, and a black picture has none: that is said where other n/a's are told."""
     Image.new("RGB", (40, 36)).save(photos / "black.png")
@@ -193,6 +200,7 @@ def test_an_undefined_score_has_its_reason(attack: Callable[..., Any], photos: P
     assert attack("--metrics", "psnr", "--overwrite").out.count("fft2d") == 0
 
 
+@pytest.mark.slow
 def test_one_strip_for_each_image_and_victim(attack: Callable[..., Any], tmp_path: Path) -> None:
     done = attack("--strips", "--model", "vit_ti,vit_ti_mjp", "--setting", "a,c")
     assert done.status == 0
@@ -205,6 +213,7 @@ def test_one_strip_for_each_image_and_victim(attack: Callable[..., Any], tmp_pat
         assert strip.height > 2 * 224  # two settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options", "settings", "defense"),
     [
@@ -232,6 +241,7 @@ def test_setting_is_c_where_a_defense_is_at_work(
     assert set(table.victim) == set(model.split(","))
 
 
+@pytest.mark.slow
 def test_table_shows_the_geometry_asked_for(attack: Callable[..., Any]) -> None:
     def psnr(geometry: str) -> float:
         told = attack("--setting", "c", "--gamma", "1", "--geometry", geometry, "--json", "--overwrite").out
@@ -240,6 +250,7 @@ def test_table_shows_the_geometry_asked_for(attack: Callable[..., Any]) -> None:
     assert psnr("oracle") > 100 > psnr("in_place")
 
 
+@pytest.mark.slow
 def test_same_command_gives_the_same_scores(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path
 ) -> None:
@@ -252,6 +263,7 @@ def test_same_command_gives_the_same_scores(
     assert (records(tmp_path / "other").psnr_masked != first.psnr_masked).any()
 
 
+@pytest.mark.slow
 def test_batch_size_changes_no_draw_and_no_score(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path
 ) -> None:
@@ -272,6 +284,7 @@ def test_batch_size_changes_no_draw_and_no_score(
     assert_frame_equal(ours, theirs, rtol=2e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_default_directory_is_new_each_time(
     cli: Callable[..., Any], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_failing_attack_has_rows_with_its_reason(recorded: Cli, tones: type[To
     assert tones.calls == [3, 3, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_an_interrupted_audit_goes_on_with_the_same_command(
     cli: Cli, recorded: Cli, tones: type[Tones], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
@@ -309,6 +310,7 @@ def test_a_step_leaves_records_without_scores(cli: Cli, audit: Cli, step: Cli, t
         assert np.array_equal(pixels(tmp_path / "audit", "update.safetensors/0", "mjp-subspace"), np.asarray(kept))
 
 
+@pytest.mark.slow
 def test_a_reference_leaves_the_scores_that_are_printed(
     cli: Cli, audit: Cli, step: Cli, photos: Path, tmp_path: Path
 ) -> None:
@@ -344,6 +346,7 @@ def test_a_reference_that_does_not_fit_is_said_on_the_page(
     assert "<dt>The reference</dt> <dd>the client preprocessed it otherwise" in page(cli, tmp_path / "audit")[0]
 
 
+@pytest.mark.slow
 def test_the_images_of_one_gradient_have_rows_of_their_own(audit: Cli, step: Cli, photos: Path, tmp_path: Path) -> None:
     path = step((7, 3))
     search = ("--attack", "gradient-matching", "--set", "steps=1")

@@ -34,6 +34,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_picture_that_cannot_be_read(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path, name: str
@@ -69,6 +70,7 @@ def test_animated_picture(attack: Callable[..., Any], picture: Callable[..., Pat
     assert f"Failed: {path}: 3 frames; only still images are read." in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -93,6 +95,7 @@ def test_picture_that_becomes_rgb(
     assert (records().query("attack == 'patch-gradient'").psnr > 100).all()
 
 
+@pytest.mark.slow
 def test_one_broken_file_among_good_ones(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +120,7 @@ def test_one_broken_file_among_good_ones(
     assert " 3 (1 failed) " in attack("--overwrite").out
 
 
+@pytest.mark.slow
 def test_name_that_is_no_text(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
 ) -> None:
@@ -170,6 +174,7 @@ def test_labels_from_a_file(attack: Callable[..., Any], records: Callable[..., p
     assert dict(origins) == {"a.png": ["file"], "b.png": ["predicted"], "c.png": ["file"]}
 
 
+@pytest.mark.slow
 def test_predicted_labels(attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path) -> None:
     for name in "abc":
         (photos / name).mkdir()

@@ -91,6 +91,7 @@ INCAPABLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "message"), UNKNOWN + NONSENSE + INCAPABLE)
 def test_refused(attack: Callable[..., Any], tmp_path: Path, options: tuple[str, ...], message: str) -> None:
     assert message in attack(*options).error

@@ -26,6 +26,7 @@ class Code:
         return Path.write_text, (self.victim, "the code ran")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["safetensors", "pth"])
 def test_file_that_fits(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], state: State, tmp_path: Path, suffix: str
@@ -40,6 +41,7 @@ def test_file_that_fits(
     assert records().weights_sha256.str.fullmatch("[0-9a-f]{64}").all()
 
 
+@pytest.mark.slow
 def test_auto_falls_back_to_random_with_a_warning(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame]
 ) -> None:
@@ -139,6 +141,7 @@ def test_no_state_dict(attack: Callable[..., Any], tmp_path: Path, content: obje
 # Gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"), [("head.weight", 0.0), ("head.weight", float("nan")), ("blocks.5.norm1.bias", float("nan"))]
 )
@@ -169,6 +172,7 @@ def test_gradients_that_are_zero_or_no_numbers(
     assert "n/a" in next(line for line in shown.splitlines() if "april" in line)
 
 
+@pytest.mark.slow
 def test_attack_that_breaks_is_recorded_and_the_others_go_on(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ def assert_consistent(result: dict[str, Any]) -> None:
     assert result["setup"]["hardware"]["device"] == "cpu"
 
 
+@pytest.mark.slow
 def test_json_holds_ratios_medians_and_setup(cli: Callable[..., Any], peaks: None) -> None:
     told = cli("bench", "attack", *SMALL, "--json")
     assert told.status == 0
@@ -72,6 +73,7 @@ def test_json_holds_ratios_medians_and_setup(cli: Callable[..., Any], peaks: Non
     assert result["setup"]["model"] == "vit_ti"
 
 
+@pytest.mark.slow
 def test_the_main_job_runs_in_a_process_of_its_own_beside_a_busy_one() -> None:
     took = run_main_job("cifar_vit", "cpu", busy=True, images=1)
     assert took.wall > 0.5
@@ -80,6 +82,7 @@ def test_the_main_job_runs_in_a_process_of_its_own_beside_a_busy_one() -> None:
         run_main_job("cifar_vt", "cpu", busy=False)
 
 
+@pytest.mark.slow
 def test_table_shows_the_same(cli: Callable[..., Any]) -> None:
     told = cli("bench", "attack", *SMALL, "--no-memory", "--no-main-job")
     assert told.status == 0
@@ -108,6 +111,7 @@ def test_permutation_has_every_figure_as_a_key(cli: Callable[..., Any]) -> None:
     assert result["setup"]["batch"] == 2
 
 
+@pytest.mark.slow
 def test_train_has_every_figure_as_a_key(cli: Callable[..., Any]) -> None:
     told = cli("bench", "train", "--model", "cifar_vit", "--batch", "2", "--steps", "1", "--repeats", "1", "--json")
     assert told.status == 0
@@ -120,6 +124,7 @@ def test_train_has_every_figure_as_a_key(cli: Callable[..., Any]) -> None:
     assert_consistent(result)
 
 
+@pytest.mark.slow
 @needs_grpc
 def test_split_trains_the_same_model_on_both_sides(cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A real server in a process of its own; 100 and 1000 batches would take longer than this suite has."""

@@ -12,6 +12,7 @@ from privlab.attacks.gradients.breaching_attacks import BREACHING, _shipped_conf
 SHORT = ("--limit", "2", "--metrics", "psnr", "--set", "optim.max_iterations=2")
 
 
+@pytest.mark.slow
 def test_one_is_scored_beside_ours(attack: Callable[..., Any], records: Callable[..., pd.DataFrame]) -> None:
     """Every attack of the run reads the same release: all of it."""
     names = "breaching:invertinggradients,patch-gradient,april,breaching:april_analytic"
@@ -72,6 +73,7 @@ def test_the_list_says_which_run_on_vits(cli: Callable[..., Any]) -> None:
         assert ("; runs on ViTs" in rows[name]["paper"]) != bool(kind.obstacle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--set", "optim.max_iterations=2")])
 def test_without_breaching_it_is_said_before_the_run(
     options: tuple[str, ...], attack: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ def test_a_column_key_is_recovered(attack: Callable[..., Any], records: Callable
     assert (made.psnr > 15).all()
 
 
+@pytest.mark.slow
 def test_known_labels_show_what_the_defense_costs(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_features_without_a_defense_are_setting_a(
     assert set(zip(made.defense, made.setting, made.key_bits, strict=True)) == {("none", "a", 0.0)}
 
 
+@pytest.mark.slow
 def test_a_batch_is_the_client_s_whatever_the_speed(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame]
 ) -> None:
@@ -81,6 +83,7 @@ def test_a_batch_is_the_client_s_whatever_the_speed(
     assert psnr["one"] != psnr["other"]
 
 
+@pytest.mark.slow
 def test_attacks_that_need_rows_of_their_own_image_are_left_out_under_batch_shuffle(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame]
 ) -> None:

@@ -85,6 +85,7 @@ def at_every_write(command: Callable[[Path], Any], folder: Path, again: Callable
     raise AssertionError("the command never ends")
 
 
+@pytest.mark.slow
 def test_attack(attack: Cli, tmp_path: Path) -> None:
     chosen = ("--attack", "april", "--metrics", "psnr", "--limit", "1", "--strips", "--quiet")
     # run.json, the manifest, a strip, records, and run.json again

@@ -199,6 +199,7 @@ def test_a_forced_one_is_held_against_each_image(attack: Callable[..., Any], rec
     assert (mixed.psnr < 30).all()
 
 
+@pytest.mark.slow
 def test_breachings_searches_take_batches(attack: Callable[..., Any], records: Callable[..., Any]) -> None:
     budget = ("--set", "optim.max_iterations=2", "--set", "restarts.num_trials=1")
     done = attack("--attack", "breaching:invertinggradients", *budget, "--gradient-batch", 2, "--limit", 2)

@@ -13,6 +13,7 @@ LARGE = ("--img-size", "64", "--metrics", "psnr")
 NAMES = [name for name in DEFENSES if name.startswith("gradient-")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_and_adaptive_attack_stand_side_by_side(
     name: str, attack: Callable[..., Any], records: Callable[..., pd.DataFrame]
@@ -28,6 +29,7 @@ def test_plain_and_adaptive_attack_stand_side_by_side(
     assert ("ε " in result.out) == (name == "gradient-noise")
 
 
+@pytest.mark.slow
 def test_options_stand_in_the_record_and_change_the_cell(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame]
 ) -> None:
@@ -41,6 +43,7 @@ def test_options_stand_in_the_record_and_change_the_cell(
     assert weak.psnr.min() > strong.psnr.max()
 
 
+@pytest.mark.slow
 def test_stacked_with_mjp(attack: Callable[..., Any], records: Callable[..., pd.DataFrame]) -> None:
     arguments = ("--model", "vit_ti_mjp", "--defense", "mjp+gradient-pruning", "--setting", "a,c", "--set", "keep=0.5")
     assert attack(*LARGE, *arguments, "--attack", "patch-gradient,patch-gradient-adaptive,mjp-subspace").status == 0
@@ -76,5 +79,6 @@ def test_mistakes(attack: Callable[..., Any], arguments: tuple[str, ...], said: 
     assert said in attack(*LARGE, *arguments).error
 
 
+@pytest.mark.slow
 def test_nothing_is_left_out_where_no_gradient_defense_is_at_work(attack: Callable[..., Any]) -> None:
     assert "patch-gradient-adaptive" not in attack(*LARGE).err

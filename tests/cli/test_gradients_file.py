@@ -37,6 +37,7 @@ def rewritten(path: Path, change: Callable[[State, dict[str, str]], object]) -> 
     return path
 
 
+@pytest.mark.slow
 def test_a_step_is_audited_without_its_image(
     audit: Callable[..., Any], step: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_reference_scores(
     assert "nowhere.png" in lost
 
 
+@pytest.mark.slow
 def test_a_reference_teaches_no_prior(
     audit: Callable[..., Any], step: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_reference_teaches_no_prior(
     }
 
 
+@pytest.mark.slow
 def test_a_reference_of_the_input_s_size_is_what_was_fed(
     audit: Callable[..., Any], step: Callable[..., Path], photos: Path, state: State, tmp_path: Path
 ) -> None:
@@ -113,6 +116,7 @@ def test_a_reference_of_the_input_s_size_is_what_was_fed(
     assert json.loads(done.out)["attacks"][1]["psnr"] > 60
 
 
+@pytest.mark.slow
 def test_a_batch_says_what_it_can(audit: Callable[..., Any], step: Callable[..., Path]) -> None:
     """Attacks for one image are left out, and asked for by name they are refused; the labels come out all the same."""
     path = step((7, 3))
@@ -159,6 +163,7 @@ def test_what_is_not_finite_spares_the_other_attacks(
     assert (exact["status"], exact["explained"]) == ("ok", True)
 
 
+@pytest.mark.slow
 def test_attacks_outside_their_stated_range_are_named(
     audit: Callable[..., Any], step: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +176,7 @@ def test_attacks_outside_their_stated_range_are_named(
     assert said in " ".join(forced.out.split())
 
 
+@pytest.mark.slow
 def test_red_flags(audit: Callable[..., Any], step: Callable[..., Path], weights: Path) -> None:
     """Each is raised by a case made for it; a healthy file raises that of its label alone (see above)."""
 
@@ -278,6 +284,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_file_is_one_line(audit: Callable[..., Any], step: Callable[..., Path], name: str) -> None:
     change, message = BAD[name]
@@ -322,6 +329,7 @@ def test_what_has_no_meaning_is_one_line(
     assert "reads features, and this run releases gradients" in audit(path, "--attack", "pe-assignment").error
 
 
+@pytest.mark.slow
 def test_the_documented_loop_runs(audit: Callable[..., Any], state: State, tmp_path: Path) -> None:
     """The README's three lines and the page's loop, as printed."""
     for page in (ROOT / "README.md", ROOT / "experiments" / "notes" / "gradients.md"):

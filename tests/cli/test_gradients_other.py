@@ -20,6 +20,7 @@ State = dict[str, Tensor]
 BILINEAR = InterpolationMode.BILINEAR
 
 
+@pytest.mark.slow
 def test_a_reference_is_scored_by_as_the_client_fed_it(
     audit: Callable[..., Any], step: Callable[..., Path], photos: Path
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_reference_is_scored_by_as_the_client_fed_it(
     assert run["reference"] == said
 
 
+@pytest.mark.slow
 def test_a_mirrored_picture_is_found_and_the_victim_s_own_way_is_not_spoken_of(
     audit: Callable[..., Any], step: Callable[..., Path], photos: Path, state: State
 ) -> None:
@@ -60,6 +62,7 @@ def test_a_mirrored_picture_is_found_and_the_victim_s_own_way_is_not_spoken_of(
     assert "(crop_pct 1), bilinear in eight bits, mirrored (residual" in told["reference"]
 
 
+@pytest.mark.slow
 def test_a_reference_that_no_usual_way_explains(
     audit: Callable[..., Any], step: Callable[..., Path], photos: Path
 ) -> None:
@@ -103,6 +106,7 @@ STEPS: dict[str, tuple[Callable[..., torch.optim.Optimizer], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_an_optimiser_s_step_is_named(audit: Callable[..., Any], step: Callable[..., Path], name: str) -> None:
     optimiser, said = STEPS[name]
@@ -178,6 +182,7 @@ def test_an_adapter_file_of_peft_needs_no_metadata_to_be_told(audit: Callable[..
     assert "No attack here reads LoRA's updates yet" in error
 
 
+@pytest.mark.slow
 def test_a_batch_names_what_could_run(
     audit: Callable[..., Any], step: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

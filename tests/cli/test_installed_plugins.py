@@ -134,6 +134,7 @@ def run(cli: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     return attack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["row-permutation", "copied-rows", "bare-rows"])
 def test_rows_in_secret_order_are_put_back_whoever_permutes_them(run: Callable[..., Any], name: str) -> None:
     told, frame = run("--defense", name, "--attack", "pe-assignment", "--metrics", "psnr")
@@ -161,6 +162,7 @@ def test_a_shuffle_of_patches_is_re_assembled_and_leaks_as_what_was_put_together
     assert not any("not scored" in item for flag in told["flags"] for item in flag["items"])
 
 
+@pytest.mark.slow
 def test_settings_b_and_c_share_what_an_attack_sees_and_finds(run: Callable[..., Any]) -> None:
     counted = next(point for point in registry.installed_plugins("privlab.attacks") if point.name == "counted").load()
     counted.seen.clear()

@@ -117,6 +117,7 @@ def test_a_terminal_that_cannot_redraw_has_lines(said: Callable[..., io.StringIO
     assert plain == "1 of 1: a.png: psnr, vit, setting c: april 8\n"
 
 
+@pytest.mark.slow
 def test_searches_are_on_disk_image_by_image_and_closed_forms_batch_by_batch(
     attack: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_searches_are_on_disk_image_by_image_and_closed_forms_batch_by_batch(
     assert " of 3: " not in attack(*SEARCH, "--overwrite", "--quiet").err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "threads", "workers"),
     [
@@ -160,6 +162,7 @@ def test_searches_of_several_images_have_a_process_for_each_thread(
     assert seen == [Engine(workers=workers)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_two_workers_make_the_same_records(

@@ -85,6 +85,7 @@ def test_lpips_can_be_asked_for_alone(attack: Callable[..., Any], tmp_path: Path
     assert facts(tmp_path / "run")["specification"]["metrics"] == ["lpips_squeeze"]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_its_network(
     cli: Callable[..., Any],
     photos: Path,

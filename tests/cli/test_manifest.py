@@ -97,6 +97,7 @@ def test_audits_choose_no_images(cli: Callable[..., Any], options: tuple[str, ..
 # Manifests
 
 
+@pytest.mark.slow
 def test_round_trip_gives_the_same_records(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], classes: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +118,7 @@ def test_round_trip_gives_the_same_records(
     assert set(records().status) == {"ok", "failed"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [("--limit", "3"), ("--limit", "2", "--labels", "predicted"), ("--images", "samples")]
 )
@@ -150,6 +152,7 @@ def test_manifest_gives_order_labels_and_memberships(
     assert facts["images"]["source"].endswith(f"; 3 of them chosen by m.csv (SHA-256 {digest})")
 
 
+@pytest.mark.slow
 def test_cells_are_not_of_images(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
 ) -> None:
@@ -163,6 +166,7 @@ def test_cells_are_not_of_images(
     pd.testing.assert_frame_equal(alike.loc[:, named], untimed(one).loc[:, named])
 
 
+@pytest.mark.slow
 def test_labels_beside_a_manifest(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
 ) -> None:
@@ -188,6 +192,7 @@ def test_manifest_beside_positions(
 ZERO = "0" * 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -231,6 +236,7 @@ def test_file_that_is_no_manifest(attack: Callable[..., Any], tmp_path: Path, co
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_manifest_within_the_run_that_gives_way(attack: Callable[..., Any], tmp_path: Path) -> None:
     assert attack(*FAST).status == 0
     path = tmp_path / "run" / "manifest.csv"
@@ -263,6 +269,7 @@ def test_interrupted_run_has_the_manifest_of_all_its_images(
 # Members
 
 
+@pytest.mark.slow
 def test_members_are_told_apart(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
 ) -> None:
@@ -294,6 +301,7 @@ def test_members_are_told_apart(
     assert "unknown" not in line
 
 
+@pytest.mark.slow
 def test_nothing_is_said_where_no_membership_is_known(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
 ) -> None:
@@ -303,6 +311,7 @@ def test_nothing_is_said_where_no_membership_is_known(
     assert json.loads(attack(*FAST, "--json", "--overwrite").out)["members"] == []
 
 
+@pytest.mark.slow
 def test_members_stand_on_the_page(
     cli: Callable[..., Any], attack: Callable[..., Any], photos: Path, tmp_path: Path
 ) -> None:
@@ -332,6 +341,7 @@ def test_in_python(photos: Path, tmp_path: Path) -> None:
             privlab.attack("vit_ti", "a", images=photos, **wrong, **options)
 
 
+@pytest.mark.slow
 def test_photographs_of_imagenet(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], shared: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.slow
 def test_defenses_stack_and_take_options(attack: Callable[..., Any], records: Callable[..., Any]) -> None:
     result = attack("--defense", "low-pass+jigsaw", "--set", "radius=0.2", "--set", "jigsaw.gamma=1", "--setting", "c")
     assert result.status == 0
@@ -54,6 +55,7 @@ def test_metrics_of_which_none_can_be_computed_are_refused_at_once(attack: Calla
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_f_sim_without_an_embedding_is_not_available(attack: Callable[..., Any], records: Callable[..., Any]) -> None:
     result = attack("--metrics", "psnr,f_sim")
     assert result.status == 0

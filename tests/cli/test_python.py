@@ -27,6 +27,7 @@ def own() -> VisionTransformer:
         return timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=7, drop_rate=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_records_are_those_of_the_command(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
@@ -85,6 +86,7 @@ def test_own_model_stays_as_it_was(own: VisionTransformer, photos: Path, trainin
     assert (exact.psnr > 100).all()
 
 
+@pytest.mark.slow
 def test_what_weakens_the_verdict_is_warned_of(photos: Path) -> None:
     with pytest.warns(PrivlabWarning) as told:
         privlab.attack("vit_ti_mjp", images=photos, metrics=["psnr"], **OPTIONS)

@@ -31,6 +31,7 @@ def test_the_pieces_work_alone_as_printed(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_a_defense_of_ones_own_is_an_entry_point_away(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

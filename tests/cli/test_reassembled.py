@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 OPTIONS = ("--images", "samples", "--limit", "2", "--img-size", "64", "--attack", "patch-gradient", "--gamma", "0.4")
 
 
@@ -16,6 +18,7 @@ def test_the_table_shows_what_the_adversary_puts_together(attack: Callable[..., 
     assert row["placement_accuracy"] == row["neighbour_accuracy"] == 1
 
 
+@pytest.mark.slow
 def test_what_re_assembly_changes_stands_below_every_table(attack: Callable[..., Any], tmp_path: Path) -> None:
     """The jigsaw alone: exact patches, out of their places."""
 

@@ -44,6 +44,7 @@ def test_directory_that_is_write_protected(attack: Callable[..., Any], tmp_path:
     assert "cannot be written: Permission denied" in attack("--out", tmp_path / "shut" / "run").error
 
 
+@pytest.mark.slow
 def test_other_run_gives_way_only_with_overwrite(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path
 ) -> None:
@@ -61,6 +62,7 @@ def test_other_run_gives_way_only_with_overwrite(
     assert (run / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["thesis.tex", "records/my.parquet", "run.json"])
 @pytest.mark.parametrize("options", [(), ("--overwrite",)])
 def test_foreign_files_are_left_alone(
@@ -75,6 +77,7 @@ def test_foreign_files_are_left_alone(
     assert [entry for entry in (tmp_path / "run").rglob("*") if entry.is_file()] == [path]
 
 
+@pytest.mark.slow
 def test_empty_folders_are_no_files(attack: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "run" / "records").mkdir(parents=True)
     assert attack().status == 0
@@ -218,6 +221,7 @@ def attacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["interrupted", "running", "failed"])
 def test_an_unfinished_run_goes_on_with_the_same_command(
     attack: Callable[..., Any],
@@ -251,6 +255,7 @@ def test_an_unfinished_run_goes_on_with_the_same_command(
     assert again.out.replace(str(run), "") == whole.out.replace(str(tmp_path / "whole"), "")
 
 
+@pytest.mark.slow
 def test_strips_are_of_the_first_draw(attack: Callable[..., Any], tmp_path: Path) -> None:
     assert attack(*TWICE).status == 0
     assert attack(*TWICE, "--draws", "1", "--out", tmp_path / "one").status == 0
@@ -258,6 +263,7 @@ def test_strips_are_of_the_first_draw(attack: Callable[..., Any], tmp_path: Path
     assert (len(one), two) == (3, one)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_shown_again(
     attack: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +275,7 @@ def test_a_finished_run_is_shown_again(
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:vit_ti has RANDOM:privlab.base.warnings.PrivlabWarning")
 def test_another_victim_under_the_same_name_is_another_run(
     cli: Callable[..., Any], photos: Path, tmp_path: Path
@@ -285,6 +292,7 @@ def test_another_victim_under_the_same_name_is_another_run(
             assert done.status == 0
 
 
+@pytest.mark.slow
 def test_the_same_command_without_out_goes_on_with_the_last_unfinished_run(
     cli: Callable[..., Any], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +324,7 @@ def privlab(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_real_command(
     picture: Callable[..., Path], records: Callable[..., pd.DataFrame], tmp_path: Path
 ) -> None:
@@ -343,6 +352,7 @@ def test_ctrl_c_in_the_real_command(
     assert not list(run.rglob(".tmp-*"))
 
 
+@pytest.mark.slow
 def test_reader_that_goes_away() -> None:
     """`privlab list victims | head -0` says nothing about the pipe that broke."""
     with privlab("list", "attacks", "--json") as command:

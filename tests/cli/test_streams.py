@@ -145,6 +145,7 @@ def privlab(*arguments: object, more: dict[str, str], **streams_: Any) -> subpro
 RUN = ("attack", "--model", "cifar_vit", "--attack", "april", "--metrics", "psnr", "--limit", 2, "--batch-size", 1)
 
 
+@pytest.mark.slow
 def test_a_run_that_nobody_watches_goes_on_in_a_plain_locale_and_without_a_home(tmp_path: Path) -> None:
     """Both streams are pipes whose reader has gone, from the first line on; then they are read, in ASCII."""
     reader, writer = os.pipe()

@@ -46,6 +46,7 @@ def test_an_encrypted_model_is_fine_tuned_with_and_without_its_key(
     assert "97.94" in again.out
 
 
+@pytest.mark.slow
 def test_table_6_has_the_paper_beside_it(
     cli: Callable[..., Any], classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def test_table_6_has_the_paper_beside_it(
     assert "| GN+ |" in table
 
 
+@pytest.mark.slow
 def test_no_victim_of_table_6_outlives_it(
     cli: Callable[..., Any], classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

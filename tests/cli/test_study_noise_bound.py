@@ -34,6 +34,7 @@ def run(cli: Callable[..., Any], photos: Path, tmp_path: Path) -> Callable[..., 
     return make
 
 
+@pytest.mark.slow
 def test_shares_norms_and_bounds(
     cli: Callable[..., Any], photos: Path, run: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_shares_norms_and_bounds(
     assert "| 1e-07 | 2 | patch-gradient |" in table
 
 
+@pytest.mark.slow
 def test_mistakes(cli: Callable[..., Any], photos: Path, run: Callable[..., Path], tmp_path: Path) -> None:
     noisy, out = run(), ("--out", tmp_path / "study")
     study = ("study", "noise-bound", noisy, *VICTIM, "--labels", "predicted", *out)

@@ -17,6 +17,7 @@ from privlab.victims import victim
 TINY = ("study", "pe", "--model", "vit_ti,cifar_vit", "--weights", "random", "--img-size", "32", "--no-umap")
 
 
+@pytest.mark.slow
 def test_records_and_figures_of_two_models(cli: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "pe"
     told = cli(*TINY, "--images", photos, "--limit", 2, "--out", out, "--json")
@@ -55,6 +56,7 @@ def test_records_and_figures_of_two_models(cli: Callable[..., Any], photos: Path
     assert {(out / name).is_file() for name in attention.picture} == {True}
 
 
+@pytest.mark.slow
 def test_the_table_has_the_paper_beside_it(cli: Callable[..., Any], tmp_path: Path) -> None:
     table = cli(*TINY, "--out", tmp_path / "pe", "--figures", "png").out
     for printed in ("54.61", "84.55", "0.945", "1.301"):

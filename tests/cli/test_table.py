@@ -43,6 +43,7 @@ def table(cli: Callable[..., Any], experiment: Path, tmp_path: Path) -> Callable
     return lambda *arguments: cli("table", experiment, "--out", tmp_path / "run", *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "start"), [("latex", "\\begin{tabular}"), ("csv", "group,case,"), ("markdown", "**Noise**"), ("json", "{")]
 )
@@ -53,6 +54,7 @@ def test_formats(table: Callable[..., Any], form: str, start: str) -> None:
     assert "8.07" in done.out
 
 
+@pytest.mark.slow
 def test_report_and_figures_from_the_directory_alone(
     table: Callable[..., Any], cli: Callable[..., Any], experiment: Path, tmp_path: Path
 ) -> None:
@@ -66,6 +68,7 @@ def test_report_and_figures_from_the_directory_alone(
     assert (tmp_path / "run" / "figures" / "psnr.svg").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_report_of_a_single_attack_run(attack: Callable[..., Any], cli: Callable[..., Any], tmp_path: Path) -> None:
     attack()
     assert cli("report", tmp_path / "run", "--out", tmp_path / "page.html").out == f"{tmp_path / 'page.html'}\n"

@@ -89,6 +89,7 @@ def test_pictures_in_a_file_give_the_same_weights(cli: CLI, data: Path, tmp_path
     assert len(list((tmp_path / "cache").glob("*.pixels"))) == 2  # what is learnt, and what is evaluated on
 
 
+@pytest.mark.slow
 def test_colours_are_learnt(cli: CLI, data: Path, tmp_path: Path) -> None:
     options = ("--epochs", "30", "--learning-rate", "1e-3", "--set", "shift=0")
     done = cli(
@@ -139,6 +140,7 @@ _status(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [3, 12])
 def test_a_killed_training_ends_bit_equal(cli: CLI, data: Path, tmp_path: Path, at: int) -> None:
     """SIGKILL while a checkpoint is written, the first or the third; then the same command again."""

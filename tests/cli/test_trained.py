@@ -19,6 +19,7 @@ def named(text: str) -> list[list[str]]:
     return [shlex.split(line.removeprefix(SAID)) for line in text.splitlines() if line.startswith(SAID)]
 
 
+@pytest.mark.slow
 def test_the_named_command_runs_on_trained_weights_and_bundled_images(
     attack: Callable[..., Any], cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,6 +44,7 @@ def test_what_a_machine_reads_does_not_hold_the_line(attack: Callable[..., Any])
     assert named(done.err) == [["privlab", "attack", "--model", "cifar_vit", "--attack", "april", "--limit", "1"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [("--weights", "random", "--model", "vit_ti"), ("--weights", "auto", "--model", "cifar_vit")]
 )
@@ -54,6 +56,7 @@ def test_no_line_where_weights_are_random_as_asked_or_trained(
     assert SAID not in done.out + done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "machine"), [((), False), (("--format", "csv"), True), (("--json",), True)])
 def test_a_table_names_it_too(
     cli: Callable[..., Any], photos: Path, tmp_path: Path, options: tuple[str, ...], machine: bool

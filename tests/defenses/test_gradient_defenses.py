@@ -182,6 +182,7 @@ def test_epsilon_is_not_available_without_an_accountant(monkeypatch: pytest.Monk
     assert repr(Stack((GradientNoise(),))).endswith("(ε n/a: no accountant: pip install 'privlab[privacy]')")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defense", [*EVERY, GradientSign()], ids=repr)
 @pytest.mark.parametrize("first", [Undefended(), Mjp(gamma=0.5)], ids=repr)
 def test_observation_is_what_the_defense_makes_of_all_released_parameters(

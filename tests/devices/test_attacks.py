@@ -140,6 +140,7 @@ def unlike(records: list[Record], others: list[Record]) -> list[tuple[object, ..
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_card_gives_the_same_records(score: Callable[..., Scored], card: Any, no_card: Any, case: str) -> None:
     with no_card():

@@ -30,6 +30,7 @@ def test_a_run_computes_on_the_card(cli: Callable[..., Any], card: Any, cache: o
     assert "patch-gradient" in set(records.attack)
 
 
+@pytest.mark.slow
 def test_the_bench_times_the_card(
     cli: Callable[..., Any], card: Any, cache: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +61,7 @@ def test_the_bench_times_the_card(
     assert set(told["peak_gpu_memory_mib"].values()) == {1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(RUNS))
 def test_breachings_attacks_get_tensors_of_the_card(
     tiny_model: Callable[..., VictimModel], crops: torch.Tensor, card: Any, name: str

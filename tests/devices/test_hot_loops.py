@@ -100,6 +100,7 @@ def seen_by(name: str, model: VictimModel, images: Tensor, crops: Tensor) -> Obs
     return observe(model, feed, torch.tensor([1], device=device), names, defense)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_step_waits_where_it_is_said_to(
     tiny_model: Callable[..., VictimModel], crops: Tensor, cache: object, learned: None, card: Any, name: str

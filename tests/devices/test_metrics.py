@@ -71,6 +71,7 @@ def scored(x: Tensor, y: Tensor, learned: dict[str, Any]) -> dict[str, Tensor]:
     return score(x, y, [*METRICS], learned) | {"psnr_region": psnr_region(x, y, y.mean(1) > 0.5)}
 
 
+@pytest.mark.slow
 def test_every_metric_scores_on_the_card_as_on_the_cpu(
     planted: Path, pairs: tuple[Tensor, Tensor], card: Any, off: Off, no_card: Out
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_predictor_that_is_shared_is_not_moved(
     assert {parameter.device.type for parameter in shared.parameters()} == {"cpu"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REASSEMBLIES.values(), ids=list(REASSEMBLIES))
 @pytest.mark.parametrize("anchored", [True, False])
 def test_reassembly_returns_the_same_order(

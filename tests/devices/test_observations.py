@@ -68,6 +68,7 @@ def release(model: VictimModel, crops: Tensor, name: str) -> dict[str, Tensor]:
     return released
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFENSES)
 def test_the_card_releases_the_same(
     victims: tuple[VictimModel, VictimModel], crops: Tensor, card: Any, off: Off, no_card: Out, name: str

@@ -98,6 +98,7 @@ def test_an_effort_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch,
         default_attacks()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("effort", "flagged"), [("quick", True), ("standard", False)])
 def test_records_state_the_effort_and_less_than_the_standard_one_is_a_red_flag(
     cli: Callable[..., Any], tmp_path: Any, effort: str, flagged: bool

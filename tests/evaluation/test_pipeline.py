@@ -37,6 +37,7 @@ def attack(model: str = "vit_ti_mjp", setting: str = "a,b,c", **options: object)
     return privlab.attack(model, setting, **(SMALL | {"gamma": 0.75} | options))
 
 
+@pytest.mark.slow
 def test_no_defense_is_at_work_in_setting_a() -> None:
     records = attack()
     assert dict(records.groupby("setting").defense.first()) == {"a": "none", "b": "mjp", "c": "mjp"}
@@ -55,6 +56,7 @@ def test_settings_differ_in_what_is_fed_and_in_the_reference() -> None:
     assert psnr["c", "patch-gradient", "oracle"] > 60
 
 
+@pytest.mark.slow
 def test_regions_are_scored_under_a_mask_only() -> None:
     records = attack(attack="patch-gradient", model="vit_ti", defense="jigsaw", setting="a,c")
     attacked = records[records.attack == "patch-gradient"]
@@ -72,6 +74,7 @@ def test_an_image_of_which_nothing_moved_has_no_regions() -> None:
         assert [value is None for value in scores[region]] == [False, True]
 
 
+@pytest.mark.slow
 def test_controls_stand_in_every_table() -> None:
     records = attack(setting="c")
     for geometry in GEOMETRIES:
@@ -82,6 +85,7 @@ def test_controls_stand_in_every_table() -> None:
         assert set(table.attack) == {"april", WORST, SINGLE, *ours, *controls}
 
 
+@pytest.mark.slow
 def test_the_worst_case_is_taken_image_by_image() -> None:
     records = attack(setting="c")
     paper, worst = summarise(records, ["psnr", "ssim"]).to_dict("records")[:2]
@@ -192,6 +196,7 @@ def test_each_image_has_all_draws_of_a_random_defense() -> None:
     assert alone.psnr.tolist() == records[records.draw == 2].psnr.tolist()
 
 
+@pytest.mark.slow
 def test_each_setting_stands_with_its_own_controls() -> None:
     table = summarise(attack("vit_ti,vit_ti_mjp", setting="a,c"), ["psnr"])
     cells = list(zip(table.victim, table.setting, strict=True))
@@ -257,6 +262,7 @@ def test_everything_masked_leaves_grey(monkeypatch: pytest.MonkeyPatch) -> None:
     assert records[records.attack == "patch-gradient"].psnr.max() < 25
 
 
+@pytest.mark.slow
 def test_another_attack_changes_no_draw() -> None:
     """The others search, so that images run one at a time: their rows come in another order."""
     order = ["image", "attack", "geometry"]
@@ -304,6 +310,7 @@ def test_a_run_on_a_gpu_gives_the_records_of_the_cpu() -> None:
     assert (cpu.psnr[low] - gpu.psnr[low]).abs().max() < 0.5
 
 
+@pytest.mark.slow
 def test_settings_b_and_c_are_attacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their release is the same: together they give what each gives alone, for half the calls of the attack."""
     calls = []

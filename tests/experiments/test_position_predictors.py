@@ -88,6 +88,7 @@ class _Told(Mp3Network):
         return self.given
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 1000), told=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_the_assignment_is_the_best_of_all(seed: int, told: list[bool]) -> None:
     scores = torch.randn(1, 4, 4, generator=Generator().manual_seed(seed))

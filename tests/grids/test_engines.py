@@ -19,7 +19,10 @@ from privlab.grids import ENGINES, Engine, Experiment, Result, Task, engines, pr
 from privlab.grids.fill import fill
 from privlab.stores import RunDirectory, Store
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
 
 CASES = """
 [[case]]

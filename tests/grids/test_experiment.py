@@ -64,6 +64,7 @@ def test_case_says_itself_what_the_grid_varies(parse: Callable[..., Experiment])
     ]
 
 
+@pytest.mark.slow
 @given(
     seeds=st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=4, unique=True),
     draws=st.integers(1, 4),

@@ -46,6 +46,7 @@ def parts(path: Path) -> int:
     return len(list(path.glob("records/part-*")))
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(
     whole: Any, tmp_path: Path, forked: Any, ended: Any, until: Any, done: Any, same: Any, rows: Any
 ) -> None:
@@ -76,6 +77,7 @@ def test_killed_at_random_moments(
     assert facts(path)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_two_at_once(whole: Any, tmp_path: Path, forked: Any, ended: Any, done: Any) -> None:
     file, path = whole[0], tmp_path / "run"
     asked = ("table", file, "--out", path, *TABLE, "--limit", 20, "--format", "csv")
@@ -90,6 +92,7 @@ def test_two_at_once(whole: Any, tmp_path: Path, forked: Any, ended: Any, done: 
     assert tables[0] == tables[1]
 
 
+@pytest.mark.slow
 def test_interrupt(
     whole: Any, tmp_path: Path, forked: Any, ended: Any, until: Any, done: Any, same: Any, rows: Any
 ) -> None:
@@ -125,6 +128,7 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("privlab.grids.fill.datetime", Back)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("backwards")
 def test_clock_that_jumps(whole: Any, tmp_path: Path, cli: Any, rows: Any) -> None:
     times = []

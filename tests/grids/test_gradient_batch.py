@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWa
 FORCED = {"attack": ["breaching:modern"], "set": ["optim.max_iterations=1", "restarts.num_trials=1"]}
 
 
+@pytest.mark.slow
 def test_batches_are_released_resumed_and_told_apart(
     experiment: Callable[..., Any], done: Callable[..., int], tmp_path: Path
 ) -> None:

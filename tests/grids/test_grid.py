@@ -188,6 +188,7 @@ def test_any_interleaving_of_kill_and_resume_gives_the_whole(world: World, data:
         assert Counter(tuple(row.values()) for row in found) == Counter(wanted)
 
 
+@pytest.mark.slow
 @quick
 @given(world=worlds, data=st.data())
 def test_what_is_added_later_is_run_alone(world: World, data: st.DataObject) -> None:

@@ -130,6 +130,7 @@ def test_membership_that_changes_is_told_without_computing(
     assert apart_of(results)[0].std == pytest.approx(own.std())
 
 
+@pytest.mark.slow
 def test_members_under_the_table(
     cli: Callable[..., Any], write: Callable[..., Path], photos: Path, tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ def test_no_toml(parse: Callable[..., Experiment], tmp_path: Path) -> None:
         read_experiment(tmp_path / "bytes.toml")
 
 
+@pytest.mark.slow
 @given(text=st.text(max_size=60), table=st.sampled_from(["run", "grid", "case", "table", "figure", "paper"]))
 def test_no_text_breaks_the_parser(tmp_path_factory: pytest.TempPathFactory, text: str, table: str) -> None:
     """Whatever stands in the file: it is an experiment, or refused in one line."""

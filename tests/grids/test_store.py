@@ -357,6 +357,7 @@ def made(given_: dict[str, Any]) -> dict[str, Any]:
     return row(given_.pop("image"), **given_, metrics=metrics, reason=reason)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(given_=st.lists(values.map(made), max_size=12))
 def test_merged_rows(given_: list[dict[str, Any]]) -> None:

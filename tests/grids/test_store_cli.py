@@ -196,6 +196,7 @@ def test_later_version(cli: Any, made: Any, run: Path, tmp_path: Path, command: 
 # The page and the figures
 
 
+@pytest.mark.slow
 def test_report(cli: Any, made: Any, run: Path, tmp_path: Path) -> None:
     assert cli("report", run).out == f"{run / 'report.html'}\n"
     page = (run / "report.html").read_text()
@@ -206,6 +207,7 @@ def test_report(cli: Any, made: Any, run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_figures(cli: Any, run: Path, tmp_path: Path) -> None:
     said = cli("figures", run)
     names = [f"{name}.{kind}" for name in ("claim", "sheet") for kind in ("pdf", "svg")]
@@ -226,6 +228,7 @@ def test_report_of_a_spoiled_store(cli: Any, run: Path) -> None:
 # Mistakes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWa
 OPTIONS = {"weights": "random", "img_size": 32, "attack": "april", "metrics": "psnr", "batch_size": 1}
 
 
+@pytest.mark.slow
 def test_a_stream_is_read_once_to_plan_and_once_to_run(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, read = open_images(str(photos)), []
 

@@ -91,6 +91,7 @@ def test_default_directory(cli: Any, write: Any, tmp_path: Path, monkeypatch: py
     assert facts(tmp_path / "runs" / "mine")["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_experiment_of_ours_by_its_name(cli: Any, photos: Path, tmp_path: Path) -> None:
     said = cli(
         *("table", "quick", "--out", tmp_path, *CPU, "--images", photos, "--limit", 1, "--pictures", 0),
@@ -100,6 +101,7 @@ def test_experiment_of_ours_by_its_name(cli: Any, photos: Path, tmp_path: Path) 
     assert facts(tmp_path)["experiment"]["title"] == "MJP on a tiny victim"
 
 
+@pytest.mark.slow
 def test_formats(table: Any) -> None:
     latex = table("--format", "latex").out
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == 1
@@ -112,6 +114,7 @@ def test_formats(table: Any) -> None:
     assert "plain [x]" in json.dumps(json.loads(table("--json").out), ensure_ascii=False)
 
 
+@pytest.mark.slow
 def test_all_attacks(table: Any) -> None:
     some, every = (table("--format", "csv", *more).out for more in ((), ("--all-attacks",)))
     assert "patch-gradient" not in {row["attack"] for row in csv.DictReader(io.StringIO(some))}
@@ -119,6 +122,7 @@ def test_all_attacks(table: Any) -> None:
     assert len(every.splitlines()) > len(some.splitlines())
 
 
+@pytest.mark.slow
 def test_layout_that_changes_is_shown_and_nothing_is_run(cli: Any, finished: Any, tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(finished[1], path)
@@ -182,6 +186,7 @@ def test_plan_of_an_attack_that_cannot_run(cli: Any, write: Any, tmp_path: Path)
 # What is added later, and what is kept for it
 
 
+@pytest.mark.slow
 def test_what_is_added_is_run_alone(cli: Any, write: Any, tmp_path: Path, rows: Any) -> None:
     path = tmp_path / "run"
 
@@ -202,6 +207,7 @@ def test_what_is_added_is_run_alone(cli: Any, write: Any, tmp_path: Path, rows: 
     assert frame[(frame.attack == "patch-gradient") & (frame.draw == 0)].ssim.notna().all()
 
 
+@pytest.mark.slow
 def test_later_metric_is_scored_from_what_was_kept(
     cli: Any, write: Any, tmp_path: Path, same: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +246,7 @@ def test_options_that_override_the_file(cli: Any, write: Any, image: Any, tmp_pa
     assert len(Store(tmp_path / "run").parts()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "kept"), [(0, 0), (1, 1), (100, 4)])
 def test_pictures(cli: Any, write: Any, tmp_path: Path, count: int, kept: int) -> None:
     assert cli("table", write(), "--out", tmp_path / "run", *CPU, "--pictures", count).status == 0
@@ -248,6 +255,7 @@ def test_pictures(cli: Any, write: Any, tmp_path: Path, count: int, kept: int) -
     assert all(len(list(folder.glob("*.png"))) == 3 for folder in folders)  # private, fed, and one reconstruction
 
 
+@pytest.mark.slow
 def test_shards_that_are_merged_are_the_whole(cli: Any, finished: Any, tmp_path: Path, same: Any, rows: Any) -> None:
     for number in (1, 2, 3):
         asked = ("table", finished[0], *CPU, "--shard", f"{number}/3", "--out", tmp_path / f"part-{number}")
@@ -261,6 +269,7 @@ def test_shards_that_are_merged_are_the_whole(cli: Any, finished: Any, tmp_path:
     assert cli("table", finished[0], *CPU, "--out", tmp_path / "all", "--plan", "--json").out.count('"tasks": 0') == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncollected")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_workers(cli: Any, finished: Any, tmp_path: Path, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,6 +308,7 @@ def test_missing_backbones_of_lpips(cli: Any, write: Any, tmp_path: Path) -> Non
     assert (again.status, again.out) == (0, said.out)
 
 
+@pytest.mark.slow
 def test_compare(cli: Any, finished: Any, table: Any, tmp_path: Path) -> None:
     assert table("--compare", finished[1]).err.splitlines()[-1] == "No cell moved by more than its interval."
     other = tmp_path / "other"
@@ -373,6 +383,7 @@ def test_directory_of_something_else(cli: Any, write: Any, tmp_path: Path) -> No
     assert files(tmp_path / "mine") == {"thesis.tex": b"mine"}
 
 
+@pytest.mark.slow
 def test_directory_of_privlab_attack(cli: Any, write: Any, photos: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
     tiny = ("--model", "vit_ti", "--weights", "random", "--img-size", 32, "--images", photos, "--limit", 1)

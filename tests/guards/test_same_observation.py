@@ -72,18 +72,21 @@ def _alike(a: list[Tensor], b: list[Tensor], together: bool) -> bool:
     return sorted(image.numpy().tobytes() for image in one) == sorted(image.numpy().tobytes() for image in two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GRADIENTS)
 def test_of_gradients(run: Any, crops: Tensor, case: str) -> None:
     ran = same(run, crops, together=case == "two in one", **GRADIENTS[case])
     assert ran >= {"token-separation"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FEATURES)
 def test_of_features(run: Any, crops: Tensor, case: str) -> None:
     ran = same(run, crops, together=case == "batch", **FEATURES[case])
     assert ran >= {"least-squares"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(DEARER))
 def test_of_attacks_that_are_asked_for(run: Any, crops: Tensor, name: str) -> None:
     given = {"release": "features"} if name in OF_FEATURES else {"gamma": 0.5}

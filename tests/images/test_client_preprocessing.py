@@ -57,6 +57,7 @@ def test_the_victim_s_own_way_is_among_them(image: Image.Image) -> None:
     assert len(found) == 70
 
 
+@pytest.mark.slow
 def test_what_was_fed_is_found(image: Image.Image) -> None:
     """Each of the ways, from its pixels, and within 47 dB from these with an error of 50 dB."""
     draw = torch.Generator().manual_seed(0)

@@ -235,6 +235,7 @@ def test_every_truncation_is_refused(path: Path) -> None:
         assert "no key file" in (message := refused(path)) or "corrupted or truncated" in message
 
 
+@pytest.mark.slow
 @given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
 @settings(max_examples=200)
 def test_every_changed_byte_is_refused(tmp_path_factory: pytest.TempPathFactory, place: float, flip: int) -> None:

@@ -59,6 +59,7 @@ def install(site: Path, code: str, points: str) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_it_runs_in_attacks_tables_and_lists(site: Path) -> None:
     """Its column is its formula, on the images that the run kept; the table has it beside PSNR."""
     (site / "edges.toml").write_text(TABLE, encoding="utf-8")
@@ -77,6 +78,7 @@ def test_it_runs_in_attacks_tables_and_lists(site: Path) -> None:
     assert printed.edge_error.notna().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "message"),
     [

@@ -134,6 +134,7 @@ def test_the_best_identification_comes_close_and_does_not_cross(σ: float, T: in
         assert held_against(hits, m * draws, success_bound(1 / m, 2 * σ, T))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("σ", NOISES)
 def test_products_tell_as_much_as_the_releases(σ: float, clipped: dict[str, Tensor]) -> None:
     """The likeliest by distance, in releases as they are drawn, is right as often as by the products alone."""
@@ -152,6 +153,7 @@ def test_products_tell_as_much_as_the_releases(σ: float, clipped: dict[str, Ten
     assert not held_against(hits, m * draws, success_bound(1 / m, σ))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("σ", NOISES)
 def test_no_reconstruction_crosses_the_bound(σ: float, candidates: tuple[VictimModel, Tensor, Tensor]) -> None:
     model, images, labels = candidates

@@ -43,6 +43,7 @@ def ran(repository: Path, *arguments: str, faults: str | None = None) -> tuple[i
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_only_what_an_assertion_sees_is_killed(repository: Path) -> None:
     said_of = {
         ("a / 2", "a / 3"): "survived",
@@ -63,6 +64,7 @@ def test_only_what_an_assertion_sees_is_killed(repository: Path) -> None:
     assert lines[-1] == "nowhere  error: there is no file rooms/hall.py"
 
 
+@pytest.mark.slow
 def test_where_each_fault_is_seen_all_is_well(repository: Path) -> None:
     status, said = ran(repository)
     assert status == 0
@@ -143,6 +145,7 @@ def test_every_fault_of_this_repository_can_be_put_in() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_a_room_may_be_called_as_a_folder_of_outputs(repository: Path) -> None:
     """`runs` at the root holds what commands wrote; `house/runs` is code."""
     for folder in (repository / "house" / "runs", repository / "runs"):

@@ -169,6 +169,7 @@ def test_4_2_rows_do_not_change_gradients(model: VictimModel, seed: int, kind: s
     assert_same(gradients(model, images, labels, orders(model, seed, kind)), gradients(model, images, labels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 @pytest.mark.parametrize("kind", ["per batch", "per image", "prefix stays"])
 def test_4_3_rows_do_not_change_what_is_learnt(model: VictimModel, optimiser: str, kind: str) -> None:

@@ -332,6 +332,7 @@ def test_patches_without_borders_are_not_re_assembled(base: Victim, tiny_model: 
     assert Rows(spec, small, ()).geometries("c") == GEOMETRIES[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defense", ["mjp", "mjp+gradient-noise", "jigsaw"])
 def test_what_was_kept_is_re_assembled_alike(base: Victim, defense: str) -> None:
     spec = Specification(

@@ -94,6 +94,7 @@ def test_the_solvers_are_known_by_their_names() -> None:
         ByMp3(rounds=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ByMp3, ByDropPos])
 def test_a_predictor_beats_chance_and_helps_the_borders(kind: type[Predicted], trained: dict[str, str]) -> None:
     """By chance one of the 12 or 16 shuffled patches is placed."""

@@ -162,6 +162,7 @@ def test_what_the_file_says(tiny_model: Made, crops: Tensor, tmp_path: Path) -> 
     assert not grants & {Capability.LEARNABLE_PE_GRADIENT, Capability.PE_OF_EVERY_TOKEN, Capability.KNOWS_WEIGHTS}
 
 
+@pytest.mark.slow
 def test_capture_brings_nothing_heavy() -> None:
     heavy = "{'timm', 'torchvision', 'pandas', 'breaching'}"
     code = f"from privlab import capture; import sys; print(*({heavy} & sys.modules.keys()))"

@@ -192,6 +192,7 @@ def scored(model: str, defense: str, **options: object) -> pd.DataFrame:
     return records[~records.attack.str.startswith("control:")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "theirs"),
     [
@@ -211,6 +212,7 @@ def test_features_under_another_name_leak_as_much(own: str, theirs: str) -> None
     assert len(first) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "theirs", "options"),
     [

@@ -92,6 +92,7 @@ def test_variants_of_timms_vit(tiny_model: Model, options: dict[str, object]) ->
     assert_close(per_sample_gradients(model, feed, labels, names), one_by_one(model, feed, labels, names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defense", DEFENSES, ids=repr)
 @pytest.mark.parametrize("options", [{}, {"global_pool": "avg", "fc_norm": True}, {"qk_norm": True}], ids=str)
 def test_a_batch_releases_the_gradient_of_its_mean_loss(
@@ -128,6 +129,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "variant", "block", "training"), CASES)
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_every_family_in_float32(family: str, variant: str, block: str, training: bool) -> None:

@@ -89,6 +89,7 @@ CHANGES: dict[str, Callable[[Gradients], Gradients]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_true_gradient_is_nothing_else(model: VictimModel, images: Tensor, loss: str, change: str) -> None:

@@ -70,6 +70,7 @@ def albums(results: Results, out: Path) -> tuple[str, Mapping[str, Any], dict[st
 # Out of one strip
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
@@ -152,6 +153,7 @@ def test_a_file_that_is_no_strip_names_no_panel(tmp_path: Path) -> None:
 # Out of a run
 
 
+@pytest.mark.slow
 def test_the_page_holds_what_was_attacked(run: Path, photos: Path, tmp_path: Path) -> None:
     """The private panel is the photograph, and each reconstruction has the error that its record states."""
     results, cut = load_results(run), victim("vit_ti_mjp", **VICTIM).preprocessing
@@ -199,6 +201,7 @@ def test_a_strip_is_decoded_once(run: Path, tmp_path: Path, monkeypatch: pytest.
     assert sorted(file for file in opened if isinstance(file, Path)) == sorted(files)
 
 
+@pytest.mark.slow
 def test_torn_and_foreign_strips_are_no_failure(run: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(run, tmp_path / "run"))
     results, (first, second, third) = load_results(run), sorted((run / "strips").iterdir())
@@ -219,6 +222,7 @@ def test_torn_and_foreign_strips_are_no_failure(run: Path, tmp_path: Path) -> No
 # In a browser
 
 
+@pytest.mark.slow
 def test_slider(
     run: Path, open_page: Callable[..., Any], keep_screenshot: Callable[[str, bytes], None], tmp_path: Path
 ) -> None:

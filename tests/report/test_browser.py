@@ -72,6 +72,7 @@ def value(shown: str) -> float:
 # What it asks for, and how it looks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "look"), [("light", {}), ("dark", {"dark": True}), ("phone", {"width": 390, "height": 844})]
 )
@@ -120,6 +121,7 @@ def test_nothing_sticks_out_on_a_phone(file: Path, open_page: Open, width: int) 
     assert tab.run("document.scrollingElement.scrollWidth") == width
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 760, 880, 1000, 1280])
 def test_no_head_or_plot_of_the_verdict_is_cut_off(
     page_results: Maker, open_page: Open, tmp_path: Path, width: int
@@ -137,6 +139,7 @@ def test_no_head_or_plot_of_the_verdict_is_cut_off(
     assert tab.run(f"(() => {{ const beyond = {beyond}; return {shown}.map({cut}); }})()") == [False]
 
 
+@pytest.mark.slow
 def test_hostile_names_do_nothing(page_results: Maker, open_page: Open, tmp_path: Path) -> None:
     evil = "</script><img src=x onerror='window.harm = 1'><script>window.harm = 2</script>"
     results = page_results(
@@ -150,6 +153,7 @@ def test_hostile_names_do_nothing(page_results: Maker, open_page: Open, tmp_path
     assert tab.complaints() == []
 
 
+@pytest.mark.slow
 def test_page_without_pictures_and_page_without_records(page_results: Maker, open_page: Open, tmp_path: Path) -> None:
     empty = page_results(change=lambda records: records.iloc[:0])
     failed = page_results(change=lambda records: records.assign(status="failed", reason="no memory"))
@@ -312,6 +316,7 @@ def test_gallery_is_ordered_by_the_score(tab: Any) -> None:
     change(tab, "i-text", "")
 
 
+@pytest.mark.slow
 def test_tiles_are_filled_when_they_come_into_sight(page_results: Maker, open_page: Open, tmp_path: Path) -> None:
     tab = open_page(write_page(page_results(120, side=24), tmp_path / "page.html"))
     tab.run("document.getElementById('gallery').scrollIntoView()")

@@ -46,6 +46,7 @@ def test_the_same_run_has_not_moved() -> None:
     assert compare(run(plain), run(plain)) == []
 
 
+@pytest.mark.slow
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=10)
 def test_the_order_of_rows_moves_nothing(random: Any) -> None:

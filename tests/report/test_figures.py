@@ -237,6 +237,7 @@ KINDS = [
 LONG = ", fine-tuned with MJP at γ = 0.27 without the unknown position embedding of the slots that it shuffles"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("figure", "longer"),
     [*((figure, "") for figure in KINDS), *((figure, LONG) for figure in KINDS if figure.kind != "trade-off")],
@@ -273,6 +274,7 @@ def test_all_text_lies_within_the_figure_and_on_no_other_text(kept: Results, fig
     assert not clashes
 
 
+@pytest.mark.slow
 def test_the_same_records_give_the_same_bytes(kept: Results, curves: Results, tmp_path: Path) -> None:
     few = replace(kept, cases=kept.cases[:3], records=kept.records[kept.records.case < 3], figures=tuple(KINDS[::2]))
     before = dict(matplotlib.rcParams)

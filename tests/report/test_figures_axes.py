@@ -187,6 +187,7 @@ def test_labels_lie_on_no_other_label_and_on_no_point(points: list[tuple[float, 
     assert len(boxes) == len(points)
 
 
+@pytest.mark.slow
 def test_a_trade_off_needs_both_figures(table: Results) -> None:
     bare = replace(table, cases=tuple(replace(case, published={}) for case in table.cases))
     with pytest.raises(PrivlabError, match="needs cases that have both correct and psnr"):

@@ -420,6 +420,7 @@ def test_gamma_of_a_label_is_a_letter_in_latex() -> None:
     assert r"$\gamma$ 0.27, defense gamma: broken" in told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", documents())
 def test_latex_is_well_formed(name: str) -> None:
     text = documents()[name] if name != "fragment" else LATEX
@@ -440,6 +441,7 @@ def test_latex_is_well_formed(name: str) -> None:
             assert line.endswith(" \\\\")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
 @pytest.mark.parametrize("name", documents())
 def test_latex_compiles_to_one_page_that_holds_it(name: str, tmp_path: Path) -> None:

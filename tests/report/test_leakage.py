@@ -373,6 +373,7 @@ RECORDS = st.lists(
 CASES = (CaseFacts("one"), CaseFacts("two"))
 
 
+@pytest.mark.slow
 @given(RECORDS)
 @settings(max_examples=50)
 def test_worst_case_is_at_least_as_leaky_on_every_image(records: list[dict[str, Any]]) -> None:
@@ -391,6 +392,7 @@ def test_worst_case_is_at_least_as_leaky_on_every_image(records: list[dict[str, 
         assert row["value"] in [r[row["metric"]] for r in own if r["image_sha256"] == row["image"]]
 
 
+@pytest.mark.slow
 @given(RECORDS, st.randoms(use_true_random=False))
 @settings(max_examples=30)
 def test_a_permutation_of_the_rows_changes_nothing(records: list[dict[str, Any]], random: Any) -> None:
@@ -404,6 +406,7 @@ def test_a_permutation_of_the_rows_changes_nothing(records: list[dict[str, Any]]
     )
 
 
+@pytest.mark.slow
 @given(RECORDS)
 @settings(max_examples=30)
 def test_failures_and_means_are_those_of_a_plain_loop(records: list[dict[str, Any]]) -> None:

@@ -126,12 +126,14 @@ def test_nothing_is_asked_of_a_network(page: Callable[[Results], _Read], page_re
         assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() in policy
 
 
+@pytest.mark.slow
 def test_same_results_give_the_same_page(page_results: Maker, tmp_path: Path) -> None:
     results = page_results(side=32)
     pages = [write_page(results, tmp_path / name).read_bytes() for name in ("a.html", "b.html")]
     assert pages[0] == pages[1]
 
 
+@pytest.mark.slow
 def test_hostile_names_are_only_text(page: Callable[[Results], _Read], page_results: Maker) -> None:
     plain, evil = page(page_results(4, side=32)), HOSTILE[1]
     case = CaseFacts(evil, evil, {"gamma": evil}, {"psnr": 19.0}, {evil: evil})
@@ -177,6 +179,7 @@ def test_only_the_papers_attack(page: Callable[[Results], _Read], page_results: 
     assert "By PSNR, no attack leaks more than the paper's own, april." in text
 
 
+@pytest.mark.slow
 def test_infinite_and_unmeasured_scores(page: Callable[[Results], _Read], page_results: Maker) -> None:
     read = page(page_results())
     exact = next(s for s in read.data["sets"] if (s["case"], s["attack"]) == (0, "patch-gradient"))
@@ -206,6 +209,7 @@ def test_scores_are_averaged_over_draws_and_the_worst_is_not(
     assert sets["worst case"]["by"]["psnr"] == ["april"]
 
 
+@pytest.mark.slow
 def test_other_geometries_stand_in_the_table_alone(page: Callable[[Results], _Read], page_results: Maker) -> None:
     sets = page(page_results()).data["sets"]
     assert {s["geometry"] for s in sets if s["kind"] == "control"} == {"in_place"}
@@ -214,6 +218,7 @@ def test_other_geometries_stand_in_the_table_alone(page: Callable[[Results], _Re
     assert turned["geometry"] == turned["sets"][0]["geometry"] == "oracle"
 
 
+@pytest.mark.slow
 def test_failed_images_are_counted_and_named(page: Callable[[Results], _Read], page_results: Maker) -> None:
     def fail(records: pd.DataFrame) -> pd.DataFrame:
         wrong = (records.case == 1) & (records.image == "image-002.png")
@@ -279,6 +284,7 @@ def test_results_without_a_flag(page: Callable[[Results], _Read], page_results: 
     assert "privlab table 'a b.toml'" in read.text
 
 
+@pytest.mark.slow
 def test_cases_of_one_label_go_by_their_group(page: Callable[[Results], _Read], page_results: Maker) -> None:
     cases = (
         CaseFacts("DeiT-S", "a"),
@@ -291,6 +297,7 @@ def test_cases_of_one_label_go_by_their_group(page: Callable[[Results], _Read], 
     assert "DeiT-S, b gamma 0.27" in read.text
 
 
+@pytest.mark.slow
 def test_facts_without_a_command(page: Callable[[Results], _Read], page_results: Maker) -> None:
     read = page(page_results(facts={"image_lists": {"x": [f"{i:064x}" for i in range(1000)]}}))
     assert "run.json holds no command." in read.text
@@ -320,6 +327,7 @@ def test_small_pictures_are_held_as_they_are(page: Callable[[Results], _Read], p
     assert set(album["full"]) == {""}
 
 
+@pytest.mark.slow
 def test_large_pictures_have_thumbnails(page: Callable[[Results], _Read], page_results: Maker) -> None:
     for album in page(page_results(2, side=160)).albums.values():
         for small, full in zip(album["small"], album["full"], strict=True):
@@ -327,6 +335,7 @@ def test_large_pictures_have_thumbnails(page: Callable[[Results], _Read], page_r
             assert len(small) < len(full)
 
 
+@pytest.mark.slow
 def test_budgets_are_kept_and_spent_on_the_extremes_first(
     page: Callable[[Results], _Read], page_results: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +364,7 @@ def test_budgets_are_kept_and_spent_on_the_extremes_first(
     )
 
 
+@pytest.mark.slow
 def test_missing_and_torn_pictures(page: Callable[[Results], _Read], page_results: Maker) -> None:
     assert "No images were kept in this directory." in page(page_results()).text
     results = page_results(3, side=32)
@@ -370,6 +380,7 @@ def test_missing_and_torn_pictures(page: Callable[[Results], _Read], page_result
 # Where it cannot be written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["folder", "file/page.html"])
 def test_place_that_cannot_be_written(page_results: Maker, tmp_path: Path, place: str) -> None:
     (tmp_path / "folder" / "inside").mkdir(parents=True)

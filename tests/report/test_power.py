@@ -121,6 +121,7 @@ def test_the_best_of_two_metrics_is_ahead_by_chance_too() -> None:
     assert word(rows)[0] == "holds"
 
 
+@pytest.mark.slow
 def test_one_image_given_back_exactly_breaks_a_defense() -> None:
     rows = records()
     one = rows.assign(psnr=rows.psnr.where(~(of(rows, 1) & (rows.image == "07")), 131.0))
@@ -134,6 +135,7 @@ def test_one_image_given_back_exactly_breaks_a_defense() -> None:
     assert word(rows[(rows.image == "07")])[0] == "no evidence"
 
 
+@pytest.mark.slow
 def test_a_metric_that_leaks_breaks_where_the_first_does_not() -> None:
     rows = records()
     rows = rows.assign(ssim=rows.ssim.where(~of(rows, 1, "patch-gradient"), 0.7 + rows.psnr / 1000))
@@ -172,6 +174,7 @@ def test_structure_whose_scale_is_lost_breaks_a_defense() -> None:
     assert word(mirrored)[0] == "holds"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [{"psnr_affine_mirrored": math.nan}, {"psnr_affine_mirrored": None}])
 def test_nothing_holds_where_structure_was_not_measured(lost: dict[str, object]) -> None:
     rows = records()
@@ -182,6 +185,7 @@ def test_nothing_holds_where_structure_was_not_measured(lost: dict[str, object])
     assert word(rows.drop(columns=[*lost])) == (said, why)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [
@@ -224,6 +228,7 @@ def test_another_defended_case_is_no_control() -> None:
     assert word(rows.assign(defense="mjp"))[1].startswith(": no positive control; ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [

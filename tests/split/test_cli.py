@@ -15,6 +15,8 @@ from PIL import Image
 
 from privlab.release import read_recording
 
+pytestmark = pytest.mark.slow
+
 MODEL = ("--model", "vit_ti", "--weights", "random", "--img-size", "32")
 
 

@@ -112,6 +112,7 @@ def test_a_trained_run_answers_as_it_learnt(server: Any, client: Any, tiny: Any,
     assert_close(answers, model(data.pixels(slice(None)).double()).softmax(1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_several_clients_train_at_once_and_do_not_meet(server: Any, client: Any, tiny: Any, tmp_path: Path) -> None:
     learners = [tiny.learner(defense, lr=lr) for defense, lr in zip(DEFENSES, (0.01, 0.02, 0.03, 0.04), strict=True)]
     alone = [tiny.learner(learner.stack.name, lr=learner.contract.lr) for learner in learners]

@@ -87,6 +87,7 @@ class Happening:
             self._happens.pop()()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 6, 8])
 @pytest.mark.parametrize(
     ("half", "when"), [("forward", "before"), ("backward", "before"), ("backward", "under way"), ("backward", "after")]
@@ -113,6 +114,7 @@ def test_a_server_killed_in_the_middle_of_a_step_and_restarted(
     assert "Trying again for 60 seconds" in told[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 6])
 def test_weights_that_the_client_brought_outlive_the_server(
     step: int, spawn: Any, server: Any, client: Any, killer: Any, tiny: Any, tmp_path: Path
@@ -135,6 +137,7 @@ def test_weights_that_the_client_brought_outlive_the_server(
     assert torch.equal(learner.losses, quiet.losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "half"), [(2, "backward"), (6, "forward"), (6, "backward"), (9, "backward")])
 def test_a_client_killed_in_the_middle_of_a_step_and_resumed(
     step: int, half: str, spawn: Any, server: Any, client: Any, tiny: Any, check: Any, tmp_path: Path

@@ -67,6 +67,7 @@ def http2(rng: random.Random) -> bytes:
     return start + length + bytes([rng.randrange(12), rng.randrange(256)]) + rng.randbytes(4) + noise
 
 
+@pytest.mark.slow
 def test_ten_thousand_frames_of_rubbish_leave_the_server_serving(
     spawn: Any, tiny: Any, alone: Any, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 BATCHES = 1000
@@ -13,6 +14,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_a_thousand_batches(spawn: Any, tiny: Any, tmp_path: Path) -> None:
     served = spawn("serve", state=tmp_path / "state", every=250)
     address, contract = served.line(), tiny.contract(lr=1e-6)

@@ -26,6 +26,7 @@ def trained(server: Callable[..., Any], client: Callable[..., Any], tiny: Simple
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("defense", DEFENSES)

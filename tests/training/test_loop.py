@@ -209,6 +209,7 @@ train(test_loop.Regression(), test_loop.PLAN, compute=test_loop.OFTEN, out=Path(
 """
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_checkpoint_leaves_the_one_before(tmp_path: Path) -> None:
     """SIGKILL when the second checkpoint's files are written, and not yet in place."""
     code = KILLED.format(folder=str(Path(__file__).parent))
@@ -350,6 +351,7 @@ train(recipe, test_loop.PLAN, compute=test_loop.OFTEN, out=Path({out!r}))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_are_two_parts_of_a_batch(tmp_path: Path) -> None:
     """DDP over gloo, as torchrun starts it: the weights of one process that accumulates; only one of them writes."""
     script = tmp_path / "ddp.py"

@@ -59,6 +59,7 @@ def test_the_model_is_the_papers() -> None:
     assert 65_000 < size < 80_000  # "around 70K"
 
 
+@pytest.mark.slow
 def test_it_learns_the_order_of_chirps() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

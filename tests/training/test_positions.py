@@ -34,6 +34,8 @@ from privlab.training.position_accuracy import position_accuracy
 from privlab.training.train_victim import PRESETS, TrainingConfig, train_victim
 from privlab.victims import VictimModel, victim
 
+pytestmark = pytest.mark.slow
+
 STILL = Augmentation(flip=False, shift=0)
 
 

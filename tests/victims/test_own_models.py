@@ -55,6 +55,7 @@ for model in models:
 """Run without the types that tests check: users have none."""
 
 
+@pytest.mark.slow
 def test_what_is_no_plain_vit_is_one_line(tmp_path: Path) -> None:
     """Elsewhere than in the checkout, whose folder would stand before what is installed."""
     done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, check=False, cwd=tmp_path)
@@ -161,6 +162,7 @@ def grey() -> VisionTransformer:
     return vit
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize("options", [{}, {"defense": "jigsaw"}, {"release": "features"}, {"gradient_batch": 2}])
 def test_grey_images_are_attacked(grey: VisionTransformer, tmp_path: Path, options: dict[str, Any]) -> None:

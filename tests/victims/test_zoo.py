@@ -64,6 +64,7 @@ def test_trained_weights_are_the_default_and_need_no_network(
     assert not [each for each in recwarn if issubclass(each.category, PrivlabWarning)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_accuracy_is_that_of_the_card(name: str, shared: Callable[[str], Path]) -> None:
     """On 1000 of the 10,000 test images, within what so few can tell: four standard deviations."""
@@ -74,6 +75,7 @@ def test_the_accuracy_is_that_of_the_card(name: str, shared: Callable[[str], Pat
     assert abs(found - stated["accuracy"]) < 4 * (stated["accuracy"] * (1 - stated["accuracy"]) / 1000) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACERS)
 def test_the_places_are_as_right_as_the_card_says(name: str, shared: Callable[[str], Path]) -> None:
     """On 200 of the images that it states; the shares of 12,800 patches that hang together within their images."""
