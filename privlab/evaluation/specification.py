@@ -12,6 +12,7 @@ from privlab.images import check_choice
 from privlab.metrics import METRICS
 from privlab.metrics.names import LPIPS
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
+from privlab.release import contradictions
 from privlab.threat import (
     Attack,
     AttackClass,
@@ -23,6 +24,7 @@ from privlab.threat import (
     Stack,
     acts_on,
     attack_declarations,
+    defense_declarations,
 )
 from privlab.victims import Victim
 
@@ -230,6 +232,12 @@ def admissions(spec: Specification) -> list[str]:
 
 def _defense(name: str, spec: Specification, victim: Victim) -> Defense | FeatureDefense | GradientDefense:
     defense = part_of(name, spec)
+    declared = name not in DEFENSES and defense_declarations(defense).acts_as is not None
+    if declared and (wrong := contradictions(victim.model, defense)):
+        raise PrivlabError(
+            f"Defense '{name}' declares effects that its releases contradict ({'; '.join(wrong)}). Correct its "
+            "acts_as, or leave it out: what the defense does is then measured."
+        )
     if isinstance(defense, Mjp) and defense.masked_pe == "unknown" and not victim.has_mjp:
         raise PrivlabError(
             f"Defense 'mjp' puts E_unk at the masked slots, and {victim.name} has none. "

@@ -10,17 +10,18 @@ from functools import cache, reduce
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError, full_precision
-from privlab.patches import inverse, permute, permute_features, restore_features
+from privlab.patches import inverse, patchify, permute, permute_features, restore_features
 from privlab.threat import (
     Defense,
     Draws,
     Effects,
     FeatureDefense,
+    Feed,
     GradientDefense,
     RowOrder,
     Sent,
@@ -43,6 +44,13 @@ ROUNDING_ERROR = 1e-3
 """The relative error of a release, beyond its noise, above which it is more than rounding."""
 
 ORDER: dict[RowOrder, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
+
+_TEXTURED = [0, 2]
+"""The images of `_images` in which no two patches are alike, so that a patch is found wherever it went."""
+
+_NEAR = 0.25
+"""The mean squared distance of fed patches from those that they are taken for, relative to that from all others, below
+which they are the same ones, with noise perhaps."""
 
 _MEASURED: WeakKeyDictionary[VictimModel, dict[AnyDefense, Effects]] = WeakKeyDictionary()
 """The measured effects of each defense, for each victim in memory."""
@@ -81,6 +89,11 @@ def _of_part(model: VictimModel, part: AnyDefense) -> Effects:
     if declared is not None:
         kind = type(declared).__name__
         raise PrivlabError(f"acts_as of defense '{part.name}' must be privlab.threat.effects.Effects. Found {kind}.")
+    return _measured(model, part)
+
+
+def _measured(model: VictimModel, part: AnyDefense) -> Effects:
+    """Return the measured effects of a defense, which are measured once for each victim in memory."""
     kept = _MEASURED.setdefault(model, {})
     try:
         if part not in kept:
@@ -132,7 +145,7 @@ def measure_effects(model: VictimModel, part: AnyDefense) -> Effects:
         raise PrivlabError(f"Defense '{part.name}' does not run: {what}") from error
 
 
-def contradictions(model: VictimModel, part: AnyDefense, chance: float) -> list[str]:
+def contradictions(model: VictimModel, part: AnyDefense, chance: float = 1.1) -> list[str]:
     """Return where the measured effects of a defense differ from those that it declares in `acts_as`, one line each.
 
     A defense that does nothing here, with these options, contradicts nothing.
@@ -148,7 +161,7 @@ def contradictions(model: VictimModel, part: AnyDefense, chance: float) -> list[
     declared = defense_declarations(part).acts_as
     if type(declared) is not Effects:
         return [f"{type(declared).__name__} declared instead of Effects"]
-    found = measure_effects(model, part)
+    found = _measured(model, part)
     if found == Effects():
         return []
     wrong = []
@@ -167,16 +180,37 @@ def _on_images(model: VictimModel, part: Defense) -> Effects:
     one_order, kind = True, "unknown"
     for draws in _draws(len(images)):
         feed = Stack((part,)).feed(images, model.patch, draws.images, len(images))
-        away = feed.order != torch.arange(feed.order.shape[1], device=feed.order.device)
+        order, seen = _order(images, feed, model.patch)
+        away = order != torch.arange(order.shape[1], device=order.device)
         hidden = torch.zeros_like(away) if feed.masked_pe is None else feed.masked_pe
         moved, beyond = moved or bool(away.any()), beyond or bool((away & ~hidden).any())
         if hidden.any():
             masked, kind = True, feed.replacement
-        one_order = one_order and bool((feed.order == feed.order[0]).all() and (hidden == hidden[0]).all())
-        other = other or not torch.equal(feed.images, permute(images, feed.order, model.patch))
+        one_order = one_order and bool((order[seen] == order[0]).all() and (hidden == hidden[0]).all())
+        other = other or not torch.equal(feed.images[seen], permute(images, order, model.patch)[seen])
     patches = "kept" if not moved else "shuffled" if beyond else "masked"
     pe = "slot" if not masked else "zero" if kind == "zero" else "unknown"
     return Effects(patches=patches, pe=pe, one_order=one_order and (moved or masked), other=other)
+
+
+def _order(images: Float[Tensor, "b c h w"], feed: Feed, patch: int) -> tuple[Int[Tensor, "b n"], Sequence[int]]:
+    """Return the order in which patches are fed, and the images in which it is seen.
+
+    It is the order that the feed states if the pixels stand so. Otherwise each patch of a textured image is taken for
+    the nearest private one, if that is a permutation which explains what is fed.
+    """
+    everywhere = range(len(images))
+    if torch.equal(feed.images, permute(images, feed.order, patch)):
+        return feed.order, everywhere
+    order, away = feed.order.clone(), False
+    for i in _TEXTURED:
+        fed, own = (patchify(each[i : i + 1], patch)[0] for each in (feed.images, images))
+        distance = torch.cdist(fed, own).square()
+        least, nearest = distance.min(1)
+        if len(nearest.unique()) == len(nearest) and least.mean() < _NEAR * distance.mean():
+            away = away or not torch.equal(nearest, order[i])
+            order[i] = nearest
+    return order, _TEXTURED if away else everywhere
 
 
 def _on_features(model: VictimModel, part: FeatureDefense) -> Effects:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pandas as pd
 import pytest
 import torch
+from torch import Tensor
 
 import privlab
 from privlab.attacks import BorderJigsaw, FeatureOptimisation, LeastSquares, PEAssignment, RowAlignment
@@ -51,11 +52,20 @@ COPIED = {
 """Modules of defenses, their classes, and the names under which copies of them are installed."""
 
 SUBCLASS = """
-from privlab.defenses import Mjp, RowPermutation
+from privlab.defenses import Jigsaw, Mjp, RowPermutation
+from privlab.threat import Effects, Feed
 class Rows(RowPermutation):
     name = "sub-rows"
 class Masks(Mjp):
     name = "sub-masks"
+class Liar(RowPermutation):
+    name = "liar"
+    acts_as = Effects()
+class Silent(Jigsaw):
+    name = "silent-mix"
+    acts_as = None
+    def __call__(self, images, patch, draws):
+        return Feed.undefended(Jigsaw(gamma=1.0)(images, patch, draws).images, patch)
 """
 
 
@@ -76,7 +86,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (package / f"{module}.py").write_text(code, encoding="utf-8")
         points.append(f"{name} = elsewhere.{module}:{kind}")
     (package / "__init__.py").write_text(SUBCLASS, encoding="utf-8")
-    points += ["sub-rows = elsewhere:Rows", "sub-masks = elsewhere:Masks"]
+    points += [
+        "sub-rows = elsewhere:Rows",
+        "sub-masks = elsewhere:Masks",
+        "liar = elsewhere:Liar",
+        "silent-mix = elsewhere:Silent",
+    ]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n", encoding="utf-8")
     text = "[privlab.defenses]\n" + "\n".join(points) + "\n"
     (info / "entry_points.txt").write_text(text, encoding="utf-8")
@@ -157,6 +172,44 @@ def test_what_is_not_declared_is_measured(tiny_model: Make) -> None:
     assert measure_effects(model, Odd("seldom")).rows == "shared"
     with pytest.raises(PrivlabError, match=r"^Defense 'odd' does not run: ValueError: no such thing$"):
         measure_effects(model, Odd("fails"))
+
+
+@dataclass(frozen=True)
+class Unsaid:
+    """Shuffles patches as the jigsaw does, and says nothing of it; noise may hide it."""
+
+    name: ClassVar[str] = "unsaid"
+    paper: ClassVar[str] = "a test"
+
+    per: str = "image"
+    std: float = 0.0
+
+    def __call__(self, images: Tensor, patch: int, draws: Any) -> Feed:
+        """Shuffle."""
+        fed = Jigsaw(gamma=1.0, per=self.per)(images, patch, draws).images  # pyright: ignore[reportArgumentType]
+        noise = torch.stack([torch.randn(fed.shape[1:], generator=draw, dtype=fed.dtype) for draw in draws])
+        return Feed.undefended(fed + self.std * noise, patch)
+
+
+def test_patches_that_move_unsaid_are_found_by_their_pixels(tiny_model: Make) -> None:
+    model = tiny_model()
+    assert measure_effects(model, Unsaid()) == Effects(patches="shuffled")
+    assert measure_effects(model, Unsaid(std=0.1)) == Effects(patches="shuffled", other=True)
+    assert measure_effects(model, Unsaid(std=10.0)) == Effects(other=True), "no order explains what is fed"
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_moves_unsaid_is_re_assembled_and_a_false_declaration_is_refused() -> None:
+    given: dict[str, Any] = {"weights": "random", "img_size": 48, "limit": 1, "metrics": "psnr"}
+    records = privlab.attack("vit_ti", "c", defense="silent-mix", attack="patch-gradient", **given)
+    own = records[records.attack == "patch-gradient"].set_index("geometry").psnr
+    said = privlab.attack("vit_ti", "c", defense="patch-mix", gamma=1.0, attack="patch-gradient", **given)
+    assert own["reassembled"] == said[said.attack == "patch-gradient"].set_index("geometry").psnr["reassembled"]
+    match = (
+        r"^Defense 'liar' declares effects that its releases contradict \(rows: kept declared, shared measured\)\. Corr"
+    )
+    with pytest.raises(PrivlabError, match=match):
+        privlab.attack("vit_ti", "c", defense="liar", **given)
 
 
 def test_what_is_declared_must_be_effects(tiny_model: Make) -> None:
