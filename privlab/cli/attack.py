@@ -249,7 +249,7 @@ def attack(
         click.echo(f"Nothing could be scored. run: {path}")
     if not as_json:
         for line in admissions(spec):
-            click.echo(f"A defense of another package: whether it is what it says tells  {line}")
+            click.echo(f"This defense comes from another package. To check that it does what it says: {line}")
     untrained = [base.name for base in outcome.victims if base.weights.is_random and spec.weights == "auto"]
     if untrained:
         print_on_trained(attack_on_trained(context, untrained), machine=as_json)

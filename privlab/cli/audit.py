@@ -175,7 +175,8 @@ def _print_gradients(found: "GradientAudit") -> None:
         click.echo(f"reference: {found.reference}")
     for flag in found.flags:
         click.echo(f"flag: {flag}")
-    click.echo(f"run: {found.path} (images in {found.path / 'pictures'})")
+    pictures = found.path / "pictures"
+    click.echo(f"run: {found.path}" + (f" (images in {pictures})" if pictures.exists() else ""))
 
 
 def _says(row: Mapping[str, Any], reference: str | None) -> str:

@@ -1,6 +1,7 @@
 """`privlab store`, `report` and `figures`: what is done with the directory of a run, from its records alone."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -93,7 +94,9 @@ def show(directory: Path, limit: int, as_json: bool) -> None:
 
 
 def _four_digits(value: object) -> object:
-    return f"{value:.4g}" if isinstance(value, float) else value
+    if isinstance(value, float):
+        return "n/a" if math.isnan(value) else f"{value:.4g}"
+    return value
 
 
 @store.command()

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from timm.data import ImageNetInfo
 
 from privlab.base import PrivlabError, check_name, unknown_name
 from privlab.images.decode import LabelOrigin, NamedImage, damage_of, image_from_bytes, image_from_pil, one_line
@@ -246,4 +245,6 @@ def _hugging_face_item(value: Any, target: object, image_type: Any, name: str) -
 @cache
 def imagenet_classes() -> dict[str, int]:
     """Return ImageNet's class indices by WordNet id, cached: timm reads its files anew for each table."""
+    from timm.data import ImageNetInfo  # this imports torch, which those who only read folders need not wait for
+
     return {wnid: i for i, wnid in enumerate(ImageNetInfo().label_names())}

@@ -47,7 +47,7 @@ from privlab.victims import Victim, victim
 
 __all__ = ["GradientAudit", "audit_gradients"]
 
-_GIVE_WEIGHTS = "Give --weights the client's, saved at that step, before the optimiser's."
+_GIVE_WEIGHTS = "Give the client's --weights, saved before the optimiser's step."
 
 
 @dataclass(frozen=True, eq=False)

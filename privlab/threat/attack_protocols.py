@@ -84,8 +84,8 @@ def check_capabilities(
     if reads != released:
         kinds = ("gradients", "features")
         raise PrivlabError(
-            f"Attack '{attack.name}' reads {kinds[reads]}, and this run releases {kinds[released]} "
-            f"(--release {kinds[reads]}, without a defense that acts on {kinds[released]}, or another attack)."
+            f"Attack '{attack.name}' reads {kinds[reads]}, and this run releases {kinds[released]}. "
+            f"Give --release {kinds[reads]} and no defense that acts on {kinds[released]}, or name another attack."
         )
     missing = attack.requires - grants - (FORCEABLE if force else frozenset())
     if missing:

@@ -233,7 +233,7 @@ def check_plain(vit: object) -> None:
         kind = type(vit)
         whence = "" if kind.__module__ == "builtins" else f" of {kind.__module__}"
         raise PrivlabError(
-            f"A victim is one of timm's VisionTransformer. Found {kind.__name__}{whence}: give a name of "
+            f"A victim is a VisionTransformer of timm. Found {kind.__name__}{whence}: give a name of "
             "`privlab list victims`, timm:NAME, or what timm.create_model makes of a plain ViT or DeiT."
         )
 

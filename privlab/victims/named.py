@@ -316,7 +316,9 @@ def _create(
                 f"timm cannot build {architecture} with {options or 'its defaults'}: {reason}"
             ) from error
     if not isinstance(made, VisionTransformer):
-        raise PrivlabError(f"privlab attacks timm's VisionTransformer. Found {architecture}, a {type(made).__name__}.")
+        raise PrivlabError(
+            f"privlab attacks timm's VisionTransformer. Found {architecture}, of class {type(made).__name__}."
+        )
     return made
 
 

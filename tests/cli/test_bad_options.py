@@ -85,7 +85,7 @@ INCAPABLE = [
     (("--model", "timm:resnet18"), "timm cannot build resnet18 with {'img_size': 32}: "),
     (
         ("--model", "timm:deit_tiny_distilled_patch16_224"),
-        "is one of timm's VisionTransformer. Found VisionTransformerD",
+        "is a VisionTransformer of timm. Found VisionTransformerD",
     ),
     (("--model", "timm:vit_small_r26_s32_224"), "A victim embeds square patches that do not overlap linearly"),
 ]

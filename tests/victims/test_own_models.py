@@ -61,7 +61,7 @@ def test_what_is_no_plain_vit_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.stderr == ""
     said = re.findall(
-        r"^A victim is one of timm's VisionTransformer\. Found (.*): give a name of `privlab list victims`, timm:NAME",
+        r"^A victim is a VisionTransformer of timm\. Found (.*): give a name of `privlab list victims`, timm:NAME",
         done.stdout,
         re.MULTILINE,
     )

@@ -136,14 +136,15 @@ def _counts(results: Results) -> list[tuple[str, int]]:
     """Return the numbers of cases, images, attacks, controls, records and failures, with their names."""
     records = results.records
     control = records.attack.str.startswith(CONTROL).astype(bool)
-    return [
-        ("cases", len(results.cases)),
-        ("images", records[["image", "image_sha256"]].drop_duplicates().shape[0]),
-        ("attacks", records.attack[~control].nunique()),
-        ("controls", records.attack[control].nunique()),
-        ("records", len(records)),
-        ("failed", int((records.status != "ok").sum())),
-    ]
+    counts = {
+        "case": len(results.cases),
+        "image": records[["image", "image_sha256"]].drop_duplicates().shape[0],
+        "attack": records.attack[~control].nunique(),
+        "control": records.attack[control].nunique(),
+        "record": len(records),
+    }
+    failed = int((records.status != "ok").sum())
+    return [*((name if n == 1 else f"{name}s", n) for name, n in counts.items()), ("failed", failed)]
 
 
 _STATED = ("victim", "weights", "block", "defense", "setting", "release", "label_origin")

@@ -48,8 +48,9 @@ class Measure:
         n, score = KNOWN[self.metric].decimals, self.score
         interval = f" [{figure_text(score.low, n)}, {figure_text(score.high, n)}]" if score.low == score.low else ""
         exactly = f", {self.exact} exactly" if self.exact else ""
+        images = "image" if score.images == 1 else "images"
         return (
-            f"{self.ahead} of {score.images} images{exactly}; {figure_text(score.mean, n)}{interval} {unit} "
+            f"{self.ahead} of {score.images} {images}{exactly}; {figure_text(score.mean, n)}{interval} {unit} "
             f"against {figure_text(self.control_mean, n)} of {self.control}"
         )
 
