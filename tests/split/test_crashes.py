@@ -217,9 +217,10 @@ def test_a_server_that_is_told_to_stop_finishes_the_step_and_ends_well(
     trainer = tiny.Trainer(tiny.learner(), tiny.Client(address, tiny.TOKEN), folder, retry_for=0.0)
     with pytest.raises(PrivlabError, match=r"is stopping|cannot be reached|is not there"):
         trainer.train(tiny.batches(), tiny.STEPS)
-    assert trainer.learner.step == 6
+    done = trainer.learner.step
+    assert 6 <= done < tiny.STEPS  # a busy machine may bring the signal a step later
     assert first.wait() == 0
-    assert servers_state(tmp_path / "state")[1] == 6
+    assert servers_state(tmp_path / "state")[1] == done
     spawn("serve", state=tmp_path / "state", port=int(address.rpartition(":")[2])).line()
     trainer.train(tiny.batches(), tiny.STEPS)
     check(folder)
