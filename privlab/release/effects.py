@@ -48,10 +48,6 @@ ORDER: dict[RowOrder, int] = {"kept": 0, "shared": 1, "own": 2, "mixed": 3}
 _TEXTURED = [0, 2]
 """The images of `_images` in which no two patches are alike, so that a patch is found wherever it went."""
 
-_NEAR = 0.25
-"""The mean squared distance of fed patches from those that they are taken for, relative to that from all others, below
-which they are the same ones, with noise perhaps."""
-
 _MEASURED: WeakKeyDictionary[VictimModel, dict[AnyDefense, Effects]] = WeakKeyDictionary()
 """The measured effects of each defense, for each victim in memory."""
 
@@ -197,7 +193,7 @@ def _order(images: Float[Tensor, "b c h w"], feed: Feed, patch: int) -> tuple[In
     """Return the order in which patches are fed, and the images in which it is seen.
 
     It is the order that the feed states if the pixels stand so. Otherwise each patch of a textured image is taken for
-    the nearest private one, if that is a permutation which explains what is fed.
+    the nearest private one, if that is a permutation: of what explains nothing it hardly is one.
     """
     everywhere = range(len(images))
     if torch.equal(feed.images, permute(images, feed.order, patch)):
@@ -205,9 +201,8 @@ def _order(images: Float[Tensor, "b c h w"], feed: Feed, patch: int) -> tuple[In
     order, away = feed.order.clone(), False
     for i in _TEXTURED:
         fed, own = (patchify(each[i : i + 1], patch)[0] for each in (feed.images, images))
-        distance = torch.cdist(fed, own).square()
-        least, nearest = distance.min(1)
-        if len(nearest.unique()) == len(nearest) and least.mean() < _NEAR * distance.mean():
+        nearest = torch.cdist(fed, own).argmin(1)
+        if len(nearest.unique()) == len(nearest):
             away = away or not torch.equal(nearest, order[i])
             order[i] = nearest
     return order, _TEXTURED if away else everywhere
