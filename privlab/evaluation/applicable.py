@@ -151,8 +151,8 @@ def _home(
         else:
             return variant
     assert refusal is not None
-    # The error names only what no block grants.
-    check_capabilities(attack, anywhere, force=force, because=obstacles(base.model))
+    if anywhere:  # the error names only what no block grants; a block that cannot be made grants nothing
+        check_capabilities(attack, anywhere, force=force, because=obstacles(base.model))
     raise refusal
 
 

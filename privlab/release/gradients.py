@@ -215,10 +215,8 @@ def obstacles(model: VictimModel) -> dict[Capability, str]:
     """Return why a model lacks a capability that its kind has, where the capability's own text does not tell."""
     if isinstance(before := model.vit.norm_pre, nn.Identity):
         return {}
-    return {
-        Capability.PLAIN_BLOCK: f"a pre-norm, {type(before).__name__} `norm_pre`, stands between the embedding and the "
-        "first block, as in CLIP's models"
-    }
+    why = f"a pre-norm, {type(before).__name__} `norm_pre`, stands between the embedding and the first block"
+    return dict.fromkeys((Capability.PLAIN_BLOCK, Capability.APRIL_BLOCK), f"{why}, as in CLIP's models")
 
 
 def _plain(model: VictimModel) -> bool:

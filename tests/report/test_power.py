@@ -298,6 +298,12 @@ def test_a_reassembled_picture_is_held_against_the_plain_one() -> None:
     assert word(rows, geometry="reassembled")[0] == "holds"
 
 
+def test_a_verdict_names_the_geometry_that_breaks_a_defense() -> None:
+    rows = records(LEVELS | {1: {**LEVELS[1], "mjp-subspace": 25.0}})
+    rows = rows.assign(geometry=rows.geometry.where(rows.attack != "mjp-subspace", "reassembled"))
+    assert str(cells(rows)[1]).startswith("broken by mjp-subspace (reassembled) (24 of 24 images; 2")
+
+
 def test_setting_b_says_of_what() -> None:
     rows = records(LEVELS | {1: {**LEVELS[1], "mjp-subspace": 20.0}})
     assert str(cells(change(rows, rows.case == 1, setting="b"))[1]).endswith("of control:mean of the shuffled image)")

@@ -150,6 +150,14 @@ def test_a_pre_norm_is_named(tiny_model: Callable[..., VictimModel], tiny_vit: V
     for refusal in refused.values():
         assert "plain_block (a pre-norm, LayerNorm `norm_pre`, stands between the embedding and the first" in refusal
         assert "timm's own" not in refusal
+    for block, why in (
+        ("auto", "april_block (a pre-norm, LayerNorm `norm_pre`"),
+        ("april", "--block april needs timm's"),
+    ):
+        spec = Specification(models=("own",), attacks=("april",), block=block)
+        refusal = applicable(spec, base)[1]["april"]
+        assert why in refusal
+        assert "knows_weights" not in refusal
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from privlab.report.page import case_names
 from privlab.report.tables.flags import FEWEST_IMAGES
 from privlab.report.tables.knowledge import kinds_in, knows, undefended_attack, undone
 from privlab.report.tables.measure import Measure, measure
-from privlab.report.tables.per_image import SINGLE, WORST, lead_metric, leakiest_geometries, per_image
+from privlab.report.tables.per_image import SINGLE, WORST, attack_label, lead_metric, leakiest_geometries, per_image
 from privlab.report.tables.results import Results
 
 __all__ = ["Measure", "PowerVerdict", "power", "power_of", "scope"]
@@ -125,12 +125,15 @@ class _Facts:
         return {case: frozenset("+".join(found).split("+")) - {"none", ""} for case, found in named.items()}
 
     def images(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Return the scores of each attack, control and image; an attack's are of the geometry where it leaks most."""
+        """Return the scores of each attack, control and image; an attack's are of the geometry where it leaks most.
+
+        Its column `geometry` names that.
+        """
         best = leakiest_geometries(rows, self.metrics, self.geometry).drop_duplicates("attack")
         where = dict(zip(best.attack, best.geometry, strict=True))
         found = {name: per_image(rows, self.metrics, name) for name in (self.geometry, *where.values())}
         own = [
-            each.loc[[where.get(attack, self.geometry) == name for attack in each.attack]]
+            each.loc[[where.get(attack, self.geometry) == name for attack in each.attack]].assign(geometry=name)
             for name, each in found.items()
         ]
         images = pd.concat(own, ignore_index=True)
@@ -159,7 +162,9 @@ class _Facts:
             if not parts:
                 return replace(said, word="no defense", why=f": {first.attack} leaks ({first})", measure=first)
             of = " of the shuffled image" if (rows.setting == "b").all() else ""
-            return replace(said, word="broken", why=f" by {first.attack} ({first}{of})", measure=first)
+            where = dict(zip(images.attack, images.geometry, strict=True))
+            by = attack_label(first.attack, where[first.attack])
+            return replace(said, word="broken", why=f" by {by} ({first}{of})", measure=first)
         best = max(next(filter(None, by_metric.values())), key=_most)
         if not parts:
             why = f": nor is any attack seen to leak; the best is {best.attack} ({best})"

@@ -246,8 +246,8 @@ def _about(row: Mapping[Hashable, Any]) -> str:
     if row["leakiest"] is None:
         return "the paper's" if row["kind"] == "paper" else ""
     order = sorted(row["leakiest"].items(), key=lambda pair: -pair[1])
-    said = [(name.replace(" (", ",\n").rstrip(")"), n) for name, n in order]  # "april (reassembled)" in two lines
-    return said[0][0] if len(said) == 1 else ",\n".join(f"{name} {n} of {row['n']}" for name, n in said)
+    said = [(name.replace(" (", "\n("), n) for name, n in order]  # "april (reassembled)" in two lines
+    return said[0][0] if len(said) == 1 else ";\n".join(f"{name} {n} of {row['n']}" for name, n in said)
 
 
 def _title(name: str) -> str:
