@@ -87,8 +87,8 @@ def test_named_attacks_hear_that_the_hashes_differ(
     error = audit(path, "--weights", other, "--attack", "patch-gradient,mjp-full").error
     assert re.fullmatch(
         r"Attack 'mjp-full' needs the client's weights\. update\.safetensors was taken at other weights \(SHA-256 "
-        r"[0-9a-f]{12}\) than file:moved\.safetensors \([0-9a-f]{12}\)\. Give --weights the client's, saved at that "
-        r"step, before the optimiser's\.",
+        r"[0-9a-f]{12}\) than file:moved\.safetensors \([0-9a-f]{12}\)\. Give the client's --weights, saved before the "
+        r"optimiser's step\.",
         error,
     )
     assert "knows_weights" not in error

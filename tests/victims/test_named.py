@@ -108,7 +108,7 @@ def test_a_model_of_ones_own_is_copied_and_left_alone(tiny_vit: Vit) -> None:
         ("deit_m", r"Unknown model 'deit_m'\. Did you mean deit_"),
         ("timm:vit_tinny_patch16_224", "Unknown timm model 'vit_tinny_patch16_224'. Did you mean vit_tiny_patch16_224"),
         ("timm:vit_tiny_patch16_224.foo", r"Unknown timm model .* vit_tiny_patch16_224\.augreg"),
-        ("timm:resnet10t", "timm's VisionTransformer. Found resnet10t, a ResNet"),
+        ("timm:resnet10t", "timm's VisionTransformer. Found resnet10t, of class ResNet"),
     ],
 )
 def test_models_that_cannot_be_victims(model: str, message: str) -> None:
