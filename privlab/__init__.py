@@ -13,17 +13,19 @@ if TYPE_CHECKING:
     from privlab.base import PrivlabError
     from privlab.images import open_images
     from privlab.release import observe
-    from privlab.release.capture import capture
+    from privlab.release.capture import capture, capture_update
     from privlab.runs.attack import attack
     from privlab.victims import Victim, victim
 
-__all__ = ["PrivlabError", "Victim", "__version__", "attack", "capture", "observe", "open_images", "victim"]
+__all__ = ["PrivlabError", "Victim", "__version__", "attack", "capture", "capture_update", "observe"]
+__all__ += ["open_images", "victim"]
 
 __version__ = version("privlab")
 
 _HOME = {
     "PrivlabError": "privlab.base.errors",
     "capture": "privlab.release.capture",
+    "capture_update": "privlab.release.capture",
     "attack": "privlab.runs.attack",
     "observe": "privlab.release.gradients",
     "open_images": "privlab.images.open",

@@ -23,6 +23,9 @@ class PatchGradient:
     MJP releases zeros in ∂ℓ/∂E_pos for a slot that has lost its position embedding. This attack does not know the
     defense: it takes them for equations, as the closed form of MJP's Table 5 does.
 
+    On the update of a client it is the naive baseline: momentum, schedules and further steps of SGD on one image are
+    one linear map of A and ∂ℓ/∂W, and change nothing. Weight decay and Adam do, and this attack knows of neither.
+
     Args:
         rtol: the ridge λ of `ridge_inverse`, relative to ‖A‖_F; 0 is plain least squares.
     """
@@ -32,12 +35,18 @@ class PatchGradient:
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
     effort: ClassVar[str] = "quick"
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
+    updates_of: ClassVar[tuple[str, ...]] = ("sgd", "adam", "adamw")
 
     rtol: float = RTOL
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return the condition N < D with its numbers if it does not hold."""
-        return too_many(seen)
+        """Return the condition N < D with its numbers if it does not hold, or what makes an update no gradient."""
+        client, found = seen.client, [too_many(seen)]
+        if client is not None and client.optimiser != "sgd":
+            found.append(f"{client.optimiser} scales each entry by itself")
+        if client is not None and client.weight_decay:
+            found.append(f"weight decay {client.weight_decay:g} in the update")
+        return " and ".join(filter(None, found)) or None
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""

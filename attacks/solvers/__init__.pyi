@@ -14,6 +14,7 @@ from .masked_slots import masked_slots as masked_slots
 from .masked_slots import replacement as replacement
 from .masked_slots import shares_mask as shares_mask
 from .masked_slots import slot_gradients as slot_gradients
+from .masked_slots import slot_rows as slot_rows
 from .masked_slots import zero_rows as zero_rows
 from .noisy_gradients import NoisyGradients as NoisyGradients
 from .noisy_gradients import posterior as posterior
@@ -25,3 +26,5 @@ from .prior import photograph_gradients as photograph_gradients
 from .prior import photograph_windows as photograph_windows
 from .ridge import RTOL as RTOL
 from .ridge import ridge_inverse as ridge_inverse
+from .updates import fit_decay as fit_decay
+from .updates import weighted_patches as weighted_patches

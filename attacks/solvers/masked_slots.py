@@ -6,14 +6,22 @@ from torch import Tensor
 from privlab.attacks.solvers.noisy_gradients import NoisyGradients
 from privlab.release import effects_of
 from privlab.threat import GradientDefense, Observation
+from privlab.victims import VictimModel
 
-__all__ = ["feeds_unknown", "hides_places", "masked_slots", "replacement", "shares_mask", "slot_gradients", "zero_rows"]
+__all__ = ["feeds_unknown", "hides_places", "masked_slots", "replacement", "shares_mask", "slot_gradients"]
+__all__ += ["slot_rows", "zero_rows"]
 
 
 def slot_gradients(seen: Observation) -> Float[Tensor, "b n d"]:
     """Return A = ∂ℓ/∂E_pos without the rows of class and register tokens."""
     height, width = seen.model.grid
     return seen.gradients["pos_embed"].squeeze(1)[:, -height * width :]
+
+
+def slot_rows(model: VictimModel, pe: Float[Tensor, "1 t d"]) -> Float[Tensor, "n d"]:
+    """Return the rows of position embeddings, or of what is given for each of them, that belong to patches."""
+    height, width = model.grid
+    return pe[0, -height * width :]
 
 
 def zero_rows(A: Float[Tensor, "b n d"]) -> Bool[Tensor, "b n"]:

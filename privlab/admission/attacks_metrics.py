@@ -15,10 +15,12 @@ from privlab.base import PrivlabError, configure, read_options, unknown_name
 from privlab.defenses import GradientNoise, RowPermutation, Undefended, defenses
 from privlab.evaluation import attack_batch
 from privlab.metrics import METRICS, Metric
-from privlab.release import observe, observe_features, released_parameters, send
+from privlab.release import observe, observe_features, observe_updates, released_parameters, send
 from privlab.threat import (
     AttackDeclarations,
     Capability,
+    Client,
+    ClientData,
     Draws,
     FeatureObservation,
     Feed,
@@ -179,6 +181,10 @@ def _releases(victim: VictimModel, seed: int) -> Iterator[Callable[[], Seen]]:
     def gradients(model: VictimModel, *defense: Any) -> Observation:  # noqa: ANN401
         return observe(model, images, labels, sorted(released_parameters(model)), defense, [draw(0), draw(1)])
 
+    def update() -> Observation:
+        one_by_one = zip(images.split(1), labels.split(1), (draw(0), draw(1)), strict=True)
+        return observe_updates(victim, Client(), [ClientData(*each) for each in one_by_one])
+
     def features(*defense: Any) -> FeatureObservation:  # noqa: ANN401
         stack, public = Stack(defense), photographs(victim)[2:].to(victim.mean)
         draws = Draws([draw(0), draw(1)], draw(2), draw(3))
@@ -189,6 +195,7 @@ def _releases(victim: VictimModel, seed: int) -> Iterator[Callable[[], Seen]]:
     yield lambda: gradients(victim)
     yield lambda: gradients(april_twin(victim))
     yield lambda: gradients(victim, GradientNoise())
+    yield update
     yield lambda: features(Undefended())
     yield lambda: features(RowPermutation())
 

@@ -1,6 +1,8 @@
 """What all benches share: their result, the timing of stages in rounds, and the photographs that they run on."""
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,10 +14,23 @@ from PIL import ImageChops
 from rich.table import Table
 from torch import Tensor
 
+from privlab.base import PrivlabError
 from privlab.images import open_images
 from privlab.victims import Victim
 
-__all__ = ["Bench", "median_seconds", "peak_gpu_memory", "peak_memory", "sample_images", "time_stage"]
+__all__ = [
+    "MAIN",
+    "Bench",
+    "Process",
+    "median_seconds",
+    "peak_gpu_memory",
+    "peak_memory",
+    "sample_images",
+    "time_stage",
+]
+
+MAIN = "from privlab.cli import main; main()"
+"""What runs the command line in a process."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,36 @@ class Bench:
         for name, ratio in self.ratios.items():
             ratios.add_row(name, f"{ratio:.3f}" if ratio >= 0.1 else f"{ratio:.2g}", self.targets[name])
         return [stages, ratios]
+
+
+@dataclass(frozen=True)
+class Process:
+    """Code that a process of its own runs, and how it must end: a process that fails early is no fast one."""
+
+    code: str
+    arguments: tuple[str, ...] = ()
+    status: int = 0
+    said: str = ""
+
+    def seconds(self, folder: Path) -> float:
+        """Return the processor time of the process and of what it starts, by the user and by the system.
+
+        Raises:
+            PrivlabError: if it ends otherwise than it must.
+        """
+        import resource
+
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-c", self.code, *self.arguments]
+        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", cwd=folder, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if done.returncode != self.status or self.said not in done.stdout + done.stderr:
+            found = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
+            raise PrivlabError(
+                f"'{' '.join(('privlab', *self.arguments)) if self.arguments else self.code}' must end with status "
+                f"{self.status}. Found {done.returncode}: {found}"
+            )
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def median_seconds(

@@ -5,15 +5,15 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
-from privlab.base import PrivlabError
+from privlab.bench.common import MAIN, Process
 
 __all__ = ["IMAGES", "MainJob", "run_main_job"]
 
 IMAGES = 8
 """Images of the README's main command."""
 
-_COMMAND = "from privlab.cli import main; main()"
 _BUSY = "while True: pass"
 
 
@@ -37,23 +37,15 @@ def run_main_job(model: str, device: str, *, busy: bool, images: int = IMAGES) -
     Raises:
         PrivlabError: if the command fails.
     """
-    import resource  # Windows has none
-
-    arguments = ["attack", "--model", model, "--setting", "c", "--limit", str(images), "--device", device, "--quiet"]
+    arguments = ("attack", "--model", model, "--setting", "c", "--limit", str(images), "--device", device, "--quiet")
+    job = Process(MAIN, (*arguments, "--out", "run"))
     with tempfile.TemporaryDirectory() as folder:
         other = subprocess.Popen([sys.executable, "-c", _BUSY]) if busy else None
         try:
-            before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-            done = subprocess.run(
-                [sys.executable, "-c", _COMMAND, *arguments, "--out", "run"],
-                **{"cwd": folder, "capture_output": True, "text": True, "encoding": "utf-8"},
-            )
-            wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+            began = time.perf_counter()
+            processor = job.seconds(Path(folder))
+            return MainJob(time.perf_counter() - began, processor)
         finally:
             if other is not None:  # waited for after the times were read, to which it would be added
                 other.kill()
                 other.wait()
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
-        raise PrivlabError(f"'privlab {' '.join(arguments)}' must end with status 0. Found {done.returncode}: {said}")
-    return MainJob(wall, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)

@@ -2,17 +2,14 @@
 
 import itertools
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from privlab.base import PrivlabError, Progress, hardware, versions
-from privlab.bench.common import Bench
+from privlab.base import Progress, hardware, versions
+from privlab.bench.common import MAIN, Bench, Process
 
 __all__ = ["bench_startup"]
 
@@ -24,36 +21,6 @@ _TARGETS = {
     "wrong_name_over_import_torch": "≤ 0.2",
     "attack_start_over_import_torch_timm": "≤ 1.3",
 }
-
-
-@dataclass(frozen=True)
-class _Process:
-    """Code that a process of its own runs, and how it must end: a process that fails early is no fast one."""
-
-    code: str
-    arguments: tuple[str, ...] = ()
-    status: int = 0
-    said: str = ""
-
-    def seconds(self, folder: Path) -> float:
-        """Return the processor time of the process and of what it starts, by the user and by the system.
-
-        Raises:
-            PrivlabError: if it ends otherwise than it must.
-        """
-        import resource
-
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-c", self.code, *self.arguments]
-        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", cwd=folder, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if done.returncode != self.status or self.said not in done.stdout + done.stderr:
-            found = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
-            raise PrivlabError(
-                f"'{' '.join(('privlab', *self.arguments)) if self.arguments else self.code}' must end with status "
-                f"{self.status}. Found {done.returncode}: {found}"
-            )
-        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def bench_startup(*, repeats: int, progress: Progress = lambda done, total: None) -> Bench:
@@ -87,21 +54,20 @@ def bench_startup(*, repeats: int, progress: Progress = lambda done, total: None
     return Bench(_figures(medians), _TARGETS, medians, setup, unit="start")
 
 
-def _processes(empty: Path) -> dict[str, _Process]:
+def _processes(empty: Path) -> dict[str, Process]:
     """Return what is measured.
 
     Args:
         empty: a file of weights that cannot be read.
     """
-    main = "from privlab.cli import main; main()"
     attack = ("attack", "--setting", "c", "--model")
     started = (*attack, "deit_s_mjp", "--weights", str(empty))
     return {
-        _TORCH: _Process(_TORCH),
-        _TIMM: _Process(_TIMM),
-        _HELP: _Process(main, ("--help",), said="Usage: privlab"),
-        _WRONG: _Process(main, (*attack, "nope"), status=2, said="Unknown model 'nope'"),
-        _START: _Process(main, started, status=2, said=f"'{empty}' cannot be read as weights"),
+        _TORCH: Process(_TORCH),
+        _TIMM: Process(_TIMM),
+        _HELP: Process(MAIN, ("--help",), said="Usage: privlab"),
+        _WRONG: Process(MAIN, (*attack, "nope"), status=2, said="Unknown model 'nope'"),
+        _START: Process(MAIN, started, status=2, said=f"'{empty}' cannot be read as weights"),
     }
 
 

@@ -13,13 +13,14 @@ from privlab.cli.attack import attack
 from privlab.cli.common import Commands, Interrupted, err
 from privlab.cli.evaluate import evaluate
 from privlab.cli.keys import keys
-from privlab.cli.machine import bench, doctor, list_
+from privlab.cli.machine import bench, doctor, explain, list_
 from privlab.cli.models import models
 from privlab.cli.split.commands import split
 from privlab.cli.store import figures, report, store
 from privlab.cli.study import finetune_study, study
 from privlab.cli.table import table
 from privlab.cli.train import train
+from privlab.inventory.command_examples import EXAMPLES
 
 __all__ = ["cli", "main"]
 
@@ -73,10 +74,26 @@ def cli() -> None:
     """Measure how much of a private image leaks from a Vision Transformer, and what a defense really stops."""
 
 
+def add_examples(group: click.Group, above: str = "") -> None:
+    """Put the examples of each command of a group, and of the groups in it, below its help.
+
+    Args:
+        group: the group, whose commands are changed.
+        above: the words that lead to it, without `privlab`.
+    """
+    for name, command in group.commands.items():
+        words = f"{above} {name}".strip()
+        if isinstance(command, click.Group):
+            add_examples(command, words)
+        elif lines := EXAMPLES.get(words):
+            command.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
 COMMANDS = (
-    *(attack, admit, list_, doctor, bench, keys, split, study, train, evaluate, models),
+    *(attack, admit, list_, explain, doctor, bench, keys, split, study, train, evaluate, models),
     *(table, store, report, figures),
 )
 for command in COMMANDS:
     cli.add_command(command)
 keys.add_command(finetune_study)
+add_examples(cli)

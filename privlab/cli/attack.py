@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from privlab.base import PrivlabError
-from privlab.cli.audit import audit_features, audit_gradient_file
+from privlab.cli.audit import audit_features, audit_gradient_file, audit_update
 from privlab.cli.common import (
     EVERY,
     MANIFEST,
@@ -31,6 +31,7 @@ from privlab.cli.common import (
 from privlab.cli.live import engine_of, engine_options, run_display
 from privlab.cli.names import (
     ATTACKS,
+    CLIENT,
     DEFENSES,
     EFFORT,
     IMAGES,
@@ -80,9 +81,14 @@ __all__ = ["attack"]
     "options_",
     multiple=True,
     metavar="[NAME.]KEY=VALUE",
-    help="An option of an attack or a defense; repeat it.",
+    help="An option of an attack, a defense or the client; repeat it.",
 )
-@click.option("--release", default="auto", show_default=True, help="What the adversary sees: gradients or features.")
+@click.option(
+    "--release", default="auto", show_default=True, help="What the adversary sees: gradients, features or update."
+)
+@click.option(
+    "--client", type=CLIENT, help="Release the update of a round of local training: sgd, adam, adamw or a preset."
+)
 @click.option(
     "--features",
     type=click.Path(path_type=Path),
@@ -95,7 +101,16 @@ __all__ = ["attack"]
     metavar="FILE",
     help="Audit the update of a real training step, which `privlab.capture` saved; --model names the client's model.",
 )
-@click.option("--reference", type=click.Path(path_type=Path), metavar="IMAGE", help="With --gradients: score by it.")
+@click.option(
+    "--update",
+    type=click.Path(path_type=Path),
+    nargs=2,
+    metavar="BEFORE AFTER",
+    help="Audit the weights before and after a client's round; --client and --set say how it trained.",
+)
+@click.option(
+    "--reference", type=click.Path(path_type=Path), metavar="IMAGE", help="With --gradients or --update: score by it."
+)
 @click.option(
     "--client-batch", type=click.IntRange(min=1), default=16, show_default=True, help="Features: images sent together."
 )
@@ -168,10 +183,11 @@ def attack(
     as_json: bool,
     features: Path | None,
     gradients: Path | None,
+    update: tuple[Path, Path] | None,
     reference: Path | None,
     **options: Any,  # noqa: ANN401
 ) -> int:
-    """Attack what a client releases, gradients or features, score the reconstructions, and write a run directory."""
+    """Attack what a client releases (gradients, features, an update), score the reconstructions, write a directory."""
     for name in several(model):
         check_img_size(name, options["img_size"])
     if features is not None:
@@ -180,8 +196,13 @@ def attack(
     if gradients is not None:
         path = out or _new_directory(model.split(","), ["gradients"])
         return audit_gradient_file(context, gradients, path, context.params)
+    if update is not None:
+        path = out or _new_directory(model.split(","), ["update"])
+        return audit_update(context, update, path, context.params)
     if reference is not None:
-        raise PrivlabError("--reference is the private image of a --gradients file. Give that file, or use --images.")
+        raise PrivlabError(
+            "--reference is the private image behind --gradients or --update. Give these, or use --images."
+        )
     from privlab.evaluation import admissions, check_geometry
     from privlab.runs import execute, specify
 
@@ -209,6 +230,7 @@ def attack(
         BOUND,
         KNOWN,
         apart_lines,
+        certificates,
         flag_lines,
         plain_data,
         shown_metrics,
@@ -235,6 +257,7 @@ def attack(
                 "geometry": geometry,
                 "worst_case": BOUND,
                 "leaks": {name: KNOWN[name].direction for name in shown_metrics(spec.metrics, table)},
+                "explained": certificates(outcome.records),
                 "rows": [{name: plain(value) for name, value in row.items()} for row in table.to_dict("records")],
                 "warnings": outcome.warnings,
                 "admit": admissions(spec),
@@ -243,7 +266,7 @@ def attack(
             }
         )
     elif (outcome.records.status == "ok").any():
-        said = [*lead, *(f"verdict: {cell.label}: {cell}" for cell in cells)]
+        said = [*certificates(outcome.records), *lead, *(f"verdict: {cell.label}: {cell}" for cell in cells)]
         _print_attack(outcome, table, geometry, said, [*apart_lines(told), *flag_lines(found)])
     else:
         click.echo(f"Nothing could be scored. run: {path}")
@@ -293,8 +316,8 @@ def _print_attack(
     shown = shown_metrics(outcome.spec.metrics, table)
     wide = to_rich(table, shown)
     print_table(wide if fits(wide) else to_rich(table, shown, stacked=True))
-    arrows = "mean ± standard deviation over the images; arrows show the direction that leaks"
-    click.echo(f"{arrows}; geometry {geometry}" + ("" if geometry == "oracle" else ", controls as they are"))
+    controls = "" if geometry == "oracle" else ", controls as they are"
+    click.echo(f"arrows show the direction that leaks; geometry {geometry}{controls}")
     for line in elsewhere(outcome.records, outcome.spec.metrics, geometry):
         click.echo(line)
     about = explanations(table, outcome.spec.metrics, geometry)

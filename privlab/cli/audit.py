@@ -1,4 +1,4 @@
-"""`privlab attack --features` and `--gradients`: audits of what a server recorded, and of what a client released."""
+"""`privlab attack --features`, `--gradients`, `--update`: audits of what a server recorded or a client released."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,16 +22,19 @@ from privlab.cli.common import (
     progress_bar,
 )
 from privlab.release.given import check_gradients, session_folders
+from privlab.victims.names import check_weights_file
 
 if TYPE_CHECKING:
     from privlab.runs import GradientAudit
+    from privlab.runs.audit_given import Files
 
-__all__ = ["audit_features", "audit_gradient_file"]
+__all__ = ["audit_features", "audit_gradient_file", "audit_update"]
 
 _TAKEN = {"model", "attack", "effort", "weights", "img_size", "classes", "defense", "gamma", "masked_pe", "options_"}
 _TAKEN |= {"seed", "device", "out", "overwrite", "as_json"}
 _FEATURES = _TAKEN | {"features", "limit", "public", "public_limit"}
 _GRADIENTS = _TAKEN | {"gradients", "reference", "block", "force"}
+_UPDATE = (_TAKEN - {"weights"}) | {"update", "client", "reference", "block", "force"}
 _SCORING = {"metrics", "lpips_weights", "embedding", "public", "public_limit"}
 
 
@@ -89,19 +92,48 @@ def audit_gradient_file(context: click.Context, file: Path, path: Path, options:
     """
     _refuse(context, _GRADIENTS | _SCORING, "--gradients: the file is one training step. Leave it out.")
     check_gradients(file)
+    return _audit(context, file, path, options, {"release": "gradients"}, _GRADIENTS)
+
+
+def audit_update(context: click.Context, files: tuple[Path, Path], path: Path, options: Mapping[str, Any]) -> int:
+    """Attack the update of a client's round, with a reference image for scoring or without, and print the results.
+
+    Args:
+        context: the command.
+        files: the weights before and after the round.
+        path: the run directory.
+        options: all options of the command.
+    """
+    _refuse(context, _UPDATE | _SCORING, "--update: the files hold the weights of one round. Leave it out.")
+    if options["client"] is None:
+        raise PrivlabError("--update needs --client: what the server knows of the training. Found none: give sgd.")
+    for file in files:
+        check_weights_file(file)
+    return _audit(context, files, path, options, {"client": options["client"]}, _UPDATE)
+
+
+def _audit(
+    context: click.Context,
+    files: "Files",
+    path: Path,
+    options: Mapping[str, Any],
+    release: dict[str, Any],
+    taken: set[str],
+) -> int:
+    """Attack what was released, and print the results."""
     from privlab.runs import specify
     from privlab.runs.audit_gradients import audit_gradients
 
+    kind = "update" if "client" in release else "gradients"
     if options["reference"] is None:
-        _refuse(context, _GRADIENTS, "--gradients without a --reference to score by. Give one, or leave it out.")
+        _refuse(context, taken, f"--{kind} without a --reference to score by. Give one, or leave it out.")
     science = _science(options) | {name: options[name] for name in ("block", "force", "lpips_weights", "embedding")}
-    spec = specify(
-        options["model"], "c", attack=options["attack"], metrics=options["metrics"], release="gradients", **science
-    )
-    _check_one(spec.models, "--gradients")
+    setting = "a" if kind == "update" else "c"
+    spec = specify(options["model"], setting, attack=options["attack"], metrics=options["metrics"], **science | release)
+    _check_one(spec.models, f"--{kind}")
     with interruptible(lambda: kept(path, "With --overwrite, the same command starts again.")):
         found = audit_gradients(
-            file,
+            files,
             spec,
             device=options["device"],
             out=path,
@@ -165,12 +197,12 @@ def _print_gradients(found: "GradientAudit") -> None:
             *scores,
             str(row.get("images", "")),
             str(row.get("seconds", "")),
-            _says(row, found.reference),
+            _says(row, found),
         )
-    print_table(table)
-    click.echo(
-        "residual: of the gradient that the reconstruction itself gives, against the released one; 0 is the same"
-    )
+    if found.rows:  # else a flag says that no attack ran
+        print_table(table)
+        said = "that the reconstruction itself gives, against the released one; 0 is the same"
+        click.echo(f"residual: of the {found.what} {said}")
     if found.reference is not None:
         click.echo(f"reference: {found.reference}")
     for flag in found.flags:
@@ -179,8 +211,8 @@ def _print_gradients(found: "GradientAudit") -> None:
     click.echo(f"run: {found.path}" + (f" (images in {pictures})" if pictures.exists() else ""))
 
 
-def _says(row: Mapping[str, Any], reference: str | None) -> str:
-    """Return what a row proves about the private image; `reference` describes the image that the user gave, if any."""
+def _says(row: Mapping[str, Any], found: "GradientAudit") -> str:
+    """Return what a row of an audit proves about the private image."""
     if row["status"] != "ok":
         return "failed"
     if "block" not in row:
@@ -191,7 +223,7 @@ def _says(row: Mapping[str, Any], reference: str | None) -> str:
         return "not checked: look at the image"
     if not row["explained"]:
         return "not proven: look at the image"
-    return f"{'the private image' if reference is None else 'what was fed'}: it gives the released gradient"
+    return f"{'the private image' if found.reference is None else 'what was fed'}: it gives the released {found.what}"
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:

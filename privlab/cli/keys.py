@@ -38,7 +38,7 @@ def _say(as_json: bool, **facts: object) -> None:
 @keys.command()
 @click.option("--model", required=True, help="A victim's name, timm:NAME, or a file with --heads.")
 @heads_option
-@click.option("--space", default="full", show_default=True, help="full, paper or residual (see the README).")
+@click.option("--space", default="full", show_default=True, help="full, paper or residual.")
 @out_option
 @overwrite_option
 @common

@@ -1,4 +1,4 @@
-"""`privlab list`, `doctor` and `bench`: they show what is installed, what the machine has, and how fast it is."""
+"""`privlab list`, `explain`, `doctor` and `bench`: what is installed, what it is, what the machine has, speed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +8,9 @@ import click
 
 from privlab.base import unknown_name
 from privlab.cli.common import Commands, common, err, print_json, print_rows, print_table, progress_bar
-from privlab.cli.names import STACK, VICTIM
+from privlab.cli.names import EXPLAINED, STACK, VICTIM
 
-__all__ = ["bench", "doctor", "list_"]
+__all__ = ["bench", "doctor", "explain", "list_"]
 
 
 @click.command("list")
@@ -21,6 +21,23 @@ def list_(what: str, as_json: bool) -> None:
     from privlab.inventory.catalogue import catalogue
 
     print_rows(catalogue(what), as_json)
+
+
+@click.command()
+@click.argument("name", type=EXPLAINED)
+@common
+def explain(name: str, as_json: bool) -> None:
+    """Print the page of an attack, a defense, a metric or a red flag: idea, needs, range, cost, options, source."""
+    from privlab.inventory.explain import explain as page_of
+
+    page = page_of(name)
+    if as_json:
+        shown = {"kind": page.kind, "name": page.name, "idea": page.idea, "sections": page.sections}
+        print_json({**shown, "studies": page.studies})
+        return
+    click.echo(f"{click.style(page.name, bold=True)} ({page.kind})\n\n{page.idea}")
+    for title, text in page.sections.items():
+        click.echo(f"\n{click.style(title, bold=True)}\n{text}")
 
 
 @click.command()

@@ -12,6 +12,7 @@ from privlab.base import check_name, read_text
 from privlab.defenses import defenses
 from privlab.evaluation.names import check_names, known_names
 from privlab.experiments.tables.named import experiment_names, find_experiment
+from privlab.inventory.explain import check_explained, known
 from privlab.metrics.names import metric_names
 from privlab.victims.names import (
     check_classifier_name,
@@ -25,9 +26,11 @@ __all__ = [
     "ATTACKS",
     "CLASSIFIER",
     "CLASSIFIERS",
+    "CLIENT",
     "DEFENSES",
     "EFFORT",
     "EXPERIMENT",
+    "EXPLAINED",
     "IMAGES",
     "LABELS",
     "MANIFEST_FILE",
@@ -133,10 +136,12 @@ CLASSIFIERS = Checked(_each(check_classifier_name), classifier_names, ",")
 WEIGHTS = Checked(_check_weights, lambda: _WEIGHTS)
 SETTINGS = Checked(lambda text: check_names("setting", several(text)), lambda: known_names("setting"), ",")
 ATTACKS = Checked(lambda text: check_names("attack", several(text)), lambda: known_names("attack"), ",")
+CLIENT = Checked(lambda text: check_names("client", [text]), lambda: known_names("client"))
 EFFORT = Checked(lambda text: check_names("effort", [text]), lambda: known_names("effort"))
 METRICS = Checked(lambda text: check_names("metric", several(text)), lambda: known_names("metric"), ",")
 DEFENSES = Checked(lambda text: check_names("defense", several(text, ",+")), lambda: known_names("defense"), "+,")
 STACK = Checked(_check_sent, defenses, "+")
 PART = Checked(_check_part, _parts)
 EXPERIMENT = Checked(lambda text: read_text(find_experiment(text), "experiment"), experiment_names)
+EXPLAINED = Checked(check_explained, known)
 IMAGES, LABELS, MANIFEST_FILE = Checked(_check_source), Checked(_check_labels), Checked(_check_manifest)

@@ -2,6 +2,7 @@ from .applicable import AttackGroup as AttackGroup
 from .applicable import applicable as applicable
 from .applicable import plan as plan
 from .applicable import stands_in as stands_in
+from .applicable import unread as unread
 from .batch import Batch as Batch
 from .batch import Trial as Trial
 from .batch import batch_key as batch_key

@@ -7,12 +7,19 @@ from dataclasses import dataclass, replace
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.evaluation.specification import Specification, attack_of, default_attacks, defense_of
-from privlab.release import feature_capabilities, gradient_capabilities, released_parameters
+from privlab.release import (
+    feature_capabilities,
+    gradient_capabilities,
+    released_parameters,
+    trained_parameters,
+    update_capabilities,
+)
 from privlab.release.gradients import obstacles
 from privlab.threat import (
     Attack,
     AttackClass,
     Capability,
+    Client,
     Defense,
     FeatureAttack,
     FeatureDefense,
@@ -22,7 +29,7 @@ from privlab.threat import (
 )
 from privlab.victims import Victim
 
-__all__ = ["AttackGroup", "applicable", "plan", "stands_in"]
+__all__ = ["AttackGroup", "applicable", "plan", "stands_in", "unread"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +120,7 @@ def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[s
 
 
 def _candidates(spec: Specification) -> dict[str, AttackClass]:
-    """Return the attacks that are named, or else those of this release, defense and effort."""
+    """Return the attacks that are named, or else those of this release, client, defense and effort."""
     if spec.attacks is not None:
         return {name: installed_attacks()[name] for name in spec.attacks}
     return {
@@ -121,7 +128,20 @@ def _candidates(spec: Specification) -> dict[str, AttackClass]:
         for name, kind in default_attacks(spec.effort).items()
         if (Capability.RELEASED_FEATURES in kind.requires) == spec.features_released
         and (Capability.GRADIENT_DEFENSE not in kind.requires or spec.defends_gradients)
+        and (Capability.CLIENT_UPDATE not in kind.requires or spec.local_training is not None)
+        and unread(kind, spec.local_training) is None
     }
+
+
+def unread(attack: Attack | FeatureAttack | AttackClass, client: Client | None) -> str | None:
+    """Return why an attack does not read the updates of a client; None where it does, or where there is no client."""
+    if client is None or client.optimiser in (optimisers := attack_declarations(attack).updates_of):
+        return None
+    how = f"reads updates of {' and '.join(optimisers)}" if optimisers else "reads the gradient of one step"
+    return (
+        f"Attack '{attack.name}' {how}, and this run releases the update of a client that trains by "
+        f"{client.optimiser}. That it does not apply is no evidence of privacy."
+    )
 
 
 def _home(
@@ -135,6 +155,8 @@ def _home(
     if spec.features_released:
         check_capabilities(attack, feature_capabilities(base.model, spec.public_limit, defense))
         return base
+    if (reason := unread(attack, spec.local_training)) is not None:
+        raise PrivlabError(reason)
     blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
     force = spec.force and spec.block != "auto"
     refusal: PrivlabError | None = None
@@ -142,22 +164,46 @@ def _home(
     for block in blocks:
         try:
             variant = groups[block].victim if block in groups else base.with_block(block)
-            grants = gradient_capabilities(variant.model, defense, spec.gradient_batch)
+            grants = _grants(variant, spec, defense)
             anywhere |= grants
-            check_capabilities(attack, grants, force=force, because=obstacles(base.model))
-            _check_released(attack, variant)
+            check_capabilities(attack, grants, force=force, because=_because(base, spec))
+            _check_released(attack, variant, spec.local_training)
         except PrivlabError as error:
             refusal = error
         else:
             return variant
     assert refusal is not None
     if anywhere:  # the error names only what no block grants; a block that cannot be made grants nothing
-        check_capabilities(attack, anywhere, force=force, because=obstacles(base.model))
+        check_capabilities(attack, anywhere, force=force, because=_because(base, spec))
     raise refusal
 
 
-def _check_released(attack: Attack | FeatureAttack, victim: Victim) -> None:
-    """Refuse an attack that reads the gradient of a parameter that the client freezes."""
-    frozen = [name for name in attack_declarations(attack).parameters if name in victim.model.frozen]
-    if frozen:
+def _grants(
+    victim: Victim, spec: Specification, defense: Sequence[Defense | FeatureDefense | GradientDefense]
+) -> frozenset[Capability]:
+    """Return what released gradients, or the update of a client, grant on a block variant of a victim."""
+    if spec.local_training is not None:
+        return update_capabilities(victim.model, spec.local_training)
+    return gradient_capabilities(victim.model, defense, spec.gradient_batch)
+
+
+def _because(base: Victim, spec: Specification) -> dict[Capability, str]:
+    """Return why a capability is not granted, where its own text does not tell."""
+    if (client := spec.local_training) is None or client.images == 1:
+        return obstacles(base.model)
+    told = (
+        f"each update is of client.images={client.images}, and no attack here separates them, which is no evidence of"
+    )
+    return obstacles(base.model) | {Capability.BATCH_SIZE_ONE: f"{told} privacy: client.images=1 is the worst case"}
+
+
+def _check_released(attack: Attack | FeatureAttack, victim: Victim, client: Client | None) -> None:
+    """Refuse an attack that reads the gradient of a parameter that the model freezes, or the client does not train."""
+    names = attack_declarations(attack).parameters
+    if frozen := [name for name in names if name in victim.model.frozen]:
         raise PrivlabError(f"Attack '{attack.name}' reads gradients of frozen parameters: {', '.join(frozen)}.")
+    if client is not None and (left := {*names} - {"*", *trained_parameters(victim.model, client)}):
+        raise PrivlabError(
+            f"Attack '{attack.name}' reads the update of {', '.join(sorted(left))}, which client.trains="
+            f"{client.trains} leaves out. That it does not apply is no evidence of privacy."
+        )

@@ -6,6 +6,7 @@ from privlab.attacks import attacks
 from privlab.base import check_name
 from privlab.defenses import defenses
 from privlab.metrics.names import LPIPS, metric_names
+from privlab.threat.federated import CLIENT_PRESETS, OPTIMISERS
 
 __all__ = ["EFFORTS", "RELEASE_KINDS", "SETTINGS", "WORST_CASE", "check_names", "known_names"]
 
@@ -29,12 +30,17 @@ EFFORTS: dict[str, str] = {
 RELEASE_KINDS: dict[str, str] = {
     "gradients": "the gradient of each image's loss, as in federated learning",
     "features": "the embedded tokens, as in split learning",
+    "update": "the difference of weights after a round of local training (--client), as federations send it",
 }
 """What a client releases, and the adversary sees."""
 
 
 def known_names(kind: str) -> list[str]:
-    """Return what may be named alone as a "setting", "attack", "defense", "release", "metric", "block" or "effort"."""
+    """Return what may be named alone, of one kind.
+
+    Args:
+        kind: "setting", "attack", "defense", "release", "metric", "block", "effort" or "client".
+    """
     return {
         "setting": lambda: [*SETTINGS],
         "attack": lambda: [*attacks(), WORST_CASE],
@@ -43,6 +49,7 @@ def known_names(kind: str) -> list[str]:
         "metric": lambda: [*metric_names(), LPIPS],
         "block": lambda: ["auto", "stock", "april"],
         "effort": lambda: [*EFFORTS],
+        "client": lambda: [*OPTIMISERS, *CLIENT_PRESETS],
     }[kind]()
 
 

@@ -18,6 +18,7 @@ from privlab.base import draw_for
 from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.batch import Batch, Seen, Trial, attacked_together, labelled, taken
 from privlab.evaluation.check import attack_batch, beyond_range, reason_of
+from privlab.evaluation.client_updates import explained_by, observe_clients, unsound_release
 from privlab.evaluation.controls import Controls
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.evaluation.scoring import Scorer, known_slots
@@ -173,7 +174,7 @@ class Evaluator:
         else:
             seen, facts, sound = self._features(trial.sent, trial, batch)
         records = [
-            row | facts[i] | _failed("what is released is zero or not finite")
+            row | facts[i] | _failed(unsound_release(self.spec.local_training))
             for i, fine in enumerate(sound)
             for row in ([] if fine else self.rows.of(batch.named[i], trial.setting, group))
         ]
@@ -227,7 +228,11 @@ class Evaluator:
         draws = batch.release_draws(self.spec.seed, self.spec.draw, B)
         seen, seconds = self._once(
             (trial.setting, group.victim.block, batch.together),
-            lambda: observe(model, trial.feed, batch.labels, group.parameters, parts, draws, B),
+            lambda: (
+                observe(model, trial.feed, batch.labels, group.parameters, parts, draws, B)
+                if self.spec.local_training is None
+                else observe_clients(model, self.spec.local_training, trial, batch, group.parameters, draws, B)
+            ),
         )
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0).repeat_interleave(B)
         facts: list[Record] = [
@@ -302,6 +307,7 @@ class Evaluator:
                     for i in one_by_one
                 ]
             return [[_failed(reason_of(attack, error))] * len(names)] * b
+        shares = [explained_by(seen, reconstruction.images[i : i + 1], i) for i in range(b)]
         if self.spec.eight_bit:
             reconstruction = replace(reconstruction, images=(reconstruction.images * 255).round() / 255)
         scores, seconds_score = self._timed(
@@ -310,7 +316,10 @@ class Evaluator:
         cost = {"seconds_attack": seconds / b, "seconds_score": seconds_score / b}
         outcomes = [
             [
-                self._measured({name: values[i] for name, values in of_geometry.items()}) | cost | beyond[i]
+                self._measured({name: values[i] for name, values in of_geometry.items()})
+                | {"explained": shares[i]}
+                | cost
+                | beyond[i]
                 for of_geometry in scores
             ]
             for i in range(b)

@@ -42,9 +42,10 @@ __all__ = [
     "to_frame",
 ]
 
-SCHEMA = 6
+SCHEMA = 7
 """Version of the records' columns. Since 3, rows have a key. Since 4, they say whether an attack was beyond its range.
-Since 5, they have scores that no gain or offset changes. Since 6, they state the effort."""
+Since 5, they have scores that no gain or offset changes. Since 6, they state the effort. Since 7, they say how much of
+an update a reconstruction explains."""
 
 GEOMETRIES = ("in_place", "oracle", "reassembled")
 """The layouts of a reconstruction: as it is; with the moved patches put in order by the evaluator; and, in setting c of
@@ -68,13 +69,13 @@ _ORDER = (
     "psnr_affine correlation gms_affine psnr_affine_mirrored correlation_mirrored gms_affine_mirrored "
     f"lpips_alex lpips_vgg lpips_squeeze f_sim {' '.join(ADDED)} "
     "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
-    "tokens_found tokens_sure correct grad_norm "
+    "tokens_found tokens_sure explained correct grad_norm "
     "seconds_observe seconds_attack seconds_score status reason beyond_range schema privlab_version "
     "defense_params attack_params victim_params conditions metrics cell batch batch_images external"
 )
 _FLOAT_COLUMNS = (
     *(*METRICS, *MIRRORED.values(), *PLACEMENT),
-    *["psnr_unmasked", "psnr_masked", "key_bits", "tokens_found", "tokens_sure", "grad_norm"],
+    *["psnr_unmasked", "psnr_masked", "key_bits", "tokens_found", "tokens_sure", "explained", "grad_norm"],
     *["seconds_observe", "seconds_attack", "seconds_score"],
 )
 _INTEGER_COLUMNS = ["label", "seed", "draw", "schema", "batch_images"]
@@ -250,7 +251,7 @@ class Rows:
             "victim_params": json.dumps(self.base.params()),
             "weights": self.base.weights.origin,
             "weights_sha256": self.base.weights.sha256,
-            "release": "features" if self.spec.features_released else "gradients",
+            "release": self.spec.released,
             "effort": self.spec.effort,
             "seed": self.spec.seed,
             "draw": self.spec.draw,
@@ -263,7 +264,7 @@ class Rows:
         }
 
     def _conditions(self) -> dict[str, object]:
-        """Return what else a score depends on: labels, rounding, public images, the client's batch, and re-assembly."""
+        """Return what else a score depends on: labels, rounding, public images, the client, and re-assembly."""
         spec = self.spec
         given: dict[str, object] = {
             "labels": spec.labels if spec.labels in (None, "predicted") else _digest(Path(spec.labels)),
@@ -272,6 +273,8 @@ class Rows:
         }
         if spec.features_released:
             given["client_batch"] = spec.client_batch
+        elif spec.local_training is not None:
+            given["client"] = asdict(spec.local_training)
         elif spec.together:
             given["gradient_batch"] = spec.gradient_batch
         if (by := reassembly_of(spec, self.base)) != Borders():

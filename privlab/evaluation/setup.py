@@ -119,10 +119,12 @@ def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = T
         class_to_index=wnids,
         check=check,
     )
-    if source.count is not None and source.count < spec.gradient_batch:
-        raise PrivlabError(
-            f"gradient_batch must be at most the number of images, {source.count}. Found {spec.gradient_batch}."
-        )
+    asked = {"gradient_batch": spec.gradient_batch}
+    if spec.local_training is not None:
+        asked = {"client.images": spec.local_training.images}
+    for name, size in asked.items():
+        if source.count is not None and source.count < size:
+            raise PrivlabError(f"{name} must be at most the number of images, {source.count}. Found {size}.")
     return source
 
 

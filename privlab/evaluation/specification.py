@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from privlab.attacks import attacks as installed_attacks
@@ -14,9 +15,11 @@ from privlab.metrics.names import LPIPS
 from privlab.reassembly import REASSEMBLIES, Borders, Predicted, Reassembly
 from privlab.release import contradictions
 from privlab.threat import (
+    CLIENT_PRESETS,
     Attack,
     AttackClass,
     Capability,
+    Client,
     Defense,
     FeatureAttack,
     FeatureDefense,
@@ -75,6 +78,7 @@ class Specification:
     draws: int = 1
     force: bool = False
     release: str = "auto"
+    client: str | None = None
     options: tuple[str, ...] = ()
     public: tuple[str, ...] = ("samples",)
     public_limit: int = 200
@@ -100,6 +104,7 @@ class Specification:
             ("defense", self.parts),
             ("release", (self.release,)),
             ("block", (self.block,)),
+            ("client", () if self.client is None else (self.client,)),
         ):
             check_names(kind, names)
         check_name("reassembly", self.reassembly, REASSEMBLIES)
@@ -117,6 +122,7 @@ class Specification:
                 raise PrivlabError(f"{name} must be a positive number. Found {getattr(self, name)}.")
         check_choice(self.limit, self.every, self.offset, self.manifest)
         Mjp(**_jigsaw_options(self, Mjp))
+        self._check_client()
         self._check_options()
         self._check_release()
 
@@ -128,17 +134,39 @@ class Specification:
     @property
     def features_released(self) -> bool:
         """Return whether the adversary sees features: as `release` says, or else as a defense or an attack needs it."""
-        if self.release != "auto":
+        if self.release != "auto" or self.client is not None:
             return self.release == "features"
         kinds = [installed_attacks()[name] for name in self.attacks or ()]
         return self._defends_features or any(Capability.RELEASED_FEATURES in kind.requires for kind in kinds)
+
+    @property
+    def released(self) -> str:
+        """Return what the adversary sees: "gradients", "features" or "update"."""
+        return "update" if self.client is not None else "features" if self.features_released else "gradients"
+
+    @cached_property
+    def local_training(self) -> Client | None:
+        """Return the public settings of the client whose update is released; None where no update is.
+
+        An option for `steps` takes the place of a preset's `epochs`, and one for `epochs` that of its `steps`.
+
+        Raises:
+            PrivlabError: if an option is of another type, or a setting out of range.
+        """
+        if self.client is None:
+            return None
+        given = asdict(CLIENT_PRESETS[self.client]) if self.client in CLIENT_PRESETS else {"optimiser": self.client}
+        keys = {option.partition("=")[0].strip().removeprefix("client.") for option in self.client_options}
+        given = {key: value for key, value in given.items() if key not in _LENGTHS or not keys & _LENGTHS}
+        return configure(Client, self.client_options, given)
 
     @property
     def together(self) -> int | None:
         """Return how many images are released as one, and attacked as one; None where each is released by itself."""
         if self.features_released:
             return self.client_batch
-        return self.gradient_batch if self.gradient_batch > 1 else None
+        images = self.gradient_batch if self.local_training is None else self.local_training.images
+        return images if images > 1 else None
 
     @property
     def _acts_on(self) -> set[str]:
@@ -159,7 +187,8 @@ class Specification:
         parts = [defenses()[name] for name in self.parts if name != "auto"] or [Mjp]
         named = {name: installed_attacks()[name] for name in self.attacks or ()}
         read_options(self.reassembly_options, [REASSEMBLIES[self.reassembly]])
-        others = [option for option in self.options if option not in self.reassembly_options]
+        own = {*self.reassembly_options, *(self.client_options if self.client is not None else ())}
+        others = [option for option in self.options if option not in own]
         read_options(others, [*parts, *(named or default_attacks(self.effort)).values()])
         for kind in parts:  # also in setting a, which does not use them
             configure(kind, self.options)
@@ -168,6 +197,43 @@ class Specification:
     def reassembly_options(self) -> list[str]:
         """Return the options of the re-assembly: those that start with its name."""
         return [option for option in self.options if option.strip().startswith(f"{self.reassembly}.")]
+
+    @property
+    def client_options(self) -> list[str]:
+        """Return the options of the client: those that start with "client."."""
+        return [option for option in self.options if option.strip().startswith("client.")]
+
+    def _check_client(self) -> None:
+        """Check that an update is released exactly where there is a client, by itself and undefended."""
+        if self.client is None:
+            if self.release == "update" or self.client_options:
+                found = "release 'update'" if self.release == "update" else self.client_options[0].strip()
+                raise PrivlabError(f"An update is that of a client. Found {found} and no client: give --client sgd.")
+            return
+        private = [o.strip() for o in self.client_options if o.partition("=")[2].strip() in ("unknown", "private")]
+        if private:
+            raise PrivlabError(
+                f"What a client sets is public here: an attack knows it. Found {private[0]}. If the server does not "
+                "know the decay, leave it out and give --attack patch-update --set patch-update.decay=fitted."
+            )
+        read_options(self.client_options, [Client])
+        if self.release not in ("auto", "update"):
+            raise PrivlabError(f"A client releases its update. Found --release {self.release}: leave it out.")
+        if self.gradient_batch > 1:
+            raise PrivlabError(
+                f"gradient_batch is of released gradients. Found {self.gradient_batch}, and a client: "
+                f"use --set client.images={self.gradient_batch}."
+            )
+        if self.parts not in (("auto",), ("none",)):
+            raise PrivlabError(
+                f"Defense '{self.defense}' is not defined for updates: what it draws anew in each step of a client is "
+                "not built. Leave it out."
+            )
+        if self.settings != ("a",):
+            raise PrivlabError(
+                f"A client trains on plain images: setting a. Found setting {','.join(self.settings)} and an update."
+            )
+        assert self.local_training is not None  # its settings are checked where they are read
 
     def _check_release(self) -> None:
         if self.features_released and self.block == "april":
@@ -182,6 +248,10 @@ class Specification:
         for name in self.parts if self.features_released else ():
             if name in defenses() and acts_on(defenses()[name]) == "gradients":
                 raise PrivlabError(f"Defense '{name}' acts on gradients. Found features released: leave it out.")
+
+
+_LENGTHS = {"steps", "epochs"}
+"""The settings of a client that say how long a round is, each in its own unit."""
 
 
 def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:
@@ -267,11 +337,11 @@ def default_attacks(effort: str = "standard") -> dict[str, AttackClass]:
     Raises:
         PrivlabError: if an attack declares an effort that there is not.
     """
-    found = {}
+    found, within = {}, [*EFFORTS][: [*EFFORTS].index(effort) + 1]
     for name, kind in installed_attacks().items():
         declared = attack_declarations(kind)
         check_name(f"effort of {name}:", declared.effort, EFFORTS)
-        if not declared.named_only and [*EFFORTS].index(declared.effort) <= [*EFFORTS].index(effort):
+        if not declared.named_only and declared.effort in within:
             found[name] = kind
     return found
 

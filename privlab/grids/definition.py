@@ -14,6 +14,7 @@ from privlab.base import PrivlabError, read_text, unknown_name
 from privlab.evaluation import Specification
 from privlab.metrics import METRICS, PLACEMENT, STRUCTURE
 from privlab.metrics.names import LPIPS
+from privlab.threat import Client
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -52,6 +53,8 @@ _ALIASES = {"model": "models", "setting": "settings", "attack": "attacks", "set"
 _SEVERAL = {"attacks", "metrics", "images", "public", "options"}
 _RUN = {f.name for f in fields(Specification)} - set(_ALIASES.values()) - {"seed", "draw", "force"} | set(_ALIASES)
 _RUN |= {"seeds", "draws"}
+_CLIENT = {f"client.{f.name}" for f in fields(Client)}
+_RUN |= _CLIENT
 _CASE = {"label", "group", "published"}
 _NO_GRID = {"attack", "metrics", "images", "public", "set", "seeds", "draws"}
 
@@ -370,6 +373,7 @@ def _runs(file: _File, values: dict[str, Any], number: int, layout: Layout) -> I
     leaky = any(name == LPIPS or METRICS[name].arrow for name in layout.columns if name not in PLACEMENT)
     values.setdefault("metrics", [*layout.columns, *(n for n in STRUCTURE if leaky and n not in layout.columns)])
     plain = {f.name: f.type for f in fields(Specification)}
+    of_client = tuple(f"{name}={_text(values.pop(name))}" for name in [*values] if name in _CLIENT)
     given: dict[str, Any] = {}
     for name, value in values.items():
         target = _ALIASES.get(name, name)
@@ -384,6 +388,7 @@ def _runs(file: _File, values: dict[str, Any], number: int, layout: Layout) -> I
             raise file.refuse(f"{name} must be {_said(kind)}. Found {value!r}.", *_where(file, number, name))
         else:
             given[target] = float(value) if target == "gamma" else value
+    given["options"] = (*given.get("options", ()), *of_client)
     given["metrics"] = tuple(name for name in given["metrics"] if name not in PLACEMENT)
     try:
         first = Specification(**given)
@@ -393,9 +398,14 @@ def _runs(file: _File, values: dict[str, Any], number: int, layout: Layout) -> I
         raise file.refuse(str(error), *_where(file, number, _blamed(str(error), keys))) from None
 
 
+def _text(value: object) -> str:
+    """Return a value of TOML as `--set` takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _blamed(message: str, keys: Sequence[str]) -> str:
     """Return the first key that an error message names, under its own name or that of the specification's field."""
-    words = {word.strip("'.,:-") for word in message.split()}
+    words = {word.strip("'.,:-").partition("=")[0] for word in message.split()}
     fields_of = {key: _ALIASES.get(key, key) for key in keys}
     return next((key for key, name in fields_of.items() if words & {key, name, name.removesuffix("s")}), "")
 

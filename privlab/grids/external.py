@@ -131,7 +131,7 @@ class _Stated:
         spec = self.case.spec
         row = {
             "victim": spec.models[0],
-            "release": "features" if spec.features_released else "gradients",
+            "release": spec.released,
             "setting": self.setting,
             "attack": self.attack,
             "geometry": GEOMETRIES[0],

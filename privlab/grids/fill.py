@@ -106,7 +106,7 @@ def estimate(tasks: Sequence[Task]) -> dict[tuple[object, ...], float]:
 def kind_of(task: Task) -> tuple[object, ...]:
     """Return what decides how long a task takes."""
     spec = task.spec
-    how = (spec.img_size, spec.features_released, spec.gradient_batch, spec.block)
+    how = (spec.img_size, spec.features_released, spec.gradient_batch, spec.local_training, spec.block)
     return spec.models, *how, task.attacks, task.metrics, bool(task.kept)
 
 

@@ -27,7 +27,7 @@ def _victims() -> list[Listing]:
     rows: list[Listing] = []
     for name in victim_names():
         base = name.removesuffix("_nope").removesuffix("_mjp")
-        note = variants.get(name.removeprefix(base), "") if base in ARCHITECTURES else "from another package"
+        note = variants.get(name.removeprefix(base), "plain") if base in ARCHITECTURES else "from another package"
         if name in ZOO:
             note, base = f"trained, comes with privlab: {ZOO[name].about}", ZOO[name].architecture
         rows.append({"name": name, "timm": ARCHITECTURES.get(base, ""), "variant": note})

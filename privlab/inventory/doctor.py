@@ -23,13 +23,14 @@ _EXTRAS = {
     "split": "privlab split",
     "training": "the attacks inversion-…",
     "text": "keys of BERT and GPT-2",
-    "ray": "privlab table --engine ray",
+    "ray": "--engine ray of privlab attack and table",
     "robustness": "privlab evaluate --outliers",
     "study": "the UMAP of privlab study pe",
     "privacy": "the (ε, δ) of gradient-noise",
+    "docs": "building the site of docs/",
     "test": "the tests",
 }
-"""What the optional extras of privlab are for; `all` is all of them but the last."""
+"""What the optional extras of privlab are for; `all` is all of them but the last two."""
 
 
 def examine(lpips_weights: Path | None = None) -> list[Finding]:

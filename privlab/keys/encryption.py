@@ -23,8 +23,9 @@ from privlab.base import PrivlabError
 from privlab.keys.algebra import ModelShape, apply_key, remove_key
 from privlab.keys.key_file import KeyFile, to_bytes, write_new
 from privlab.keys.layouts import VIT
-from privlab.victims import from_any_layout, hash_of, pretrained_file, read_state
+from privlab.victims import COMPACT, from_any_layout, hash_of, pretrained_file, read_state, shipped_file
 from privlab.victims import named as victims
+from privlab.victims.zoo import BASE
 
 __all__ = [
     "FORMAT",
@@ -113,7 +114,8 @@ def shape_of_model(model: str, heads: int | None = None) -> ModelShape:
     if heads is not None:
         raise PrivlabError(f"--heads is for files. '{model}' has its own.")
     with torch.device("meta"):  # the weights are not needed, and take no memory
-        vit = timm.create_model(victims.resolve(model)[0])
+        name, changes = (BASE, COMPACT[base]) if (base := victims.resolve(model)[0]) in COMPACT else (base, {})
+        vit = timm.create_model(name, **changes)
     if not isinstance(vit, VisionTransformer):
         raise PrivlabError(f"Keys are for timm's VisionTransformer. Found {model}, a {type(vit).__name__}.")
     return ModelShape.of(vit)
@@ -242,7 +244,7 @@ def public_state(model: str) -> dict[str, Tensor]:
     """
     if is_file(model):
         return read_model(Path(model)).state
-    return read_model(pretrained_file(victims.resolve(model)[0])).state
+    return read_model(shipped_file(model) or pretrained_file(victims.resolve(model)[0])).state
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -4,7 +4,6 @@ A distance taken with a random backbone looks plausible and means nothing, so no
 file is an error, and the hash of the file that was read goes with the metric.
 """
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from privlab.base import PrivlabError, check_name, first
+from privlab.base import PrivlabError, check_name, first, sha256_of
 
 __all__ = ["LPIPS_BACKBONES", "SHIPPED", "LpipsBackbone", "LpipsUnavailable", "find_backbone", "load_features"]
 __all__ += ["is_shipped", "net_at_hand", "read_features"]
@@ -105,7 +104,7 @@ def read_features(path: Path) -> tuple[dict[str, Tensor], str]:
     from privlab.victims import read_state
 
     features = {name: tensor for name, tensor in read_state(path).items() if name.startswith("features.")}
-    return features, hashlib.sha256(path.read_bytes()).hexdigest()
+    return features, sha256_of(path)
 
 
 def load_features(trunk: torch.nn.Module, features: Mapping[str, Tensor], path: Path) -> None:
@@ -144,7 +143,7 @@ def _shipped(net: str) -> Path:
     path = _FOLDER / name
     if not path.is_file():
         raise LpipsUnavailable(f"No pretrained backbone for lpips_{net}: this package lacks {path}. Install it again.")
-    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != sha256:
+    if (found := sha256_of(path)) != sha256:
         raise PrivlabError(
             f"The backbone of lpips_{net} that came with privlab is damaged: the SHA-256 of {path} must be "
             f"{sha256[:12]}…. Found {found[:12]}…: install privlab again."

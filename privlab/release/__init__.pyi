@@ -24,6 +24,14 @@ from .label_of_bias import labels_of as labels_of
 from .label_of_bias import likely_labels as likely_labels
 from .labels import Told as Told
 from .labels import told_labels as told_labels
+from .local_training import observe_updates as observe_updates
+from .local_training import rounding_deviation as rounding_deviation
+from .local_training import run_client as run_client
+from .local_training import trained_parameters as trained_parameters
+from .local_training import undecayed as undecayed
+from .local_training import update_capabilities as update_capabilities
+from .local_training import update_on as update_on
+from .local_training import without_decay as without_decay
 from .recording import Recorded as Recorded
 from .recording import Recorder as Recorder
 from .recording import SessionRecorder as SessionRecorder

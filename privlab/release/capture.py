@@ -16,20 +16,27 @@ Format, version 1: a safetensors file with ∂ℓ/∂θ of each parameter θ tha
     model             what the client calls its model; optional
     weights_sha256    `privlab.victims.weights.hash_of` the weights at which the gradient was taken; optional
 
+`capture_update` saves the weights before and after a client's round instead, which `privlab attack --update` audits:
+
+    before = copy.deepcopy(model.state_dict())  # what the server sent
+    train(model)
+    before, after = capture_update(before, model, "round-7")  # round-7/before.safetensors and after.safetensors
+
 Importing this brings torch and safetensors, and nothing else that is heavy.
 """
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
-from privlab.base import PrivlabError, check_range
+from privlab.base import PrivlabError, check_range, first
 
-__all__ = ["FORMAT", "REDUCTIONS", "VERSION", "capture"]
+__all__ = ["FORMAT", "REDUCTIONS", "VERSION", "capture", "capture_update"]
 
 FORMAT, VERSION = "privlab-gradients", "1"
 REDUCTIONS = ("mean", "sum")
@@ -80,13 +87,57 @@ def capture(
         metadata["model"] = name
     if hash_weights:
         metadata["weights_sha256"] = _hash(model)
-    temporary = Path(path).with_name(f".tmp-{Path(path).name}")
+    _write(gradients, Path(path), "gradients", metadata)
+
+
+def capture_update(
+    before: nn.Module | Mapping[str, Tensor], after: nn.Module | Mapping[str, Tensor], folder: str | Path
+) -> tuple[Path, Path]:
+    """Save the weights before and after a client's local training, and return the paths of the two files.
+
+    Args:
+        before: the server's weights, a model or a state dict. That of the trained model itself must be a copy,
+            `copy.deepcopy(model.state_dict())`, since training changes it in place.
+        after: the weights after the training, a model or a state dict, bare or wrapped as `capture` takes it.
+        folder: path of the folder for `before.safetensors` and `after.safetensors`; existing ones are replaced.
+
+    Raises:
+        PrivlabError: if the two have other names or shapes, hold the same weights, or cannot be written.
+    """
+    folder = Path(folder)
+    states = [
+        {_WRAPPERS.sub("", key): value.detach().cpu().clone().contiguous() for key, value in state.items()}
+        for state in (each.state_dict() if isinstance(each, nn.Module) else each for each in (before, after))
+    ]
+    shapes = [{key: tuple(value.shape) for key, value in state.items()} for state in states]
+    if other := sorted({key for key, _ in {*shapes[0].items()} ^ {*shapes[1].items()}}):
+        raise PrivlabError(
+            f"Before and after must be weights of one model. Found other names or shapes: {first(other)}."
+        )
+    if all(value.equal(states[1][key]) for key, value in states[0].items()):
+        raise PrivlabError(
+            "Nothing was trained: before and after are the same weights. Take a copy before the training: "
+            "copy.deepcopy(model.state_dict())."
+        )
+    paths = folder / "before.safetensors", folder / "after.safetensors"
     try:
-        save_file(gradients, temporary, metadata)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PrivlabError(f"The folder '{folder}' cannot be made: {error.strerror or error}.") from error
+    for state, path in zip(states, paths, strict=True):
+        _write(state, path, "weights")
+    return paths
+
+
+def _write(tensors: Mapping[str, Tensor], path: Path, what: str, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file that is there whole or not at all."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        save_file(dict(tensors), temporary, None if metadata is None else dict(metadata))
         temporary.replace(path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
-        raise PrivlabError(f"The gradients cannot be written to '{path}': {error}.") from error
+        raise PrivlabError(f"The {what} cannot be written to '{path}': {error}.") from error
 
 
 def _hash(model: nn.Module) -> str:

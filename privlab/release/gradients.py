@@ -180,6 +180,8 @@ def gradient_capabilities(
     model: VictimModel,
     defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
     images_per_release: int = 1,
+    *,
+    trained: frozenset[str] | None = None,
 ) -> frozenset[Capability]:
     """Return the capabilities that released gradients of a model grant under a defense.
 
@@ -190,6 +192,7 @@ def gradient_capabilities(
             rest.
         defense: the clients' defenses; one on gradients grants `gradient_defense`.
         images_per_release: B; `batch_size_one` is granted for B = 1 alone.
+        trained: the parameters that the clients train and release; None for all that the model does not freeze.
     """
     grants = {Capability.KNOWS_WEIGHTS, Capability.KNOWS_DEFENSE}
     if images_per_release == 1:
@@ -197,6 +200,7 @@ def gradient_capabilities(
     if any(isinstance(part, GradientDefense) for part in defense):
         grants.add(Capability.GRADIENT_DEFENSE)
     released = released_parameters(model)
+    released = released if trained is None else released & trained
     if "pos_embed" in released:
         grants.add(Capability.LEARNABLE_PE_GRADIENT)
         if not model.vit.no_embed_class:

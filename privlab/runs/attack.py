@@ -34,7 +34,7 @@ from privlab.grids import (
 )
 from privlab.grids.fill import TaskProgress, fill
 from privlab.stores import RunDirectory
-from privlab.threat import attack_declarations
+from privlab.threat import Client, attack_declarations
 from privlab.victims import Victim, check_plain, victim
 
 if TYPE_CHECKING:
@@ -97,8 +97,8 @@ def attack(
         out: the run directory; without one nothing is written.
         overwrite: whether an earlier run in `out` is replaced.
         options: the other fields of `privlab.evaluation.specification.Specification`: weights, block, gamma, limit,
-            seed …; `defense` by name, or made with its options, `GradientNoise(multiplier=1e-3)`, or several of these,
-            which are stacked.
+            seed …; `client` by name, or `Client(lr=0.1, steps=5)`; `defense` by name, or made with its options,
+            `GradientNoise(multiplier=1e-3)`, or several of these, which are stacked.
 
     Raises:
         PrivlabError: if something that is asked for does not exist, or an attack lacks a capability.
@@ -152,11 +152,15 @@ def specify(
         attack = _parts(attack, attacks(), more)
     if "defense" in options:
         options["defense"] = "+".join(_parts(options["defense"], defenses(), more))
+    if isinstance(client := options.get("client"), Client):
+        options["client"] = client.optimiser
+        more += options_of(client)
     if more:
         given = options.get("options", ())
         options["options"] = [*([given] if isinstance(given, str) else given), *more]
     models, defense = _names(model), options.get("defense", "auto")
     defended = defense not in ("auto", "none") or any(name.endswith("_mjp") for name in models)
+    defended &= options.get("client") is None  # an update is undefended, and refuses a defense by its name
     given: dict[str, Any] = {"models": models, "settings": _names(setting or ("c" if defended else "a"))}
     if attack is not None:
         given["attacks"] = attack
@@ -286,11 +290,14 @@ def experiment_of(
         for setting in spec.settings:
             at_work = defense_of(spec, base, setting).name
             options = {"victim": base.name, "setting": setting, "defense": at_work}
-            cases.append(Case(f"{base.name}, setting {setting}, {at_work}", None, runs, options, setting=setting))
+            options |= {} if spec.client is None else {"client": spec.client}
+            label = ", ".join((base.name, f"setting {setting}", at_work, *([spec.client] if spec.client else [])))
+            cases.append(Case(label, None, runs, options, setting=setting))
     reported = [name for name in spec.metrics if name in KNOWN]
     columns = tuple(name for name in reported if name not in beside(reported)) or spec.metrics
     paper = papers_attack(attack.name for of_base in groups for group in of_base for attack in group.attacks)
     title = _title(bases, [case.options["defense"] for case in cases])
+    title += "" if spec.client is None else f", updates of clients by {spec.client}"
     return Experiment(
         "attack" if path is None else path.name, title, None, tuple(cases), Layout(columns, paper_attack=paper)
     )

@@ -54,9 +54,9 @@ def unknown_images(name: str, released: bytes, count: int) -> Release:
 class AuditCase:
     """What an audit runs: the attacks of a group on releases of images, which records name as `releases` does.
 
-    `spec` names one victim and setting c. `refused` holds the reason for each attack that cannot run. `public` are the
-    hashes of the public photographs; `metrics` and `controls` are those by which a known private image is scored, and
-    `missing` says why the other metrics cannot be computed.
+    `spec` names one victim and one setting: c, or for the update of a client a. `refused` holds the reason for each
+    attack that cannot run. `public` are the hashes of the public photographs; `metrics` and `controls` are those by
+    which a known private image is scored, and `missing` says why the other metrics cannot be computed.
     """
 
     spec: Specification
@@ -71,6 +71,8 @@ class AuditCase:
     @cached_property
     def _rows(self) -> Mapping[int, Rows]:
         """Return what rows state, by the number of images of a release: it is part of what a cell measures."""
+        if self.spec.local_training is not None:
+            return {self.spec.local_training.images: Rows(self.spec, self.group.victim, tuple(self.public))}
         size = "client_batch" if self.spec.features_released else "gradient_batch"
         sizes = sorted({len(release) for release in self.releases}) or [getattr(self.spec, size)]
         return {n: Rows(replace(self.spec, **{size: n}), self.group.victim, tuple(self.public)) for n in sizes}
@@ -80,11 +82,11 @@ class AuditCase:
         made, alone = self._rows[len(release)], replace(self.group, attacks=(attack,))
         key = batch_key(image.sha256 for image in release)
         own = {} if made.spec.together is None else {"batch": key, "batch_images": len(release)}
-        return [made.of(image.named, "c", alone)[0] | own | {"metrics": ""} for image in release]
+        return [made.of(image.named, self.spec.settings[0], alone)[0] | own | {"metrics": ""} for image in release]
 
     def control(self, name: str, release: Release) -> Record:
         """Return the row of the first image of a release under a negative control, without scores."""
-        return self._rows[len(release)].control(release[0].named, "c", name)
+        return self._rows[len(release)].control(release[0].named, self.spec.settings[0], name)
 
     def attack(
         self, attack: Attack | FeatureAttack, seen: Observation | FeatureObservation, release: Release
@@ -118,9 +120,9 @@ class AuditCase:
         kept = {*self.controls, *(attack.name for attack in group.attacks)}
         jobs: list[Job] = []
         for n, made in self._rows.items():
-            cells = {name: key for name, key in made.cells("c", [group]).items() if name in kept}
+            cells = {name: key for name, key in made.cells(spec.settings[0], [group]).items() if name in kept}
             images = tuple(image for release in self.releases if len(release) == n for image in release)
-            of_size = (0, made.spec, "c", not jobs, cells, self.refused, images, None, tuple(self.metrics))
+            of_size = (0, made.spec, spec.settings[0], not jobs, cells, self.refused, images, None, tuple(self.metrics))
             jobs.append(Job(*of_size))
         experiment = experiment_of(spec, [group.victim], [[group]], out)
         experiment = replace(experiment, title=f"Audit of {source}: {experiment.title}")

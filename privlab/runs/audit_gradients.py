@@ -1,4 +1,4 @@
-"""An audit of a released gradient in a file: what could be reconstructed from a real training step.
+"""An audit of a released gradient, or of a client's update: what could be reconstructed from a real training.
 
 No private image is needed.
 """
@@ -22,32 +22,24 @@ from privlab.base import (
     first,
     pick_device,
 )
-from privlab.evaluation import CONTROLS, AttackGroup, Specification, applicable, default_attacks, defense_of, stands_in
+from privlab.evaluation import CONTROLS, AttackGroup, Specification, applicable, default_attacks, stands_in, unread
 from privlab.evaluation.lpips_choice import with_lpips
 from privlab.release import (
     EXPLAINED_RESIDUAL,
     GradientFile,
-    Told,
-    check_fit,
-    check_head,
     head_of,
     labels_of_signs,
-    observation,
-    read_gradient_file,
     slots_without_gradient,
-    told_labels,
-    update_in,
 )
-from privlab.release.residual import residual
+from privlab.release.residual import explained_share, residual
 from privlab.runs.audit_case import UNSCORED, AuditCase, Release, failed, unknown_images
+from privlab.runs.audit_given import GIVE_WEIGHTS, Files, Given, other_weights, read_given
 from privlab.runs.audit_reference import ReferenceScorer, Row, as_fed, write_scores
 from privlab.stores import RunDirectory, sheet_png
 from privlab.threat import Attack, Capability, Observation, attack_declarations, check_capabilities
-from privlab.victims import Victim, victim
+from privlab.victims import Victim
 
 __all__ = ["GradientAudit", "audit_gradients"]
-
-_GIVE_WEIGHTS = "Give the client's --weights, saved before the optimiser's step."
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +49,7 @@ class GradientAudit:
     A row has `residual` where the reconstruction could be checked by the gradient that it gives, and scores where there
     is a reference. `missing` holds the reason for each metric that could not be computed. `reference` says how the
     client preprocessed the reference, if it did so otherwise than the victim does. `metrics` are those that were asked
-    for, none without a reference.
+    for, none without a reference. `what` was released, a "gradient" or an "update".
     """
 
     rows: Sequence[Row]
@@ -68,10 +60,11 @@ class GradientAudit:
     missing: Mapping[str, str] = field(default_factory=dict)
     reference: str | None = None
     metrics: Sequence[str] = ()
+    what: str = "gradient"
 
 
 def audit_gradients(
-    file: Path,
+    file: Files,
     spec: Specification,
     *,
     device: str = "auto",
@@ -87,10 +80,11 @@ def audit_gradients(
 
     `spec` names one victim, which is the client's model with the weights of that step, and the defense that the client
     is known to use: "auto" is MJP where the model has E_unk, else none. `block` "auto" is the stock block: a client
-    trains one model, and no attack may choose another.
+    trains one model, and no attack may choose another. If it names a client, what is audited is the update of a round.
 
     Args:
-        file: what `privlab.capture` wrote.
+        file: what `privlab.capture` wrote; or the weights before and after a client's round, state dicts in files as
+            `--weights` takes them.
         spec: the victim, the attacks, and the metrics if there is a reference.
         device: "auto", "cpu", "cuda" or "cuda:N".
         out: the run directory.
@@ -105,36 +99,16 @@ def audit_gradients(
         PrivlabError: for a file that cannot be read, does not fit the victim or contradicts itself, an attack that was
             asked for and needs more than the file grants, or a reference that is no image.
     """
-    block = "stock" if spec.block == "auto" else spec.block
-    spec = replace(spec, settings=("c",), block=block, release="gradients", images=(str(file),))
     spec, told_of_lpips = with_lpips(spec, {}, download=reference is not None)
     messages = [told_of_lpips] if told_of_lpips is not None and reference is not None else []
     with collect_warnings(messages):
-        released = read_gradient_file(file)
-        base = victim(
-            spec.models[0],
-            weights=spec.weights,
-            block=spec.block,
-            img_size=spec.img_size,
-            seed=spec.seed,
-            classes=spec.classes,
-        ).to(pick_device(device))
-        check_fit(released, base.model)
-        if spec.defense == "auto" and not base.has_mjp:
-            spec = replace(spec, defense="none")
-        defense = defense_of(spec, base, "c")
-        knows = _knows_weights(released, base)
-        update = update_in(released.gradients, base.model if knows else None, released.batch_size, released.source)
-        if update is not None:
-            _warn(update)
-        head = head_of(released) if update is None and check_head(released) and not released.is_zero else None
-        seen = observation(released, base.model, defense=defense.parts, knows_weights=knows)
+        given = read_given(file, spec, pick_device(device))
+        spec, base, released, seen, labels = given.spec, given.base, given.released, given.seen, given.labels
+        what = "gradient" if seen.client is None else "update"
         attacks, refused = _attacks(spec, base, seen, released)
         scorer = None if reference is None else ReferenceScorer.of(reference, spec, base)
         if scorer is not None:
             seen = replace(seen, photographs=scorer.photographs(base.preprocessing))
-        told = None if head is None else _told(base, seen)
-        labels = told.labels if told is not None and told.all_certain else None
     case = _case(spec, base, attacks, refused, _images(file, released, scorer, labels), scorer)
     run = RunDirectory.create(out, overwrite=overwrite)
     facts = case.facts(out, released.source, command) | _facts(base, released)
@@ -150,20 +124,21 @@ def audit_gradients(
             if scorer is not None:
                 write_scores(case, scorer, rows, made, run)
         messages += [] if scorer is None else [f"{name} is n/a: {reason}" for name, reason in scorer.missing.items()]
-        found = _flags(spec, released, seen, base, told, rows, changed=update is not None)
+        found = _flags(given, rows)
         facts |= {"flags": found, "reference": told_of_reference, "attacks": [_plain(row) for row in rows]}
         if scorer is None:
-            facts["unscored"] = _proof(rows)
+            facts["unscored"] = _proof(rows, what)
     missing = {} if scorer is None else scorer.missing
     metrics = () if scorer is None else spec.metrics
-    return GradientAudit(rows, found, labels, messages, out, missing, told_of_reference, metrics)
+    return GradientAudit(rows, found, labels, messages, out, missing, told_of_reference, metrics, what)
 
 
 def _images(
-    file: Path, released: GradientFile, scorer: ReferenceScorer | None, labels: Sequence[int] | None
+    file: Files, released: GradientFile, scorer: ReferenceScorer | None, labels: Sequence[int] | None
 ) -> Release:
     """Return the images of the step, with their label where it is known; the private image comes first."""
-    found = unknown_images(released.source, file.read_bytes(), released.batch_size)
+    content = b"".join(path.read_bytes() for path in (file if isinstance(file, tuple) else (file,)))
+    found = unknown_images(released.source, content, released.batch_size)
     if scorer is not None:
         found = (replace(found[0], name=scorer.named.name, sha256=scorer.named.sha256), *found[1:])
     if labels is None or len({*labels}) != 1:
@@ -185,34 +160,6 @@ def _case(
         return AuditCase(spec, group, refused, [images])
     scored_by = (scorer.public_sha256, scorer.metrics, CONTROLS[:1], scorer.missing)
     return AuditCase(spec, group, refused, [images], *scored_by)
-
-
-def _knows_weights(released: GradientFile, base: Victim) -> bool:
-    """Return whether the victim's weights are those of the client at that step, as far as the file says.
-
-    Warns:
-        PrivlabWarning: if they are not, or the file does not say.
-    """
-    if released.weights_sha256 is None:
-        _warn(
-            f"{released.source} states no weights_sha256: {base.weights.origin} are taken for the client's, on trust."
-        )
-    elif released.weights_sha256 != base.weights.sha256:
-        _warn(
-            f"{_other_weights(released, base)}: attacks that need the weights are left out, and no reconstruction can "
-            f"be checked. {_GIVE_WEIGHTS}"
-        )
-        return False
-    return True
-
-
-def _other_weights(released: GradientFile, base: Victim) -> str:
-    """Return the words that say that the client's weights and the victim's have different hashes."""
-    assert released.weights_sha256 is not None
-    return (
-        f"{released.source} was taken at other weights (SHA-256 {released.weights_sha256[:12]}) than "
-        f"{base.weights.origin} ({base.weights.sha256[:12]})"
-    )
 
 
 def _attacks(
@@ -244,7 +191,7 @@ def _attacks(
         if Capability.BATCH_SIZE_ONE in lacks and (asked := _on_request(seen, spec.effort)):
             refusal += f" Of {released.batch_size} images in one gradient --attack {asked[0]} can be tried."
         if lacks == {Capability.KNOWS_WEIGHTS}:
-            refusal = f"Attack '{name}' needs the client's weights. {_other_weights(released, base)}. {_GIVE_WEIGHTS}"
+            refusal = f"Attack '{name}' needs the client's weights. {other_weights(released, base)}. {GIVE_WEIGHTS}"
         raise PrivlabError(refusal)
     by_reason: dict[str, list[str]] = {}
     for name, refusal in refused.items():
@@ -257,10 +204,12 @@ def _attacks(
 
 def _on_request(seen: Observation, effort: str) -> list[str]:
     """Return the attacks on gradients that this effort leaves out, and for which the file grants everything."""
+    running = default_attacks(effort)
     return [
         name
         for name, kind in installed_attacks().items()
-        if name not in default_attacks(effort)
+        if name not in running
+        and unread(kind, seen.client) is None
         and not (declared := attack_declarations(kind)).obstacle
         and not kind.requires - seen.grants
         and {*declared.parameters} <= {"*", *seen.gradients}
@@ -298,6 +247,8 @@ def _attack(
     if released.batch_size == len(images) == 1 and labels is not None and Capability.KNOWS_WEIGHTS in seen.grants:
         row["residual"] = residual(seen, images, labels[0])
         row["explained"] = row["residual"] < EXPLAINED_RESIDUAL
+        share: Row = {"explained": explained_share(row["residual"])}
+        records = [record | share for record in records]
     order = list(range(len(images)))
     if scorer is not None:
         order.insert(0, order.pop(scorer.nearest(images)))
@@ -308,37 +259,18 @@ def _attack(
     return row, images
 
 
-def _proof(rows: Sequence[Row]) -> str:
-    """Return the sentences of an audit without a private image: which reconstructions give the released gradient."""
+def _proof(rows: Sequence[Row], what: str) -> str:
+    """Return the sentences of an audit without a private image: which reconstructions give what was released."""
     if not (found := [row for row in rows if row.get("explained")]):
         return UNSCORED
     names, left = first([row["attack"] for row in found]), max(row["residual"] for row in found)
-    return f"{UNSCORED} What gives the released gradient (residual {left:.1e}) was reconstructed by {names}."
+    return f"{UNSCORED} What gives the released {what} (residual {left:.1e}) was reconstructed by {names}."
 
 
-def _told(base: Victim, seen: Observation) -> Told | None:
-    """Return the labels that the head's gradient gives away; that of its weight is read only if weights are known."""
-    held = {name: g[0] for name, g in seen.gradients.items()}
-    if Capability.KNOWS_WEIGHTS not in seen.grants:
-        held.pop("head.weight", None)
-    return told_labels(base.model.vit.head, held, seen.images_per_release)
-
-
-def _flags(
-    spec: Specification,
-    released: GradientFile,
-    seen: Observation,
-    base: Victim,
-    told: Told | None,
-    rows: Sequence[Row],
-    *,
-    changed: bool,
-) -> list[str]:
-    """Return the red flags: what weakens a verdict on this file, and what the file gives away without any attack.
-
-    `told` are the labels that the head's gradient gives away, where that gradient can be relied on. `changed` says that
-    the file does not hold a plain gradient.
-    """
+def _flags(given: Given, rows: Sequence[Row]) -> list[str]:
+    """Return the red flags: what weakens a verdict on this file, and what the file gives away without any attack."""
+    spec, released, seen, base, told = given.spec, given.released, given.seen, given.base, given.told
+    changed = given.changed
     if released.is_zero:
         return ["zero gradient: nothing was released, so nothing can be said of privacy"]
     found = []

@@ -15,7 +15,7 @@ from privlab.evaluation import CONTROLS, Panel, Specification, Strip, learned_me
 from privlab.images import NamedImage, Others, Preprocessing, apart_from, nearest, open_images
 from privlab.metrics import Learned, psnr, score
 from privlab.release import EXPLAINED_RESIDUAL, effects_of, slots_without_gradient
-from privlab.release.residual import residual
+from privlab.release.residual import explained_share, residual
 from privlab.runs.audit_case import AuditCase
 from privlab.stores import RunDirectory, strip_name, strip_png
 from privlab.threat import Observation
@@ -117,7 +117,7 @@ def write_scores(
     metrics = {"metrics": " ".join(sorted(scorer.metrics))}
     own = {attack.name: case.rows(attack, release)[0] for attack in case.group.attacks}
     own[CONTROLS[0]] = case.control(CONTROLS[0], release)
-    scored = ((own[row["attack"]], row) for row in rows if row["status"] == "ok")
+    scored = ((own[row["attack"]] | _share(row), row) for row in rows if row["status"] == "ok")
     run.write_records([record | {name: row[name] for name in scorer.metrics} | metrics for record, row in scored])
     panels: list[Panel] = []
     for row, images in made:
@@ -126,6 +126,11 @@ def write_scores(
             panels.append(Panel(cell if i == nearest else f"{cell}-{i}", image, (row["attack"],)))
     strip = scorer.strip(f"{own[CONTROLS[0]]['cell']}-private", panels)
     run.write_file(f"strips/{strip_name(0, strip)}", strip_png(strip))
+
+
+def _share(row: Row) -> Row:
+    """Return what the record of a checked reconstruction states: the share of the release that it explains."""
+    return {"explained": explained_share(row["residual"])} if "residual" in row else {}
 
 
 def as_fed(
@@ -156,6 +161,7 @@ def as_fed(
         [residual(seen, x, label) for x in (scorer.image, image)],
         [float(psnr(fed, x)) for x in (scorer.image, image)],
     )
+    what = "gradient" if seen.client is None else "update"
     how = "as it is" if _fits(pixels, base) else f"crop_pct {kept.crop_pct:g}, {kept.interpolation}"
     otherwise = (
         f"the client preprocessed it otherwise than {base.name} does ({how}: residual {own:.2g}, {name} at "
@@ -163,14 +169,14 @@ def as_fed(
     )
     if left < EXPLAINED_RESIDUAL and (own >= EXPLAINED_RESIDUAL or after > before + _PSNR_MARGIN):
         return replace(scorer, image=image), (
-            f"{otherwise}. It gives the released gradient {found.how} (residual {left:.2g}, {name} at {after:.2f} dB): "
+            f"{otherwise}. It gives the released {what} {found.how} (residual {left:.2g}, {name} at {after:.2f} dB): "
             "scores are by that."
         )
     if own < EXPLAINED_RESIDUAL:
         return scorer, None
     return scorer, (
         f"{otherwise} and in none of {tried} usual ways (the nearest, {found.how}: residual {left:.2g}, {name} at "
-        f"{after:.2f} dB), or it is another image. {name} gives the released gradient (residual {proof:.2g}), the "
+        f"{after:.2f} dB), or it is another image. {name} gives the released {what} (residual {proof:.2g}), the "
         "reference does not: low scores say nothing here."
     )
 

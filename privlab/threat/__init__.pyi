@@ -4,6 +4,7 @@ from .attack_protocols import FeatureAttack as FeatureAttack
 from .attack_protocols import check_capabilities as check_capabilities
 from .capabilities import FORCEABLE as FORCEABLE
 from .capabilities import Capability as Capability
+from .client import ClientData as ClientData
 from .client import Draws as Draws
 from .client import Feed as Feed
 from .client import Sent as Sent
@@ -18,6 +19,9 @@ from .defense_protocols import FeatureDefense as FeatureDefense
 from .defense_protocols import GradientDefense as GradientDefense
 from .effects import Effects as Effects
 from .effects import RowOrder as RowOrder
+from .federated import CLIENT_PRESETS as CLIENT_PRESETS
+from .federated import OPTIMISERS as OPTIMISERS
+from .federated import Client as Client
 from .observations import FeatureObservation as FeatureObservation
 from .observations import Observation as Observation
 from .observations import Reconstruction as Reconstruction

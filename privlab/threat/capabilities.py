@@ -22,6 +22,7 @@ class Capability(str, Enum):
     QUERIES = "queries"
     KNOWS_DEFENSE = "knows_defense"
     GRADIENT_DEFENSE = "gradient_defense"
+    CLIENT_UPDATE = "client_update"
 
     @property
     def meaning(self) -> str:
@@ -44,6 +45,7 @@ _MEANING = {
     Capability.QUERIES: "the client's embedding can be run on images of the adversary's own",
     Capability.KNOWS_DEFENSE: "the defense's algorithm and its parameters are known, its draws are not",
     Capability.GRADIENT_DEFENSE: "a defense acts on the released gradient (noise, pruning, fewer bits)",
+    Capability.CLIENT_UPDATE: "the update of a client's local training is released, and its settings are public",
 }
 
 FORCEABLE = frozenset({Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE})

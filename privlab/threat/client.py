@@ -1,4 +1,4 @@
-"""The client's private knowledge: what it feeds, its secret draws, and the origin of what it sends."""
+"""The client's private knowledge: what it feeds or trains on, its secret draws, and the origin of what it sends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from privlab.patches import inverse, permute_features, restore_features
 
-__all__ = ["Draws", "Feed", "Sent"]
+__all__ = ["ClientData", "Draws", "Feed", "Sent"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,18 @@ class Feed:
         """Return the feed of some of the clients, by their rows in the batch."""
         masked = None if self.masked_pe is None else self.masked_pe[rows]
         return replace(self, images=self.images[rows], order=self.order[rows], moved=self.moved[rows], masked_pe=masked)
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """What is private of a client's round: its images and labels, and the generator of its order and its dropout.
+
+    `images` are as the client feeds them, in [0, 1]; no observation and no attack holds any of this.
+    """
+
+    images: Float[Tensor, "m c h w"]
+    labels: Int[Tensor, " m"]
+    draw: Generator
 
 
 @dataclass(frozen=True, eq=False)

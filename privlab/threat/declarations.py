@@ -41,6 +41,8 @@ class AttackDeclarations:
         places: whether it puts loose patches in order itself.
         undefended: the name of its counterpart without a defense, its positive control; "" for itself.
         obstacle: why it runs on no ViT, or "".
+        updates_of: the optimisers of the clients whose updates it may be given in the place of gradients; none for an
+            attack that takes what is released for the gradient of one step.
         beyond: returns the condition of its exactness that an observation violates, or None.
     """
 
@@ -55,6 +57,7 @@ class AttackDeclarations:
     places: bool = False
     undefended: str = ""
     obstacle: str = ""
+    updates_of: tuple[str, ...] = ()
     beyond: Callable[[Any], str | None] = _no_range
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from privlab.threat.capabilities import Capability
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
+from privlab.threat.federated import Client
 from privlab.victims import VictimModel
 
 __all__ = ["FeatureObservation", "Observation", "Reconstruction"]
@@ -31,6 +32,10 @@ class Observation:
     An attack returns r·B images, release by release; those of one release may be in any order, since the evaluator
     assigns them. `batch_size_one` is granted for B = 1 alone. `photographs` names the bundled photographs that an image
     prior may learn from if not all are allowed: it must not learn from a private image or other crops of its file.
+
+    With a `client`, each release is the update of a round of local training with these public settings, on B images,
+    and `gradients` are −(θ_T − θ_0) in units of weights: of one step of SGD at rate η, η times the gradient. `model`
+    has the weights θ_0.
     """
 
     model: VictimModel
@@ -39,6 +44,7 @@ class Observation:
     defense: tuple[Defense | FeatureDefense | GradientDefense, ...] = ()
     images_per_release: int = 1
     photographs: tuple[str, ...] | None = None
+    client: Client | None = None
 
 
 @dataclass(frozen=True, eq=False)

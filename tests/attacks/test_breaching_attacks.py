@@ -107,6 +107,7 @@ def breaching_itself(model: VictimModel, name: str, overrides: list[str], seed: 
     return SimpleNamespace(gradients=shared["gradients"], data=found["data"], stats=stats)
 
 
+@pytest.mark.slow
 def test_invertinggradients_is_breachings_own_step_for_step() -> None:
     model = tiny()
     overrides = {"optim.max_iterations": 10, "restarts.num_trials": 2, "regularization.total_variation.scale": 0.1}

@@ -170,7 +170,7 @@ def test_every_attack_fulfils_the_protocol() -> None:
 
 
 def test_an_observation_has_no_field_for_the_image() -> None:
-    public = {"model", "gradients", "grants", "defense", "images_per_release", "photographs"}
+    public = {"model", "gradients", "grants", "defense", "images_per_release", "photographs", "client"}
     assert set(Observation.__dataclass_fields__) == public
 
 

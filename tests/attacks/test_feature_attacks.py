@@ -429,6 +429,7 @@ def test_the_trained_key_is_recovered_whole(attack: FeatureAttack, trained: tupl
     assert placed(sent, reconstruction) >= 0.99
 
 
+@pytest.mark.slow
 def test_drift_costs_pe_assignment_rows_and_row_alignment_none(trained: tuple[VictimModel, Tensor, Tensor]) -> None:
     """Embeddings moved by three times their deviation; then secret ones, with nothing public to go by."""
     model, private, public = trained
@@ -440,6 +441,7 @@ def test_drift_costs_pe_assignment_rows_and_row_alignment_none(trained: tuple[Vi
     assert placed(sent, RowAlignment(rounds=3)(secret)) >= 0.99
 
 
+@pytest.mark.slow
 def test_a_batch_without_embeddings_is_put_together_by_borders(trained: tuple[VictimModel, Tensor, Tensor]) -> None:
     """The paper's own case: no position embeddings, one order for the batch, here of eight images."""
     model, private, public = trained

@@ -153,6 +153,7 @@ def test_decoders_fit_any_patch(tiny_model: Make, crops: Tensor, kind: str, patc
     assert images.shape == (2, 3, 16, 16)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_order_is_nothing_to_set_and_token_and_everything_to_the_others(

@@ -31,6 +31,7 @@ def test_a_made_attack_is_its_name_with_its_options() -> None:
     pd.testing.assert_frame_equal(run(setting="a", attack=PatchGradient()), run(setting="a", attack="patch-gradient"))
 
 
+@pytest.mark.slow
 def test_a_made_defense_is_its_name_with_its_options_and_several_are_stacked() -> None:
     made = run(attack="patch-gradient", defense=[Mjp(gamma=0.5), GradientNoise(multiplier=1e-5)])
     options = ["gradient-noise.multiplier=1e-5"]

@@ -215,6 +215,7 @@ def test_images_side_by_side_are_those_one_after_the_other(made: tuple[VictimMod
     assert_close(both.images, alone.images, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_few_tokens_leave_what_the_subspace_gave(made: tuple[VictimModel, Feed, Observation]) -> None:
     model, feed, seen = made
     reconstruction = MjpFull(**SEARCH | {"rounds": 2})(seen)
@@ -231,6 +232,7 @@ def ramp(side: int) -> Tensor:
     return torch.stack([across, down, across * down])
 
 
+@pytest.mark.slow
 def test_masked_patches_come_back_to_their_own_places(tiny_model: Callable[..., VictimModel]) -> None:
     """By their borders, for the gradient does not say where they were before the shuffle."""
     model = tiny_model(img_size=24, embed_dim=96)
@@ -261,6 +263,7 @@ def test_where_all_is_lost_any_order_will_do(tiny_model: Callable[..., VictimMod
     assert place_patches(tiny_model(img_size=32), ramp(32), every, every).sort().values.tolist() == list(range(64))
 
 
+@pytest.mark.slow
 def test_masked_patches_without_a_token_are_smooth_where_they_lie(tiny_model: Callable[..., VictimModel]) -> None:
     model = tiny_model(img_size=32, embed_dim=128)
     grain = torch.rand(3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

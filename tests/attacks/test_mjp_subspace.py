@@ -84,6 +84,7 @@ def test_without_a_mask_it_is_the_plain_closed_form(images: Tensor, tiny_model: 
     assert_close(MjpSubspace()(seen), PatchGradient()(seen))
 
 
+@pytest.mark.slow
 def test_photographs_come_out_better_than_by_the_plain_closed_form(
     photographs: Callable[[int, int], Tensor], tiny_model: Callable[..., VictimModel]
 ) -> None:
@@ -126,6 +127,7 @@ def test_masked_patches_are_the_smoothest_of_their_span_beside_all_others(
     assert (slope @ found.Y.mT)[found.masked].norm() < 1e-6 * (slope @ found.Y.mT)[~found.masked].norm()
 
 
+@pytest.mark.slow
 def test_the_defaults_are_the_best_on_photographs(
     photographs: Callable[[int, int], Tensor], tiny_model: Callable[..., VictimModel]
 ) -> None:

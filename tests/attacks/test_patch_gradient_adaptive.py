@@ -177,6 +177,7 @@ def test_the_objective_is_that_of_dense_algebra() -> None:
     assert_close(_objective(X, release, prior, 0.1), naive(X, release, prior))
 
 
+@pytest.mark.slow
 def test_its_steps_end_where_the_objective_has_no_slope() -> None:
     """So each term of the gradient that they take is right; and no step makes it worse."""
     release, X, prior = noisy()

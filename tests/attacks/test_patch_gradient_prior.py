@@ -92,6 +92,7 @@ def test_the_preconditioner_is_exact_for_a_patch_among_zeros() -> None:
     assert_close(V.mT @ H(V @ C) + gain * C, r)
 
 
+@pytest.mark.slow
 def test_the_smoothest_image_has_no_slope_along_what_is_free(tiny_model: Model) -> None:
     """Of the energy and of what is heard faintly, together; columns of pixels that are settled are left alone."""
     model, draw = tiny_model(img_size=12), Generator().manual_seed(0)
@@ -284,6 +285,7 @@ def test_options_out_of_range(options: dict[str, float]) -> None:
         PatchGradientPrior(**options)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 @LIMITS
 def test_trained_weights_at_224_pixels(shared: Callable[[str], Path]) -> None:
     """196 patches in a width of 192: five combinations of them are in no equation."""

@@ -32,6 +32,7 @@ def variation(model: VictimModel, X: Tensor) -> Tensor:
     return (torch.linalg.solve(L, steps).square().sum(1) + 0.07**2).sqrt().sum(1)
 
 
+@pytest.mark.slow
 def test_a_frozen_embedding_is_completed_to_nearly_the_least_total_variation(tiny_model: Model, crops: Tensor) -> None:
     """Within a half of a thousandth of Σ √(0.07² + δᵀ Γ⁻¹ δ), which ten times the work hardly lowers any more."""
     model, images = tiny_model(embed_dim=32), crops[[3, 100, 200]].double()

@@ -81,6 +81,7 @@ def test_everything_comes_back(
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_shuffle_does_not_help_without_position_embeddings(images: Tensor, make: Callable[..., VictimModel]) -> None:
     model = make(pos_embed="none")
     feed = Jigsaw(gamma=0.5)(images, 4, [draw_for(0, str(i), "defense") for i in range(2)])

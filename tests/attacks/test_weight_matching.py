@@ -123,6 +123,7 @@ def test_tampering_does_not_hide_the_stream(
     assert agreement[0] <= found.agreement <= agreement[1]
 
 
+@pytest.mark.slow
 def test_confidence_says_when_nothing_is_known(trained: State) -> None:
     key, seen = encrypted(trained)
     shuffled = {
@@ -134,6 +135,7 @@ def test_confidence_says_when_nothing_is_known(trained: State) -> None:
     assert found.agreement < 0.2
 
 
+@pytest.mark.slow
 def test_refinement_is_what_finds_a_key_under_heavy_noise(trained: State) -> None:
     key, seen = encrypted(trained)
     seen = replace(seen, encrypted=add_noise(seen.encrypted, 4.0, draw()))

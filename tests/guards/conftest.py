@@ -27,6 +27,7 @@ from privlab.victims import Victim, VictimModel, Weights
 
 CUT = Preprocessing(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
 SHORT = {
+    "patch-update": {"rounds": 1},
     "patch-gradient-prior": {"rounds": 1, "steps": 1, "passes": 1},
     "mjp-subspace": {"rounds": 1, "steps": 1},
     **{name: {"starts": 2, "rounds": 2, "steps": 3} for name in ("mjp-full", "token-separation")},
@@ -118,7 +119,7 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
         base = small() if victim is None else victim
         named = given.get("attacks") or default_attacks("full")
         short = {f"{name}.{option}={n}" for name in SHORT.keys() & {*named} for option, n in SHORT[name].items()}
-        given["options"] = tuple(sorted(short))
+        given["options"] = (*given.get("options", ()), *sorted(short))
         specification = Specification(
             **({"models": ("tiny",), "metrics": ("psnr",), "settings": ("c",), "effort": "full"} | given)
         )
@@ -189,6 +190,7 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
         return found
 
     patch.setattr(evaluate, "observe", observed(evaluate.observe))
+    patch.setattr(evaluate, "observe_clients", observed(evaluate.observe_clients))
     patch.setattr(evaluate, "observe_features", observed(evaluate.observe_features))
     patch.setattr(evaluate, "attack_batch", called)
     patch.setattr(Evaluator, "_trial", made_trial)

@@ -65,7 +65,7 @@ def test_features_grant_what_they_show(tiny_model: Model) -> None:
 
 
 def test_observations_have_no_field_for_the_truth() -> None:
-    gradients = {"model", "gradients", "grants", "defense", "images_per_release", "photographs"}
+    gradients = {"model", "gradients", "grants", "defense", "images_per_release", "photographs", "client"}
     assert {f.name for f in fields(Observation)} == gradients
     features = {"model", "features", "grants", "defense", "public"}
     assert {f.name for f in fields(FeatureObservation)} == features

@@ -11,11 +11,11 @@ from torch import Generator, Tensor
 
 from privlab.evaluation import Batch, Evaluator, Trial
 from privlab.images import Chunk, NamedImage
-from privlab.threat import Draws, Feed, Sent
+from privlab.threat import ClientData, Draws, Feed, Sent
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
-PRIVATE = (Feed, Sent, Trial, Batch, NamedImage, Draws, Chunk, Evaluator, Generator)
+PRIVATE = (Feed, Sent, ClientData, Trial, Batch, NamedImage, Draws, Chunk, Evaluator, Generator)
 
 
 def successors(thing: object) -> list[Any]:
@@ -82,6 +82,11 @@ CASES: dict[str, dict[str, Any]] = {
     "gradients": {"gamma": 0.5},
     "several in one": {"gamma": 0.5, "gradient_batch": 2, "attacks": ("token-separation",)},
     "features": {"defense": "row-permutation+column-permutation"},
+    "update": {"client": "sgd", "settings": ("a",), "options": ("client.steps=2", "client.dropout=0.1")},
+    "update of several": {
+        **{"client": "sgd", "settings": ("a",), "options": ("client.images=2", "client.steps=3")},
+        **{"attacks": ("patch-gradient",), "block": "stock", "force": True},
+    },
 }
 
 

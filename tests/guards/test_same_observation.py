@@ -36,6 +36,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "batch": {"defense": "batch-shuffle"},
     "noise": {"defense": "gaussian-noise"},
 }
+UPDATES: dict[str, dict[str, Any]] = {
+    "sgd": {
+        "settings": ("a",),
+        "client": "sgd",
+        "options": ("client.steps=3", "client.weight_decay=0.05", "client.lr=0.1"),
+    },
+    "adamw": {"settings": ("a",), "client": "adamw", "options": ("client.steps=2", "client.dropout=0.1")},
+}
+"""Clients of one image each: order, dropout and label are drawn or private, and behind the update."""
 
 
 def same(run: Any, crops: Tensor, *, together: bool = False, **given: Any) -> set[str]:
@@ -86,6 +95,12 @@ def test_of_features(run: Any, crops: Tensor, case: str) -> None:
     assert ran >= {"least-squares"}
 
 
+@pytest.mark.parametrize("case", UPDATES)
+def test_of_updates(run: Any, crops: Tensor, case: str) -> None:
+    ran = same(run, crops, **UPDATES[case])
+    assert ran == {"patch-gradient", *(["patch-update"] if case == "sgd" else [])}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(DEARER))
 def test_of_attacks_that_are_asked_for(run: Any, crops: Tensor, name: str) -> None:
@@ -97,8 +112,8 @@ def test_of_attacks_that_are_asked_for(run: Any, crops: Tensor, name: str) -> No
 def test_every_attack_but_breachings_was_tried(small: Callable[..., Victim]) -> None:
     """Breaching's get the same observation through the same call; each of them searches for minutes at the least."""
     ran = {*DEARER}
-    for given in (*GRADIENTS.values(), *FEATURES.values()):
-        specification = Specification(models=("tiny",), settings=("c",), **given)
+    for given in (*GRADIENTS.values(), *FEATURES.values(), *UPDATES.values()):
+        specification = Specification(**({"models": ("tiny",), "settings": ("c",)} | given))
         groups, _ = applicable(specification, small(), stand_ins=True)
         ran |= {attack.name for group in groups for attack in group.attacks}
     assert ran == set(ATTACKS) - BREACHING

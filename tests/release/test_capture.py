@@ -122,6 +122,7 @@ def test_the_layout_of_the_mjp_authors_is_read(tiny_model: Made, crops: Tensor, 
     torch.testing.assert_close(found["unk_embed"], own.gradients["unk_embed"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_the_residual_tells_the_private_image_from_others(photographs: Callable[..., Tensor], tmp_path: Path) -> None:
     """Without any private image: what the threshold lets through is the photograph, on random weights too."""
@@ -133,6 +134,7 @@ def test_the_residual_tells_the_private_image_from_others(photographs: Callable[
     assert all(residual(seen, other[None], 7) > 2 * EXPLAINED_RESIDUAL for other in others)
 
 
+@pytest.mark.slow
 def test_what_the_file_says(tiny_model: Made, crops: Tensor, tmp_path: Path) -> None:
     """Metadata as the format has them; frozen parameters and those not used are named, and their grants fall away."""
     model = tiny_model(unknown=False)

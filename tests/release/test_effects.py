@@ -198,6 +198,7 @@ def test_patches_that_move_unsaid_are_found_by_their_pixels(tiny_model: Make) ->
     assert measure_effects(model, Unsaid(std=10.0)) == Effects(other=True), "no order explains what is fed"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_what_moves_unsaid_is_re_assembled_and_a_false_declaration_is_refused() -> None:
     given: dict[str, Any] = {"weights": "random", "img_size": 48, "limit": 1, "metrics": "psnr"}

@@ -184,6 +184,7 @@ def test_class_token_row_of_the_pe_gradient(tiny_model: Model) -> None:
     assert_close(seen["pos_embed"][:, :, :1], seen["cls_token"])
 
 
+@pytest.mark.slow
 @given(gamma=st.floats(0, 1), seed=st.integers(0, 2**31))
 def test_mjp_releases_zeros_at_masked_slots_and_their_sum_in_e_unk(tiny_model: Model, gamma: float, seed: int) -> None:
     """∂ℓ/∂E_pos[n] = 0 exactly at masked n, so the mask is public; ∂ℓ/∂E_unk = Σ_m g_m."""

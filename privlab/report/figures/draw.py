@@ -15,6 +15,7 @@ from privlab.report.figures.sheet import draw_sheet
 from privlab.report.figures.style import figure_style
 from privlab.report.figures.trade_off import draw_trade_off
 from privlab.report.tables import Results
+from privlab.report.tables.sheet import some
 
 __all__ = ["draw", "write_figures"]
 
@@ -43,7 +44,7 @@ def draw(results: Results, figure: Figure) -> matplotlib.figure.Figure:
 def write_figures(results: Results, out: Path, formats: Sequence[str] = ("pdf", "svg")) -> list[Path]:
     """Draw every figure of the results, write it to `out` as NAME.FORMAT, and return the files.
 
-    The same records give the same bytes.
+    The same records give the same bytes. A figure that cannot be drawn keeps no other one from being written.
 
     Args:
         results: the records, and the figures that the experiment asks for.
@@ -51,15 +52,25 @@ def write_figures(results: Results, out: Path, formats: Sequence[str] = ("pdf", 
         formats: "pdf", "svg" or "png"; each figure is written in all of them.
 
     Raises:
-        PrivlabError: if a figure cannot be drawn or written, or a format or name cannot be used.
+        PrivlabError: if a figure cannot be written, or a format or name cannot be used; and after all others were
+            written, if figures cannot be drawn.
     """
     _check(results.figures, formats)
-    written = []
+    written, failed = [], []
     for figure in results.figures:
-        picture = draw(results, figure)
+        try:
+            picture = draw(results, figure)
+        except PrivlabError as error:
+            failed.append(str(error))
+            continue
         for kind in formats:
             written.append(out / f"{figure.name}.{kind}")
             write_figure(picture, written[-1])
+    if failed:
+        others = f" The others are in {out}." if written else ""
+        raise PrivlabError(
+            f"{len(failed)} of {some(len(results.figures), 'figure')} not drawn: {' '.join(failed)}{others}"
+        )
     return written
 
 

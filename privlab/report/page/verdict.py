@@ -9,9 +9,8 @@ from itertools import groupby
 from privlab.grids import KNOWN
 from privlab.report.page.data import case_names, title
 from privlab.report.tables import Flag, Results, Row, Score, conditions_that_differ, flags_of, structure_cases
-from privlab.report.tables.flags import some
 from privlab.report.tables.per_image import sign_of
-from privlab.report.tables.sheet import decimals
+from privlab.report.tables.sheet import decimals, some
 
 __all__ = ["Verdict", "flags", "lead_text", "verdict"]
 
@@ -207,7 +206,8 @@ def lead_text(results: Results, rows: Sequence[Row], metric: str) -> list[str]:
     both = [case for case in scored if not math.isnan(case.claim.mean)]
     lines = []
     if attack is None:
-        lines.append(f"The worst case over all attacks, of {some(len(scored), 'case')}; no paper's attack is named.")
+        have = "has" if len(scored) == 1 else "have"
+        lines.append(f"No paper's attack is named: {some(len(scored), 'case')} {have} a worst case.")
     elif not both:
         lines.append(f"The paper's attack, {attack}, was scored on no case: only the worst case is known.")
     else:

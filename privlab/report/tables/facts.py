@@ -11,7 +11,7 @@ from privlab.grids import KNOWN
 from privlab.metrics import DECIBELS, MIRRORED, STRUCTURE
 from privlab.report.tables.knowledge import kinds_in, knows, undone
 from privlab.report.tables.measure import Measure, structure
-from privlab.report.tables.per_image import SINGLE, WORST, leakiest_geometries, per_image, sign_of
+from privlab.report.tables.per_image import leakiest_geometries, measured_images, sign_of
 from privlab.report.tables.sheet import figure_text, unit_of
 
 __all__ = ["COMPARED_COLUMNS", "Facts", "join_first"]
@@ -65,9 +65,9 @@ class Facts:
 
     @cached_property
     def images(self) -> pd.DataFrame:
-        """Return the scored images of each case, attack and control, without worst case and best single attack."""
-        found = per_image(self.records, list(dict.fromkeys([self.metric, *STRUCTURE])), self.geometry)
-        return found.loc[found.scored & ~found.attack.isin([WORST, SINGLE])]
+        """Return the scored images of each case, attack and control."""
+        found = measured_images(self.records, list(dict.fromkeys([self.metric, *STRUCTURE])), self.geometry)
+        return found.loc[found.scored]
 
     @cached_property
     def scored(self) -> pd.DataFrame:

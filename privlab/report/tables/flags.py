@@ -12,11 +12,12 @@ from privlab.defenses import defenses
 from privlab.report.page import case_names
 from privlab.report.tables.facts import COMPARED_COLUMNS, Facts, join_first
 from privlab.report.tables.knowledge import declared_defenses, knows
-from privlab.report.tables.per_image import lead_metric, per_image
+from privlab.report.tables.per_image import lead_metric, measured_images
 from privlab.report.tables.results import Results
+from privlab.report.tables.sheet import some
 from privlab.threat import AttackClass, Capability, acts_on
 
-__all__ = ["DETERMINISTIC", "FEWEST_IMAGES", "RULES", "Flag", "flag_lines", "flags_of", "red_flags", "some"]
+__all__ = ["DETERMINISTIC", "FEWEST_IMAGES", "RULES", "Flag", "flag_lines", "flags_of", "red_flags"]
 __all__ += ["structure_cases"]
 
 DETERMINISTIC = frozenset(
@@ -153,7 +154,7 @@ def _paired_means(facts: Facts, own: pd.DataFrame, *runs: Any) -> tuple[float, f
     found = []
     for run in runs:
         rows = own.loc[(own.case == run.case) & (own.attack == run.attack) & (own.attack_params == run.attack_params)]
-        images = per_image(rows, [facts.metric], facts.geometry)
+        images = measured_images(rows, [facts.metric], facts.geometry)
         found.append(images[images.attack == run.attack].groupby("image")[facts.metric].mean().dropna())
     common = found[0].index.intersection(found[1].index)
     return float(found[0][common].mean()), float(found[1][common].mean())
@@ -286,11 +287,6 @@ def _beyond_range(facts: Facts) -> list[str]:
     return facts.group(found)
 
 
-def some(n: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless it is one."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
 RULES: Mapping[str, Callable[[Facts], list[str]]] = {
     "No attack ran": _no_attack,
     "Outside its stated range": _beyond_range,
@@ -308,4 +304,4 @@ RULES: Mapping[str, Callable[[Facts], list[str]]] = {
     "Predicted labels": _predicted_labels,
     "Few images": _few_images,
 }
-"""The rule behind each flag; the README's "Red flags" states them in words."""
+"""The rule behind each flag; `privlab.inventory.facts` states them in words."""

@@ -11,7 +11,7 @@ from privlab.grids import KNOWN
 from privlab.metrics import MIRRORED, STRUCTURE
 from privlab.report.bootstrap import bootstrap
 from privlab.report.tables.leakage import Score
-from privlab.report.tables.sheet import figure_text, unit_of
+from privlab.report.tables.sheet import figure_text, some, unit_of
 
 __all__ = ["Measure", "measure", "structure"]
 
@@ -48,9 +48,8 @@ class Measure:
         n, score = KNOWN[self.metric].decimals, self.score
         interval = f" [{figure_text(score.low, n)}, {figure_text(score.high, n)}]" if score.low == score.low else ""
         exactly = f", {self.exact} exactly" if self.exact else ""
-        images = "image" if score.images == 1 else "images"
         return (
-            f"{self.ahead} of {score.images} {images}{exactly}; {figure_text(score.mean, n)}{interval} {unit} "
+            f"{self.ahead} of {some(score.images, 'image')}{exactly}; {figure_text(score.mean, n)}{interval} {unit} "
             f"against {figure_text(self.control_mean, n)} of {self.control}"
         )
 
@@ -71,8 +70,7 @@ def measure(images: pd.DataFrame, attack: str, metric: str, level: float, shown_
     """
     sign = 1 if KNOWN[metric].direction == "higher leaks" else -1
     known = images.loc[images[metric].notna()]
-    pivoted = {"index": "image", "columns": "attack", "aggfunc": _leakiest_of(sign), "sort": True}
-    wide = known.pivot_table(values=metric, **pivoted)
+    wide = known.groupby(["image", "attack"])[metric].agg(_leakiest_of(sign)).unstack()
     if attack not in wide:
         return None
     if metric in MIRRORED:

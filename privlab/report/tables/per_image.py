@@ -14,7 +14,8 @@ from privlab.grids import KNOWN
 from privlab.metrics import MIRRORED
 
 __all__ = ["BOUND", "CELL", "SINGLE", "WORST", "Floats", "Scored", "Segments", "Single", "Whole"]
-__all__ += ["attack_label", "groups", "lead_metric", "leakiest_geometries", "per_image", "sign_of", "worst_case"]
+__all__ += ["attack_label", "groups", "lead_metric", "leakiest_geometries", "measured_images", "per_image", "sign_of"]
+__all__ += ["worst_case"]
 
 WORST = "worst case"
 """The name of the bound that takes, for each image, the attack that leaks most."""
@@ -66,6 +67,17 @@ def per_image(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
             `worst_case` and `leakiest_geometries` say in which ones.
     """
     return Scored.of(records, metrics, geometry).images
+
+
+def measured_images(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
+    """Return the rows of `per_image` that were measured: those of attacks and controls.
+
+    Args:
+        records: a row per image, attack, geometry and draw; `case` has the number of its case.
+        metrics: the names of the metrics, each of which gets a column.
+        geometry: "in_place", "oracle" or "reassembled": in which attacks and controls are scored.
+    """
+    return _means(_tidy(records, metrics, geometry), metrics, geometry)
 
 
 def worst_case(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
@@ -129,8 +141,7 @@ class Scored:
         rows = _tidy(records, metrics, geometry)
         pool = _pool(rows)
         reached, of_geometry = _leakiest_attacks(pool, metrics), _by_geometry(pool, metrics)
-        measured = [*metrics, *(name for name in MIRRORED.values() if name in rows), "exact"]
-        means = _average(rows.loc[rows.geometry == geometry], [*CELL, "image", "control"], measured)
+        means = _means(rows, metrics, geometry)
         best = _best(of_geometry, lead_metric(metrics))
         names = map(attack_label, best.attack, best.geometry)
         single = dict(zip(best.case.tolist(), map(Single, names, best.external), strict=True))
@@ -252,6 +263,12 @@ def _exact(rows: pd.DataFrame) -> Floats:
 def _pool(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows from which the worst case and the best single attack are taken."""
     return rows.loc[~rows.control & (rows.image != "")]
+
+
+def _means(rows: pd.DataFrame, metrics: Sequence[str], geometry: str) -> pd.DataFrame:
+    """Return the scores of each case, attack, control and image in one geometry, averaged over the draws."""
+    measured = [*metrics, *(name for name in MIRRORED.values() if name in rows), "exact"]
+    return _average(rows.loc[rows.geometry == geometry], [*CELL, "image", "control"], measured)
 
 
 def _worst(pool: pd.DataFrame, reached: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:

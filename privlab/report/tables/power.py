@@ -20,7 +20,7 @@ from privlab.report.page import case_names
 from privlab.report.tables.flags import FEWEST_IMAGES
 from privlab.report.tables.knowledge import kinds_in, knows, undefended_attack, undone
 from privlab.report.tables.measure import Measure, measure
-from privlab.report.tables.per_image import SINGLE, WORST, attack_label, lead_metric, leakiest_geometries, per_image
+from privlab.report.tables.per_image import attack_label, lead_metric, leakiest_geometries, measured_images
 from privlab.report.tables.results import Results
 
 __all__ = ["Measure", "PowerVerdict", "power", "power_of", "scope"]
@@ -66,10 +66,11 @@ def scope(records: pd.DataFrame) -> str:
     kinds = {*records.reindex(columns=["release"]).release.dropna()}
     seen = " or ".join(sorted(kinds)) or "what is released"
     images = ", has images of its own" if "features" in kinds else ""
+    client = ", knows the settings of the client's training" if "update" in kinds else ""
     return (
         f"Threat model: an honest-but-curious server that knows the weights, sees the {seen} of one release of each "
-        f"image{images}, and knows the defense's algorithm and options, but not its draws or keys. Outside it: a "
-        "server that changes the weights, several rounds of one image, and what else it may know of the image."
+        f"image{images}{client}, and knows the defense's algorithm and options, but not its draws or keys. Outside it: "
+        "a server that changes the weights, several rounds of one image, and what else it may know of the image."
     )
 
 
@@ -131,13 +132,13 @@ class _Facts:
         """
         best = leakiest_geometries(rows, self.metrics, self.geometry).drop_duplicates("attack")
         where = dict(zip(best.attack, best.geometry, strict=True))
-        found = {name: per_image(rows, self.metrics, name) for name in (self.geometry, *where.values())}
+        found = {name: measured_images(rows, self.metrics, name) for name in {self.geometry, *where.values()}}
         own = [
             each.loc[[where.get(attack, self.geometry) == name for attack in each.attack]].assign(geometry=name)
             for name, each in found.items()
         ]
         images = pd.concat(own, ignore_index=True)
-        return images.loc[~images.attack.isin([WORST, SINGLE]) & (images.image != "")]
+        return images.loc[images.image != ""]
 
     def verdict(self, case: int) -> PowerVerdict:
         """Return the verdict on one case."""

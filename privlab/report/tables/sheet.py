@@ -12,7 +12,7 @@ from privlab.report.tables.leakage import Row, conditions_that_differ
 from privlab.report.tables.per_image import BOUND, SINGLE, WORST, lead_metric
 from privlab.report.tables.results import Results
 
-__all__ = ["OF_ADVERSARIES", "OF_EXACT", "OF_ORACLE", "OF_WORST", "of_single"]
+__all__ = ["OF_ADVERSARIES", "OF_EXACT", "OF_ORACLE", "OF_WORST", "of_interval", "of_single"]
 __all__ += [
     "Caption",
     "Cell",
@@ -24,6 +24,7 @@ __all__ += [
     "heading",
     "images",
     "row_name",
+    "some",
     "unit_of",
 ]
 
@@ -37,7 +38,6 @@ OF_ORACLE = (
     "oracle: before scoring, the evaluator put the patches that were moved where they fit the image best, for attacks "
     f"and controls alike; {CONTROLS[2]} would be the image itself, and is left out"
 )
-_BOOTSTRAP = "by bootstrap over the images"
 _MEASURED_KINDS = ("paper", "worst", "single", "attack")
 
 
@@ -57,6 +57,15 @@ class Caption:
     def of(cls, results: Results) -> "Caption":
         """Return the caption of results; its remarks are the conditions that differ from the paper's."""
         return cls(results.title, results.source, tuple(conditions_that_differ(results)))
+
+
+def of_interval(level: float) -> str:
+    """Return the note that explains what stands behind ±.
+
+    Args:
+        level: the confidence level of the interval, in (0, 1).
+    """
+    return f"±: farther end of the {100 * level:g} % interval of the mean, by bootstrap over the images"
 
 
 def of_single(metrics: Sequence[str]) -> str:
@@ -83,6 +92,11 @@ def decimals(layout: Layout, metric: str) -> int:
 def unit_of(metric: str) -> str:
     """Return the unit behind a figure of a metric: "dB", or the metric's name if it has no unit."""
     return "dB" if metric == "psnr" else "dB of psnr_affine" if metric == "psnr_affine" else metric
+
+
+def some(n: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def figure_text(value: float, decimals: int) -> str:
@@ -147,7 +161,7 @@ class Sheet:
             ("single" in kinds, of_single(self.layout.columns)),
             (reassembled, OF_ADVERSARIES),
             (any(row.exact for row in self.rows), OF_EXACT),
-            (interval, f"±: farther end of the {100 * self.layout.interval:g} % interval of the mean, {_BOOTSTRAP}"),
+            (interval, of_interval(self.layout.interval)),
             (self._leakiest, f"bold: the leakiest figure, measured here, of its {within}"),
             (self.layout.geometry == "oracle", OF_ORACLE),
             (self.layout.geometry == "reassembled", "reassembled: before scoring, the adversary put patches in order"),

@@ -1,8 +1,9 @@
-"""The table of a run: a row for each attack, the best one and the worst case, with mean and spread over the images."""
+"""The table of a run: a row for each attack, the best one and the worst case, with means over the images."""
 
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,31 @@ from rich.table import Table
 
 from privlab.defenses import Jigsaw
 from privlab.evaluation import CONTROL, GEOMETRIES, UNDEFINED, Specification, defense_of
-from privlab.grids import KNOWN, beside, papers_attack
+from privlab.grids import KNOWN, Layout, beside, papers_attack
 from privlab.metrics import PLACEMENT
-from privlab.release import effects_of
+from privlab.release import EXPLAINED_RESIDUAL, effects_of
 from privlab.report.tables.flags import Flag, red_flags
+from privlab.report.tables.leakage import measure
 from privlab.report.tables.members import Apart, apart
 from privlab.report.tables.per_image import SINGLE, WORST, Scored, attack_label, lead_metric
 from privlab.report.tables.power import scope
 from privlab.report.tables.results import by_case
-from privlab.report.tables.sheet import OF_ADVERSARIES, OF_EXACT, OF_ORACLE, OF_WORST, count_text, of_single
+from privlab.report.tables.sheet import (
+    OF_ADVERSARIES,
+    OF_EXACT,
+    OF_ORACLE,
+    OF_WORST,
+    count_text,
+    figure_text,
+    of_interval,
+    of_single,
+    some,
+)
 from privlab.runs import Outcome
+from privlab.threat import Client
 
 __all__ = ["KNOWN", "explanations", "flags", "members", "missing_metrics", "shown_metrics", "summarise", "to_rich"]
-__all__ += ["verdicts"]
+__all__ += ["certificates", "verdicts"]
 
 _SETTINGS = {
     "a": "a, nothing is defended, and the private image x is the reference",
@@ -37,14 +50,15 @@ _KINDS = ("paper", "worst", "single", "attack", "control")
 
 
 def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> pd.DataFrame:
-    """Return one row per victim, setting and attack: `n` images scored, `failed` ones, METRIC and METRIC_std of each.
+    """Return one row per victim, setting and attack: `n` images scored, `failed` ones, and each METRIC.
 
     Each victim and setting has the paper's attack, the worst case, the best single attack by the lead metric, the other
     attacks in the order in which they ran, and the controls (`kind`). Scores are averaged over the draws of an image;
     the worst case takes its leakiest one over attacks, draws and the geometries that an adversary can make, by each
     metric's own direction; `leakiest` says by the lead metric on how many images each attack reached it, and which is
-    the best single one. `exact` counts the images of which every grey level is right; None without PSNR. The spread is
-    the standard deviation over the images (n − 1); what no image has is NaN.
+    the best single one. `exact` counts the images of which every grey level is right; None without PSNR. METRIC_low and
+    METRIC_high are the ends of the interval of the mean (`bootstrap`), METRIC_std is the standard deviation over the
+    images (n − 1); what no image has is NaN.
 
     Args:
         records: those of one `privlab attack`.
@@ -58,9 +72,12 @@ def summarise(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in
     images = scored.images
     groups = images.groupby(["case", "attack"], sort=False)
     table = groups.agg(n=("scored", "sum"), failed=("failed", "sum"))
+    ends = {(case, attack): scores for (case, attack, _), (scores, *_) in measure(images, names, Layout.interval)}
     for name in names:
         table[name] = groups[name].mean()
         table[f"{name}_std"] = groups[name].std()
+        for end in ("low", "high"):
+            table[f"{name}_{end}"] = [getattr(ends[key][name], end) for key in table.index]
     exact = groups.exact.sum(min_count=1).dropna().astype(int).to_dict()
     reached = scored.reached.loc[scored.reached.metric == lead]
     who = [attack_label(attack, where) for attack, where in zip(reached.attack, reached.geometry, strict=True)]
@@ -111,7 +128,7 @@ def _leading(table: pd.DataFrame, lead: str) -> dict[str, str]:
 
 
 def explanations(table: pd.DataFrame, metrics: Sequence[str], geometry: str) -> list[str]:
-    """Return the lines that explain the table: its settings, the worst case, the best attack, and its geometry.
+    """Return the lines that explain the table: its settings, intervals, worst case, best attack and geometry.
 
     Args:
         table: the rows of `summarise`.
@@ -122,12 +139,30 @@ def explanations(table: pd.DataFrame, metrics: Sequence[str], geometry: str) -> 
     settings = [said for setting, said in _SETTINGS.items() if (table.setting == setting).any()]
     return [
         f"Settings: {'; '.join(settings)}.",
+        *([of_interval(Layout.interval)] if any(table.n > 1) else []),
         OF_WORST,
         of_single(metrics),
         *([OF_ADVERSARIES] if reassembled and geometry != GEOMETRIES[1] else []),
         *([OF_ORACLE] if geometry == GEOMETRIES[1] else []),
         *([OF_EXACT] if any(table.exact) else []),
     ]
+
+
+def certificates(records: pd.DataFrame) -> list[str]:
+    """Return one line for each victim on how well reconstructions explain the updates, which needs no private image.
+
+    It has the mean of `explained` over the images, and how many of them are proven: above the share that no wrong image
+    has reached.
+    """
+    rows = records[records.explained.notna() & (records.geometry == GEOMETRIES[0])]
+    lines = []
+    for victim, of_victim in rows.groupby("victim", sort=False):
+        told = ", ".join(
+            f"{attack} {shares.mean():.4f} ({int((shares > 1 - EXPLAINED_RESIDUAL**2).sum())} of {len(shares)} proven)"
+            for attack, shares in of_victim.groupby("attack", sort=False).explained
+        )
+        lines.append(f"{victim}: share of the update that a reconstruction explains, no image being known: {told}")
+    return lines
 
 
 def flags(records: pd.DataFrame, metrics: Sequence[str], geometry: str = "in_place") -> list[Flag]:
@@ -207,10 +242,24 @@ def verdicts(outcome: Outcome) -> list[str]:
 
 
 def _how(spec: Specification) -> str:
-    """Return the other options of a run on which its numbers depend: draws, gradient batch, and force."""
+    """Return the other options of a run on which its numbers depend: draws, gradient batch, client, and force."""
     draws = f"; {spec.draws} draws of each image" if spec.draws > 1 else ""
     batch = f"; {spec.gradient_batch} images in one gradient" if spec.gradient_batch > 1 else ""
+    batch += "" if spec.local_training is None else f"; {_trained_by(spec.local_training)}"
     return draws + batch + ("; FORCED: attacks run where their formulas do not hold" if spec.force else "")
+
+
+def _trained_by(client: Client) -> str:
+    """Return a client's images, steps and optimiser, and those other settings that are not the defaults."""
+    usual = Client(optimiser=client.optimiser)
+    told = {f.name for f in fields(client)} - {"optimiser", "images", "steps", "epochs"}
+    own = ", ".join(
+        f"{f.name} {getattr(client, f.name)}"
+        for f in fields(client)
+        if f.name in told and (f.name == "lr" or getattr(client, f.name) != getattr(usual, f.name))
+    )
+    images, steps = some(client.images, "image"), some(client.total_steps, "step")
+    return f"updates of clients with {images} and {steps} of {client.optimiser}, {own}"
 
 
 def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = False) -> Table:
@@ -218,8 +267,8 @@ def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = Fals
 
     Args:
         table: the rows of `summarise`.
-        metrics: those that get a column, each mean ± standard deviation over the images.
-        stacked: whether the spread stands below the mean, for a narrow terminal.
+        metrics: those that get a column, each mean ± the farther end of its interval.
+        stacked: whether the interval stands below the mean, for a narrow terminal.
     """
     several = [column for column in ("victim", "setting", "defense") if table[column].nunique() > 1]
     shown = (
@@ -260,8 +309,6 @@ def _title(name: str) -> str:
 
 
 def _value(row: Mapping[Hashable, Any], name: str, between: str) -> str:
-    mean, spread, n = row[name], row[f"{name}_std"], KNOWN[name].decimals
-    if math.isnan(mean):
-        return "n/a"
-    shape = f".{n}f" if abs(mean) >= 10**-n or mean == 0 else ".1e"  # 0.0000 would not tell 85 dB from 140 dB
-    return f"{mean:{shape}}" + ("" if math.isnan(spread) else f"{between}{spread:{shape}}")
+    mean, n = row[name], KNOWN[name].decimals
+    reach = max(row[f"{name}_high"] - mean, mean - row[f"{name}_low"])
+    return figure_text(mean, n) + (f"{between}{figure_text(reach, n)}" if math.isfinite(reach) else "")

@@ -1,0 +1,70 @@
+"""The updates of clients in the pipeline: how they are observed, and how much of one a reconstruction explains."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.evaluation.batch import Batch, Seen, Trial, taken
+from privlab.release import observe_updates
+from privlab.release.residual import explained_share, residual
+from privlab.release.update_files import label_of_update
+from privlab.threat import Client, ClientData, Observation
+from privlab.victims import VictimModel
+
+__all__ = ["explained_by", "observe_clients", "unsound_release"]
+
+
+def observe_clients(
+    model: VictimModel,
+    client: Client,
+    trial: Trial,
+    batch: Batch,
+    parameters: Collection[str],
+    draws: Sequence[Generator],
+    images_per_release: int,
+) -> Observation:
+    """Observe the update of each client of B images; a last one may have fewer than its settings say.
+
+    Args:
+        model: the server's model.
+        client: the public settings.
+        trial: what the clients feed.
+        batch: the images, whose labels the clients know.
+        parameters: those whose updates the attacks read; the head's, by which reconstructions are explained, are added.
+        draws: the secret generator of each client.
+        images_per_release: B.
+    """
+    B = images_per_release
+    of = zip(trial.feed.images.split(B), batch.labels.split(B), draws, strict=True)
+    clients = [ClientData(images, labels, draw) for images, labels, draw in of]
+    return observe_updates(model, replace(client, images=B), clients, {*parameters, "head.weight", "head.bias"})
+
+
+def explained_by(seen: Seen, image: Float[Tensor, "1 c h w"], i: int) -> float | None:
+    """Return the share of an update of one image that a reconstruction explains; None for other releases.
+
+    The adversary can compute it: it takes public settings, and the label that the update tells.
+
+    Args:
+        seen: the observation of several clients.
+        image: the reconstruction.
+        i: the number of the client.
+    """
+    if not isinstance(seen, Observation) or seen.client is None or seen.images_per_release > 1:
+        return None
+    own = taken(seen, [i])
+    label = label_of_update(own)
+    return None if label is None else explained_share(residual(own, image, label))
+
+
+def unsound_release(client: Client | None) -> str:
+    """Return why a release is not attacked that is zero or not finite: a gradient, or the update of a client."""
+    told = "what is released is zero or not finite"
+    if client is None:
+        return told
+    return (
+        f"{told}: the client trained nothing or diverged in {client.total_steps} steps from a rate of {client.lr:g}. "
+        "Take another client.lr, or set client.clip."
+    )

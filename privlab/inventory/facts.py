@@ -1,0 +1,228 @@
+"""What the classes of attacks, defenses and flags do not say themselves: ranges, measured costs, studies, meanings.
+
+`explain` joins these facts with docstrings and declarations. They import nothing, so that names can be checked at once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["ATTACK_FACTS", "DEFENSE_STUDIES", "FLAG_MEANINGS", "METRIC_MEANINGS", "AttackFacts"]
+
+
+@dataclass(frozen=True)
+class AttackFacts:
+    """Facts about an attack that come from its analysis and its measurements.
+
+    Args:
+        exact: the condition under which its equations give the image back exactly, or where it has no guarantee.
+        fails: where it cannot work, or is known to fall short.
+        cost: a measured cost with its conditions; "" if none was measured.
+        studies: the stems of the pages in docs/studies that hold its measured figures.
+    """
+
+    exact: str
+    fails: str = ""
+    cost: str = ""
+    studies: tuple[str, ...] = ()
+
+
+_SEARCH = "It is a search without a guarantee."
+_ROWS = "Exact up to what the projection W loses (nothing for a square W of full rank), if every row is placed."
+_DECODER = "It is a trained decoder without a guarantee."
+_LARGER = "With several images in one gradient its equations mix the images, and it is refused."
+
+ATTACK_FACTS: Mapping[str, AttackFacts] = {
+    "patch-gradient": AttackFacts(
+        "Exact if ∂ℓ/∂E_pos has rank N, which needs N < D; what follows the embedding does not matter.",
+        "It does not know any defense: under MJP the masked slots come back empty. " + _LARGER,
+        "2.7 ms an image given the gradient (DeiT-S, 224 pixels, two cores).",
+        ("mjp", "table5", "gradients"),
+    ),
+    "patch-update": AttackFacts(
+        "Exact as `patch-gradient` for one image that a client trains on by SGD, however many steps, except for the "
+        "rounding of stored weights, which it foresees in part. It undoes momentum, schedules, clipping and weight "
+        "decay.",
+        "It refuses Adam and AdamW, which divide each entry of the gradient by its own magnitude. " + _LARGER,
+        "5 to 34 s an image (ViT-Ti, 160 pixels, 1 to 20 steps), of which the correction for rounding is nearly all.",
+        ("updates",),
+    ),
+    "april": AttackFacts(
+        "Exact if N + 1 ≤ D and K ≤ D, on a first block without pre-norm and skip.",
+        "It does not hold on a stock block, and does not know MJP. " + _LARGER,
+        "4.7 ms an image given the gradient (DeiT-S, 224 pixels, two cores).",
+        ("table5", "mjp"),
+    ),
+    "patch-gradient-prior": AttackFacts(
+        "Exact as `patch-gradient`; for an image of eight bits also for a few patches more than that (measured: "
+        "trained weights, D = 192, N = 196).",
+        "With many more patches than equations (N = 225, D = 192), or pixels that are no whole grey levels, only its "
+        "image prior is left. Under MJP it is `patch-gradient`.",
+        "1.0 s an image (ViT-Ti, 224 pixels, one shared core).",
+        ("gradients", "table5"),
+    ),
+    "patch-gradient-adaptive": AttackFacts(
+        "Exact as `patch-gradient`, and under MJP as `mjp-subspace`, in the limit where the errors of the released "
+        "gradient go to zero.",
+        "It reads the two gradients of the embedding alone: its failure says nothing of attacks by all layers.",
+        "",
+        ("gradients",),
+    ),
+    "mjp-subspace": AttackFacts(
+        "The unmasked patches are exact except for their part in the span of the masked ones, if N < D.",
+        "An image prior completes that part; the masked patches become the smoothest ones in their span.",
+        "0.6 s of processor time an image at 160 pixels (ViT-Ti), 1.3 s at 224 pixels (DeiT-S).",
+        ("mjp",),
+    ),
+    "mjp-full": AttackFacts(
+        "Every patch whose token is found is exact, up to the order of the masked patches, if N + |masked| + 1 < D.",
+        "Flat patches have tokens that are nearly alike, and some are missed. No token is found where N ≥ D.",
+        "2.7 s of processor time an image (trained ViT-Ti, 160 pixels), 12 to 18 s (random DeiT-S, 224 pixels).",
+        ("mjp", "table5"),
+    ),
+    "token-separation": AttackFacts(
+        "Exact for the tokens that are found, of B images, with B N for N: without position embeddings up to the order "
+        "of the patches, if 2 N + 1 < D; with known ones if N + 1 < D and 3 N + 6 < 2 D; if the patch embedding is "
+        "frozen too and D ≤ K, except for K − D + 1 directions of each patch, if 2 N + 5 < D.",
+        "Tokens that are nearly alike are missed, above all with random weights and several images.",
+        "1 to 4 s of processor time an image (ViT-Ti, 96 to 160 pixels).",
+        ("tokens", "table5"),
+    ),
+    "gradient-likelihood": AttackFacts(
+        _SEARCH,
+        "It was measured on a few images only, and stops far from the most likely image.",
+        "Minutes an image.",
+        ("gradients",),
+    ),
+    "gradient-matching": AttackFacts(
+        _SEARCH + " Under MJP what is known exactly stays exact.",
+        "On three photographs 200 steps did not improve on their start, `mjp-subspace`.",
+        "289 s an image for 200 steps (ViT-Ti, 160 pixels, two busy cores).",
+        ("mjp",),
+    ),
+    "class-token-key": AttackFacts(
+        "The column key is exact without noise, if the class token's values are all different.",
+        "Noise with a standard deviation of 0.1 reduces the recovered key to 24 % (ViT-Ti).",
+        "",
+        ("permutation",),
+    ),
+    "pe-assignment": AttackFacts(
+        _ROWS,
+        "Position embeddings that drifted from the public ones by several times their deviation are not matched.",
+        "4.4 ms an image (ViT-Ti, 224 pixels, batches of 32).",
+        ("permutation",),
+    ),
+    "border-jigsaw": AttackFacts(
+        _ROWS,
+        "Patches that look alike are put in the wrong place, above all where every image has an order of its own.",
+        "0.03 to 0.30 s an image for the re-assembly (patches of 16 pixels, 160 and 224 pixels).",
+        ("permutation", "training"),
+    ),
+    "row-alignment": AttackFacts(
+        "It has no guarantee; it improves with the number of images.",
+        "It needs at least two images, and rows that stay with their image.",
+        "",
+        ("permutation",),
+    ),
+    "column-statistics": AttackFacts(
+        "It has no guarantee: the column order is the best that a local search finds.",
+        "At width 768 it finds 89 to 98 % of the key from four images (random ViT-B).",
+        "9 to 25 s a key at width 768.",
+        ("permutation",),
+    ),
+    "least-squares": AttackFacts(
+        "Exact for a square W of full rank, without noise.",
+        "It takes rows in the order in which they were sent, so that a row permutation defeats it.",
+        "",
+        ("permutation",),
+    ),
+    "feature-optimisation": AttackFacts(
+        _SEARCH,
+        "It takes rows in the order in which they were sent.",
+        "",
+        ("permutation",),
+    ),
+    "inversion-conv": AttackFacts(
+        _DECODER, "It expects rows in their order.", "203 s of training on one core (ViT-Ti, 64 pixels)."
+    ),
+    "inversion-mae": AttackFacts(
+        _DECODER,
+        "With 196 rows in an order of their own for each image it learns almost nothing in 300 steps.",
+        "70 to 95 s of training on one core (ViT-Ti, 64 pixels).",
+        ("permutation",),
+    ),
+    "inversion-set": AttackFacts(
+        _DECODER,
+        "It finds 16 permuted rows in 1000 steps, and 196 not within 300.",
+        "77 to 100 s of training on one core (ViT-Ti, 64 pixels).",
+        ("permutation",),
+    ),
+    "inversion-token": AttackFacts(
+        _DECODER,
+        "Without position embeddings it cannot place rows.",
+        "45 to 55 s of training on one core (ViT-Ti, 64 pixels).",
+        ("permutation",),
+    ),
+    **dict.fromkeys(
+        (
+            *("breaching:invertinggradients", "breaching:seethroughgradients", "breaching:deepleakage"),
+            *("breaching:modern", "breaching:legacy", "breaching:wei", "breaching:tag", "breaching:beyondinfering"),
+            "breaching:clsattack",
+        ),
+        AttackFacts(_SEARCH, "It matches all released gradients with breaching's own budget, and knows of no defense."),
+    ),
+    "breaching:april_analytic": AttackFacts("Exact as `april`.", "It does not know any defense.", "", ("speed",)),
+    **dict.fromkeys(
+        ("breaching:multiscale_ghiasi", "breaching:analytic", "breaching:imprint", "breaching:rgap"),
+        AttackFacts("Nowhere: it does not run on Vision Transformers.", "It fails with the reason."),
+    ),
+}
+"""The facts of each attack that comes with privlab, by name; an attack of another package has none."""
+
+DEFENSE_STUDIES: Mapping[str, tuple[str, ...]] = {
+    "jigsaw": ("training",),
+    "mjp": ("mjp", "table5", "training"),
+    "low-pass": ("permutation",),
+    "gaussian-noise": ("permutation",),
+    "row-permutation": ("permutation",),
+    "column-permutation": ("permutation",),
+    "batch-shuffle": ("permutation",),
+    "gradient-noise": ("gradients",),
+    "gradient-pruning": ("gradients",),
+    "gradient-quantisation": ("gradients",),
+    "gradient-sign": ("gradients",),
+}
+"""The stems of the pages in docs/studies that measured a defense; the others were not studied."""
+
+FLAG_MEANINGS: Mapping[str, str] = {
+    "No attack ran": "No attack was tried on a case.",
+    "Outside its stated range": "Every attack that was scored on a case is outside the range in which it is said to be "
+    "exact (`beyond_range`).",
+    "Low effort": "Attacks were run with `--effort quick`, which is less than the standard effort.",
+    "No better than a control": "The mean of an attack leaks no more than that of the leakiest control, nor does it "
+    "leak structure.",
+    "Structure without its scale": "By PSNR an attack is no better than a control, but by `psnr_affine`, `correlation` "
+    "or `gms_affine` it is, beyond the interval.",
+    "No adaptive attack": "No attack that was scored knows all of the defense (as attacks declare: `knows`).",
+    "Adaptive attack weaker": "The leakiest attack that knows the defense leaks less than one that does not.",
+    "More budget, less leakage": "An attack leaks less with more steps, rounds or starts, while all else and the "
+    "images are the same.",
+    "One draw": "The defense draws at random, and each image had one draw.",
+    "Nothing released": "What is released of an image is zero or NaN.",
+    "Failed": "An attack failed, or an image could not be read.",
+    "Random weights": "The victim's weights are random.",
+    "Untrained E_unk": "A defense feeds an E_unk that no training has shaped: the mean position embedding, or a random "
+    "one.",
+    "Predicted labels": "Gradients are those of the victim's own predictions, and not those of true labels.",
+    "Few images": "A case has fewer than 20 different images with a score.",
+}
+"""When each red flag is raised; the rules themselves stand in `privlab.report.tables.flags`."""
+
+METRIC_MEANINGS: Mapping[str, str] = {
+    "f_sim": "The cosine of both images' embeddings by a network that `--embedding timm:NAME@FILE` names; for faces it "
+    "should be one of faces. Without a network it is n/a.",
+    "placement_accuracy": "The share of the patch slots of an image that got their own row.",
+    "neighbour_accuracy": "The share of pairs of adjacent slots whose patches are adjacent in the same direction.",
+    "key_recovered": "The share of the entries of the column key that were recovered.",
+    "correct": "Whether the client's prediction under its defense is the label; null if labels are predictions.",
+}
+"""What the metrics say that have no function of their own to say it: F-SIM, and those of released features."""

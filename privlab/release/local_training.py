@@ -1,0 +1,260 @@
+"""What a client of a federated round sends: it is really trained, by torch's optimisers, on a copy of the victim."""
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from timm.layers import DropPath
+from torch import Generator, Tensor, nn
+
+from privlab.base import PrivlabError, full_precision
+from privlab.release.gradients import gradient_capabilities
+from privlab.threat import Capability, Client, ClientData, Observation
+from privlab.victims import VictimModel
+
+__all__ = ["observe_updates", "rounding_deviation", "run_client", "trained_parameters", "update_capabilities"]
+__all__ += ["undecayed", "update_on", "without_decay"]
+
+_FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_EMBEDDING = ("patch_embed.", "pos_embed", "cls_token", "reg_token")
+
+
+def trained_parameters(model: VictimModel, client: Client) -> list[str]:
+    """Return the timm names of the parameters that a client trains, in the model's order.
+
+    E_unk is not among them: a client without a defense does not use it.
+
+    Raises:
+        PrivlabError: if the model has none of them, or freezes them.
+    """
+    norms = {path for path, layer in model.vit.named_modules() if isinstance(layer, nn.LayerNorm)}
+    chosen = {
+        "all": lambda name: True,
+        "no-embedding": lambda name: not name.startswith(_EMBEDDING),
+        "attention": lambda name: ".attn." in name,
+        "norms": lambda name: name.rpartition(".")[0] in norms,
+        "head": lambda name: name.startswith("head."),
+    }[client.trains]
+    names = [name for name, _ in model.vit.named_parameters() if chosen(name) and name not in model.frozen]
+    if not names:
+        raise PrivlabError(f"client.trains={client.trains} leaves nothing to train: this model has no such parameters.")
+    return names
+
+
+def run_client(model: VictimModel, client: Client, data: ClientData) -> dict[str, Float[Tensor, "..."]]:
+    """Return θ_T − θ_0 of one client by timm's parameter name, as the server has it after subtraction.
+
+    The weights are stored, and their updates rounded, in the model's own number format; so is the difference. What is
+    sent is then rounded to `client.sent_as`, and a server that gets weights subtracts θ_0 from them. Layers run as in
+    evaluation, but for the client's dropout and drop path.
+
+    Args:
+        model: the server's model with θ_0; it is left as it is.
+        client: the public settings.
+        data: the client's images, as many as `client.images`, their labels, and the draws of order and dropout.
+
+    Returns:
+        The difference of each trained parameter. It is not finite if the training diverges.
+
+    Raises:
+        PrivlabError: if the data are not as many as the client's images.
+    """
+    if not len(data.images) == len(data.labels) == client.images:
+        raise PrivlabError(
+            f"A client of client.images={client.images} needs as many images and labels. "
+            f"Found {len(data.images)} and {len(data.labels)}."
+        )
+    names = trained_parameters(model, client)
+    own = copy.deepcopy(model).eval().requires_grad_(False)
+    trained = {name: own.vit.get_parameter(name).requires_grad_(True) for name in names}
+    _set_dropout(own, client)
+    device = model.mean.device
+    seed = int(torch.randint(2**62, (), generator=data.draw))
+    with full_precision(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        _train(own, list(trained.values()), client, data)
+    update = {}
+    for name, after in trained.items():
+        before, after, number = model.vit.get_parameter(name).detach(), after.detach(), _FORMATS[client.sent_as]
+        sent = after - before if client.sends == "difference" else after
+        sent = sent.to(number).to(before.dtype)
+        update[name] = sent if client.sends == "difference" else sent - before
+    return update
+
+
+def update_on(
+    model: VictimModel, client: Client, image: Float[Tensor, "1 c h w"], label: int
+) -> dict[str, Float[Tensor, "..."]]:
+    """Return −(θ_T − θ_0) of a client that trains on one image: what a reconstruction would make of its settings.
+
+    Dropout is drawn anew.
+
+    Args:
+        model: the server's model with θ_0; it is left as it is.
+        client: the public settings, of one image.
+        image: the image, in [0, 1].
+        label: its class index.
+
+    Raises:
+        PrivlabError: as in `run_client`.
+    """
+    data = ClientData(image, torch.tensor([label], device=image.device), Generator())
+    return {name: -difference for name, difference in run_client(model, client, data).items()}
+
+
+def update_capabilities(model: VictimModel, client: Client) -> frozenset[Capability]:
+    """Return the capabilities that the update of a client of a model grants.
+
+    The weights θ_0 and the public settings are known; images, labels, order and the draws of dropout are not.
+
+    Raises:
+        PrivlabError: if the client has nothing to train.
+    """
+    trained = frozenset(trained_parameters(model, client))
+    return gradient_capabilities(model, (), client.images, trained=trained) | {Capability.CLIENT_UPDATE}
+
+
+def observe_updates(
+    model: VictimModel, client: Client, clients: Sequence[ClientData], parameters: Collection[str] | None = None
+) -> Observation:
+    """Return what the server sees of clients that train with the same public settings, one release each.
+
+    `gradients` of the observation are −(θ_T − θ_0), so that one step of SGD at rate η without momentum or decay gives
+    η g: the gradient's sign, in units of weights. Weight decay is still in it.
+
+    Args:
+        model: the server's model with θ_0, which the adversary knows; it is left as it is.
+        client: the public settings, which the observation holds.
+        clients: the private data of each client.
+        parameters: names of those whose updates the attacks read; None for all. Those that are not trained, and thus
+            not sent, are left out.
+
+    Raises:
+        PrivlabError: as in `run_client`, or if there is no client, or nothing for it to train.
+    """
+    if not clients:
+        raise PrivlabError("An update needs at least one client. Found none.")
+    names = [name for name in trained_parameters(model, client) if parameters is None or name in parameters]
+    sent: dict[str, list[Tensor]] = {name: [] for name in names}
+    for data in clients:
+        update = run_client(model, client, data)
+        for name, of_clients in sent.items():
+            of_clients.append(-update[name])
+    gradients = {name: torch.stack(of_clients) for name, of_clients in sent.items()}
+    grants = update_capabilities(model, client)
+    return Observation(model, gradients, grants, images_per_release=client.images, client=client)
+
+
+def without_decay(
+    model: VictimModel, update: Mapping[str, Float[Tensor, "..."]], lost: float
+) -> dict[str, Float[Tensor, "..."]]:
+    """Return −(θ_T − θ_0) − lost · θ_0 in float64: what the gradients alone moved, with the sign of a gradient.
+
+    Args:
+        model: the server's model with θ_0.
+        update: −(θ_T − θ_0) of one client, by timm's parameter name.
+        lost: 1 − c, the share of θ_0 that decay took (`Client.kept_share`).
+    """
+    return {name: u.double() - lost * model.vit.get_parameter(name).detach().double() for name, u in update.items()}
+
+
+def undecayed(
+    model: VictimModel, update: Mapping[str, Float[Tensor, "..."]], client: Client
+) -> dict[str, Float[Tensor, "..."]]:
+    """Return `without_decay` by a client's own settings; the update as it is where decay has no factor (Adam's).
+
+    Args:
+        model: the server's model with θ_0.
+        update: −(θ_T − θ_0) of one client, by timm's parameter name.
+        client: the public settings, whose `kept_share` is taken.
+    """
+    return without_decay(model, update, 1 - client.kept_share if client.is_linear else 0.0)
+
+
+def rounding_deviation(before: Tensor, after: Tensor, client: Client) -> Float[Tensor, "..."]:
+    """Return the standard deviation that rounding gives each entry of an update, in float64.
+
+    Each of T steps rounds a stored weight to the nearest multiple of its ulp, an error of variance ulp² / 12. Weights
+    that are sent in fewer bits are rounded to the ulp of that format once more. The rounding of the gradients, and of
+    differences that are sent in fewer bits, is relative to their own size and is not counted here.
+
+    Args:
+        before: θ_0, in the number format in which the client stores its weights.
+        after: θ_T; the larger of the two magnitudes gives an entry's ulp.
+        client: the public settings.
+    """
+    largest = torch.maximum(before.detach().abs(), after.detach().abs())
+    variance = client.total_steps * _ulp(largest) ** 2 / 12
+    sent = _FORMATS[client.sent_as]
+    if client.sends == "weights" and torch.finfo(sent).eps > torch.finfo(before.dtype).eps:
+        variance = variance + _ulp(largest.to(sent)) ** 2 / 12
+    return variance.sqrt()
+
+
+def _ulp(magnitudes: Tensor) -> Float[Tensor, "..."]:
+    """Return ε 2^⌊log₂ |θ|⌋, the distance from each number of a format to the next; at 0, that of the least normal."""
+    info = torch.finfo(magnitudes.dtype)
+    _, exponent = magnitudes.double().clamp(min=info.tiny).frexp()
+    return info.eps * torch.exp2(exponent.double() - 1)
+
+
+def _train(model: VictimModel, parameters: list[Tensor], client: Client, data: ClientData) -> None:
+    """Take the client's optimiser steps on its own copy of the model."""
+    optimiser = _optimiser(parameters, client)
+    mixed, number = client.autocast != "float32", _FORMATS[client.autocast]
+    for rate, batches in zip(client.rates, _steps(client, data.draw), strict=True):
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        optimiser.zero_grad()
+        for rows in batches:
+            # Autocast keeps its copies of the weights until the outermost context ends, which is that of all steps.
+            with torch.autocast(model.mean.device.type, number, cache_enabled=False) if mixed else nullcontext():
+                logits = model(data.images[rows])
+                loss = F.cross_entropy(logits, data.labels[rows], label_smoothing=client.label_smoothing)
+            (loss / len(batches)).backward()
+        if client.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, client.clip)
+        optimiser.step()
+
+
+def _optimiser(parameters: list[Tensor], client: Client) -> torch.optim.Optimizer:
+    """Return torch's optimiser in a fresh state."""
+    if client.optimiser == "sgd":
+        return torch.optim.SGD(
+            parameters,
+            lr=client.lr,
+            momentum=client.momentum,
+            dampening=client.dampening,
+            nesterov=client.nesterov,
+            weight_decay=client.weight_decay,
+        )
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[client.optimiser]
+    betas = (client.beta1, client.beta2)
+    return kind(parameters, lr=client.lr, betas=betas, eps=client.eps, weight_decay=client.weight_decay)
+
+
+def _steps(client: Client, draw: Generator) -> Iterator[list[Tensor]]:
+    """Yield the batches of each optimiser step, as rows of the client's images."""
+    left = client.total_steps
+    while left > 0:
+        order = torch.randperm(client.images, generator=draw) if client.shuffle else torch.arange(client.images)
+        batches = list(order.split(client.batch_size))
+        for start in range(0, len(batches), client.accumulation)[:left]:
+            yield batches[start : start + client.accumulation]
+        left -= client.steps_per_epoch
+
+
+def _set_dropout(model: VictimModel, client: Client) -> None:
+    """Give a copy of the victim the client's dropout and drop path; all other layers stay in evaluation."""
+    if client.dropout:
+        for path, layer in model.vit.named_modules():
+            if isinstance(layer, nn.Dropout) and path.rpartition(".")[2] in ("pos_drop", "proj_drop", "drop1", "drop2"):
+                layer.p = client.dropout
+                layer.train()
+    if client.drop_path:
+        rates = torch.linspace(0, client.drop_path, len(model.vit.blocks)).tolist()
+        for block, rate in zip(model.vit.blocks, rates, strict=True):
+            block.drop_path1, block.drop_path2 = DropPath(rate).train(), DropPath(rate).train()

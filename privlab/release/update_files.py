@@ -1,0 +1,131 @@
+"""The weights before and after a client's local training, in two files, as the update that a server sees."""
+
+import warnings
+from pathlib import Path
+
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.base import PrivlabError, PrivlabWarning, first
+from privlab.release.gradient_file import GradientFile, check_fit
+from privlab.release.local_training import trained_parameters, undecayed, update_capabilities
+from privlab.threat import Client, Observation
+from privlab.victims import VictimModel, from_any_layout, read_state
+
+__all__ = ["check_order", "label_of_update", "read_update", "update_observation"]
+
+
+def read_update(before: Path, after: Path, images: int) -> GradientFile:
+    """Return θ_before − θ_after by timm's parameter name, the update with the sign of a gradient.
+
+    Args:
+        before: the server's weights, from which the client began: safetensors, or what torch saves.
+        after: the client's weights after its local training.
+        images: images of the client.
+
+    Raises:
+        PrivlabError: if a file cannot be read, the two are of different models, hold NaN or infinity, or are the same.
+
+    Warns:
+        PrivlabWarning: for tensors that are no floating-point numbers, which are left aside.
+    """
+    (old, new), names = (_state(path) for path in (before, after)), (before.name, after.name)
+    problems = {
+        f"missing in {names[1]}": [name for name in old if name not in new],
+        f"missing in {names[0]}": [name for name in new if name not in old],
+        "of other shapes": [
+            f"{name} {tuple(old[name].shape)} and {tuple(new[name].shape)}"
+            for name in old
+            if name in new and old[name].shape != new[name].shape
+        ],
+    }
+    if told := "; ".join(f"{kind}: {first(found, 3)}" for kind, found in problems.items() if found):
+        raise PrivlabError(f"'{before}' and '{after}' must be weights of one model. Found {told}.")
+    for path, state in ((before, old), (after, new)):
+        if broken := [name for name, tensor in state.items() if not tensor.isfinite().all()]:
+            why = "the client diverged, and such an update shows nothing" if path is after else "take others"
+            raise PrivlabError(f"The weights '{path}' must be finite. Found NaN or infinity in {first(broken)}: {why}.")
+    whole = [name for name, tensor in old.items() if not tensor.is_floating_point()]
+    if whole:
+        warnings.warn(
+            f"{after.name}: {first(whole)} {'is' if len(whole) == 1 else 'are'} no floating-point numbers, such as the "
+            "counters of BatchNorm, and left aside: no gradient moves them.",
+            PrivlabWarning,
+            stacklevel=3,
+        )
+    update = {name: (old[name].double() - new[name].double()).float() for name in old if name not in whole}
+    if not any(bool(difference.any()) for difference in update.values()):
+        raise PrivlabError(
+            f"Nothing was trained: '{before}' and '{after}' hold the same weights. In Python, model.state_dict() is no "
+            "copy: take copy.deepcopy(model.state_dict()) before the training."
+        )
+    return GradientFile(f"{names[0]} → {names[1]}", update, images, "mean")
+
+
+def update_observation(released: GradientFile, model: VictimModel, client: Client) -> tuple[GradientFile, Observation]:
+    """Return the update of the trained parameters, and what the adversary sees of it.
+
+    Args:
+        released: what `read_update` returns.
+        model: the client's model with the weights before.
+        client: its public settings.
+
+    Raises:
+        PrivlabError: if the update is of another model, or of parameters that the client does not train.
+    """
+    held = {name: u for name, u in released.gradients.items() if name in dict(model.vit.named_parameters())}
+    names = trained_parameters(model, client)
+    if moved := [name for name, u in held.items() if name not in names and bool(u.any())]:
+        raise PrivlabError(
+            f"{released.source}: client.trains={client.trains} leaves {first(moved, 3)} as they were. Found that they "
+            "moved: name what the client trains."
+        )
+    left = frozenset(held.keys() - set(names))
+    released = GradientFile(
+        released.source, {n: u for n, u in held.items() if n not in left}, released.batch_size, "mean", left
+    )
+    check_fit(released, model)
+    gradients = {name: u.to(model.mean)[None] for name, u in released.gradients.items()}
+    grants = update_capabilities(model, client)
+    return released, Observation(model, gradients, grants, images_per_release=client.images, client=client)
+
+
+def label_of_update(seen: Observation) -> int | None:
+    """Return the class that the update of a client of one image tells; None where that of the head's bias is not sent.
+
+    In each step ∂ℓ/∂b = p − y is negative at the image's label alone, under label smoothing most negative there. So is
+    what SGD, Adam and AdamW make of it, once their decay is undone.
+    """
+    if "head.bias" not in seen.gradients or seen.client is None:
+        return None
+    return int(_head(seen, seen.client).argmin())
+
+
+def check_order(seen: Observation, source: str) -> None:
+    """Refuse an update that goes the other way: its label's bias falls and the others rise, so the files are swapped.
+
+    Softmax cross-entropy moves the biases of B labels at most against all others. Smoothing and other losses may move
+    them otherwise, and then nothing is said.
+
+    Raises:
+        PrivlabError: if at most B biases were moved down, and more than 2 B up by what the gradients alone moved.
+    """
+    if "head.bias" not in seen.gradients or seen.client is None:
+        return
+    bias, B = _head(seen, seen.client), seen.images_per_release
+    raised, lowered = int((bias < 0).sum()), int((bias > 0).sum())
+    if lowered <= B and raised > 2 * B:
+        raise PrivlabError(
+            f"{source} goes up the loss: {raised} of {len(bias)} biases of the head rise, where those of at most {B} "
+            "labels can. BEFORE and AFTER are swapped: give the weights before training first."
+        )
+
+
+def _head(seen: Observation, client: Client) -> Float[Tensor, " y"]:
+    """Return what the gradients alone moved of the head's bias."""
+    return undecayed(seen.model, {"head.bias": seen.gradients["head.bias"][0]}, client)["head.bias"]
+
+
+def _state(path: Path) -> dict[str, Tensor]:
+    state, unknown = from_any_layout(read_state(path))
+    return dict(state) | ({} if unknown is None else {"unk_embed": unknown.reshape(1, 1, -1)})

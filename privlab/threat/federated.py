@@ -1,0 +1,214 @@
+"""The client of a federated round: its public settings as data. Importing this costs no import of torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+from privlab.base import PrivlabError, check_name, check_range
+
+__all__ = ["CLIENT_PRESETS", "OPTIMISERS", "Client"]
+
+OPTIMISERS = ("sgd", "adam", "adamw")
+_SCHEDULES = ("constant", "cosine", "step")
+_TRAINS = ("all", "no-embedding", "attention", "norms", "head")
+_NUMBERS = ("float32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Client:
+    """What is public of a client's local training in one round: a server that starts the round knows or sets it.
+
+    A round makes T optimiser steps (`total_steps`) from the server's weights θ_0 and a fresh state of the optimiser.
+    Step s follows the gradient g_s of the mean cross-entropy of its batches. The images, their labels, their order and
+    the draws of dropout are private: `ClientData` holds them. Adam and AdamW decay and move as torch.optim does; `sgd`
+    is torch.optim.SGD.
+
+    Args:
+        optimiser: "sgd", "adam" (decay coupled with the gradient) or "adamw" (decay decoupled from it).
+        lr: η, the learning rate of the first step, in weights per unit of gradient; > 0.
+        momentum: μ of SGD, in [0, 1).
+        dampening: τ of SGD, in [0, 1]: the buffer takes 1 − τ of each gradient but the first.
+        nesterov: whether SGD's momentum is Nesterov's; needs μ > 0 and τ = 0.
+        beta1: β₁ of Adam and AdamW, the share of the first moment that is kept, in [0, 1).
+        beta2: β₂ of Adam and AdamW, the share of the second moment that is kept, in [0, 1).
+        eps: ε of Adam and AdamW, in units of the gradient; > 0.
+        weight_decay: λ, per step and unit of η; ≥ 0.
+        schedule: how η changes from step to step: "constant", "cosine" to `lr_min` over the T steps, or "step".
+        lr_min: the rate at the end of the cosine, in the units of `lr`; in [0, lr].
+        lr_every: optimiser steps after which schedule "step" multiplies the rate; ≥ 1.
+        lr_factor: the factor of schedule "step", in (0, 1].
+        steps: optimiser steps T of the round, ≥ 1; None where `epochs` says how many.
+        epochs: passes over the images, ≥ 1; None where `steps` says how long. One pass where both are None.
+        images: images of the client, ≥ 1.
+        batch_size: images of a batch, ≥ 1; the last batch of a pass may be smaller.
+        shuffle: whether each pass is in an order of its own, drawn in private; else in the order of the images.
+        accumulation: batches of one pass whose mean gradient makes one optimiser step, ≥ 1; the last step of a pass may
+            have fewer.
+        clip: the largest norm of the gradient of all trained parameters before a step, > 0; None does not clip.
+        label_smoothing: share of the label that is spread evenly over all classes, in [0, 1).
+        dropout: rate after the position embeddings and each dense layer of a block, in [0, 1).
+        drop_path: rate in the last block, from 0 in the first one linearly, in [0, 1).
+        autocast: number format of matrix products, by torch.autocast: "float32" (none), "bf16" or "fp16". The weights
+            stay as the model stores them; losses are not scaled.
+        trains: trained parameters: "all", "no-embedding" (without patch, position, class and register embeddings),
+            "attention", "norms" or "head".
+        sends: "difference" (θ_T − θ_0) or "weights" (θ_T).
+        sent_as: number format of what is sent: "float32", "bf16" or "fp16".
+
+    Raises:
+        PrivlabError: if a value is out of its range, or two values contradict each other.
+    """
+
+    name: ClassVar[str] = "client"
+
+    optimiser: str = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    lr_min: float = 0.0
+    lr_every: int = 1
+    lr_factor: float = 0.1
+    steps: int | None = None
+    epochs: int | None = None
+    images: int = 1
+    batch_size: int = 1
+    shuffle: bool = True
+    accumulation: int = 1
+    clip: float | None = None
+    label_smoothing: float = 0.0
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    autocast: str = "float32"
+    trains: str = "all"
+    sends: str = "difference"
+    sent_as: str = "float32"
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError if a setting is out of its range."""
+        check_name("optimiser", self.optimiser, OPTIMISERS)
+        check_name("schedule", self.schedule, _SCHEDULES)
+        check_name("set of trained parameters", self.trains, _TRAINS)
+        check_name("number format of autocast", self.autocast, _NUMBERS)
+        check_name("number format of what is sent", self.sent_as, _NUMBERS)
+        check_name("kind of update", self.sends, ("difference", "weights"))
+        for name in ("lr", "eps"):
+            value = getattr(self, name)
+            check_range(0 < value < math.inf, f"client.{name}", "a finite number > 0", f"{value:g}")
+        check_range(0 <= self.weight_decay < math.inf, "client.weight_decay", "≥ 0", f"{self.weight_decay:g}")
+        check_range(0 <= self.lr_min <= self.lr, "client.lr_min", f"in [0, lr = {self.lr:g}]", f"{self.lr_min:g}")
+        check_range(0 < self.lr_factor <= 1, "client.lr_factor", "in (0, 1]", f"{self.lr_factor:g}")
+        for name in ("momentum", "beta1", "beta2", "label_smoothing", "dropout", "drop_path"):
+            value = getattr(self, name)
+            check_range(0 <= value < 1, f"client.{name}", "in [0, 1)", f"{value:g}")
+        check_range(0 <= self.dampening <= 1, "client.dampening", "in [0, 1]", f"{self.dampening:g}")
+        for name in ("lr_every", "images", "batch_size", "accumulation", "steps", "epochs"):
+            count = getattr(self, name)
+            check_range(count is None or count >= 1, f"client.{name}", "at least 1", count)
+        check_range(self.clip is None or 0 < self.clip < math.inf, "client.clip", "a finite number > 0", self.clip)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise PrivlabError(
+                f"client.steps and client.epochs both say how long a round is. Found {self.steps} and {self.epochs}: "
+                "give one of them."
+            )
+        if self.nesterov and not (self.momentum > 0 and self.dampening == 0):
+            raise PrivlabError(
+                "client.nesterov needs client.momentum > 0 and client.dampening = 0. "
+                f"Found {self.momentum:g} and {self.dampening:g}."
+            )
+        of_sgd = {"momentum": self.momentum, "dampening": self.dampening, "nesterov": self.nesterov}
+        if self.optimiser != "sgd" and (used := [f"client.{key}={value}" for key, value in of_sgd.items() if value]):
+            raise PrivlabError(f"{', '.join(used)} is of sgd alone. Found client.optimiser={self.optimiser}.")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the optimiser steps of one pass over the images."""
+        return math.ceil(math.ceil(self.images / self.batch_size) / self.accumulation)
+
+    @property
+    def total_steps(self) -> int:
+        """Return T, the optimiser steps of the round."""
+        return self.steps if self.steps is not None else (self.epochs or 1) * self.steps_per_epoch
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Return η_0, …, η_{T−1}: η, or η_min + (η − η_min)(1 + cos πs/T)/2, or η · factor^⌊s / every⌋.
+
+        Source: SGDR (Loshchilov and Hutter, ICLR 2017), Equation 5, without restarts; torch.optim.lr_scheduler.
+        """
+        T = self.total_steps
+        if self.schedule == "cosine":
+            half = (self.lr - self.lr_min) / 2
+            return tuple(self.lr_min + half * (1 + math.cos(math.pi * s / T)) for s in range(T))
+        if self.schedule == "step":
+            return tuple(self.lr * self.lr_factor ** (s // self.lr_every) for s in range(T))
+        return (self.lr,) * T
+
+    @property
+    def is_linear(self) -> bool:
+        """Return whether θ_T is linear in θ_0 and the gradients, so that `kept_share` exists."""
+        return self.optimiser != "adam" or self.weight_decay == 0
+
+    @property
+    def kept_share(self) -> float:
+        """Return c of θ_T = c θ_0 + Σ_s a_s u_s: the share of the starting weights that T steps of decay keep.
+
+        For SGD u_s = g_s, and c is θ_T of θ ← θ − η_s d_s, b ← μ b + (1 − τ) λ θ (the first b is λ θ), from θ = 1, with
+        d = λ θ without momentum, b with it, and λ θ + μ b with Nesterov's. For AdamW u_s is the step without decay, and
+        c = Π_s (1 − η_s λ). Clipping changes g_s alone, since torch decays after it.
+
+        Raises:
+            PrivlabError: for Adam with weight decay, which divides the decay by the gradient's magnitude.
+
+        Source: torch.optim.SGD; AdamW (Loshchilov and Hutter, ICLR 2019), Algorithm 2.
+        """
+        if not self.is_linear:
+            raise PrivlabError(
+                f"Adam with client.weight_decay={self.weight_decay:g} scales the decay by the gradient, so it has no "
+                "factor of its own: take adamw, or weight_decay=0."
+            )
+        if self.optimiser != "sgd":
+            return math.prod(1 - rate * self.weight_decay for rate in self.rates) if self.weight_decay else 1.0
+        kept, buffer = 1.0, None
+        for rate in self.rates:
+            step = self.weight_decay * kept
+            if self.momentum:
+                buffer = step if buffer is None else self.momentum * buffer + (1 - self.dampening) * step
+                step = step + self.momentum * buffer if self.nesterov else buffer
+            kept -= rate * step
+        return kept
+
+
+CLIENT_PRESETS: Mapping[str, Client] = MappingProxyType(
+    {
+        "flower-default": Client(lr=0.1, momentum=0.9, epochs=1, batch_size=32, images=32, sends="weights"),
+        "nvflare-default": Client(lr=0.01, momentum=0.9, epochs=1, batch_size=32, images=32, sends="weights"),
+        "flowertune-vit": Client(
+            optimiser="adam", lr=0.01, epochs=1, batch_size=32, images=32, trains="head", sends="weights"
+        ),
+        "mediswarm": Client(optimiser="adamw", lr=1e-6, weight_decay=0.01, epochs=5, batch_size=1),
+    }
+)
+"""Clients with the settings of public examples; the count of images is the user's own, here one batch.
+
+- `flower-default`: github.com/adap/flower, examples/quickstart-pytorch (pyproject.toml: lr 0.1, batch 32, one local
+  epoch; pytorchexample/task.py: SGD with momentum 0.9, shuffled). The client returns its weights.
+- `nvflare-default`: github.com/NVIDIA/NVFlare, examples/hello-world/hello-pt/client.py on CIFAR-10: SGD, lr 0.01,
+  momentum 0.9, batch 32, one epoch, shuffled, weights returned. There the momentum's buffer outlives the round; here
+  each round is a first one.
+- `flowertune-vit`: github.com/adap/flower, examples/flowertune-vit (pyproject.toml: lr 0.01, batch 32;
+  vitexample/client_app.py: Adam, one epoch, shuffled; task.py: all frozen but the head), weights of the head returned.
+- `mediswarm`: github.com/KatherLab/MediSwarm, application/jobs/ODELIA_ternary_classification: its ViT (custom/models/
+  mst.py: lr 1e-6; base_model.py: AdamW, hence torch's λ = 0.01), custom/threedcnn_ptl.py: batches of one, five epochs a
+  round, no accumulation, no clipping; config/config_fed_client.conf: the difference of weights is sent.
+"""

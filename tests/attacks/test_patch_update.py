@@ -1,0 +1,163 @@
+"""`patch-update`: the image from what SGD sends, exactly where no weight is rounded, and nearly so where each is."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from privlab.attacks import PatchGradient, PatchUpdate
+from privlab.attacks.solvers import fit_decay, weighted_patches
+from privlab.base import PrivlabError
+from privlab.metrics import psnr
+from privlab.release import observe, observe_updates
+from privlab.threat import Capability, Client, ClientData, Observation, check_capabilities
+from privlab.victims import VictimModel
+
+Model = Callable[..., VictimModel]
+DECAYED = Client(lr=0.01, momentum=0.9, weight_decay=0.05, steps=5)
+
+
+def sent(model: VictimModel, images: Tensor, client: Client) -> Observation:
+    """Return the updates of clients with one image each."""
+    clients = [
+        ClientData(image[None].to(model.mean), torch.tensor([i % 7]), torch.Generator().manual_seed(i))
+        for i, image in enumerate(images)
+    ]
+    return observe_updates(model, client, clients)
+
+
+def score(attack: Any, seen: Observation, images: Tensor) -> list[float]:
+    return psnr(attack(seen), images.to(seen.model.mean)).tolist()
+
+
+@pytest.fixture(scope="module")
+def stored(tiny_model: Model) -> VictimModel:
+    """Return a small victim with weights of float32 whose magnitudes differ, as those of trained models do."""
+    model = tiny_model().float()
+    draw = torch.Generator().manual_seed(0)
+    for weights in (model.vit.get_parameter("pos_embed"), model.vit.get_parameter("patch_embed.proj.weight")):
+        weights.mul_(10 ** (-3 * torch.rand(weights.shape, generator=draw)))
+    return model
+
+
+SGD: dict[str, dict[str, Any]] = {
+    "one step": {},
+    "five steps": {"steps": 5},
+    "momentum": {"steps": 5, "momentum": 0.9},
+    "dampening": {"steps": 5, "momentum": 0.9, "dampening": 0.4},
+    "nesterov": {"steps": 5, "momentum": 0.9, "nesterov": True},
+    "cosine": {"steps": 5, "schedule": "cosine", "momentum": 0.9},
+    "steps": {"steps": 5, "schedule": "step", "lr_every": 2, "momentum": 0.9},
+    "clipped": {"steps": 5, "clip": 1.0},
+    "smoothed": {"steps": 5, "label_smoothing": 0.2},
+    "dropout": {"steps": 5, "dropout": 0.2, "drop_path": 0.2},
+}
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.05], ids=["", "decay"])
+@pytest.mark.parametrize("name", SGD)
+def test_what_sgd_sends_is_exact_but_for_float32_in_the_release(
+    tiny_model: Model, crops: Tensor, name: str, decay: float
+) -> None:
+    """Weights of float64 are sent as a difference in float32: what is left of the error is that of 24 bits."""
+    client = Client(weight_decay=decay, **SGD[name])
+    assert min(score(PatchUpdate(rounds=0), sent(tiny_model(), crops[:260:130], client), crops[:260:130])) > 90
+
+
+@pytest.mark.parametrize("client", [DECAYED, replace(DECAYED, nesterov=True)], ids=["momentum", "nesterov"])
+def test_decay_hides_the_image_from_an_attack_that_forgets_it_alone(
+    tiny_model: Model, crops: Tensor, client: Client
+) -> None:
+    images = crops[:260:130]
+    seen = sent(tiny_model(), images, client)
+    assert max(score(PatchGradient(), seen, images)) < 30
+    assert min(score(PatchUpdate(rounds=0), seen, images)) > 90
+    assert min(score(PatchUpdate(decay="fitted"), seen, images)) > 80
+
+
+@pytest.mark.parametrize("hidden", [(), ("head.weight",)], ids=["all", "no head"])
+def test_fitted_decay_is_what_decay_took(tiny_model: Model, crops: Tensor, hidden: tuple[str, ...]) -> None:
+    model = tiny_model()
+    seen = sent(model, crops[:1], DECAYED)
+    update = {name: u[0] for name, u in seen.gradients.items() if name not in hidden}
+    E = model.vit.get_parameter("pos_embed")[0, 1:]
+    found = fit_decay(model, update, update["pos_embed"][0, 1:], E)
+    assert found == pytest.approx(1 - DECAYED.kept_share, rel=1e-5)
+
+
+def test_fitted_decay_does_not_look_at_the_client(tiny_model: Model, crops: Tensor) -> None:
+    seen = sent(tiny_model(), crops[:1], DECAYED)
+    other = replace(seen, client=replace(DECAYED, weight_decay=0.3, momentum=0.0))
+    attack = PatchUpdate(decay="fitted")
+    torch.testing.assert_close(attack(seen), attack(other), rtol=0, atol=1e-3)
+
+
+def test_weighing_by_rounding_is_generalised_least_squares() -> None:
+    """Exact without errors; with errors of unequal size far nearer than equal weights, and near the expected error."""
+    draw = torch.Generator().manual_seed(0)
+    X = torch.randn(10, 30, generator=draw, dtype=torch.float64)
+    A = torch.randn(10, 60, generator=draw, dtype=torch.float64)
+    dA = 10 ** (4 * torch.rand(A.shape, generator=draw, dtype=torch.float64) - 7)
+    dG = 10 ** (4 * torch.rand(60, 30, generator=draw, dtype=torch.float64) - 7)
+    torch.testing.assert_close(weighted_patches(A, A.mT @ X, dA, dG), X, rtol=1e-9, atol=1e-9)
+    noisy = A + dA * torch.randn(A.shape, generator=draw, dtype=torch.float64)
+    G = A.mT @ X + dG * torch.randn(dG.shape, generator=draw, dtype=torch.float64)
+    weighed = (weighted_patches(noisy, G, dA, dG) - X).square().mean().sqrt()
+    equal = (weighted_patches(noisy, G, dA, dG, rounds=0) - X).square().mean().sqrt()
+    variance = dG.square() + dA.square().mT @ X.square()
+    expected = torch.stack([((A / v) @ A.mT).inverse().diagonal().mean() for v in variance.mT]).mean().sqrt()
+    assert weighed < equal / 2
+    assert weighed / expected == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.slow
+def test_stored_weights_cost_less_where_their_rounding_is_weighed_and_foreseen(stored: VictimModel) -> None:
+    """Rounding is all of the error; each part of the attack takes some of it away."""
+    images = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    seen = sent(stored, images, Client(lr=0.03, steps=5))
+    plain, weighed, foreseen = (
+        sum(score(attack, seen, images)) / len(images)
+        for attack in (PatchGradient(), PatchUpdate(rounds=0), PatchUpdate(rounds=6))
+    )
+    assert weighed > plain + 3
+    assert foreseen > weighed + 0.5
+
+
+@pytest.mark.parametrize(("sends", "sent_as"), [("weights", "float32"), ("weights", "bf16"), ("difference", "fp16")])
+def test_fewer_bits_cost_quality(stored: VictimModel, crops: Tensor, sends: str, sent_as: str) -> None:
+    client = Client(lr=0.1, steps=2)
+    whole, fewer = (
+        score(PatchUpdate(rounds=0), sent(stored, crops[:1], given), crops[:1])[0]
+        for given in (client, replace(client, sends=sends, sent_as=sent_as))
+    )
+    assert math.isclose(whole, fewer) == (sent_as == "float32")
+    assert fewer <= whole
+
+
+def test_what_is_refused_is_one_line(stored: VictimModel, crops: Tensor) -> None:
+    with pytest.raises(PrivlabError, match=r"that trains by sgd. Found client.optimiser=adamw. .* no evidence"):
+        PatchUpdate()(sent(stored, crops[:1], Client(optimiser="adamw")))
+    gradient = observe(stored, crops[:1].float(), torch.tensor([0]), PatchUpdate.parameters)
+    with pytest.raises(PrivlabError, match=r"that trains by sgd. Found no client."):
+        PatchUpdate()(gradient)
+    with pytest.raises(PrivlabError, match=r"client_update \(the update of a client's local training is released"):
+        check_capabilities(PatchUpdate(), gradient.grants)
+    check_capabilities(PatchUpdate(), sent(stored, crops[:1], Client()).grants)
+    with pytest.raises(PrivlabError, match=r"Unknown decay 'fited'. Did you mean fitted\?"):
+        PatchUpdate(decay="fited")
+    with pytest.raises(PrivlabError, match=r"rounds ≥ 0. Found -1."):
+        PatchUpdate(rounds=-1)
+    assert Capability.CLIENT_UPDATE not in gradient.grants
+
+
+def test_it_says_where_it_is_not_exact(tiny_model: Model, crops: Tensor) -> None:
+    wide, narrow = tiny_model(), tiny_model(embed_dim=16, num_heads=2)
+    assert PatchUpdate().beyond(sent(wide, crops[:1], Client())) is None
+    seen = sent(narrow, crops[:1], Client())
+    assert PatchUpdate().beyond(seen) == "N = 16 ≥ D = 16"
+    with pytest.warns(UserWarning, match="patch-update: 16 tokens, but gradients of width 16 determine at most 15"):
+        PatchUpdate(rounds=0)(seen)

@@ -1,0 +1,213 @@
+"""`privlab attack --client`: the update of a round of local training is released, attacked, scored and recorded."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import privlab
+from privlab.base import PrivlabError
+from privlab.evaluation import CONTROLS, Rows, Specification, applicable
+from privlab.grids import read_experiment
+from privlab.release import observe_updates
+from privlab.threat import CLIENT_PRESETS, Client, ClientData
+from privlab.victims import victim
+
+pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
+
+Cli = Callable[..., Any]
+ROUND = ("--set", "client.lr=0.1", "--set", "client.steps=3")
+
+
+def spec(**given: Any) -> Specification:
+    return Specification(models=("vit_ti",), weights="random", img_size=32, **given)
+
+
+def test_an_update_is_attacked_scored_and_recorded(attack: Cli, records: Callable[..., pd.DataFrame]) -> None:
+    done = attack("--client", "sgd", *ROUND, "--metrics", "psnr", "--limit", "2", "--json").json
+    frame = records()
+    assert set(frame.release) == {"update"}
+    assert set(frame.attack) == {"patch-update", "patch-gradient", *CONTROLS}
+    told = [json.loads(text)["client"] for text in frame.conditions]
+    assert all(each == asdict(Client(lr=0.1, steps=3)) for each in told)
+    assert (frame[frame.attack == "patch-update"].psnr > 60).all()
+    assert frame[frame.attack.isin(CONTROLS)].psnr.max() < 40
+    assert {row["attack"]: row["n"] for row in done["rows"]}["patch-update"] == 2
+    stated = json.loads(Path(done["run"], "run.json").read_text())
+    assert stated["specification"]["client"] == "sgd"
+    assert stated["specification"]["options"] == ["client.lr=0.1", "client.steps=3"]
+    assert any("updates of clients with 1 image and 3 steps of sgd, lr 0.1" in line for line in done["verdict"])
+    assert any("sees the update" in line for line in done["verdict"])
+    shares = frame[frame.geometry == "in_place"].set_index("attack").explained
+    assert shares["patch-update"].min() > 0.9999
+    assert shares[[*CONTROLS]].isna().all()
+    (line,) = done["explained"]
+    assert line.startswith("vit_ti: share of the update that a reconstruction explains, no image being known: patch-gr")
+    assert "patch-update 1.0000 (2 of 2 proven)" in line
+
+
+@pytest.mark.slow
+def test_it_is_the_update_that_such_a_client_sends(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What attacks get is `observe_updates` of each image by itself: of the same image in any batch, order or run."""
+    seen: list[Any] = []
+    from privlab.evaluation import pipeline
+
+    run = pipeline.attack_batch
+    monkeypatch.setattr(pipeline, "attack_batch", lambda attack, each: (seen.append(each), run(attack, each))[1])
+    options = {"weights": "random", "img_size": 32, "metrics": "psnr", "attack": "patch-gradient"}
+    frame = privlab.attack("vit_ti", images=photos, limit=2, client=Client(steps=2, lr=0.1), **options)
+    base = victim("vit_ti", weights="random", img_size=32)
+    pixels = [base.preprocessing(image.pixels) for image in privlab.open_images(photos, limit=2) if image.pixels]
+    labels = frame[(frame.attack == "patch-gradient") & (frame.geometry == "in_place")].label.tolist()
+    own = observe_updates(
+        base.model,
+        Client(steps=2, lr=0.1),
+        [ClientData(x[None], torch.tensor([y]), torch.Generator()) for x, y in zip(pixels, labels, strict=True)],
+    )
+    (given,) = seen
+    assert {*given.gradients} == {"pos_embed", "patch_embed.proj.weight", "head.weight", "head.bias"}
+    assert given.client == Client(steps=2, lr=0.1)
+    assert given.grants == own.grants
+    for name, update in given.gradients.items():
+        torch.testing.assert_close(update, own.gradients[name], rtol=1e-3, atol=1e-7)
+
+
+def test_cells_of_other_clients_are_other_cells() -> None:
+    base = victim("vit_ti", weights="random", img_size=32)
+
+    def cell(client: str | None, *options: str) -> str:
+        made = spec(client=client, options=options, attacks=("patch-gradient",))
+        return Rows(made, base, ()).cells("a", applicable(made, base)[0])["patch-gradient"]
+
+    found = [cell(None), cell("sgd"), cell("sgd", "client.lr=0.02"), cell("adam"), cell("sgd", "client.clip=1")]
+    assert len({*found}) == 5
+    assert cell("sgd", "client.lr=0.01", "client.steps=1") != found[1]  # one says its length, the other takes one pass
+    assert cell("sgd", "client.lr=0.01") == found[1]
+
+
+def test_a_preset_is_its_client_and_an_option_for_the_length_takes_the_place_of_its_own() -> None:
+    for name, client in CLIENT_PRESETS.items():
+        assert spec(client=name).local_training == client
+    made = spec(client="mediswarm", options=("client.steps=3", "client.lr=0.5")).local_training
+    assert made is not None
+    assert (made.steps, made.epochs, made.lr, made.weight_decay) == (3, None, 0.5, 0.01)
+    assert spec(client="adam").local_training == Client(optimiser="adam")
+    assert spec().local_training is None
+
+
+@pytest.mark.slow
+def test_images_of_a_client_are_released_together(attack: Cli, records: Callable[..., pd.DataFrame]) -> None:
+    forced = ("--attack", "patch-gradient", "--block", "stock", "--force", "--metrics", "psnr")
+    attack("--client", "sgd", "--set", "client.images=2", *forced, "--limit", "3")
+    rows = records().query("attack == 'patch-gradient' and geometry == 'in_place'")
+    assert sorted(rows.batch_images) == [1, 2, 2]
+    assert rows[rows.batch_images == 2].batch.nunique() == 1
+    assert rows[rows.batch_images == 1].psnr.min() > rows[rows.batch_images == 2].psnr.max() + 10
+    assert rows[rows.batch_images == 2].beyond_range.eq("forced without batch_size_one").all()
+
+
+def test_each_attack_reads_the_updates_that_it_declares(attack: Cli) -> None:
+    base = victim("vit_ti", weights="random", img_size=32)
+    for client, expected in (("sgd", {"patch-update", "patch-gradient"}), ("adamw", {"patch-gradient"})):
+        groups, refused = applicable(spec(client=client, effort="full"), base)
+        assert {each.name for group in groups for each in group.attacks} == expected
+        assert not refused
+    groups, refused = applicable(spec(effort="full"), base)
+    assert "patch-update" not in {each.name for group in groups for each in group.attacks} | refused.keys()
+    said = attack("--client", "sgd", "--attack", "gradient-matching").error
+    assert "Attack 'gradient-matching' reads the gradient of one step, and this run releases the update" in said
+    said = attack("--client", "adam", "--attack", "patch-update").error
+    assert (
+        "'patch-update' reads updates of sgd, and this run releases the update of a client that trains by adam" in said
+    )
+    assert "no evidence of privacy" in said
+    assert "client_update" in attack("--attack", "patch-update").error
+
+
+@pytest.mark.slow
+def test_what_makes_an_update_no_gradient_is_in_the_records(attack: Cli, records: Callable[..., pd.DataFrame]) -> None:
+    attack("--client", "adamw", "--set", "client.weight_decay=0.1", "--metrics", "psnr", "--limit", "1")
+    (said,) = records().query("attack == 'patch-gradient'").beyond_range.unique()
+    assert said == "adamw scales each entry by itself and weight decay 0.1 in the update"
+    assert records().query("attack == 'patch-gradient' and geometry == 'in_place'").explained.item() < 0.9
+
+
+MISTAKES = {
+    "name": (("--client", "sdg"), "Unknown client 'sdg'. Did you mean sgd"),
+    "steps": (("--client", "sgd", "--set", "client.steps=0"), "client.steps must be at least 1. Found 0."),
+    "key": (("--client", "sgd", "--set", "client.rate=1"), "Unknown option 'rate'"),
+    "type": (("--client", "sgd", "--set", "client.lr=fast"), "--set client.lr=fast: the value must be of type float."),
+    "not public": (
+        ("--client", "sgd", "--set", "client.weight_decay=unknown"),
+        "Found client.weight_decay=unknown. If",
+    ),
+    "both": (("--client", "sgd", "--set", "client.steps=2", "--set", "client.epochs=1"), "give one of them"),
+    "adam's momentum": (("--client", "adam", "--set", "client.momentum=0.9"), "client.momentum=0.9 is of sgd alone."),
+    "no client": (("--release", "update"), "An update is that of a client. Found release 'update' and no client"),
+    "option alone": (("--set", "client.lr=1"), "An update is that of a client. Found client.lr=1 and no client"),
+    "other release": (("--client", "sgd", "--release", "features"), "A client releases its update. Found --release"),
+    "defense": (("--client", "sgd", "--defense", "jigsaw"), "Defense 'jigsaw' is not defined for updates"),
+    "setting": (("--client", "sgd", "--setting", "c"), "A client trains on plain images: setting a. Found setting c"),
+    "batch": (("--client", "sgd", "--gradient-batch", "2"), "use --set client.images=2."),
+    "too few": (
+        (
+            *("--client", "sgd", "--set", "client.images=32", "--attack", "patch-gradient"),
+            "--block",
+            "stock",
+            "--force",
+        ),
+        "client.images must be at most the number of images, 3. Found 32.",
+    ),
+    "preset of a batch": (
+        ("--client", "nvflare-default"),
+        "each update is of client.images=32, and no attack here separates them, which is no evidence of privacy",
+    ),
+    "frozen": (
+        ("--client", "sgd", "--set", "client.trains=head", "--attack", "patch-gradient"),
+        "'patch-gradient' needs what this observation does not grant: learnable_pe_gradient",
+    ),
+    "attack on features": (("--client", "sgd", "--attack", "least-squares"), "'least-squares' reads the gradient of"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(attack: Cli, photos: Path, name: str) -> None:
+    arguments, said = MISTAKES[name]
+    assert said in attack(*arguments).error
+
+
+@pytest.mark.slow
+def test_a_client_that_diverges_fails_its_images_alone(attack: Cli, records: Callable[..., pd.DataFrame]) -> None:
+    done = attack("--client", "sgd", "--set", "client.lr=1e30", "--set", "client.steps=9", "--limit", "1")
+    assert done.status == 2
+    reasons = records().query("status == 'failed'").reason.unique()
+    assert len(reasons) == 1
+    assert "the client trained nothing or diverged in 9 steps from a rate of 1e+30. Take another" in reasons[0]
+
+
+def test_a_table_takes_clients_and_their_options_as_keys(tmp_path: Path) -> None:
+    file = tmp_path / "clients.toml"
+    file.write_text(
+        '[run]\nmodel = "vit_ti"\nclient = "sgd"\n"client.nesterov" = true\n"client.momentum" = 0.9\n'
+        'set = ["client.images=1"]\n\n[grid]\n"client.steps" = [1, 5]\n\n[[case]]\n"client.lr" = 0.5\n'
+    )
+    cases = read_experiment(file).cases
+    made = [case.runs[0].local_training for case in cases]
+    assert made == [Client(lr=0.5, momentum=0.9, nesterov=True, steps=n) for n in (1, 5)]
+    assert [case.options["client.steps"] for case in cases] == [1, 5]
+    for text, line, message in (
+        ('"client.stesp" = 3', 3, "Unknown key of [run] 'client.stesp'. Did you mean client.steps"),
+        ('client = "sgd"\n"client.steps" = 0', 4, "client.steps must be at least 1. Found 0."),
+        ('client = "sgd"\n"client.lr" = [1]', 4, "the value must be of type float. Found '[1]'."),
+        ('client = "sdg"', 3, "Unknown client 'sdg'. Did you mean sgd"),
+    ):
+        file.write_text(f'[run]\nmodel = "vit_ti"\n{text}\n')
+        with pytest.raises(PrivlabError) as error:
+            read_experiment(file)
+        assert f"line {line}: " in str(error.value)
+        assert message in str(error.value)

@@ -1,0 +1,220 @@
+"""`privlab attack --update BEFORE AFTER`: a client's round audited from two files, and every pair that cannot be."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from privlab import capture_update
+from privlab.base import PrivlabError
+from privlab.images import open_images
+from privlab.victims import victim
+
+State = dict[str, Tensor]
+SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.05}
+STATED = tuple(w for name, value in {**SGD, "steps": 5}.items() for w in ("--set", f"client.{name}={value}"))
+
+
+@pytest.fixture
+def trained(state: State, photos: Path, tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """Train with plain PyTorch on the first photo, of label 7, and return the files of the weights before and after."""
+
+    def train(steps: int = 5, images: int = 1, **options: Any) -> tuple[Path, Path]:
+        vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+        assert isinstance(vit, VisionTransformer)
+        vit.load_state_dict(state)
+        pixels = next(iter(open_images(photos / "a.png"))).pixels
+        assert pixels is not None
+        x = victim(vit).preprocessing(pixels)[None]
+        x = torch.cat([x, torch.rand(images - 1, *x.shape[1:], generator=torch.Generator().manual_seed(0))])
+        optimiser = torch.optim.SGD(vit.parameters(), **(SGD | options))
+        for _ in range(steps):
+            optimiser.zero_grad()
+            F.cross_entropy(vit.eval()((x - 0.5) / 0.5), torch.tensor([7, 2][:images])).backward()
+            optimiser.step()
+        return capture_update(state, vit, tmp_path / "round")
+
+    return train
+
+
+@pytest.fixture
+def audit(cli: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Audit a pair of files with the client's model and the settings that it states; later options win."""
+
+    def run(files: tuple[Path, Path], *arguments: object, stated: tuple[str, ...] = STATED) -> Any:
+        base = ("--model", "vit_ti", "--img-size", "32", "--client", "sgd", *stated, "--out", tmp_path / "audit")
+        return cli("attack", "--update", *files, *base, *arguments)
+
+    return run
+
+
+def test_a_round_is_audited_and_scored_by_its_reference(
+    audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]], photos: Path, tmp_path: Path
+) -> None:
+    told = audit(trained(), "--reference", photos / "a.png", "--metrics", "psnr", "--json").json
+    rows = {row["attack"]: row for row in told["attacks"]}
+    assert told["labels"] == [7]
+    assert rows["patch-update"]["explained"] is True
+    assert rows["patch-update"]["psnr"] > 80
+    assert rows["patch-gradient"]["explained"] is False
+    assert rows["patch-gradient"]["beyond_range"] == "weight decay 0.05 in the update"
+    assert rows["patch-gradient"]["psnr"] < rows["patch-update"]["psnr"] - 30
+    frame = pd.read_parquet(tmp_path / "audit" / "records")
+    assert set(frame.release) == {"update"}
+    assert set(frame.setting) == {"a"}
+    assert frame[frame.attack == "patch-update"].explained.min() > 0.9999
+    assert frame[frame.attack == "patch-gradient"].explained.max() < 0.9975
+    assert json.loads(frame.conditions[0])["client"]["momentum"] == 0.9
+    assert frame[frame.psnr.notna() & (frame.attack == "patch-update")].psnr.item() == rows["patch-update"]["psnr"]
+    assert sorted(path.name for path in (tmp_path / "audit" / "pictures").iterdir())[1] == "patch-update-0.png"
+    facts = json.loads((tmp_path / "audit" / "run.json").read_text())
+    assert facts["specification"]["client"] == "sgd"
+    assert facts["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_round_is_audited_without_a_reference(
+    audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]]
+) -> None:
+    shown = audit(trained(momentum=0.0, weight_decay=0.0), stated=("--set", "client.steps=5"))
+    assert shown.status == 0
+    assert "the private image: it gives the released update" in shown.out
+    assert "residual: of the update that the reconstruction itself gives" in shown.out
+
+
+def edited(path: Path, change: Callable[[State], object]) -> Path:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    return path
+
+
+@pytest.mark.slow
+def test_other_settings_are_found_and_said(audit: Callable[..., Any], trained: Callable[..., Any]) -> None:
+    files = trained()
+    for right, wrong in (("client.lr=0.01", "client.lr=0.1"), ("client.weight_decay=0.05", "client.weight_decay=0")):
+        said = audit(files, "--set", wrong).error  # the later of two holds
+        assert f"does not match {wrong}: its size is that of {right}." in said
+    said = audit(files, "--set", "client.lr=0.002", "--set", "client.weight_decay=0.3").error
+    assert said.endswith("its size is that of client.lr=0.01 and client.weight_decay=0.05.")
+    done = audit(files, "--set", "client.momentum=0")
+    assert done.status == 0
+    assert "no image explains it with these settings, whatever the learning rate and the decay" in done.err
+
+
+@pytest.mark.slow
+def test_what_no_setting_explains_is_said_and_goes_on(audit: Callable[..., Any], trained: Callable[..., Any]) -> None:
+    """An update of two images, said to be of one: each attack runs, and nothing explains it."""
+    done = audit(trained(images=2), "--json")
+    assert done.status == 0
+    assert not any(row.get("explained") for row in json.loads(done.out)["attacks"])
+    assert any("no image explains it with these settings" in line for line in json.loads(done.out)["warnings"])
+
+
+def test_integer_tensors_are_left_aside(audit: Callable[..., Any], trained: Callable[..., Any]) -> None:
+    files = trained()
+    for path, count in zip(files, (3, 8), strict=True):
+        edited(path, lambda tensors, count=count: tensors.update({"bn.num_batches_tracked": torch.tensor(count)}))
+    before = edited(files[0], lambda tensors: None)
+    done = audit((before, files[1]), "--attack", "patch-update")
+    assert "bn.num_batches_tracked" in done.err
+
+
+def _of(name: str) -> Callable[[tuple[Path, Path]], tuple[Path, Path]]:
+    def longer(files: tuple[Path, Path]) -> tuple[Path, Path]:
+        return files[0], edited(files[1], lambda tensors: tensors.update({"head.bias": torch.zeros(11)}))
+
+    def missing(files: tuple[Path, Path]) -> tuple[Path, Path]:
+        return files[0], edited(files[1], lambda tensors: tensors.pop("head.bias"))
+
+    def diverged(files: tuple[Path, Path]) -> tuple[Path, Path]:
+        return files[0], edited(files[1], lambda tensors: tensors["head.bias"].fill_(torch.nan))
+
+    return {"longer": longer, "missing": missing, "diverged": diverged}[name]
+
+
+MISTAKES: dict[str, tuple[Callable[[tuple[Path, Path]], tuple[Path, Path]], tuple[str, ...], str]] = {
+    "other shapes": (
+        _of("longer"),
+        (),
+        "must be weights of one model. Found of other shapes: head.bias (10,) and (11,).",
+    ),
+    "missing": (_of("missing"), (), "must be weights of one model. Found missing in after.safetensors: head.bias."),
+    "swapped": (lambda files: (files[1], files[0]), (), "BEFORE and AFTER are swapped"),
+    "same": (lambda files: (files[0], files[0]), (), "Nothing was trained: "),
+    "diverged": (_of("diverged"), (), "Found NaN or infinity in head.bias: the client diverged"),
+    "no file": (lambda files: (files[0], files[1].with_name("none.safetensors")), (), "none.safetensors"),
+    "no steps": (lambda files: files, ("--set", "client.steps=0"), "client.steps must be at least 1. Found 0."),
+    "size": (lambda files: files, ("--img-size", "48"), "--img-size sets the client's resolution"),
+    "model": (lambda files: files, ("--model", "cifar_vit"), "before.safetensors holds the weights of"),
+    "head alone": (lambda files: files, ("--set", "client.trains=head"), "client.trains=head leaves"),
+    "not public": (lambda files: files, ("--set", "client.lr=unknown"), "What a client sets is public here"),
+    "weights": (lambda files: files, ("--weights", "random"), "--weights has no meaning with --update"),
+    "gamma": (lambda files: files, ("--setting", "c"), "--setting has no meaning with --update"),
+    "metrics": (lambda files: files, ("--metrics", "psnr"), "--metrics has no meaning with --update without a --ref"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]], name: str) -> None:
+    change, arguments, said = MISTAKES[name]
+    assert said in audit(change(trained(steps=2)), *arguments).error
+
+
+def test_a_client_must_be_named(cli: Callable[..., Any], weights: Path) -> None:
+    said = cli("attack", "--update", weights, weights, "--model", "vit_ti", "--img-size", "32").error
+    assert said.startswith("--update needs --client: what the server knows of the training. Found none")
+
+
+def test_a_capture_that_is_no_copy_or_of_another_model_is_refused(state: State, tmp_path: Path) -> None:
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    before = vit.state_dict()
+    with torch.no_grad():
+        vit.get_parameter("head.bias").add_(1)
+    with pytest.raises(PrivlabError, match=r"Nothing was trained: before and after are the same weights. Take a copy"):
+        capture_update(before, vit, tmp_path)
+    with pytest.raises(PrivlabError, match=r"must be weights of one model. Found other names or shapes: head.bias."):
+        capture_update({name: value for name, value in state.items() if name != "head.bias"}, vit, tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(PrivlabError, match=r"The folder .* cannot be made"):
+        capture_update(state, vit, tmp_path / "file" / "round")
+    held = copy.deepcopy(state)
+    paths = capture_update(state, {f"module.{name}": value for name, value in vit.state_dict().items()}, tmp_path)
+    assert [path.name for path in paths] == ["before.safetensors", "after.safetensors"]
+    assert all(torch.equal(value, held[name]) for name, value in load_file(paths[0]).items())
+    assert load_file(paths[1])["head.bias"].equal(vit.state_dict()["head.bias"])
+
+
+def test_a_round_of_several_images_is_no_evidence_of_privacy(
+    audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]]
+) -> None:
+    shown = audit(trained(images=2), "--set", "client.images=2", "--set", "client.batch_size=2")
+    assert shown.status == 0
+    assert "flag: no attack ran on this file, which is no evidence of privacy" in shown.out
+    assert "and no attack here separates them" in shown.err
+
+
+def test_an_update_of_adam_is_audited_by_the_baseline_alone(
+    audit: Callable[..., Any], state: State, tmp_path: Path
+) -> None:
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
+    vit.load_state_dict(state)
+    optimiser = torch.optim.AdamW(vit.parameters(), lr=1e-3)
+    F.cross_entropy(vit.eval()(torch.rand(1, 3, 32, 32)), torch.tensor([3])).backward()
+    optimiser.step()
+    files = capture_update(state, vit, tmp_path / "round")
+    stated = ("--set", "client.lr=0.001", "--set", "client.weight_decay=0.01", "--json")
+    told = audit(files, "--client", "adamw", stated=stated).json
+    assert [row["attack"] for row in told["attacks"]] == ["patch-gradient"]
+    assert told["attacks"][0]["explained"] is False
+    assert told["labels"] == [3]

@@ -1,0 +1,221 @@
+"""What a client sends is what a plain PyTorch loop makes of its images, for every optimiser and setting."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from privlab.base import PrivlabError
+from privlab.release import observe, observe_updates, rounding_deviation, run_client, trained_parameters
+from privlab.threat import CLIENT_PRESETS, Capability, Client, ClientData
+from privlab.victims import VictimModel
+
+Model = Callable[..., VictimModel]
+SIZES = {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 7}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Model) -> VictimModel:
+    """Return a small victim whose weights are stored as clients store them, in float32."""
+    return tiny_model().float()
+
+
+def private(m: int, seed: int = 3) -> ClientData:
+    draw = torch.Generator().manual_seed(seed)
+    return ClientData(torch.rand(m, 3, 16, 16, generator=draw), torch.arange(m) % 7, draw)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.01},
+    "sgd momentum": {"lr": 0.01, "momentum": 0.9},
+    "sgd all": {"lr": 0.01, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.05},
+    "sgd nesterov": {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05},
+    "adam": {"optimiser": "adam", "lr": 1e-3, "beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1},
+    "adamw": {"optimiser": "adamw", "lr": 1e-3, "beta1": 0.8, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1},
+    "cosine": {"schedule": "cosine", "lr_min": 1e-3},
+    "step": {"schedule": "step", "lr_every": 2, "lr_factor": 0.3},
+    "in order": {"shuffle": False},
+    "accumulated": {"accumulation": 2},
+    "clipped": {"clip": 0.05},
+    "smoothed": {"label_smoothing": 0.1},
+    "dropout": {"dropout": 0.3},
+    "drop path": {"drop_path": 0.5},
+    "autocast": {"autocast": "bf16"},
+    "head": {"trains": "head"},
+    "norms": {"trains": "norms"},
+    "attention": {"trains": "attention"},
+    "no embedding": {"trains": "no-embedding"},
+    "weights": {"sends": "weights"},
+    "weights in bf16": {"sends": "weights", "sent_as": "bf16"},
+    "difference in fp16": {"sent_as": "fp16"},
+}
+
+
+def plain_loop(model: VictimModel, settings: dict[str, Any], data: ClientData, epochs: int) -> dict[str, Tensor]:
+    """Train as anybody would, with timm's own dropout, torch's own schedulers and batches of two: the naive twin."""
+    given: dict[str, Any] = {field.name: field.default for field in fields(Client)} | settings
+    rates = {
+        "pos_drop_rate": given["dropout"],
+        "proj_drop_rate": given["dropout"],
+        "drop_path_rate": given["drop_path"],
+    }
+    vit = VisionTransformer(**SIZES, **rates)
+    vit.load_state_dict(model.vit.state_dict())
+    twin = VictimModel(vit, (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)).train()
+    wanted = {
+        "all": [*dict(vit.named_parameters())],
+        "head": ["head.weight", "head.bias"],
+        "norms": [name for name, _ in vit.named_parameters() if "norm" in name],
+        "attention": [name for name, _ in vit.named_parameters() if "qkv" in name or "attn.proj" in name],
+        "no-embedding": [n for n, _ in vit.named_parameters() if n.startswith(("blocks", "norm", "head"))],
+    }[given["trains"]]
+    parameters = [vit.get_parameter(name) for name in wanted]
+    if given["optimiser"] == "sgd":
+        keys = ("momentum", "dampening", "nesterov", "weight_decay")
+        optimiser: torch.optim.Optimizer = torch.optim.SGD(parameters, given["lr"], **{k: given[k] for k in keys})
+    else:
+        kind = torch.optim.Adam if given["optimiser"] == "adam" else torch.optim.AdamW
+        betas = (given["beta1"], given["beta2"])
+        optimiser = kind(parameters, given["lr"], betas, given["eps"], given["weight_decay"])
+    schedulers = torch.optim.lr_scheduler
+    T = epochs * (2 if given["accumulation"] == 2 else 3)
+    scheduler = {
+        "constant": lambda: schedulers.ConstantLR(optimiser, factor=1),
+        "cosine": lambda: schedulers.CosineAnnealingLR(optimiser, T, given["lr_min"]),
+        "step": lambda: schedulers.StepLR(optimiser, given["lr_every"], given["lr_factor"]),
+    }[given["schedule"]]()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**62, (), generator=data.draw)))
+        for _ in range(epochs):
+            m = len(data.images)
+            order = torch.randperm(m, generator=data.draw) if given["shuffle"] else torch.arange(m)
+            batches, group = [order[i : i + 2] for i in range(0, m, 2)], given["accumulation"]
+            for parts in [batches[i : i + group] for i in range(0, len(batches), group)]:
+                optimiser.zero_grad()
+                for rows in parts:
+                    with torch.autocast("cpu", torch.bfloat16, enabled=given["autocast"] == "bf16"):
+                        smoothing = given["label_smoothing"]
+                        loss = F.cross_entropy(twin(data.images[rows]), data.labels[rows], label_smoothing=smoothing)
+                    (loss / len(parts)).backward()
+                if given["clip"] is not None:
+                    nn.utils.clip_grad_norm_(parameters, given["clip"])
+                optimiser.step()
+                scheduler.step()
+    number = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[given["sent_as"]]
+    found = {}
+    for name, after in zip(wanted, parameters, strict=True):
+        before = model.vit.get_parameter(name)
+        weights = after.detach().to(number).float() - before
+        found[name] = weights if given["sends"] == "weights" else (after.detach() - before).to(number).float()
+    return found
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_update_is_that_of_a_plain_loop(model: VictimModel, name: str) -> None:
+    """Bit for bit, but where torch's cosine is a recursion with roundings of its own."""
+    before = copy.deepcopy(model.state_dict())
+    found = run_client(model, Client(images=5, batch_size=2, epochs=2, **SETTINGS[name]), private(5))
+    expected = plain_loop(model, SETTINGS[name], private(5), 2)
+    assert found.keys() == expected.keys()
+    for key, update in found.items():
+        torch.testing.assert_close(update, expected[key], rtol=0, atol=2e-7 if name == "cosine" else 0)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_each_setting_changes_the_update(model: VictimModel) -> None:
+    """A setting that had no effect would pass every comparison with a loop that ignores it too."""
+    plain = run_client(model, Client(images=5, batch_size=2, epochs=2), private(5))["head.weight"]
+    for name, settings in SETTINGS.items():
+        if name in ("sgd", "weights") or settings.get("trains") in ("norms", "attention"):
+            continue
+        own = run_client(model, Client(images=5, batch_size=2, epochs=2, **settings), private(5))
+        assert not torch.equal(own["head.weight"], plain), name
+
+
+def test_steps_go_round_the_images(model: VictimModel) -> None:
+    four = run_client(model, Client(images=3, batch_size=2, steps=4), private(3))
+    two_passes = run_client(model, Client(images=3, batch_size=2, epochs=2), private(3))
+    assert all(torch.equal(four[name], two_passes[name]) for name in four)
+    three = run_client(model, Client(images=3, batch_size=2, steps=3), private(3))
+    assert not torch.equal(three["head.weight"], four["head.weight"])
+
+
+def test_a_step_of_sgd_is_observed_as_its_gradient_times_the_rate(tiny_model: Model) -> None:
+    model, data = tiny_model(), private(2)
+    data = ClientData(data.images.double(), data.labels, data.draw)
+    client = Client(lr=0.5, images=2, batch_size=2)
+    seen = observe_updates(model, client, [data, data])
+    assert seen.client == client
+    assert (seen.images_per_release, len(seen.gradients["pos_embed"])) == (2, 2)
+    plain = observe(model, data.images, data.labels, ["pos_embed", "patch_embed.proj.weight"], images_per_release=2)
+    for name, gradient in plain.gradients.items():
+        torch.testing.assert_close(seen.gradients[name][1], 0.5 * gradient[0], rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_granted_is_what_was_trained(model: VictimModel) -> None:
+    def granted(**settings: Any) -> frozenset[Capability]:
+        return observe_updates(model, Client(**settings), [private(settings.get("images", 1))]).grants
+
+    pe, update = Capability.LEARNABLE_PE_GRADIENT, Capability.CLIENT_UPDATE
+    assert {pe, update, Capability.PLAIN_BLOCK, Capability.BATCH_SIZE_ONE} <= granted()
+    assert Capability.BATCH_SIZE_ONE not in granted(images=2)
+    for trains in ("head", "norms", "attention", "no-embedding"):
+        assert pe not in granted(trains=trains)
+        assert (Capability.PLAIN_BLOCK in granted(trains=trains)) == (trains == "no-embedding")
+    assert update not in observe(model, private(1).images, torch.tensor([0]), ["pos_embed"]).grants
+
+
+def test_sets_of_parameters_are_timms(tiny_model: Model, tiny_vit: Callable[..., VisionTransformer]) -> None:
+    model = tiny_model(reg_tokens=2)
+    names = {kind: trained_parameters(model, Client(trains=kind)) for kind in ("all", "no-embedding", "norms", "head")}
+    assert names["all"] == [name for name, _ in model.vit.named_parameters()]
+    left = {"cls_token", "reg_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"}
+    assert set(names["all"]) - set(names["no-embedding"]) == left
+    assert len(names["norms"]) == 2 * (2 * 2 + 1)
+    frozen = tiny_vit()
+    frozen.head.requires_grad_(False)
+    with pytest.raises(PrivlabError, match=r"client.trains=head leaves nothing to train"):
+        trained_parameters(VictimModel(frozen, (0.5,) * 3, (0.5,) * 3), Client(trains="head"))
+
+
+def test_a_client_that_cannot_run_is_one_line(model: VictimModel) -> None:
+    with pytest.raises(PrivlabError, match=r"client.images=2 needs as many images and labels. Found 1 and 1."):
+        run_client(model, Client(images=2), private(1))
+    diverged = run_client(model, Client(lr=1e30, steps=9), private(1))
+    assert not all(difference.isfinite().all() for difference in diverged.values())
+    with pytest.raises(PrivlabError, match=r"An update needs at least one client. Found none."):
+        observe_updates(model, Client(), [])
+
+
+def test_presets_run(model: VictimModel) -> None:
+    for client in CLIENT_PRESETS.values():
+        assert run_client(model, client, private(client.images))
+
+
+@pytest.mark.parametrize(("sends", "sent_as"), [("difference", "float32"), ("weights", "float32"), ("weights", "bf16")])
+def test_rounding_is_as_large_as_is_said(sends: str, sent_as: str) -> None:
+    """The same steps in float64 show the error of stored weights: uniform within an ulp, one per step, on 40,000."""
+    draw = torch.Generator().manual_seed(0)
+    before = torch.randn(40_000, generator=draw) * torch.logspace(-3, 1, 40_000)
+    client, after, exact = Client(steps=7, sends=sends, sent_as=sent_as), before.clone(), before.double()
+    for _ in range(7):
+        step = torch.randn(40_000, generator=draw) * before.abs() * 1e-3
+        after, exact = after - step, exact - step.double()
+    sent = after.bfloat16().float() if sent_as == "bf16" else after
+    errors = (sent.double() - exact) / rounding_deviation(before, after, client)
+    assert errors.square().mean().sqrt() == pytest.approx(1, abs=0.03)
+    for part in errors.chunk(4):  # whatever the size of the weights
+        assert part.square().mean().sqrt() == pytest.approx(1, abs=0.05)
+
+
+def test_rounding_of_a_zero_weight_is_that_of_what_it_becomes() -> None:
+    zero, one = torch.zeros(1), torch.ones(1)
+    assert rounding_deviation(zero, one, Client()).item() == pytest.approx(2**-23 / 12**0.5)
+    assert rounding_deviation(zero, zero, Client()).item() < 1e-40
