@@ -48,6 +48,13 @@ def contracts(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the site, with its notebooks, links and warnings."""
+    session.install("-e", ".[all,docs]", "--config-settings", "editable_mode=strict")
+    session.run("sphinx-build", "-W", "-n", "-q", "-j", "auto", "docs", "docs/_build/html", *session.posargs)
+
+
+@nox.session(default=False)
 def mutants(session: nox.Session) -> None:
     """Try the deliberate faults that are named, or a sample of them."""
     install(session)

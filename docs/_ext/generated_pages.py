@@ -1,0 +1,179 @@
+"""Writes the pages that are generated from privlab itself: attacks, defenses, metrics, flags, commands and rooms."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+from marked_blocks import not_run
+from sphinx.application import Sphinx
+
+import privlab
+from privlab.cli import cli
+from privlab.inventory.explain import Explanation, explain, known
+from privlab.inventory.facts import FLAG_MEANINGS
+
+FOLDER = "generated"
+"""Where the pages are written, below docs/; git ignores it."""
+
+INTRODUCTIONS = {
+    "attack": "Each page is generated from the attack's docstring and its declarations; `privlab explain NAME` prints "
+    "it in the terminal. N is the number of patches, K = 3·P² the values of a patch, D the width of the embedding. "
+    '"Exact" is said of the equations, without rounding.',
+    "defense": "Each page is generated from the defense's docstring and its declarations; `privlab explain NAME` "
+    "prints it in the terminal. Defenses stack: `--defense low-pass+row-permutation`.",
+    "metric": "Each page is generated from the metric's docstring; `privlab explain NAME` prints it in the terminal. "
+    "Reconstructions are clipped to [0, 1] and scored as floats; `--eight-bit` rounds them first.",
+}
+
+ROOMS = (
+    *("privlab", "privlab.base", "privlab.patches", "privlab.images", "privlab.victims", "privlab.threat"),
+    *("privlab.release", "privlab.reassembly", "privlab.keys", "privlab.metrics", "privlab.utility"),
+    *("privlab.training", "privlab.defenses", "privlab.attacks", "privlab.evaluation", "privlab.stores"),
+    *("privlab.grids", "privlab.runs", "privlab.admission", "privlab.split", "privlab.inventory"),
+    *("privlab.report.tables", "privlab.report.figures", "privlab.report.page"),
+)
+"""The packages whose public names have a page, in the order of the house."""
+
+
+def write_pages(app: Sphinx) -> None:
+    """Write every generated page that has changed, and remove those that are no longer wanted."""
+    root = Path(app.srcdir) / FOLDER
+    wanted = {root / path: text for path, text in pages(Path(app.srcdir))}
+    for path, text in wanted.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text("utf-8") != text:
+            path.write_text(text, "utf-8")
+    for path in root.rglob("*.md"):
+        if path not in wanted:
+            path.unlink()
+
+
+def pages(source: Path) -> Iterator[tuple[str, str]]:
+    """Yield the path of each page below the folder, and its text."""
+    kinds = known()
+    for kind in INTRODUCTIONS:
+        found = [explain(name) for name, each in kinds.items() if each == kind]
+        yield f"{kind}s/index.md", index(kind, found)
+        for page in found:
+            yield f"{kind}s/{file_name(page.name)}.md", page.as_markdown() + studies(page)
+    yield "flags.md", flags()
+    yield "not-run.md", left_out(source)
+    yield "commands/index.md", group_page()
+    for name, command in cli.commands.items():
+        yield f"commands/{name}.md", command_page(("privlab", name), command)
+    for room in ROOMS:
+        yield f"api/{room}.md", f"# `{room}`\n\n```{{eval-rst}}\n.. automodule:: {room}\n\n{members(room)}```\n"
+    yield "api/index.md", f"# Python API\n\nThe public names of each room.\n\n{toctree(ROOMS)}"
+
+
+def members(room: str) -> str:
+    """Return the directives of what a module's `__dir__` does not show: the functions that `privlab` imports on use."""
+    names = [name for name in privlab.__all__ if name.islower() and name.isidentifier() and not name.startswith("_")]
+    return "".join(f".. autofunction:: privlab.{name}\n\n" for name in names) if room == "privlab" else ""
+
+
+def left_out(source: Path) -> str:
+    """Return the page that lists each block of code that no test runs, with its reason."""
+    rows = [
+        f"| [{path.relative_to(source)}](/{path.relative_to(source)}) | {cell(reason)} | `{cell(code)}` |"
+        for path in sorted(source.rglob("*.md"))
+        if FOLDER not in path.parts and "_build" not in path.parts
+        for reason, code in not_run(path.read_text("utf-8"))
+    ]
+    table = "\n".join(("| page | why | what |", "|---|---|---|", *rows))
+    return (
+        "# Code that is not run\n\nThe tests or the build of this site run every other block of code in the README and "
+        f"on these pages. The options of these commands are checked.\n\n{table}\n"
+    )
+
+
+def index(kind: str, found: Sequence[Explanation]) -> str:
+    """Return the page that lists all of a kind."""
+    rows = [f"| [`{page.name}`]({file_name(page.name)}.md) | {cell(page.idea)} |" for page in found]
+    table = "\n".join((f"| {kind} | what it does |", "|---|---|", *rows))
+    links = toctree([file_name(page.name) for page in found], hidden=True)
+    return f"# {kind.capitalize()}s\n\n{INTRODUCTIONS[kind]}\n\n{table}\n\n{links}"
+
+
+def studies(page: Explanation) -> str:
+    """Return the links to the studies that hold measured figures of a page's subject."""
+    links = [f"- {{doc}}`/studies/{stem}`" for stem in page.studies]
+    return "\n## Measured figures\n\n" + "\n".join(links) + "\n" if links else ""
+
+
+def flags() -> str:
+    """Return the table of red flags."""
+    rows = "\n".join(f"| {name} | {cell(meaning)} |" for name, meaning in FLAG_MEANINGS.items())
+    return (
+        "# Red flags\n\nA red flag weakens a verdict. Flags stand under every table, in `--json` and on the page of a "
+        "run. They compare attacks by PSNR if it was measured.\n\n"
+        f"| flag | when it is raised |\n|---|---|\n{rows}\n"
+    )
+
+
+def group_page() -> str:
+    """Return the page that lists all commands."""
+    rows = [f"| [`privlab {name}`]({name}.md) | {cell(first_line(each))} |" for name, each in cli.commands.items()]
+    table = "\n".join(("| command | what it does |", "|---|---|", *rows))
+    return f"# Command line\n\n{first_line(cli)}\n\n{table}\n\n{toctree(cli.commands, hidden=True)}"
+
+
+def command_page(words: tuple[str, ...], command: click.Command, level: int = 1) -> str:
+    """Return what there is to know of a command: its help, its usage, its options and examples."""
+    context = click.Context(command, info_name=" ".join(words))
+    parts = [f"{'#' * level} `{' '.join(words)}`", escape((command.help or "").replace("\b\n", ""))]
+    parts.append(f"```text\n{command.get_usage(context)}\n```")
+    options = [each.get_help_record(context) for each in command.params if isinstance(each, click.Option)]
+    if shown := [f"| `{names}` | {cell(text)} |" for names, text in filter(None, options)]:
+        parts.append("\n".join(("| option | meaning |", "|---|---|", *shown)))
+    if command.epilog:
+        parts.append("Examples:\n\n```text\n" + examples(command.epilog) + "\n```")
+    if isinstance(command, click.Group):
+        parts += [command_page((*words, name), each, level + 1) for name, each in command.commands.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def examples(epilog: str) -> str:
+    """Return the command lines of an epilogue."""
+    return "\n".join(line.strip() for line in epilog.splitlines() if line.startswith("  "))
+
+
+def first_line(command: click.Command) -> str:
+    """Return the first sentence of a command's help."""
+    return " ".join((command.help or "").split("\n\n")[0].split())
+
+
+def escape(text: str) -> str:
+    """Return a text whose angle brackets and stars Markdown leaves as they are."""
+    return text.replace("<", "\\<").replace("*", "\\*").replace("[", "\\[")
+
+
+def cell(text: str) -> str:
+    """Return a text for a cell of a table."""
+    return escape(" ".join(text.split())).replace("|", "\\|")
+
+
+def file_name(name: str) -> str:
+    """Return the name of a page's file."""
+    return name.replace(":", "-")
+
+
+def toctree(names: "Sequence[str] | dict[str, click.Command]", *, hidden: bool = False) -> str:
+    """Return a table of contents."""
+    option = ":hidden:\n" if hidden else ""
+    return f"```{{toctree}}\n:maxdepth: 1\n{option}\n" + "\n".join(names) + "\n```\n"
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register with Sphinx."""
+    app.connect("builder-inited", write_pages)
+    app.connect("autodoc-process-docstring", plain_text, priority=400)  # before napoleon
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def plain_text(_app: Sphinx, _what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    """Escape what our docstrings mean literally and reStructuredText does not: |x|, a trailing _, and stars."""
+    for i, line in enumerate(lines):
+        parts = line.split("`")
+        parts[::2] = [part.replace("|", "\\|").replace("*", "\\*").replace("_ ", "\\_ ") for part in parts[::2]]
+        lines[i] = "`".join(parts)

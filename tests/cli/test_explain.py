@@ -1,0 +1,120 @@
+"""`privlab explain`: the page of each attack, defense, metric and flag, from docstrings, declarations and facts."""
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import pytest
+
+from privlab.attacks import ATTACKS
+from privlab.base import PrivlabError
+from privlab.defenses import DEFENSES
+from privlab.evaluation import applicable
+from privlab.inventory.explain import explain, known, parse_docstring
+from privlab.inventory.facts import ATTACK_FACTS, DEFENSE_STUDIES, FLAG_MEANINGS, METRIC_MEANINGS
+from privlab.metrics import METRICS, PLACEMENT
+from privlab.runs import specify
+from privlab.threat import Capability, attack_declarations
+from privlab.victims import Victim, victim
+
+
+def test_everything_has_a_page_and_facts() -> None:
+    assert set(known()) >= {*ATTACKS, *DEFENSES, *METRICS, "lpips", *PLACEMENT, *FLAG_MEANINGS}
+    assert set(ATTACK_FACTS) == set(ATTACKS)
+    assert set(DEFENSE_STUDIES) <= set(DEFENSES)
+    assert set(METRIC_MEANINGS) == {*PLACEMENT, "f_sim"}
+
+
+@pytest.mark.parametrize("name", known())
+def test_a_page_has_an_idea_and_whole_sections(name: str) -> None:
+    page = explain(name)
+    assert page.name == name
+    assert page.idea.endswith((".", ")")), page.idea
+    assert "\n" not in page.idea
+    assert all(text.strip() == text.rstrip() or text.startswith("    ") for text in page.sections.values())
+    assert page.as_markdown().startswith(f"# `{name}`\n\n{page.idea}\n")
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_says_what_it_declares(name: str) -> None:
+    page, kind = explain(name), ATTACKS[name]
+    assert {each for each in Capability if f"`{each.value}`" in page.sections["What it needs"]} == kind.requires
+    for defense in attack_declarations(kind).knows:
+        assert f"`{defense}`" in page.sections["What it knows"]
+    for option in fields(kind):
+        assert f"- `{option.name}`, by default " in page.sections["Options"]
+    assert "not described" not in page.sections.get("Options", "")
+    assert ("if it is named" in page.sections["When it runs"]) == attack_declarations(kind).named_only
+    assert page.sections["Where it is exact"].endswith(".")
+
+
+@pytest.mark.parametrize("name", DEFENSES)
+def test_a_defense_names_the_attacks_that_know_it(name: str) -> None:
+    sections = explain(name).sections
+    knowing = [f"`{each}`" for each, kind in ATTACKS.items() if name in attack_declarations(kind).knows]
+    assert name == "none" or sections["Attacks that know it"] == (", ".join(knowing) or NOBODY)
+    assert "not described" not in sections.get("Options", "")
+
+
+NOBODY = "No attack declares that it does."
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
+@pytest.mark.parametrize("name", [*ATTACKS, *DEFENSES])
+def test_the_example_of_a_page_runs_what_it_names(name: str, victims: Callable[[str], Victim]) -> None:
+    words = shlex.split(explain(name).sections["Example"])
+    given = {option.removeprefix("--"): value for option, value in zip(words[2::2], words[3::2], strict=True)}
+    model, attack = given.pop("model"), given.pop("attack", None)
+    groups, _ = applicable(specify(model, None, attack=attack, images="samples", **given), victims(model))
+    running = {each.name for group in groups for each in group.attacks}
+    assert attack in running if attack else running
+
+
+@pytest.fixture(scope="session")
+def victims() -> Callable[[str], Victim]:
+    """Return a victim by its name, made once."""
+    return cache(victim)
+
+
+def test_a_page_is_printed_and_given_as_json(cli: Callable[..., Any]) -> None:
+    told = cli("explain", "mjp-full")
+    assert (told.status, told.err) == (0, "")
+    page = explain("mjp-full")
+    assert all(f"\n{title}\n{text}\n" in told.out for title, text in page.sections.items())
+    shown = json.loads(cli("explain", "mjp-full", "--json").out)
+    assert (shown["kind"], shown["idea"], shown["sections"]) == ("attack", page.idea, page.sections)
+    assert shown["studies"] == ["mjp", "table5"]
+
+
+@pytest.mark.parametrize("name", ["few-images", "Few images", "FEW-IMAGES", "few images"])
+def test_flags_may_be_written_with_hyphens_and_in_any_case(cli: Callable[..., Any], name: str) -> None:
+    assert cli("explain", name).out.startswith("Few images (flag)\n\nA case has fewer than 20 different images")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("mjp-ful", "Did you mean mjp-full"), ("", "Choose from: "), ("qqqq", "Choose from: ")]
+)
+def test_an_unknown_name_is_refused_in_one_line(cli: Callable[..., Any], name: str, hint: str) -> None:
+    told = cli("explain", name)
+    assert (told.status, told.out) == (2, "")
+    assert told.err.startswith(f"Error: Unknown attack, defense, metric or flag '{name}'. {hint}")
+    assert told.err.count("\n") == 1
+    with pytest.raises(PrivlabError, match="Unknown attack, defense, metric or flag"):
+        explain(name)
+
+
+def test_a_docstring_is_read_in_its_parts() -> None:
+    text = (
+        "Do one thing\n    on two lines.\n\n    A formula:\n\n        a = b\n\n    Args:\n        first: its meaning,\n"
+        "            on two lines.\n        second: another.\n\n    Raises:\n        PrivlabError: never.\n\n"
+        "    Source: a paper, Eq. 1.\n    "
+    )
+    found = parse_docstring(text)
+    assert found.idea == "Do one thing on two lines."
+    assert found.text == "A formula:\n\n    a = b"
+    assert found.arguments == {"first": "its meaning, on two lines.", "second": "another."}
+    assert found.source == "a paper, Eq. 1."
