@@ -24,7 +24,9 @@ def failed(name: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["patch-gradient", "april", "patch-gradient-adaptive", "row-alignment"])
+@pytest.mark.parametrize(
+    "name", ["patch-gradient", "patch-update", "april", "patch-gradient-adaptive", "row-alignment"]
+)
 def test_ours_pass(name: str) -> None:
     checks = admit_any(name)
     assert [check.name for check in checks] == OF_ATTACKS

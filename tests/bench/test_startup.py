@@ -9,7 +9,7 @@ import pytest
 
 from privlab.base import PrivlabError
 from privlab.bench import startup
-from privlab.bench.startup import _Process
+from privlab.bench.common import Process
 from privlab.victims import weights
 
 SPIN = "import time\nwhile time.process_time() < 0.4: pass"
@@ -17,32 +17,32 @@ SPIN = "import time\nwhile time.process_time() < 0.4: pass"
 
 @pytest.mark.slow
 def test_the_time_is_the_processors_and_that_of_this_process_alone(tmp_path: Path) -> None:
-    assert _Process(SPIN).seconds(tmp_path) >= 0.4
+    assert Process(SPIN).seconds(tmp_path) >= 0.4
     below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPIN!r}], check=True)"
-    assert _Process(below).seconds(tmp_path) >= 0.4
-    assert _Process("import time; time.sleep(1.5)").seconds(tmp_path) < 1.5
+    assert Process(below).seconds(tmp_path) >= 0.4
+    assert Process("import time; time.sleep(1.5)").seconds(tmp_path) < 1.5
 
 
 def test_it_runs_away_from_the_folder_that_it_is_called_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout in the working directory would be measured in place of what is installed."""
     (tmp_path / "called").mkdir()
     monkeypatch.chdir(tmp_path / "called")
-    _Process("import os; print(os.listdir())", said="['called']").seconds(tmp_path)
+    Process("import os; print(os.listdir())", said="['called']").seconds(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("process", "message"),
     [
-        (_Process("raise ImportError('no torch')"), "must end with status 0. Found 1: ImportError: no torch"),
-        (_Process("print('hello')", status=2), "'print('hello')' must end with status 2. Found 0: nothing said"),
-        (_Process("print('hello')", said="goodbye"), "must end with status 0. Found 0: nothing said"),
+        (Process("raise ImportError('no torch')"), "must end with status 0. Found 1: ImportError: no torch"),
+        (Process("print('hello')", status=2), "'print('hello')' must end with status 2. Found 0: nothing said"),
+        (Process("print('hello')", said="goodbye"), "must end with status 0. Found 0: nothing said"),
         (
-            _Process("raise SystemExit(3)", ("attack",)),
+            Process("raise SystemExit(3)", ("attack",)),
             "'privlab attack' must end with status 0. Found 3: nothing said",
         ),
     ],
 )
-def test_a_process_that_ends_otherwise_is_not_measured(tmp_path: Path, process: _Process, message: str) -> None:
+def test_a_process_that_ends_otherwise_is_not_measured(tmp_path: Path, process: Process, message: str) -> None:
     with pytest.raises(PrivlabError) as refused:
         process.seconds(tmp_path)
     assert message in str(refused.value)
@@ -76,12 +76,12 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seconds = {"import torch": 2.0, "import torch, timm": 5.0, "--help": 0.1, "nope": 0.3, "deit_s_mjp": 6.0}
     rounds = (number for number in (9, 1, 2, 3) for _ in seconds)  # the first one warms up
 
-    def measure(process: _Process, folder: Path) -> float:
+    def measure(process: Process, folder: Path) -> float:
         assert (folder / "empty.safetensors").read_bytes() == b""
         ran.append(next(name for name in (*process.arguments[:5][::-1], process.code) if name in seconds))
         return next(rounds) * seconds[ran[-1]]
 
-    monkeypatch.setattr(_Process, "seconds", measure)
+    monkeypatch.setattr(Process, "seconds", measure)
     return ran
 
 

@@ -84,6 +84,7 @@ def pictures(path: Path) -> set[str]:
     return {f"{file.parent.name}/{file.name}" for file in found if file.parent.name != "first"}
 
 
+@pytest.mark.slow
 def test_nothing_is_missing_of_a_copied_run_until_a_part_is(made: Experiment, tmp_path: Path) -> None:
     finished_run(made, tmp_path / "run", options(chunk=2, pictures=0), real=2)
     _, tasks = prepare(made, tmp_path / "run", options())
@@ -99,6 +100,7 @@ def test_nothing_is_missing_of_a_copied_run_until_a_part_is(made: Experiment, tm
         table.resume_child(str(tmp_path / "e.toml"), str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_scores_differ_by_up_to_a_tenth(made: Experiment, tmp_path: Path) -> None:
     finished_run(made, tmp_path / "run", options(pictures=0), real=1)
     records = Store(tmp_path / "run").frame()

@@ -11,14 +11,14 @@ import pytest
 
 from privlab.base import plugins as registry
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "plugins.md").read_text(encoding="utf-8")
 COMMON = ["contents", "gradients", "effect", "same-draw", "neighbours", "random-state", "untouched", "control"]
 
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Install the README's defense, changed as it is told, as another package would."""
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "class PixelNoise" in code]
+    """Install the docs' defense, changed as it is told, as another package would."""
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class PixelNoise" in code]
 
     def install(module: str, *changes: str) -> None:
         changed = code
@@ -52,7 +52,7 @@ def test_every_check_has_a_line(cli: Callable[..., Any], arguments: tuple[str, .
     assert checks["control"]["bound"] == "≥"
 
 
-def test_the_defense_of_the_readme_is_admitted(cli: Callable[..., Any], package: Callable[..., None]) -> None:
+def test_the_defense_of_the_docs_is_admitted(cli: Callable[..., Any], package: Callable[..., None]) -> None:
     package("honest")
     told = cli("admit", "pixel-noise", "--set", "std=0.05", "--depth", "1")
     assert (told.status, told.err) == (0, "")

@@ -62,7 +62,7 @@ def test_json_is_all_of_stdout(attack: Callable[..., Any], tmp_path: Path) -> No
     assert done.status == 0
     told = json.loads(done.out)
     assert list(told) == [
-        *("run", "verdict", "verdicts", "flags", "members", "geometry", "worst_case", "leaks", "rows"),
+        *("run", "verdict", "verdicts", "flags", "members", "geometry", "worst_case", "leaks", "explained", "rows"),
         *("warnings", "admit", "missing_metrics", "failed"),
     ]
     assert told["flags"] == [
@@ -108,7 +108,7 @@ def test_perfect_scores_are_no_missing_ones(attack: Callable[..., Any], records:
     assert (row["mse"], row["psnr"], row["psnr_std"]) == (0, "Infinity", None)
     assert (records().query("attack == 'patch-gradient'").psnr == float("inf")).all()
     shown = attack("--eight-bit", "--attack", "patch-gradient", "--overwrite").out
-    assert " inf " in next(line for line in shown.splitlines() if line.startswith("│ patch-gradient"))
+    assert " ∞ " in next(line for line in shown.splitlines() if line.startswith("│ patch-gradient"))
 
 
 @pytest.mark.slow
@@ -259,8 +259,9 @@ def test_same_command_gives_the_same_scores(
     attack(*options, "--out", tmp_path / "again")
     first, again = records().drop(columns=TIMES), records(tmp_path / "again").drop(columns=TIMES)
     assert_frame_equal(first, again, check_exact=True)
-    attack(*options, "--seed", "4", "--out", tmp_path / "other")
-    assert (records(tmp_path / "other").psnr_masked != first.psnr_masked).any()
+    attack(*options, "--attack", "patch-gradient", "--seed", "4", "--out", tmp_path / "other")
+    other = records(tmp_path / "other").psnr_masked.dropna()
+    assert not set(other) <= set(first.psnr_masked[first.attack == "patch-gradient"])
 
 
 @pytest.mark.slow
@@ -268,19 +269,19 @@ def test_batch_size_changes_no_draw_and_no_score(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path
 ) -> None:
     """The masks are drawn for each image by itself; only float32 rounding depends on the batch."""
-    options = ("--model", "vit_ti_mjp", "--setting", "b,c", "--images", "samples", "--limit", "6", "--img-size", "64")
+    options = ("--model", "vit_ti_mjp", "--setting", "b,c", "--images", "samples", "--limit", "4", "--img-size", "64")
     attack(*options, "--batch-size", "1")
-    attack(*options, "--batch-size", "5", "--out", tmp_path / "five")
+    attack(*options, "--batch-size", "3", "--out", tmp_path / "three")
     keys = ["image", "setting", "attack", "geometry"]
-    one, five = (table.set_index(keys).sort_index() for table in (records(), records(tmp_path / "five")))
-    assert len(list((tmp_path / "run" / "records").iterdir())) == 6
-    assert len(list((tmp_path / "five" / "records").iterdir())) == 2
+    one, three = (table.set_index(keys).sort_index() for table in (records(), records(tmp_path / "three")))
+    assert len(list((tmp_path / "run" / "records").iterdir())) == 4
+    assert len(list((tmp_path / "three" / "records").iterdir())) == 2
     controls = one.index.get_level_values("attack").str.startswith("control:")
     exact = ["image_sha256", "label", "mse", "psnr", "ssim"]
-    assert_frame_equal(one.loc[controls, exact], five.loc[controls, exact], check_exact=True)
+    assert_frame_equal(one.loc[controls, exact], three.loc[controls, exact], check_exact=True)
     scores = ["mse", "ssim", "fft2d", "psnr_masked", "psnr_unmasked"]
     placed = one.index.get_level_values("geometry") == "reassembled"  # a rounding may tip an assignment of noise
-    ours, theirs = (table[~controls & ~placed][scores].clip(upper=EXACT_DB) for table in (one, five))
+    ours, theirs = (table[~controls & ~placed][scores].clip(upper=EXACT_DB) for table in (one, three))
     assert_frame_equal(ours, theirs, rtol=2e-2, atol=1e-4)
 
 

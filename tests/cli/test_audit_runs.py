@@ -148,6 +148,7 @@ def test_run_json_states_the_audit_as_a_case(
     assert {"victim", "victims", "defenses", "recording", "versions", "hardware", "commit", "command"} <= run.keys()
 
 
+@pytest.mark.slow
 def test_the_page_of_a_recording_shows_reconstructions_and_says_that_there_are_no_scores(
     cli: Cli, recorded: Cli, tones: type[Tones], tmp_path: Path
 ) -> None:
@@ -170,6 +171,7 @@ def test_the_page_of_a_recording_shows_reconstructions_and_says_that_there_are_n
     assert error == f"--compare needs a run with scores. '{tmp_path}/audit' is an audit without a private image."
 
 
+@pytest.mark.slow
 def test_a_failing_attack_has_rows_with_its_reason(recorded: Cli, tones: type[Tones], tmp_path: Path) -> None:
     tones.stops[2] = RuntimeError("no memory\nis left")
     done = recorded("--attack", "tones,pe-assignment")
@@ -263,6 +265,7 @@ def test_a_batch_that_is_recorded_anew_while_the_audit_runs_is_left_out(
     assert tones.calls == [3, 2, 3]
 
 
+@pytest.mark.slow
 def test_what_another_run_left_is_not_touched(
     cli: Cli, recorded: Cli, attack: Cli, tones: type[Tones], tmp_path: Path, recording: Path
 ) -> None:
@@ -283,6 +286,7 @@ def test_what_another_run_left_is_not_touched(
 # A gradient file
 
 
+@pytest.mark.slow
 def test_a_step_leaves_records_without_scores(cli: Cli, audit: Cli, step: Cli, tmp_path: Path) -> None:
     path, attacks = step(), "patch-gradient,mjp-subspace"
     assert audit(path, "--attack", attacks).status == 0
@@ -338,6 +342,7 @@ def test_a_reference_leaves_the_scores_that_are_printed(
     assert cli(*other).status == 0
 
 
+@pytest.mark.slow
 def test_a_reference_that_does_not_fit_is_said_on_the_page(
     cli: Cli, audit: Cli, step: Cli, photos: Path, tmp_path: Path
 ) -> None:
@@ -369,6 +374,7 @@ def test_the_images_of_one_gradient_have_rows_of_their_own(audit: Cli, step: Cli
     assert found.beyond_range.tolist() == ["forced without batch_size_one"] * 2
 
 
+@pytest.mark.slow
 def test_attacks_that_fail_leave_their_reason(
     cli: Cli, audit: Cli, step: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +391,7 @@ def test_attacks_that_fail_leave_their_reason(
     assert f"<dt>Failed</dt> <dd>vit_ti, setting c, none: 1 image, {reason}</dd>" in text
 
 
+@pytest.mark.slow
 def test_an_interrupted_audit_of_a_step_keeps_the_attacks_that_were_finished(
     audit: Cli, step: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_picture_that_cannot_be_read(
     assert table[["mse", "psnr", "grad_norm", "label"]].isna().all(axis=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cut.png", "cut.jpg"])
 def test_truncated_picture(attack: Callable[..., Any], picture: Callable[..., Path], name: str) -> None:
     path = picture(name)
@@ -62,6 +63,7 @@ def test_truncated_picture(attack: Callable[..., Any], picture: Callable[..., Pa
     assert f"Failed: {path}: Truncated or damaged: " in done.err
 
 
+@pytest.mark.slow
 def test_animated_picture(attack: Callable[..., Any], picture: Callable[..., Path]) -> None:
     frames = [Image.new("RGB", (32, 32), color) for color in ("red", "blue")]
     path = picture("moving.gif", save_all=True, append_images=frames)
@@ -165,6 +167,7 @@ def labelled(attack: Callable[..., Any], tmp_path: Path, *rows: str) -> Any:
     return attack("--labels", tmp_path / "labels.csv", "--attack", "patch-gradient")
 
 
+@pytest.mark.slow
 def test_labels_from_a_file(attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path) -> None:
     assert labelled(attack, tmp_path, "file,label", "a.png,7", "c.png,999").status == 0
     table = records().set_index("image")
@@ -186,6 +189,7 @@ def test_predicted_labels(attack: Callable[..., Any], records: Callable[..., pd.
     assert set(records().label_origin) == {"predicted"}
 
 
+@pytest.mark.slow
 def test_label_out_of_range(attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path) -> None:
     done = labelled(attack, tmp_path, "file,label", "a.png,7", "b.png,1000", f"c.png,{2**63 - 1}")
     assert done.status == 2

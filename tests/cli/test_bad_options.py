@@ -175,6 +175,7 @@ def test_our_own_faults_are_one_line_too(
     assert debug or len(told.err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_forced_attack_runs_on_the_block_that_it_does_not_hold_for(attack: Callable[..., Any]) -> None:
     done = attack("--block", "stock", "--attack", "april", "--force")
     assert done.status == 0

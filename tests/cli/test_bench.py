@@ -97,6 +97,7 @@ def test_victim_that_the_attacks_cannot_take(cli: Callable[..., Any]) -> None:
     assert "pos_embed" in error or "position embedding" in error
 
 
+@pytest.mark.slow
 def test_permutation_has_every_figure_as_a_key(cli: Callable[..., Any]) -> None:
     told = cli("bench", "permutation", *TINY, "--json")
     assert told.status == 0

@@ -29,6 +29,7 @@ def test_one_is_scored_beside_ours(attack: Callable[..., Any], records: Callable
     assert set(attacked[attacked.attack == "breaching:april_analytic"].block) == {"april"}
 
 
+@pytest.mark.slow
 def test_a_crash_is_a_failure_with_its_reason(attack: Callable[..., Any], records: Callable[..., pd.DataFrame]) -> None:
     result = attack("--attack", "breaching:rgap,patch-gradient", "--limit", "2", "--metrics", "psnr")
     assert result.status == 2
@@ -40,6 +41,7 @@ def test_a_crash_is_a_failure_with_its_reason(attack: Callable[..., Any], record
     assert set(made[made.attack == "patch-gradient"].status) == {"ok"}
 
 
+@pytest.mark.slow
 def test_none_runs_that_is_not_named(attack: Callable[..., Any], records: Callable[..., pd.DataFrame]) -> None:
     result = attack("--limit", "1", "--metrics", "psnr")
     assert result.status == 0

@@ -65,6 +65,7 @@ def test_the_attack_passes_its_own_test_and_its_fault_is_seen(
         run_its_test(tiny_model, photographs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_its_name_is_all_that_the_attack_needs(
     load: Callable[..., dict[str, Any]],

@@ -34,6 +34,7 @@ def corrupted(picture: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
+@pytest.mark.slow
 def test_two_models_are_evaluated_against_gamma(cli: Callable[..., Any], data: Path, tmp_path: Path) -> None:
     (data / "class3" / "broken.png").write_bytes(b"no picture")
     figure = tmp_path / "new" / "gamma.svg"
@@ -69,6 +70,7 @@ def test_a_shuffle_for_each_batch_where_asked(cli: Callable[..., Any], data: Pat
     assert told.err.splitlines()[-1] == "Error: Unknown per 'images'. Did you mean image?"
 
 
+@pytest.mark.slow
 def test_corruptions_naturals_and_outliers_are_scored(
     cli: Callable[..., Any], data: Path, corrupted: Path, photos: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from privlab.threat import Capability, FeatureObservation, Reconstruction
 LARGE = ("--img-size", "64")
 
 
+@pytest.mark.slow
 def test_row_permutation_is_attacked_scored_and_shown(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path
 ) -> None:
@@ -40,6 +41,7 @@ def test_row_permutation_is_attacked_scored_and_shown(
         assert strip.width > 4 * 224  # image, fed, as sent, attack
 
 
+@pytest.mark.slow
 def test_a_column_key_is_recovered(attack: Callable[..., Any], records: Callable[..., pd.DataFrame]) -> None:
     assert attack(*LARGE, "--defense", "column-permutation", "--attack", "class-token-key").status == 0
     made = records().query("attack == 'class-token-key'")
@@ -61,6 +63,7 @@ def test_known_labels_show_what_the_defense_costs(
     assert (records().query("attack == 'pe-assignment'").correct == 1).all()
 
 
+@pytest.mark.slow
 def test_features_without_a_defense_are_setting_a(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame]
 ) -> None:

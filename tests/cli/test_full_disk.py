@@ -4,6 +4,7 @@ import errno
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_table(cli: Cli, photos: Path, tmp_path: Path) -> None:
         encoding="utf-8",
     )
     kept = ("--pictures", "1", "--keep", "reconstructions")
-    run = lambda path: cli("table", file, "--out", path, "--quiet", *kept)  # noqa: E731
+    run = partial(cli, "table", file, "--quiet", *kept, "--out")
     assert at_every_write(run, tmp_path / "disk") >= 5
     whole = tmp_path / "disk" / "whole"
     for command in ("report", "figures"):
@@ -132,12 +133,12 @@ def test_table(cli: Cli, photos: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_audit_of_a_step(audit: Cli, step: Cli, tmp_path: Path) -> None:
     file = step()
-    run = lambda path, *more: audit(file, "--attack", "patch-gradient", "--out", path, *more)  # noqa: E731
+    run = partial(audit, file, "--attack", "patch-gradient", "--out")
     assert at_every_write(run, tmp_path / "disk", lambda path: run(path, "--overwrite")) >= 3
 
 
 @pytest.mark.slow
 def test_audit_of_a_recording(cli: Cli, recording: Path, tmp_path: Path) -> None:
     victim = ("--model", "vit_ti", "--weights", "random", "--img-size", "64", "--attack", "least-squares")
-    run = lambda path: cli("attack", "--features", recording, *victim, "--out", path)  # noqa: E731
+    run = partial(cli, "attack", "--features", recording, *victim, "--out")
     assert at_every_write(run, tmp_path / "disk") >= 3

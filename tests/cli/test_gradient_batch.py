@@ -91,6 +91,7 @@ class Witness:
         return torch.full((len(self.seen[-1]) * seen.images_per_release, *seen.model.image_shape), 0.5)
 
 
+@pytest.mark.slow
 def test_images_of_a_release_share_a_mask_and_releases_do_not(monkeypatch: pytest.MonkeyPatch, photos: Path) -> None:
     """Clients of one image have masks of their own, be they computed side by side; the records say which way it is."""
     monkeypatch.setitem(ATTACKS, "witness", Witness)
@@ -188,6 +189,7 @@ def test_attacks_for_one_image_are_refused_by_name(attack: Callable[..., Any]) -
     assert "batch_size_one (each released gradient belongs to one image)" in error
 
 
+@pytest.mark.slow
 def test_a_forced_one_is_held_against_each_image(attack: Callable[..., Any], records: Callable[..., Any]) -> None:
     """`patch-gradient` returns one mix of both, which is neither."""
     done = attack("--attack", "patch-gradient", "--gradient-batch", 2, "--force", "--block", "stock", "--limit", 2)

@@ -203,6 +203,7 @@ def test_a_batch_names_what_could_run(
     assert not any(flag.startswith("not tried") for flag in alone["flags"])
 
 
+@pytest.mark.slow
 def test_a_picture_of_one_colour_is_said_to_be_nothing(audit: Callable[..., Any], step: Callable[..., Path]) -> None:
     """40 images at once have more tokens than gradients of this width tell apart."""
     done = audit(step(tuple(range(10)) * 4))

@@ -146,6 +146,7 @@ def test_rows_in_secret_order_are_put_back_whoever_permutes_them(run: Callable[.
     assert named == ([] if name == "row-permutation" else [True])
 
 
+@pytest.mark.slow
 def test_a_shuffle_of_patches_is_re_assembled_and_leaks_as_what_was_put_together(run: Callable[..., Any]) -> None:
     """`jigsaw --gamma 1` does the same under privlab's own name."""
     told, frame = run("--defense", "patch-mix", "--attack", "patch-gradient", "--metrics", "psnr", "--setting", "c")
@@ -176,6 +177,7 @@ def test_settings_b_and_c_share_what_an_attack_sees_and_finds(run: Callable[...,
     assert sum(len(seen.gradients["pos_embed"]) for seen in counted.seen) == 6
 
 
+@pytest.mark.slow
 def test_an_attack_that_returns_no_picture_spares_the_others_of_an_audit(
     audit: Callable[..., Any], step: Callable[..., Path]
 ) -> None:
@@ -191,6 +193,7 @@ def test_an_attack_that_returns_no_picture_spares_the_others_of_an_audit(
     assert [line for line in shown.err.splitlines() if "misshapen" in line] == [f"Failed: {reason}"]
 
 
+@pytest.mark.slow
 def test_what_is_there_without_its_scale_is_no_failure(run: Callable[..., Any]) -> None:
     """By PSNR the picture is as grey as grey is; after a gain and an offset it is the private one."""
     told, frame = run("--defense", "none", "--attack", "faded", "--setting", "a")
@@ -205,6 +208,7 @@ def test_what_is_there_without_its_scale_is_no_failure(run: Callable[..., Any]) 
     assert "faded leaks (3 of 3 images" in told["verdicts"][0]["why"]
 
 
+@pytest.mark.slow
 def test_a_victim_of_one_channel_without_classifier_is_given_a_head(
     run: Callable[..., Any], cli: Callable[..., Any], tmp_path: Path
 ) -> None:

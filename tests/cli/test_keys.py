@@ -10,7 +10,9 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
+from privlab import victim
 from privlab.keys import load_key, residual_only, save_key
+from privlab.victims import save
 
 Cli = Callable[..., object]
 
@@ -55,6 +57,19 @@ def test_a_new_key_states_its_bits(cli: Cli, tmp_path: Path, space: str, bits: f
 def test_a_file_gets_a_key_with_its_heads(cli: Cli, model: Path, tmp_path: Path) -> None:
     result = facts(cli("keys", "new", "--model", model, "--heads", 3, "--out", tmp_path / "k", "--json"))
     assert (result["width"], result["depth"], result["heads"], result["head_dim"]) == (192, 12, 3, 64)
+
+
+def test_a_trained_victim_of_the_package_gets_a_key_which_is_found(cli: Cli, tmp_path: Path) -> None:
+    """Its name is that of a victim, of which timm knows none."""
+    key, encrypted = tmp_path / "k", tmp_path / "e.safetensors"
+    assert cli("keys", "new", "--model", "cifar_vit", "--out", key).status == 0
+    save(victim("cifar_vit").model.vit.state_dict(), tmp_path / "m.safetensors")
+    assert (
+        cli("keys", "encrypt", tmp_path / "m.safetensors", "--key", key, "--out", encrypted, "--keep-embedding").status
+        == 0
+    )
+    told = cli("keys", "recover", encrypted, "--base", "cifar_vit", "--key", key, "--json")
+    assert json.loads(told.out)["residual_recovered"] == 1.0
 
 
 def test_show_says_everything_but_the_key(cli: Cli, key: Path) -> None:

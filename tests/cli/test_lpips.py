@@ -35,6 +35,7 @@ def facts(run: Path) -> dict[str, Any]:
     return json.loads((run / "run.json").read_text())
 
 
+@pytest.mark.slow
 def test_without_a_network_the_column_and_run_json_say_squeeze(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], tmp_path: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_network_that_is_named_is_not_replaced(
     assert records()[["lpips_alex", "lpips_squeeze"]].isna().all(axis=None)
 
 
+@pytest.mark.slow
 def test_alexnet_is_used_where_it_is(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], alexnet: Callable[[], None]
 ) -> None:
@@ -77,6 +79,7 @@ def test_alexnet_is_used_where_it_is(
     assert table.lpips_squeeze.isna().all()
 
 
+@pytest.mark.slow
 def test_lpips_can_be_asked_for_alone(attack: Callable[..., Any], tmp_path: Path) -> None:
     done = attack(*QUICK, "--metrics", "lpips", "--json")
     assert done.status == 0
@@ -113,6 +116,7 @@ def test_a_run_that_goes_on_keeps_its_network(
     assert records(new).lpips_alex.notna().all()
 
 
+@pytest.mark.slow
 def test_an_audit_is_scored_by_squeeze_too(
     audit: Callable[..., Any],
     step: Callable[..., Path],

@@ -46,6 +46,7 @@ def untimed(frame: pd.DataFrame) -> pd.DataFrame:
 # Positions
 
 
+@pytest.mark.slow
 def test_positions_count_from_zero(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], classes: Path
 ) -> None:
@@ -56,6 +57,7 @@ def test_positions_count_from_zero(
     assert set(table.label) == {1}
 
 
+@pytest.mark.slow
 def test_what_chose_stands_in_the_run(attack: Callable[..., Any], classes: Path, tmp_path: Path) -> None:
     assert attack(*FAST, "--images", classes, "--every", "3", "--offset", "1").status == 0
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -134,6 +136,7 @@ def test_round_trip_of_other_sources(
     pd.testing.assert_frame_equal(untimed(records()), untimed(records(tmp_path / "again")))
 
 
+@pytest.mark.slow
 def test_manifest_gives_order_labels_and_memberships(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], photos: Path, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ def test_defenses_stack_and_take_options(attack: Callable[..., Any], records: Ca
     assert "LowPass(radius=0.2) + Jigsaw(gamma=1.0, per='batch')" in result.out
 
 
+@pytest.mark.slow
 def test_options_reach_the_attack(attack: Callable[..., Any], records: Callable[..., Any]) -> None:
     assert attack("--attack", "patch-gradient", "--set", "patch-gradient.rtol=1e-5").status == 0
     attacked = records().query("attack == 'patch-gradient'")

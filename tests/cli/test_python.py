@@ -40,6 +40,7 @@ def test_records_are_those_of_the_command(
     assert_frame_equal(kept, records(tmp_path / "kept"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_columns_and_their_types(photos: Path) -> None:
     frame = privlab.attack("vit_ti_mjp", images=photos, limit=1, **OPTIONS)

@@ -10,6 +10,7 @@ import pytest
 OPTIONS = ("--images", "samples", "--limit", "2", "--img-size", "64", "--attack", "patch-gradient", "--gamma", "0.4")
 
 
+@pytest.mark.slow
 def test_the_table_shows_what_the_adversary_puts_together(attack: Callable[..., Any]) -> None:
     told = json.loads(attack("--setting", "c", *OPTIONS, "--geometry", "reassembled", "--json").out)
     row = next(row for row in told["rows"] if row["attack"] == "patch-gradient")

@@ -143,6 +143,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.slow
 def test_disk_that_is_really_full(
     attack: Callable[..., Any], records: Callable[..., pd.DataFrame], small_disk: Path
 ) -> None:
@@ -181,6 +182,7 @@ def test_interrupt_leaves_what_is_finished(
     assert facts(tmp_path / "run")["status"] == "interrupted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack_name", ["patch-gradient", "gradient-matching"])
 def test_an_interrupt_before_any_image(
     attack: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack_name: str

@@ -28,6 +28,7 @@ def classes(picture: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+@pytest.mark.slow
 def test_an_encrypted_model_is_fine_tuned_with_and_without_its_key(
     cli: Callable[..., Any], classes: Path, tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def saved(pixels: np.ndarray, path: Path) -> None:
     Image.fromarray(pixels).save(path)
 
 
+@pytest.mark.slow
 def test_a_ramp_is_put_together_and_ignorance_is_chance(
     cli: Callable[..., Any], predictor: Path, tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_an_option_without_a_name_is_for_all_that_know_it(
     assert solvers["mp3 with borders"] == f"ByMp3(weights='{predictor}', borders=True, rounds=2)"
 
 
+@pytest.mark.slow
 def test_the_draw_is_that_of_the_image_not_of_the_run(cli: Callable[..., Any], tmp_path: Path) -> None:
     noise = torch.randint(256, (4, 16, 16, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).numpy()
     for i, pixels in enumerate(noise):

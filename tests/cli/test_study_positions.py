@@ -47,6 +47,7 @@ def labelled(picture: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path / "labelled"
 
 
+@pytest.mark.slow
 def test_records_and_figures(
     cli: Callable[..., Any], predictors: tuple[Path, Path], labelled: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_records_and_figures(
     assert given.to_numpy() == pytest.approx(1 - heads.sort_values(keys).class_share.to_numpy())
 
 
+@pytest.mark.slow
 def test_the_same_study_is_the_same_bytes(
     cli: Callable[..., Any], predictors: tuple[Path, Path], photos: Path, tmp_path: Path
 ) -> None:

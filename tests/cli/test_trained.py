@@ -37,6 +37,7 @@ def test_the_named_command_runs_on_trained_weights_and_bundled_images(
     assert named(trained.out + trained.err) == []
 
 
+@pytest.mark.slow
 def test_what_a_machine_reads_does_not_hold_the_line(attack: Callable[..., Any]) -> None:
     done = attack(*UNTRAINED, "--attack", "april", "--json")
     assert SAID not in done.out

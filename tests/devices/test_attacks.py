@@ -39,6 +39,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "gradient-matching": {"steps": 1, "start": "patch-gradient"},
     "gradient-likelihood": {"steps": 1, "start": "patch-gradient"},
     "feature-optimisation": {"steps": 1},
+    "patch-update": {"rounds": 1},
     **{f"inversion-{kind}": {"steps": 1} for kind in ("conv", "mae", "set", "token")},
 }
 """Searches cut short: where they compute is of interest here, and not how far they come."""
@@ -49,6 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "noise": {"defense": "mjp+gradient-noise", "gamma": 0.5, "attacks": ("patch-gradient-adaptive",)},
     "matching": {"gamma": 0.5, "attacks": ("gradient-matching",)},
     "likelihood": {"defense": "mjp+gradient-noise", "gamma": 0.5, "attacks": ("gradient-likelihood",)},
+    "update": {"client": "sgd", "settings": ("a",)},
     "rows": {"defense": "row-permutation"},
     "columns": {"defense": "row-permutation+column-permutation"},
     "batch": {"defense": "batch-shuffle"},

@@ -101,6 +101,7 @@ def test_the_worst_case_is_taken_image_by_image() -> None:
     assert worst["leakiest"] == dict(whose)
 
 
+@pytest.mark.slow
 def test_one_rule_orders_patches_for_every_attack_and_control_under_the_oracle() -> None:
     """Of least squared error within the moved slots: no attack is given the true order, and none less than the rest.
 
@@ -168,6 +169,7 @@ def test_what_knows_nothing_scores_the_same_on_the_mirrored_image() -> None:
     assert not matched.keys() & {*MIRRORED.values()}
 
 
+@pytest.mark.slow
 def test_an_attack_no_better_than_a_control_is_named() -> None:
     """Under MJP both fail; without it neither is named."""
     found = flags(attack(setting="a,c", attack="patch-gradient", gamma=1.0), ["psnr"])
@@ -178,6 +180,7 @@ def test_an_attack_no_better_than_a_control_is_named() -> None:
     assert plain == ["Random weights", "Predicted labels", "Few images"]
 
 
+@pytest.mark.slow
 def test_each_image_has_all_draws_of_a_random_defense() -> None:
     """The table has their mean, the worst case the leakiest."""
     records = attack(setting="c", attack="patch-gradient", metrics="psnr", draws=3)
@@ -204,6 +207,7 @@ def test_each_setting_stands_with_its_own_controls() -> None:
     assert sum(one != two for one, two in pairwise(cells)) == 3
 
 
+@pytest.mark.slow
 def test_small_numbers_and_narrow_terminals() -> None:
     """0.0000 would not tell 85 dB from 140 dB; a narrow table loses no digit."""
     table = summarise(attack(setting="a", metrics="mse,psnr"), ["mse", "psnr"])
@@ -287,6 +291,7 @@ class Gathered(TorchDispatchMode):
         return made
 
 
+@pytest.mark.slow
 def test_public_images_are_not_gathered_for_each_private_one(tmp_path: Path) -> None:
     """They may be thousands: 5000 of 64 × 64 pixels, for each of 32 private ones, are 8 GB."""
     for i, image in enumerate(np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)):

@@ -380,6 +380,7 @@ def test_a_private_image_that_cannot_be_read_is_a_failure(
     assert reasons["b.png"] == "Empty file: 0 bytes."
 
 
+@pytest.mark.slow
 def test_what_failed_is_scored_once_it_is_mended(
     add: Callable[[str], int], run: Path, theirs: Callable[..., Path]
 ) -> None:

@@ -255,6 +255,7 @@ def test_folder_of_the_images_is_gone(experiment: Any, options: Any, album: Path
 # Disks
 
 
+@pytest.mark.slow
 def test_full_disk_and_resume(whole: Any, small_disk: Any, cli: Any, done: Any, same: Any, rows: Any) -> None:
     file, reference = whole
     place = small_disk("size=1m")
@@ -271,6 +272,7 @@ def test_full_disk_and_resume(whole: Any, small_disk: Any, cli: Any, done: Any, 
     same(place / "run", reference)
 
 
+@pytest.mark.slow
 def test_finished_run_that_is_read_only(whole: Any, tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file, reference = whole
 
@@ -282,6 +284,7 @@ def test_finished_run_that_is_read_only(whole: Any, tmp_path: Path, cli: Any, mo
     assert cli("table", file, "--out", reference, "--device", "cpu").out == before
 
 
+@pytest.mark.slow
 def test_task_that_fails_leaves_what_others_did(
     whole: Any, options: Any, done: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: Any, rows: Any
 ) -> None:

@@ -136,6 +136,7 @@ worlds = st.builds(
 quick = settings(max_examples=20)
 
 
+@pytest.mark.slow
 @quick
 @given(world=worlds, size=st.integers(1, 20))
 def test_empty_store_lacks_everything_once(world: World, size: int) -> None:
@@ -150,6 +151,7 @@ def test_empty_store_lacks_everything_once(world: World, size: int) -> None:
         assert missing(grid, store, size=size) == []
 
 
+@pytest.mark.slow
 @quick
 @given(world=worlds, count=st.integers(1, 6), size=st.integers(1, 4))
 def test_shards_are_disjoint_and_make_the_whole(world: World, count: int, size: int) -> None:
@@ -163,6 +165,7 @@ def test_shards_are_disjoint_and_make_the_whole(world: World, count: int, size: 
         assert units(grid, missing(grid, store, size=size)) == units(grid, left)
 
 
+@pytest.mark.slow
 @quick
 @given(world=worlds, data=st.data())
 def test_any_interleaving_of_kill_and_resume_gives_the_whole(world: World, data: st.DataObject) -> None:
@@ -255,6 +258,7 @@ def test_metric_that_comes_after_a_retry() -> None:
         assert (task.metrics, task.attacks, len(task.images)) == (("ssim",), ATTACKS[:2], 2)
 
 
+@pytest.mark.slow
 @quick
 @given(world=worlds.map(lambda w: replace(w, shared=True)), size=st.integers(1, 20))
 def test_cells_that_cases_have_in_common_are_planned_once(world: World, size: int) -> None:

@@ -93,6 +93,7 @@ def test_check_of_a_store_that_was_spoiled(cli: Any, run: Path) -> None:
     assert lines[-1] == "left behind by a run that was killed: .tmp-1-part.parquet"
 
 
+@pytest.mark.slow
 def test_run_goes_on_after_a_part_was_spoiled(cli: Any, made: Any, run: Path, same: Callable[..., None]) -> None:
     part = torn(run)
     said = cli("table", made[0], "--out", run, "--device", "cpu")
@@ -218,6 +219,7 @@ def test_figures(cli: Any, run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "drawn" / "sheet.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_report_of_a_spoiled_store(cli: Any, run: Path) -> None:
     part = torn(run)
     said = cli("report", run)

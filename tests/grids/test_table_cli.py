@@ -69,6 +69,7 @@ def table(cli: Any, finished: Any) -> Callable[..., Any]:
 # The table
 
 
+@pytest.mark.slow
 def test_first_run_and_second(cli: Any, finished: Any, tmp_path: Path) -> None:
     path = tmp_path / "run"
     first = cli("table", finished[0], "--out", path, *CPU)
@@ -282,6 +283,7 @@ def test_workers(cli: Any, finished: Any, tmp_path: Path, same: Any, monkeypatch
     assert facts(tmp_path / "run")["workers"] == 2
 
 
+@pytest.mark.slow
 def test_failed_images(cli: Any, write: Any, image: Any, tmp_path: Path, rows: Any) -> None:
     image(tmp_path / "some" / "a.png", 1)
     (tmp_path / "some" / "b.png").write_bytes(b"no image")
@@ -297,6 +299,7 @@ def test_failed_images(cli: Any, write: Any, image: Any, tmp_path: Path, rows: A
     assert rows(tmp_path / "run") == 6 + 2 * 2
 
 
+@pytest.mark.slow
 def test_missing_backbones_of_lpips(cli: Any, write: Any, tmp_path: Path) -> None:
     file = write("[table]\ncolumns = ['psnr', 'lpips_alex']", metrics=None)
     said = cli("table", file, "--out", tmp_path / "run", *CPU)

@@ -233,6 +233,7 @@ ROWS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(ROWS)
 def test_written_and_read(

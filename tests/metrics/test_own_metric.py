@@ -10,9 +10,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-CODE = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "EDGE_ERROR" in block)
-POINT = next(block for block in re.findall(r"```toml\n(.*?)```", README, re.DOTALL) if "EDGE_ERROR" in block)
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "plugins.md").read_text(encoding="utf-8")
+CODE = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "EDGE_ERROR" in block)
+POINT = next(block for block in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL) if "EDGE_ERROR" in block)
 POINTS = POINT.replace('project.entry-points."privlab.metrics"', "privlab.metrics").replace('"', "")
 
 TABLE = """
@@ -45,7 +45,7 @@ def run(site: Path, *commands: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the README's metric as a distribution."""
+    """Install the docs' metric as a distribution."""
     return install(tmp_path_factory.mktemp("site"), CODE, POINTS)
 
 

@@ -96,6 +96,7 @@ def test_more_neighbours_are_found_with_the_variance_of_an_exact_pixel_than_with
     assert found(FLOOR) > found(FLOOR / 100)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**31), anchored=st.integers(0, 5), placed=st.booleans(), scale=st.sampled_from((1, 1e-3)))
 @settings(max_examples=40)
 def test_what_is_found_is_an_arrangement_that_no_swap_improves(

@@ -376,6 +376,7 @@ def test_nothing_was_complained_of(tab: Any, file: Path) -> None:
     assert tab.requests() == [file.as_uri()]
 
 
+@pytest.mark.slow
 def test_without_a_private_image_the_page_shows_reconstructions_alone(page_results: Maker, open_page: Open) -> None:
     results = page_results(2, side=64, change=lambda records: records.assign(psnr=np.nan, mse=np.nan, ssim=np.nan))
     for file in (results.path / "pictures").rglob("*-private.png"):

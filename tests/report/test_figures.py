@@ -120,6 +120,7 @@ def test_what_was_not_measured_is_said_and_never_a_bar(table: Results) -> None:
     assert texts(draw(replace(table, records=none), Figure("claim", "c"))).count("n/a") == 2
 
 
+@pytest.mark.slow
 def test_an_infinite_mean_reaches_the_tick_of_infinity(table: Results) -> None:
     records = table.records.copy()
     exact = (records.case == 0) & (records.attack == "patch-gradient")
@@ -187,6 +188,7 @@ def shown_pictures(picture: NamedImage) -> list[tuple[int, int, int]]:
     return [(r // 20, g // 30, b // 60) for r, g, b in colors]
 
 
+@pytest.mark.slow
 def test_a_sheet_shows_the_leakiest_the_median_and_the_least_leaky_image(kept: Results) -> None:
     picture = draw(kept, Figure("sheet", "s", "psnr"))
     wanted = []
@@ -217,6 +219,7 @@ def test_a_picture_that_was_not_kept_is_said_to_be_missing(kept: Results) -> Non
     assert len(shown_pictures(picture)) == 90
 
 
+@pytest.mark.slow
 def test_a_sheet_needs_pictures_that_can_be_read(kept: Results, table: Results) -> None:
     with pytest.raises(PrivlabError, match=r"needs images\. Found none in 'nowhere'"):
         draw(table, Figure("sheet", "s"))
@@ -315,6 +318,17 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(curves: Results, figure: Fi
     with pytest.raises(PrivlabError, match=re.escape(message)) as error:
         draw(curves, figure)
     assert "\n" not in str(error.value)
+
+
+def test_a_figure_that_cannot_be_drawn_keeps_no_other_from_being_written(curves: Results, tmp_path: Path) -> None:
+    lacking, whole = Figure("claim", "c", "ssim"), Figure("curve", "a", "psnr", "gamma")
+    said = "1 of 2 figures not drawn: The figure 'c' needs values of ssim. Found none in 'made'."
+    said += f" The others are in {tmp_path}."
+    with pytest.raises(PrivlabError, match=f"^{re.escape(said)}$"):
+        write_figures(replace(curves, figures=(lacking, whole)), tmp_path, ("svg",))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
+    with pytest.raises(PrivlabError, match=r"^1 of 1 figure not drawn: .* Found none in 'made'\.$"):
+        write_figures(replace(curves, figures=(lacking,)), tmp_path / "none", ("svg",))
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is(curves: Results, tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_trade_off_shows_utility_against_leakage(curves: Results) -> None:
     assert len(looks) == 2
 
 
+@pytest.mark.slow
 def test_trade_off_takes_the_papers_accuracy_where_none_was_measured(table: Results) -> None:
     picture = draw(table, Figure("trade-off", "t", "psnr", "correct"))
     np.testing.assert_allclose(line(picture, "worst case").get_xdata(), [accuracy for _, _, accuracy, _ in TABLE_5])

@@ -138,6 +138,7 @@ def trained(learner: Any, client: Any, folder: Path, tiny: Any) -> None:
     tiny.Trainer(learner, client, folder).train(tiny.batches(), tiny.STEPS)
 
 
+@pytest.mark.slow
 def test_a_client_waits_for_a_server_that_is_not_up_yet(spawn: Any, tiny: Any, tmp_path: Path) -> None:
     first = spawn("serve", state=tmp_path / "state")
     address = first.line()

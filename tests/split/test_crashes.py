@@ -159,6 +159,7 @@ def test_a_client_killed_in_the_middle_of_a_step_and_resumed(
     )
 
 
+@pytest.mark.slow
 def test_both_killed_and_started_again(spawn: Any, tiny: Any, check: Any, tmp_path: Path) -> None:
     folder = tmp_path / "client"
     folder.mkdir()

@@ -149,6 +149,7 @@ def test_embeddings_that_are_lacking_are_an_error_elsewhere(data: Path, tmp_path
             card_of(data, tmp_path / "out", recipe, model="cifar_vit", weights=str(bare))
 
 
+@pytest.mark.slow
 @quiet
 def test_a_probe_of_classes_makes_weights_of_a_victim(data: Path, tmp_path: Path) -> None:
     weights = start("cifar_vit", tmp_path)
@@ -183,6 +184,7 @@ def test_heads_that_no_victim_has_stand_alone(data: Path, tmp_path: Path, option
     assert 0 <= card["test"]["accuracy"] <= 1
 
 
+@pytest.mark.slow
 @quiet
 def test_places_need_no_labels(data: Path, tmp_path: Path) -> None:
     for split in ("train", "test"):

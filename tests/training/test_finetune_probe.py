@@ -116,6 +116,7 @@ def test_stochastic_depth_grows_over_the_blocks() -> None:
     assert [[getattr(part, "drop_prob") for part in pair] for pair in found] == [[0, 0], [0.1, 0.1], [0.2, 0.2]]  # noqa: B009
 
 
+@pytest.mark.slow
 def test_it_learns_and_its_loss_is_that_of_classify() -> None:
     recipe, losses = ObjectiveRecipe(small(), colours(60), Finetune(smoothing=0.0), STILL), list[float]()
     batch = recipe.batch(torch.arange(6), Generator())

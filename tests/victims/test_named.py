@@ -212,6 +212,7 @@ def test_weights_without_e_unk_get_the_mean_position_embedding(tmp_path: Path) -
     assert_close(base.model.unk_embed[0, 0].data, state["pos_embed"][0, 1:].mean(0))
 
 
+@pytest.mark.slow
 def test_position_embeddings_are_resized_as_timm_does(tmp_path: Path) -> None:
     state, path = timm_state(img_size=64), tmp_path / "big.safetensors"
     save_file(state, path)

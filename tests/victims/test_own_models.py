@@ -117,6 +117,7 @@ def test_a_head_is_for_weights_without_one(tmp_path: Path) -> None:
         victim("vit_ti", weights="random", classes=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_timm_s_models_without_classifier_run(tmp_path: Path) -> None:
     options = {"weights": "random", "img_size": 28, "limit": 1, "attack": "patch-gradient", "metrics": "psnr"}
