@@ -1,15 +1,25 @@
 """`patch-update`: the image from the update of a client's local training by SGD, its rounding foreseen."""
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.attacks.solvers import fit_decay, slot_gradients, slot_rows, too_many, warn_of_limits, weighted_patches
+from privlab.attacks.solvers import (
+    RTOL,
+    fit_decay,
+    patches_of_levels,
+    slot_gradients,
+    slot_rows,
+    too_many,
+    warn_of_limits,
+    weighted_patches,
+)
 from privlab.base import PrivlabError, check_name
 from privlab.release import rounding_deviation, update_on, without_decay
 from privlab.threat import Capability, Client, Observation
@@ -29,18 +39,22 @@ class PatchUpdate:
     moved E_pos and W. What is left is the rounding of stored weights.
 
     1. The entries are weighed by the rounding of the weights that they were subtracted from.
-    2. Rounding is no chance: the client is trained again on the reconstruction, with the label that the head's bias
-       gives away, once in the number format of its weights and once in float64. The difference is its rounding, and is
-       subtracted from the release. Rounding of steps that are about as large as an ulp cannot be foreseen, so that a
-       round may make things worse: the reconstruction is kept that explains the released update best.
+    2. Pixels have grey levels: of the solutions near that one, one of 256 levels is tried too (`patches_of_levels`).
+    3. Rounding is no chance: the client is trained again on both, with the label that the head's bias gives away. The
+       nearer that update is to the release, the better; if it is the release bit for bit, it is that of the image. Else
+       the client is trained in float64 too, the difference is its rounding, and is subtracted from the release for
+       another round. Rounding of steps that are about as large as an ulp cannot be foreseen, so that a round may make
+       things worse: the best of all rounds stays.
 
     Adam and AdamW divide by the gradient's magnitude, so their updates have no such form, and are refused.
 
     Args:
         decay: "known" takes weight decay from the client's settings, "fitted" fits one number, without them.
-        rounds: times that rounding is foreseen; 0 leaves it out, and takes a twentieth of the time. What it brings is
-            in docs/studies/updates.md. It is left out too where dropout is private, where the decay is not known, or
-            where the head's bias is not released.
+        rounds: the most times that rounding is foreseen; 0 leaves out steps 2 and 3, and takes a twentieth of the time.
+            What they bring is in docs/studies/updates.md. They are left out too where dropout is private, where the
+            decay is not known, or where the head's bias is not released.
+        levels: grey levels of a stored image, evenly spaced from 0 to 1; 0 leaves out step 2. Images that a client
+            does not feed as they are stored, such as rescaled or jittered tensors, have none, and step 3 finds that.
     """
 
     name: ClassVar[str] = "patch-update"
@@ -59,13 +73,16 @@ class PatchUpdate:
     if_released: ClassVar[tuple[str, ...]] = ("head.bias", "head.weight", "blocks.0.attn.qkv.bias")
 
     decay: str = "known"
-    rounds: int = 2
+    rounds: int = 3
+    levels: int = 256
 
     def __post_init__(self) -> None:
         """Raise PrivlabError if an option is out of range."""
         check_name("decay", self.decay, ("known", "fitted"))
         if self.rounds < 0:
             raise PrivlabError(f"patch-update takes rounds ≥ 0. Found {self.rounds}.")
+        if self.levels < 0 or self.levels == 1:
+            raise PrivlabError(f"patch-update takes levels ≥ 2, or 0 for none. Found {self.levels}.")
 
     def beyond(self, seen: Observation) -> str | None:
         """Return the condition N < D with its numbers if it does not hold."""
@@ -104,24 +121,49 @@ class PatchUpdate:
             for name in (_PE, _PROJECTION)
         }
 
-        def solve(of: Mapping[str, Tensor]) -> Float[Tensor, "n k"]:
+        def solve(of: Mapping[str, Tensor]) -> list[_Candidate]:
             A, dA = (slot_rows(model, each[_PE]) for each in (of, deviations))
             G, dG = (each[_PROJECTION].flatten(1) for each in (of, deviations))
-            return weighted_patches(A, G, dA, dG)
+            X = weighted_patches(A, G, dA, dG)
+            found = [_Candidate(X, model.to_images(X[None]))]
+            if self.levels:
+                variance = (dG.square() + dA.square().mT @ X.square()).mean(1)
+                X = patches_of_levels(model, A, G, 1 / variance, self.levels)
+                most = self.levels - 1
+                found.append(_Candidate(X, (model.to_images(X[None]) * most).round() / most))
+            return found
 
-        X = solve(moved)
+        found = solve(moved)
         private = client.dropout or client.drop_path
         if not self.rounds or private or self.decay == "fitted" or "head.bias" not in moved:
-            return X
+            return found[0].X
         label = int(moved["head.bias"].argmin())
         unrounded, plain = copy.deepcopy(model).double(), replace(client, sends="difference", sent_as="float32")
-        best, least = X, float("inf")
-        for _ in range(self.rounds + 1):
-            made = update_on(model, client, model.to_images(X[None]), label)
-            stored = {name: u.double() for name, u in made.items()}
-            off = sum(float(((stored[name] - update[name]) / dev).square().sum()) for name, dev in deviations.items())
+        best, least = found[0].X, math.inf
+        for left in reversed(range(self.rounds + 1)):
+            tried = [(each, update_on(model, client, each.image, label)) for each in found]
+            offs = [_distance(made, update, deviations) for _, made in tried]
+            off, (one, made) = min(zip(offs, tried, strict=True), key=lambda of: of[0])
             if off < least:
-                best, least = X, off
-            exact = update_on(unrounded, plain, unrounded.to_images(X[None]), label)
-            X = solve({name: moved[name] - (stored[name] - exact[name]) for name in deviations})
+                best, least = one.X, off
+            if not (left and off):
+                break
+            exact = update_on(unrounded, plain, one.image.double(), label)
+            found = solve({name: moved[name] - (made[name].double() - exact[name]) for name in deviations})
         return best
+
+
+class _Candidate(NamedTuple):
+    """Normalised patches that may be the client's, and the image that they make."""
+
+    X: Float[Tensor, "n k"]
+    image: Float[Tensor, "1 c h w"]
+
+
+def _distance(made: Mapping[str, Tensor], update: Mapping[str, Tensor], deviations: Mapping[str, Tensor]) -> float:
+    """Return the squared distance of two updates, in standard deviations of rounding; 0 if they are equal."""
+    parts = [
+        (made[name].double() - update[name]).square() / (dev.square() + (RTOL * update[name]).square())
+        for name, dev in deviations.items()
+    ]
+    return sum(float(part.nan_to_num().sum()) for part in parts)

@@ -5,6 +5,7 @@ from .descent import Lbfgs as Lbfgs
 from .descent import descend as descend
 from .embedding_inverse import invert_rows as invert_rows
 from .embedding_inverse import patch_statistics as patch_statistics
+from .grey_levels import patches_of_levels as patches_of_levels
 from .likelihood import Likelihood as Likelihood
 from .limits import too_many as too_many
 from .limits import warn_of_limits as warn_of_limits

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import PatchGradient, PatchUpdate
-from privlab.attacks.solvers import fit_decay, weighted_patches
+from privlab.attacks.solvers import fit_decay, patches_of_levels, weighted_patches
 from privlab.base import PrivlabError
 from privlab.metrics import psnr
+from privlab.patches import patchify
 from privlab.release import observe, observe_updates
 from privlab.threat import Capability, Client, ClientData, Observation, check_capabilities
 from privlab.victims import VictimModel
@@ -127,6 +128,57 @@ def test_stored_weights_cost_less_where_their_rounding_is_weighed_and_foreseen(s
     assert foreseen > weighed + 0.5
 
 
+def test_grey_levels_are_found_where_rounding_each_entry_goes_wrong(tiny_model: Model, crops: Tensor) -> None:
+    """Exact without errors, whatever the weights; with them, nearest-plane rounding beats rounding entry by entry."""
+    model = tiny_model()
+    image = (crops[:1].to(model.mean) * 255).round() / 255
+    X = patchify(model.normalise(image), model.patch)[0].double()
+    draw = torch.Generator().manual_seed(0)
+    common = torch.randn(1, 64, generator=draw, dtype=torch.float64)
+    A = common + 0.1 * torch.randn(len(X), 64, generator=draw, dtype=torch.float64)  # nearly parallel rows
+    weights = torch.rand(64, generator=draw, dtype=torch.float64) + 0.1
+    torch.testing.assert_close(patches_of_levels(model, A, A.mT @ X, weights, 256), X)
+    G = A.mT @ X + 2e-3 * torch.randn(64, X.shape[1], generator=draw, dtype=torch.float64)
+    levels, plain = (
+        (model.to_images(found[None]) * 255).round()
+        for found in (
+            patches_of_levels(model, A, G, torch.ones_like(weights), 256),
+            torch.linalg.lstsq(A.mT, G).solution,
+        )
+    )
+    wrong_levels, wrong_plain = (float((found != image * 255).double().mean()) for found in (levels, plain))
+    assert wrong_levels < wrong_plain / 2
+
+
+def test_one_patch_has_the_levels_of_least_squared_error(tiny_model: Model) -> None:
+    """Naive twin: of one patch, each entry's nearest of four levels, tried one by one."""
+    model = tiny_model()
+    draw = torch.Generator().manual_seed(1)
+    A = torch.randn(1, 64, generator=draw, dtype=torch.float64)
+    k = model.patch**2 * 3
+    G = torch.randn(64, k, generator=draw, dtype=torch.float64)
+    weights = torch.rand(64, generator=draw, dtype=torch.float64)
+    pixels = torch.arange(4, dtype=model.mean.dtype) / 3
+    flat = torch.stack([model.mean.new_ones(model.image_shape) * pixel for pixel in pixels])
+    values = patchify(model.normalise(flat), model.patch)[:, 0].double()  # 4 × k
+    errors = (weights[:, None] * (G - A.mT * values[:, None]).square()).sum(1)
+    expected = values.gather(0, errors.argmin(0, keepdim=True))
+    torch.testing.assert_close(patches_of_levels(model, A, G, weights, 4), expected)
+
+
+@pytest.mark.slow
+def test_stored_images_are_exact_and_others_are_no_worse(stored: VictimModel, crops: Tensor) -> None:
+    """An image of 256 levels comes back but for float32; one of other values as without levels."""
+    client = Client(lr=0.03, steps=5)
+    grey = (crops[:260:130].to(stored.mean) * 255).round() / 255
+    seen = sent(stored, grey, client)
+    assert max(score(PatchUpdate(levels=0), seen, grey)) < 100
+    assert min(score(PatchUpdate(), seen, grey)) > 130
+    free = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    seen = sent(stored, free, client)
+    assert score(PatchUpdate(), seen, free) == pytest.approx(score(PatchUpdate(levels=0), seen, free), abs=0.5)
+
+
 @pytest.mark.parametrize(("sends", "sent_as"), [("weights", "float32"), ("weights", "bf16"), ("difference", "fp16")])
 def test_fewer_bits_cost_quality(stored: VictimModel, crops: Tensor, sends: str, sent_as: str) -> None:
     client = Client(lr=0.1, steps=2)
@@ -151,6 +203,8 @@ def test_what_is_refused_is_one_line(stored: VictimModel, crops: Tensor) -> None
         PatchUpdate(decay="fited")
     with pytest.raises(PrivlabError, match=r"rounds ≥ 0. Found -1."):
         PatchUpdate(rounds=-1)
+    with pytest.raises(PrivlabError, match=r"levels ≥ 2, or 0 for none. Found 1."):
+        PatchUpdate(levels=1)
     assert Capability.CLIENT_UPDATE not in gradient.grants
 
 
