@@ -137,10 +137,15 @@ def unread(attack: Attack | FeatureAttack | AttackClass, client: Client | None) 
     """Return why an attack does not read the updates of a client; None where it does, or where there is no client."""
     if client is None or client.optimiser in (optimisers := attack_declarations(attack).updates_of):
         return None
+    reads_features = Capability.RELEASED_FEATURES in attack.requires
+    if client.gradient_factor is not None and not reads_features:  # one step of SGD is a gradient
+        return None
     how = f"reads updates of {' and '.join(optimisers)}" if optimisers else "reads the gradient of one step"
+    how = "reads features" if reads_features else how
+    trains = f"trains by {client.optimiser} (steps: {client.total_steps}, images: {client.images})"
     return (
-        f"Attack '{attack.name}' {how}, and this run releases the update of a client that trains by "
-        f"{client.optimiser}. That it does not apply is no evidence of privacy."
+        f"Attack '{attack.name}' {how}, and this run releases the update of a client that {trains}. That it does not "
+        "apply is no evidence of privacy."
     )
 
 
@@ -192,7 +197,7 @@ def _because(base: Victim, spec: Specification) -> dict[Capability, str]:
     if (client := spec.local_training) is None or client.images == 1:
         return obstacles(base.model)
     told = (
-        f"each update is of client.images={client.images}, and no attack here separates them, which is no evidence of"
+        f"each update is of client.images={client.images}, which this attack does not separate. That is no evidence of"
     )
     return obstacles(base.model) | {Capability.BATCH_SIZE_ONE: f"{told} privacy: client.images=1 is the worst case"}
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from privlab.base import PrivlabError, full_precision
+from privlab.release import as_gradients
 from privlab.threat import (
     Attack,
     Capability,
@@ -27,6 +28,7 @@ def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
     Raises:
         PrivlabError: if it returns anything else; what the attack itself raises goes on.
     """
+    seen = _as_read(attack, seen)
     with full_precision():
         reconstruction = Reconstruction.of(attack(seen))  # pyright: ignore[reportArgumentType]  # the plan gave each its observation
     if isinstance(seen, FeatureObservation):
@@ -65,6 +67,16 @@ def beyond_range(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
     The range is stated by the attack's own method `beyond`; an attack without that method has none. An attack that was
     forced to run without a capability that it requires is always outside its range.
     """
+    seen = _as_read(attack, seen)
     if missing := attack.requires - seen.grants:
         return "forced without " + ", ".join(sorted(capability.value for capability in missing))
     return attack_declarations(attack).beyond(seen)
+
+
+def _as_read(
+    attack: Attack | FeatureAttack, seen: Observation | FeatureObservation
+) -> Observation | FeatureObservation:
+    """Return updates as the gradients of one step that they are, where an attack does not read updates themselves."""
+    if isinstance(seen, FeatureObservation) or seen.client is None:
+        return seen
+    return seen if seen.client.optimiser in attack_declarations(attack).updates_of else as_gradients(seen)

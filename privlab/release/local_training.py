@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from privlab.threat import Capability, Client, ClientData, Observation
 from privlab.victims import VictimModel
 
 __all__ = ["observe_updates", "rounding_deviation", "run_client", "trained_parameters", "update_capabilities"]
-__all__ += ["undecayed", "update_on", "without_decay"]
+__all__ += ["as_gradients", "undecayed", "update_on", "without_decay"]
 
 _FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EMBEDDING = ("patch_embed.", "pos_embed", "cls_token", "reg_token")
@@ -172,6 +173,25 @@ def undecayed(
         client: the public settings, whose `kept_share` is taken.
     """
     return without_decay(model, update, 1 - client.kept_share if client.is_linear else 0.0)
+
+
+def as_gradients(seen: Observation) -> Observation:
+    """Return the observation of gradients that updates of one step of SGD are but for a factor.
+
+    Args:
+        seen: updates of clients with a `Client.gradient_factor`.
+
+    Raises:
+        PrivlabError: if the updates are no gradients.
+    """
+    factor = None if seen.client is None else seen.client.gradient_factor
+    if seen.client is None or factor is None:
+        raise PrivlabError(f"These updates are no gradients of one step. Found {seen.client}.")
+    lost = 1 - seen.client.kept_share
+    each = zip(*seen.gradients.values(), strict=True)
+    moved = [without_decay(seen.model, dict(zip(seen.gradients, one, strict=True)), lost) for one in each]
+    gradients = {name: (torch.stack([one[name] for one in moved]) / factor).to(u) for name, u in seen.gradients.items()}
+    return replace(seen, gradients=gradients, grants=seen.grants - {Capability.CLIENT_UPDATE}, client=None)
 
 
 def rounding_deviation(before: Tensor, after: Tensor, client: Client) -> Float[Tensor, "..."]:

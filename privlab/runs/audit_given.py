@@ -11,6 +11,7 @@ from privlab.evaluation import Specification, defense_of
 from privlab.release import (
     GradientFile,
     Told,
+    as_gradients,
     check_fit,
     check_head,
     observation,
@@ -86,7 +87,9 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
     label = label_of_update(seen) if client.images == 1 else None
     if label is not None:
         check_settings(seen, label, released.source)
-    return Given(spec, base, released, seen, None if label is None else Told((label,), (label,)))
+        return Given(spec, base, released, seen, Told((label,), (label,)))
+    told = None if client.gradient_factor is None else _told(base, as_gradients(seen))
+    return Given(spec, base, released, seen, told)
 
 
 def _of_gradients(file: Path, spec: Specification, device: torch.device) -> Given:

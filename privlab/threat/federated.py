@@ -155,6 +155,20 @@ class Client:
         return (self.lr,) * T
 
     @property
+    def gradient_factor(self) -> float | None:
+        """Return a > 0 if the round is one step along the gradient g of the mean loss of all images; None otherwise.
+
+        Then −(θ_1 − c θ_0) = a g with a = η, or η (1 + μ) with Nesterov's momentum, and whatever reads gradients reads
+        the update. That needs one step of SGD on all images, in batches of one size, of a loss without smoothing, and
+        no clipping and no dropout.
+        """
+        whole = self.steps_per_epoch == 1 and (self.images <= self.batch_size or self.images % self.batch_size == 0)
+        private = self.label_smoothing or self.dropout or self.drop_path or self.clip is not None
+        if self.optimiser != "sgd" or self.total_steps > 1 or not whole or private:
+            return None
+        return self.rates[0] * (1 + self.momentum * self.nesterov)
+
+    @property
     def is_linear(self) -> bool:
         """Return whether θ_T is linear in θ_0 and the gradients, so that `kept_share` exists."""
         return self.optimiser != "adam" or self.weight_decay == 0

@@ -113,20 +113,43 @@ def test_images_of_a_client_are_released_together(attack: Cli, records: Callable
 
 def test_each_attack_reads_the_updates_that_it_declares(attack: Cli) -> None:
     base = victim("vit_ti", weights="random", img_size=32)
-    for client, expected in (("sgd", {"patch-update", "patch-gradient"}), ("adamw", {"patch-gradient"})):
-        groups, refused = applicable(spec(client=client, effort="full"), base)
+    groups, _ = applicable(spec(effort="full"), base)
+    of_gradients = {each.name for group in groups for each in group.attacks}
+    assert "patch-update" not in of_gradients
+    two_steps, one_step = ("client.steps=2",), ("client.steps=1",)
+    for client, length, expected in (
+        ("sgd", two_steps, {"patch-update", "patch-gradient"}),
+        ("sgd", one_step, {"patch-update"} | of_gradients),
+        ("adamw", one_step, {"patch-gradient"}),
+    ):
+        groups, refused = applicable(spec(client=client, effort="full", options=length), base)
         assert {each.name for group in groups for each in group.attacks} == expected
         assert not refused
-    groups, refused = applicable(spec(effort="full"), base)
-    assert "patch-update" not in {each.name for group in groups for each in group.attacks} | refused.keys()
-    said = attack("--client", "sgd", "--attack", "gradient-matching").error
+    said = attack("--client", "sgd", "--set", "client.steps=2", "--attack", "gradient-matching").error
     assert "Attack 'gradient-matching' reads the gradient of one step, and this run releases the update" in said
+    assert "trains by sgd (steps: 2, images: 1)" in said
     said = attack("--client", "adam", "--attack", "patch-update").error
     assert (
-        "'patch-update' reads updates of sgd, and this run releases the update of a client that trains by adam" in said
+        "'patch-update' reads updates of sgd, and this run releases the update of a client that trains by adam ("
+        in said
     )
     assert "no evidence of privacy" in said
     assert "client_update" in attack("--attack", "patch-update").error
+
+
+@pytest.mark.slow
+def test_images_of_one_step_are_separated_as_those_of_a_gradient(
+    attack: Cli, records: Callable[..., pd.DataFrame]
+) -> None:
+    given = ("--attack", "token-separation", "--metrics", "psnr", "--limit", "2", "--overwrite")
+    done = attack("--client", "sgd", *given, "--set", "client.images=2", "--set", "client.batch_size=2")
+    assert done.status == 0, done.error
+    of_update = records().query("attack == 'token-separation' and geometry == 'in_place'").set_index("image_sha256")
+    attack("--gradient-batch", "2", *given, "--setting", "a")
+    of_gradient = records().query("attack == 'token-separation' and geometry == 'in_place'").set_index("image_sha256")
+    assert set(of_update.release) == {"update"}
+    assert of_update.status.tolist() == ["ok"] * 2
+    assert (of_update.psnr - of_gradient.psnr[of_update.index]).abs().max() < 15  # rounding of stored weights
 
 
 @pytest.mark.slow
@@ -164,14 +187,17 @@ MISTAKES = {
         "client.images must be at most the number of images, 3. Found 32.",
     ),
     "preset of a batch": (
-        ("--client", "nvflare-default"),
-        "each update is of client.images=32, and no attack here separates them, which is no evidence of privacy",
+        ("--client", "nvflare-default", "--set", "client.epochs=2"),
+        "each update is of client.images=32, which this attack does not separate. That is no evidence of privacy",
     ),
     "frozen": (
         ("--client", "sgd", "--set", "client.trains=head", "--attack", "patch-gradient"),
         "'patch-gradient' needs what this observation does not grant: learnable_pe_gradient",
     ),
-    "attack on features": (("--client", "sgd", "--attack", "least-squares"), "'least-squares' reads the gradient of"),
+    "attack on features": (
+        ("--client", "sgd", "--attack", "least-squares"),
+        "'least-squares' reads features, and this run releases the update of a client",
+    ),
 }
 
 

@@ -201,7 +201,20 @@ def test_a_round_of_several_images_is_no_evidence_of_privacy(
     shown = audit(trained(images=2), "--set", "client.images=2", "--set", "client.batch_size=2")
     assert shown.status == 0
     assert "flag: no attack ran on this file, which is no evidence of privacy" in shown.out
-    assert "and no attack here separates them" in shown.err
+    assert "which this attack does not separate. That is no evidence of privacy" in shown.err
+
+
+@pytest.mark.slow
+def test_one_step_on_several_images_is_audited_as_the_gradient_that_it_is(
+    audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]], photos: Path
+) -> None:
+    stated = ("client.lr=0.1", "client.steps=1", "client.images=2", "client.batch_size=2")
+    given = [part for setting in stated for part in ("--set", setting)]
+    files = trained(steps=1, images=2, lr=0.1, momentum=0.0, weight_decay=0.0)
+    shown = audit(files, *given, "--reference", photos / "a.png", "--metrics", "psnr", stated=())
+    assert shown.status == 0
+    assert "labels given away by the gradient of the head: 2, 7" in shown.out
+    assert "token-separation" in shown.out
 
 
 def test_an_update_of_adam_is_audited_by_the_baseline_alone(

@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError
-from privlab.release import observe, observe_updates, rounding_deviation, run_client, trained_parameters
+from privlab.release import as_gradients, observe, observe_updates, rounding_deviation, run_client, trained_parameters
 from privlab.threat import CLIENT_PRESETS, Capability, Client, ClientData
 from privlab.victims import VictimModel
 
@@ -157,6 +157,47 @@ def test_a_step_of_sgd_is_observed_as_its_gradient_times_the_rate(tiny_model: Mo
     plain = observe(model, data.images, data.labels, ["pos_embed", "patch_embed.proj.weight"], images_per_release=2)
     for name, gradient in plain.gradients.items():
         torch.testing.assert_close(seen.gradients[name][1], 0.5 * gradient[0], rtol=1e-5, atol=1e-7)
+
+
+ONE_STEP: dict[str, Client] = {
+    "plain": Client(lr=0.03, images=4, batch_size=4),
+    "decay": Client(lr=0.03, images=4, batch_size=8, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "nesterov": Client(lr=0.03, images=4, batch_size=4, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "accumulated": Client(lr=0.03, images=4, batch_size=2, accumulation=2),
+    "the head alone": Client(lr=0.03, images=4, batch_size=4, trains="head"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_STEP)
+def test_one_step_of_sgd_is_the_gradient_of_the_mean_loss(tiny_model: Model, name: str) -> None:
+    """Whatever reads gradients reads such an update: its share of decay and its factor are taken off."""
+    model, data, client = tiny_model(), private(4), ONE_STEP[name]
+    seen = as_gradients(observe_updates(model, client, [data]))
+    expected = observe(model, data.images.double(), data.labels, [*seen.gradients], images_per_release=4)
+    assert seen.client is None
+    assert Capability.CLIENT_UPDATE not in seen.grants
+    for parameter, g in expected.gradients.items():
+        assert (seen.gradients[parameter] - g).norm() < 2e-6 * g.norm()  # what float32 sends
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        Client(steps=2),
+        Client(images=4, batch_size=2),
+        Client(images=4, batch_size=2, steps=1),
+        Client(images=3, batch_size=2, accumulation=2),
+        Client(clip=1.0),
+        Client(label_smoothing=0.1),
+        Client(dropout=0.1),
+        Client(drop_path=0.1),
+        Client(optimiser="adamw"),
+    ],
+)
+def test_other_updates_are_no_gradients(model: VictimModel, client: Client) -> None:
+    assert client.gradient_factor is None
+    with pytest.raises(PrivlabError, match=r"These updates are no gradients of one step. Found Client\("):
+        as_gradients(observe_updates(model, client, [private(client.images)]))
 
 
 def test_what_is_granted_is_what_was_trained(model: VictimModel) -> None:
