@@ -29,6 +29,7 @@ from privlab.attacks.tokens import (
     Slots,
     Solved,
     TokenSearch,
+    attention_of,
     by_image,
     embeddings_of_tokens,
     first_block,
@@ -40,6 +41,7 @@ from privlab.attacks.tokens import (
     slots_of_tokens,
 )
 from privlab.base import PrivlabError, PrivlabWarning, linear_sum_assignment
+from privlab.images.photographs import photographs
 from privlab.threat import Capability, Observation, Reconstruction
 from privlab.victims import VictimModel
 
@@ -58,7 +60,9 @@ _RIDGE = 1e-4
 class TokenSeparation(TokenSearch):
     """Recover images where no position embedding has a gradient, or one that sums over several images.
 
-    1. Token separation: all inputs u of the first block's MLP, from ∂W_fc1 and ∂W_fc2, as in `mjp-full`.
+    1. Token separation: all inputs u of the first block's MLP, from ∂W_fc1 and ∂W_fc2, as in `mjp-full`. For several
+       images in one gradient half of the starts are tokens of photographs; if that search leaves some out, it is made
+       again without, and the one that finds more counts.
     2. Patches from tokens (`patches_of_tokens`), if ∂W = Σ_n g_n x_nᵀ is released: x = Yᵀ c with Y its row space.
        A token is W x + b + e plus what attention adds, and attention reads W x + b + e: both are linear in c. This
        needs N + 1 < D, and 2 N + 1 < D without position embeddings, 3 N + 6 < 2 D with known ones.
@@ -133,10 +137,13 @@ class TokenSeparation(TokenSearch):
                 f"{self.name}: {B} images in one gradient, and a frozen patch embedding that leaves some of a patch "
                 "open. Only one image in each can be told then."
             )
+        usual = _tokens_of_photographs(seen, block) if B > 1 else None
         found: list[Separated] = []
         solved: list[Solved] = []
         for i in range(len(seen.gradients[FC1])):
-            own = self.tokens(block, seen, i, B * count)
+            own = self.tokens(block, seen, i, B * count, usual=usual)
+            if usual is not None and len(own.u) < own.wanted:  # one search or the other gets stuck
+                own = max(own, self.tokens(block, seen, i, B * count), key=lambda each: len(each.u))
             slots = _slots(seen, i, hidden[i])
             if B == 1:
                 parts = [(own, self._patches(seen, block, i, own.u, slots))]
@@ -203,6 +210,18 @@ class TokenSeparation(TokenSearch):
             )
             for own in by_image(model, block, slots, linear, B)
         ]
+
+
+@torch.no_grad()
+def _tokens_of_photographs(seen: Observation, block: Block) -> Float[Tensor, "p d"] | None:
+    """Return what the first MLP reads of the bundled photographs and their mirror images; None if none may be used."""
+    if seen.photographs == ():
+        return None
+    model = seen.model
+    images = photographs(model.image_shape[1:], seen.photographs, model.image_shape[0]).to(model.mean)
+    images = torch.cat([images, images.flip(2), images.flip(3), images.flip(2, 3)])
+    z = model.embed(images).double()
+    return torch.cat([block.norm2(each + attention_of(block, each)) for each in z])
 
 
 def _slots(seen: Observation, i: int, hidden: Bool[Tensor, " n"]) -> Slots:

@@ -57,6 +57,7 @@ def separate(
     steps: int,
     tolerance: float,
     near: Near | None = None,
+    usual: Float[Tensor, "p d"] | None = None,
 ) -> Separated:
     """Find the up to `count` tokens u_n whose products make up G1 = ∂ℓ/∂W₁ and G2 = ∂ℓ/∂W₂.
 
@@ -78,6 +79,8 @@ def separate(
         tolerance: the residual below which a solution is a token. Those of the least residual are taken first, and
             larger ones only when no smaller one is left, because removing an inexact token would hide others.
         near: guesses of some tokens, from which these are found together.
+        usual: tokens of other images. Half of the starts of each round are some of them, within the span: nearer to
+            tokens than points that are drawn at random.
 
     Source: ours; the sums are the chain rule, batch and tokens alike.
     """
@@ -96,6 +99,9 @@ def separate(
             new = refine_guesses(mlp, whole, near, starts, steps, tolerance)
         else:
             α = start(mlp, rest, starts, draw)
+            if usual is not None:
+                chosen = torch.randperm(len(usual), generator=draw)[: starts // 2].to(usual.device)
+                α = torch.cat([α[: starts - len(chosen)], usual[chosen].double() @ rest.u.mT])
             α = refine(rough, rest.float(), α.float(), steps).double()  # on all units: drawn starts need them
             new = distinct(mlp, rest, α, tolerance, _twin(limit))
             α = settle(mlp, whole, new @ whole.u.mT, steps)  # on the spans of the whole gradient

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from timm.models.vision_transformer import Block
 from torch import Tensor
 
@@ -50,7 +50,15 @@ class TokenSearch:
                 f"Found {', '.join(map(str, counts))}, {self.sharpen}, {self.sure:g} and {self.tolerance:g}."
             )
 
-    def tokens(self, block: Block, seen: Observation, i: int, count: int, near: Near | None = None) -> Separated:
+    def tokens(
+        self,
+        block: Block,
+        seen: Observation,
+        i: int,
+        count: int,
+        near: Near | None = None,
+        usual: Float[Tensor, "p d"] | None = None,
+    ) -> Separated:
         """Find the tokens of one release, from guesses first; none, if they are not fewer than the model's width.
 
         Args:
@@ -59,6 +67,7 @@ class TokenSearch:
             i: number of the release.
             count: number of tokens in the release: those of all its images, class and register tokens included.
             near: guesses of some tokens, with what is known of each.
+            usual: tokens of other images, from which half of the starts are taken.
 
         Warns:
             PrivlabWarning: if `count` is not less than the width.
@@ -83,6 +92,7 @@ class TokenSearch:
             steps=self.steps,
             tolerance=self.tolerance,
             near=near,
+            usual=usual,
         )
 
     def counts(self, tokens: Sequence[Separated]) -> dict[str, Int[Tensor, " b"]]:

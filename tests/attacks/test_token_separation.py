@@ -1,7 +1,10 @@
 """Token separation beyond MJP: no position embeddings, fixed ones, a frozen patch embedding, sums over images."""
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.testing import assert_close
 
+from privlab.attacks.gradients import token_separation
 from privlab.attacks.gradients.token_separation import TokenSeparation
 from privlab.attacks.tokens import QKV, Mlp, Reads, embeddings_of_tokens, first_block, separate
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
@@ -153,6 +157,56 @@ def test_tokens_of_two_images_from_one_gradient(
     assert len(found.u) == 34
     assert sorted(cosine.argmax(1).tolist()) == list(range(34))
     assert_close(found.u, u[cosine.argmax(1)], atol=near, rtol=near)
+
+
+def test_tokens_of_other_images_are_better_starts_than_points_drawn_at_random(
+    images: Tensor, make: Callable[..., VictimModel]
+) -> None:
+    """One round from half a set of tokens near the true ones finds more of them than one from random points."""
+    model = make(pos_embed="none")
+    seen = seen_of(model, images)
+    G1, G2 = (seen.gradients[f"blocks.0.mlp.{name}.weight"].sum(0) for name in ("fc1", "fc2"))
+    block = first_block(model)
+    z = model.embed(images).double()
+    u = block.norm2(z + block.ls1(block.attn(block.norm1(z)))).flatten(0, 1)
+    near = u + 0.1 * u.std() * torch.randn(u.shape, generator=torch.Generator().manual_seed(1), dtype=u.dtype)
+    drawn, usual = (
+        separate(
+            Mlp.of(block),
+            G1,
+            G2,
+            34,
+            torch.Generator().manual_seed(0),
+            **SEARCH | {"starts": 24, "rounds": 1},
+            usual=some,
+        )
+        for some in (None, near)
+    )
+    assert len(usual.u) > len(drawn.u)
+
+
+@pytest.mark.parametrize("names", [("samples/chelsea-0", "samples/rocket-0"), ()])
+def test_starts_come_from_photographs_that_are_not_under_attack(
+    names: tuple[str, ...], images: Tensor, make: Callable[..., VictimModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def photographs(size: tuple[int, int], names: Any, channels: int) -> Tensor:
+        asked.append((size, names, channels))
+        return images[:1]
+
+    monkeypatch.setattr(token_separation, "photographs", photographs)
+    model = make("pos_embed", embed_dim=96)
+    read = [name for name in (*TokenSeparation.parameters, *TokenSeparation.if_released) if name != "pos_embed"]
+    seen = replace(observe(model, images, torch.arange(2), read, images_per_release=2), photographs=names)
+    with contextlib.suppress(PrivlabError):  # the fill of lost patches needs photographs too
+        TokenSeparation(**SEARCH | {"rounds": 1})(seen)
+    assert asked == ([((16, 16), names, 3)] if names else [])
+    asked.clear()
+    TokenSeparation(**SEARCH | {"rounds": 1})(
+        replace(seen_of(make("pos_embed"), images[:1]), photographs=names[:1] or None)
+    )
+    assert not asked  # of one image the search needs none
 
 
 @pytest.mark.parametrize("masked_pe", ["unknown", "none"])
