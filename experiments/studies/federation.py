@@ -3,12 +3,11 @@
 import copy
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -70,15 +69,18 @@ class FederationStudy:
         """Return the settings of a client."""
         return Client(lr=self.learning_rate, weight_decay=self.weight_decay, steps=self.steps)
 
-    def __call__(self, out: Path) -> pd.DataFrame:
+    def __call__(self, out: Path) -> list[dict[str, Any]]:
         """Run the simulation and return the lines of the audits.
 
         Below `out` are `server/round-R/node-N` and `clients/round-R/node-N` with an update each, `audit/node-N.jsonl`,
         and `images/I.png`, the photographs as the model is fed them.
 
         Raises:
-            PrivlabError: without the extra `flower`, or for a source with fewer photographs than clients.
+            PrivlabError: without the extra `flower`, for a folder with another run, fewer photographs than clients, or
+                a simulation in which no client finished a round.
         """
+        if (out / "audit").exists():
+            raise PrivlabError(f"'{out}' holds another run: name another --out.")
         os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when flwr is imported
         from privlab.flower import AuditMod, RecordingStrategy, RecordMod  # isort: skip
 
@@ -108,10 +110,10 @@ class FederationStudy:
 
         resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
         run_simulation(server, app, self.limit, backend_config=resources)
-        lines = [
-            line for path in sorted((out / "audit").glob("*.jsonl")) for line in path.read_text("utf-8").splitlines()
-        ]
-        return pd.DataFrame([json.loads(line) for line in lines])
+        files = sorted((out / "audit").glob("*.jsonl"))
+        if not files:
+            raise PrivlabError("No client finished a round: Flower's messages above say why.")
+        return [json.loads(line) for path in files for line in path.read_text("utf-8").splitlines()]
 
     def _photographs(self, base: Victim, folder: Path) -> Float[Tensor, "m c h w"]:
         """Return the clients' images, and write each as it is fed."""
@@ -147,17 +149,21 @@ def _trainer(vit: VisionTransformer, client: Client, inputs: Float[Tensor, "m c 
     return train
 
 
-def to_rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a row for each update: what the audit found, and its share of the round's time."""
+def to_rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each update: what the audit found, and its share of the time of training and audit.
+
+    Args:
+        lines: what a study returned.
+    """
     return [
         {
             "round": line["round"],
             "node": str(line["node"]),
-            "psnr": line["psnr"],
-            "withheld": line["withheld"] is not None,
-            "seconds": line["seconds"],
-            "seconds_round": line["seconds_round"],
-            "share_of_time": line["seconds"] / (line["seconds"] + line["seconds_round"]),
+            "psnr": round(line["psnr"], 2) if isinstance(line.get("psnr"), float) else line.get("psnr"),
+            "outcome": "sent" if line["withheld"] is None else f"withheld: {line['withheld']}",
+            "seconds": round(line["seconds"], 4),
+            "seconds_round": round(line["seconds_round"], 4),
+            "share_of_time": round(line["seconds"] / (line["seconds"] + line["seconds_round"]), 4),
         }
-        for line in table.to_dict("records")
+        for line in lines
     ]

@@ -28,8 +28,11 @@ __all__ = ["OwnUpdateAudit", "Verdict"]
 
 _PE, _PROJECTION = PatchGradient.parameters
 
-_LEAST_SIGNAL = 10.0
-"""The norm of an update, in norms of its rounding, below which it is called small; its entries then have 20 dB."""
+_LEAST_SIGNAL = 30.0
+"""The norm of an update, in norms of its rounding, below which the closed form is out of its range.
+
+At 17 its reconstruction of a photograph had 12 dB on a random ViT, at 49 it had 32 dB on the trained ViT-Ti.
+"""
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,8 @@ def _limits(seen: Observation) -> str | None:
     assert client is not None
     found = [PatchGradient().beyond(replace(seen, client=replace(client, weight_decay=0.0)))]  # it is subtracted
     found += [f"{B} images in one update"] if B > 1 else []
-    E, u = seen.model.vit.get_parameter(_PE).detach(), seen.gradients[_PE][0]
-    if u.norm() < _LEAST_SIGNAL * rounding_deviation(E, E - u, client).norm():
-        found.append(f"{_PE} moved by little more than rounding")
+    for name in (_PE, _PROJECTION):
+        θ, u = seen.model.vit.get_parameter(name).detach(), seen.gradients[name][0]
+        if u.norm() < _LEAST_SIGNAL * rounding_deviation(θ, θ - u, client).norm():
+            found.append(f"{name} moved by little more than rounding")
     return " and ".join(filter(None, found)) or None
