@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
+from torchvision.utils import save_image
 
 from privlab.base import PrivlabError, check_range
 from privlab.images import open_images
@@ -73,7 +73,7 @@ class FederationStudy:
         """Run the simulation and return the lines of the audits.
 
         Below `out` are `server/round-R/node-N` and `clients/round-R/node-N` with an update each, `audit/node-N.jsonl`,
-        and `images/I.png`, the photographs as the model is fed them.
+        and `images/node-N.png`, the photograph of a client as the model is fed it.
 
         Raises:
             PrivlabError: without the extra `flower`, for a folder with another run, fewer photographs than clients, or
@@ -91,7 +91,7 @@ class FederationStudy:
         from flwr.simulation import run_simulation
 
         base = victim(self.model, weights=self.weights, img_size=self.img_size, seed=self.seed)
-        photographs = self._photographs(base, out / "images")
+        photographs = self._photographs(base)
         vit = copy.deepcopy(base.model.vit).requires_grad_(True)
 
         def mine(context: Context) -> Float[Tensor, "1 c h w"]:
@@ -99,7 +99,7 @@ class FederationStudy:
 
         audit = AuditMod(vit, self.client, out / "audit", images=mine, max_psnr=self.max_psnr)
         app = ClientApp(mods=[RecordMod(out / "clients"), audit])
-        app.train()(_trainer(vit, self.client, base.model.normalise(photographs)))
+        app.train()(_trainer(vit, self.client, photographs, base.model.normalise, out / "images"))
         server = ServerApp()
 
         @server.main()
@@ -115,33 +115,36 @@ class FederationStudy:
             raise PrivlabError("No client finished a round: Flower's messages above say why.")
         return [json.loads(line) for path in files for line in path.read_text("utf-8").splitlines()]
 
-    def _photographs(self, base: Victim, folder: Path) -> Float[Tensor, "m c h w"]:
-        """Return the clients' images, and write each as it is fed."""
+    def _photographs(self, base: Victim) -> Float[Tensor, "m c h w"]:
+        """Return the clients' images, rounded to eight bits, so that a file can hold them."""
         source = open_images(self.images)
         pixels = [image.pixels for image, _ in zip(source, range(self.limit), strict=False) if image.pixels is not None]
         if len(pixels) < self.limit:
             raise PrivlabError(
                 f"Each client needs a photograph. Found {len(pixels)} of {self.limit} in '{self.images}'."
             )
-        images = torch.stack([base.preprocessing(each) for each in pixels])
-        eight_bit = (images * 255).round().byte()
-        folder.mkdir(parents=True, exist_ok=True)
-        for i, image in enumerate(eight_bit):
-            Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{i}.png")
-        return eight_bit.float() / 255
+        return (torch.stack([base.preprocessing(each) for each in pixels]) * 255).round() / 255
 
 
-def _trainer(vit: VisionTransformer, client: Client, inputs: Float[Tensor, "m c h w"]) -> Callable[..., Any]:
+def _trainer(
+    vit: VisionTransformer,
+    client: Client,
+    images: Float[Tensor, "m c h w"],
+    normalise: Callable[[Tensor], Tensor],
+    folder: Path,
+) -> Callable[..., Any]:
     """Return the training of a client as an app of Flower has it: plain PyTorch on timm's model."""
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 
     def train(msg: Message, context: Context) -> Message:
         own = int(context.node_config["partition-id"])
+        folder.mkdir(parents=True, exist_ok=True)
+        save_image(images[own], folder / f"node-{context.node_id}.png")
         vit.load_state_dict(msg.content.array_records["arrays"].to_torch_state_dict())
         optimiser = torch.optim.SGD(vit.parameters(), lr=client.lr, weight_decay=client.weight_decay)
         for _ in range(client.total_steps):
             optimiser.zero_grad()
-            F.cross_entropy(vit(inputs[own : own + 1]), torch.tensor([own])).backward()
+            F.cross_entropy(vit(normalise(images[own : own + 1])), torch.tensor([own])).backward()
             optimiser.step()
         content = {"arrays": ArrayRecord(vit.state_dict()), "metrics": MetricRecord({"num-examples": 1})}
         return Message(RecordDict(content), reply_to=msg)

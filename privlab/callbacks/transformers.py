@@ -34,13 +34,27 @@ class RecordUpdate(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Copy the weights."""
+        """Copy the weights.
+
+        Args:
+            args: the arguments of the Trainer; not read.
+            state: the state of the Trainer: only its first process records.
+            control: the control of the Trainer; left as it is.
+            kwargs: model, optimiser and data of the Trainer; not read.
+        """
         if state.is_world_process_zero:
             self.recorder.begin()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Write the update."""
+        """Write the update.
+
+        Args:
+            args: the arguments of the Trainer; not read.
+            state: the state of the Trainer: only its first process records.
+            control: the control of the Trainer; left as it is.
+            kwargs: model, optimiser and data of the Trainer; not read.
+        """
         if state.is_world_process_zero:
             self.recorder.end()

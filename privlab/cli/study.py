@@ -257,7 +257,7 @@ def noise_bound(figures: str, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study.")
 @common
 def federation(out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
-    """Simulate a federation by Flower whose clients audit each update before it leaves."""
+    """Run a simulated federation of Flower whose clients audit each update before it leaves."""
     from privlab.experiments.studies.federation import FederationStudy, to_rows
 
     with warned():

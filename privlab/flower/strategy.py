@@ -32,7 +32,14 @@ class RecordingStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the messages of the strategy, and keep them until the replies come."""
+        """Return the messages of the strategy, and keep them until the replies come.
+
+        Args:
+            server_round: the number of the round, from 1.
+            arrays: the weights of the server.
+            config: what the clients are told besides.
+            grid: the nodes of the federation.
+        """
         messages = list(self.strategy.configure_train(server_round, arrays, config, grid))
         self.sent = {message.metadata.dst_node_id: message for message in messages}
         return messages
@@ -51,7 +58,14 @@ class RecordingStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the messages of the strategy."""
+        """Return the messages of the strategy.
+
+        Args:
+            server_round: the number of the round, from 1.
+            arrays: the weights of the server.
+            config: what the clients are told besides.
+            grid: the nodes of the federation.
+        """
         return self.strategy.configure_evaluate(server_round, arrays, config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

@@ -181,8 +181,8 @@ def test_what_cannot_be_audited_does_not_leave(
     client, line = MISTAKES[name]
     reply = AuditMod(vit, SGD, tmp_path, images=lambda _: photographs(1, 64))(sent, CONTEXT, client)
     assert reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION
-    assert reply.error.reason.startswith("privlab withheld the update: it cannot be audited: ")
-    assert line in reply.error.reason
+    assert str(reply.error.reason).startswith("privlab withheld the update: it cannot be audited: ")
+    assert line in str(reply.error.reason)
     assert lines_of(tmp_path)[0]["withheld"].startswith("it cannot be audited")
 
 

@@ -52,20 +52,17 @@ def test_what_the_server_of_a_simulation_kept_is_the_image_of_a_client(
     kept, own = (sorted(path.relative_to(place) for path in place.rglob("*.safetensors")) for place in places)
     assert kept == own
     assert all((places[0] / path).read_bytes() == (places[1] / path).read_bytes() for path in kept)
-    best = []
-    for i, node in enumerate(sorted({path.parent for path in kept})):
+    for node in {path.parent.name for path in kept}:
         files = [places[0] / node / f"{name}.safetensors" for name in ("before", "after")]
-        stated = ("--client", "sgd", "--set", "client.steps=5", "--set", "client.weight_decay=0.05")
+        stated = ("--client", "sgd", "--set", "client.steps=5", "--set", "client.weight_decay=0.05", "--json")
         told = cli(
-            *("attack", "--update", *files, "--model", "vit_ti", "--img-size", "64", *stated, "--json"),
-            *("--metrics", "psnr", "--out", tmp_path / f"audit-{i}", "--attack", "patch-update"),
-            *("--reference", tmp_path / "out" / "images" / "0.png"),
+            *("attack", "--update", *files, "--model", "vit_ti", "--img-size", "64", *stated, "--metrics", "psnr"),
+            *("--attack", "patch-update", "--reference", tmp_path / "out" / "images" / f"{node}.png"),
+            *("--out", tmp_path / node),
         ).json
         (row,) = (row for row in told["attacks"] if row["attack"] == "patch-update")
         assert row["explained"] is True
-        best.append(row["psnr"])
-    assert max(best) > 60  # the client of the first photograph
-    assert min(best) < 20  # the other one
+        assert row["psnr"] > 60
 
 
 @pytest.mark.slow

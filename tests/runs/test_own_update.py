@@ -18,6 +18,7 @@ from privlab.base import PrivlabError
 from privlab.release.local_training import run_client
 from privlab.runs.own_update import OwnUpdateAudit
 from privlab.threat import Client, ClientData
+from privlab.victims import VictimModel
 
 State = dict[str, Tensor]
 SGD = Client(lr=0.01, steps=3)
@@ -32,6 +33,11 @@ def vit() -> VisionTransformer:
         made = timm.create_model("vit_tiny_patch16_224", **size)
     assert isinstance(made, VisionTransformer)
     return made
+
+
+def model_of(vit: VisionTransformer) -> VictimModel:
+    """Return the model that an audit of this client is given."""
+    return victim(vit).model
 
 
 @pytest.fixture
@@ -55,12 +61,12 @@ def test_an_update_of_one_image_leaks_and_a_higher_threshold_lets_it_pass(
 ) -> None:
     images = photographs(1, 64)
     files = update(SGD, images)
-    found = OwnUpdateAudit(victim(vit).model, SGD)(*files, images)
+    found = OwnUpdateAudit(model_of(vit), SGD)(*files, images)
     assert found.psnr is not None
     assert found.psnr > 60
     assert (found.image, found.explained, found.limits, found.leaks) == (0, None, None, True)
-    assert not OwnUpdateAudit(victim(vit).model, SGD, max_psnr=found.psnr)(*files, images).leaks
-    assert OwnUpdateAudit(victim(vit).model, SGD, max_psnr=found.psnr - 1e-6)(*files, images).leaks
+    assert not OwnUpdateAudit(model_of(vit), SGD, max_psnr=found.psnr)(*files, images).leaks
+    assert OwnUpdateAudit(model_of(vit), SGD, max_psnr=found.psnr - 1e-6)(*files, images).leaks
 
 
 @pytest.mark.parametrize("stated", [0.0, 0.05, 0.3])
@@ -69,7 +75,7 @@ def test_a_decay_that_is_stated_wrongly_hides_nothing(
 ) -> None:
     images = photographs(1, 64)
     files = update(replace(SGD, weight_decay=0.05), images)
-    found = OwnUpdateAudit(victim(vit).model, replace(SGD, weight_decay=stated))(*files, images)
+    found = OwnUpdateAudit(model_of(vit), replace(SGD, weight_decay=stated))(*files, images)
     assert found.psnr is not None
     assert found.psnr > 50
 
@@ -87,10 +93,6 @@ def test_the_decay_that_is_stated_counts_where_the_loss_hides_it(
     found = OwnUpdateAudit(model_of(vit), client)(before, vit.state_dict(), images)
     assert found.psnr is not None
     assert found.psnr > 60
-
-
-def model_of(vit: VisionTransformer) -> Any:
-    return victim(vit).model
 
 
 def test_the_certificate_judges_without_an_image(
@@ -148,9 +150,9 @@ def test_the_callers_model_stays_as_it_is(
         ({"client": Client(trains="head")}, r"reads .*pos_embed.* Found client.trains=head, .*no evidence of privacy"),
     ],
 )
-def test_an_audit_that_cannot_be_is_refused(vit: VisionTransformer, options: dict[str, Any], said: str) -> None:
+def test_an_audit_that_cannot_be_is_refused(vit: VisionTransformer, options: Any, said: str) -> None:
     with pytest.raises(PrivlabError, match=said):
-        OwnUpdateAudit(model_of(vit), **({"client": SGD} | options))
+        OwnUpdateAudit(model_of(vit), **{"client": SGD, **options})
 
 
 @pytest.mark.parametrize(
@@ -172,11 +174,11 @@ def test_weights_that_do_not_fit_are_refused(
     images = photographs(1, 64)
     before, after = update(SGD, images)
     audit = OwnUpdateAudit(model_of(vit), SGD)
-    named = [{f"model.{name}": value for name, value in state.items()} for state in (before, after)]
+    old, new = ({f"model.{name}": value for name, value in state.items()} for state in (before, after))
     with pytest.raises(
         PrivlabError, match=r"by timm's names. Found no pos_embed, patch_embed.proj.weight, .* and 2 mo"
     ):
-        audit(*named, images)
+        audit(old, new, images)
     with pytest.raises(
         PrivlabError, match=r"those of the model that the audit was given. Found pos_embed \(1, 5, 64\)"
     ):
