@@ -139,7 +139,8 @@ class OwnUpdateAudit:
             images = images.to(found[0])
             scores = torch.stack([psnr(image.expand_as(images), images) for image in found]).amax(0)
         best = int(scores.argmax())
-        return Verdict(float(scores[best]), best, None, _limits(seen), float(scores[best]) > self.max_psnr)
+        found_psnr = float(scores[best])
+        return Verdict(found_psnr, best, None, _limits(seen), not found_psnr <= self.max_psnr)  # NaN is no pass
 
     def names(self, *, whole: bool) -> list[str]:
         """Return the timm names of the parameters that an audit reads.
