@@ -1,7 +1,5 @@
 """Mods of a Flower client: one records its updates, one audits them and withholds those that leak."""
 
-import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,9 +11,9 @@ from jaxtyping import Float
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from privlab.base import PrivlabError, unwritable
+from privlab.base import PrivlabError
 from privlab.flower.messages import LOG, is_training, record, refusal, round_of, weights_of
-from privlab.runs.own_update import OwnUpdateAudit
+from privlab.runs.own_update import LEAKS, OwnUpdateAudit, write_line
 from privlab.threat import Client
 from privlab.victims import victim
 
@@ -102,24 +100,13 @@ class AuditMod:
             names = self.audit.names(whole=images is None)
             found = self.audit(weights_of(msg, "server", names), weights_of(reply, "client", names), images)
             line |= asdict(found)
-            withheld = "an image of the client can be reconstructed from it" if found.leaks else None
+            withheld = LEAKS if found.leaks else None
         except PrivlabError as error:
             withheld = f"it cannot be audited: {error}"
         line |= {"withheld": withheld, "seconds": time.perf_counter() - trained, "seconds_round": trained - started}
-        self._write(line)
+        told = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in line.items()]
+        LOG.info("privlab audit: %s", ", ".join(told))
+        write_line(self.folder / f"node-{ctxt.node_id}.jsonl", line)
         if withheld is None:
             return reply
         return refusal(msg, f"privlab withheld the update: {withheld}")
-
-    def _write(self, line: dict[str, object]) -> None:
-        """Log what was found, and add it to the file of this client."""
-        line = {key: "Infinity" if value == math.inf else value for key, value in line.items()}  # of an equal image
-        told = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in line.items()]
-        LOG.info("privlab audit: %s", ", ".join(told))
-        path = self.folder / f"node-{line['node']}.jsonl"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise unwritable(path, error) from error

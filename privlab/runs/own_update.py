@@ -1,8 +1,11 @@
 """The audit of a client's own update before it is sent: the closed form that takes milliseconds, and its score."""
 
 import copy
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from privlab.attacks import PatchGradient
 from privlab.attacks.solvers import fit_decay, slot_rows
-from privlab.base import PrivlabError, check_range, collect_warnings, first, full_precision
+from privlab.base import PrivlabError, check_range, collect_warnings, first, full_precision, unwritable
 from privlab.metrics import psnr
 from privlab.release import (
     EXPLAINED_RESIDUAL,
@@ -24,9 +27,12 @@ from privlab.release.update_files import label_of_update, update_between
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel
 
-__all__ = ["OwnUpdateAudit", "Verdict"]
+__all__ = ["LEAKS", "OwnUpdateAudit", "Verdict", "write_line"]
 
 _PE, _PROJECTION = PatchGradient.parameters
+
+LEAKS = "an image of the client can be reconstructed from it"
+"""Why an update is withheld."""
 
 _LEAST_SIGNAL = 30.0
 """The norm of an update, in norms of its rounding, below which the closed form is out of its range.
@@ -173,6 +179,21 @@ class OwnUpdateAudit:
         gradients = {n: u.to(self.model.mean)[None] for n, u in released.gradients.items() if n in trained}
         grants = update_capabilities(self.model, client)
         return Observation(self.model, gradients, grants, images_per_release=client.images, client=client)
+
+
+def write_line(path: Path, line: Mapping[str, object]) -> None:
+    """Add a line of JSON to a file, which is made with its folder if it is not there.
+
+    Raises:
+        PrivlabError: if the file cannot be written.
+    """
+    plain = {key: "Infinity" if value == math.inf else value for key, value in line.items()}  # PSNR of an equal image
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(plain) + "\n")
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def _decays(seen: Observation, client: Client) -> list[float]:
