@@ -30,6 +30,7 @@ ROOMS = (
     *("privlab.release", "privlab.reassembly", "privlab.keys", "privlab.metrics", "privlab.utility"),
     *("privlab.training", "privlab.defenses", "privlab.attacks", "privlab.evaluation", "privlab.stores"),
     *("privlab.grids", "privlab.runs", "privlab.admission", "privlab.split", "privlab.inventory"),
+    *("privlab.flower", "privlab.nvflare", "privlab.callbacks.lightning", "privlab.callbacks.transformers"),
     *("privlab.report.tables", "privlab.report.figures", "privlab.report.page"),
 )
 """The packages whose public names have a page, in the order of the house."""

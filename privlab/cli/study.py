@@ -242,6 +242,31 @@ def noise_bound(figures: str, out: Path, as_json: bool, **options: Any) -> None:
     err.print(f"Figure: {path}", markup=False)
 
 
+@study.command("federation")
+@click.option("--model", type=VICTIM, required=True, help="The model that the clients train.")
+@click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
+@click.option("--img-size", type=click.IntRange(min=8), help="Side of the input.")
+@click.option("--images", default="samples", show_default=True, help="samples, a folder, a data set.")
+@click.option("--limit", type=click.IntRange(min=1), default=2, show_default=True, help="N clients, of one image each.")
+@click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Of SGD in a round.")
+@click.option("--learning-rate", type=float, default=0.01, show_default=True)
+@click.option("--weight-decay", type=float, default=0.0, show_default=True)
+@click.option("--max-psnr", type=float, default=20.0, show_default=True, help="An update above it is withheld, in dB.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study.")
+@common
+def federation(out: Path, as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Run a simulated federation of Flower whose clients audit each update before it leaves."""
+    from privlab.experiments.studies.federation import FederationStudy, to_rows
+
+    with warned():
+        lines = FederationStudy(**options)(out)
+    print_rows(to_rows(lines), as_json=as_json)
+    if not as_json:
+        err.print(f"updates that left: {out / 'server'}", markup=False)
+
+
 def _numbers(text: str) -> tuple[float, ...]:
     """Return the numbers of a comma-separated list."""
     try:

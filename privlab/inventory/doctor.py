@@ -27,6 +27,9 @@ _EXTRAS = {
     "robustness": "privlab evaluate --outliers",
     "study": "the UMAP of privlab study pe",
     "privacy": "the (ε, δ) of gradient-noise",
+    "flower": "privlab.flower, privlab study federation",
+    "nvflare": "privlab.nvflare",
+    "callbacks": "privlab.callbacks, of Lightning and transformers",
     "docs": "building the site of docs/",
     "test": "the tests",
 }

@@ -1,6 +1,7 @@
 """The weights before and after a client's local training, in two files, as the update that a server sees."""
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxtyping import Float
@@ -12,7 +13,7 @@ from privlab.release.local_training import trained_parameters, undecayed, update
 from privlab.threat import Client, Observation
 from privlab.victims import VictimModel, from_any_layout, read_state
 
-__all__ = ["check_order", "label_of_update", "read_update", "update_observation"]
+__all__ = ["check_order", "label_of_update", "read_update", "update_between", "update_observation"]
 
 
 def read_update(before: Path, after: Path, images: int) -> GradientFile:
@@ -29,10 +30,32 @@ def read_update(before: Path, after: Path, images: int) -> GradientFile:
     Warns:
         PrivlabWarning: for tensors that are no floating-point numbers, which are left aside.
     """
-    (old, new), names = (_state(path) for path in (before, after)), (before.name, after.name)
+    old, new = (read_state(path) for path in (before, after))
+    return update_between(old, new, images, (str(before), str(after)))
+
+
+def update_between(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], images: int, names: tuple[str, str]
+) -> GradientFile:
+    """Return θ_before − θ_after of two state dicts, as `read_update` does of two files.
+
+    Args:
+        before: the server's weights, by the names of a layout that `from_any_layout` takes.
+        after: the client's weights after its local training.
+        images: images of the client.
+        names: what errors call the two, such as their paths.
+
+    Raises:
+        PrivlabError: if the two are of different models, hold NaN or infinity, or are the same.
+
+    Warns:
+        PrivlabWarning: for tensors that are no floating-point numbers, which are left aside.
+    """
+    old, new = (_timm_names(state) for state in (before, after))
+    short = [Path(name).name for name in names]
     problems = {
-        f"missing in {names[1]}": [name for name in old if name not in new],
-        f"missing in {names[0]}": [name for name in new if name not in old],
+        f"missing in {short[1]}": [name for name in old if name not in new],
+        f"missing in {short[0]}": [name for name in new if name not in old],
         "of other shapes": [
             f"{name} {tuple(old[name].shape)} and {tuple(new[name].shape)}"
             for name in old
@@ -40,26 +63,26 @@ def read_update(before: Path, after: Path, images: int) -> GradientFile:
         ],
     }
     if told := "; ".join(f"{kind}: {first(found, 3)}" for kind, found in problems.items() if found):
-        raise PrivlabError(f"'{before}' and '{after}' must be weights of one model. Found {told}.")
-    for path, state in ((before, old), (after, new)):
-        if broken := [name for name, tensor in state.items() if not tensor.isfinite().all()]:
-            why = "the client diverged, and such an update shows nothing" if path is after else "take others"
-            raise PrivlabError(f"The weights '{path}' must be finite. Found NaN or infinity in {first(broken)}: {why}.")
+        raise PrivlabError(f"'{names[0]}' and '{names[1]}' must be weights of one model. Found {told}.")
+    for name, state in zip(names, (old, new), strict=True):
+        if broken := [key for key, tensor in state.items() if not tensor.isfinite().all()]:
+            why = "the client diverged, and such an update shows nothing" if state is new else "take others"
+            raise PrivlabError(f"The weights '{name}' must be finite. Found NaN or infinity in {first(broken)}: {why}.")
     whole = [name for name, tensor in old.items() if not tensor.is_floating_point()]
     if whole:
         warnings.warn(
-            f"{after.name}: {first(whole)} {'is' if len(whole) == 1 else 'are'} no floating-point numbers, such as the "
+            f"{short[1]}: {first(whole)} {'is' if len(whole) == 1 else 'are'} no floating-point numbers, such as the "
             "counters of BatchNorm, and left aside: no gradient moves them.",
             PrivlabWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     update = {name: (old[name].double() - new[name].double()).float() for name in old if name not in whole}
     if not any(bool(difference.any()) for difference in update.values()):
         raise PrivlabError(
-            f"Nothing was trained: '{before}' and '{after}' hold the same weights. In Python, model.state_dict() is no "
-            "copy: take copy.deepcopy(model.state_dict()) before the training."
+            f"Nothing was trained: '{names[0]}' and '{names[1]}' hold the same weights. In Python, "
+            "model.state_dict() is no copy: take copy.deepcopy(model.state_dict()) before the training."
         )
-    return GradientFile(f"{names[0]} → {names[1]}", update, images, "mean")
+    return GradientFile(" → ".join(short), update, images, "mean")
 
 
 def update_observation(released: GradientFile, model: VictimModel, client: Client) -> tuple[GradientFile, Observation]:
@@ -73,7 +96,8 @@ def update_observation(released: GradientFile, model: VictimModel, client: Clien
     Raises:
         PrivlabError: if the update is of another model, or of parameters that the client does not train.
     """
-    held = {name: u for name, u in released.gradients.items() if name in dict(model.vit.named_parameters())}
+    parameters = dict(model.vit.named_parameters())
+    held = {name: u for name, u in released.gradients.items() if name in parameters}
     names = trained_parameters(model, client)
     if moved := [name for name, u in held.items() if name not in names and bool(u.any())]:
         raise PrivlabError(
@@ -126,6 +150,6 @@ def _head(seen: Observation, client: Client) -> Float[Tensor, " y"]:
     return undecayed(seen.model, {"head.bias": seen.gradients["head.bias"][0]}, client)["head.bias"]
 
 
-def _state(path: Path) -> dict[str, Tensor]:
-    state, unknown = from_any_layout(read_state(path))
+def _timm_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    state, unknown = from_any_layout(dict(state))
     return dict(state) | ({} if unknown is None else {"unk_embed": unknown.reshape(1, 1, -1)})

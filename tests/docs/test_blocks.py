@@ -43,6 +43,10 @@ SLOW |= {"README.md"}
 """Pages whose blocks take longer than some seconds."""
 
 
+NEEDS = {"docs/how-to/flower.md": "flwr"}
+"""Pages whose blocks need an extra."""
+
+
 @dataclass(frozen=True)
 class Block:
     """A fenced block: the word that says what it is, the rest of that line, and the lines inside."""
@@ -122,6 +126,8 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_every_block_runs(
     name: str, given: dict[str, Any], cli: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     found = blocks(PAGES[name])
     for block, after in zip(found, [*found[1:], None], strict=True):
         if block.kind == "python":

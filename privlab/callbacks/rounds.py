@@ -1,0 +1,50 @@
+"""The weights before and after each fit of one model, in a folder for each."""
+
+import copy
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from privlab.base import PrivlabError, first
+from privlab.release.capture import capture_update
+
+__all__ = ["RoundRecorder"]
+
+
+class RoundRecorder:
+    """Record `folder/round-1/before.safetensors`, `after.safetensors`, `round-2/…`, one for each fit.
+
+    Args:
+        model: the timm ViT itself, not what wraps it; it is left as it is.
+        folder: path of the folder.
+
+    Raises:
+        PrivlabError: if the names of the parameters are not timm's.
+    """
+
+    def __init__(self, model: nn.Module, folder: str | Path) -> None:
+        names = [name for name, _ in model.named_parameters()]
+        if "patch_embed.proj.weight" not in names:
+            raise PrivlabError(
+                "The model whose updates are recorded must have timm's parameter names, such as "
+                f"patch_embed.proj.weight. Found {first(names, 3) or 'none'}: give the VisionTransformer itself."
+            )
+        self.model, self.folder = model, Path(folder)
+        self.rounds = 0
+        self.before: dict[str, Tensor] | None = None
+
+    def begin(self) -> None:
+        """Take a copy of the weights, which training changes in place."""
+        self.before = copy.deepcopy(self.model.state_dict())
+
+    def end(self) -> None:
+        """Write the update of the fit.
+
+        Raises:
+            PrivlabError: if no fit has begun, nothing was trained, or a file cannot be written.
+        """
+        if self.before is None:
+            raise PrivlabError("There is no update yet: its recording begins where a fit begins.")
+        self.rounds += 1
+        capture_update(self.before, self.model, self.folder / f"round-{self.rounds}")
+        self.before = None

@@ -1,0 +1,2 @@
+from .filters import AuditFilter as AuditFilter
+from .filters import RecordFilter as RecordFilter

@@ -1,0 +1,153 @@
+"""Filters of an NVFlare client: one records its updates, one audits them and blocks those that leak."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from nvflare.apis.dxo import DXO, DataKind
+from nvflare.apis.dxo_filter import DXOFilter
+from nvflare.apis.filter import ContentBlockedException, FilterChainType, FilterContextKey
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable
+from nvflare.app_common.app_constant import AppConstants
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from privlab.base import PrivlabError
+from privlab.release.capture import capture_update
+from privlab.runs.own_update import LEAKS, OwnUpdateAudit, write_line
+from privlab.threat import Client
+from privlab.victims import victim
+
+__all__ = ["AuditFilter", "RecordFilter"]
+
+_BEFORE = "privlab.before"
+
+
+class _UpdateFilter(DXOFilter):
+    """Keep the weights that come with a task until its result leaves, and hand both on; weights stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__([DataKind.WEIGHTS, DataKind.WEIGHT_DIFF], None)
+
+    def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO | None:
+        """Keep what comes, or look at what leaves.
+
+        Args:
+            dxo: the weights, or their difference from those that came.
+            shareable: the task, or its result.
+            fl_ctx: the context of the client.
+        """
+        own = {name: torch.as_tensor(np.array(value)) for name, value in dxo.data.items()}
+        if self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN:
+            fl_ctx.set_prop(_BEFORE, own, private=True, sticky=True)
+            return None
+        before = fl_ctx.get_prop(_BEFORE) or {}
+        if dxo.data_kind == DataKind.WEIGHT_DIFF:
+            own = {name: value + own[name] if name in own else value for name, value in before.items()}
+        round_, site = shareable.get_header(AppConstants.CURRENT_ROUND), str(fl_ctx.get_identity_name())
+        self.look_at(before, own, f"round-{round_}", site)
+        return None
+
+    @abstractmethod
+    def look_at(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], round_: str, site: str) -> None:
+        """Do what the filter is for."""
+
+
+class RecordFilter(_UpdateFilter):
+    """Record what a client receives and returns in each round, as files that `privlab attack --update` audits.
+
+        recipe.add_client_input_filter(RecordFilter("/data/updates"), tasks=["train"])
+        recipe.add_client_output_filter(RecordFilter("/data/updates"), tasks=["train"])
+
+    They lie in `/data/updates/round-R/SITE/before.safetensors` and `after.safetensors`. What is recorded is what
+    leaves if it is the last output filter. An update that cannot be recorded is one line in NVFlare's log.
+
+    Args:
+        folder: absolute path of the folder on the client's machine: NVFlare works in folders of its own.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def look_at(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], round_: str, site: str) -> None:
+        """Write both files.
+
+        Args:
+            before: the weights that came.
+            after: the weights that leave.
+            round_: "round-" and its number.
+            site: the client's name.
+        """
+        try:
+            capture_update(before, after, Path(self.folder) / round_ / site)
+        except PrivlabError as error:
+            self.logger.warning("privlab: %s, %s: no update recorded. %s", round_, site, error)
+
+
+class AuditFilter(_UpdateFilter):
+    """Audit each update before it leaves, and block it if an image of the client can be reconstructed from it.
+
+    NVFlare makes filters from JSON, so that one with a model is a class of your own, without arguments:
+
+        class Audit(AuditFilter):
+            def __init__(self):
+                super().__init__(vit, Client(lr=0.01, steps=5), "/data/audit", my_images)
+
+    It is added to the input and to the output of clients, as `RecordFilter` is. It blocks by NVFlare's
+    ContentBlockedException, so that the server gets a return code and no weights. An update that cannot be audited
+    is blocked too. Each round adds a line to `/data/audit/SITE.jsonl`.
+
+    Args:
+        model: the client's model, a timm ViT, which is copied.
+        client: its settings (`privlab.threat.Client`).
+        folder: absolute path of the folder for the lines.
+        images: returns the client's images, b × c × h × w in [0, 1], as the model is fed them before normalisation;
+            None judges by the certificate, for clients of one image.
+        max_psnr: the largest PSNR in dB that is sent, with images; > 0.
+
+    Raises:
+        PrivlabError: if the threshold is out of its range, or updates of such a client or model cannot be audited.
+    """
+
+    def __init__(
+        self,
+        model: VisionTransformer,
+        client: Client,
+        folder: str,
+        images: Callable[[], Float[Tensor, "b c h w"]] | None = None,
+        max_psnr: float = OwnUpdateAudit.max_psnr,
+    ) -> None:
+        super().__init__()
+        self.audit = OwnUpdateAudit(victim(model).model, client, max_psnr)
+        self.folder, self.images = folder, images
+        if images is None:
+            self.audit.check_certificate()
+
+    def look_at(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], round_: str, site: str) -> None:
+        """Audit the update and write the line.
+
+        Args:
+            before: the weights that came.
+            after: the weights that would leave.
+            round_: "round-" and its number.
+            site: the client's name.
+
+        Raises:
+            ContentBlockedException: if the update leaks, or cannot be audited.
+        """
+        line: dict[str, object] = {"round": round_, "site": site}
+        try:
+            found = self.audit(before, after, None if self.images is None else self.images())
+            line |= asdict(found)
+            withheld = LEAKS if found.leaks else None
+        except PrivlabError as error:
+            withheld = f"it cannot be audited: {error}"
+        write_line(Path(self.folder) / f"{site}.jsonl", line | {"withheld": withheld})
+        if withheld is not None:
+            raise ContentBlockedException(f"privlab withheld the update: {withheld}")

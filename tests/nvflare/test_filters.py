@@ -1,0 +1,143 @@
+"""Filters of an NVFlare client: on messages as NVFlare makes them, and in its simulator."""
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from privlab.base import PrivlabError
+from privlab.runs.own_update import LEAKS
+from privlab.threat import Client
+
+dxo = pytest.importorskip("nvflare.apis.dxo")
+
+from nvflare.apis.filter import ContentBlockedException, FilterChainType, FilterContextKey  # noqa: E402
+from nvflare.apis.fl_constant import ReservedKey  # noqa: E402
+from nvflare.apis.fl_context import FLContext  # noqa: E402
+from nvflare.apis.shareable import Shareable  # noqa: E402
+from nvflare.app_common.app_constant import AppConstants  # noqa: E402
+
+from privlab.nvflare import AuditFilter, RecordFilter  # noqa: E402
+
+State = dict[str, Tensor]
+
+
+@pytest.fixture
+def vit() -> VisionTransformer:
+    """Return a ViT of 16 patches, width 64 and two blocks."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        size: dict[str, Any] = {"img_size": 64, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
+        made = timm.create_model("vit_tiny_patch16_224", **size)
+    assert isinstance(made, VisionTransformer)
+    return made
+
+
+@pytest.fixture
+def update(vit: VisionTransformer, photographs: Callable[[int, int], Tensor]) -> tuple[State, State]:
+    """Return the weights before and after one step on a photograph."""
+    own = copy.deepcopy(vit)
+    F.cross_entropy(own((photographs(1, 64) - 0.5) / 0.5), torch.tensor([1])).backward()
+    torch.optim.SGD(own.parameters(), lr=0.01).step()
+    return vit.state_dict(), {name: value.detach() for name, value in own.state_dict().items()}
+
+
+@pytest.fixture
+def context() -> FLContext:
+    """Return the context of a client."""
+    made = FLContext()
+    made.set_prop(ReservedKey.IDENTITY_NAME, "site-1", private=False, sticky=False)
+    return made
+
+
+def passes(own: Any, context: FLContext, chain: str, kind: str, state: State) -> State:
+    """Let a filter process a message of round 4, and return the weights that it hands on."""
+    own.set_prop(FilterContextKey.CHAIN_TYPE, chain)
+    message = dxo.DXO(kind, data={name: value.numpy() for name, value in state.items()}).update_shareable(Shareable())
+    message.set_header(AppConstants.CURRENT_ROUND, 4)
+    return {name: torch.from_numpy(v) for name, v in dxo.from_shareable(own.process(message, context)).data.items()}
+
+
+IN, OUT, FULL = FilterChainType.TASK_DATA_CHAIN, FilterChainType.TASK_RESULT_CHAIN, dxo.DataKind.WEIGHTS
+
+
+@pytest.mark.parametrize("kind", [FULL, dxo.DataKind.WEIGHT_DIFF])
+def test_weights_and_differences_are_recorded_and_pass_unchanged(
+    update: tuple[State, State], context: FLContext, tmp_path: Path, kind: str
+) -> None:
+    before, after = update
+    passes(RecordFilter(str(tmp_path)), context, IN, FULL, before)
+    sent = after if kind == FULL else {name: value - before[name] for name, value in after.items()}
+    left = passes(RecordFilter(str(tmp_path)), context, OUT, kind, sent)
+    assert all(torch.equal(value, sent[name]) for name, value in left.items())
+    old, new = (load_file(tmp_path / "round-4" / "site-1" / f"{name}.safetensors") for name in ("before", "after"))
+    assert all(torch.equal(value, before[name]) for name, value in old.items())
+    for name, value in new.items():
+        torch.testing.assert_close(value, after[name], rtol=0, atol=1e-7)
+
+
+def test_a_result_without_its_task_is_one_line(
+    update: tuple[State, State], context: FLContext, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes(RecordFilter(str(tmp_path)), context, OUT, FULL, update[1])
+    assert "privlab: round-4, site-1: no update recorded. Before and after must be weights of one model" in caplog.text
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_an_update_that_leaks_is_blocked(
+    vit: VisionTransformer,
+    update: tuple[State, State],
+    context: FLContext,
+    tmp_path: Path,
+    photographs: Callable[[int, int], Tensor],
+) -> None:
+    before, after = update
+    own = AuditFilter(vit, Client(lr=0.01), str(tmp_path), lambda: photographs(1, 64))
+    passes(own, context, IN, FULL, before)
+    with pytest.raises(ContentBlockedException, match=LEAKS):
+        passes(own, context, OUT, FULL, after)
+    with pytest.raises(ContentBlockedException, match="it cannot be audited: An audit needs the weights by timm's nam"):
+        passes(own, context, OUT, FULL, {"head.bias": after["head.bias"]})
+    more = AuditFilter(vit, Client(lr=0.01), str(tmp_path), lambda: photographs(1, 64), max_psnr=300.0)
+    passes(more, context, OUT, FULL, after)
+    lines = [json.loads(line) for line in (tmp_path / "site-1.jsonl").read_text("utf-8").splitlines()]
+    assert [line["withheld"] is None for line in lines] == [False, False, True]
+    assert {"round": "round-4", "site": "site-1", "image": 0}.items() <= lines[0].items()
+
+
+def test_an_audit_without_images_needs_one_image(vit: VisionTransformer, tmp_path: Path) -> None:
+    with pytest.raises(PrivlabError, match=r"needs client\.images=1"):
+        AuditFilter(vit, Client(images=2), str(tmp_path))
+
+
+@pytest.mark.slow
+def test_an_update_of_the_simulator_is_audited(tmp_path: Path) -> None:
+    command = (sys.executable, "-W", "ignore", str(Path(__file__).with_name("job.py")), str(tmp_path))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    place = tmp_path / "updates" / "round-0" / "site-1"
+    assert place.is_dir(), done.stdout + done.stderr
+    before, after = (load_file(place / f"{name}.safetensors") for name in ("before", "after"))
+    size: dict[str, Any] = {"img_size": 64, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
+    made = timm.create_model("vit_tiny_patch16_224", **size)
+    assert isinstance(made, VisionTransformer)
+    own = AuditFilter(made, Client(lr=0.01, steps=2), str(tmp_path))
+    image = torch.linspace(0, 1, 3 * 64 * 64).reshape(1, 3, 64, 64)
+    assert own.audit(before, after, image).leaks
+    assert own.audit(before, after).leaks
+
+
+def test_without_nvflare_the_extra_is_named() -> None:
+    code = "import sys; sys.modules['nvflare'] = None\nimport privlab.nvflare"
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=False)
+    assert done.stderr.endswith("PrivlabError: privlab.nvflare needs NVFlare: pip install 'privlab[nvflare]'.\n")
