@@ -5,7 +5,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, first
 from privlab.evaluation.specification import Specification, attack_of, default_attacks, defense_of
 from privlab.release import (
     feature_capabilities,
@@ -26,6 +26,7 @@ from privlab.threat import (
     GradientDefense,
     attack_declarations,
     check_capabilities,
+    defense_declarations,
 )
 from privlab.victims import Victim
 
@@ -167,7 +168,7 @@ def _home(
             grants = _grants(variant, spec, defense)
             anywhere |= grants
             check_capabilities(attack, grants, force=force, because=_because(base, spec))
-            _check_released(attack, variant, spec.local_training)
+            _check_released(attack, variant, spec.local_training, defense)
         except PrivlabError as error:
             refusal = error
         else:
@@ -183,7 +184,7 @@ def _grants(
 ) -> frozenset[Capability]:
     """Return what released gradients, or the update of a client, grant on a block variant of a victim."""
     if spec.local_training is not None:
-        return update_capabilities(victim.model, spec.local_training)
+        return update_capabilities(victim.model, spec.local_training, defense)
     return gradient_capabilities(victim.model, defense, spec.gradient_batch)
 
 
@@ -197,8 +198,16 @@ def _because(base: Victim, spec: Specification) -> dict[Capability, str]:
     return obstacles(base.model) | {Capability.BATCH_SIZE_ONE: f"{told} privacy: client.images=1 is the worst case"}
 
 
-def _check_released(attack: Attack | FeatureAttack, victim: Victim, client: Client | None) -> None:
-    """Refuse an attack that reads the gradient of a parameter that the model freezes, or the client does not train."""
+def _check_released(
+    attack: Attack | FeatureAttack,
+    victim: Victim,
+    client: Client | None,
+    defense: Sequence[Defense | FeatureDefense | GradientDefense],
+) -> None:
+    """Refuse an attack that reads a parameter that the model freezes, the client does not train or a filter withholds.
+
+    One that reads all of them is refused too where a filter withholds some.
+    """
     names = attack_declarations(attack).parameters
     if frozen := [name for name in names if name in victim.model.frozen]:
         raise PrivlabError(f"Attack '{attack.name}' reads gradients of frozen parameters: {', '.join(frozen)}.")
@@ -207,3 +216,10 @@ def _check_released(attack: Attack | FeatureAttack, victim: Victim, client: Clie
             f"Attack '{attack.name}' reads the update of {', '.join(sorted(left))}, which client.trains="
             f"{client.trains} leaves out. That it does not apply is no evidence of privacy."
         )
+    for part in defense:
+        withheld = defense_declarations(part).withholds(released_parameters(victim.model))
+        if read := withheld if "*" in names else withheld & {*names}:
+            raise PrivlabError(
+                f"Attack '{attack.name}' reads {first(sorted(read), 3)}, which defense '{part.name}' leaves out. That "
+                "it does not apply is no evidence of privacy."
+            )
