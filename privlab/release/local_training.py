@@ -112,6 +112,11 @@ def update_capabilities(
 
     The weights θ_0 and the public settings are known; images, labels, order and the draws of dropout are not.
 
+    Args:
+        model: the server's model.
+        client: the public settings; they say what is trained and sent.
+        defense: the defenses at work; those on gradients act on the update.
+
     Raises:
         PrivlabError: if the client has nothing to train, or the defense withholds all of it.
     """
