@@ -25,6 +25,9 @@ DEFENSES: Registry["DefenseClass"] = Registry.of_places(
         "gradient-pruning": "privlab.defenses.gradients.gradient_pruning:GradientPruning",
         "gradient-quantisation": "privlab.defenses.gradients.gradient_quantisation:GradientQuantisation",
         "gradient-sign": "privlab.defenses.gradients.gradient_sign:GradientSign",
+        "percentile-privacy": "privlab.defenses.gradients.percentile_privacy:PercentilePrivacy",
+        "svt-privacy": "privlab.defenses.gradients.svt_privacy:SvtPrivacy",
+        "exclude-vars": "privlab.defenses.gradients.exclude_vars:ExcludeVars",
     }
 )
 

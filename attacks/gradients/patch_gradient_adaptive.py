@@ -51,7 +51,10 @@ class PatchGradientAdaptive:
     name: ClassVar[str] = "patch-gradient-adaptive"
     paper: ClassVar[str] = "ours: total least squares with an image prior, against gradient defenses"
     knows: ClassVar[frozenset[str]] = frozenset(
-        {"mjp", "gradient-noise", "gradient-pruning", "gradient-quantisation", "gradient-sign"}
+        {
+            *("mjp", "gradient-noise", "gradient-pruning", "gradient-quantisation", "gradient-sign"),
+            *("percentile-privacy", "svt-privacy"),
+        }
     )
     undefended: ClassVar[str] = "patch-gradient"
     requires: ClassVar[frozenset[Capability]] = MjpSubspace.requires | {
@@ -60,6 +63,7 @@ class PatchGradientAdaptive:
     }
     effort: ClassVar[str] = "quick"
     parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
+    updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
 
     rounds: int = 6
     steps: int = 30
@@ -74,8 +78,11 @@ class PatchGradientAdaptive:
             )
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return the condition N < D with its numbers if it does not hold."""
-        return too_many(seen)
+        """Return the condition N < D with its numbers if it does not hold, or the decay that it does not undo."""
+        found = [too_many(seen)]
+        if seen.client is not None and seen.client.weight_decay:
+            found.append(f"weight decay {seen.client.weight_decay:g} in the update")
+        return " and ".join(filter(None, found)) or None
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""

@@ -2,16 +2,18 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.solvers import (
+    MOST_MISSING,
     RTOL,
+    complete,
     fit_decay,
     patches_of_levels,
     slot_gradients,
@@ -22,7 +24,7 @@ from privlab.attacks.solvers import (
 )
 from privlab.base import PrivlabError, check_name
 from privlab.release import rounding_deviation, update_on, without_decay
-from privlab.threat import Capability, Client, Observation
+from privlab.threat import Capability, Client, GradientDefense, Observation, defense_declarations
 from privlab.victims import VictimModel
 
 __all__ = ["PatchUpdate"]
@@ -46,6 +48,11 @@ class PatchUpdate:
        another round. Rounding of steps that are about as large as an ulp cannot be foreseen, so that a round may make
        things worse: the best of all rounds stays.
 
+    Behind a filter, a defense of the release, entries have the variance that it states. Where it leaves some entries
+    exact, those that it set to zero or clipped are missing, and those of A are found from the others: `complete`. They
+    are left as they are if there are more than 6,000. Rounding is not foreseen behind a filter, and decay is fitted
+    where the filter scales the update, as clipping by its norm does.
+
     Adam and AdamW divide by the gradient's magnitude, so their updates have no such form, and are refused.
 
     Args:
@@ -59,6 +66,12 @@ class PatchUpdate:
 
     name: ClassVar[str] = "patch-update"
     paper: ClassVar[str] = "ours: patch-gradient on the linear map of SGD, with the client's rounding foreseen"
+    knows: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("gradient-noise", "gradient-pruning", "gradient-quantisation"),
+            *("percentile-privacy", "svt-privacy", "exclude-vars"),
+        }
+    )
     requires: ClassVar[frozenset[Capability]] = frozenset(
         {
             Capability.KNOWS_WEIGHTS,
@@ -85,8 +98,13 @@ class PatchUpdate:
             raise PrivlabError(f"patch-update takes levels ≥ 2, or 0 for none. Found {self.levels}.")
 
     def beyond(self, seen: Observation) -> str | None:
-        """Return the condition N < D with its numbers if it does not hold."""
-        return too_many(seen)
+        """Return what violates N < D, or how many entries a filter took where these are too many, with the numbers."""
+        found = [too_many(seen)]
+        if filters := _filters(seen):
+            most = max(int(_missing(slot_rows(seen.model, of[_PE])).sum()) for of in _errors(seen, filters))
+            if most > MOST_MISSING:
+                found.append(f"{most} missing entries > {MOST_MISSING}")
+        return " and ".join(filter(None, found)) or None
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients trained on.
@@ -102,24 +120,62 @@ class PatchUpdate:
                 "not apply is no evidence of privacy."
             )
         warn_of_limits(self.name, slot_gradients(seen), most=seen.model.vit.embed_dim - 1)
-        releases = zip(*seen.gradients.values(), strict=True)
-        found = [self._patches(seen.model, client, dict(zip(seen.gradients, each, strict=True))) for each in releases]
+        releases = [dict(zip(seen.gradients, each, strict=True)) for each in zip(*seen.gradients.values(), strict=True)]
+        if filters := _filters(seen):
+            errors = _errors(seen, filters)
+            scaled = any(defense_declarations(part).expected is not None for part in filters)
+            found = [self._behind(seen.model, client, *of_one, scaled) for of_one in zip(releases, errors, strict=True)]
+        else:
+            found = [self._patches(seen.model, client, update) for update in releases]
         return seen.model.to_images(torch.stack(found))
+
+    def _behind(
+        self,
+        model: VictimModel,
+        client: Client,
+        update: Mapping[str, Float[Tensor, "..."]],
+        errors: Mapping[str, Float[Tensor, "..."]],
+        scaled: bool,
+    ) -> Float[Tensor, "n k"]:
+        """Return the normalised patches of one client's image from what filters left of its update.
+
+        Args:
+            model: the server's model.
+            client: the public settings.
+            update: what was released.
+            errors: the variances that the filters state of the embedding's entries.
+            scaled: whether a filter scales the update.
+        """
+        if nothing := [name for name in (_PE, _PROJECTION) if not update[name].any()]:
+            raise PrivlabError(
+                f"{self.name} has nothing to solve for: the filter left no entry of {' and '.join(nothing)}. That it "
+                "does not apply is no evidence of privacy."
+            )
+        moved = without_decay(model, update, self._lost(model, client, update, scaled=scaled))
+        rounding = _rounding(model, client, update)
+        A, dA, vA = (slot_rows(model, each[_PE]) for each in (moved, rounding, errors))
+        G, dG, vG = (each[_PROJECTION].flatten(1) for each in (moved, rounding, errors))
+        missing = _missing(vA)
+        vA, vG = (v + d.square() + RTOL**2 * M.square().mean() for v, d, M in ((vA, dA, A), (vG, dG, G)))
+        if 0 < int(missing.sum()) <= MOST_MISSING:
+            A, vA = complete(A, G, vA, vG, missing), vA.masked_fill(missing, 0)
+        return weighted_patches(A, G, vA.sqrt(), vG.sqrt())
+
+    def _lost(
+        self, model: VictimModel, client: Client, update: Mapping[str, Float[Tensor, "..."]], *, scaled: bool = False
+    ) -> float:
+        """Return the share of θ_0 that decay took: that of the settings, or fitted where the update is `scaled`."""
+        if self.decay == "known" and not (scaled and client.weight_decay):
+            return 1 - client.kept_share
+        E = slot_rows(model, model.vit.get_parameter(_PE).detach().double())
+        return fit_decay(model, update, slot_rows(model, update[_PE].double()), E)
 
     def _patches(
         self, model: VictimModel, client: Client, update: Mapping[str, Float[Tensor, "..."]]
     ) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one client's image."""
-        E = slot_rows(model, model.vit.get_parameter(_PE).detach().double())
-        if self.decay == "known":
-            lost = 1 - client.kept_share
-        else:
-            lost = fit_decay(model, update, slot_rows(model, update[_PE].double()), E)
-        moved = without_decay(model, update, lost)
-        deviations = {
-            name: rounding_deviation(θ := model.vit.get_parameter(name).detach(), θ - update[name], client)
-            for name in (_PE, _PROJECTION)
-        }
+        moved = without_decay(model, update, self._lost(model, client, update))
+        deviations = _rounding(model, client, update)
 
         def solve(of: Mapping[str, Tensor]) -> list[_Candidate]:
             A, dA = (slot_rows(model, each[_PE]) for each in (of, deviations))
@@ -167,3 +223,36 @@ def _distance(made: Mapping[str, Tensor], update: Mapping[str, Tensor], deviatio
         for name, dev in deviations.items()
     ]
     return sum(float(part.nan_to_num().sum()) for part in parts)
+
+
+def _rounding(
+    model: VictimModel, client: Client, update: Mapping[str, Float[Tensor, "..."]]
+) -> dict[str, Float[Tensor, "..."]]:
+    """Return the standard deviation that rounding gives each entry of the embedding's update."""
+    return {
+        name: rounding_deviation(θ := model.vit.get_parameter(name).detach(), θ - update[name], client)
+        for name in (_PE, _PROJECTION)
+    }
+
+
+def _filters(seen: Observation) -> list[GradientDefense]:
+    """Return the defenses of the release."""
+    return [part for part in seen.defense if isinstance(part, GradientDefense)]
+
+
+def _errors(seen: Observation, filters: Sequence[GradientDefense]) -> list[dict[str, Float[Tensor, "..."]]]:
+    """Return the variances that filters state of the embedding's entries, by release; those of several filters add up.
+
+    Each states them of the embedding's part of the release alone.
+    """
+    released = {name: seen.gradients[name].double() for name in (_PE, _PROJECTION)}
+    stated = [part.variance(released) for part in filters]
+    return [
+        {name: sum((of[name][i] for of in stated[1:]), stated[0][name][i]) for name in released}
+        for i in range(len(released[_PE]))
+    ]
+
+
+def _missing(variance: Float[Tensor, "n d"]) -> Bool[Tensor, "n d"]:
+    """Return the entries that filters did not leave exact; none where all have an error, as under noise."""
+    return (variance > 0) & (variance == 0).any()

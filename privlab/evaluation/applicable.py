@@ -5,7 +5,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, PrivlabWarning
+from privlab.base import PrivlabError, PrivlabWarning, first
 from privlab.evaluation.specification import Specification, attack_of, default_attacks, defense_of
 from privlab.release import (
     feature_capabilities,
@@ -26,6 +26,7 @@ from privlab.threat import (
     GradientDefense,
     attack_declarations,
     check_capabilities,
+    defense_declarations,
 )
 from privlab.victims import Victim
 
@@ -129,20 +130,23 @@ def _candidates(spec: Specification) -> dict[str, AttackClass]:
         if (Capability.RELEASED_FEATURES in kind.requires) == spec.features_released
         and (Capability.GRADIENT_DEFENSE not in kind.requires or spec.defends_gradients)
         and (Capability.CLIENT_UPDATE not in kind.requires or spec.local_training is not None)
-        and unread(kind, spec.local_training) is None
+        and unread(kind, spec.local_training, filtered=spec.defends_gradients) is None
     }
 
 
-def unread(attack: Attack | FeatureAttack | AttackClass, client: Client | None) -> str | None:
+def unread(
+    attack: Attack | FeatureAttack | AttackClass, client: Client | None, *, filtered: bool = False
+) -> str | None:
     """Return why an attack does not read the updates of a client; None where it does, or where there is no client."""
     if client is None or client.optimiser in (optimisers := attack_declarations(attack).updates_of):
         return None
     reads_features = Capability.RELEASED_FEATURES in attack.requires
-    if client.gradient_factor is not None and not reads_features:  # one step of SGD is a gradient
+    if client.gradient_factor is not None and not filtered and not reads_features:  # one step of SGD is a gradient
         return None
     how = f"reads updates of {' and '.join(optimisers)}" if optimisers else "reads the gradient of one step"
     how = "reads features" if reads_features else how
-    trains = f"trains by {client.optimiser} (steps: {client.total_steps}, images: {client.images})"
+    behind = " behind a filter" if filtered else ""
+    trains = f"trains by {client.optimiser} (steps: {client.total_steps}, images: {client.images}){behind}"
     return (
         f"Attack '{attack.name}' {how}, and this run releases the update of a client that {trains}. That it does not "
         "apply is no evidence of privacy."
@@ -160,7 +164,7 @@ def _home(
     if spec.features_released:
         check_capabilities(attack, feature_capabilities(base.model, spec.public_limit, defense))
         return base
-    if (reason := unread(attack, spec.local_training)) is not None:
+    if (reason := unread(attack, spec.local_training, filtered=spec.defends_gradients)) is not None:
         raise PrivlabError(reason)
     blocks = ("stock", "april") if spec.block == "auto" else (spec.block,)
     force = spec.force and spec.block != "auto"
@@ -172,7 +176,7 @@ def _home(
             grants = _grants(variant, spec, defense)
             anywhere |= grants
             check_capabilities(attack, grants, force=force, because=_because(base, spec))
-            _check_released(attack, variant, spec.local_training)
+            _check_released(attack, variant, spec.local_training, defense)
         except PrivlabError as error:
             refusal = error
         else:
@@ -188,7 +192,7 @@ def _grants(
 ) -> frozenset[Capability]:
     """Return what released gradients, or the update of a client, grant on a block variant of a victim."""
     if spec.local_training is not None:
-        return update_capabilities(victim.model, spec.local_training)
+        return update_capabilities(victim.model, spec.local_training, defense)
     return gradient_capabilities(victim.model, defense, spec.gradient_batch)
 
 
@@ -202,8 +206,16 @@ def _because(base: Victim, spec: Specification) -> dict[Capability, str]:
     return obstacles(base.model) | {Capability.BATCH_SIZE_ONE: f"{told} privacy: client.images=1 is the worst case"}
 
 
-def _check_released(attack: Attack | FeatureAttack, victim: Victim, client: Client | None) -> None:
-    """Refuse an attack that reads the gradient of a parameter that the model freezes, or the client does not train."""
+def _check_released(
+    attack: Attack | FeatureAttack,
+    victim: Victim,
+    client: Client | None,
+    defense: Sequence[Defense | FeatureDefense | GradientDefense],
+) -> None:
+    """Refuse an attack that reads a parameter that the model freezes, the client does not train or a filter withholds.
+
+    One that reads all of them is refused too where a filter withholds some.
+    """
     names = attack_declarations(attack).parameters
     if frozen := [name for name in names if name in victim.model.frozen]:
         raise PrivlabError(f"Attack '{attack.name}' reads gradients of frozen parameters: {', '.join(frozen)}.")
@@ -212,3 +224,10 @@ def _check_released(attack: Attack | FeatureAttack, victim: Victim, client: Clie
             f"Attack '{attack.name}' reads the update of {', '.join(sorted(left))}, which client.trains="
             f"{client.trains} leaves out. That it does not apply is no evidence of privacy."
         )
+    for part in defense:
+        withheld = defense_declarations(part).withholds(released_parameters(victim.model))
+        if read := withheld if "*" in names else withheld & {*names}:
+            raise PrivlabError(
+                f"Attack '{attack.name}' reads {first(sorted(read), 3)}, which defense '{part.name}' leaves out. That "
+                "it does not apply is no evidence of privacy."
+            )

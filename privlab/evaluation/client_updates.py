@@ -10,7 +10,7 @@ from privlab.evaluation.batch import Batch, Seen, Trial, taken
 from privlab.release import observe_updates
 from privlab.release.residual import explained_share, residual
 from privlab.release.update_files import label_of_update
-from privlab.threat import Client, ClientData, Observation
+from privlab.threat import Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation
 from privlab.victims import VictimModel
 
 __all__ = ["explained_by", "observe_clients", "unsound_release"]
@@ -24,6 +24,7 @@ def observe_clients(
     parameters: Collection[str],
     draws: Sequence[Generator],
     images_per_release: int,
+    defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
 ) -> Observation:
     """Observe the update of each client of B images; a last one may have fewer than its settings say.
 
@@ -35,11 +36,13 @@ def observe_clients(
         parameters: those whose updates the attacks read; the head's, by which reconstructions are explained, are added.
         draws: the secret generator of each client.
         images_per_release: B.
+        defense: the defenses at work, which act on the update.
     """
     B = images_per_release
     of = zip(trial.feed.images.split(B), batch.labels.split(B), draws, strict=True)
     clients = [ClientData(images, labels, draw) for images, labels, draw in of]
-    return observe_updates(model, replace(client, images=B), clients, {*parameters, "head.weight", "head.bias"})
+    names = {*parameters, "head.weight", "head.bias"}
+    return observe_updates(model, replace(client, images=B), clients, names, defense)
 
 
 def explained_by(seen: Seen, image: Float[Tensor, "1 c h w"], i: int) -> float | None:
@@ -59,9 +62,12 @@ def explained_by(seen: Seen, image: Float[Tensor, "1 c h w"], i: int) -> float |
     return None if label is None else explained_share(residual(own, image, label))
 
 
-def unsound_release(client: Client | None) -> str:
+def unsound_release(client: Client | None, filters: Sequence[GradientDefense] = ()) -> str:
     """Return why a release is not attacked that is zero or not finite: a gradient, or the update of a client."""
     told = "what is released is zero or not finite"
+    if filters:
+        by = "+".join(part.name for part in filters)
+        return f"{told}: {by} left nothing of what the attacks read, or the client trained nothing or diverged"
     if client is None:
         return told
     return (

@@ -173,8 +173,9 @@ class Evaluator:
                 trial = replace(trial, known=known_slots(seen))
         else:
             seen, facts, sound = self._features(trial.sent, trial, batch)
+        filters = self.rows.defenses[trial.setting].on_gradients
         records = [
-            row | facts[i] | _failed(unsound_release(self.spec.local_training))
+            row | facts[i] | _failed(unsound_release(self.spec.local_training, filters))
             for i, fine in enumerate(sound)
             for row in ([] if fine else self.rows.of(batch.named[i], trial.setting, group))
         ]
@@ -231,7 +232,7 @@ class Evaluator:
             lambda: (
                 observe(model, trial.feed, batch.labels, group.parameters, parts, draws, B)
                 if self.spec.local_training is None
-                else observe_clients(model, self.spec.local_training, trial, batch, group.parameters, draws, B)
+                else observe_clients(model, self.spec.local_training, trial, batch, group.parameters, draws, B, parts)
             ),
         )
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0).repeat_interleave(B)

@@ -204,7 +204,7 @@ class Specification:
         return [option for option in self.options if option.strip().startswith("client.")]
 
     def _check_client(self) -> None:
-        """Check that an update is released exactly where there is a client, by itself and undefended."""
+        """Check that an update is released exactly where there is a client, by itself; defenses act on it alone."""
         if self.client is None:
             if self.release == "update" or self.client_options:
                 found = "release 'update'" if self.release == "update" else self.client_options[0].strip()
@@ -224,12 +224,13 @@ class Specification:
                 f"gradient_batch is of released gradients. Found {self.gradient_batch}, and a client: "
                 f"use --set client.images={self.gradient_batch}."
             )
-        if self.parts not in (("auto",), ("none",)):
+        filtered = self._acts_on == {"gradients"}
+        if not filtered and self.parts not in (("auto",), ("none",)):
             raise PrivlabError(
                 f"Defense '{self.defense}' is not defined for updates: what it draws anew in each step of a client is "
-                "not built. Leave it out."
+                "not built. Leave it out, or take one that acts on gradients: it then acts on the update."
             )
-        if self.settings != ("a",):
+        if not filtered and self.settings != ("a",):
             raise PrivlabError(
                 f"A client trains on plain images: setting a. Found setting {','.join(self.settings)} and an update."
             )

@@ -190,6 +190,9 @@ DEFENSE_STUDIES: Mapping[str, tuple[str, ...]] = {
     "gradient-pruning": ("gradients",),
     "gradient-quantisation": ("gradients",),
     "gradient-sign": ("gradients",),
+    "percentile-privacy": ("updates",),
+    "svt-privacy": ("updates",),
+    "exclude-vars": ("updates",),
 }
 """The stems of the pages in docs/studies that measured a defense; the others were not studied."""
 

@@ -18,6 +18,7 @@ from .gradients import gradient_capabilities as gradient_capabilities
 from .gradients import observe as observe
 from .gradients import per_sample_gradients as per_sample_gradients
 from .gradients import released_gradients as released_gradients
+from .gradients import released_names as released_names
 from .gradients import released_parameters as released_parameters
 from .label_of_bias import certain_counts as certain_counts
 from .label_of_bias import labels_of as labels_of

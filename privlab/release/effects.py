@@ -263,6 +263,7 @@ def _on_gradients(model: VictimModel, part: GradientDefense) -> Effects:
     seed = Generator().manual_seed(0)
     true = {name: torch.randn(2, *shape, generator=seed).to(model.mean) for name, shape in shapes.items()}
     one, two, *_ = (part.release({n: g.clone() for n, g in true.items()}, draws.images) for draws in _draws(2))
+    true = {name: g for name, g in true.items() if name in one}
     if any(not torch.equal(one[name], two[name]) for name in true):
         return Effects(gradients="noisy")
     if all(torch.equal(one[name], true[name]) for name in true):

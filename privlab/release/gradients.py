@@ -16,12 +16,21 @@ from timm.layers import Mlp
 from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
-from privlab.base import PrivlabError, check_name, full_precision
+from privlab.base import PrivlabError, check_name, first, full_precision
 from privlab.patches import patchify
-from privlab.threat import Capability, Defense, FeatureDefense, Feed, GradientDefense, Observation
+from privlab.threat import (
+    Capability,
+    Defense,
+    FeatureDefense,
+    Feed,
+    GradientDefense,
+    Observation,
+    defense_declarations,
+)
 from privlab.victims import AprilBlock, VictimModel
 
 __all__ = ["gradient_capabilities", "observe", "per_sample_gradients", "released_gradients", "released_parameters"]
+__all__ += ["released_names"]
 
 Rule = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """(layer, its input a, the gradient δ of its output) ↦ the gradient of one of its parameters, per release."""
@@ -134,17 +143,18 @@ def observe(
         images_per_release: B, the images whose mean loss one gradient is of: the first B are the first release.
 
     Raises:
-        PrivlabError: as in `released_gradients`.
+        PrivlabError: as in `released_gradients`, or if the defense withholds every parameter.
     """
     if isinstance(feed, Tensor):
         feed = Feed.undefended(feed, model.patch)
+    grants = gradient_capabilities(model, defense, images_per_release)
     on_gradients = [part for part in defense if isinstance(part, GradientDefense)]
     with full_precision():
         if on_gradients:
-            gradients = _defend(model, feed, labels, list(parameters), on_gradients, draws, images_per_release)
+            names = released_names(parameters, defense)
+            gradients = _defend(model, feed, labels, names, on_gradients, draws, images_per_release)
         else:
             gradients = released_gradients(model, feed, labels, parameters, images_per_release)
-    grants = gradient_capabilities(model, defense, images_per_release)
     return Observation(model, gradients, grants, tuple(defense), images_per_release)
 
 
@@ -193,14 +203,17 @@ def gradient_capabilities(
         defense: the clients' defenses; one on gradients grants `gradient_defense`.
         images_per_release: B; `batch_size_one` is granted for B = 1 alone.
         trained: the parameters that the clients train and release; None for all that the model does not freeze.
+
+    Raises:
+        PrivlabError: if the defense withholds every parameter.
     """
     grants = {Capability.KNOWS_WEIGHTS, Capability.KNOWS_DEFENSE}
     if images_per_release == 1:
         grants.add(Capability.BATCH_SIZE_ONE)
     if any(isinstance(part, GradientDefense) for part in defense):
         grants.add(Capability.GRADIENT_DEFENSE)
-    released = released_parameters(model)
-    released = released if trained is None else released & trained
+    every = released_parameters(model)
+    released = set(released_names(every if trained is None else trained, defense)) & every
     if "pos_embed" in released:
         grants.add(Capability.LEARNABLE_PE_GRADIENT)
         if not model.vit.no_embed_class:
@@ -210,6 +223,24 @@ def gradient_capabilities(
     if _plain(model) and released >= _MLP:
         grants.add(Capability.PLAIN_BLOCK)
     return frozenset(grants)
+
+
+def released_names(names: Iterable[str], defense: Sequence[Defense | FeatureDefense | GradientDefense]) -> list[str]:
+    """Return those of the names of parameters that no defense withholds.
+
+    Raises:
+        PrivlabError: if there are names, and the defenses withhold all of them.
+    """
+    left = list(names)
+    for part in defense:
+        withheld = defense_declarations(part).withholds(left)
+        if withheld and len(withheld) == len(left):
+            raise PrivlabError(
+                f"Defense '{part.name}' removes everything: it withholds {first(sorted(withheld), 3)}. There is "
+                "nothing to attack."
+            )
+        left = [name for name in left if name not in withheld]
+    return left
 
 
 _MLP = {f"blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}

@@ -12,8 +12,8 @@ from timm.layers import DropPath
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, full_precision
-from privlab.release.gradients import gradient_capabilities
-from privlab.threat import Capability, Client, ClientData, Observation
+from privlab.release.gradients import gradient_capabilities, released_names
+from privlab.threat import Capability, Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation
 from privlab.victims import VictimModel
 
 __all__ = ["observe_updates", "rounding_deviation", "run_client", "trained_parameters", "update_capabilities"]
@@ -106,25 +106,37 @@ def update_on(
     return {name: -difference for name, difference in run_client(model, client, data).items()}
 
 
-def update_capabilities(model: VictimModel, client: Client) -> frozenset[Capability]:
-    """Return the capabilities that the update of a client of a model grants.
+def update_capabilities(
+    model: VictimModel, client: Client, defense: Sequence[Defense | FeatureDefense | GradientDefense] = ()
+) -> frozenset[Capability]:
+    """Return the capabilities that the update of a client of a model grants, under a defense.
 
     The weights θ_0 and the public settings are known; images, labels, order and the draws of dropout are not.
 
+    Args:
+        model: the server's model.
+        client: the public settings; they say what is trained and sent.
+        defense: the defenses at work; those on gradients act on the update.
+
     Raises:
-        PrivlabError: if the client has nothing to train.
+        PrivlabError: if the client has nothing to train, or the defense withholds all of it.
     """
     trained = frozenset(trained_parameters(model, client))
-    return gradient_capabilities(model, (), client.images, trained=trained) | {Capability.CLIENT_UPDATE}
+    return gradient_capabilities(model, defense, client.images, trained=trained) | {Capability.CLIENT_UPDATE}
 
 
 def observe_updates(
-    model: VictimModel, client: Client, clients: Sequence[ClientData], parameters: Collection[str] | None = None
+    model: VictimModel,
+    client: Client,
+    clients: Sequence[ClientData],
+    parameters: Collection[str] | None = None,
+    defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
 ) -> Observation:
     """Return what the server sees of clients that train with the same public settings, one release each.
 
     `gradients` of the observation are −(θ_T − θ_0), so that one step of SGD at rate η without momentum or decay gives
-    η g: the gradient's sign, in units of weights. Weight decay is still in it.
+    η g: the gradient's sign, in units of weights. Weight decay is still in it. Defenses of gradients act on them, over
+    all trained parameters, each client drawing on from its training.
 
     Args:
         model: the server's model with θ_0, which the adversary knows; it is left as it is.
@@ -132,21 +144,25 @@ def observe_updates(
         clients: the private data of each client.
         parameters: names of those whose updates the attacks read; None for all. Those that are not trained, and thus
             not sent, are left out.
+        defense: the defenses at work, all of them public; those on gradients act here, one after the other.
 
     Raises:
-        PrivlabError: as in `run_client`, or if there is no client, or nothing for it to train.
+        PrivlabError: as in `run_client` and `update_capabilities`, or if there is no client.
     """
     if not clients:
         raise PrivlabError("An update needs at least one client. Found none.")
-    names = [name for name in trained_parameters(model, client) if parameters is None or name in parameters]
-    sent: dict[str, list[Tensor]] = {name: [] for name in names}
+    grants = update_capabilities(model, client, defense)
+    trained = released_names(trained_parameters(model, client), defense)
+    sent: dict[str, list[Tensor]] = {name: [] for name in trained if parameters is None or name in parameters}
     for data in clients:
-        update = run_client(model, client, data)
+        update: Mapping[str, Tensor] = {name: -u[None] for name, u in run_client(model, client, data).items()}
+        for part in defense:
+            if isinstance(part, GradientDefense):
+                update = part.release(update, [data.draw])
         for name, of_clients in sent.items():
-            of_clients.append(-update[name])
-    gradients = {name: torch.stack(of_clients) for name, of_clients in sent.items()}
-    grants = update_capabilities(model, client)
-    return Observation(model, gradients, grants, images_per_release=client.images, client=client)
+            of_clients.append(update[name])
+    gradients = {name: torch.cat(of_clients) for name, of_clients in sent.items()}
+    return Observation(model, gradients, grants, tuple(defense), client.images, client=client)
 
 
 def without_decay(

@@ -1,7 +1,7 @@
 """The weights before and after a client's local training, in two files, as the update that a server sees."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxtyping import Float
@@ -10,7 +10,7 @@ from torch import Tensor
 from privlab.base import PrivlabError, PrivlabWarning, first
 from privlab.release.gradient_file import GradientFile, check_fit
 from privlab.release.local_training import trained_parameters, undecayed, update_capabilities
-from privlab.threat import Client, Observation
+from privlab.threat import Client, Defense, FeatureDefense, GradientDefense, Observation
 from privlab.victims import VictimModel, from_any_layout, read_state
 
 __all__ = ["check_order", "label_of_update", "read_update", "update_between", "update_observation"]
@@ -85,13 +85,19 @@ def update_between(
     return GradientFile(" → ".join(short), update, images, "mean")
 
 
-def update_observation(released: GradientFile, model: VictimModel, client: Client) -> tuple[GradientFile, Observation]:
+def update_observation(
+    released: GradientFile,
+    model: VictimModel,
+    client: Client,
+    defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
+) -> tuple[GradientFile, Observation]:
     """Return the update of the trained parameters, and what the adversary sees of it.
 
     Args:
         released: what `read_update` returns.
         model: the client's model with the weights before.
         client: its public settings.
+        defense: the filters that the client is known to use: the file holds what they released.
 
     Raises:
         PrivlabError: if the update is of another model, or of parameters that the client does not train.
@@ -110,8 +116,8 @@ def update_observation(released: GradientFile, model: VictimModel, client: Clien
     )
     check_fit(released, model)
     gradients = {name: u.to(model.mean)[None] for name, u in released.gradients.items()}
-    grants = update_capabilities(model, client)
-    return released, Observation(model, gradients, grants, images_per_release=client.images, client=client)
+    grants = update_capabilities(model, client, defense)
+    return released, Observation(model, gradients, grants, tuple(defense), client.images, client=client)
 
 
 def label_of_update(seen: Observation) -> int | None:

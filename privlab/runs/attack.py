@@ -34,7 +34,7 @@ from privlab.grids import (
 )
 from privlab.grids.fill import TaskProgress, fill
 from privlab.stores import RunDirectory
-from privlab.threat import Client, attack_declarations
+from privlab.threat import Client, acts_on, attack_declarations
 from privlab.victims import Victim, check_plain, victim
 
 if TYPE_CHECKING:
@@ -159,8 +159,11 @@ def specify(
         given = options.get("options", ())
         options["options"] = [*([given] if isinstance(given, str) else given), *more]
     models, defense = _names(model), options.get("defense", "auto")
-    defended = defense not in ("auto", "none") or any(name.endswith("_mjp") for name in models)
-    defended &= options.get("client") is None  # an update is undefended, and refuses a defense by its name
+    defended = defense not in ("auto", "none")
+    if options.get("client") is None:
+        defended |= any(name.endswith("_mjp") for name in models)
+    else:  # an update refuses a defense of images by its name
+        defended &= all(acts_on(defenses()[name]) == "gradients" for name in defense.split("+") if name in defenses())
     given: dict[str, Any] = {"models": models, "settings": _names(setting or ("c" if defended else "a"))}
     if attack is not None:
         given["attacks"] = attack

@@ -79,16 +79,18 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
     assert client is not None
     block = "stock" if spec.block == "auto" else spec.block
     images = (str(before), str(after))
-    spec = replace(spec, settings=("a",), block=block, release="update", images=images, weights=images[0])
+    spec = replace(spec, block=block, release="update", images=images, weights=images[0])
     released = read_update(before, after, client.images)
     base = _victim(spec, device)
-    released, seen = update_observation(released, base.model, client)
+    filters = defense_of(spec, base, spec.settings[0]).on_gradients
+    released, seen = update_observation(released, base.model, client, filters)
     check_order(seen, released.source)
     label = label_of_update(seen) if client.images == 1 else None
     if label is not None:
-        check_settings(seen, label, released.source)
+        if not filters:  # what a filter took of an update, no other settings explain
+            check_settings(seen, label, released.source)
         return Given(spec, base, released, seen, Told((label,), (label,)))
-    told = None if client.gradient_factor is None else _told(base, as_gradients(seen))
+    told = None if filters or client.gradient_factor is None else _told(base, as_gradients(seen))
     return Given(spec, base, released, seen, told)
 
 

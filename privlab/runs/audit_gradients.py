@@ -209,7 +209,7 @@ def _on_request(seen: Observation, effort: str) -> list[str]:
         name
         for name, kind in installed_attacks().items()
         if name not in running
-        and unread(kind, seen.client) is None
+        and unread(kind, seen.client, filtered=bool(seen.defense)) is None
         and not (declared := attack_declarations(kind)).obstacle
         and not kind.requires - seen.grants
         and {*declared.parameters} <= {"*", *seen.gradients}

@@ -3,7 +3,7 @@
 Plug-ins are plain classes. A declaration that they leave out has the default given here; it is read nowhere else.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +21,10 @@ def _no_range(seen: object) -> str | None:
 
 def _no_remark() -> str:
     return ""
+
+
+def _nothing(names: Collection[str]) -> frozenset[str]:
+    return frozenset()
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class DefenseDeclarations:
         mixes: whether one image's release depends on the other images.
         remark: returns a remark to print beside its options, such as the ε that its noise gives.
         expected: returns the mean of its releases of given gradients; None if that is these gradients.
+        withholds: returns those of the names of parameters whose gradients it leaves out of the release.
     """
 
     acts_as: Any = None
@@ -80,6 +85,7 @@ class DefenseDeclarations:
     mixes: bool = False
     remark: Callable[[], str] = _no_remark
     expected: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    withholds: Callable[[Collection[str]], frozenset[str]] = _nothing
 
 
 D = TypeVar("D", AttackDeclarations, DefenseDeclarations)

@@ -21,7 +21,10 @@ __all__ = ["DETERMINISTIC", "FEWEST_IMAGES", "RULES", "Flag", "flag_lines", "fla
 __all__ += ["structure_cases"]
 
 DETERMINISTIC = frozenset(
-    {"none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"},
+    {
+        *("none", "low-pass", "blur", "gradient-pruning", "gradient-quantisation", "gradient-sign"),
+        *("percentile-privacy", "exclude-vars"),
+    }
 )
 """The defenses that draw nothing at random; every other one, also from another package, is taken to do so."""
 

@@ -1,0 +1,83 @@
+"""`percentile-privacy`: NVFlare's filter that drops the smallest entries of an update and clips the largest."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.base import check_range
+from privlab.threat import Effects
+
+__all__ = ["PercentilePrivacy"]
+
+
+@dataclass(frozen=True)
+class PercentilePrivacy:
+    """Release clip(d, ±γ) where |d| ≥ c, and 0 elsewhere; c is the percentile of |d| over all parameters.
+
+    NVFlare divides by the steps T of the round first, if the client states them, and multiplies by them last: then the
+    bound is γ T.
+
+    The adversary sees which entries are missing, and which are at the bound. Nothing is drawn at random, so that it
+    gives no differential privacy.
+
+    Args:
+        percentile: the percentage of the entries that is dropped, in [0, 100].
+        gamma: γ, the largest magnitude of an entry per step, in the units of what is released; > 0.
+        steps: T, as the client states it (`NUM_STEPS_CURRENT_ROUND`), at least 1; 1 where it does not.
+
+    Source: NVFlare 2.9 (Apache-2.0), nvflare/app_common/filters/percentile_privacy.py, with its defaults; after Shokri
+    and Shmatikov, CCS 2015.
+    """
+
+    name: ClassVar[str] = "percentile-privacy"
+    paper: ClassVar[str] = "NVFlare's PercentilePrivacy; after Shokri and Shmatikov (CCS 2015)"
+
+    acts_as: ClassVar[Effects] = Effects(gradients="rounded")
+
+    percentile: float = 10.0
+    gamma: float = 0.01
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError if a number is out of range."""
+        check_range(0 <= self.percentile <= 100, f"percentile of {self.name}", "in [0, 100]", self.percentile)
+        check_range(0 < self.gamma < math.inf, f"gamma of {self.name}", "above 0 and finite", self.gamma)
+        check_range(self.steps >= 1, f"steps of {self.name}", "at least 1", self.steps)
+
+    def release(
+        self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
+    ) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return the filtered gradients or updates."""
+        T, γ = self.steps, self.gamma
+        per_step = {name: g / T for name, g in gradients.items()}
+        sizes = torch.cat([d.flatten(1).abs() for d in per_step.values()], 1)
+        # NumPy's percentile, as torch.quantile takes no more than 2²⁴ entries
+        cutoff = torch.as_tensor(np.percentile(sizes.cpu().numpy(), self.percentile, axis=1)).to(sizes)
+        return {
+            name: d.where(d.abs() >= cutoff.view(-1, *[1] * (d.ndim - 1)), 0).clamp(-γ, γ) * T
+            for name, d in per_step.items()
+        }
+
+    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return c²/3 for a missing entry, γ² T² for one at the bound, and 0 for others, which are exact.
+
+        c is the least released magnitude. How far an entry was beyond the bound is not known: γ T stands for it.
+        """
+        bound = self.gamma * self.steps
+        sizes = torch.cat([g.flatten(1).abs() for g in released.values()], 1)
+        edge = sizes.where(sizes > 0, torch.inf).amin(1)
+        missing = edge.where(edge.isfinite(), 0).square() / 3 * (self.percentile > 0)
+        return {
+            name: torch.where(
+                g == 0,
+                missing.view(-1, *[1] * (g.ndim - 1)),
+                torch.where(g.abs() >= bound * (1 - 1e-6), bound**2, 0.0),
+            ).to(g)
+            for name, g in released.items()
+        }
