@@ -137,7 +137,13 @@ def _candidates(spec: Specification) -> dict[str, AttackClass]:
 def unread(
     attack: Attack | FeatureAttack | AttackClass, client: Client | None, *, filtered: bool = False
 ) -> str | None:
-    """Return why an attack does not read the updates of a client; None where it does, or where there is no client."""
+    """Return why an attack does not read the updates of a client; None where it does, or where there is no client.
+
+    Args:
+        attack: the attack or its class.
+        client: the public settings, None where gradients or features are released.
+        filtered: whether a defense acts on the update, in whose units its parameters are: it is no gradient then.
+    """
     if client is None or client.optimiser in (optimisers := attack_declarations(attack).updates_of):
         return None
     reads_features = Capability.RELEASED_FEATURES in attack.requires

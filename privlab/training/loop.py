@@ -280,15 +280,22 @@ def _fabric(plan: Plan, compute: Compute) -> Any:  # noqa: ANN401
 @contextmanager
 def _without_advice() -> Iterator[None]:
     """Silence what Lightning says of the machine while it is set up."""
-    logger = logging.getLogger("lightning_fabric")
-    level = logger.level
-    logger.setLevel(max(level, logging.WARNING))  # it tells of the precision that the plan asks for
+    from lightning_utilities.core import rank_zero
+
+    loggers = (
+        logging.getLogger("lightning_fabric"),
+        rank_zero.log,
+    )  # Lightning's Trainer, if imported, moves the latter
+    levels = [logger.level for logger in loggers]
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(max(level, logging.WARNING))  # it tells of the precision that the plan asks for
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"lightning")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _rows(plan: Plan, step: int, n: int) -> Tensor:
