@@ -41,7 +41,7 @@ class PatchUpdate:
     moved E_pos and W. What is left is the rounding of stored weights.
 
     1. The entries are weighed by the rounding of the weights that they were subtracted from.
-    2. Pixels have grey levels: of the solutions near that one, one of 256 levels is tried too (`patches_of_levels`).
+    2. Pixels have grey levels: of the solutions near that one, one of eight bits is tried too (`patches_of_levels`).
     3. Rounding is no chance: the client is trained again on both, with the label that the head's bias gives away. The
        nearer that update is to the release, the better; if it is the release bit for bit, it is that of the image. Else
        the client is trained in float64 too, the difference is its rounding, and is subtracted from the release for
@@ -60,7 +60,7 @@ class PatchUpdate:
         rounds: the most times that rounding is foreseen; 0 leaves out steps 2 and 3, and takes a twentieth of the time.
             What they bring is in docs/studies/updates.md. They are left out too where dropout is private, where the
             decay is not known, or where the head's bias is not released.
-        levels: grey levels of a stored image, evenly spaced from 0 to 1; 0 leaves out step 2. Images that a client
+        levels: grey levels above black of a stored image, 255 for eight bits; 0 leaves out step 2. Images that a client
             does not feed as they are stored, such as rescaled or jittered tensors, have none, and step 3 finds that.
     """
 
@@ -87,15 +87,15 @@ class PatchUpdate:
 
     decay: str = "known"
     rounds: int = 3
-    levels: int = 256
+    levels: int = 255
 
     def __post_init__(self) -> None:
         """Raise PrivlabError if an option is out of range."""
         check_name("decay", self.decay, ("known", "fitted"))
         if self.rounds < 0:
             raise PrivlabError(f"patch-update takes rounds ≥ 0. Found {self.rounds}.")
-        if self.levels < 0 or self.levels == 1:
-            raise PrivlabError(f"patch-update takes levels ≥ 2, or 0 for none. Found {self.levels}.")
+        if self.levels < 0:
+            raise PrivlabError(f"patch-update takes levels ≥ 0. Found {self.levels}.")
 
     def beyond(self, seen: Observation) -> str | None:
         """Return what violates N < D, or how many entries a filter took where these are too many, with the numbers."""
@@ -185,8 +185,7 @@ class PatchUpdate:
             if self.levels:
                 variance = (dG.square() + dA.square().mT @ X.square()).mean(1)
                 X = patches_of_levels(model, A, G, 1 / variance, self.levels)
-                most = self.levels - 1
-                found.append(_Candidate(X, (model.to_images(X[None]) * most).round() / most))
+                found.append(_Candidate(X, (model.to_images(X[None]) * self.levels).round() / self.levels))
             return found
 
         found = solve(moved)

@@ -17,7 +17,7 @@ def patches_of_levels(
     weights: Float[Tensor, " d"],
     levels: int,
 ) -> Float[Tensor, "n k"]:
-    """Return normalised patches X, of images whose pixels are 0, 1/(L−1), …, 1, for which Aᵀ X is near G.
+    """Return normalised patches X, of images whose pixels are 0, 1/L, …, 1, for which Aᵀ X is near G.
 
     Rounding each entry of the least-squares solution ignores that the errors of a patch go with those of others. Here
     the patches are rounded one after the other, and each one's share is taken off the equations before the next
@@ -30,13 +30,13 @@ def patches_of_levels(
         A: the gradient of the position embeddings of N patches, as released.
         G: the gradient of the patch projection, as released.
         weights: weight of each of the D > N equations of an entry, the inverse of its variance.
-        levels: number L of grey levels, at least 2.
+        levels: number L of grey levels above black, at least 1; 255 for eight bits.
 
     Source: Babai (Combinatorica 1986), nearest plane; Wübben et al. (Electronics Letters 2001), sorted QR.
     """
     ends = model.normalise(torch.stack([model.mean.new_full(model.image_shape, pixel) for pixel in (0.0, 1.0)]))
     black, white = patchify(ends, model.patch)[:, 0].double()
-    step = (white - black) / (levels - 1)
+    step = (white - black) / levels
     n, root = len(A), weights.sqrt()[:, None]
     Q, R, order = A.mT * root, A.new_zeros(n, n), torch.arange(n, device=A.device)
     for i in range(n):  # the shortest column beyond the span of those before it is the next
@@ -49,5 +49,5 @@ def patches_of_levels(
     right, X = Q.mT @ (G * root), torch.zeros_like(G[:n])
     for i in reversed(range(n)):
         level = ((right[i] - R[i, i + 1 :] @ X[i + 1 :]) / R[i, i] - black) / step
-        X[i] = black + step * level.round().clamp(0, levels - 1)
+        X[i] = black + step * level.round().clamp(0, levels)
     return torch.empty_like(X).index_copy_(0, order, X)

@@ -43,8 +43,8 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "rounding of stored weights. That is undone too where the image has 256 grey levels and its gradient is not "
         "too small. It undoes momentum, schedules, clipping and weight decay.",
         "It refuses Adam and AdamW, which divide each entry of the gradient by its own magnitude. " + _LARGER,
-        "2 to 23 s an image (ViT-Ti, 160 pixels, 1 to 20 steps), of which the correction for rounding is nearly all; behind "
-        "a filter that drops entries 28 to 45 s.",
+        "2 to 23 s an image (ViT-Ti, 160 pixels, 1 to 20 steps), of which the correction for rounding is nearly all; "
+        "behind a filter that drops entries 28 to 45 s.",
         ("updates",),
     ),
     "april": AttackFacts(

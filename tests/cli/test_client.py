@@ -237,3 +237,19 @@ def test_a_table_takes_clients_and_their_options_as_keys(tmp_path: Path) -> None
             read_experiment(file)
         assert f"line {line}: " in str(error.value)
         assert message in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_filter_acts_on_the_update_and_stands_in_the_record(
+    attack: Cli, records: Callable[..., pd.DataFrame]
+) -> None:
+    filtered = ("--client", "sgd", *ROUND, "--defense", "percentile-privacy", "--metrics", "psnr", "--limit", "1")
+    attack(*filtered)
+    frame = records()
+    assert set(frame.defense) == {"percentile-privacy"}
+    assert set(frame.release) == {"update"}
+    assert json.loads(frame.defense_params.iloc[0]) == {"percentile": 10.0, "gamma": 0.01, "steps": 1}
+    psnr = frame[frame.geometry == "in_place"].set_index("attack").psnr
+    assert psnr["patch-update"] > psnr["patch-gradient"] + 10
+    everything = ("--client", "sgd", "--defense", "exclude-vars", "--set", "pattern=.", "--limit", "1")
+    assert "'exclude-vars' removes everything" in attack(*everything, "--attack", "patch-update", "--overwrite").error
