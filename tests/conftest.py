@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from hypothesis import settings
 from timm.models.vision_transformer import VisionTransformer
@@ -135,6 +136,17 @@ def crops(photographs: Callable[[int, int], Tensor]) -> Tensor:
     """Return 384 different crops of 16 × 16 pixels of six photographs; not to be written to."""
     tiles = photographs(6, 128).unfold(2, 16, 16).unfold(3, 16, 16)
     return tiles.permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+
+
+@pytest.fixture
+def vit() -> VisionTransformer:
+    """Return a ViT of 16 patches, width 64 and two blocks."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        size: dict[str, Any] = {"img_size": 64, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
+        made = timm.create_model("vit_tiny_patch16_224", **size)
+    assert isinstance(made, VisionTransformer)
+    return made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

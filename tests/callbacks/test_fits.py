@@ -19,17 +19,6 @@ from privlab.base import PrivlabError
 from privlab.callbacks.rounds import RoundRecorder
 
 
-@pytest.fixture
-def vit() -> VisionTransformer:
-    """Return a ViT of 16 patches, width 64 and two blocks."""
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        size: dict[str, Any] = {"img_size": 64, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
-        made = timm.create_model("vit_tiny_patch16_224", **size)
-    assert isinstance(made, VisionTransformer)
-    return made
-
-
 class One(Dataset[dict[str, Tensor]]):
     """One image, twice: two steps."""
 

@@ -13,7 +13,6 @@ from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -43,17 +42,6 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> None:
         identity = importlib.import_module("flwr.supercore.task_identity").TaskIdentity
         for name in ("task_id", "run_id", "node_id"):
             monkeypatch.setattr(identity, f"_{name}", 1)
-
-
-@pytest.fixture
-def vit() -> VisionTransformer:
-    """Return a ViT of 16 patches, width 64 and two blocks."""
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        size: dict[str, Any] = {"img_size": 64, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
-        made = timm.create_model("vit_tiny_patch16_224", **size)
-    assert isinstance(made, VisionTransformer)
-    return made
 
 
 def asked(arrays: Any, kind: str = "train", **config: Any) -> Any:

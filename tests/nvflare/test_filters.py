@@ -34,17 +34,6 @@ State = dict[str, Tensor]
 
 
 @pytest.fixture
-def vit() -> VisionTransformer:
-    """Return a ViT of 16 patches, width 64 and two blocks."""
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        size: dict[str, Any] = {"img_size": 64, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
-        made = timm.create_model("vit_tiny_patch16_224", **size)
-    assert isinstance(made, VisionTransformer)
-    return made
-
-
-@pytest.fixture
 def update(vit: VisionTransformer, photographs: Callable[[int, int], Tensor]) -> tuple[State, State]:
     """Return the weights before and after one step on a photograph."""
     own = copy.deepcopy(vit)

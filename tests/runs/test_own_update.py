@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
@@ -22,17 +21,6 @@ from privlab.victims import VictimModel
 
 State = dict[str, Tensor]
 SGD = Client(lr=0.01, steps=3)
-
-
-@pytest.fixture
-def vit() -> VisionTransformer:
-    """Return a ViT of 16 patches, width 64 and two blocks."""
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        size: dict[str, Any] = {"img_size": 64, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
-        made = timm.create_model("vit_tiny_patch16_224", **size)
-    assert isinstance(made, VisionTransformer)
-    return made
 
 
 def model_of(vit: VisionTransformer) -> VictimModel:
