@@ -79,10 +79,12 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
     assert client is not None
     block = "stock" if spec.block == "auto" else spec.block
     images = (str(before), str(after))
-    spec = replace(spec, block=block, release="update", images=images, weights=images[0])
+    filtered = spec.parts not in (("auto",), ("none",))  # of other defenses, updates are refused
+    settings = ("c",) if filtered else ("a",)
+    spec = replace(spec, settings=settings, block=block, release="update", images=images, weights=images[0])
     released = read_update(before, after, client.images)
     base = _victim(spec, device)
-    filters = defense_of(spec, base, spec.settings[0]).on_gradients
+    filters = defense_of(spec, base, settings[0]).on_gradients
     released, seen = update_observation(released, base.model, client, filters)
     check_order(seen, released.source)
     label = label_of_update(seen) if client.images == 1 else None

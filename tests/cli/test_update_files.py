@@ -17,6 +17,7 @@ from torch import Tensor
 
 from privlab import capture_update
 from privlab.base import PrivlabError
+from privlab.defenses import PercentilePrivacy
 from privlab.images import open_images
 from privlab.victims import victim
 
@@ -215,6 +216,24 @@ def test_one_step_on_several_images_is_audited_as_the_gradient_that_it_is(
     assert shown.status == 0
     assert "labels given away by the gradient of the head: 2, 7" in shown.out
     assert "token-separation" in shown.out
+
+
+@pytest.mark.slow
+def test_an_audit_knows_the_filter_that_it_is_told(
+    audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]], photos: Path, tmp_path: Path
+) -> None:
+    before, after = trained()
+    θ, moved = load_file(before), load_file(after)
+    whole = {name: (moved[name] - θ[name])[None] for name in θ}
+    kept = PercentilePrivacy().release(whole, [torch.Generator()])
+    save_file({name: θ[name] + kept[name][0] for name in θ}, filtered := tmp_path / "filtered.safetensors")
+    given = ("--reference", photos / "a.png", "--metrics", "psnr", "--overwrite", "--json")
+    found = [
+        next(row for row in audit((before, filtered), *told, *given).json["attacks"] if row["attack"] == "patch-update")
+        for told in ((), ("--defense", "percentile-privacy"))
+    ]
+    assert found[1]["psnr"] > found[0]["psnr"] + 10
+    assert json.loads((tmp_path / "audit" / "run.json").read_text())["specification"]["settings"] == ["c"]
 
 
 def test_an_update_of_adam_is_audited_by_the_baseline_alone(
