@@ -44,7 +44,7 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "too small. It undoes momentum, schedules, clipping and weight decay.",
         "It refuses Adam and AdamW, which divide each entry of the gradient by its own magnitude. " + _LARGER,
         "2 to 23 s an image (ViT-Ti, 160 pixels, 1 to 20 steps), of which the correction for rounding is nearly all; "
-        "behind a filter that drops entries 28 to 45 s.",
+        "behind a filter that drops entries 16 to 45 s.",
         ("updates",),
     ),
     "april": AttackFacts(
