@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
@@ -57,8 +56,9 @@ class PercentilePrivacy:
         T, γ = self.steps, self.gamma
         per_step = {name: g / T for name, g in gradients.items()}
         sizes = torch.cat([d.flatten(1).abs() for d in per_step.values()], 1)
-        # NumPy's percentile, as torch.quantile takes no more than 2²⁴ entries
-        cutoff = torch.as_tensor(np.percentile(sizes.cpu().numpy(), self.percentile, axis=1)).to(sizes)
+        place = (sizes.shape[1] - 1) * self.percentile / 100  # torch.quantile takes no more than 2²⁴ entries
+        below, above = (sizes.kthvalue(1 + round_(place), 1).values.double() for round_ in (math.floor, math.ceil))
+        cutoff = (below + (above - below) * (place % 1)).to(sizes)
         return {
             name: d.where(d.abs() >= cutoff.view(-1, *[1] * (d.ndim - 1)), 0).clamp(-γ, γ) * T
             for name, d in per_step.items()

@@ -38,6 +38,9 @@ TOLERANCE = 1e-6
 _LEAST_DIVISOR = 1e-300
 """Is added to, or bounds, what is divided by, so that 0 / 0 is 0; it is far below the rounding of float64."""
 
+_FEWEST = 50
+"""Entries with noise below which the mean of their squares says nothing of its variance."""
+
 Tensors = Mapping[str, Tensor]
 
 
@@ -144,7 +147,8 @@ def scale_of(true: Tensors, released: Tensors, variance: Tensors) -> Float[Tenso
 def understatement(true: Tensors, error: Tensors, variance: Tensors) -> float:
     """Return the worst factor by which the mean square of a parameter's error exceeds its declared variance.
 
-    A mean of n squares has a relative standard deviation of √(2/n), of which six are allowed.
+    A mean of n squares has a relative standard deviation of √(2/n) for Gaussian noise, and a larger one for heavier
+    tails. Six are allowed.
 
     Args:
         true: the undefended gradients by parameter name; they give the scale of rounding.
@@ -163,7 +167,7 @@ def overstatement(true: Tensors, released: Tensors, error: Tensors, variance: Te
 
     For an entry that was released as zero, a variance v declares a bound, √(3v) (see `GradientDefense`), and the
     entries of one parameter may lie far below it: so the largest of all parameters, relative to its bound, is what
-    counts for each.
+    counts for each. Of noise on a share of the entries, a parameter in which fewer than 50 were sent tells nothing.
 
     Args:
         true: the undefended gradients by parameter name; they give the scale of rounding.
@@ -181,11 +185,14 @@ def overstatement(true: Tensors, released: Tensors, error: Tensors, variance: Te
     squares = {
         name: e.square().where(~zeros[name], e.square().maximum(reach * variance[name])) for name, e in error.items()
     }
-    factors = [
-        (float(variance[name].mean()) + least) / (float(squares[name].mean()) + least) / _slack(e)
+    factors = {
+        name: (float(variance[name].mean()) + least) / (float(squares[name].mean()) + least) / _slack(e)
         for name, e in error.items()
-    ]
-    return max(factors) if worst else median(factors)
+    }
+    if not worst:
+        return median(factors.values())
+    few = {name for name, g in released.items() if zeros[name].any() and int((g != 0).sum()) < _FEWEST}
+    return max((factor for name, factor in factors.items() if name not in few), default=0.0)
 
 
 def _rounding(true: Tensors) -> float:
@@ -194,7 +201,10 @@ def _rounding(true: Tensors) -> float:
 
 
 def _slack(error: Tensor) -> float:
-    return 1 + 6 * math.sqrt(2 / error.numel())
+    """Return 1 + 6 √(v/n): v is the variance of a square over its squared mean, 2 for Gaussian noise, or more."""
+    squares = error.double().square()
+    v = float(squares.var(correction=0) / squares.mean().square().clamp_min(torch.finfo(squares.dtype).tiny))
+    return 1 + 6 * math.sqrt(max(2.0, v) / error.numel())
 
 
 def worse_than_best(

@@ -33,7 +33,12 @@ def simulate(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         )
         environment = os.environ | {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
         done = subprocess.run(
-            (*command, "--out", str(tmp_path / "out")), capture_output=True, text=True, check=False, env=environment
+            (*command, "--out", str(tmp_path / "out")),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+            cwd=tmp_path,
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
