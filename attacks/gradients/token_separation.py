@@ -137,7 +137,8 @@ class TokenSeparation(TokenSearch):
                 f"{self.name}: {B} images in one gradient, and a frozen patch embedding that leaves some of a patch "
                 "open. Only one image in each can be told then."
             )
-        usual = _tokens_of_photographs(seen, block) if B > 1 else None
+        several = B > 1 and B * count < model.vit.embed_dim  # of more tokens none is searched for
+        usual = _tokens_of_photographs(seen, block) if several else None
         found: list[Separated] = []
         solved: list[Solved] = []
         for i in range(len(seen.gradients[FC1])):

@@ -230,7 +230,8 @@ def _assign(scores: Float[Tensor, "n n"]) -> Int[Tensor, " n"]:
 
 
 def _correlation(have: Float[Tensor, "m d"], want: Float[Tensor, "m d"], order: Int[Tensor, " d"]) -> float:
-    return ((have * want[:, order]).sum() / (have.norm() * want.norm()).clamp_min(1e-12)).item()
+    product = (have * want[:, order]).sum(dtype=torch.float64)  # a sum of so many terms in float32 may exceed one
+    return (product / (have.norm(dtype=torch.float64) * want.norm(dtype=torch.float64)).clamp_min(1e-12)).item()
 
 
 def _posterior(scores: Float[Tensor, "n n"], alpha: float) -> Float[Tensor, "n n"]:

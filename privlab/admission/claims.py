@@ -14,6 +14,7 @@ from privlab.admission.measures import (
     STEP,
     TOLERANCE,
     colour_wheel,
+    entries_with_noise,
     off_differences,
     off_in_noise,
     overstatement,
@@ -280,11 +281,12 @@ class OnGradients:
         drawn = sum(float((again[name] - g).square().sum()) / 2 for name, g in released.items())
         noise = drawn > 0.9 * sum(float(e.square().sum()) for e in errors[0].values())
         most = (NOISE_FACTOR, NOISE_FACTOR) if noise else ROUNDING_FACTORS
-        too_small = min(understatement(true, error, variance) for error in errors)
+        counts = entries_with_noise(released, variance) if noise else {name: g.numel() for name, g in released.items()}
+        too_small = min(understatement(true, error, variance, counts) for error in errors)
         yield Check.at_most(
             "variance", too_small, most[0], "measured over declared, of the worst parameter, less chance"
         )
-        too_large = overstatement(true, released, errors[0], variance, worst=noise)
+        too_large = overstatement(true, released, errors[0], variance, counts, worst=noise)
         which = "of the worst parameter" if noise else "the median of the parameters"
         yield Check.at_most("overstated", too_large, most[1], f"declared over measured, {which}, less chance")
 

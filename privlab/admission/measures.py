@@ -20,6 +20,7 @@ __all__ = [
     "TOLERANCE",
     "apart",
     "colour_wheel",
+    "entries_with_noise",
     "off_differences",
     "off_in_noise",
     "overstatement",
@@ -144,25 +145,27 @@ def scale_of(true: Tensors, released: Tensors, variance: Tensors) -> Float[Tenso
     return (above / below.clamp(min=_LEAST_DIVISOR)).clamp(min=0)
 
 
-def understatement(true: Tensors, error: Tensors, variance: Tensors) -> float:
+def understatement(true: Tensors, error: Tensors, variance: Tensors, counts: Mapping[str, int]) -> float:
     """Return the worst factor by which the mean square of a parameter's error exceeds its declared variance.
 
-    A mean of n squares has a relative standard deviation of √(2/n) for Gaussian noise, and a larger one for heavier
-    tails. Six are allowed.
+    A mean of n squares has a relative standard deviation of √(2/n), of which six are allowed.
 
     Args:
         true: the undefended gradients by parameter name; they give the scale of rounding.
         error: released gradients less the true ones, which may be scaled for each image (`scale_of`).
         variance: declared variance of each entry of the release.
+        counts: n of each parameter.
     """
     least = _rounding(true)
     return max(
-        (float(e.square().mean()) + least) / (float(variance[name].mean()) + least) / _slack(e)
+        (float(e.square().mean()) + least) / (float(variance[name].mean()) + least) / _slack(counts[name])
         for name, e in error.items()
     )
 
 
-def overstatement(true: Tensors, released: Tensors, error: Tensors, variance: Tensors, *, worst: bool) -> float:
+def overstatement(
+    true: Tensors, released: Tensors, error: Tensors, variance: Tensors, counts: Mapping[str, int], *, worst: bool
+) -> float:
     """Return the factor by which the declared variance exceeds the mean square of the errors.
 
     For an entry that was released as zero, a variance v declares a bound, √(3v) (see `GradientDefense`), and the
@@ -174,6 +177,7 @@ def overstatement(true: Tensors, released: Tensors, error: Tensors, variance: Te
         released: the gradients that the defense releases.
         error: released gradients less the true ones, which may be scaled for each image (`scale_of`).
         variance: declared variance of each entry of the release.
+        counts: number of the entries of each parameter whose squares tell its variance.
         worst: whether the factor of the worst parameter is returned, or the median of all parameters.
     """
     least = _rounding(true)
@@ -186,12 +190,12 @@ def overstatement(true: Tensors, released: Tensors, error: Tensors, variance: Te
         name: e.square().where(~zeros[name], e.square().maximum(reach * variance[name])) for name, e in error.items()
     }
     factors = {
-        name: (float(variance[name].mean()) + least) / (float(squares[name].mean()) + least) / _slack(e)
-        for name, e in error.items()
+        name: (float(variance[name].mean()) + least) / (float(squares[name].mean()) + least) / _slack(counts[name])
+        for name in error
     }
     if not worst:
         return median(factors.values())
-    few = {name for name, g in released.items() if zeros[name].any() and int((g != 0).sum()) < _FEWEST}
+    few = {name for name, zero in zeros.items() if zero.any() and counts[name] < _FEWEST}
     return max((factor for name, factor in factors.items() if name not in few), default=0.0)
 
 
@@ -200,11 +204,18 @@ def _rounding(true: Tensors) -> float:
     return 1e-18 * sum(float(g.square().mean()) for g in true.values()) + _LEAST_DIVISOR
 
 
-def _slack(error: Tensor) -> float:
-    """Return 1 + 6 √(v/n): v is the variance of a square over its squared mean, 2 for Gaussian noise, or more."""
-    squares = error.double().square()
-    v = float(squares.var(correction=0) / squares.mean().square().clamp_min(torch.finfo(squares.dtype).tiny))
-    return 1 + 6 * math.sqrt(max(2.0, v) / error.numel())
+def _slack(count: int) -> float:
+    return 1 + 6 * math.sqrt(2 / max(count, 1))
+
+
+def entries_with_noise(released: Tensors, variance: Tensors) -> dict[str, int]:
+    """Return how many entries of each parameter hold noise: all but those released as zero with a declared variance.
+
+    Args:
+        released: the gradients that the defense releases.
+        variance: declared variance of each entry of the release.
+    """
+    return {name: int(((g != 0) | (variance[name] == 0)).sum()) for name, g in released.items()}
 
 
 def worse_than_best(

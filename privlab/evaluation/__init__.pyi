@@ -7,6 +7,7 @@ from .batch import Batch as Batch
 from .batch import Trial as Trial
 from .batch import batch_key as batch_key
 from .batch import labelled as labelled
+from .check import as_read as as_read
 from .check import attack_batch as attack_batch
 from .check import beyond_range as beyond_range
 from .check import check_reconstruction as check_reconstruction

@@ -16,7 +16,7 @@ from privlab.threat import (
     attack_declarations,
 )
 
-__all__ = ["attack_batch", "beyond_range", "check_reconstruction", "reason_of"]
+__all__ = ["as_read", "attack_batch", "beyond_range", "check_reconstruction", "reason_of"]
 
 
 def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Reconstruction:
@@ -28,7 +28,6 @@ def attack_batch(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
     Raises:
         PrivlabError: if it returns anything else; what the attack itself raises goes on.
     """
-    seen = _as_read(attack, seen)
     with full_precision():
         reconstruction = Reconstruction.of(attack(seen))  # pyright: ignore[reportArgumentType]  # the plan gave each its observation
     if isinstance(seen, FeatureObservation):
@@ -67,16 +66,18 @@ def beyond_range(attack: Attack | FeatureAttack, seen: Observation | FeatureObse
     The range is stated by the attack's own method `beyond`; an attack without that method has none. An attack that was
     forced to run without a capability that it requires is always outside its range.
     """
-    seen = _as_read(attack, seen)
     if missing := attack.requires - seen.grants:
         return "forced without " + ", ".join(sorted(capability.value for capability in missing))
     return attack_declarations(attack).beyond(seen)
 
 
-def _as_read(
-    attack: Attack | FeatureAttack, seen: Observation | FeatureObservation
-) -> Observation | FeatureObservation:
-    """Return updates as the gradients of one step that they are, where an attack does not read updates themselves."""
+def as_read(attack: Attack | FeatureAttack, seen: Observation | FeatureObservation) -> Observation | FeatureObservation:
+    """Return updates as the gradients of one step that they are, where an attack does not read updates themselves.
+
+    Args:
+        attack: one that reads the observation as it is, or as gradients.
+        seen: what was released; other observations than updates are returned as they are.
+    """
     if isinstance(seen, FeatureObservation) or seen.client is None:
         return seen
     return seen if seen.client.optimiser in attack_declarations(attack).updates_of else as_gradients(seen)

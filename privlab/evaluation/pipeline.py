@@ -17,7 +17,7 @@ from torch import Tensor
 from privlab.base import draw_for
 from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.batch import Batch, Seen, Trial, attacked_together, labelled, taken
-from privlab.evaluation.check import attack_batch, beyond_range, reason_of
+from privlab.evaluation.check import as_read, attack_batch, beyond_range, reason_of
 from privlab.evaluation.client_updates import explained_by, observe_clients, unsound_release
 from privlab.evaluation.controls import Controls
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
@@ -294,9 +294,10 @@ class Evaluator:
         b, several = len(trial.reference), isinstance(seen, Observation) and seen.images_per_release > 1
         names, placed = self.rows.geometries(trial.setting), attack_declarations(attack).places
         try:
-            beyond = self._beyond(attack, seen, b)
+            read = as_read(attack, seen)
+            beyond = self._beyond(attack, read, b)
             own = (trial.setting, group.victim.block, batch.together, attack.name)
-            reconstruction, seconds = self._once(own, lambda: attack_batch(attack, seen))
+            reconstruction, seconds = self._once(own, lambda: attack_batch(attack, read))
             if several and Capability.BATCH_SIZE_ONE in attack.requires:
                 reconstruction = Reconstruction.join([reconstruction] * b)
             reconstruction = self._assigned(reconstruction, trial, several=several)

@@ -19,6 +19,7 @@ from privlab.evaluation import (
     Record,
     Rows,
     Specification,
+    as_read,
     attack_batch,
     batch_key,
     beyond_range,
@@ -100,9 +101,10 @@ class AuditCase:
         """
         rows, start = self.rows(attack, release), time.perf_counter()
         try:
-            beyond = beyond_range(attack, seen)
+            read = as_read(attack, seen)
+            beyond = beyond_range(attack, read)
             rows = [row | {"beyond_range": beyond} for row in rows]
-            images = attack_batch(attack, seen).images
+            images = attack_batch(attack, read).images
         except Exception as error:
             return failed(rows, reason_of(attack, error)), None
         seconds = (time.perf_counter() - start) / len(rows)

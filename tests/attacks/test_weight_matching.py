@@ -97,8 +97,7 @@ def test_the_key_of_an_untouched_trained_model_is_recovered_whole(trained: State
     key, seen = encrypted(trained, space)
     found = attack(seen)
     assert torch.equal(found.residual, key.residual)
-    one = pytest.approx(1, abs=1e-5)  # a mean of cosines in float32
-    assert (found.rounds, found.agreement, found.confidence.min()) == (0, one, one)
+    assert (found.rounds, found.agreement, found.confidence.min()) == (0, pytest.approx(1), pytest.approx(1))
     assert same(attack.whole_key(seen, found.residual), key)
 
 

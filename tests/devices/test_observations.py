@@ -81,6 +81,7 @@ def test_the_card_releases_the_same(
     assert found.keys() == wanted.keys()
     assert [name for name, released in found.items() if not released.is_cuda] == []
     assert [name for name, released in off(found).items() if not torch.equal(released, wanted[name])] == []
+    # Which entries sparse vectors accept is known once they are drawn, and the loop ends by their count.
     waits = {place for kind, place in card.waits if kind == "download" and place != "test"}
     assert waits == ({"defenses/gradients/svt_privacy.py:_of_one"} if name == "svt-privacy" else set())
 
