@@ -118,6 +118,7 @@ def test_what_cannot_be_recorded_is_one_line(vit: VisionTransformer, tmp_path: P
         recorder.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "package"), [("lightning", "lightning.pytorch"), ("transformers", "transformers")])
 def test_without_a_trainer_the_extra_is_named(module: str, package: str) -> None:
     code = f"import sys; sys.modules['{package}'] = None\nimport privlab.callbacks.{module}"

@@ -28,6 +28,7 @@ def spec(**given: Any) -> Specification:
     return Specification(models=("vit_ti",), weights="random", img_size=32, **given)
 
 
+@pytest.mark.slow
 def test_an_update_is_attacked_scored_and_recorded(attack: Cli, records: Callable[..., pd.DataFrame]) -> None:
     done = attack("--client", "sgd", *ROUND, "--metrics", "psnr", "--limit", "2", "--json").json
     frame = records()

@@ -59,6 +59,7 @@ def audit(cli: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.slow
 def test_a_round_is_audited_and_scored_by_its_reference(
     audit: Callable[..., Any], trained: Callable[..., tuple[Path, Path]], photos: Path, tmp_path: Path
 ) -> None:
