@@ -25,6 +25,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "generated_pages",
     "marked_blocks",
+    "checked_links",
 ]
 exclude_patterns = ["_build", "**.ipynb_checkpoints"]
 smartquotes = False  # --block is an option, and no dash

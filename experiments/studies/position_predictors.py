@@ -22,10 +22,9 @@ from torchvision.transforms.functional import to_pil_image
 from privlab.base import draw_for, linear_sum_assignment, write_whole
 from privlab.experiments.studies.data import write_facts, write_tables
 from privlab.experiments.studies.position_embeddings import attention_weights
-from privlab.images import open_images
+from privlab.images import Examples, open_images, read_examples
 from privlab.patches import permute, shuffle_within
 from privlab.reassembly import DropPosNetwork, Mp3Network, PositionPredictor, load_predictor, predictor_file, tiles
-from privlab.training import Examples, read_examples
 from privlab.training.position_accuracy import DROPPED, HIDDEN, position_accuracy
 from privlab.victims import hash_of, shipped_file
 

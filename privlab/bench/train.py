@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from privlab.base import PrivlabWarning, Progress, configure, draw_for, hardware, pick_device, versions
 from privlab.bench.common import Bench, median_seconds
-from privlab.training import Augmentation, Compute, Examples, Plan, train
+from privlab.images import Augmentation, Examples
+from privlab.training import Compute, Plan, train
 from privlab.training.objectives import OBJECTIVES, ObjectiveRecipe
 from privlab.victims import VictimModel, victim
 

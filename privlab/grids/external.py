@@ -23,9 +23,9 @@ import privlab
 from privlab.base import PrivlabError, unknown_name
 from privlab.evaluation import COLUMNS, CONTROL, GEOMETRIES, SCHEMA, SETTINGS, Record, Specification, cell_key
 from privlab.grids.definition import KNOWN
-from privlab.images import ImageSource, NamedImage, Preprocessing, as_text, open_images
+from privlab.images import ImageSource, NamedImage, Preprocessing, as_text, open_images, to_png
 from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
-from privlab.stores import RunDirectory, Store, merge_records, part_frame, to_png
+from privlab.stores import RunDirectory, Store, merge_records, part_frame
 
 if sys.version_info >= (3, 11):
     import tomllib

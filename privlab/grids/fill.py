@@ -1,7 +1,7 @@
 """Fills the store of an experiment: lays the grid out, finds what the store lacks, and runs it."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -19,7 +19,7 @@ from privlab.grids.plan import Grid, Share, lay_out, missing
 from privlab.grids.tasks import Result, Task, joined, run_task
 from privlab.stores import RunDirectory, Store
 
-__all__ = ["Options", "TaskProgress", "costs", "fill", "lacking", "machine_facts", "prepare"]
+__all__ = ["Options", "TaskProgress", "costs", "fill", "lacking", "machine_facts", "prepare", "told"]
 
 TaskProgress = Callable[[int, int, Result | None], None]
 """It is called with (images done, images in all, last result)."""
@@ -29,8 +29,8 @@ TaskProgress = Callable[[int, int, Result | None], None]
 class Options:
     """Options that change the speed of a run, or what it keeps, but none of its results.
 
-    `chunk` is the number of images of a task. PNGs are kept of the first `pictures` images, and a strip of each image
-    if `strips`. `keep` says whether reconstructions are kept, so that metrics that are added later can be scored.
+    `chunk` is the number of images of a task. PNGs are kept of the first `pictures` images, and strips of the first
+    `strips`. `keep` says whether reconstructions are kept, so that metrics that are added later can be scored.
     """
 
     engine: Engine = field(default_factory=Engine)
@@ -38,7 +38,7 @@ class Options:
     batch_size: int | None = None
     chunk: int = 16
     pictures: int = 100
-    strips: bool = False
+    strips: int = 0
     keep: bool = False
     share: Share = field(default_factory=Share)
     retry_failed: bool = False
@@ -157,11 +157,9 @@ def fill(
     facts |= machine_facts(command, pick_device(options.device))
     facts |= {"engine": options.engine.name, "workers": options.engine.workers}
     tasks = joined(tasks)
-    total, done = sum(len(task.images) for task in tasks), 0
     with run.noted(facts, messages), closing(run_tasks(tasks, options.engine, say)) as results:
         run.write_manifests(manifests)  # after run.json, by which another process knows that the directory is a run's
-        progress(done, total, None)
-        for result in results:
+        for result in told(results, tasks, progress):
             for name, content in result.files.items():  # before its record, which says that its image files exist
                 run.write_file(name, content)
             run.store.add(result.rows)
@@ -169,9 +167,23 @@ def fill(
                 if message not in messages:
                     messages.append(message)
                     warn(message)
-            done += len(result.task.images)
-            progress(done, total, result)
     return tuple(messages)
+
+
+def told(results: Iterable[Result], tasks: Sequence[Task], progress: TaskProgress) -> Iterator[Result]:
+    """Yield the results of tasks, and tell of each as soon as its caller has dealt with it.
+
+    Args:
+        results: as they come.
+        tasks: all that are run.
+        progress: called with (images done, images in all, last result); once before the first result, with None.
+    """
+    total, done = sum(len(task.images) for task in tasks), 0
+    progress(done, total, None)
+    for result in results:
+        yield result
+        done += len(result.task.images)
+        progress(done, total, result)
 
 
 def _as_json(value: object) -> Any:  # noqa: ANN401

@@ -256,7 +256,7 @@ def missing(
         for row, cell in enumerate(job.cells.values()):
             bits[row] |= planned.get((cell, job.images), 0)
             planned[cell, job.images] = planned.get((cell, job.images), 0) | _bits(job.metrics, metrics)
-        own = {**options, "own": grid.own, "strips": job.first and bool(options.get("strips"))}
+        own = {**options, "own": grid.own, "strips": options.get("strips", 0) if job.first else 0}
         tasks += _tasks(job, bits, metrics, size, share, kept, own)
     return sorted(tasks, key=lambda task: _victim(task.spec))
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save
 from privlab.base import PrivlabError, collect_warnings, pick_device
 from privlab.evaluation import COLUMNS, AttackGroup, Evaluator, Specification, Strip, source_of, subject_of
 from privlab.evaluation.setup import learned_for
-from privlab.images import ImageSource, LabelOrigin, NamedImage, chunk_of
-from privlab.stores import strip_name, strip_png, to_png
+from privlab.images import ImageSource, LabelOrigin, NamedImage, chunk_of, to_png
+from privlab.stores import strip_name, strip_png
 from privlab.threat import Reconstruction
 from privlab.victims import Victim
 
@@ -52,7 +52,7 @@ class Task:
     """Images of one case, and the attacks and metrics that they lack.
 
     `spec` is one specification of the `case`; only the `settings`, `attacks` and `metrics` named here are missing. PNGs
-    are kept of the first `pictures` images of the source, and a strip of each image if `strips`. `kept` names files of
+    are kept of the first `pictures` images of the source, and strips of the first `strips`. `kept` names files of
     earlier reconstructions, which are scored again. `own` is a victim that is attacked instead of the one that `spec`
     names.
     """
@@ -67,7 +67,7 @@ class Task:
     device: str = "auto"
     batch_size: int | None = None
     pictures: int = 0
-    strips: bool = False
+    strips: int = 0
     keep: bool = False
     kept: tuple[str, ...] = ()
     own: Victim | None = None
@@ -136,7 +136,7 @@ def run_task(task: Task) -> Result:
             for strip in scored.strips:
                 if strip.image_sha256 in first:
                     files |= {f"pictures/{strip.image_sha256[:16]}/{name}.png": png for name, png in _pngs(strip)}
-                if task.strips:
+                if place[strip.image_sha256] < task.strips:
                     files[f"strips/{strip_name(place[strip.image_sha256], strip)}"] = strip_png(strip)
         if reconstructions:
             files[f"kept/{_name_of(reconstructions)}.safetensors"] = _saved(reconstructions)
@@ -225,7 +225,7 @@ def _evaluator(task: Task, device: torch.device) -> tuple[Evaluator, ImageSource
         task.metrics,
         learned,
         subject.public,
-        strips=task.pictures > 0 or task.strips,
+        strips=any(image.place < max(task.pictures, task.strips) for image in task.images),
         controls=task.controls,
         keep=task.keep,
     )

@@ -6,6 +6,12 @@ from .decode import as_text as as_text
 from .decode import image_from_pil as image_from_pil
 from .decode import one_line as one_line
 from .decode import read_image as read_image
+from .encode import data_uri as data_uri
+from .encode import facts_html as facts_html
+from .encode import images_html as images_html
+from .encode import png_bytes as png_bytes
+from .encode import to_pil as to_pil
+from .encode import to_png as to_png
 from .examples import Augmentation as Augmentation
 from .examples import Examples as Examples
 from .manifest import check_labels as check_labels

@@ -5,3 +5,4 @@ from .attack import unfinished as unfinished
 from .audit_features import audit as audit
 from .audit_gradients import GradientAudit as GradientAudit
 from .audit_reference import ReferenceScorer as ReferenceScorer
+from .notebook import Records as Records

@@ -1,6 +1,7 @@
 """One run: from a specification to records and strips, readable at any moment."""
 
 import json
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +33,7 @@ from privlab.grids import (
     papers_attack,
     run_tasks,
 )
-from privlab.grids.fill import TaskProgress, fill
+from privlab.grids.fill import TaskProgress, fill, told
 from privlab.stores import RunDirectory
 from privlab.threat import Client, acts_on, attack_declarations
 from privlab.victims import Victim, check_plain, victim
@@ -40,9 +41,14 @@ from privlab.victims import Victim, check_plain, victim
 if TYPE_CHECKING:
     import pandas as pd
 
+    from privlab.runs.notebook import Records
+
 __all__ = ["Outcome", "attack", "execute", "experiment_of", "facts_of", "specify", "status_of", "unfinished"]
 
 IN_PROCESS = Engine()
+
+STRIPS_SHOWN = 3
+"""The strips that a notebook shows of a run: each is some hundred kilobytes of the notebook's file."""
 
 Part = Any
 """An attack or a defense: its name, or an instance of its class."""
@@ -53,6 +59,7 @@ class Outcome:
     """The results of a run.
 
     `missing` holds the reason for each metric that could not be computed; `failed` names the images without a score.
+    `strips` are PNGs of the first images of a run that writes nothing.
     """
 
     spec: Specification
@@ -61,6 +68,7 @@ class Outcome:
     warnings: tuple[str, ...]
     missing: Mapping[str, str]
     path: Path | None
+    strips: tuple[bytes, ...] = ()
 
     @property
     def failed(self) -> dict[str, str]:
@@ -80,9 +88,12 @@ def attack(
     batch_size: int | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
+    progress: bool = True,
     **options: Any,  # noqa: ANN401
-) -> "pd.DataFrame":
-    """Run attacks on a victim and return one record per image, attack and geometry.
+) -> "Records":
+    """Run attacks on a victim and return one record per image, attack and geometry, as a DataFrame.
+
+    A notebook shows it with the strips of the first images.
 
     Args:
         model: a victim's name or names, or a timm VisionTransformer of your own, which is left as it is.
@@ -96,6 +107,7 @@ def attack(
             `gradient_batch` images make one gradient.
         out: the run directory; without one nothing is written.
         overwrite: whether an earlier run in `out` is replaced.
+        progress: whether a bar shows the images that are done, in Jupyter and on a terminal.
         options: the other fields of `privlab.evaluation.specification.Specification`: weights, block, gamma, limit,
             seed …; `client` by name, or `Client(lr=0.1, steps=5)`; `defense` by name, or made with its options,
             `GradientNoise(multiplier=1e-3)`, or several of these, which are stacked.
@@ -106,6 +118,8 @@ def attack(
     Warns:
         PrivlabWarning: for everything that weakens the verdict.
     """
+    from privlab.runs.notebook import Records, shown_progress  # pandas is slow to import
+
     own = model if isinstance(model, VisionTransformer) else None
     if own is None and (isinstance(model, nn.Module) or not isinstance(model, Sequence)):
         check_plain(model)
@@ -117,10 +131,11 @@ def attack(
         metrics=metrics,
         **options,
     )
-    done = execute(spec, own=own, device=device, batch_size=batch_size, out=out, overwrite=overwrite)
+    with shown_progress(shown=progress) as show:
+        done = execute(spec, own=own, device=device, batch_size=batch_size, out=out, overwrite=overwrite, progress=show)
     for message in done.warnings:
         warnings.warn(message, PrivlabWarning, stacklevel=2)
-    return done.records
+    return Records.of(done)
 
 
 def specify(
@@ -212,7 +227,8 @@ def execute(
             together come in batches of their own size instead.
         out: the run directory; without one the records are held in memory, and nothing is written.
         overwrite: whether an earlier run in `out` is replaced.
-        strips: whether strips of images are written to `out`, of the first draw.
+        strips: whether strips of images are written to `out`, of the first draw; without `out`, those of the first
+            images are made.
         command: the command line, for `run.json`.
         engine: where tasks run; None for as many processes as there are threads if attacks search on a CPU.
         warn: called with each warning as soon as it is known.
@@ -228,8 +244,8 @@ def execute(
     if overwrite and out and spec.manifest and Path(spec.manifest).resolve().parent == Path(out).resolve():
         raise PrivlabError(f"'{spec.manifest}' lies in the run that gives way. Copy it, or give another --out.")
     path = None if out is None else Path(out)
-    spec, told = with_lpips(spec, {} if path is None or overwrite else RunDirectory(path).begun())
-    messages = [] if told is None else [told]
+    spec, message = with_lpips(spec, {} if path is None or overwrite else RunDirectory(path).begun())
+    messages = [] if message is None else [message]
     place = pick_device(device)
     with collect_warnings(messages):
         bases = _victims(spec, own, place)
@@ -240,7 +256,8 @@ def execute(
     declared = [attack_declarations(attack) for of_base in groups for group in of_base for attack in group.attacks]
     search = any(attack.search for attack in declared)
     chunk = batch_size or (1 if search else images_at_a_time(place))
-    how = Options(device=device, batch_size=batch_size, chunk=chunk, pictures=0, strips=strips and path is not None)
+    wanted = 0 if not strips else STRIPS_SHOWN if path is None else sys.maxsize
+    how = Options(device=device, batch_size=batch_size, chunk=chunk, pictures=0, strips=wanted)
     run = None if path is None else RunDirectory.create(path, overwrite=overwrite, resume=not overwrite)
     tasks = joined(lacking(grid, path, how))
     if engine is None:  # searches of several images gain more from the cores than the products within one image
@@ -248,10 +265,12 @@ def execute(
         alone = place.type != "cpu" or not search or long
         engine = Engine(workers=1 if alone else max(1, min(torch.get_num_threads(), len(tasks))))
     if run is None:
-        results = [*run_tasks(tasks, engine, print)]
+        results = [*told(run_tasks(tasks, engine, print), tasks, progress)]
         messages += [message for result in results for message in result.messages if message not in messages]
         records = pa.concat_tables([COLUMNS.empty_table(), *(result.rows for result in results)]).to_pandas()
-        return Outcome(spec, records, tuple(bases), tuple(messages), grid.missing, None)
+        files = {name: png for result in results for name, png in result.files.items()}
+        strip_files = tuple(files[name] for name in sorted(files))
+        return Outcome(spec, records, tuple(bases), tuple(messages), grid.missing, None, strip_files)
     warned = fill(
         grid,
         tasks,

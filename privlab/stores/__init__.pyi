@@ -15,4 +15,3 @@ from .strips import pngs as pngs
 from .strips import sheet_png as sheet_png
 from .strips import strip_name as strip_name
 from .strips import strip_png as strip_png
-from .strips import to_png as to_png

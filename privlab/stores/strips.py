@@ -18,8 +18,9 @@ from torch import Tensor
 from torchvision.utils import make_grid
 
 from privlab.evaluation import Panel, Strip
+from privlab.images import png_bytes, to_pil
 
-__all__ = ["Place", "places_of", "pngs", "sheet_png", "strip_name", "strip_png", "to_png"]
+__all__ = ["Place", "places_of", "pngs", "sheet_png", "strip_name", "strip_png"]
 
 _SIDE, _GAP, _LINE, _FONT = 224, 8, 18, 14
 _ROW, _BORDER = 8, 4
@@ -123,7 +124,7 @@ def pngs(places: Sequence[Place]) -> list[bytes]:
     if places[0].box is None:
         return [file.read_bytes()]
     with Image.open(file, formats=["PNG"]) as strip:
-        return [_png(_cut(strip, place)) for place in places]
+        return [png_bytes(_cut(strip, place)) for place in places]
 
 
 def _cut(strip: Image.Image, place: Place) -> Image.Image:
@@ -137,26 +138,10 @@ def _lines(rows: Sequence[Sequence[Panel]]) -> int:
 
 def _draw(canvas: Image.Image, panel: Panel, corner: tuple[int, int], scale: int) -> Box:
     """Draw a panel with its lines, and return where its image lies."""
-    image = _to_pil(panel.image)
+    image = to_pil(panel.image)
     image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
     canvas.paste(image, corner)
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(_FONT)
     for i, line in enumerate(panel.caption):
         draw.text((corner[0], corner[1] + image.height + 2 + i * _LINE), line, "black", font)
     return (*corner, corner[0] + image.width, corner[1] + image.height)
-
-
-def to_png(image: Float[Tensor, "c h w"]) -> bytes:
-    """Return an image in [0, 1] as the bytes of a PNG; quick to write rather than small."""
-    return _png(_to_pil(image))
-
-
-def _png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
-    return file.getvalue()
-
-
-def _to_pil(image: Float[Tensor, "c h w"]) -> Image.Image:
-    levels = (image * 255).round().byte()
-    return Image.fromarray(levels.expand(3, -1, -1).permute(1, 2, 0).numpy())  # grey in three equal colours

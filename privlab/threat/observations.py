@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from privlab.images import facts_html, images_html
 from privlab.threat.capabilities import Capability
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
 from privlab.threat.federated import Client
@@ -46,6 +47,12 @@ class Observation:
     photographs: tuple[str, ...] | None = None
     client: Client | None = None
 
+    def _repr_html_(self) -> str:
+        released = {name: _shape(gradient) for name, gradient in self.gradients.items()}
+        facts = _public_facts(self) | {"images per release": self.images_per_release, "client": self.client}
+        what = "the gradients of" if self.client is None else "what a round of training changed in"
+        return facts_html("Observation: what the adversary has", facts | _listed(what, released))
+
 
 @dataclass(frozen=True, eq=False)
 class FeatureObservation:
@@ -61,6 +68,11 @@ class FeatureObservation:
     defense: tuple[Defense | FeatureDefense | GradientDefense, ...]
     public: Float[Tensor, "m c h w"]
     grants: frozenset[Capability]
+
+    def _repr_html_(self) -> str:
+        facts = _public_facts(self) | {"public images": len(self.public)}
+        facts["released"] = f"features, {_shape(self.features)}"
+        return facts_html("FeatureObservation: what the server has", facts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +111,32 @@ class Reconstruction:
             if getattr(parts[0], name) is not None
         }
         return cls(**own, columns=parts[0].columns)
+
+    def _repr_html_(self) -> str:
+        found = self.tokens, self.tokens_sure
+        counts = [None if each is None else ", ".join(map(str, each.tolist())) for each in found]
+        facts = facts_html("Reconstruction", {"tokens": counts[0], "of these certain": counts[1]})
+        return images_html(self.images, "reconstruction") + (facts if any(counts) else "")
+
+
+def _public_facts(seen: Observation | FeatureObservation) -> dict[str, object]:
+    """Return what both observations hold, as text by name."""
+    vit = seen.model.vit
+    return {
+        "model": f"{vit.patch_embed.num_patches} patches, width {vit.embed_dim}, {len(vit.blocks)} blocks",
+        "granted": "; ".join(sorted(capability.meaning for capability in seen.grants)),
+        "defense": ", ".join(map(repr, seen.defense)) or "none",
+    }
+
+
+def _shape(tensor: Tensor) -> str:
+    return " × ".join(map(str, tensor.shape))
+
+
+def _listed(what: str, shapes: Mapping[str, str], most: int = 6) -> dict[str, str]:
+    """Return the first parameters with the shapes of their releases, and how many more there are."""
+    more = {"released besides": f"{what} {len(shapes) - most} more parameters"} if len(shapes) > most else {}
+    return {f"{what} {name}": shape for name, shape in [*shapes.items()][:most]} | more
 
 
 _OF_IMAGES = ("images", "rows", "loose", "tokens", "tokens_sure")

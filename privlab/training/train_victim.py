@@ -30,9 +30,9 @@ from privlab.base import (
     versions,
     write_whole,
 )
-from privlab.images import open_images
+from privlab.images import Augmentation, Examples, open_images, read_examples
 from privlab.reassembly import PositionPredictor, save_predictor
-from privlab.training import Augmentation, Compute, Examples, Listener, Plan, read_examples, train
+from privlab.training import Compute, Listener, Plan, train
 from privlab.training.objectives import OBJECTIVES, Objective, ObjectiveRecipe, Probe
 from privlab.training.objectives.probe import Head, probe_accuracy
 from privlab.training.position_accuracy import position_accuracy

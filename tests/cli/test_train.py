@@ -17,8 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from privlab.images import open_images
-from privlab.training import read_examples
+from privlab.images import open_images, read_examples
 from privlab.training.checkpoint import Checkpoints
 from privlab.training.objectives import OBJECTIVES
 from privlab.training.train_victim import PRESETS, TrainingConfig, _set_up

@@ -43,7 +43,7 @@ SLOW |= {"README.md"}
 """Pages whose blocks take longer than some seconds."""
 
 
-NEEDS = {"docs/how-to/flower.md": "flwr"}
+NEEDS = {"docs/how-to/flower.md": "flwr", "docs/tutorials/update.md": "flwr"}
 """Pages whose blocks need an extra."""
 
 

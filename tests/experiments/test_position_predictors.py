@@ -22,10 +22,10 @@ from privlab.experiments.studies.position_predictors import (
     reinitialise,
     relative,
 )
+from privlab.images import Examples
 from privlab.patches import permute, shuffle_within
 from privlab.reassembly import DropPosNetwork, Mp3Network, PositionPredictor, tiles
 from privlab.report.figures import lay_out_patches
-from privlab.training import Examples
 from privlab.victims import VictimModel
 
 LEVELS = torch.arange(16) / 16

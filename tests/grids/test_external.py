@@ -17,11 +17,11 @@ from PIL import Image
 from privlab.base import PrivlabError
 from privlab.grids import Experiment, add_external, case_names
 from privlab.grids.external import _Scorer, _Stated
-from privlab.images import Preprocessing, read_image
+from privlab.images import Preprocessing, read_image, to_png
 from privlab.metrics import METRICS, LpipsUnavailable, score
 from privlab.report.tables import Results, load_results
 from privlab.report.tables.leakage import leakage
-from privlab.stores import RunDirectory, Store, check, to_png
+from privlab.stores import RunDirectory, Store, check
 from privlab.victims import victim
 
 CASES = """

@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 
 from privlab.base import PrivlabError
-from privlab.images import ImageSource, NamedImage, open_images, reading
-from privlab.training import Examples, read_examples
+from privlab.images import Examples, ImageSource, NamedImage, open_images, read_examples, reading
 
 SIDE = (12, 12)
 

@@ -14,9 +14,8 @@ from PIL import Image
 from torch import Generator
 
 from privlab.base import PrivlabError
-from privlab.images import open_images, reading
+from privlab.images import Augmentation, open_images, read_examples, reading
 from privlab.images.examples import _shift
-from privlab.training import Augmentation, read_examples
 
 
 def image(seed: int, side: int = 12) -> Image.Image:

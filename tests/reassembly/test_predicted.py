@@ -16,6 +16,7 @@ from privlab.attacks.features.border_jigsaw import BorderJigsaw
 from privlab.base import PrivlabError
 from privlab.defenses import Jigsaw, RowPermutation
 from privlab.evaluation import Specification
+from privlab.images import Augmentation, Examples
 from privlab.metrics import placed_share, placement_accuracy
 from privlab.reassembly import (
     REASSEMBLIES,
@@ -31,7 +32,7 @@ from privlab.reassembly import (
 )
 from privlab.release import feature_capabilities
 from privlab.threat import Draws, FeatureObservation, Sent
-from privlab.training import Augmentation, Examples, Plan, train
+from privlab.training import Plan, train
 from privlab.training.objectives import ObjectiveRecipe, TrainDropPos, TrainMp3
 from privlab.victims import VictimModel, shipped_file
 

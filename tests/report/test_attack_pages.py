@@ -21,11 +21,11 @@ from torchvision.utils import save_image
 from privlab import attack
 from privlab.evaluation import Panel, Strip
 from privlab.grids import Figure
-from privlab.images import read_image
+from privlab.images import read_image, to_png
 from privlab.report.figures.draw import draw
 from privlab.report.page import write_page
 from privlab.report.tables import Results, load_results
-from privlab.stores import Place, places_of, pngs, sheet_png, strip_png, to_png
+from privlab.stores import Place, places_of, pngs, sheet_png, strip_png
 from privlab.victims import victim
 
 ATTACKS = ("april", "patch-gradient")

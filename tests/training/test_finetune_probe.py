@@ -15,7 +15,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.training import Augmentation, Compute, Examples, Plan, train
+from privlab.images import Augmentation, Examples
+from privlab.training import Compute, Plan, train
 from privlab.training.loop import _optimiser
 from privlab.training.objectives import Classify, Finetune, ObjectiveRecipe, Probe, TrainMjp
 from privlab.training.objectives.probe import Head, probe_accuracy

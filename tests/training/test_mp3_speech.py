@@ -7,8 +7,9 @@ import torch
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
+from privlab.images import Augmentation, Examples
 from privlab.reassembly import PositionPredictor, tiles
-from privlab.training import Augmentation, Examples, Plan, train
+from privlab.training import Plan, train
 from privlab.training.objectives import ObjectiveRecipe
 from privlab.training.objectives.mp3_speech import SPEECH, as_images, log_mel, speech_model
 from privlab.training.position_accuracy import position_accuracy

@@ -17,6 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, draw_for
+from privlab.images import Augmentation, Examples
 from privlab.reassembly import (
     DropPosNetwork,
     Mp3Network,
@@ -27,7 +28,7 @@ from privlab.reassembly import (
     tiles,
 )
 from privlab.reassembly.predictors import masked_block
-from privlab.training import Augmentation, Compute, Examples, Plan, train
+from privlab.training import Compute, Plan, train
 from privlab.training.objectives import ObjectiveRecipe, TrainDropPos, TrainMp3
 from privlab.training.objectives.droppos import smoothing
 from privlab.training.position_accuracy import position_accuracy

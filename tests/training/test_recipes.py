@@ -9,8 +9,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError
+from privlab.images import Augmentation, Examples
 from privlab.patches import blockwise_mask, patchify, shuffle_within
-from privlab.training import Augmentation, Examples, Plan, train
+from privlab.training import Plan, train
 from privlab.training.objectives import DALS, Classify, Dal, ObjectiveRecipe, TrainMjp
 from privlab.victims import Classifier, IndexedViT, VictimModel
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from privlab.base import PrivlabError, draw_for
+from privlab.images import Examples
 from privlab.patches import blockwise_mask, permute, shuffle_within
-from privlab.training import Examples
 from privlab.utility import (
     ALEXNET,
     Corrupted,

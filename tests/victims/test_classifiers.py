@@ -10,8 +10,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError
+from privlab.images import Augmentation, Examples
 from privlab.patches import patchify
-from privlab.training import Augmentation, Compute, Examples, Plan, TrainingProgress, train
+from privlab.training import Compute, Plan, TrainingProgress, train
 from privlab.training.loop import _optimiser
 from privlab.training.objectives import DALS, Classify, ObjectiveRecipe, TrainMjp
 from privlab.utility import consistency_by_gamma, measure_consistency

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.cli import _status
-from privlab.training import Examples
+from privlab.images import Examples
 from privlab.training.train_victim import TrainingConfig, train_victim
 from privlab.utility import EvaluationConfig, evaluate_models, measure_consistency
 from privlab.victims import IndexedViT, NamedClassifier, SwinModel, classifier, own_layout, save, victim

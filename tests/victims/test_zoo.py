@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from privlab.base import PrivlabWarning
-from privlab.images import open_images
+from privlab.images import open_images, read_examples
 from privlab.reassembly import load_predictor
-from privlab.training import read_examples
 from privlab.training.position_accuracy import position_accuracy
 from privlab.utility import measure_consistency
 from privlab.victims import PLACERS, ZOO, hash_of, read_state, shipped_file, show, victim

@@ -1,6 +1,5 @@
 """The images that the page holds: thumbnails of all, and as many in full size as a budget allows."""
 
-import base64
 import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from privlab.images import data_uri
 from privlab.report.page.data import Images, Scores
 from privlab.report.tables import Results
 from privlab.stores import Place, pngs
@@ -139,7 +139,7 @@ def _encode(data: bytes, *, full: bool) -> tuple[str, str | None]:
     with Image.open(io.BytesIO(data), formats=["PNG"]) as opened:
         if max(opened.size) <= _THUMBNAIL_SIDE:
             opened.load()
-            return _uri("png", data), ""
+            return data_uri("png", data), ""
         picture = opened.convert("RGB")
     large = _jpeg(picture, _FULL_QUALITY) if full else None
     picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE), reducing_gap=1.0)
@@ -149,8 +149,4 @@ def _encode(data: bytes, *, full: bool) -> tuple[str, str | None]:
 def _jpeg(picture: Image.Image, quality: int) -> str:
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=quality)
-    return _uri("jpeg", file.getvalue())
-
-
-def _uri(kind: str, data: bytes) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return data_uri("jpeg", file.getvalue())
