@@ -142,6 +142,10 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "",
         ("permutation",),
     ),
+    "depth-optimisation": AttackFacts(
+        _SEARCH,
+        "It takes rows in the order in which they were sent, and does not know noise.",
+    ),
     "inversion-conv": AttackFacts(
         _DECODER, "It expects rows in their order.", "203 s of training on one core (ViT-Ti, 64 pixels)."
     ),
