@@ -7,6 +7,10 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
+
+from privlab.release import Recorder
+from privlab.victims import victim
 
 DECODER = ("--attack", "inversion-mae", "--set", "steps=2", "--set", "width=32", "--metrics", "psnr")
 
@@ -103,3 +107,20 @@ columns = ["psnr"]
     made = pd.read_parquet(tmp_path / "out" / "records").query("attack == 'inversion-mae' and geometry == 'in_place'")
     assert sorted(made.cut_layer) == [0, 0, 0, 3, 3, 3]
     assert made.cell.nunique() == 2
+
+
+@pytest.mark.slow
+def test_an_audit_takes_the_cut_from_the_recording(cli: Callable[..., Any], photos: Path, tmp_path: Path) -> None:
+    model = victim("cifar_vit").model
+    tokens = model.client_blocks(model.embed(torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))), 2)
+    session = Recorder(tmp_path / "seen", {}, on_stop=pytest.fail).session("alice", {"contract": {"cut_layer": 2}})
+    session.inference(tokens.detach())
+    base = ("--features", tmp_path / "seen", "--model", "cifar_vit", "--defense", "none", "--public", photos)
+    few = ("--set", "depth-optimisation.steps=2")
+    done = cli("attack", *base, *few, "--attack", "depth-optimisation", "--out", tmp_path / "a")
+    assert done.status == 0
+    assert set(pd.read_parquet(tmp_path / "a" / "records").cut_layer) == {2}
+    wrong = cli("attack", *base, "--cut-layer", 1, "--attack", "depth-optimisation", "--out", tmp_path / "b")
+    assert f"The recording in '{tmp_path / 'seen'}' has cut layer 2. Found 1." in wrong.error
+    lacking = cli("attack", *base, "--attack", "pe-assignment", "--out", tmp_path / "c")
+    assert "embedded_rows" in lacking.error
