@@ -50,12 +50,7 @@ class DepthOptimisation:
     name: ClassVar[str] = "depth-optimisation"
     paper: ClassVar[str] = "ours, after Mahendran and Vedaldi (CVPR 2015), Equations 1 and 3"
     requires: ClassVar[frozenset[Capability]] = frozenset(
-        {
-            Capability.RELEASED_FEATURES,
-            Capability.KNOWS_WEIGHTS,
-            Capability.AUXILIARY_IMAGES,
-            Capability.QUERIES,
-        }
+        {Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS, Capability.AUXILIARY_IMAGES}
     )
     stands_in_for: ClassVar[tuple[str, ...]] = ("least-squares", "feature-optimisation")
     at_full: ClassVar[Mapping[str, int]] = {"steps": 1000}
@@ -101,15 +96,15 @@ def fit_rows(
 ) -> tuple[Float[Tensor, "e k"], float]:
     """Return the affine map from a row behind ℓ blocks to its normalised patch, and the variance of a row's entries.
 
-    It minimises Σ ‖(1, z) C − x‖² + ridge ‖C‖² over the rows of the first `MOST_IMAGES` public images, with an open
-    constant term: C has e = D + 1 rows, the constant first, in float64.
+    With the variance s², it minimises Σ ‖(1, z) C − x‖² + `RIDGE` m s² ‖slopes of C‖² over the m rows of the first
+    `MOST_IMAGES` public images. C has e = D + 1 rows, in float64; the first is the constant, which is not shrunk.
 
     Args:
         model: the victim, whose embedding and first ℓ blocks make the rows.
         public: images in [0, 1], one or more.
         cut_layer: ℓ, in 0 … depth.
     """
-    prefix, made = model.vit.num_prefix_tokens, list[Tensor]()
+    prefix = model.vit.num_prefix_tokens
     images = public[:MOST_IMAGES].to(model.mean)
     with torch.no_grad():
         made = [model.client_blocks(model.embed(part), cut_layer)[:, prefix:] for part in images.split(AT_A_TIME)]

@@ -41,7 +41,7 @@ class Backbone(nn.Module):
 
 
 def check_cut(model: VictimModel, cut_layer: int) -> None:
-    """Check that a cut leaves a block on either side of it, or the embedding alone to the client.
+    """Check that a cut leaves the server a block.
 
     Raises:
         PrivlabError: if it does not.
