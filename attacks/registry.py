@@ -33,6 +33,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "column-statistics": "privlab.attacks.features.column_statistics:ColumnStatistics",
         "least-squares": "privlab.attacks.features.feature_inversion:LeastSquares",
         "feature-optimisation": "privlab.attacks.features.feature_inversion:FeatureOptimisation",
+        "depth-optimisation": "privlab.attacks.features.depth_optimisation:DepthOptimisation",
         "inversion-conv": "privlab.attacks.features.learned_inversion:InversionConv",
         "inversion-mae": "privlab.attacks.features.learned_inversion:InversionMae",
         "inversion-set": "privlab.attacks.features.learned_inversion:InversionSet",

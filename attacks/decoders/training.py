@@ -59,21 +59,24 @@ class DecoderSpec:
         check_name("decoder", self.kind, DECODERS)
 
 
-def make_release(model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"], draw: Generator) -> OwnRelease:
+def make_release(
+    model: VictimModel, defense: Parts, images: Float[Tensor, "b c h w"], draw: Generator, cut_layer: int = 0
+) -> OwnRelease:
     """Return what a client with this defense would send of these images, with keys and noise drawn from `draw`.
 
     Args:
-        model: the victim, whose embedding makes the features.
+        model: the victim, whose embedding and first ℓ blocks make the features.
         defense: the defenses in the order in which they act; an empty sequence is the undefended client.
         images: one batch of the client, in [0, 1].
         draw: source of b + 2 seeds: of a generator for each image, one for the batch, and one for the model's key.
+        cut_layer: ℓ, the number of blocks that the client holds.
     """
     stack = Stack(tuple(defense))
     seeds = torch.randint(2**62, (len(images) + 2,), generator=draw).tolist()
     batch, key, *of_images = (Generator().manual_seed(seed) for seed in seeds)
     draws = Draws(images=of_images, batch=batch, model=key)
     feed = stack.feed(images, model.patch, draws.images, len(images))
-    sent = send(model, feed, stack, draws)
+    sent = send(model, feed, stack, draws, cut_layer)
     return OwnRelease(
         sent.features.float(), sent.source, images.float(), permute(images, feed.order, model.patch).float()
     )
@@ -83,9 +86,16 @@ class Inversion:
     """The training recipe of a decoder: from releases of public images back to these images."""
 
     def __init__(
-        self, model: VictimModel, defense: Parts, public: Float[Tensor, "m c h w"], spec: DecoderSpec, identity: str
+        self,
+        model: VictimModel,
+        defense: Parts,
+        public: Float[Tensor, "m c h w"],
+        spec: DecoderSpec,
+        identity: str,
+        cut_layer: int = 0,
     ) -> None:
         self.victim, self.defense, self.public, self.spec, self.identity = model, defense, public, spec, identity
+        self.cut_layer = cut_layer
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(spec.plan.seed)
             self.model = DECODERS[spec.kind](Shape.of(model), spec.width, spec.depth)
@@ -101,7 +111,7 @@ class Inversion:
             mirrored = (torch.rand(len(images), 1, 1, 1, generator=draw) < 0.5).to(images.device)
             shifts = [int(torch.randint(side, (), generator=draw)) for side in images.shape[2:]]
             images = torch.where(mirrored, images.flip(3), images).roll(shifts, (2, 3))
-        seen = make_release(self.victim, self.defense, images, draw)
+        seen = make_release(self.victim, self.defense, images, draw, self.cut_layer)
         return seen.features, seen.source, seen.images, seen.fed
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, Tensor], draw: Generator) -> Tensor:
@@ -126,6 +136,7 @@ def train_decoder(
     defense: Parts,
     public: Float[Tensor, "m c h w"],
     spec: DecoderSpec,
+    cut_layer: int = 0,
     *,
     out: Path | None = None,
     progress: Listener | None = None,
@@ -133,17 +144,18 @@ def train_decoder(
     """Train a decoder on releases of public images, on the victim's device; with `out`, go on with a checkpoint there.
 
     Args:
-        model: the victim, whose embedding is run but not trained.
+        model: the victim, whose embedding and first blocks are run but not trained.
         defense: the defenses that the client uses, in their order.
         public: images of the adversary, in [0, 1].
         spec: the kind and size of the decoder, and the plan of its training.
+        cut_layer: ℓ, the number of blocks that the client holds.
         out: folder of the checkpoints; without it none are written.
         progress: is called with the progress of the training.
 
     Raises:
         PrivlabError: whatever `privlab.training.train` raises.
     """
-    recipe = Inversion(model, defense, public, spec, decoder_key(model, defense, public, spec))
+    recipe = Inversion(model, defense, public, spec, decoder_key(model, defense, public, spec, cut_layer), cut_layer)
     with full_precision():
         train(recipe, spec.plan, compute=Compute(device=str(model.mean.device)), out=out, progress=progress)
     return recipe.model
@@ -154,6 +166,7 @@ def decoder_for(
     defense: Parts,
     public: Float[Tensor, "m c h w"],
     spec: DecoderSpec,
+    cut_layer: int = 0,
     *,
     progress: Listener | None = None,
 ) -> Decoder:
@@ -164,6 +177,7 @@ def decoder_for(
         defense: the defenses that the client uses, in their order.
         public: images of the adversary, in [0, 1]; the decoder is poor with fewer than `LEAST_IMAGES`.
         spec: the kind and size of the decoder, and the plan of its training.
+        cut_layer: ℓ, the number of blocks that the client holds.
         progress: is called with the progress of a training; never, if the decoder is in the cache.
 
     Warns:
@@ -171,14 +185,14 @@ def decoder_for(
     """
     if len(public) < LEAST_IMAGES:
         _warn(f"A decoder trained on {len(public)} public images is poor: its low score is no evidence of privacy.")
-    key = decoder_key(model, defense, public, spec)
+    key = decoder_key(model, defense, public, spec, cut_layer)
     path = cache_folder("decoders") / f"{spec.kind}-{key[:32]}.safetensors"
     if path.exists():
         decoder = DECODERS[spec.kind](Shape.of(model), spec.width, spec.depth)
         if _load(decoder, path, key):
             return decoder.to(model.mean.device).eval()
         _warn(f"The decoder in {path} is damaged or foreign: it is trained anew.")
-    decoder = train_decoder(model, defense, public, spec, progress=progress)
+    decoder = train_decoder(model, defense, public, spec, cut_layer, progress=progress)
     try:
         write_whole(path, lambda made: _save(decoder, made, key))
     except (PrivlabError, SafetensorError) as error:
@@ -186,7 +200,9 @@ def decoder_for(
     return decoder
 
 
-def decoder_key(model: VictimModel, defense: Parts, public: Float[Tensor, "m c h w"], spec: DecoderSpec) -> str:
+def decoder_key(
+    model: VictimModel, defense: Parts, public: Float[Tensor, "m c h w"], spec: DecoderSpec, cut_layer: int = 0
+) -> str:
     """Return the SHA-256, in hexadecimal, of all that shapes a decoder; `decoder_for` stores it under that name.
 
     Args:
@@ -194,9 +210,11 @@ def decoder_key(model: VictimModel, defense: Parts, public: Float[Tensor, "m c h
         defense: the defenses; their options and their order count.
         public: the images that the decoder is trained on, in [0, 1].
         spec: the kind and size of the decoder, and the plan of its training.
+        cut_layer: ℓ, the number of blocks that the client holds; 0 has the keys of before there was a choice.
     """
     victim = hash_of(model.state_dict() | {"mean": model.mean, "std": model.std})
     parts = (FORMAT, victim, repr(Stack(tuple(defense))), repr(spec), hash_of({"public": public}))
+    parts += (f"cut layer {cut_layer}",) if cut_layer else ()
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -37,7 +37,12 @@ class LeastSquares:
     paper: ClassVar[str] = f"Wiener's estimate for {EMBEDDING}"
     knows: ClassVar[frozenset[str]] = frozenset({"gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = frozenset(
-        {Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS, Capability.AUXILIARY_IMAGES}
+        {
+            Capability.RELEASED_FEATURES,
+            Capability.KNOWS_WEIGHTS,
+            Capability.AUXILIARY_IMAGES,
+            Capability.EMBEDDED_ROWS,
+        }
     )
     effort: ClassVar[str] = "quick"
 
@@ -71,7 +76,9 @@ class FeatureOptimisation:
     name: ClassVar[str] = "feature-optimisation"
     paper: ClassVar[str] = "Mahendran and Vedaldi (CVPR 2015), Equations 1 and 3"
     knows: ClassVar[frozenset[str]] = frozenset({"gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS})
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS, Capability.EMBEDDED_ROWS}
+    )
     at_full: ClassVar[Mapping[str, int]] = {"steps": 1000}
 
     steps: int = 300

@@ -23,9 +23,9 @@ IN_PLACE = frozenset({"low-pass", "blur", "cutmix", "gaussian-noise"})
 class _Inversion:
     """Train a decoder on pairs of a public image and what the client sends of it; apply it to what was sent.
 
-    The adversary runs the client's embedding and the defense, whose algorithm it knows, on its own images, with keys
-    and draws of its own that are new in every batch. The attack reads no weight of the victim. A decoder is trained
-    once for each victim, defense and set of public images, and cached.
+    The adversary runs the client's part of the model, whatever the cut layer, and the defense, whose algorithm it
+    knows, on its own images, with keys and draws of its own that are new in every batch. The attack reads no weight of
+    the victim. A decoder is trained once for each victim, cut layer, defense and set of public images, and cached.
 
     Args:
         width: width of the decoder's tokens, or number of its channels; a multiple of 32.
@@ -61,7 +61,7 @@ class _Inversion:
         """
         if (channels := seen.model.image_shape[0]) != 3:
             raise PrivlabError(f"{self.kind} decoders paint RGB images. Found a victim of {channels} channels.")
-        decoder = decoder_for(seen.model, seen.defense, seen.public, self.spec)
+        decoder = decoder_for(seen.model, seen.defense, seen.public, self.spec, seen.cut_layer)
         order = effects_of(seen.model, seen.defense).rows
         with torch.no_grad():
             images, rows = decoder.reconstruct(seen.features.float(), order)

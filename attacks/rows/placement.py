@@ -29,9 +29,10 @@ WHITE_BOX = frozenset(
         Capability.KNOWS_WEIGHTS,
         Capability.AUXILIARY_IMAGES,
         Capability.KNOWS_DEFENSE,
+        Capability.EMBEDDED_ROWS,
     }
 )
-"""What an attack needs that undoes a defense on features by the public weights and images of its own."""
+"""What an attack needs that undoes a defense on embedded rows by the public weights and images of its own."""
 
 MOST_IMAGES = 16
 """The most images from which the law of patches is estimated; three images place rows as well."""

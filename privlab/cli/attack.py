@@ -115,6 +115,9 @@ __all__ = ["attack"]
     "--client-batch", type=click.IntRange(min=1), default=16, show_default=True, help="Features: images sent together."
 )
 @click.option(
+    "--cut-layer", type=click.IntRange(min=0), default=0, show_default=True, help="Features: after this many blocks."
+)
+@click.option(
     "--gradient-batch", type=click.IntRange(min=1), default=1, show_default=True, help="Images that make one gradient."
 )
 @click.option(

@@ -32,7 +32,7 @@ __all__ = ["audit_features", "audit_gradient_file", "audit_update"]
 
 _TAKEN = {"model", "attack", "effort", "weights", "img_size", "classes", "defense", "gamma", "masked_pe", "options_"}
 _TAKEN |= {"seed", "device", "out", "overwrite", "as_json"}
-_FEATURES = _TAKEN | {"features", "limit", "public", "public_limit"}
+_FEATURES = _TAKEN | {"features", "cut_layer", "limit", "public", "public_limit"}
 _GRADIENTS = _TAKEN | {"gradients", "reference", "block", "force"}
 _UPDATE = (_TAKEN - {"weights"}) | {"update", "client", "reference", "block", "force"}
 _SCORING = {"metrics", "lpips_weights", "embedding", "public", "public_limit"}
@@ -49,11 +49,12 @@ def audit_features(context: click.Context, folder: Path, path: Path, options: Ma
     """
     _refuse(context, _FEATURES, "--features: there is no private image. Leave it out.")
     session_folders(folder)
+    from privlab.release import recorded_cut_layer
     from privlab.runs import audit, specify
 
-    spec = specify(
-        options["model"], "c", attack=options["attack"], images=folder, release="features", **_science(options)
-    )
+    given = context.get_parameter_source("cut_layer") is ParameterSource.COMMANDLINE
+    own = {"release": "features", "cut_layer": options["cut_layer"] if given else recorded_cut_layer(folder)}
+    spec = specify(options["model"], "c", attack=options["attack"], images=folder, **own, **_science(options))
     _check_one(spec.models, "--features")
     path = options["out"] or begun_directory(spec, "audit", overwrite=options["overwrite"]) or path
     with interruptible(lambda: kept(path)), progress_bar("auditing") as progress:

@@ -219,7 +219,7 @@ def warned() -> Iterator[None]:
 
 
 _SAME = ("setting", "attack", "defense", "options_", "release", "client_batch", "gradient_batch", "gamma", "masked_pe")
-_SAME += ("client", "limit", "draws", "seed", "geometry")
+_SAME += ("cut_layer", "client", "limit", "draws", "seed", "geometry")
 """The options that hold for any victim and images: what the user gave of them stands in the command too."""
 
 

@@ -95,8 +95,9 @@ def applicable(
         stand_ins: whether to keep attacks that only replace others where those cannot run. Named ones are always kept.
 
     Raises:
-        PrivlabError: if an option does not fit an attack.
+        PrivlabError: if an option does not fit an attack, or the victim has fewer blocks than the client is to hold.
     """
+    base.model.check_cut_layer(spec.cut_layer)
     groups: dict[str, AttackGroup] = {}
     refused: dict[str, str] = {}
     defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
@@ -168,7 +169,7 @@ def _home(
 ) -> Victim:
     """Return the first allowed block variant on which an attack may run; a variant that `groups` has is used again."""
     if spec.features_released:
-        check_capabilities(attack, feature_capabilities(base.model, spec.public_limit, defense))
+        check_capabilities(attack, feature_capabilities(base.model, spec.public_limit, defense, spec.cut_layer))
         return base
     if (reason := unread(attack, spec.local_training, filtered=spec.defends_gradients)) is not None:
         raise PrivlabError(reason)

@@ -29,7 +29,7 @@ EFFORTS: dict[str, str] = {
 
 RELEASE_KINDS: dict[str, str] = {
     "gradients": "the gradient of each image's loss, as in federated learning",
-    "features": "the embedded tokens, as in split learning",
+    "features": "the embedded tokens, or those after --cut-layer blocks, as in split learning",
     "update": "the difference of weights after a round of local training (--client), as federations send it",
 }
 """What a client releases, and the adversary sees."""

@@ -151,7 +151,8 @@ class Evaluator:
         stack, draws = self.rows.defenses[setting], self._draws(batch)
         B = 1 if self.spec.together is None else len(batch.named)
         feed = stack.feed(batch.images, self.base.model.patch, draws.images, B)
-        sent = send(self.base.model, feed, stack, draws) if self.spec.features_released else None
+        released = self.spec.features_released
+        sent = send(self.base.model, feed, stack, draws, self.spec.cut_layer) if released else None
         return Trial(setting, feed, feed.images if setting == "b" else batch.images, sent)
 
     def _draws(self, batch: Batch) -> Draws:
@@ -246,8 +247,8 @@ class Evaluator:
     def _features(self, sent: Sent, trial: Trial, batch: Batch) -> tuple[FeatureObservation, list[Record], list[bool]]:
         """Observe released features, and note what the defense costs the client: whether its prediction is right."""
         model, stack = self.base.model, self.rows.defenses[trial.setting]
-        seen = observe_features(model, sent, stack, self._public_to(batch))
-        logits, seconds = self._timed(lambda: predictions(model, sent))
+        seen = observe_features(model, sent, stack, self._public_to(batch), self.spec.cut_layer)
+        logits, seconds = self._timed(lambda: predictions(model, sent, self.spec.cut_layer))
         right = (logits.argmax(1) == batch.labels).double().tolist()
         facts: list[Record] = [
             {

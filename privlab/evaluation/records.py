@@ -42,10 +42,10 @@ __all__ = [
     "to_frame",
 ]
 
-SCHEMA = 7
+SCHEMA = 8
 """Version of the records' columns. Since 3, rows have a key. Since 4, they say whether an attack was beyond its range.
 Since 5, they have scores that no gain or offset changes. Since 6, they state the effort. Since 7, they say how much of
-an update a reconstruction explains."""
+an update a reconstruction explains. Since 8, they state the cut layer of released features."""
 
 GEOMETRIES = ("in_place", "oracle", "reassembled")
 """The layouts of a reconstruction: as it is; with the moved patches put in order by the evaluator; and, in setting c of
@@ -64,8 +64,8 @@ EXACT_DB = 100.0
 Record = dict[str, Any]
 
 _ORDER = (
-    "victim block weights weights_sha256 release defense setting attack effort geometry image image_sha256 label "
-    "label_origin member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp "
+    "victim block weights weights_sha256 release cut_layer defense setting attack effort geometry image image_sha256 "
+    "label label_origin member seed draw device dtype mse psnr ssim ssim_skimage fft2d fft2d_mjp "
     "psnr_affine correlation gms_affine psnr_affine_mirrored correlation_mirrored gms_affine_mirrored "
     f"lpips_alex lpips_vgg lpips_squeeze f_sim {' '.join(ADDED)} "
     "psnr_unmasked psnr_masked placement_accuracy neighbour_accuracy key_recovered key_bits "
@@ -78,7 +78,7 @@ _FLOAT_COLUMNS = (
     *["psnr_unmasked", "psnr_masked", "key_bits", "tokens_found", "tokens_sure", "explained", "grad_norm"],
     *["seconds_observe", "seconds_attack", "seconds_score"],
 )
-_INTEGER_COLUMNS = ["label", "seed", "draw", "schema", "batch_images"]
+_INTEGER_COLUMNS = ["cut_layer", "label", "seed", "draw", "schema", "batch_images"]
 
 
 def _type(column: str) -> pa.DataType:
@@ -252,6 +252,7 @@ class Rows:
             "weights": self.base.weights.origin,
             "weights_sha256": self.base.weights.sha256,
             "release": self.spec.released,
+            "cut_layer": self.spec.cut_layer if self.spec.features_released else None,
             "effort": self.spec.effort,
             "seed": self.spec.seed,
             "draw": self.spec.draw,
@@ -273,6 +274,7 @@ class Rows:
         }
         if spec.features_released:
             given["client_batch"] = spec.client_batch
+            given |= {"cut_layer": spec.cut_layer} if spec.cut_layer else {}  # 0 has the keys of before there was one
         elif spec.local_training is not None:
             given["client"] = asdict(spec.local_training)
         elif spec.together:

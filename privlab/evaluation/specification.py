@@ -83,6 +83,7 @@ class Specification:
     public: tuple[str, ...] = ("samples",)
     public_limit: int = 200
     client_batch: int = 16
+    cut_layer: int = 0
     embedding: str | None = None
     classes: int | None = None
     gradient_batch: int = 1
@@ -133,9 +134,11 @@ class Specification:
 
     @property
     def features_released(self) -> bool:
-        """Return whether the adversary sees features: as `release` says, or else as a defense or an attack needs it."""
+        """Return whether the adversary sees features: as `release` says, or as blocks, defense or attack need it."""
         if self.release != "auto" or self.client is not None:
             return self.release == "features"
+        if self.cut_layer:
+            return True
         kinds = [installed_attacks()[name] for name in self.attacks or ()]
         return self._defends_features or any(Capability.RELEASED_FEATURES in kind.requires for kind in kinds)
 
@@ -237,6 +240,13 @@ class Specification:
         assert self.local_training is not None  # its settings are checked where they are read
 
     def _check_release(self) -> None:
+        if self.cut_layer < 0:
+            raise PrivlabError(f"cut_layer must be a number of blocks, at least 0. Found {self.cut_layer}.")
+        if self.cut_layer and not self.features_released:
+            raise PrivlabError(
+                f"A cut layer is of released features. Found cut_layer {self.cut_layer}, and {self.released} released: "
+                "leave one of them out."
+            )
         if self.features_released and self.block == "april":
             raise PrivlabError("Features leave the client before any block. Found --block april: leave it out.")
         if self.features_released and self.gradient_batch > 1:

@@ -132,6 +132,7 @@ class _Stated:
         row = {
             "victim": spec.models[0],
             "release": spec.released,
+            "cut_layer": spec.cut_layer if spec.features_released else None,
             "setting": self.setting,
             "attack": self.attack,
             "geometry": GEOMETRIES[0],

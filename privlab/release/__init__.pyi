@@ -38,6 +38,7 @@ from .recording import Recorded as Recorded
 from .recording import Recorder as Recorder
 from .recording import SessionRecorder as SessionRecorder
 from .recording import read_recording as read_recording
+from .recording import recorded_cut_layer as recorded_cut_layer
 from .recording import recorded_sessions as recorded_sessions
 from .residual import EXPLAINED_RESIDUAL as EXPLAINED_RESIDUAL
 from .residual import slots_without_gradient as slots_without_gradient

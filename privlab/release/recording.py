@@ -27,7 +27,7 @@ from torch import Tensor
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.release.given import session_folders
 
-__all__ = ["Recorded", "Recorder", "SessionRecorder", "read_recording", "recorded_sessions"]
+__all__ = ["Recorded", "Recorder", "SessionRecorder", "read_recording", "recorded_cut_layer", "recorded_sessions"]
 
 _FORMAT, _VERSION = "privlab-recording", 1
 Kind = Literal["step", "infer"]
@@ -123,6 +123,21 @@ def recorded_sessions(folder: Path) -> dict[str, dict[str, Any]]:
     """
     paths = session_folders(folder)
     return {str(path): _about(path / "session.json") for path in paths}
+
+
+def recorded_cut_layer(folder: Path) -> int:
+    """Return the number of blocks that the clients of a recording held, as the contracts of its sessions say.
+
+    Sessions that state none are older than the choice: 0.
+
+    Raises:
+        PrivlabError: if there is no recording, it has another version, or its sessions were cut at different layers.
+    """
+    found = {about.get("contract", {}).get("cut_layer", 0) for about in recorded_sessions(folder).values()}
+    if len(found) > 1:
+        cuts = ", ".join(map(str, sorted(found)))
+        raise PrivlabError(f"The sessions in '{folder}' have cut layers {cuts}: give the folder of one session.")
+    return int(found.pop())
 
 
 def read_recording(folder: Path, kind: Kind | None = None) -> Iterator[Recorded]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from privlab.base import PrivlabError, PrivlabWarning, collect_warnings, pick_device
 from privlab.evaluation import Record, Specification, applicable, defense_of, plan, public_images
 from privlab.evaluation.lpips_choice import with_lpips
-from privlab.release import Recorded, feature_capabilities, read_recording, recorded_sessions
+from privlab.release import Recorded, feature_capabilities, read_recording, recorded_cut_layer, recorded_sessions
 from privlab.runs.attack import status_of
 from privlab.runs.audit_case import UNSCORED, AuditCase, Release, unknown_images
 from privlab.stores import RunDirectory, sheet_png
@@ -62,14 +62,16 @@ def audit(
         progress: called after each batch with (batches done, None).
 
     Raises:
-        PrivlabError: before anything is attacked, if there is no recording, its features do not fit the victim, attacks
-            lack a capability, or `out` holds another run.
+        PrivlabError: before anything is attacked, if there is no recording, its features or its cut layer do not fit
+            the victim or `spec`, attacks lack a capability, or `out` holds another run.
 
     Warns:
         PrivlabWarning: for each batch that is replaced or added while the audit runs; it is left out.
     """
     begun = {} if overwrite else RunDirectory(out).begun()
     spec, _ = with_lpips(replace(spec, settings=("c",), images=(str(folder),)), begun, download=False)
+    if (cut_layer := recorded_cut_layer(folder)) != spec.cut_layer:
+        raise PrivlabError(f"The recording in '{folder}' has cut layer {cut_layer}. Found {spec.cut_layer}.")
     messages: list[str] = []
     with collect_warnings(messages):
         base = victim(
@@ -142,7 +144,8 @@ def _nothing_seen(spec: Specification, base: Victim, public: Tensor) -> FeatureO
     """Return the observation of a batch without its features: what a server knows beforehand."""
     model, parts = base.model, defense_of(spec, base, "c").parts
     features = model.mean.new_empty(0, 1, model.vit.embed_dim)
-    return FeatureObservation(model, features, parts, public, feature_capabilities(model, len(public), parts))
+    grants = feature_capabilities(model, len(public), parts, spec.cut_layer)
+    return FeatureObservation(model, features, parts, public, grants, spec.cut_layer)
 
 
 def _attacked(

@@ -19,6 +19,7 @@ class Capability(str, Enum):
     CLASS_TOKEN = "class_token"
     AUXILIARY_IMAGES = "auxiliary_images"
     OWN_ROWS = "own_rows"
+    EMBEDDED_ROWS = "embedded_rows"
     QUERIES = "queries"
     KNOWS_DEFENSE = "knows_defense"
     GRADIENT_DEFENSE = "gradient_defense"
@@ -42,7 +43,8 @@ _MEANING = {
     Capability.CLASS_TOKEN: "the row of the class token is among the features",
     Capability.AUXILIARY_IMAGES: "public images like the private ones are at hand",
     Capability.OWN_ROWS: "every row stays with its image (no batch-shuffle)",
-    Capability.QUERIES: "the client's embedding can be run on images of the adversary's own",
+    Capability.EMBEDDED_ROWS: "each row is one patch's embedding, as with --cut-layer 0",
+    Capability.QUERIES: "the client's part of the model can be run on images of the adversary's own",
     Capability.KNOWS_DEFENSE: "the defense's algorithm and its parameters are known, its draws are not",
     Capability.GRADIENT_DEFENSE: "a defense acts on the released gradient (noise, pruning, fewer bits)",
     Capability.CLIENT_UPDATE: "the update of a client's local training is released, and its settings are public",

@@ -58,9 +58,10 @@ class Observation:
 class FeatureObservation:
     """Everything that the server of split learning sees of a batch of b images, and nothing else.
 
-    `model` is the public base: the embedding F₁ with its position embeddings, and the rest. `defense` holds the
-    defenses at work with their public parameters, in their order; `public` are the adversary's own images. The
-    capabilities in `grants` say which of these an attack may use.
+    `model` is the public base: the embedding F₁ with its position embeddings, and the rest. The client holds the
+    embedding and the first `cut_layer` = ℓ blocks of it. `defense` holds the defenses at work with their public
+    parameters, in their order; `public` are the adversary's own images. The capabilities in `grants` say which of these
+    an attack may use; for ℓ > 0 they lack `embedded_rows`.
     """
 
     model: VictimModel
@@ -68,6 +69,7 @@ class FeatureObservation:
     defense: tuple[Defense | FeatureDefense | GradientDefense, ...]
     public: Float[Tensor, "m c h w"]
     grants: frozenset[Capability]
+    cut_layer: int = 0
 
     def _repr_html_(self) -> str:
         facts = _public_facts(self) | {"public images": len(self.public)}

@@ -151,14 +151,40 @@ class VictimModel(nn.Module):
     def classify(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b y"]:
         """Return the logits of embedded tokens."""
         vit = self.vit
-        x = vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens)))
-        x = _last(vit, vit.blocks[:-1](x))
+        x = _last(vit, vit.blocks[:-1](self._before_blocks(tokens)))
         return vit.forward_head(vit.norm(x))
 
-    def backbone(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        """Return T(z₀): what the server of split learning computes, every token kept."""
+    def check_cut_layer(self, cut_layer: int) -> None:
+        """Check that a client may hold this many blocks.
+
+        Raises:
+            PrivlabError: if it is not in 0 … depth.
+        """
+        depth = len(self.vit.blocks)
+        if not 0 <= cut_layer <= depth:
+            raise PrivlabError(f"The cut layer must be in 0 … {depth}, the number of blocks. Found {cut_layer}.")
+
+    def client_blocks(self, tokens: Float[Tensor, "b t d"], cut_layer: int) -> Float[Tensor, "b t d"]:
+        """Return z_ℓ, what a client of split learning sends that holds the embedding and the first ℓ blocks.
+
+        Args:
+            tokens: z₀, what `embed` returns.
+            cut_layer: ℓ, in 0 … depth; 0 returns z₀ as it is.
+        """
+        return tokens if cut_layer == 0 else self.vit.blocks[:cut_layer](self._before_blocks(tokens))
+
+    def backbone(self, tokens: Float[Tensor, "b t d"], cut_layer: int = 0) -> Float[Tensor, "b t d"]:
+        """Return T(z_ℓ): what the server of split learning computes, every token kept.
+
+        Args:
+            tokens: z_ℓ, what `client_blocks` returns.
+            cut_layer: ℓ, in 0 … depth: the first block that the server holds; 0 gives it all of them.
+        """
+        return self.vit.blocks[cut_layer:](tokens if cut_layer else self._before_blocks(tokens))
+
+    def _before_blocks(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
         vit = self.vit
-        return vit.blocks(vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens))))
+        return vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens)))
 
     def head(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b y"]:
         """Return F₂(T(z₀)): the logits that the client computes from the server's outputs."""

@@ -248,6 +248,18 @@ def test_the_key_covers_all_that_shapes_a_decoder(tiny_model: Make, crops: Tenso
         decoder_key(model, (), crops, spec_of("mae", plan=SHORT)),
     }
     assert len(keys) == 8
+    assert decoder_key(model, (), crops, spec, 0) in keys
+    assert decoder_key(model, (), crops, spec, 1) not in keys
+
+
+def test_decoders_of_two_cuts_are_two(tiny_model: Make, crops: Tensor, cache: Path) -> None:
+    """Each whitens the rows behind its own number of blocks."""
+    model, spec = tiny_model(depth=2), spec_of("token", plan=SHORT)
+    made = [decoder_for(model, (), crops, spec, cut_layer) for cut_layer in (0, 1, 2)]
+    assert len(list(cache.iterdir())) == 3
+    for cut_layer, decoder in enumerate(made):
+        rows = model.client_blocks(model.embed(crops.double()), cut_layer).flatten(0, 1)
+        assert (decoder.whiten.mean - rows.mean(0)).norm() < 0.3 * rows.std(0).norm()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])

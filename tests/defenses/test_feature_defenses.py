@@ -221,6 +221,6 @@ def test_an_observation_of_features_has_no_field_for_image_or_order(tiny_model: 
     stack = Stack((RowPermutation(),))
     sent = send(model, Feed.undefended(images, 4), stack, draws())
     seen = observe_features(model, sent, stack, images[:0])
-    assert set(vars(seen)) == {"model", "features", "defense", "public", "grants"}
+    assert set(vars(seen)) == {"model", "features", "defense", "public", "grants", "cut_layer"}
     assert seen.features is sent.features
     assert seen.defense == (RowPermutation(),)

@@ -39,6 +39,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "gradient-matching": {"steps": 1, "start": "patch-gradient"},
     "gradient-likelihood": {"steps": 1, "start": "patch-gradient"},
     "feature-optimisation": {"steps": 1},
+    "depth-optimisation": {"steps": 1},
     "patch-update": {"rounds": 1},
     **{f"inversion-{kind}": {"steps": 1} for kind in ("conv", "mae", "set", "token")},
 }
@@ -55,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "columns": {"defense": "row-permutation+column-permutation"},
     "batch": {"defense": "batch-shuffle"},
     "noisy features": {"defense": "gaussian-noise"},
+    "depth": {"cut_layer": 1, "attacks": ("depth-optimisation",)},
     "inversion": {"release": "features", "attacks": tuple(name for name in ATTACKS if name.startswith("inversion-"))},
 }
 DOWNLOADS = {

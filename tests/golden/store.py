@@ -57,6 +57,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "cutmix": (*SMALL, "--defense", "cutmix", "--setting", "c"),
     "features": (*CIFAR, *FEATURES, "--defense", "none"),
     "rows": (*CIFAR, *FEATURES, "--defense", "row-permutation"),
+    "depth": (*CIFAR, *FEATURES, "--cut-layer", "2", "--attack", "depth-optimisation", "--set", "steps=5"),
     "columns": (*CIFAR, *FEATURES, "--defense", "column-permutation"),
     "shuffle": (*CIFAR, *FEATURES, "--defense", "batch-shuffle"),
     "gaussian": (*CIFAR, *FEATURES, "--defense", "gaussian-noise"),

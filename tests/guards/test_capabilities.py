@@ -60,6 +60,7 @@ def test_features_grant_what_they_show(tiny_model: Model) -> None:
     assert with_images - without == {Capability.AUXILIARY_IMAGES}
     assert Capability.OWN_ROWS in feature_capabilities(model, 3, (RowPermutation(),))
     assert Capability.OWN_ROWS not in feature_capabilities(model, 3, (BatchShuffle(),))
+    assert with_images - feature_capabilities(model, 3, (), 1) == {Capability.EMBEDDED_ROWS}
     bare = feature_capabilities(tiny_model(pos_embed="none", class_token=False, global_pool="avg"), 3)
     assert with_images - bare == {Capability.POSITION_EMBEDDINGS, Capability.CLASS_TOKEN}
 
@@ -67,7 +68,7 @@ def test_features_grant_what_they_show(tiny_model: Model) -> None:
 def test_observations_have_no_field_for_the_truth() -> None:
     gradients = {"model", "gradients", "grants", "defense", "images_per_release", "photographs", "client"}
     assert {f.name for f in fields(Observation)} == gradients
-    features = {"model", "features", "grants", "defense", "public"}
+    features = {"model", "features", "grants", "defense", "public", "cut_layer"}
     assert {f.name for f in fields(FeatureObservation)} == features
 
 

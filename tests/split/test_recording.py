@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from privlab.base import PrivlabError, PrivlabWarning
-from privlab.release import Recorder, read_recording, recorded_sessions
+from privlab.release import Recorder, read_recording, recorded_cut_layer, recorded_sessions
 
 FEATURES = torch.linspace(-1, 1, 2 * 17 * 32).view(2, 17, 32)
 
@@ -191,3 +191,25 @@ def test_a_disk_that_fills_up_at_any_file_ends_the_recording_and_nothing_else(
     check_training_goes_on(server, client, tiny, alone, tmp_path / "rec", tmp_path)
     assert len(list(read_recording(tmp_path / "rec"))) == 2
     assert not list((tmp_path / "rec").rglob(".tmp-*"))
+
+
+def test_sessions_of_one_cut_have_it_and_others_are_refused(recording: Path) -> None:
+    """Contracts of before there was a choice state none: 0."""
+    assert recorded_cut_layer(recording) == 0
+    Recorder(recording, {}, on_stop=pytest.fail).session("c", {"contract": {"cut_layer": 3}})
+    assert recorded_cut_layer(recording / "c") == 3
+    with pytest.raises(PrivlabError, match=r"have cut layers 0, 3: give the folder of one session\."):
+        recorded_cut_layer(recording)
+
+
+def test_a_server_records_the_cut_and_what_was_sent_behind_it(
+    server: Any, client: Any, tiny: Any, tmp_path: Path
+) -> None:
+    learner = tiny.learner("none", cut_layer=1)
+    images, _ = tiny.batches()[1]
+    with server(record=tmp_path / "seen") as (running, _):
+        tiny.Trainer(learner, client(running), tmp_path).train(tiny.batches(), 1)
+    assert recorded_cut_layer(tmp_path / "seen") == 1
+    (batch,) = read_recording(tmp_path / "seen")
+    model = tiny.tiny().model
+    torch.testing.assert_close(batch.features, model.vit.blocks[0](model.embed(images)))

@@ -175,7 +175,7 @@ CONTRACTS = {
     "lr": (float("nan"), "INVALID_ARGUMENT", "lr must be above 0 and finite. Found nan"),
     "momentum": (1.0, "INVALID_ARGUMENT", "momentum must be in [0, 1). Found 1.0"),
     "weight_decay": (-0.1, "INVALID_ARGUMENT", "weight_decay must be at least 0"),
-    "version": (2, "FAILED_PRECONDITION", "The protocol is version 1. Found 2"),
+    "version": (3, "FAILED_PRECONDITION", "The protocol is version 2. Found 3"),
     "session": ("../../etc", "INVALID_ARGUMENT", "64 hexadecimal digits. Found 9 characters"),
 }
 
@@ -324,3 +324,18 @@ def test_training_that_diverges_is_told(small: Server, client: Any, tiny: Any) -
         mine.backward(1, FEATURES.clone())
         with pytest.raises(PrivlabError, match=r"At step 2, T\(features\) is not finite: training diverges"):
             mine.forward(2, FEATURES.clone())
+
+
+def test_a_cut_that_leaves_the_server_no_block_is_refused(
+    hardened: Server, stream: Callable[..., tuple[str, str]], tiny: Any
+) -> None:
+    asked = opening(tiny.contract(cut_layer=2), version=2)
+    refused = "The server holds one of the 2 blocks or more: the cut layer must be in 0 … 1. Found 2."
+    assert stream(hardened.address, asked) == ("INVALID_ARGUMENT", refused)
+
+
+def test_terms_with_a_cut_are_of_version_two_and_all_others_of_version_one(tiny: Any) -> None:
+    """A server of version 1 overlooks the cut: it must refuse it. It serves the contracts that it knows."""
+    assert (tiny.contract().version, tiny.contract(cut_layer=1).version) == (1, 2)
+    with pytest.raises(PrivlabError, match="cut_layer must be at least 0"):
+        tiny.contract(cut_layer=-1)

@@ -277,3 +277,15 @@ def test_the_estimate_of_a_sessions_memory_grows_with_what_it_holds() -> None:
     assert small.session_bytes(1000, 2) == 4 * 4000 + 6 * 17 * 32 * 4 * 56
     sgd = Contract("m", 32, 17, 6, optimizer="sgd", dtype="float64")
     assert sgd.session_bytes(1000, 2) == 3 * 8000 + 6 * 17 * 32 * 8 * 56
+
+
+def test_every_parameter_is_on_one_side_of_any_cut(tiny: Any) -> None:
+    model = tiny.tiny().model.requires_grad_(True)
+    for cut_layer in (0, 1):
+        theirs = {f"vit.{name}" for name, _ in Backbone(model, torch.float32, cut_layer).named_parameters()}
+        ours = set(own_parameters(model, cut_layer))
+        assert theirs | ours == {name for name, _ in model.named_parameters()}
+        assert not theirs & ours
+        assert {name.split(".")[2] for name in theirs if ".blocks." in name} == {*"01"[cut_layer:]}
+    with pytest.raises(PrivlabError, match="The server holds one of the 2 blocks or more"):
+        Backbone(model, torch.float32, 2)

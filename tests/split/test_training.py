@@ -41,6 +41,19 @@ def test_the_loss_is_that_of_one_process_at_every_step(
     assert_close(learner.losses.tolist(), want, rtol=0, atol=BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("defense", DEFENSES)
+def test_a_client_that_holds_a_block_trains_the_same_model(
+    defense: str, trained: Callable[..., Any], alone: Callable[..., list[float]], tiny: Any
+) -> None:
+    """Whatever is permuted behind the block, the loss of each step is that of training in one process."""
+    learner = trained(defense, dtype="float64", optimizer="sgd", lr=0.02, weight_decay=0.01, cut_layer=1)
+    assert_close(learner.losses.tolist(), alone(learner.contract, tiny.STEPS), rtol=0, atol=1e-9)
+    before = dict(tiny.tiny().model.vit.blocks.named_parameters())
+    after = dict(learner.model.vit.blocks.named_parameters())
+    moved = {name[0] for name, parameter in after.items() if not torch.equal(parameter, before[name].double())}
+    assert moved == {"0"}
+
+
 def test_a_fresh_order_for_each_image_changes_nothing_either(
     trained: Callable[..., Any], alone: Callable[..., list[float]], tiny: Any
 ) -> None:

@@ -90,6 +90,13 @@ _DEFENSE = _options(
     click.option(
         "--set", "options", multiple=True, metavar="[NAME.]KEY=VALUE", help="An option of a defense; repeat it."
     ),
+    click.option(
+        "--cut-layer",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Blocks that stay here, with the embedding.",
+    ),
     click.option("--upload", is_flag=True, help="Bring T's initial weights; a column permutation does so by itself."),
     click.option(
         "--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Images sent together."

@@ -140,6 +140,7 @@ _OPTIONS = {
     "sigma": "σ of the blur (pixels)",
     "radius": "radius kept (cycles per pixel)",
     "share": "share of tokens shuffled",
+    "cut_layer": "ℓ (blocks that the client holds)",
 }
 _LEAKS = {"higher leaks": "{}   leakier →", "lower leaks": "{}   ← leakier", "utility": "{}   more useful →"}
 

@@ -25,7 +25,7 @@ COMPARED_COLUMNS = [
 ]
 """The columns that two records must share if their attacks are to be compared by budget alone."""
 _NEEDED_COLUMNS = (*COMPARED_COLUMNS, "attack_params", "seed", "draw", "weights", "reason", "batch_images")
-_NEEDED_COLUMNS += ("victim_params", "label_origin", "beyond_range", "effort")
+_NEEDED_COLUMNS += ("victim_params", "label_origin", "beyond_range", "effort", "cut_layer")
 
 
 @dataclass(frozen=True, eq=False)

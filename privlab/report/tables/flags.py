@@ -101,11 +101,13 @@ def _no_adaptive_attack(facts: Facts) -> list[str]:
 def _fits(kind: AttackClass, parts: frozenset[str], rows: pd.DataFrame) -> bool:
     """Return whether an attack could run on what was released in a case, as far as its rows state it.
 
-    The attack must be on features or on gradients, as released; on gradients of several images, if they were; and on
-    defended gradients, if it needs such.
+    The attack must be on features or on gradients, as released; on features behind blocks, or on gradients of several
+    images, if they were; and on defended gradients, if it needs such.
     """
     on_features = Capability.RELEASED_FEATURES in kind.requires
     if {"features", "gradients"} & {*rows.release} == {"gradients" if on_features else "features"}:
+        return False
+    if (rows.cut_layer > 0).any() and Capability.EMBEDDED_ROWS in kind.requires:
         return False
     if not on_features and (rows.batch_images > 1).any() and Capability.BATCH_SIZE_ONE in kind.requires:
         return False

@@ -242,10 +242,11 @@ def verdicts(outcome: Outcome) -> list[str]:
 
 
 def _how(spec: Specification) -> str:
-    """Return the other options of a run on which its numbers depend: draws, gradient batch, client, and force."""
+    """Return the other options of a run on which its numbers depend: draws, gradient batch, client, cut and force."""
     draws = f"; {spec.draws} draws of each image" if spec.draws > 1 else ""
     batch = f"; {spec.gradient_batch} images in one gradient" if spec.gradient_batch > 1 else ""
     batch += "" if spec.local_training is None else f"; {_trained_by(spec.local_training)}"
+    batch += f"; features after block {spec.cut_layer}" if spec.cut_layer else ""
     return draws + batch + ("; FORCED: attacks run where their formulas do not hold" if spec.force else "")
 
 

@@ -20,7 +20,6 @@ from privlab.split.protocol.split_pb2 import Contract as ContractMessage
 from privlab.split.protocol.split_pb2 import Open, Reply, Request, Save
 from privlab.split.protocol.wire import chunks, pack, pack_state, unpack
 from privlab.split.server.server import METHOD
-from privlab.split.server.session_registry import VERSION
 
 __all__ = ["Client", "Lost", "Rebuffed", "Remote", "Traffic"]
 
@@ -139,7 +138,7 @@ class Remote:
         """
         self.saved = saved
         contract = ContractMessage(**asdict(self.contract))
-        request = Request(open=Open(version=VERSION, session=session, steps=steps, contract=contract))
+        request = Request(open=Open(version=self.contract.version, session=session, steps=steps, contract=contract))
         opened = self._ask(request).opened
         self.id, self.step, self.weights_sha256 = opened.session, opened.step, opened.weights_sha256
 

@@ -13,6 +13,7 @@ from privlab.images import ImageSource, open_images
 from privlab.split.client.learner import Learner
 from privlab.split.client.train import CHECKPOINT
 from privlab.split.protocol import checkpoint
+from privlab.split.protocol.backbone import check_cut
 from privlab.split.protocol.contract import Contract
 from privlab.split.protocol.secret import new_secret
 from privlab.threat import Stack
@@ -50,6 +51,7 @@ class SplitJob:
     dtype: str = "float32"
     seed: int = 0
     upload: bool = False
+    cut_layer: int = 0
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "SplitJob":
@@ -130,12 +132,14 @@ def _make(job: SplitJob, secret: str, device: torch.device) -> Started:
 def _learner(
     job: SplitJob, subject: Victim, stack: Stack, secret: str, device: torch.device, *, own_weights: bool
 ) -> Learner:
+    check_cut(subject.model, job.cut_layer)
+    terms = ("dtype", "optimizer", "lr", "momentum", "weight_decay", "cut_layer")
     contract = Contract(
         model=subject.architecture,
         width=subject.model.vit.embed_dim,
         max_tokens=subject.model.vit.num_prefix_tokens + subject.model.vit.patch_embed.num_patches,
         max_batch=job.batch_size,
         own_weights=own_weights,
-        **{name: getattr(job, name) for name in ("dtype", "optimizer", "lr", "momentum", "weight_decay")},
+        **{name: getattr(job, name) for name in terms},
     )
     return Learner(subject.model, stack, contract, secret, classes=job.classes, seed=job.seed, device=device)

@@ -1,4 +1,4 @@
-"""The client's half: images, labels, F₁, F₂, the secret permutations; only a `Sent` and a gradient leave it."""
+"""The client's half: images, labels, F₁, ℓ blocks, F₂, the secret orders; only a `Sent` and a gradient leave it."""
 
 import copy
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Learner:
             self.model.vit.num_classes = classes
         self.model.to(device, contract.torch_dtype)
         self.stack, self.contract, self.secret = stack, contract, secret
-        self._own = own_parameters(self.model)
+        self._own = own_parameters(self.model, contract.cut_layer)
         for parameter in self._own.values():
             parameter.requires_grad_(True)
         self._optimizer = contract.optimizer_of(self._own.values())
@@ -93,17 +93,23 @@ class Learner:
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Return T's initial weights permuted by P_C: the server learns neither the weights nor P_C (Eq. 6)."""
-        state = Backbone(self.model, self.contract.torch_dtype).state_dict()
+        state = self.backbone().state_dict()
         if (columns := self.columns) is None:
             return state
-        shape = ModelShape.of(self.model.vit)
-        return apply_key(state, residual_only(columns, shape), shape)
+        shape, whole = ModelShape.of(self.model.vit), Backbone(self.model, self.contract.torch_dtype).state_dict()
+        keyed = apply_key(whole, residual_only(columns, shape), shape)
+        return {name: keyed[name] for name in state}
+
+    def backbone(self) -> Backbone:
+        """Return T with the weights that the client's own model has."""
+        return Backbone(self.model, self.contract.torch_dtype, self.contract.cut_layer)
 
     def send(self, images: Float[Tensor, "b c h w"], draws: Draws) -> Sent:
-        """Return what the client sends for images in [0, 1]: their embedding by F₁, with the defenses applied."""
+        """Return what the client sends for images in [0, 1]: the tokens behind its ℓ blocks, as defended."""
         images = images.to(self.device, self.contract.torch_dtype)
         feed = self.stack.feed(images, self.model.patch, draws.images, len(images))
         tokens = self.model.embed(feed.images, feed.masked_pe, feed.replacement)
+        tokens = self.model.client_blocks(tokens, self.contract.cut_layer)
         return self.stack.send(tokens, self.model.vit.num_prefix_tokens, draws)
 
     def begin(self, images: Float[Tensor, "b c h w"], labels: Int[Tensor, " b"]) -> Float[Tensor, "b t d"]:

@@ -11,7 +11,6 @@ from privlab.split.client.client import Client, Lost, Remote, Traffic
 from privlab.split.client.data import Batches
 from privlab.split.client.learner import Learner
 from privlab.split.client.patience import Patience
-from privlab.split.protocol.backbone import Backbone
 from privlab.victims import hash_of
 
 __all__ = ["CHECKPOINT", "StepDone", "Trainer"]
@@ -133,7 +132,7 @@ class Trainer:
         remote.saved = self._saved = self.learner.step
 
     def _check_same_weights(self, remote: Remote) -> None:
-        ours = hash_of(Backbone(self.learner.model, self.learner.contract.torch_dtype).state_dict())
+        ours = hash_of(self.learner.backbone().state_dict())
         if ours != remote.weights_sha256:
             raise PrivlabError(
                 "The server's backbone has other weights than this client's model (another --weights, --seed or "

@@ -44,6 +44,7 @@ class Contract:
         momentum: the momentum of "sgd", in [0, 1).
         weight_decay: at least 0; decoupled in "adamw".
         own_weights: whether the client brings T's initial weights, as with a column permutation (Eq. 6).
+        cut_layer: ℓ, the number of blocks that the client holds, at least 0; the server holds those behind them.
 
     Raises:
         PrivlabError: if a value is out of its range.
@@ -59,10 +60,12 @@ class Contract:
     momentum: float = 0.9
     weight_decay: float = 0.0
     own_weights: bool = False
+    cut_layer: int = 0
 
     def __post_init__(self) -> None:
         for name, most in _LIMITS.items():
             check_range(1 <= (value := getattr(self, name)) <= most, name, f"in [1, {most}]", value)
+        check_range(self.cut_layer >= 0, "cut_layer", "at least 0", self.cut_layer)
         check_name("dtype", self.dtype, DTYPES)
         check_name("optimizer", self.optimizer, OPTIMIZERS)
         check_range(0 < self.lr < math.inf, "lr", "above 0 and finite", self.lr)
@@ -82,6 +85,11 @@ class Contract:
             return cls(**{f.name: getattr(values, f.name) for f in fields(cls)})
         except (PrivlabError, TypeError) as error:
             raise Refusal("INVALID_ARGUMENT", f"The contract does not hold: {error}") from None
+
+    @property
+    def version(self) -> int:
+        """Return the least version of the protocol that knows these terms: one of version 1 overlooks a cut layer."""
+        return 2 if self.cut_layer else 1
 
     @property
     def torch_dtype(self) -> torch.dtype:

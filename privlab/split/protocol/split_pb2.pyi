@@ -65,7 +65,7 @@ class Opened(_message.Message):
     def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., weights_sha256: _Optional[str] = ..., checkpoint_every: _Optional[int] = ...) -> None: ...
 
 class Contract(_message.Message):
-    __slots__ = ("model", "width", "max_tokens", "max_batch", "dtype", "optimizer", "lr", "momentum", "weight_decay", "own_weights")
+    __slots__ = ("model", "width", "max_tokens", "max_batch", "dtype", "optimizer", "lr", "momentum", "weight_decay", "own_weights", "cut_layer")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class Contract(_message.Message):
     MOMENTUM_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
     OWN_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    CUT_LAYER_FIELD_NUMBER: _ClassVar[int]
     model: str
     width: int
     max_tokens: int
@@ -86,7 +87,8 @@ class Contract(_message.Message):
     momentum: float
     weight_decay: float
     own_weights: bool
-    def __init__(self, model: _Optional[str] = ..., width: _Optional[int] = ..., max_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., dtype: _Optional[str] = ..., optimizer: _Optional[str] = ..., lr: _Optional[float] = ..., momentum: _Optional[float] = ..., weight_decay: _Optional[float] = ..., own_weights: bool = ...) -> None: ...
+    cut_layer: int
+    def __init__(self, model: _Optional[str] = ..., width: _Optional[int] = ..., max_tokens: _Optional[int] = ..., max_batch: _Optional[int] = ..., dtype: _Optional[str] = ..., optimizer: _Optional[str] = ..., lr: _Optional[float] = ..., momentum: _Optional[float] = ..., weight_decay: _Optional[float] = ..., own_weights: bool = ..., cut_layer: _Optional[int] = ...) -> None: ...
 
 class Tensors(_message.Message):
     __slots__ = ("step", "data")

@@ -14,7 +14,7 @@ import torch
 
 from privlab.base import PrivlabError, check_range
 from privlab.release import Recorder
-from privlab.split.protocol.backbone import Backbone
+from privlab.split.protocol.backbone import Backbone, check_cut
 from privlab.split.protocol.checkpoint import SessionCheckpoints
 from privlab.split.protocol.contract import Contract, Refusal
 from privlab.split.protocol.split_pb2 import Open
@@ -25,8 +25,8 @@ from privlab.victims import Victim, hash_of
 
 __all__ = ["VERSION", "Limits", "Sessions"]
 
-VERSION = 1
-"""The version of the protocol."""
+VERSION = 2
+"""The version of the protocol: since 2, a contract may state a cut layer. A request states the least that it needs."""
 
 _ID = re.compile(r"[0-9a-f]{64}")
 _NAME_LENGTH = 12
@@ -84,7 +84,7 @@ class Sessions:
         self._device, self._log, self._recorder = device, log, recorder
         self._lock = Lock()
         self._taken: dict[str, int] = {}
-        self._hashes: dict[str, str] = {}
+        self._hashes: dict[tuple[str, int], str] = {}
 
     def __len__(self) -> int:
         return len(self._taken)
@@ -100,7 +100,7 @@ class Sessions:
         contract = self._check(request)
         steps = list(request.steps) or [0]
         id_ = self._find(request.session, steps) or secrets.token_hex(32)
-        need = contract.session_bytes(*self._size())
+        need = contract.session_bytes(*self._size(contract.cut_layer))
         with self._place(id_, need):
             live = self._live(id_, steps, contract, saved)
             self._log("opened" if live.after == 0 else "resumed", live.name, step=live.after, memory=need)
@@ -114,9 +114,13 @@ class Sessions:
 
     def _check(self, request: Open) -> Contract:
         """Return the contract if this server accepts it."""
-        if request.version != VERSION:
+        if not 1 <= request.version <= VERSION:
             raise Refusal("FAILED_PRECONDITION", f"The protocol is version {VERSION}. Found {request.version}.")
         contract = Contract.of(request.contract)
+        try:
+            check_cut(self._victim.model, contract.cut_layer)
+        except PrivlabError as error:
+            raise Refusal("INVALID_ARGUMENT", str(error)) from None
         name, width = self._victim.architecture, self._victim.model.vit.embed_dim
         if (contract.model, contract.width) != (name, width):
             found = f"{contract.model[:60]} of width {contract.width}"
@@ -173,7 +177,7 @@ class Sessions:
 
     def _live(self, id_: str, steps: Sequence[int], contract: Contract, saved: int) -> Live:
         """Return the session after the first of the client's steps from which it can continue."""
-        session, stored = Session(self._backbone(contract.dtype), contract), self._checkpoints(id_)
+        session, stored = Session(self._backbone(contract), contract), self._checkpoints(id_)
         for step in steps:
             if step == 0 or self._restore(session, stored, step):
                 stored.keep([kept for kept in stored.steps() if kept <= session.step])
@@ -189,7 +193,7 @@ class Sessions:
             stored=stored,
             saved=saved,
             every=self._every,
-            weights_sha256=self._hash(contract.dtype),
+            weights_sha256=self._hash(contract),
             log=self._log,
             record=None
             if self._recorder is None
@@ -206,7 +210,7 @@ class Sessions:
             except PrivlabError as error:
                 self._log("unreadable", stored.folder.name, step=candidate, reason=str(error))
                 continue
-            if facts["contract"] != asdict(session.contract):
+            if Contract.of(facts["contract"]) != session.contract:
                 raise Refusal(
                     "FAILED_PRECONDITION", f"The session was begun with {facts['contract']}: resume with that."
                 )
@@ -215,19 +219,20 @@ class Sessions:
         return False
 
     def _facts(self, contract: Contract) -> dict[str, object]:
-        return {"contract": asdict(contract), "weights_sha256": self._hash(contract.dtype)}
+        return {"contract": asdict(contract), "weights_sha256": self._hash(contract)}
 
     def _checkpoints(self, id_: str) -> SessionCheckpoints:
         return SessionCheckpoints(self._folder / id_[:_NAME_LENGTH])
 
-    def _backbone(self, dtype: str) -> Backbone:
-        return Backbone(self._victim.model, getattr(torch, dtype)).to(self._device)
+    def _backbone(self, contract: Contract) -> Backbone:
+        return Backbone(self._victim.model, contract.torch_dtype, contract.cut_layer).to(self._device)
 
-    def _hash(self, dtype: str) -> str:
-        if dtype not in self._hashes:
-            self._hashes[dtype] = hash_of(self._backbone(dtype).state_dict())
-        return self._hashes[dtype]
+    def _hash(self, contract: Contract) -> str:
+        kind = (contract.dtype, contract.cut_layer)
+        if kind not in self._hashes:
+            self._hashes[kind] = hash_of(self._backbone(contract).state_dict())
+        return self._hashes[kind]
 
-    def _size(self) -> tuple[int, int]:
-        vit = self._victim.model.vit
-        return sum(p.numel() for p in vit.blocks.parameters()), len(vit.blocks)
+    def _size(self, cut_layer: int) -> tuple[int, int]:
+        blocks = self._victim.model.vit.blocks[cut_layer:]
+        return sum(p.numel() for p in blocks.parameters()), len(blocks)

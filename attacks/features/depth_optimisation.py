@@ -1,0 +1,123 @@
+"""`depth-optimisation`: features behind the first blocks inverted by an adversary that knows these blocks."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from privlab.attacks.rows import undone, warn_of_moves
+from privlab.attacks.solvers import patch_statistics
+from privlab.base import check_range
+from privlab.patches import patchify, unpatchify
+from privlab.threat import Capability, FeatureObservation, Reconstruction
+from privlab.victims import VictimModel
+
+__all__ = ["DepthOptimisation", "fit_rows"]
+
+MOST_IMAGES = 256
+"""The most public images to which the linear start is fitted."""
+
+AT_A_TIME = 16
+"""Public images that pass through the client's blocks together."""
+
+RIDGE = 1e-2
+"""Is added to every variance of a row's entries, relative to their mean: public images may be few."""
+
+
+@dataclass(frozen=True)
+class DepthOptimisation:
+    """Minimise ‖F_ℓ(x) − z‖² / (N D s²) + prior ‖v‖² / (N K) + tv TV(x) over whitened patches v, by Adam.
+
+    F_ℓ is the embedding and the first ℓ blocks, and s² the variance of an entry of the rows of public images. The N
+    patches of x are μ + S^½ v, with the mean μ and the covariance S of public patches: steps are long where photographs
+    vary, and ‖v‖² is the patches' Gaussian prior. TV(x) is the mean absolute difference of neighbouring pixels. The
+    search starts where the affine map leads that takes the rows of public images to their patches with the least
+    squared error. The learning rate decays by a cosine. Rows are taken in the order sent.
+
+    Args:
+        steps: number of steps of Adam; 0 returns the start.
+        learning_rate: step size of Adam for v at the first step.
+        prior: weight of the patches' prior.
+        tv: weight of the total variation.
+
+    Source: ours, after Mahendran and Vedaldi (CVPR 2015), Equations 1 and 3; the prior as in `invert_rows`.
+    """
+
+    name: ClassVar[str] = "depth-optimisation"
+    paper: ClassVar[str] = "ours, after Mahendran and Vedaldi (CVPR 2015), Equations 1 and 3"
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.RELEASED_FEATURES, Capability.KNOWS_WEIGHTS, Capability.AUXILIARY_IMAGES}
+    )
+    stands_in_for: ClassVar[tuple[str, ...]] = ("least-squares", "feature-optimisation")
+    at_full: ClassVar[Mapping[str, int]] = {"steps": 1000}
+
+    steps: int = 200
+    learning_rate: float = 0.05
+    prior: float = 0.1
+    tv: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError for a negative step count, rate or weight."""
+        for name in ("steps", "learning_rate", "prior", "tv"):
+            value = getattr(self, name)
+            check_range(0 <= value < math.inf, f"{name} of {self.name}", "at least 0 and finite", value)
+
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
+        """Reconstruct the images that the client fed."""
+        model, prefix = seen.model, seen.model.vit.num_prefix_tokens
+        warn_of_moves(self.name, seen)
+        z = undone(seen)[:, prefix:].to(model.mean)
+        coefficients, variance = fit_rows(model, seen.public, seen.cut_layer)
+        start = (z.double() @ coefficients[1:] + coefficients[0]).to(z)
+        μ, S = patch_statistics(model, seen.public)
+        values, V = torch.linalg.eigh(S)
+        forth, back, μ = (x.to(z) for x in ((V / values.sqrt()), (V * values.sqrt()).mT, μ))
+        v = ((start - μ) @ forth).requires_grad_()
+        adam = torch.optim.Adam([v], lr=self.learning_rate)
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, max(1, self.steps))
+        for _ in range(self.steps):
+            with torch.enable_grad():
+                images = unpatchify(v @ back + μ, model.image_shape) * model.std + model.mean
+                rows = model.client_blocks(model.embed(images), seen.cut_layer)[:, prefix:]
+                misfit = (rows - z).square().mean((1, 2)) / variance
+                cost = misfit + self.prior * v.square().mean((1, 2)) + self.tv * _variation(images)
+            (v.grad,) = torch.autograd.grad(cost.sum(), [v])
+            adam.step()
+            decay.step()
+        return Reconstruction(model.to_images(v.detach() @ back + μ))
+
+
+def fit_rows(
+    model: VictimModel, public: Float[Tensor, "m c h w"], cut_layer: int
+) -> tuple[Float[Tensor, "e k"], float]:
+    """Return the affine map from a row behind ℓ blocks to its normalised patch, and the variance of a row's entries.
+
+    With the variance s², it minimises Σ ‖(1, z) C − x‖² + `RIDGE` m s² ‖slopes of C‖² over the m rows of the first
+    `MOST_IMAGES` public images. C has e = D + 1 rows, in float64; the first is the constant, which is not shrunk.
+
+    Args:
+        model: the victim, whose embedding and first ℓ blocks make the rows.
+        public: images in [0, 1], one or more.
+        cut_layer: ℓ, in 0 … depth.
+    """
+    prefix = model.vit.num_prefix_tokens
+    images = public[:MOST_IMAGES].to(model.mean)
+    with torch.no_grad():
+        made = [model.client_blocks(model.embed(part), cut_layer)[:, prefix:] for part in images.split(AT_A_TIME)]
+    Z = torch.cat(made).flatten(0, 1).double()
+    X = patchify(model.normalise(images), model.patch).flatten(0, 1).double()
+    mean, centre = Z.mean(0), X.mean(0)
+    A = (Z - mean).mT @ (Z - mean)
+    variance = A.diagonal().mean()
+    A += RIDGE * variance * torch.eye(len(A), dtype=A.dtype, device=A.device)
+    slopes = torch.linalg.solve(A, (Z - mean).mT @ (X - centre))
+    return torch.cat([(centre - mean @ slopes)[None], slopes]), float(variance / len(Z))
+
+
+def _variation(images: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Return the mean absolute difference of neighbouring pixels, across and down, of each image."""
+    return images.diff(dim=2).abs().mean((1, 2, 3)) + images.diff(dim=3).abs().mean((1, 2, 3))
