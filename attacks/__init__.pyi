@@ -13,6 +13,7 @@ from .features.row_alignment import RowAlignment as RowAlignment
 from .gradients.april import April as April
 from .gradients.gradient_likelihood import GradientLikelihood as GradientLikelihood
 from .gradients.gradient_matching import GradientMatching as GradientMatching
+from .gradients.head_inversion import HeadInversion as HeadInversion
 from .gradients.mjp_full import MjpFull as MjpFull
 from .gradients.mjp_subspace import MjpSubspace as MjpSubspace
 from .gradients.patch_gradient import PatchGradient as PatchGradient

@@ -26,6 +26,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "token-separation": "privlab.attacks.gradients.token_separation:TokenSeparation",
         "gradient-likelihood": "privlab.attacks.gradients.gradient_likelihood:GradientLikelihood",
         "gradient-matching": "privlab.attacks.gradients.gradient_matching:GradientMatching",
+        "head-inversion": "privlab.attacks.gradients.head_inversion:HeadInversion",
         "class-token-key": "privlab.attacks.features.class_token_key:ClassTokenKey",
         "pe-assignment": "privlab.attacks.features.pe_assignment:PEAssignment",
         "border-jigsaw": "privlab.attacks.features.border_jigsaw:BorderJigsaw",

@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 
 from privlab.evaluation.batch import Batch, Seen, Trial, taken
 from privlab.release import observe_updates
-from privlab.release.residual import explained_share, residual
+from privlab.release.residual import explained_share, residual, tells_images
 from privlab.release.update_files import label_of_update
 from privlab.threat import Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation
 from privlab.victims import VictimModel
@@ -48,6 +48,8 @@ def observe_clients(
 def explained_by(seen: Seen, image: Float[Tensor, "1 c h w"], i: int) -> float | None:
     """Return the share of an update of one image that a reconstruction explains; None for other releases.
 
+    None too where the attacks read the head alone, which many images explain.
+
     The adversary can compute it: it takes public settings, and the label that the update tells.
 
     Args:
@@ -56,6 +58,8 @@ def explained_by(seen: Seen, image: Float[Tensor, "1 c h w"], i: int) -> float |
         i: the number of the client.
     """
     if not isinstance(seen, Observation) or seen.client is None or seen.images_per_release > 1:
+        return None
+    if not tells_images(seen):
         return None
     own = taken(seen, [i])
     label = label_of_update(own)

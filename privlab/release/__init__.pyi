@@ -20,6 +20,8 @@ from .gradients import per_sample_gradients as per_sample_gradients
 from .gradients import released_gradients as released_gradients
 from .gradients import released_names as released_names
 from .gradients import released_parameters as released_parameters
+from .head_images import HeadImages as HeadImages
+from .head_images import told_images as told_images
 from .label_of_bias import certain_counts as certain_counts
 from .label_of_bias import labels_of as labels_of
 from .label_of_bias import likely_labels as likely_labels

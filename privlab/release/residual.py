@@ -13,7 +13,7 @@ from privlab.release.gradients import per_sample_gradients, released_parameters
 from privlab.release.local_training import undecayed, update_on
 from privlab.threat import Feed, Observation
 
-__all__ = ["EXPLAINED_RESIDUAL", "explained_share", "residual", "slots_without_gradient"]
+__all__ = ["EXPLAINED_RESIDUAL", "explained_share", "residual", "slots_without_gradient", "tells_images"]
 
 EXPLAINED_RESIDUAL = 0.05
 """The residual below which a released gradient is taken for that of the reconstruction (notes/gradients.md).
@@ -52,6 +52,17 @@ def residual(seen: Observation, images: Float[Tensor, "1 c h w"], label: int) ->
     with full_precision():
         own = per_sample_gradients(model, feed, torch.tensor([label], device=images.device), names)
     return _relative(own, {name: held[name] for name in names})
+
+
+def tells_images(seen: Observation) -> bool:
+    """Return whether a small `residual` says that an image is the private one.
+
+    The head's gradient alone says only that their features are nearly equal: many images have the same D numbers.
+
+    Args:
+        seen: the observation.
+    """
+    return any(not name.startswith("head.") for name in seen.gradients)
 
 
 def explained_share(residual: float) -> float:

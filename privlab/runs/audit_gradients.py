@@ -31,7 +31,7 @@ from privlab.release import (
     labels_of_signs,
     slots_without_gradient,
 )
-from privlab.release.residual import explained_share, residual
+from privlab.release.residual import explained_share, residual, tells_images
 from privlab.runs.audit_case import UNSCORED, AuditCase, Release, failed, unknown_images
 from privlab.runs.audit_given import GIVE_WEIGHTS, Files, Given, other_weights, read_given
 from privlab.runs.audit_reference import ReferenceScorer, Row, as_fed, write_scores
@@ -244,7 +244,8 @@ def _attack(
     row["seconds"] = round(sum(record["seconds_attack"] for record in records), 4)
     darkest, lightest = images.flatten(2).aminmax(dim=2)
     row["blank"] = bool((lightest - darkest < 1 / 255).all())
-    if released.batch_size == len(images) == 1 and labels is not None and Capability.KNOWS_WEIGHTS in seen.grants:
+    checked = Capability.KNOWS_WEIGHTS in seen.grants and tells_images(seen)
+    if released.batch_size == len(images) == 1 and labels is not None and checked:
         row["residual"] = residual(seen, images, labels[0])
         row["explained"] = row["residual"] < EXPLAINED_RESIDUAL
         share: Row = {"explained": explained_share(row["residual"])}

@@ -17,7 +17,10 @@ from privlab.victims import Victim
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 
 OF_FEATURES = [name for name, kind in ATTACKS.items() if Capability.RELEASED_FEATURES in kind.requires]
-DEARER = {"gradient-matching", "gradient-likelihood", *(name for name in OF_FEATURES if name.startswith("inversion-"))}
+DEARER = {
+    *("gradient-matching", "gradient-likelihood", "head-inversion"),
+    *(name for name in OF_FEATURES if name.startswith("inversion-")),
+}
 BREACHING = {name for name in ATTACKS if name.startswith("breaching:")}  # each of them: hours; see the test below
 MADE = ("in_place", "reassembled")
 """The geometries that an adversary can make."""
