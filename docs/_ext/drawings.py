@@ -45,8 +45,3 @@ def _box(i: int, box: Box, flow: Sequence[Box]) -> list[str]:
         parts.append(f'<path d="M{middle} {top - GAP + 2}v{GAP - 8}" stroke="currentColor" stroke-width="2"/>')
         parts.append(f'<path d="M{middle - 5} {top - 9}h10l-5 7z"/>')
     return parts
-
-
-def overfull(flow: Sequence[Box]) -> list[str]:
-    """Return the texts that a box has no room for."""
-    return [box.text for box in flow if len(wrap(box.text, 38)) > 2]
