@@ -306,7 +306,7 @@ _SHIPPED: dict[str, tuple[str, str, frozenset[Capability]]] = {
     "clsattack": ("the search of Wen et al. (ICML 2022)", "", _SEARCH),
     "april_analytic": ("Lu et al. (CVPR 2022)", "", _APRIL),
     "multiscale_ghiasi": (
-        "after Ghiasi et al. (2021)",
+        "after Ghiasi et al. (ICML 2022)",
         "it passes its trial one argument too many, and searches at sizes that a ViT does not take",
         _ONE_IMAGE,
     ),

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
+from drawings import drawing
 from marked_blocks import not_run
 from sphinx.application import Sphinx
 
@@ -11,6 +12,7 @@ import privlab
 from privlab.cli import cli
 from privlab.inventory.explain import Explanation, explain, known
 from privlab.inventory.facts import FLAG_MEANINGS
+from privlab.inventory.references import CITED, references
 
 FOLDER = "generated"
 """Where the pages are written, below docs/; git ignores it."""
@@ -56,8 +58,10 @@ def pages(source: Path) -> Iterator[tuple[str, str]]:
         found = [explain(name) for name, each in kinds.items() if each == kind]
         yield f"{kind}s/index.md", index(kind, found)
         for page in found:
-            yield f"{kind}s/{file_name(page.name)}.md", page.as_markdown() + studies(page)
+            yield f"{kind}s/{file_name(page.name)}.md", page.as_markdown(drawing(page.name, page.flow)) + studies(page)
     yield "flags.md", flags()
+    yield "references.md", bibliography()
+    yield "references.bib", "\n\n".join(entry.bibtex for entry in references().values()) + "\n"
     yield "not-run.md", left_out(source)
     yield "commands/index.md", group_page()
     for name, command in cli.commands.items():
@@ -99,7 +103,7 @@ def index(kind: str, found: Sequence[Explanation]) -> str:
 def studies(page: Explanation) -> str:
     """Return the links to the studies that hold measured figures of a page's subject."""
     links = [f"- {{doc}}`/studies/{stem}`" for stem in page.studies]
-    return "\n## Measured figures\n\n" + "\n".join(links) + "\n" if links else ""
+    return "\n## Studies\n\nMeasured figures, with their commands:\n\n" + "\n".join(links) + "\n" if links else ""
 
 
 def flags() -> str:
@@ -110,6 +114,19 @@ def flags() -> str:
         "run. They compare attacks by PSNR if it was measured.\n\n"
         f"| flag | when it is raised |\n|---|---|\n{rows}\n"
     )
+
+
+def bibliography() -> str:
+    """Return the page with all papers, and who comes from each."""
+    parts = [
+        "# Papers to cite\n\nCite the papers of the attacks, defenses and metrics that you ran. "
+        "{download}`references.bib` holds the BibTeX of all; `privlab explain NAME` prints that of one."
+    ]
+    for key, entry in references().items():
+        users = [name for name, keys in CITED.items() if key in keys]
+        links = ", ".join(f"[`{name}`]({known()[name]}s/{file_name(name)}.md)" for name in users)
+        parts.append(f"## {entry.fields['title']}\n\n{escape(str(entry))} Of {links}.\n\n```text\n{entry.bibtex}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def group_page() -> str:

@@ -1,6 +1,7 @@
 """`privlab list`, `explain`, `doctor` and `bench`: what is installed, what it is, what the machine has, speed."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,17 @@ def list_(what: str, as_json: bool) -> None:
 @click.argument("name", type=EXPLAINED)
 @common
 def explain(name: str, as_json: bool) -> None:
-    """Print the page of an attack, a defense, a metric or a red flag: idea, needs, range, cost, options, source."""
+    """Print the page of an attack, a defense, a metric or a red flag, with measured figures and BibTeX."""
     from privlab.inventory.explain import explain as page_of
 
     page = page_of(name)
     if as_json:
         shown = {"kind": page.kind, "name": page.name, "idea": page.idea, "sections": page.sections}
-        print_json({**shown, "studies": page.studies})
+        print_json({**shown, "studies": page.studies, "flow": [asdict(box) for box in page.flow]})
         return
     click.echo(f"{click.style(page.name, bold=True)} ({page.kind})\n\n{page.idea}")
+    if page.flow:
+        click.echo("\n" + "\n".join(f"  {box.party:>9} → {box.text}" for box in page.flow))
     for title, text in page.sections.items():
         click.echo(f"\n{click.style(title, bold=True)}\n{text}")
 

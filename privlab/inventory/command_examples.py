@@ -7,7 +7,7 @@ __all__ = ["EXAMPLES"]
 EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "attack": (
         "privlab attack --model cifar_vit_mjp27 --setting c",
-        "privlab attack --model cifar_vit --defense row-permutation --out runs/rows",
+        "privlab attack --model cifar_vit --defense row-permutation --limit 8 --out runs/rows",
         "privlab attack --gradients update.safetensors --model vit_ti --weights client.safetensors",
     ),
     "admit": ("privlab admit mjp --gamma 0.5", "privlab admit gaussian-noise --set std=0.1 --json"),

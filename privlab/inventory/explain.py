@@ -9,7 +9,17 @@ from typing import Any
 from privlab.attacks import attacks
 from privlab.base import unknown_name
 from privlab.defenses import defenses
-from privlab.inventory.facts import ATTACK_FACTS, DEFENSE_STUDIES, FLAG_MEANINGS, METRIC_MEANINGS, AttackFacts
+from privlab.inventory.facts import (
+    ATTACK_FACTS,
+    DEFENSE_FACTS,
+    FLAG_MEANINGS,
+    METRIC_MEANINGS,
+    AttackFacts,
+    DefenseFacts,
+)
+from privlab.inventory.ideas import ATTACK_IDEAS, DEFENSE_IDEAS, Box
+from privlab.inventory.measured import describe
+from privlab.inventory.references import CITED, cite
 from privlab.metrics.names import LPIPS, metric_names
 
 __all__ = ["KINDS", "Docstring", "Explanation", "check_explained", "explain", "known", "parse_docstring"]
@@ -17,19 +27,33 @@ __all__ = ["KINDS", "Docstring", "Explanation", "check_explained", "explain", "k
 
 @dataclass(frozen=True)
 class Explanation:
-    """A page: its kind and name, one sentence, and sections of Markdown by their titles, in order."""
+    """A page: its kind and name, one sentence, and sections of Markdown by their titles, in order.
+
+    Args:
+        kind: attack, defense, metric or flag.
+        name: of what it explains.
+        idea: the first sentence of its docstring.
+        sections: text by title; none is empty.
+        studies: the stems of the pages in docs/studies that hold its measured figures.
+        flow: the boxes of its drawing; none for metrics and flags.
+    """
 
     kind: str
     name: str
     idea: str
     sections: Mapping[str, str]
     studies: tuple[str, ...] = ()
+    flow: tuple[Box, ...] = ()
 
-    def as_markdown(self) -> str:
-        """Return the page as Markdown, with the name as its head."""
+    def as_markdown(self, drawing: str = "") -> str:
+        """Return the page as Markdown, with the name as its head.
+
+        Args:
+            drawing: of `flow`, in Markdown; it stands below the first section, which is the idea.
+        """
         parts = [f"# `{self.name}`", self.idea]
         for title, text in self.sections.items():
-            parts += [f"## {title}", text]
+            parts += [f"## {title}", text, *([drawing] if drawing and title == next(iter(self.sections)) else [])]
         return "\n\n".join(parts) + "\n"
 
 
@@ -101,6 +125,7 @@ def parse_docstring(text: str) -> Docstring:
 
 
 def _attack(name: str) -> Explanation:
+    from privlab.inventory.flows import attack_flow
     from privlab.threat import Capability, attack_declarations
 
     kind = attacks()[name]
@@ -109,7 +134,12 @@ def _attack(name: str) -> Explanation:
     runs = "if it is named" if declared.named_only else f"without being named, at effort {declared.effort} or more"
     needs = [f"- {each.meaning} (`{each.value}`)" for each in Capability if each in kind.requires]
     client = " --client sgd" if Capability.CLIENT_UPDATE in kind.requires else ""
+    behind = client or _defended(declared.knows)
+    few = " --limit 8" if Capability.RELEASED_FEATURES in kind.requires else ""
+    few = " --limit 1" if declared.named_only or (declared.search and declared.effort == "full") else few
+    example = f"privlab attack --model {_victim(name)} --attack {name}{behind}{few}"
     sections = {
+        "The idea": ATTACK_IDEAS[name].text if name in ATTACK_IDEAS else "",
         "Algorithm": "\n\n".join(each.text for each in docs if each.text),
         "What it needs": "\n".join(needs),
         "What it reads": _reads(declared.parameters, declared.if_released),
@@ -120,37 +150,51 @@ def _attack(name: str) -> Explanation:
         "Cost": facts.cost,
         "Options": _options(kind),
         "Source": _source(kind, docs),
-        "Example": f"    privlab attack --model {_victim(name)} --attack {name}{client}{_defended(declared.knows)}",
+        "Example": f"    {example}",
+        "Measured": describe(name, example),
+        "References": cite(CITED.get(name, ())),
     }
-    return Explanation("attack", name, docs[0].idea, _filled(sections), facts.studies)
+    flow = attack_flow(name, kind, declared)
+    return Explanation("attack", name, docs[0].idea, _filled(sections), facts.studies, flow)
 
 
 def _defense(name: str) -> Explanation:
-    from privlab.threat import Effects, acts_on, attack_declarations, defense_declarations
+    from privlab.inventory.flows import defense_flow
+    from privlab.threat import DefenseDeclarations, Effects, acts_on, attack_declarations, defense_declarations
 
     kind = defenses()[name]
     docs = [parse_docstring(each) for each in _docstrings(kind)]
-    declared = defense_declarations(kind()).acts_as if all(map(_has_default, fields(kind))) else None
+    declared = defense_declarations(kind()) if all(map(_has_default, fields(kind))) else DefenseDeclarations()
+    acts_as = declared.acts_as
     effects = (
-        [f"- {f.name}: {getattr(declared, f.name)}" for f in fields(declared) if getattr(declared, f.name) != f.default]
-        if isinstance(declared, Effects)
+        [f"- {f.name}: {getattr(acts_as, f.name)}" for f in fields(acts_as) if getattr(acts_as, f.name) != f.default]
+        if isinstance(acts_as, Effects)
         else []
     )
-    against = [
-        f"`{attack}`"
-        for attack, each in attacks().items()
-        if name in attack_declarations(each).knows and name != "none"
-    ]
+    against = tuple(
+        attack for attack, each in attacks().items() if name in attack_declarations(each).knows and name != "none"
+    )
+    facts = DEFENSE_FACTS.get(name, DefenseFacts("", ""))
+    few = " --limit 8" if acts_on(kind) == "features" else ""
+    few = " --release features --limit 8" if acts_on(kind) == "images" and declared.mixes else few
+    example = f"privlab attack --model {_victim(name)} --defense {name}{few}"
     sections = {
+        "The idea": DEFENSE_IDEAS[name].text if name in DEFENSE_IDEAS else "",
         "Algorithm": "\n\n".join(each.text for each in docs if each.text),
         "What it acts on": f"It acts on {acts_on(kind)}.",
         "Effects that it declares": "\n".join(effects),
-        "Attacks that know it": ", ".join(against) or ("" if name == "none" else "No attack declares that it does."),
+        "Attacks that know it": ", ".join(f"`{each}`" for each in against)
+        or ("" if name == "none" else "No attack declares that it does."),
+        "Where it falls short": facts.fails,
+        "Cost": facts.cost,
         "Options": _options(kind),
         "Source": _source(kind, docs),
-        "Example": f"    privlab attack --model {_victim(name)} --defense {name}",
+        "Example": f"    {example}",
+        "Measured": describe(name, example),
+        "References": cite(CITED.get(name, ())),
     }
-    return Explanation("defense", name, docs[0].idea, _filled(sections), DEFENSE_STUDIES.get(name, ()))
+    flow = defense_flow(name, kind, against)
+    return Explanation("defense", name, docs[0].idea, _filled(sections), facts.studies, flow)
 
 
 def _metric(name: str) -> Explanation:
@@ -160,7 +204,7 @@ def _metric(name: str) -> Explanation:
     if name == LPIPS:
         idea = "`lpips_alex` if its backbone can be had, else `lpips_squeeze`, which has other figures and a column."
         text = "A run that goes on keeps its network. A network that is named is never replaced by another one."
-        return Explanation("metric", name, idea, {"How it is chosen": text, "Example": _scored(name)})
+        return Explanation("metric", name, idea, {"How it is chosen": text, **_example_and_papers(name)})
     metric = {**METRICS, **PLACEMENT}[name]
     function = Lpips.__call__ if name.startswith("lpips_") else metric.function
     doc = parse_docstring((function and function.__doc__) or METRIC_MEANINGS.get(name) or metric.source)
@@ -171,7 +215,7 @@ def _metric(name: str) -> Explanation:
         "Range": f"[{metric.range[0]:g}, {metric.range[1]:g}], per image.",
         "Direction": worse if metric.arrow else "It says nothing of leakage.",
         "Source": doc.source or metric.source,
-        "Example": "" if name in PLACEMENT else _scored(name),
+        **_example_and_papers(name),
     }
     return Explanation("metric", name, f"{idea[:1].upper()}{idea[1:]}", _filled(sections))
 
@@ -267,10 +311,21 @@ def _victim(name: str) -> str:
 
 def _defended(knows: frozenset[str]) -> str:
     """Return the option of an example that puts a defense which the attack knows in its way."""
-    shown = ("column-permutation", "row-permutation", "gradient-noise")
-    return next((f" --defense {name}" for name in shown if name in knows), "")
+    shown = ("column-permutation", "row-permutation", "gradient-pruning")
+    undefended = " --setting c" if "mjp" in knows else ""
+    return next((f" --defense {name}" for name in shown if name in knows), undefended)
 
 
-def _scored(name: str) -> str:
-    network = " --embedding timm:NAME@FILE" if name == "f_sim" else ""
-    return f"    privlab attack --model cifar_vit --metrics {name}{network}"
+def _example_and_papers(metric: str) -> dict[str, str]:
+    """Return the last sections of a metric's page."""
+    from privlab.metrics import PLACEMENT
+
+    network = " --embedding timm:NAME@FILE" if metric == "f_sim" else ""
+    defense = {"key_recovered": " --defense column-permutation", "correct": " --defense gaussian-noise"}
+    scored = f"--metrics {metric}{network}"
+    if metric in PLACEMENT:
+        scored = f"--metrics psnr{defense.get(metric, ' --defense row-permutation')} --limit 8"
+    return {
+        "Example": f"    privlab attack --model cifar_vit {scored}",
+        "References": cite(CITED.get(metric, ())),
+    }

@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["ATTACK_FACTS", "DEFENSE_STUDIES", "FLAG_MEANINGS", "METRIC_MEANINGS", "AttackFacts"]
+__all__ = ["ATTACK_FACTS", "DEFENSE_FACTS", "FLAG_MEANINGS", "METRIC_MEANINGS", "AttackFacts", "DefenseFacts"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,21 @@ class AttackFacts:
     exact: str
     fails: str = ""
     cost: str = ""
+    studies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DefenseFacts:
+    """Facts about a defense that come from its analysis and its measurements.
+
+    Args:
+        fails: what it leaves open to an adversary that knows it.
+        cost: what it costs the client or the accuracy.
+        studies: the stems of the pages in docs/studies that hold its measured figures; () if it was not studied.
+    """
+
+    fails: str
+    cost: str
     studies: tuple[str, ...] = ()
 
 
@@ -193,23 +208,97 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
 }
 """The facts of each attack that comes with privlab, by name; an attack of another package has none."""
 
-DEFENSE_STUDIES: Mapping[str, tuple[str, ...]] = {
-    "jigsaw": ("training",),
-    "mjp": ("mjp", "table5", "training"),
-    "low-pass": ("permutation",),
-    "gaussian-noise": ("permutation",),
-    "row-permutation": ("permutation",),
-    "column-permutation": ("permutation",),
-    "batch-shuffle": ("permutation",),
-    "gradient-noise": ("gradients",),
-    "gradient-pruning": ("gradients",),
-    "gradient-quantisation": ("gradients",),
-    "gradient-sign": ("gradients",),
-    "percentile-privacy": ("updates",),
-    "svt-privacy": ("updates",),
-    "exclude-vars": ("updates",),
+_SAME = "It costs no accuracy: the client puts the outputs back in order."
+_CHANGED = "It changes the outputs, and so the accuracy (`correct` in the records of released features)."
+_GRADIENT = "It changes what the server trains with, and may slow training down."
+
+DEFENSE_FACTS: Mapping[str, DefenseFacts] = {
+    "none": DefenseFacts("It hides nothing.", "Nothing."),
+    "jigsaw": DefenseFacts(
+        "Every patch keeps its own equations, so that all patches come back, in the shuffled order; borders and "
+        "position predictors put many of them in place.",
+        "It changes the outputs, and so the accuracy: the study has victims that were trained with it and without.",
+        ("training",),
+    ),
+    "mjp": DefenseFacts(
+        "The zero rows of ∂ℓ/∂E_pos tell the mask, the rest of the gradient tells the span of the masked patches, and "
+        "the first block's MLP tells their tokens, if N + |masked| + 1 < D.",
+        "It changes the outputs, and so the accuracy: the study has victims that were trained with it and without.",
+        ("mjp", "table5", "training"),
+    ),
+    "low-pass": DefenseFacts(
+        "The filtered image itself may come back exactly, and what it still shows is leaked.",
+        _CHANGED,
+        ("permutation",),
+    ),
+    "blur": DefenseFacts(
+        "The blurred image itself may come back exactly, and what it still shows is leaked.", _CHANGED
+    ),
+    "cutmix": DefenseFacts(
+        "The mixture may come back exactly, with all of the image that the rectangle leaves. A batch of one image is "
+        "not changed at all.",
+        _CHANGED,
+    ),
+    "gaussian-noise": DefenseFacts(
+        "Noise is averaged by an adversary that knows how images look, or that sees one image several times.",
+        _CHANGED,
+        ("permutation",),
+    ),
+    "row-permutation": DefenseFacts(
+        "Rows that carry public position embeddings are put back by them. Without position embeddings borders put back "
+        "many rows, and all that share one order.",
+        _SAME,
+        ("permutation",),
+    ),
+    "column-permutation": DefenseFacts(
+        "The class token's row is public, and sorting it gives the key; without it the statistics of the columns do, "
+        "where the base model is public.",
+        _SAME,
+        ("permutation",),
+    ),
+    "batch-shuffle": DefenseFacts(
+        "Rows that carry public position embeddings are put back by them, but for the image that they belong to.",
+        _CHANGED,
+        ("permutation",),
+    ),
+    "gradient-noise": DefenseFacts(
+        "A small multiplier hides little, and its ε says so. That closed forms fail at a large one is no evidence of "
+        "privacy: the guarantee is (ε, δ).",
+        _GRADIENT,
+        ("gradients",),
+    ),
+    "gradient-pruning": DefenseFacts(
+        "Which entries are missing is public, and those that are left are exact. It gives no guarantee.",
+        _GRADIENT,
+        ("gradients",),
+    ),
+    "gradient-quantisation": DefenseFacts(
+        "The error is bounded, so that a well conditioned system still gives the image. It gives no guarantee.",
+        _GRADIENT,
+        ("gradients",),
+    ),
+    "gradient-sign": DefenseFacts(
+        "One bit an entry is left, and a search over all layers may use it. It gives no guarantee.",
+        _GRADIENT,
+        ("gradients",),
+    ),
+    "percentile-privacy": DefenseFacts(
+        "Entries that are dropped follow from the others if they are few. It draws nothing, and gives no guarantee.",
+        _GRADIENT,
+        ("updates",),
+    ),
+    "svt-privacy": DefenseFacts(
+        "The noise of what is sent depends on `noise` and `gamma` alone: a large `noise` makes it small.",
+        _GRADIENT,
+        ("updates",),
+    ),
+    "exclude-vars": DefenseFacts(
+        "Its default leaves nothing out. What it leaves in is exact, and other attacks read that.",
+        _GRADIENT,
+        ("updates",),
+    ),
 }
-"""The stems of the pages in docs/studies that measured a defense; the others were not studied."""
+"""The facts of each defense that comes with privlab, by name."""
 
 FLAG_MEANINGS: Mapping[str, str] = {
     "No attack ran": "No attack was tried on a case.",

@@ -1,10 +1,12 @@
 """`privlab explain`: the page of each attack, defense, metric and flag, from docstrings, declarations and facts."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from privlab.base import PrivlabError
 from privlab.defenses import DEFENSES
 from privlab.evaluation import applicable
 from privlab.inventory.explain import explain, known, parse_docstring
-from privlab.inventory.facts import ATTACK_FACTS, DEFENSE_STUDIES, FLAG_MEANINGS, METRIC_MEANINGS
+from privlab.inventory.facts import ATTACK_FACTS, DEFENSE_FACTS, FLAG_MEANINGS, METRIC_MEANINGS
+from privlab.inventory.measured import describe, measured
+from privlab.inventory.references import CITED, cite, references
 from privlab.metrics import METRICS, PLACEMENT
 from privlab.runs import specify
 from privlab.threat import Capability, attack_declarations
@@ -24,7 +28,7 @@ from privlab.victims import Victim, victim
 def test_everything_has_a_page_and_facts() -> None:
     assert set(known()) >= {*ATTACKS, *DEFENSES, *METRICS, "lpips", *PLACEMENT, *FLAG_MEANINGS}
     assert set(ATTACK_FACTS) == set(ATTACKS)
-    assert set(DEFENSE_STUDIES) <= set(DEFENSES)
+    assert set(DEFENSE_FACTS) == set(DEFENSES)
     assert set(METRIC_MEANINGS) == {*PLACEMENT, "f_sim"}
 
 
@@ -68,8 +72,9 @@ NOBODY = "No attack declares that it does."
 def test_the_example_of_a_page_runs_what_it_names(name: str, victims: Callable[[str], Victim]) -> None:
     words = shlex.split(explain(name).sections["Example"])
     given = {option.removeprefix("--"): value for option, value in zip(words[2::2], words[3::2], strict=True)}
-    model, attack = given.pop("model"), given.pop("attack", None)
-    groups, _ = applicable(specify(model, None, attack=attack, images="samples", **given), victims(model))
+    model, attack, setting = given.pop("model"), given.pop("attack", None), given.pop("setting", None)
+    given.pop("limit", None)
+    groups, _ = applicable(specify(model, setting, attack=attack, images="samples", **given), victims(model))
     running = {each.name for group in groups for each in group.attacks}
     assert attack in running if attack else running
 
@@ -118,3 +123,61 @@ def test_a_docstring_is_read_in_its_parts() -> None:
     assert found.text == "A formula:\n\n    a = b"
     assert found.arguments == {"first": "its meaning, on two lines.", "second": "another."}
     assert found.source == "a paper, Eq. 1."
+
+
+@pytest.mark.parametrize("name", [*ATTACKS, *DEFENSES])
+def test_a_page_has_three_sentences_a_drawing_and_its_papers(name: str) -> None:
+    page, kind = explain(name), {**ATTACKS, **DEFENSES}[name]
+    idea = re.sub(r"`[^`]*`", "", page.sections["The idea"])
+    assert len(re.findall(r"\.(?: |$)", idea)) == 3, idea
+    assert [box.party for box in page.flow] == sorted(
+        (box.party for box in page.flow), key=["client", "released", "adversary"].index
+    )
+    assert {box.party for box in page.flow} == {"client", "released", "adversary"}
+    assert 3 <= len(page.flow) <= 5
+    assert ("References" in page.sections) == (name in CITED)
+    for year in re.findall(r"\((?:[\w ,.&]*\b)?((?:19|20)\d\d)\)", kind.paper):
+        assert any(references()[key].fields["year"] == year for key in CITED[name]), (kind.paper, year)
+
+
+def test_each_paper_is_cited_and_each_citation_is_a_paper() -> None:
+    assert {key for keys in CITED.values() for key in keys} == set(references())
+    assert set(CITED) <= set(known())
+    for key, entry in references().items():
+        assert key.startswith(entry.fields["author"].split(",")[0].lower())
+        assert entry.fields["year"] in key
+        assert entry.bibtex.startswith("@")
+        assert entry.bibtex.endswith(",\n}")
+    assert list(references()) == sorted(references())
+
+
+def test_a_reference_is_printed_as_a_line_and_as_bibtex() -> None:
+    shown = cite(["zhu2019dlg", "roth2022nvflare"])
+    assert shown.startswith(
+        "- Ligeng Zhu, Zhijian Liu, Song Han. Deep Leakage from Gradients. Advances in Neural Information Processing "
+        "Systems (NeurIPS), 2019.\n- Holger R. Roth et al. NVIDIA FLARE: "
+    )
+    assert "\n\n    @inproceedings{zhu2019dlg,\n      author = {Zhu, Ligeng and " in shown
+    assert cite([]) == ""
+
+
+def test_what_an_example_measured_stands_beside_that_example() -> None:
+    for name, found in measured().items():
+        page = explain(name)
+        assert page.sections["Example"].strip() == found["command"]
+        assert f"{found['psnr'][0]:.2f} dB" in page.sections["Measured"]
+        assert f"`{found['control']}`, has {found['control_psnr']:.2f} dB" in page.sections["Measured"]
+        assert found["attack"] == name or f"`{found['attack']}`" in page.sections["Measured"]
+    assert describe("patch-gradient", "another command") == ""
+    assert describe("no such attack", "") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
+@pytest.mark.parametrize("name", ["april", "mjp-subspace", "pe-assignment", "low-pass"])
+def test_an_example_measures_today_what_its_page_says(name: str, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    found = measured()[name]
+    words = [*shlex.split(found["command"])[1:], "--metrics", "psnr", "--json", "--out", str(tmp_path / "run")]
+    told = json.loads(cli(*words).out)["verdicts"][0]["measure"]
+    assert (told["attack"], told["exact"], told["control"]) == (found["attack"], found["exact"], found["control"])
+    assert told["score"]["mean"] == pytest.approx(found["psnr"][0], abs=0.5)
