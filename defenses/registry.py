@@ -30,6 +30,7 @@ DEFENSES: Registry["DefenseClass"] = Registry.of_places(
         "exclude-vars": "privlab.defenses.gradients.exclude_vars:ExcludeVars",
     }
 )
+"""The defenses of this package by name: those of images, of features and of gradients."""
 
 
 def defenses() -> "Registry[DefenseClass]":

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 from drawings import drawing
 from marked_blocks import not_run
+from public_names import public_names
 from sphinx.application import Sphinx
 
 import privlab
@@ -72,9 +73,13 @@ def pages(source: Path) -> Iterator[tuple[str, str]]:
 
 
 def members(room: str) -> str:
-    """Return the directives of what a module's `__dir__` does not show: the functions that `privlab` imports on use."""
+    """Return the directives of what autodoc leaves out: values, and the functions that `privlab` imports on use."""
     names = [name for name in privlab.__all__ if name.islower() and name.isidentifier() and not name.startswith("_")]
-    return "".join(f".. autofunction:: privlab.{name}\n\n" for name in names) if room == "privlab" else ""
+    functions = [f".. autofunction:: privlab.{name}\n\n" for name in names] if room == "privlab" else []
+    values = [
+        f".. autodata:: {each.module}.{each.name}\n   :no-value:\n\n" for each in public_names(room) if each.is_value
+    ]
+    return "".join((*functions, *values))
 
 
 def left_out(source: Path) -> str:

@@ -229,9 +229,9 @@ def attack(
             warn=shown.warn,
             progress=shown.progress,
         )
+    from privlab.grids import KNOWN
     from privlab.report.tables import (  # after the run, whose first image need not wait for it
         BOUND,
-        KNOWN,
         apart_lines,
         certificates,
         flag_lines,

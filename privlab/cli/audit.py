@@ -181,7 +181,8 @@ def _check_one(models: Sequence[str], option: str) -> None:
 def _print_gradients(found: "GradientAudit") -> None:
     from pandas import DataFrame
 
-    from privlab.report.tables import KNOWN, shown_metrics
+    from privlab.grids import KNOWN
+    from privlab.report.tables import shown_metrics
 
     shown = shown_metrics(found.metrics, DataFrame(found.rows)) if found.metrics else []
     table = Table("attack", "residual", header_style="bold")

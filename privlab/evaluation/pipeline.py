@@ -36,6 +36,7 @@ from privlab.threat import (
     Reconstruction,
     Sent,
     attack_declarations,
+    check_capabilities,
 )
 from privlab.victims import Victim
 
@@ -295,6 +296,8 @@ class Evaluator:
         b, several = len(trial.reference), isinstance(seen, Observation) and seen.images_per_release > 1
         names, placed = self.rows.geometries(trial.setting), attack_declarations(attack).places
         try:
+            if isinstance(seen, FeatureObservation):  # all public images may be in this batch, and are none then
+                check_capabilities(attack, seen.grants)
             read = as_read(attack, seen)
             beyond = self._beyond(attack, read, b)
             own = (trial.setting, group.victim.block, batch.together, attack.name)

@@ -62,6 +62,7 @@ EXACT_DB = 100.0
 """PSNR in dB above which two values count as the same: they measure rounding, which depends on the batch's size."""
 
 Record = dict[str, Any]
+"""One score of an attack on an image, by the names of `COLUMNS`."""
 
 _ORDER = (
     "victim block weights weights_sha256 release cut_layer defense setting attack effort geometry image image_sha256 "

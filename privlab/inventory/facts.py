@@ -119,7 +119,7 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "The features that the head read are exact for one image, after one step or where the head alone trains, and "
         "for the images of a batch that the head's gradient tells apart; the search for an image has no guarantee.",
         "Many images have these features, and the one that it finds is no nearer to the photograph than one colour.",
-        "9 s an image (ViT-Ti, 160 pixels, 300 steps, one core).",
+        "11 s an image (ViT-Ti, 160 pixels, 300 steps, one core).",
         ("updates",),
     ),
     "class-token-key": AttackFacts(

@@ -16,8 +16,10 @@ def attack_flow(name: str, kind: AttackClass, declared: AttackDeclarations) -> t
     """
     if name not in ATTACK_IDEAS:
         return ()
-    if Capability.RELEASED_FEATURES in kind.requires:
+    if Capability.EMBEDDED_ROWS in kind.requires:
         client, released = "embed the image: rows W x + b + e", "the rows of features"
+    elif Capability.RELEASED_FEATURES in kind.requires:
+        client, released = "embed the image, run the first blocks", "the rows of features"
     elif Capability.CLIENT_UPDATE in kind.requires:
         client, released = "train on the image for a round", f"the update of {_parameters(declared)}"
     else:

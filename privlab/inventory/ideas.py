@@ -55,6 +55,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "patches are the solution of one linear system, and no search is needed.",
         ("factors: A = ∂ℓ/∂E_pos", "solve Aᵀ X = ∂ℓ/∂W", "patches X, in place"),
     ),
+    "head-inversion": Idea(
+        "The gradient of the classifier is an outer product, so it gives away the label of an image and the features "
+        "that the classifier read. The attack reads both, and searches for an image with these features. The features "
+        "are exact, and the image is a guess, since many images share them.",
+        ("features f = Gᵀ h / ‖h‖²", "search an image that has them", "smooth by total variation"),
+    ),
     "patch-update": Idea(
         "A client that trains on one image for several steps releases the difference of its weights. All steps of SGD"
         " use the same patches, so the difference obeys the same linear system as one gradient. The attack undoes "
@@ -145,6 +151,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "order in which they were sent. What the projection has lost is estimated from the statistics of public "
         "patches.",
         ("subtract e_s and b", "Wiener estimate of each patch"),
+    ),
+    "depth-optimisation": Idea(
+        "The client runs the first blocks of the model too, and the attack knows their weights. It starts from the "
+        "image that a linear map of public images gives, and changes it until its own features behind these blocks "
+        "are the released ones. The deeper the cut, the more images have nearly the same features.",
+        ("linear map from public images", "match the features behind the cut", "patches as in photographs, smooth"),
     ),
     "feature-optimisation": Idea(
         "The attack guesses an image, and computes the features that the client would send for it. An optimiser "

@@ -42,6 +42,8 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "column-statistics": ("xu2024permutation",),
     "least-squares": ("dosovitskiy2021vit",),
     "feature-optimisation": ("mahendran2015understanding",),
+    "depth-optimisation": ("mahendran2015understanding",),
+    "head-inversion": ("mahendran2015understanding", "phong2017revisited"),
     "inversion-conv": ("dosovitskiy2016inverting", "xu2024permutation"),
     "inversion-mae": ("xu2024permutation", "he2022mae"),
     "inversion-set": ("lee2019set",),

@@ -40,6 +40,7 @@ LPIPS_BACKBONES: dict[str, LpipsBackbone] = {
     "vgg": LpipsBackbone("vgg16", "VGG16_Weights.IMAGENET1K_V1", min_side=16),
     "squeeze": LpipsBackbone("squeezenet1_1", "SqueezeNet1_1_Weights.IMAGENET1K_V1", min_side=17),
 }
+"""The networks of LPIPS by the names of its columns, with torchvision's weights and the least side of an image."""
 
 SHIPPED: dict[str, tuple[str, str]] = {
     "squeeze": (

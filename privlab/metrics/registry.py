@@ -293,6 +293,7 @@ METRICS: dict[str, Metric] = {
     "lpips_squeeze": Metric("lpips_squeeze", None, "lower leaks", (0.0, math.inf), 4, _LPIPS),
     "f_sim": Metric("f_sim", None, "higher leaks", (-1.0, 1.0), 4, "F-SIM: Xu et al. 2024, Table 6"),
 }
+"""The metrics by name, those of other packages included, which `Metric` describes."""
 
 DECIBELS = ("psnr", "psnr_affine")
 """The metrics in dB: they are infinite for exact reconstructions, or as large as rounding allows."""

@@ -33,6 +33,7 @@ from privlab.victims import VictimModel
 __all__ = ["AnyDefense", "contradictions", "effects_of", "kinds_of", "measure_effects", "stand_in"]
 
 AnyDefense = Defense | FeatureDefense | GradientDefense
+"""A defense of images, of features or of gradients."""
 
 DRAWS = 8
 """Releases of each image on which a defense is measured: what it does to one in ten hardly stays hidden."""

@@ -199,7 +199,7 @@ def _settle(
 
     The equations are all rows, or those of the labels alone: each of the two comes to rest where the other may not.
 
-    Source: Walker and Ni (SIAM J. Numer. Anal. 2011), Anderson acceleration for fixed-point iterations, Equation 2.1.
+    Source: Walker and Ni (SIAM Journal on Numerical Analysis, 2011), Anderson acceleration, Equation 2.1.
     """
     Gh, f = torch.cat([G, h[:, None]], 1), found.f
     labels, best, least = found.labels, found.f, torch.inf

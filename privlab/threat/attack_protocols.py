@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     AttackClass: TypeAlias = type[Attack] | type[FeatureAttack]
 else:  # Python cannot check classes against a protocol that has data members
     AttackClass = type
+    """The class of an attack, on gradients or on features."""
 
 
 def check_capabilities(

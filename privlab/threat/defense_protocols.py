@@ -78,3 +78,4 @@ if TYPE_CHECKING:
     DefenseClass: TypeAlias = type[Defense] | type[FeatureDefense] | type[GradientDefense]
 else:  # Python cannot check classes against a protocol that has data members
     DefenseClass = type
+    """The class of a defense, of images, of features or of gradients."""

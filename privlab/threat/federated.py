@@ -11,6 +11,8 @@ from privlab.base import PrivlabError, check_name, check_range
 __all__ = ["CLIENT_PRESETS", "OPTIMISERS", "Client"]
 
 OPTIMISERS = ("sgd", "adam", "adamw")
+"""The optimisers of a client, by `Client.optimiser`: torch's SGD, Adam and AdamW."""
+
 _SCHEDULES = ("constant", "cosine", "step")
 _TRAINS = ("all", "no-embedding", "attention", "norms", "head")
 _NUMBERS = ("float32", "bf16", "fp16")

@@ -42,6 +42,19 @@ def test_row_permutation_is_attacked_scored_and_shown(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["column-statistics", "pe-assignment"])
+def test_public_images_that_are_all_attacked_are_none(
+    cli: Callable[..., Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bundled photographs are one batch: an attack that needs others says so, and none dies in its numbers."""
+    monkeypatch.chdir(tmp_path)
+    result = cli("attack", "--model", "cifar_vit", "--attack", name, "--metrics", "psnr", "--json")
+    failed = json.loads(result.out)["failed"]
+    assert len(failed) == 14
+    assert all("needs what this observation does not grant: auxiliary_images" in reason for reason in failed.values())
+
+
+@pytest.mark.slow
 def test_a_column_key_is_recovered(attack: Callable[..., Any], records: Callable[..., pd.DataFrame]) -> None:
     assert attack(*LARGE, "--defense", "column-permutation", "--attack", "class-token-key").status == 0
     made = records().query("attack == 'class-token-key'")

@@ -53,8 +53,10 @@ GREY = "0.35"
 _CONTROL: dict[str, Any] = {"color": GREY, "linestyle": (0, (1, 1.5)), "linewidth": 0.7}
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7A5C00")
+"""Colours that the colour-blind can tell apart (Okabe and Ito 2008), and a brown one."""
+
 MARKERS = ("o", "s", "^", "D", "v", "p", "<", ">")
-"""Colours that the colour-blind can tell apart (Okabe and Ito 2008), and the marker of each, for print in grey."""
+"""The marker of each colour, for print in grey."""
 
 _STYLE: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so that a figure is the same everywhere

@@ -34,7 +34,6 @@ from .results import load_results as load_results
 from .sheet import Caption as Caption
 from .sheet import figure_text as figure_text
 from .sheet import heading as heading
-from .summary import KNOWN as KNOWN
 from .summary import certificates as certificates
 from .summary import explanations as explanations
 from .summary import missing_metrics as missing_metrics

@@ -22,6 +22,7 @@ from privlab.report.tables.sheet import Caption, Cell, Sheet, behind, figure_tex
 __all__ = ["FORMATS", "Caption", "figure_text", "heading", "plain_data", "render", "to_rich"]
 
 FORMATS = ("latex", "csv", "markdown", "json")
+"""The formats of a table, by `--format`."""
 
 _NO_CAPTION = Caption()
 

@@ -36,7 +36,7 @@ from privlab.report.tables.sheet import (
 from privlab.runs import Outcome
 from privlab.threat import Client
 
-__all__ = ["KNOWN", "explanations", "flags", "members", "missing_metrics", "shown_metrics", "summarise", "to_rich"]
+__all__ = ["explanations", "flags", "members", "missing_metrics", "shown_metrics", "summarise", "to_rich"]
 __all__ += ["certificates", "verdicts"]
 
 _SETTINGS = {

@@ -1,0 +1,49 @@
+"""Every public name has a docstring, and an entry on its room's page of the site."""
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXTENSIONS = str(Path(__file__).parents[2] / "docs/_ext")
+
+
+@pytest.fixture
+def extensions(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, ModuleType]]:
+    """Return the module that makes pages, and the one that lists names."""
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(EXTENSIONS)
+    yield import_module("generated_pages"), import_module("public_names")
+    for path in Path(EXTENSIONS).glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Flower and NVFlare import
+def test_every_public_name_is_documented(extensions: tuple[ModuleType, ModuleType]) -> None:
+    pages, names = extensions
+    for room in pages.ROOMS:
+        for each in names.public_names(room):
+            assert each.doc.strip(), f"{room}.{each.name} of {each.module} has no docstring"
+            assert not each.is_value or f".. autodata:: {each.module}.{each.name}\n" in pages.members(room)
+
+
+def test_a_value_is_found_in_the_module_that_defines_it(extensions: tuple[ModuleType, ModuleType]) -> None:
+    found = {each.name: each for each in extensions[1].public_names("privlab.metrics")}
+    assert (found["METRICS"].is_value, found["METRICS"].module) == (True, "privlab.metrics.registry")
+    assert "by name" in found["METRICS"].doc
+    assert (found["psnr"].is_value, found["psnr"].module) == (False, "privlab.metrics.registry")
+    assert extensions[1].of_value("privlab.metrics.registry", "NONE") == ""
+
+
+@pytest.mark.parametrize("package", [path.name for path in (Path(__file__).parents[2] / "privlab").iterdir()])
+def test_every_room_has_a_page_or_is_for_the_command_line(
+    extensions: tuple[ModuleType, ModuleType], package: str
+) -> None:
+    if not (Path(__file__).parents[2] / "privlab" / package / "__init__.py").exists():
+        pytest.skip("no package")
+    stems = {room.split(".")[1] for room in extensions[0].ROOMS if "." in room}
+    assert package in stems | {"cli", "bench"}
