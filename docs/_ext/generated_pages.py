@@ -124,7 +124,8 @@ def flags() -> str:
 def bibliography() -> str:
     """Return the page with all papers, and who comes from each."""
     parts = [
-        "# Papers to cite\n\nCite the papers of the attacks, defenses and metrics that you ran. "
+        "# Papers to cite\n\nCite privlab by its `CITATION.cff` (*privlab: privacy and gradient-inversion evaluation of Vision "
+        "Transformers*, with the version), and the papers of the attacks, defenses and metrics that you ran. "
         "{download}`references.bib` holds the BibTeX of all; `privlab explain NAME` prints that of one."
     ]
     for key, entry in references().items():
@@ -147,7 +148,7 @@ def command_page(words: tuple[str, ...], command: click.Command, level: int = 1)
     parts = [f"{'#' * level} `{' '.join(words)}`", escape((command.help or "").replace("\b\n", ""))]
     parts.append(f"```text\n{command.get_usage(context)}\n```")
     options = [each.get_help_record(context) for each in command.params if isinstance(each, click.Option)]
-    if shown := [f"| `{names}` | {cell(text)} |" for names, text in filter(None, options)]:
+    if shown := [f"| `{in_table(names)}` | {cell(text)} |" for names, text in filter(None, options)]:
         parts.append("\n".join(("| option | meaning |", "|---|---|", *shown)))
     if command.epilog:
         parts.append("Examples:\n\n```text\n" + examples(command.epilog) + "\n```")
@@ -174,6 +175,11 @@ def escape(text: str) -> str:
 def cell(text: str) -> str:
     """Return a text for a cell of a table."""
     return escape(" ".join(text.split())).replace("|", "\\|")
+
+
+def in_table(code: str) -> str:
+    """Return code for a cell of a table, which a bar would end."""
+    return code.replace("|", "\\|")
 
 
 def file_name(name: str) -> str:

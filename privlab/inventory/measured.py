@@ -32,5 +32,6 @@ def describe(name: str, command: str) -> str:
     return (
         f"The example attacks {count} of scikit-image at 32×32 pixels. {who} has a PSNR of {mean:.2f} dB{within}, and "
         f"gives {found['exact']} back exactly; the leakiest control, `{found['control']}`, has "
-        f"{found['control_psnr']:.2f} dB. The attack took {found['seconds']:g} s an image on one shared core."
+        f"{found['control_psnr']:.2f} dB. The attack took {found['seconds']:g} s an image on one shared core. "
+        "These photographs are few and small: figures to quote are those of the studies."
     )

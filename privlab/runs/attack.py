@@ -135,7 +135,7 @@ def attack(
         done = execute(spec, own=own, device=device, batch_size=batch_size, out=out, overwrite=overwrite, progress=show)
     for message in done.warnings:
         warnings.warn(message, PrivlabWarning, stacklevel=2)
-    return Records.of(done)
+    return Records.of(done.records, done.strips, done.path)
 
 
 def specify(

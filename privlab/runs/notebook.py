@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pandas as pd
 from tqdm.auto import tqdm
 
 from privlab.grids import KNOWN, Result
 from privlab.images import data_uri
-from privlab.runs.attack import STRIPS_SHOWN, Outcome
+from privlab.runs.attack import STRIPS_SHOWN
 from privlab.training import TrainingProgress, listening
 
 __all__ = ["Records", "shown_progress"]
@@ -29,11 +30,11 @@ class Records(pd.DataFrame):
     """PNGs: the private image, what the client fed, and each reconstruction."""
 
     @classmethod
-    def of(cls, outcome: Outcome) -> "Records":
-        """Return the records of a run with the strips of its first images."""
-        own, path = cls(outcome.records), outcome.path
+    def of(cls, records: pd.DataFrame, strips: tuple[bytes, ...], path: Path | None) -> "Records":
+        """Return the records of a run with the strips of its first images: those given, or those in its directory."""
+        own = cls(records)
         files = [] if path is None else sorted(path.glob("strips/*.png"))[:STRIPS_SHOWN]
-        own.strips = outcome.strips if path is None else tuple(file.read_bytes() for file in files)
+        own.strips = strips if path is None else tuple(file.read_bytes() for file in files)
         return own
 
     def _repr_html_(self) -> str:
