@@ -124,8 +124,8 @@ def flags() -> str:
 def bibliography() -> str:
     """Return the page with all papers, and who comes from each."""
     parts = [
-        "# Papers to cite\n\nCite privlab by its `CITATION.cff` (*privlab: privacy and gradient-inversion evaluation of Vision "
-        "Transformers*, with the version), and the papers of the attacks, defenses and metrics that you ran. "
+        "# Papers to cite\n\nCite privlab by its `CITATION.cff` (*privlab: privacy and gradient-inversion evaluation "
+        "of Vision Transformers*, with the version), and the papers of the attacks, defenses and metrics that you ran. "
         "{download}`references.bib` holds the BibTeX of all; `privlab explain NAME` prints that of one."
     ]
     for key, entry in references().items():
