@@ -338,7 +338,9 @@ def _cases(
             if "label" in case:
                 label += "".join(f", {name} {point[name]}" for name in varied)
             runs = tuple(_runs(file, dict(shared) | point, number, layout))
-            plain = {name: ", ".join(value) if isinstance(value, list) else value for name, value in point.items()}
+            plain = {
+                name: ", ".join(map(str, value)) if isinstance(value, list) else value for name, value in point.items()
+            }
             yield Case(label or runs[0].models[0], case.get("group"), runs, plain, figures)
 
 

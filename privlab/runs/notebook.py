@@ -31,7 +31,13 @@ class Records(pd.DataFrame):
 
     @classmethod
     def of(cls, records: pd.DataFrame, strips: tuple[bytes, ...], path: Path | None) -> "Records":
-        """Return the records of a run with the strips of its first images: those given, or those in its directory."""
+        """Return the records of a run with the strips of its first images.
+
+        Args:
+            records: what `execute` returns.
+            strips: PNGs of a run that writes nothing.
+            path: the directory of a run that holds the strips itself; None for one that writes nothing.
+        """
         own = cls(records)
         files = [] if path is None else sorted(path.glob("strips/*.png"))[:STRIPS_SHOWN]
         own.strips = strips if path is None else tuple(file.read_bytes() for file in files)

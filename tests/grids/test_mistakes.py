@@ -197,3 +197,10 @@ def toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(toml, value)) + "]"
     return str(value).lower() if isinstance(value, bool | float) else repr(value)
+
+
+def test_a_case_may_have_seeds_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "seeds.toml"
+    path.write_text(f"{SHORT}[[case]]\nseeds = [0, 3]\n")
+    (case,) = read_experiment(path).cases
+    assert [run.seed for run in case.runs] == [0, 3]
