@@ -39,7 +39,7 @@ class ColumnStatistics:
     name: ClassVar[str] = "column-statistics"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 5"
     knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation", "gaussian-noise"})
-    requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.AUXILIARY_IMAGES}
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX
     effort: ClassVar[str] = "quick"
 
     ridge: float = 0.1

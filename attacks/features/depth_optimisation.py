@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks.rows import undone, warn_of_moves
-from privlab.attacks.solvers import patch_statistics
+from privlab.attacks.solvers import patch_statistics, total_variation
 from privlab.base import check_range
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Capability, FeatureObservation, Reconstruction
@@ -84,7 +84,7 @@ class DepthOptimisation:
                 images = unpatchify(v @ back + μ, model.image_shape) * model.std + model.mean
                 rows = model.client_blocks(model.embed(images), seen.cut_layer)[:, prefix:]
                 misfit = (rows - z).square().mean((1, 2)) / variance
-                cost = misfit + self.prior * v.square().mean((1, 2)) + self.tv * _variation(images)
+                cost = misfit + self.prior * v.square().mean((1, 2)) + self.tv * total_variation(images)
             (v.grad,) = torch.autograd.grad(cost.sum(), [v])
             adam.step()
             decay.step()
@@ -116,8 +116,3 @@ def fit_rows(
     A += RIDGE * variance * torch.eye(len(A), dtype=A.dtype, device=A.device)
     slopes = torch.linalg.solve(A, (Z - mean).mT @ (X - centre))
     return torch.cat([(centre - mean @ slopes)[None], slopes]), float(variance / len(Z))
-
-
-def _variation(images: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
-    """Return the mean absolute difference of neighbouring pixels, across and down, of each image."""
-    return images.diff(dim=2).abs().mean((1, 2, 3)) + images.diff(dim=3).abs().mean((1, 2, 3))

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from privlab.attacks.solvers import total_variation
 from privlab.base import PrivlabError, PrivlabWarning, check_range
 from privlab.release import as_gradients, told_images, undecayed
 from privlab.threat import Capability, Observation
@@ -84,8 +85,7 @@ class HeadInversion:
                 point = u.detach().requires_grad_()
                 x = point.sigmoid()
                 off = (model.features(x) - f).square().sum(1) / size
-                variation = sum(x.diff(dim=side).abs().mean((1, 2, 3)) for side in (2, 3))
-                (slope,) = torch.autograd.grad((off + self.tv * variation).sum(), point)
+                (slope,) = torch.autograd.grad((off + self.tv * total_variation(x)).sum(), point)
             u.grad = slope * known[:, None, None, None]
             adam.step()
         return u.sigmoid()

@@ -27,6 +27,7 @@ from .prior import Windows as Windows
 from .prior import conjugate_gradients as conjugate_gradients
 from .prior import photograph_gradients as photograph_gradients
 from .prior import photograph_windows as photograph_windows
+from .prior import total_variation as total_variation
 from .ridge import RTOL as RTOL
 from .ridge import ridge_inverse as ridge_inverse
 from .updates import fit_decay as fit_decay

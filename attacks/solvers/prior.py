@@ -22,6 +22,7 @@ __all__ = [
     "conjugate_gradients",
     "photograph_gradients",
     "photograph_windows",
+    "total_variation",
 ]
 
 Map = Callable[[Tensor], Tensor]
@@ -39,6 +40,11 @@ _ROUNDING_VARIANCE = 1 / 12 / 255**2
 
 EDGE_WIDTH = 0.07
 """Differences of adjacent pixels, in their standard deviations, below which the sparse prior is quadratic."""
+
+
+def total_variation(images: Float[Tensor, "b c h w"]) -> Float[Tensor, " b"]:
+    """Return the mean absolute difference of neighbouring pixels, across and down, of each image."""
+    return images.diff(dim=2).abs().mean((1, 2, 3)) + images.diff(dim=3).abs().mean((1, 2, 3))
 
 
 def photograph_gradients(model: VictimModel, names: Names = None) -> Float[Tensor, "c c"]:

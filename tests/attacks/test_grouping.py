@@ -136,7 +136,6 @@ def test_what_several_images_need(tiny_vit: Callable[..., VisionTransformer]) ->
         TokenSeparation()(together(model, draw(2, 3, 16, 16), TokenSeparation.parameters))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 def test_two_photographs_on_trained_weights(
     shared: Callable[[str], Path], photographs: Callable[[int, int], Tensor]

@@ -76,7 +76,7 @@ def test_what_it_refuses(tiny_model: Model, crops: Tensor) -> None:
         BRIEF(sent(tiny_model(), crops[:2], [1, 5], client))
     seen = sent(tiny_model(), crops[:1], [1], Client(trains="head"))
     model = tiny_model()
-    model.vit.head = torch.nn.Sequential(model.vit.head)  # type: ignore[assignment]
+    model.vit.add_module("head", torch.nn.Sequential(model.vit.head))
     with pytest.raises(PrivlabError, match="Found Sequential"):
         BRIEF(replace(seen, model=model))
     with pytest.raises(PrivlabError, match="steps of head-inversion must be at least 0"):

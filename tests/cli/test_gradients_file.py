@@ -153,7 +153,6 @@ class Odd:
         return {"none": grey, "nan": grey.where(grey > 1, torch.nan)}[self.kind]
 
 
-@pytest.mark.slow
 def test_what_is_not_finite_spares_the_other_attacks(
     audit: Callable[..., Any], step: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

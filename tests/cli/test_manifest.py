@@ -329,7 +329,6 @@ def test_members_stand_on_the_page(
 # Python
 
 
-@pytest.mark.slow
 def test_in_python(photos: Path, tmp_path: Path) -> None:
     path = manifest(tmp_path / "m.csv", photos, ("b.png", "3", "not seen"))
     options: dict[str, Any] = {"weights": "random", "img_size": 32, "attack": "patch-gradient", "metrics": "mse"}

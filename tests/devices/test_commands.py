@@ -20,7 +20,6 @@ SMALL = ("--model", "cifar_vit", "--weights", "random")
 RUNS = {name for name, kind in BREACHING.items() if not kind.obstacle}
 
 
-@pytest.mark.slow
 def test_a_run_computes_on_the_card(cli: Callable[..., Any], card: Any, cache: object, tmp_path: Path) -> None:
     given = ("--setting", "a", "--attack", "patch-gradient", "--metrics", "psnr,ssim", "--limit", "1")
     done = cli("attack", *SMALL, *given, "--device", "cuda", "--out", tmp_path / "run")
