@@ -10,19 +10,24 @@ from torch import Tensor
 from privlab.attacks.solvers import (
     RTOL,
     Smoothness,
+    hides_places,
     photograph_gradients,
     photograph_windows,
     ridge_inverse,
     slot_gradients,
+    slot_rows,
     too_many,
     warn_of_limits,
     zero_rows,
 )
 from privlab.attacks.solvers.prior import PRIORS
 from privlab.base import PrivlabError, check_name
+from privlab.release import undecayed
 from privlab.threat import Capability, Observation
 
-__all__ = ["MjpSubspace", "Subspace", "subspace"]
+__all__ = ["MjpSubspace", "Subspace", "subspace", "without_moved"]
+
+_PROJECTION = "patch_embed.proj.weight"
 
 
 class Subspace(NamedTuple):
@@ -60,6 +65,36 @@ def subspace(A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], rtol: float =
     return Subspace(masked, Y, X - (X @ Y.mT) @ Y)
 
 
+def without_moved(
+    A: Float[Tensor, "b n d"], G: Float[Tensor, "b d k"], tolerance: float = 0.2
+) -> Float[Tensor, "b n d"]:
+    """Return A with zeros in the rows of slots that steps with masks of their own filled with different patches.
+
+    Of T steps A_j = Σ_t g_tj over the steps in which slot j kept its position embedding, and thus its patch, and G =
+    Bᵀ X with B_j the sum over all steps of the gradients of the slots where patch j was. A_j = B_j for patches that
+    were never moved; they lie in the span of B, which is the column space of G for N < D. Rows outside of it are those
+    of patches that were moved while their loss was large; after a step on a photograph it often is small.
+
+    Args:
+        A: what moved the position embeddings of the patch slots.
+        G: what moved the patch projection, D × K for each image.
+        tolerance: the share of a row's norm outside of the span above which its patch counts as moved, in [0, 1).
+    """
+    span = torch.linalg.svd(G, full_matrices=False).U[..., : A.shape[1]]
+    outside = (A - A @ span @ span.mT).norm(dim=2)
+    return A.masked_fill((outside > tolerance * A.norm(dim=2))[..., None], 0)
+
+
+def _of_update(seen: Observation) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b d k"]]:
+    """Return what gradients moved in updates of position embeddings and projection, in the slots that tell patches."""
+    assert seen.client is not None
+    each = zip(seen.gradients["pos_embed"], seen.gradients[_PROJECTION], strict=True)
+    moved = [undecayed(seen.model, {"pos_embed": e, _PROJECTION: W}, seen.client) for e, W in each]
+    A = torch.stack([slot_rows(seen.model, of["pos_embed"]) for of in moved])
+    G = torch.stack([of[_PROJECTION] for of in moved]).flatten(2)
+    return (without_moved(A, G) if hides_places(seen) else A), G
+
+
 @dataclass(frozen=True)
 class MjpSubspace:
     """Recover unmasked patches exactly, but for their part in the span Y of the masked ones; a prior completes that.
@@ -68,6 +103,9 @@ class MjpSubspace:
     photographs (`photograph_windows`), by iteratively reweighted least squares and conjugate gradients. The masked
     slots then take the smoothest patches within Y: each masked patch of the undefended image lies in Y. Without a mask
     this is `patch-gradient`.
+
+    Of an update of several steps of SGD on one image, each with a mask of its own, the slots count as masked whose
+    patches were moved while the loss was large (`without_moved`).
 
     Args:
         prior: one of `PRIORS`.
@@ -83,7 +121,8 @@ class MjpSubspace:
     knows: ClassVar[frozenset[str]] = frozenset({"mjp"})
     requires: ClassVar[frozenset[Capability]] = frozenset({Capability.LEARNABLE_PE_GRADIENT, Capability.BATCH_SIZE_ONE})
     effort: ClassVar[str] = "quick"
-    parameters: ClassVar[tuple[str, ...]] = ("pos_embed", "patch_embed.proj.weight")
+    parameters: ClassVar[tuple[str, ...]] = ("pos_embed", _PROJECTION)
+    updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
 
     prior: str = "cauchy"
     rounds: int = 12
@@ -103,9 +142,9 @@ class MjpSubspace:
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
         """Reconstruct the images that the clients fed."""
         model = seen.model
-        A = slot_gradients(seen)
+        A, G = _of_update(seen) if seen.client is not None else (slot_gradients(seen), seen.gradients[_PROJECTION])
         warn_of_limits(self.name, A, most=A.shape[2] - 1, knows_mask=True)
-        found = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2), self.rtol)
+        found = subspace(A, G.flatten(2), self.rtol)
         if not found.masked.any():
             return model.to_images(found.known)
         return model.to_images(self.complete(found, seen))

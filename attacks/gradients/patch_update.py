@@ -24,7 +24,7 @@ from privlab.attacks.solvers import (
 )
 from privlab.base import PrivlabError, check_name
 from privlab.release import rounding_deviation, update_on, without_decay
-from privlab.threat import Capability, Client, GradientDefense, Observation, defense_declarations
+from privlab.threat import Capability, Client, GradientDefense, Observation, Stack, defense_declarations
 from privlab.victims import VictimModel
 
 __all__ = ["PatchUpdate"]
@@ -59,7 +59,7 @@ class PatchUpdate:
         decay: "known" takes weight decay from the client's settings, "fitted" fits one number, without them.
         rounds: the most times that rounding is foreseen; 0 leaves out steps 2 and 3, and takes a twentieth of the time.
             What they bring is in docs/studies/updates.md. They are left out too where dropout is private, where the
-            decay is not known, or where the head's bias is not released.
+            decay is not known, where the head's bias is not released, or where a defense of images made private draws.
         levels: grey levels above black of a stored image, 255 for eight bits; 0 leaves out step 2. Images that a client
             does not feed as they are stored, such as rescaled or jittered tensors, have none, and step 3 finds that.
     """
@@ -126,7 +126,9 @@ class PatchUpdate:
             scaled = any(defense_declarations(part).expected is not None for part in filters)
             found = [self._behind(seen.model, client, *of_one, scaled) for of_one in zip(releases, errors, strict=True)]
         else:
-            found = [self._patches(seen.model, client, update) for update in releases]
+            repeatable = not Stack(tuple(seen.defense)).changes_images
+            own = self if repeatable else replace(self, rounds=0)
+            found = [own._patches(seen.model, client, update) for update in releases]
         return seen.model.to_images(torch.stack(found))
 
     def _behind(

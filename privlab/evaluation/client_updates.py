@@ -10,7 +10,7 @@ from privlab.evaluation.batch import Batch, Seen, Trial, taken
 from privlab.release import observe_updates
 from privlab.release.residual import explained_share, residual, tells_images
 from privlab.release.update_files import label_of_update
-from privlab.threat import Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation
+from privlab.threat import Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation, Stack
 from privlab.victims import VictimModel
 
 __all__ = ["explained_by", "observe_clients", "unsound_release"]
@@ -31,7 +31,7 @@ def observe_clients(
     Args:
         model: the server's model.
         client: the public settings.
-        trial: what the clients feed.
+        trial: its feed holds the private images, which a defense of images changes anew in each step.
         batch: the images, whose labels the clients know.
         parameters: those whose updates the attacks read; the head's, by which reconstructions are explained, are added.
         draws: the secret generator of each client.
@@ -48,7 +48,8 @@ def observe_clients(
 def explained_by(seen: Seen, image: Float[Tensor, "1 c h w"], i: int) -> float | None:
     """Return the share of an update of one image that a reconstruction explains; None for other releases.
 
-    None too where the attacks read the head alone, which many images explain.
+    None too where the attacks read the head alone, which many images explain, and where a defense of images made draws
+    that nobody can repeat.
 
     The adversary can compute it: it takes public settings, and the label that the update tells.
 
@@ -59,7 +60,7 @@ def explained_by(seen: Seen, image: Float[Tensor, "1 c h w"], i: int) -> float |
     """
     if not isinstance(seen, Observation) or seen.client is None or seen.images_per_release > 1:
         return None
-    if not tells_images(seen):
+    if not tells_images(seen) or Stack(tuple(seen.defense)).changes_images:
         return None
     own = taken(seen, [i])
     label = label_of_update(own)

@@ -32,6 +32,7 @@ from privlab.threat import (
     Draws,
     FeatureAttack,
     FeatureObservation,
+    Feed,
     Observation,
     Reconstruction,
     Sent,
@@ -118,6 +119,8 @@ class Evaluator:
             own = self.rows.cells(setting, [])[CONTROLS[0]]
             self._show(panels, f"{own}-private", batch.images, ["private image"] * len(panels))
             told = f"fed to the model, setting {setting}" + ("\nthe reference of its scores" if setting == "b" else "")
+            if self.spec.local_training is not None and self.rows.defenses[setting].changes_images:
+                told = f"private, setting {setting}\nchanged anew in each step"
             fed = [told] * len(panels)
             self._show(panels, f"{own}-fed", trial.feed.images, fed)
             if trial.sent is not None:
@@ -151,7 +154,10 @@ class Evaluator:
         """Return what the clients feed, and the reference of the setting (MJP, section 5.4)."""
         stack, draws = self.rows.defenses[setting], self._draws(batch)
         B = 1 if self.spec.together is None else len(batch.named)
-        feed = stack.feed(batch.images, self.base.model.patch, draws.images, B)
+        if self.spec.local_training is None:
+            feed = stack.feed(batch.images, self.base.model.patch, draws.images, B)
+        else:  # the client feeds what the defense draws anew in each step
+            feed = Feed.undefended(batch.images, self.base.model.patch)
         released = self.spec.features_released
         sent = send(self.base.model, feed, stack, draws, self.spec.cut_layer) if released else None
         return Trial(setting, feed, feed.images if setting == "b" else batch.images, sent)

@@ -227,15 +227,15 @@ class Specification:
                 f"gradient_batch is of released gradients. Found {self.gradient_batch}, and a client: "
                 f"use --set client.images={self.gradient_batch}."
             )
-        filtered = self._acts_on == {"gradients"}
-        if not filtered and self.parts not in (("auto",), ("none",)):
+        if self._defends_features:
             raise PrivlabError(
-                f"Defense '{self.defense}' is not defined for updates: what it draws anew in each step of a client is "
-                "not built. Leave it out, or take one that acts on gradients: it then acts on the update."
+                f"Defense '{self.defense}' acts on features, which a client that trains does not send. Leave it out, "
+                "or take one of images, which acts in each step, or of gradients, which acts on the update."
             )
-        if not filtered and self.settings != ("a",):
+        if "b" in self.settings:
             raise PrivlabError(
-                f"A client trains on plain images: setting a. Found setting {','.join(self.settings)} and an update."
+                f"Setting b compares with the image that is fed, and a defense feeds another one in each step of a "
+                f"client. Found setting {','.join(self.settings)} and an update: take a or c."
             )
         assert self.local_training is not None  # its settings are checked where they are read
 

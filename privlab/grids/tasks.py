@@ -92,7 +92,7 @@ def joined(tasks: Sequence[Task]) -> list[Task]:
     """
     found: dict[Task, Task] = {}
     for task in tasks:
-        alone = task.spec.settings in (("b",), ("c",))
+        alone = task.spec.settings in (("b",), ("c",)) and task.spec.client is None  # it has no setting b
         spec = replace(task.spec, settings=("b", "c")) if alone else task.spec
         key = task if task.kept else replace(task, case=-1, spec=spec, settings=())
         other = found.get(key)

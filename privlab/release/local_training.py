@@ -12,8 +12,9 @@ from timm.layers import DropPath
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, full_precision
+from privlab.release.effects import effects_of
 from privlab.release.gradients import gradient_capabilities, released_names
-from privlab.threat import Capability, Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation
+from privlab.threat import Capability, Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation, Stack
 from privlab.victims import VictimModel
 
 __all__ = ["observe_updates", "rounding_deviation", "run_client", "trained_parameters", "update_capabilities"]
@@ -23,10 +24,15 @@ _FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 _EMBEDDING = ("patch_embed.", "pos_embed", "cls_token", "reg_token")
 
 
-def trained_parameters(model: VictimModel, client: Client) -> list[str]:
+def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Defense] = ()) -> list[str]:
     """Return the timm names of the parameters that a client trains, in the model's order.
 
-    E_unk is not among them: a client without a defense does not use it.
+    E_unk, `unk_embed`, is the last one where all are trained and a defense of images feeds it; else none uses it.
+
+    Args:
+        model: the server's model.
+        client: the public settings.
+        defense: the defenses of images at work.
 
     Raises:
         PrivlabError: if the model has none of them, or freezes them.
@@ -42,20 +48,25 @@ def trained_parameters(model: VictimModel, client: Client) -> list[str]:
     names = [name for name, _ in model.vit.named_parameters() if chosen(name) and name not in model.frozen]
     if not names:
         raise PrivlabError(f"client.trains={client.trains} leaves nothing to train: this model has no such parameters.")
-    return names
+    return [*names, "unk_embed"] if client.trains == "all" and effects_of(model, defense).pe == "unknown" else names
 
 
-def run_client(model: VictimModel, client: Client, data: ClientData) -> dict[str, Float[Tensor, "..."]]:
+def run_client(
+    model: VictimModel, client: Client, data: ClientData, defense: Sequence[Defense] = ()
+) -> dict[str, Float[Tensor, "..."]]:
     """Return θ_T − θ_0 of one client by timm's parameter name, as the server has it after subtraction.
 
     The weights are stored, and their updates rounded, in the model's own number format; so is the difference. What is
     sent is then rounded to `client.sent_as`, and a server that gets weights subtracts θ_0 from them. Layers run as in
     evaluation, but for the client's dropout and drop path.
 
+    A defense of images draws anew for each batch of each step, as training with it does.
+
     Args:
         model: the server's model with θ_0; it is left as it is.
         client: the public settings.
         data: the client's images, as many as `client.images`, their labels, and the draws of order and dropout.
+        defense: the defenses of images at work.
 
     Returns:
         The difference of each trained parameter. It is not finite if the training diverges.
@@ -68,18 +79,18 @@ def run_client(model: VictimModel, client: Client, data: ClientData) -> dict[str
             f"A client of client.images={client.images} needs as many images and labels. "
             f"Found {len(data.images)} and {len(data.labels)}."
         )
-    names = trained_parameters(model, client)
+    names = trained_parameters(model, client, defense)
     own = copy.deepcopy(model).eval().requires_grad_(False)
-    trained = {name: own.vit.get_parameter(name).requires_grad_(True) for name in names}
+    trained = {name: _parameter(own, name).requires_grad_(True) for name in names}
     _set_dropout(own, client)
     device = model.mean.device
     seed = int(torch.randint(2**62, (), generator=data.draw))
     with full_precision(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        _train(own, list(trained.values()), client, data)
+        _train(own, list(trained.values()), client, data, Stack(tuple(defense)))
     update = {}
     for name, after in trained.items():
-        before, after, number = model.vit.get_parameter(name).detach(), after.detach(), _FORMATS[client.sent_as]
+        before, after, number = _parameter(model, name).detach(), after.detach(), _FORMATS[client.sent_as]
         sent = after - before if client.sends == "difference" else after
         sent = sent.to(number).to(before.dtype)
         update[name] = sent if client.sends == "difference" else sent - before
@@ -121,7 +132,7 @@ def update_capabilities(
     Raises:
         PrivlabError: if the client has nothing to train, or the defense withholds all of it.
     """
-    trained = frozenset(trained_parameters(model, client))
+    trained = frozenset(trained_parameters(model, client, Stack(tuple(defense)).on_images))
     return gradient_capabilities(model, defense, client.images, trained=trained) | {Capability.CLIENT_UPDATE}
 
 
@@ -144,21 +155,22 @@ def observe_updates(
         clients: the private data of each client.
         parameters: names of those whose updates the attacks read; None for all. Those that are not trained, and thus
             not sent, are left out.
-        defense: the defenses at work, all of them public; those on gradients act here, one after the other.
+        defense: the defenses at work, all of them public: those of images in each step, those on gradients on the
+            update, one after the other.
 
     Raises:
         PrivlabError: as in `run_client` and `update_capabilities`, or if there is no client.
     """
     if not clients:
         raise PrivlabError("An update needs at least one client. Found none.")
-    grants = update_capabilities(model, client, defense)
-    trained = released_names(trained_parameters(model, client), defense)
+    grants, stack = update_capabilities(model, client, defense), Stack(tuple(defense))
+    trained = released_names(trained_parameters(model, client, stack.on_images), defense)
     sent: dict[str, list[Tensor]] = {name: [] for name in trained if parameters is None or name in parameters}
     for data in clients:
-        update: Mapping[str, Tensor] = {name: -u[None] for name, u in run_client(model, client, data).items()}
-        for part in defense:
-            if isinstance(part, GradientDefense):
-                update = part.release(update, [data.draw])
+        moved = run_client(model, client, data, stack.on_images)
+        update: Mapping[str, Tensor] = {name: -u[None] for name, u in moved.items()}
+        for part in stack.on_gradients:
+            update = part.release(update, [data.draw])
         for name, of_clients in sent.items():
             of_clients.append(update[name])
     gradients = {name: torch.cat(of_clients) for name, of_clients in sent.items()}
@@ -175,7 +187,7 @@ def without_decay(
         update: −(θ_T − θ_0) of one client, by timm's parameter name.
         lost: 1 − c, the share of θ_0 that decay took (`Client.kept_share`).
     """
-    return {name: u.double() - lost * model.vit.get_parameter(name).detach().double() for name, u in update.items()}
+    return {name: u.double() - lost * _parameter(model, name).detach().double() for name, u in update.items()}
 
 
 def undecayed(
@@ -237,7 +249,14 @@ def _ulp(magnitudes: Tensor) -> Float[Tensor, "..."]:
     return info.eps * torch.exp2(exponent.double() - 1)
 
 
-def _train(model: VictimModel, parameters: list[Tensor], client: Client, data: ClientData) -> None:
+def _parameter(model: VictimModel, name: str) -> nn.Parameter:
+    """Return a parameter of timm's model by its name, or E_unk."""
+    if name == "unk_embed" and model.unk_embed is not None:
+        return model.unk_embed
+    return model.vit.get_parameter(name)
+
+
+def _train(model: VictimModel, parameters: list[Tensor], client: Client, data: ClientData, defense: Stack) -> None:
     """Take the client's optimiser steps on its own copy of the model."""
     optimiser = _optimiser(parameters, client)
     mixed, number = client.autocast != "float32", _FORMATS[client.autocast]
@@ -248,7 +267,8 @@ def _train(model: VictimModel, parameters: list[Tensor], client: Client, data: C
         for rows in batches:
             # Autocast keeps its copies of the weights until the outermost context ends, which is that of all steps.
             with torch.autocast(model.mean.device.type, number, cache_enabled=False) if mixed else nullcontext():
-                logits = model(data.images[rows])
+                feed = defense.feed(data.images[rows], model.patch, [data.draw] * len(rows), len(rows))
+                logits = model(feed.images, feed.masked_pe, feed.replacement)
                 loss = F.cross_entropy(logits, data.labels[rows], label_smoothing=client.label_smoothing)
             (loss / len(batches)).backward()
         if client.clip is not None:

@@ -11,6 +11,7 @@ from privlab.base import PrivlabError
 from privlab.threat.client import Draws, Feed, Sent
 from privlab.threat.declarations import defense_declarations
 from privlab.threat.defense_protocols import Defense, FeatureDefense, GradientDefense
+from privlab.threat.effects import Effects
 
 __all__ = ["Stack"]
 
@@ -29,6 +30,11 @@ class Stack:
     def on_images(self) -> tuple[Defense, ...]:
         """Return the parts that act on images."""
         return tuple(part for part in self.parts if not isinstance(part, FeatureDefense | GradientDefense))
+
+    @property
+    def changes_images(self) -> bool:
+        """Return whether a part on images is more than the control, which declares that it has no effect."""
+        return any(defense_declarations(part).acts_as != Effects() for part in self.on_images)
 
     @property
     def on_features(self) -> tuple[FeatureDefense, ...]:

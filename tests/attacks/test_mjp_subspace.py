@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from privlab.attacks.gradients.mjp_subspace import MjpSubspace, Subspace, subspace
+from privlab.attacks.gradients.mjp_subspace import MjpSubspace, Subspace, subspace, without_moved
 from privlab.attacks.gradients.patch_gradient import PatchGradient
 from privlab.attacks.solvers import Smoothness, photograph_gradients
 from privlab.attacks.solvers.prior import PRIORS
@@ -15,8 +15,8 @@ from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Mjp
 from privlab.metrics import psnr_region
 from privlab.patches import patchify, slots_to_pixels, unpatchify
-from privlab.release import observe
-from privlab.threat import Feed, Observation
+from privlab.release import observe, observe_updates
+from privlab.threat import Client, ClientData, Feed, Observation
 from privlab.victims import VictimModel
 
 
@@ -65,6 +65,36 @@ def test_a_mixture_with_an_unmasked_patch_is_not_in_the_span(
     for x, masked, Y in zip(X, found.masked, found.Y, strict=True):
         mixed = x[masked][0] + x[~masked][0]
         assert (mixed - (mixed @ Y.mT) @ Y).norm() > 0.1 * mixed.norm()
+
+
+def test_rows_of_patches_that_were_moved_while_it_mattered_are_left_out() -> None:
+    """A_j = B_j for a patch that stayed; other rows are no combination of B. A small difference counts as none."""
+    draw = torch.Generator().manual_seed(5)
+    B = torch.randn(2, 10, 24, dtype=torch.float64, generator=draw)
+    X = torch.randn(2, 10, 40, dtype=torch.float64, generator=draw)
+    other = torch.randn(2, 10, 24, dtype=torch.float64, generator=draw)
+    for share, counts in ((0.0, False), (0.05, False), (0.9, True)):
+        A = B.clone()
+        A[:, 3:5] += share * other[:, 3:5]
+        found = without_moved(A, B.mT @ X)
+        assert (found[:, 3:5] == 0).all() == counts
+        assert torch.equal(found[:, 5:], A[:, 5:])
+
+
+def test_an_update_of_one_step_is_read_as_its_gradient(images: Tensor, tiny_model: Callable[..., VictimModel]) -> None:
+    """Decay is undone, and the slots without a gradient are found where no row is zero any more."""
+    model, mjp = tiny_model(), Mjp(gamma=0.2)
+    for decay in (0.0, 0.1):
+        data = [ClientData(x[None], torch.tensor([i]), draw_for(0, str(i), "c")) for i, x in enumerate(images)]
+        client = Client(lr=0.5, weight_decay=decay)
+        of_update = MjpSubspace()(observe_updates(model, client, data, MjpSubspace.parameters, (mjp,)))
+        draws = [draw_for(0, str(i), "c") for i in range(len(images))]
+        for draw in draws:
+            torch.randint(2**62, (), generator=draw)
+            torch.randperm(1, generator=draw)
+        feed = mjp(images, model.patch, draws)
+        of_gradient = MjpSubspace()(observe(model, feed, torch.arange(3), MjpSubspace.parameters, (mjp,)))
+        assert (of_update - of_gradient).abs().max() < 1e-3
 
 
 def test_more_masked_patches_than_values_in_each(tiny_model: Callable[..., VictimModel]) -> None:

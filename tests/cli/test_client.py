@@ -33,7 +33,7 @@ def test_an_update_is_attacked_scored_and_recorded(attack: Cli, records: Callabl
     done = attack("--client", "sgd", *ROUND, "--metrics", "psnr", "--limit", "2", "--json").json
     frame = records()
     assert set(frame.release) == {"update"}
-    assert set(frame.attack) == {"patch-update", "patch-gradient", *CONTROLS}
+    assert set(frame.attack) == {"patch-update", "patch-gradient", "mjp-subspace", *CONTROLS}
     told = [json.loads(text)["client"] for text in frame.conditions]
     assert all(each == asdict(Client(lr=0.1, steps=3)) for each in told)
     assert (frame[frame.attack == "patch-update"].psnr > 60).all()
@@ -119,7 +119,7 @@ def test_each_attack_reads_the_updates_that_it_declares(attack: Cli) -> None:
     assert "patch-update" not in of_gradients
     two_steps, one_step = ("client.steps=2",), ("client.steps=1",)
     for client, length, expected in (
-        ("sgd", two_steps, {"patch-update", "patch-gradient"}),
+        ("sgd", two_steps, {"patch-update", "patch-gradient", "mjp-subspace"}),
         ("sgd", one_step, {"patch-update"} | of_gradients),
         ("adamw", one_step, {"patch-gradient"}),
     ):
@@ -136,6 +136,18 @@ def test_each_attack_reads_the_updates_that_it_declares(attack: Cli) -> None:
     )
     assert "no evidence of privacy" in said
     assert "client_update" in attack("--attack", "patch-update").error
+
+
+@pytest.mark.slow
+def test_masks_that_are_drawn_anew_in_each_step_hide_little(attack: Cli, records: Callable[..., pd.DataFrame]) -> None:
+    given = ("--attack", "mjp-subspace,patch-gradient,patch-update", "--metrics", "psnr", "--limit", "1")
+    under = ("--model", "vit_ti_mjp", "--img-size", "64", "--defense", "mjp", "--setting", "c", "--gamma", "0.2")
+    done = attack("--client", "sgd", *ROUND, *given, *under)
+    assert done.status == 0, done.error
+    frame = records().query("geometry == 'in_place'").set_index("attack")
+    assert set(frame.setting) == {"c"}
+    assert frame.psnr["mjp-subspace"] > frame.psnr[["patch-gradient", "patch-update"]].max() + 0.5
+    assert frame.explained.isna().all()  # nobody can repeat the draws
 
 
 @pytest.mark.slow
@@ -175,8 +187,11 @@ MISTAKES = {
     "no client": (("--release", "update"), "An update is that of a client. Found release 'update' and no client"),
     "option alone": (("--set", "client.lr=1"), "An update is that of a client. Found client.lr=1 and no client"),
     "other release": (("--client", "sgd", "--release", "features"), "A client releases its update. Found --release"),
-    "defense": (("--client", "sgd", "--defense", "jigsaw"), "Defense 'jigsaw' is not defined for updates"),
-    "setting": (("--client", "sgd", "--setting", "c"), "A client trains on plain images: setting a. Found setting c"),
+    "defense": (
+        ("--client", "sgd", "--setting", "c", "--defense", "row-permutation"),
+        "Defense 'row-permutation' acts on features, which a client that trains does not send.",
+    ),
+    "setting": (("--client", "sgd", "--setting", "a,b"), "Found setting a,b and an update: take a or c."),
     "batch": (("--client", "sgd", "--gradient-batch", "2"), "use --set client.images=2."),
     "too few": (
         (

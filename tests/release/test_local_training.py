@@ -1,9 +1,9 @@
 """What a client sends is what a plain PyTorch loop makes of its images, for every optimiser and setting."""
 
 import copy
-from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,8 +12,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError
+from privlab.defenses import Mjp
 from privlab.release import as_gradients, observe, observe_updates, rounding_deviation, run_client, trained_parameters
-from privlab.threat import CLIENT_PRESETS, Capability, Client, ClientData
+from privlab.threat import CLIENT_PRESETS, Capability, Client, ClientData, Effects, Feed
 from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
@@ -137,6 +138,55 @@ def test_each_setting_changes_the_update(model: VictimModel) -> None:
             continue
         own = run_client(model, Client(images=5, batch_size=2, epochs=2, **settings), private(5))
         assert not torch.equal(own["head.weight"], plain), name
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Turns the images upside down, and notes what it was given."""
+
+    name: ClassVar[str] = "turned"
+    paper: ClassVar[str] = "a test"
+    acts_as: ClassVar[Effects] = Effects(other=True)
+
+    sizes: list[int] = field(default_factory=list, compare=False)
+
+    def __call__(self, images: Tensor, patch: int, draws: Sequence[torch.Generator]) -> Feed:
+        """Return the images upside down."""
+        self.sizes.append(len(images))
+        assert len(draws) == len(images)
+        return Feed.undefended(images.flip(2), patch)
+
+
+def test_a_defense_of_images_acts_on_each_batch_of_each_step(model: VictimModel) -> None:
+    client, data, turned = Client(images=5, batch_size=2, epochs=2), private(5), Turned()
+    found = run_client(model, client, data, (turned,))
+    assert turned.sizes == [2, 2, 1, 2, 2, 1]
+    plain = run_client(model, client, replace(private(5), images=private(5).images.flip(2)))
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], plain[name]) for name in found)
+
+
+def test_mjp_draws_a_mask_for_each_step_and_trains_its_embedding(tiny_model: Model) -> None:
+    """One step is the gradient under the first draw times the rate; two have masks of their own."""
+    model, client = tiny_model(), Client(lr=0.5)
+    data = replace(private(1), images=private(1).images.double())
+    mjp = Mjp(gamma=0.3)
+    seen = observe_updates(model, client, [data], None, (mjp,))
+    assert "unk_embed" in seen.gradients
+    draw = private(1).draw
+    torch.randint(2**62, (), generator=draw)  # the seed of dropout, and the order of the images
+    torch.randperm(1, generator=draw)
+    feed = mjp(data.images, model.patch, [draw])
+    own = observe(model, feed, data.labels, ["pos_embed", "unk_embed"], (mjp,))
+    for name, gradient in own.gradients.items():
+        torch.testing.assert_close(seen.gradients[name], 0.5 * gradient, rtol=1e-5, atol=1e-7)
+    again = replace(data, draw=private(1).draw)
+    two = observe_updates(model, replace(client, lr=1e-4, steps=2), [again], None, (mjp,))
+    once, twice = ((each.gradients["pos_embed"][0, 0, 1:] == 0).all(1) for each in (seen, two))
+    assert feed.masked_pe is not None
+    assert torch.equal(once, feed.masked_pe[0])
+    assert twice.sum() < once.sum()
+    assert "unk_embed" not in observe_updates(model, client, [data]).gradients
 
 
 def test_steps_go_round_the_images(model: VictimModel) -> None:
