@@ -209,6 +209,16 @@ def test_a_step_of_sgd_is_observed_as_its_gradient_times_the_rate(tiny_model: Mo
         torch.testing.assert_close(seen.gradients[name][1], 0.5 * gradient[0], rtol=1e-5, atol=1e-7)
 
 
+def test_the_mean_of_clients_that_take_one_step_is_the_update_of_one_batch(model: VictimModel) -> None:
+    """Secure aggregation shows the server no more and no less than a client with the images of all."""
+    data = private(3)
+    alone = [ClientData(x[None], y[None], torch.Generator()) for x, y in zip(data.images, data.labels, strict=True)]
+    updates = [run_client(model, Client(lr=0.1), each) for each in alone]
+    together = run_client(model, Client(lr=0.1, images=3, batch_size=3), data)
+    for name, update in together.items():
+        torch.testing.assert_close(torch.stack([each[name] for each in updates]).mean(0), update, rtol=1e-4, atol=1e-6)
+
+
 ONE_STEP: dict[str, Client] = {
     "plain": Client(lr=0.03, images=4, batch_size=4),
     "decay": Client(lr=0.03, images=4, batch_size=8, momentum=0.9, dampening=0.5, weight_decay=0.1),
