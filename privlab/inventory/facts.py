@@ -88,7 +88,7 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "An image prior completes that part; the masked patches become the smoothest ones in their span. Of an update of "
         "several steps with masks of their own, patches that moved while the loss was large count as masked.",
         "0.6 s of processor time an image at 160 pixels (ViT-Ti), 1.3 s at 224 pixels (DeiT-S).",
-        ("mjp",),
+        ("mjp", "updates"),
     ),
     "mjp-full": AttackFacts(
         "Every patch whose token is found is exact, up to the order of the masked patches, if N + |masked| + 1 < D.",
