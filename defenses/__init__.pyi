@@ -9,6 +9,7 @@ from .gradients.gradient_quantisation import GradientQuantisation as GradientQua
 from .gradients.gradient_sign import GradientSign as GradientSign
 from .gradients.percentile_privacy import PercentilePrivacy as PercentilePrivacy
 from .gradients.svt_privacy import SvtPrivacy as SvtPrivacy
+from .images.block_scrambling import BlockScrambling as BlockScrambling
 from .images.blur import Blur as Blur
 from .images.cutmix import CutMix as CutMix
 from .images.jigsaw import Jigsaw as Jigsaw

@@ -17,6 +17,7 @@ DEFENSES: Registry["DefenseClass"] = Registry.of_places(
         "low-pass": "privlab.defenses.images.low_pass:LowPass",
         "blur": "privlab.defenses.images.blur:Blur",
         "cutmix": "privlab.defenses.images.cutmix:CutMix",
+        "block-scrambling": "privlab.defenses.images.block_scrambling:BlockScrambling",
         "gaussian-noise": "privlab.defenses.features.gaussian_noise:GaussianNoise",
         "row-permutation": "privlab.defenses.features.row_permutation:RowPermutation",
         "column-permutation": "privlab.defenses.features.column_permutation:ColumnPermutation",

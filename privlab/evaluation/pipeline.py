@@ -151,7 +151,7 @@ class Evaluator:
         """Return what the clients feed, and the reference of the setting (MJP, section 5.4)."""
         stack, draws = self.rows.defenses[setting], self._draws(batch)
         B = 1 if self.spec.together is None else len(batch.named)
-        feed = stack.feed(batch.images, self.base.model.patch, draws.images, B)
+        feed = stack.feed(batch.images, self.base.model.patch, draws.images, B, draws.model)
         released = self.spec.features_released
         sent = send(self.base.model, feed, stack, draws, self.spec.cut_layer) if released else None
         return Trial(setting, feed, feed.images if setting == "b" else batch.images, sent)

@@ -89,6 +89,14 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "0.6 s of processor time an image at 160 pixels (ViT-Ti), 1.3 s at 224 pixels (DeiT-S).",
         ("mjp",),
     ),
+    "block-key": AttackFacts(
+        "The encrypted images are exact as by `patch-gradient`. The key has no guarantee: from 20 photographs of 100 "
+        "blocks it was exact but for one bit.",
+        "It needs about ten photographs or more under one key, and cannot tell an image from its mirror image. "
+        + _LARGER,
+        "2 s an image (20 photographs together, ViT-Ti, 160 pixels, one shared core).",
+        ("published",),
+    ),
     "mjp-full": AttackFacts(
         "Every patch whose token is found is exact, up to the order of the masked patches, if N + |masked| + 1 < D.",
         "Flat patches have tokens that are nearly alike, and some are missed. No token is found where N ≥ D.",
@@ -238,6 +246,12 @@ DEFENSE_FACTS: Mapping[str, DefenseFacts] = {
         "The mixture may come back exactly, with all of the image that the rectangle leaves. A batch of one image is "
         "not changed at all.",
         _CHANGED,
+    ),
+    "block-scrambling": DefenseFacts(
+        "One key serves all images, so that photographs give it away: neighbouring pixels vary together, and borders "
+        "continue each other.",
+        "It changes the outputs; a model is fine-tuned on encrypted images. Not measured here.",
+        ("published",),
     ),
     "gaussian-noise": DefenseFacts(
         "Noise is averaged by an adversary that knows how images look, or that sees one image several times.",
