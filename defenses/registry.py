@@ -26,6 +26,7 @@ DEFENSES: Registry["DefenseClass"] = Registry.of_places(
         "gradient-pruning": "privlab.defenses.gradients.gradient_pruning:GradientPruning",
         "gradient-quantisation": "privlab.defenses.gradients.gradient_quantisation:GradientQuantisation",
         "gradient-sign": "privlab.defenses.gradients.gradient_sign:GradientSign",
+        "binary-weights": "privlab.defenses.gradients.binary_weights:BinaryWeights",
         "percentile-privacy": "privlab.defenses.gradients.percentile_privacy:PercentilePrivacy",
         "svt-privacy": "privlab.defenses.gradients.svt_privacy:SvtPrivacy",
         "exclude-vars": "privlab.defenses.gradients.exclude_vars:ExcludeVars",

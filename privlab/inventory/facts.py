@@ -92,8 +92,8 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
     "block-key": AttackFacts(
         "The encrypted images are exact as by `patch-gradient`. The key has no guarantee: from 20 photographs of 100 "
         "blocks it was exact but for one bit.",
-        "It needs about ten photographs or more under one key, and cannot tell an image from its mirror image. "
-        + _LARGER,
+        "With five or ten photographs under one key it has 20 to 22 dB, and with one nothing. It cannot tell an image "
+        "from its mirror image. " + _LARGER,
         "2 s an image (20 photographs together, ViT-Ti, 160 pixels, one shared core).",
         ("published",),
     ),
@@ -295,6 +295,12 @@ DEFENSE_FACTS: Mapping[str, DefenseFacts] = {
         "One bit an entry is left, and a search over all layers may use it. It gives no guarantee.",
         _GRADIENT,
         ("gradients",),
+    ),
+    "binary-weights": DefenseFacts(
+        "The zeros show which entries are missing, and the others are exact: enough of them determine the image, which "
+        "needs N < keep · D. Several releases of one image reveal more.",
+        _GRADIENT,
+        ("published",),
     ),
     "percentile-privacy": DefenseFacts(
         "Entries that are dropped follow from the others if they are few. It draws nothing, and gives no guarantee.",

@@ -341,6 +341,11 @@ DEFENSE_IDEAS: Mapping[str, Idea] = {
         "it. The scales that a linear solver needs are gone.",
         ("gradient g", "sign of each entry"),
     ),
+    "binary-weights": Idea(
+        "The client draws a 0 or a 1 for each entry of its update, and sends the products. It was proposed against the "
+        "closed form of APRIL, which expects every entry. Those that are sent are exact, and zeros show the others.",
+        ("update g", "multiply by random 0 or 1"),
+    ),
     "percentile-privacy": Idea(
         "The client drops the entries of its update below a percentile of the magnitudes, and clips the others. "
         "Nothing is drawn at random, so that it gives no differential privacy. What is neither dropped nor clipped is"

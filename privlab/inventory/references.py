@@ -74,6 +74,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "gradient-pruning": ("lin2018dgc", "zhu2019dlg"),
     "gradient-quantisation": ("alistarh2017qsgd", "zhu2019dlg"),
     "gradient-sign": ("bernstein2018signsgd",),
+    "binary-weights": ("sawada2024binary",),
     "percentile-privacy": ("shokri2015ppdl", "roth2022nvflare"),
     "svt-privacy": ("lyu2017svt", "roth2022nvflare"),
     "exclude-vars": ("roth2022nvflare",),

@@ -268,12 +268,12 @@ def _on_gradients(model: VictimModel, part: GradientDefense) -> Effects:
     true = {name: torch.randn(2, *shape, generator=seed).to(model.mean) for name, shape in shapes.items()}
     one, two, *_ = (part.release({n: g.clone() for n, g in true.items()}, draws.images) for draws in _draws(2))
     true = {name: g for name, g in true.items() if name in one}
-    if any(not torch.equal(one[name], two[name]) for name in true):
-        return Effects(gradients="noisy")
-    if all(torch.equal(one[name], true[name]) for name in true):
+    if all(torch.equal(each[name], g) for each in (one, two) for name, g in true.items()):
         return Effects()
-    pruned = all(bool(((one[name] == 0) | (one[name] == g)).all()) for name, g in true.items())
-    return Effects(gradients="pruned" if pruned else "rounded")
+    if all(bool(((each[name] == 0) | (each[name] == g)).all()) for each in (one, two) for name, g in true.items()):
+        return Effects(gradients="pruned")
+    drawn = any(not torch.equal(one[name], two[name]) for name in true)
+    return Effects(gradients="noisy" if drawn else "rounded")
 
 
 def _images(model: VictimModel) -> Float[Tensor, "4 c h w"]:
