@@ -11,6 +11,7 @@ from .features.learned_inversion import InversionToken as InversionToken
 from .features.pe_assignment import PEAssignment as PEAssignment
 from .features.row_alignment import RowAlignment as RowAlignment
 from .gradients.april import April as April
+from .gradients.block_key import BlockKey as BlockKey
 from .gradients.gradient_likelihood import GradientLikelihood as GradientLikelihood
 from .gradients.gradient_matching import GradientMatching as GradientMatching
 from .gradients.head_inversion import HeadInversion as HeadInversion

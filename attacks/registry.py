@@ -22,6 +22,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "patch-gradient-prior": "privlab.attacks.gradients.patch_gradient_prior:PatchGradientPrior",
         "patch-gradient-adaptive": "privlab.attacks.gradients.patch_gradient_adaptive:PatchGradientAdaptive",
         "mjp-subspace": "privlab.attacks.gradients.mjp_subspace:MjpSubspace",
+        "block-key": "privlab.attacks.gradients.block_key:BlockKey",
         "mjp-full": "privlab.attacks.gradients.mjp_full:MjpFull",
         "token-separation": "privlab.attacks.gradients.token_separation:TokenSeparation",
         "gradient-likelihood": "privlab.attacks.gradients.gradient_likelihood:GradientLikelihood",

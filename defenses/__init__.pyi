@@ -2,6 +2,7 @@ from .features.batch_shuffle import BatchShuffle as BatchShuffle
 from .features.column_permutation import ColumnPermutation as ColumnPermutation
 from .features.gaussian_noise import GaussianNoise as GaussianNoise
 from .features.row_permutation import RowPermutation as RowPermutation
+from .gradients.binary_weights import BinaryWeights as BinaryWeights
 from .gradients.exclude_vars import ExcludeVars as ExcludeVars
 from .gradients.gradient_noise import GradientNoise as GradientNoise
 from .gradients.gradient_pruning import GradientPruning as GradientPruning
@@ -9,6 +10,7 @@ from .gradients.gradient_quantisation import GradientQuantisation as GradientQua
 from .gradients.gradient_sign import GradientSign as GradientSign
 from .gradients.percentile_privacy import PercentilePrivacy as PercentilePrivacy
 from .gradients.svt_privacy import SvtPrivacy as SvtPrivacy
+from .images.block_scrambling import BlockScrambling as BlockScrambling
 from .images.blur import Blur as Blur
 from .images.cutmix import CutMix as CutMix
 from .images.jigsaw import Jigsaw as Jigsaw

@@ -75,7 +75,7 @@ def make_release(
     seeds = torch.randint(2**62, (len(images) + 2,), generator=draw).tolist()
     batch, key, *of_images = (Generator().manual_seed(seed) for seed in seeds)
     draws = Draws(images=of_images, batch=batch, model=key)
-    feed = stack.feed(images, model.patch, draws.images, len(images))
+    feed = stack.feed(images, model.patch, draws.images, len(images), draws.model)
     sent = send(model, feed, stack, draws, cut_layer)
     return OwnRelease(
         sent.features.float(), sent.source, images.float(), permute(images, feed.order, model.patch).float()

@@ -53,7 +53,7 @@ class PatchGradientAdaptive:
     knows: ClassVar[frozenset[str]] = frozenset(
         {
             *("mjp", "gradient-noise", "gradient-pruning", "gradient-quantisation", "gradient-sign"),
-            *("percentile-privacy", "svt-privacy"),
+            *("percentile-privacy", "svt-privacy", "binary-weights"),
         }
     )
     undefended: ClassVar[str] = "patch-gradient"

@@ -69,7 +69,7 @@ class PatchUpdate:
     knows: ClassVar[frozenset[str]] = frozenset(
         {
             *("gradient-noise", "gradient-pruning", "gradient-quantisation"),
-            *("percentile-privacy", "svt-privacy", "exclude-vars"),
+            *("percentile-privacy", "svt-privacy", "exclude-vars", "binary-weights"),
         }
     )
     requires: ClassVar[frozenset[Capability]] = frozenset(

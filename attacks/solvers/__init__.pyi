@@ -32,3 +32,5 @@ from .ridge import RTOL as RTOL
 from .ridge import ridge_inverse as ridge_inverse
 from .updates import fit_decay as fit_decay
 from .updates import weighted_patches as weighted_patches
+from .value_order import negative_values as negative_values
+from .value_order import value_orders as value_orders

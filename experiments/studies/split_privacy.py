@@ -156,7 +156,7 @@ class _Client(FineTuning):
     def loss(self, model: Any, batch: tuple[Tensor, Tensor], draw: Generator) -> Tensor:  # noqa: ANN401
         images, labels = batch
         draws = new_draws(draw, len(images))
-        feed = self.stack.feed(images, model.patch, draws.images, len(images))
+        feed = self.stack.feed(images, model.patch, draws.images, len(images), draws.model)
         sent = self.stack.send(model.embed(feed.images), model.vit.num_prefix_tokens, draws)
         logits = model.head(sent.restore(model.backbone(sent.features)))
         return loss_of(logits, labels)
@@ -210,7 +210,7 @@ def _accuracy(base: Victim, stack: Stack, images: Images, plan: Study) -> float:
     right = []
     for i, pixels in enumerate(images.pixels.split(plan.batch)):
         draws = new_draws(Generator().manual_seed(plan.seed + i), len(pixels))
-        feed = stack.feed(pixels, base.model.patch, draws.images, len(pixels))
+        feed = stack.feed(pixels, base.model.patch, draws.images, len(pixels), draws.model)
         logits = predictions(base.model, send(base.model, feed, stack, draws))
         labels = images.labels[i * plan.batch :][: len(pixels)]
         right.append((logits > 0) == (labels > 0) if labels.ndim == 2 else logits.argmax(1) == labels)

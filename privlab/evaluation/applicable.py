@@ -8,6 +8,7 @@ from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, PrivlabWarning, first
 from privlab.evaluation.specification import Specification, attack_of, default_attacks, defense_of
 from privlab.release import (
+    effects_of,
     feature_capabilities,
     gradient_capabilities,
     released_parameters,
@@ -101,7 +102,10 @@ def applicable(
     groups: dict[str, AttackGroup] = {}
     refused: dict[str, str] = {}
     defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
+    permuted = effects_of(base.model, defense).values
     for name, kind in _candidates(spec).items():
+        if spec.attacks is None and Capability.PERMUTED_VALUES in kind.requires and not permuted:
+            continue
         running = {attack.name for group in groups.values() for attack in group.attacks}
         if spec.attacks is None and not stand_ins and stands_in(kind, running):
             continue

@@ -155,7 +155,7 @@ class Evaluator:
         stack, draws = self.rows.defenses[setting], self._draws(batch)
         B = 1 if self.spec.together is None else len(batch.named)
         if self.spec.local_training is None:
-            feed = stack.feed(batch.images, self.base.model.patch, draws.images, B)
+            feed = stack.feed(batch.images, self.base.model.patch, draws.images, B, draws.model)
         else:  # the client feeds what the defense draws anew in each step
             feed = Feed.undefended(batch.images, self.base.model.patch)
         released = self.spec.features_released

@@ -92,6 +92,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "that span. A prior learned from public photographs completes that part.",
         ("span Y of the masked patches", "solve the others outside Y", "complete by an image prior"),
     ),
+    "block-key": Idea(
+        "The gradient gives back the encrypted images, and all of them have one key. Values of neighbouring pixels "
+        "vary together in every photograph, so that their correlations tell which values were neighbours. The blocks "
+        "are then put together by their borders, and the model tells which way is up.",
+        ("encrypted images: patch-gradient", "order of values by correlations", "blocks by borders, turn by the model"),
+    ),
     "mjp-full": Idea(
         "The first block's MLP sees every token, masked or not, and its gradients are sums over them. The attack "
         "takes these sums apart, and so finds each token that MJP meant to hide. Tokens become patches by linear "
@@ -285,6 +291,12 @@ DEFENSE_IDEAS: Mapping[str, Idea] = {
         "rectangle.",
         ("draw λ and a rectangle", "paste from another image"),
     ),
+    "block-scrambling": Idea(
+        "The client cuts an image into the patches of the model, and puts them in a secret order. It puts the values "
+        "within every patch in another secret order. Both orders are a key that serves all its images, and the model "
+        "is fine-tuned on the encrypted images.",
+        ("permute the blocks by a key", "permute the values in each block"),
+    ),
     "gaussian-noise": Idea(
         "The client adds independent noise to every entry of the features that it sends. The adversary knows the "
         "strength of the noise, and not its draw. The better it knows how images look, the more of the noise it can "
@@ -328,6 +340,11 @@ DEFENSE_IDEAS: Mapping[str, Idea] = {
         "The client releases the sign of each entry of its gradient, and no magnitude. A server can still train with "
         "it. The scales that a linear solver needs are gone.",
         ("gradient g", "sign of each entry"),
+    ),
+    "binary-weights": Idea(
+        "The client draws a 0 or a 1 for each entry of its update, and sends the products. It was proposed against the "
+        "closed form of APRIL, which expects every entry. Those that are sent are exact, and zeros show the others.",
+        ("update g", "multiply by random 0 or 1"),
     ),
     "percentile-privacy": Idea(
         "The client drops the entries of its update below a percentile of the magnitudes, and clips the others. "

@@ -117,6 +117,7 @@ def _both(first: Effects, then: Effects) -> Effects:
         patches=patches,
         pe=masking[-1].pe if masking else "slot",
         one_order=bool(moving or masking) and all(each.one_order for each in (*moving, *masking)),
+        values=first.values or then.values,
         gradients=first.gradients if then.gradients == "kept" else then.gradients,
         other=first.other or then.other,
     )
@@ -173,10 +174,10 @@ def contradictions(model: VictimModel, part: AnyDefense, chance: float = 1.1) ->
 def _on_images(model: VictimModel, part: Defense) -> Effects:
     """Measure the order, the masks and the pixels of what is fed."""
     images = _images(model)
-    moved = beyond = masked = other = False
+    moved = beyond = masked = values = other = False
     one_order, kind = True, "unknown"
     for draws in _draws(len(images)):
-        feed = Stack((part,)).feed(images, model.patch, draws.images, len(images))
+        feed = Stack((part,)).feed(images, model.patch, draws.images, len(images), draws.model)
         order, seen = _order(images, feed, model.patch)
         away = order != torch.arange(order.shape[1], device=order.device)
         hidden = torch.zeros_like(away) if feed.masked_pe is None else feed.masked_pe
@@ -184,10 +185,12 @@ def _on_images(model: VictimModel, part: Defense) -> Effects:
         if hidden.any():
             masked, kind = True, feed.replacement
         one_order = one_order and bool((order[seen] == order[0]).all() and (hidden == hidden[0]).all())
-        other = other or not torch.equal(feed.images[seen], permute(images, order, model.patch)[seen])
+        fed, own = (patchify(each[seen], model.patch) for each in (feed.images, permute(images, order, model.patch)))
+        same = torch.equal(fed.sort(2).values, own.sort(2).values)
+        values, other = values or (same and not torch.equal(fed, own)), other or not same
     patches = "kept" if not moved else "shuffled" if beyond else "masked"
     pe = "slot" if not masked else "zero" if kind == "zero" else "unknown"
-    return Effects(patches=patches, pe=pe, one_order=one_order and (moved or masked), other=other)
+    return Effects(patches=patches, pe=pe, one_order=one_order and (moved or masked), values=values, other=other)
 
 
 def _order(images: Float[Tensor, "b c h w"], feed: Feed, patch: int) -> tuple[Int[Tensor, "b n"], Sequence[int]]:
@@ -265,12 +268,12 @@ def _on_gradients(model: VictimModel, part: GradientDefense) -> Effects:
     true = {name: torch.randn(2, *shape, generator=seed).to(model.mean) for name, shape in shapes.items()}
     one, two, *_ = (part.release({n: g.clone() for n, g in true.items()}, draws.images) for draws in _draws(2))
     true = {name: g for name, g in true.items() if name in one}
-    if any(not torch.equal(one[name], two[name]) for name in true):
-        return Effects(gradients="noisy")
-    if all(torch.equal(one[name], true[name]) for name in true):
+    if all(torch.equal(each[name], g) for each in (one, two) for name, g in true.items()):
         return Effects()
-    pruned = all(bool(((one[name] == 0) | (one[name] == g)).all()) for name, g in true.items())
-    return Effects(gradients="pruned" if pruned else "rounded")
+    if all(bool(((each[name] == 0) | (each[name] == g)).all()) for each in (one, two) for name, g in true.items()):
+        return Effects(gradients="pruned")
+    drawn = any(not torch.equal(one[name], two[name]) for name in true)
+    return Effects(gradients="noisy" if drawn else "rounded")
 
 
 def _images(model: VictimModel) -> Float[Tensor, "4 c h w"]:

@@ -18,6 +18,7 @@ from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, check_name, first, full_precision
 from privlab.patches import patchify
+from privlab.release.effects import effects_of
 from privlab.threat import (
     Capability,
     Defense,
@@ -212,6 +213,8 @@ def gradient_capabilities(
         grants.add(Capability.BATCH_SIZE_ONE)
     if any(isinstance(part, GradientDefense) for part in defense):
         grants.add(Capability.GRADIENT_DEFENSE)
+    if effects_of(model, defense).values:
+        grants.add(Capability.PERMUTED_VALUES)
     every = released_parameters(model)
     released = set(released_names(every if trained is None else trained, defense)) & every
     if "pos_embed" in released:

@@ -24,6 +24,7 @@ class Capability(str, Enum):
     KNOWS_DEFENSE = "knows_defense"
     GRADIENT_DEFENSE = "gradient_defense"
     CLIENT_UPDATE = "client_update"
+    PERMUTED_VALUES = "permuted_values"
 
     @property
     def meaning(self) -> str:
@@ -47,6 +48,7 @@ _MEANING = {
     Capability.QUERIES: "the client's part of the model can be run on images of the adversary's own",
     Capability.KNOWS_DEFENSE: "the defense's algorithm and its parameters are known, its draws are not",
     Capability.GRADIENT_DEFENSE: "a defense acts on the released gradient (noise, pruning, fewer bits)",
+    Capability.PERMUTED_VALUES: "a defense permutes the values within every patch (block-scrambling)",
     Capability.CLIENT_UPDATE: "the update of a client's local training is released, and its settings are public",
 }
 

@@ -72,7 +72,7 @@ class DefenseDeclarations:
     Args:
         acts_as: its `Effects`, if it declares them; code that measures effects refuses a value of another type.
         std: the standard deviation of the noise that it adds to features, if it declares it.
-        per: "batch" if one draw serves all images that are released together.
+        per: "batch" if one draw serves all images that are released together, "model" if one serves all of a client.
         mixes: whether one image's release depends on the other images.
         remark: returns a remark to print beside its options, such as the ε that its noise gives.
         expected: returns the mean of its releases of given gradients; None if that is these gradients.
@@ -81,7 +81,7 @@ class DefenseDeclarations:
 
     acts_as: Any = None
     std: Any = None
-    per: Literal["image", "batch"] = "image"
+    per: Literal["image", "batch", "model"] = "image"
     mixes: bool = False
     remark: Callable[[], str] = _no_remark
     expected: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None

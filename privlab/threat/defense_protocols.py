@@ -29,7 +29,7 @@ class Defense(Protocol):
             images: the private images in [0, 1].
             patch: the side of a patch, in pixels.
             draws: the clients' secret generators, one for each image; a defense with `per` = "batch" gets one for each
-                of r releases, each of b / r images.
+                of r releases, each of b / r images; one with `per` = "model" gets that of the client alone.
         """
         ...
 

@@ -24,6 +24,7 @@ class Effects:
         patches: the patches of the fed image: "kept" in their slots, moved among "masked" slots, whose position
             embeddings are replaced, or "shuffled" beyond these.
         pe: what replaces position embeddings: "unknown" (E_unk) or "zero"; "slot" if none is replaced.
+        values: whether the values within every patch are in another order.
         one_order: whether images that are released together share one order of their patches, and one mask.
         gradients: "kept", "noisy", "pruned" (zero or unchanged), or "rounded".
         other: whether anything else changes pixels or features: blur, a scale, a clip.
@@ -35,6 +36,7 @@ class Effects:
     patches: Literal["kept", "masked", "shuffled"] = "kept"
     pe: Literal["slot", "unknown", "zero"] = "slot"
     one_order: bool = False
+    values: bool = False
     gradients: Literal["kept", "noisy", "pruned", "rounded"] = "kept"
     other: bool = False
 
@@ -48,6 +50,7 @@ class Effects:
             "noise": self.noise_std > 0,
             "shuffled": self.patches == "shuffled",
             "masked": self.patches == "masked" or self.pe != "slot",
+            "values": self.values,
             self.gradients: self.gradients != "kept",
             "other": self.other,
         }

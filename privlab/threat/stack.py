@@ -63,7 +63,12 @@ class Stack:
         return " + ".join(f"{part!r} ({remark})" if remark else repr(part) for part, remark in remarks)
 
     def feed(
-        self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator], images_per_release: int = 1
+        self,
+        images: Float[Tensor, "b c h w"],
+        patch: int,
+        draws: Sequence[Generator],
+        images_per_release: int = 1,
+        key: Generator | None = None,
     ) -> Feed:
         """Return what the clients feed their models: each part on images transforms the images of the part before.
 
@@ -73,10 +78,16 @@ class Stack:
             draws: the clients' secret generators, one for each image; a part with `per` = "batch" gets one for each
                 release, that of its first image.
             images_per_release: the number of consecutive images that are released together.
+            key: the client's generator for the model's lifetime, for a part with `per` = "model".
+
+        Raises:
+            PrivlabError: if a part has a key for the model's lifetime, and no generator is given for it.
         """
         feed = Feed.undefended(images, patch)
         for part in self.on_images:
-            own = draws[::images_per_release] if defense_declarations(part).per == "batch" else draws
+            own = {"image": draws, "batch": draws[::images_per_release], "model": [key]}[defense_declarations(part).per]
+            if None in own:
+                raise PrivlabError(f"Defense '{part.name}' has one key for all images. Found no generator for it.")
             feed = _after(feed, part(feed.images, patch, own))
         return feed
 

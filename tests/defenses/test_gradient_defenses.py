@@ -12,7 +12,15 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.base import PrivlabError, draw_for
-from privlab.defenses import GradientNoise, GradientPruning, GradientQuantisation, GradientSign, Mjp, Undefended
+from privlab.defenses import (
+    BinaryWeights,
+    GradientNoise,
+    GradientPruning,
+    GradientQuantisation,
+    GradientSign,
+    Mjp,
+    Undefended,
+)
 from privlab.release import gradients, observe, per_sample_gradients, released_parameters
 from privlab.threat import Capability, Draws, Feed, GradientDefense, Stack
 from privlab.victims import VictimModel
@@ -266,3 +274,22 @@ def test_some_of_a_feed() -> None:
 def test_bad_options(kind: type, options: dict[str, object], message: str) -> None:
     with pytest.raises(PrivlabError, match=message):
         kind(**options)
+
+
+def test_binary_weights_drop_at_random_and_keep_the_rest() -> None:
+    """A release is g or 0 in each entry, in the stated share; a missing entry is bounded by the largest of its kind."""
+    g = {"a": torch.randn(2, 40, 50, generator=torch.Generator().manual_seed(1)), "b": torch.ones(2, 7)}
+    draws = [torch.Generator().manual_seed(i) for i in range(2)]
+    defense = BinaryWeights(keep=0.7)
+    released = defense.release(g, draws)
+    assert all(bool(((released[name] == g[name]) | (released[name] == 0)).all()) for name in g)
+    assert (released["a"] != 0).float().mean().item() == pytest.approx(0.7, abs=0.03)
+    assert not torch.equal(released["a"][0] == 0, released["a"][1] == 0)
+    variance, largest = defense.variance(released)["a"], released["a"].abs().flatten(1).amax(1)
+    assert torch.equal(variance == 0, released["a"] != 0)
+    torch.testing.assert_close((3 * variance).sqrt().flatten(1).amax(1), largest)
+    whole = BinaryWeights(keep=1.0)
+    assert all(torch.equal(each, g[name]) for name, each in whole.release(g, draws).items())
+    assert not whole.variance(g)["a"].any()
+    with pytest.raises(PrivlabError, match=r"keep of binary-weights must be in \(0, 1\]\. Found 0\.0"):
+        BinaryWeights(keep=0.0)

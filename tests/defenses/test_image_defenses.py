@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.base import PrivlabError
-from privlab.defenses import DEFENSES, Jigsaw, LowPass, Mjp, Undefended, defenses
+from privlab.defenses import DEFENSES, BlockScrambling, Jigsaw, LowPass, Mjp, Undefended, defenses
 from privlab.patches import inverse, patchify, permute
 from privlab.threat import Defense, FeatureDefense, GradientDefense, Stack
 from privlab.victims import VictimModel
@@ -142,3 +142,32 @@ def test_every_defense_fulfils_the_protocol() -> None:
         kinds = (Defense, FeatureDefense, GradientDefense)  # on images, on features, or on gradients
         assert sum(isinstance(kind(), protocol) for protocol in kinds) == 1
         assert kind.name == name
+
+
+@given(blocks=st.floats(0, 1), pixels=st.floats(0, 1), invert=st.booleans(), seed=st.integers(0, 2**31))
+def test_one_key_scrambles_all_images(blocks: float, pixels: float, invert: bool, seed: int) -> None:
+    """x̃_i = P_π x_σ(i), with σ and π the same for all images and π the same for all blocks, and as many moved."""
+    images, stack = images_and_draws(3, seed)[0], Stack((BlockScrambling(blocks, pixels, invert),))
+    feed, again = (stack.feed(images[chosen], 4, [], 1, Generator().manual_seed(seed)) for chosen in ([0, 1, 2], [2]))
+    assert torch.equal(feed.images[2:], again.images)
+    assert torch.equal(feed.order, feed.order[:1].expand(3, -1))
+    assert feed.moved.sum(1).tolist() == [round(blocks * 16)] * 3
+    assert torch.equal(feed.order[~feed.moved], torch.arange(16).expand(3, -1)[~feed.moved])
+    own, sent = (patchify(each, 4).flatten(0, 1) for each in (permute(images, feed.order, 4), feed.images))
+    source = torch.cdist(sent.mT, own.mT).argmin(1) if not invert else None
+    if source is not None:
+        assert torch.equal(own[:, source], sent)
+        assert int((source != torch.arange(48)).sum()) <= round(pixels * 48)
+    else:
+        either = torch.stack([own, 1 - own], 1)
+        near = (sent[:, None, :, None] - either[:, :, None]).abs().amax(0).amin(1)
+        assert (near == 0).sum() >= 24, "every value stands somewhere, or its negative does"
+        sign = (sent[:, None, :, None] - either[:, :, None]).abs().amax(0).amin(2).argmin(0)
+        assert sign.sum() == 24
+
+
+def test_a_client_without_a_key_is_refused() -> None:
+    with pytest.raises(PrivlabError, match=r"'block-scrambling' has one key for all images\. Found no generator"):
+        Stack((BlockScrambling(),)).feed(*images_and_draws(1, 0)[:1], 4, images_and_draws(1, 0)[1])
+    with pytest.raises(PrivlabError, match=r"pixels of block-scrambling must be in \[0, 1\]\. Found 2"):
+        BlockScrambling(pixels=2.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from privlab.attacks import ATTACKS
 from privlab.base import PrivlabError
-from privlab.defenses import BatchShuffle, GradientNoise, RowPermutation
+from privlab.defenses import BatchShuffle, BlockScrambling, Blur, GradientNoise, RowPermutation
 from privlab.release import feature_capabilities, gradient_capabilities, observe
 from privlab.threat import FORCEABLE, Capability, FeatureObservation, Feed, Observation, check_capabilities
 from privlab.victims import VictimModel, april_twin
@@ -45,6 +45,8 @@ def test_gradients_grant_what_they_show(tiny_model: Model) -> None:
     one, two = gradient_capabilities(model), gradient_capabilities(model, (), 2)
     assert one - two == {Capability.BATCH_SIZE_ONE}
     assert gradient_capabilities(model, (GradientNoise(),)) - one == {Capability.GRADIENT_DEFENSE}
+    assert gradient_capabilities(model, (BlockScrambling(),)) - one == {Capability.PERMUTED_VALUES}
+    assert gradient_capabilities(model, (BlockScrambling(pixels=0.0), Blur(0.1))) == one
     assert Capability.PLAIN_BLOCK in one
     assert Capability.APRIL_BLOCK not in one
     twin = gradient_capabilities(april_twin(model))

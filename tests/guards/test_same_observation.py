@@ -29,6 +29,7 @@ GRADIENTS: dict[str, dict[str, Any]] = {
     "mjp": {"gamma": 0.5},
     "jigsaw": {"defense": "jigsaw", "gamma": 0.5},
     "noise and a jigsaw": {"defense": "jigsaw+gradient-noise", "gamma": 0.5},
+    "encrypted": {"defense": "block-scrambling"},
     "two in one": {"gamma": 0.5, "gradient_batch": 2},
 }
 FEATURES: dict[str, dict[str, Any]] = {

@@ -107,7 +107,7 @@ class Learner:
     def send(self, images: Float[Tensor, "b c h w"], draws: Draws) -> Sent:
         """Return what the client sends for images in [0, 1]: the tokens behind its ℓ blocks, as defended."""
         images = images.to(self.device, self.contract.torch_dtype)
-        feed = self.stack.feed(images, self.model.patch, draws.images, len(images))
+        feed = self.stack.feed(images, self.model.patch, draws.images, len(images), draws.model)
         tokens = self.model.embed(feed.images, feed.masked_pe, feed.replacement)
         tokens = self.model.client_blocks(tokens, self.contract.cut_layer)
         return self.stack.send(tokens, self.model.vit.num_prefix_tokens, draws)

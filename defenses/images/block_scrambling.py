@@ -1,0 +1,69 @@
+"""`block-scrambling`: learnable image encryption: a client's key permutes blocks, and the pixels within them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor
+
+from privlab.base import check_range
+from privlab.patches import patchify, permute, shuffle_within, unpatchify
+from privlab.threat import Effects, Feed
+
+__all__ = ["BlockScrambling"]
+
+
+@dataclass(frozen=True)
+class BlockScrambling:
+    """Permute the blocks of an image by one key, and the c·p² values in every block by another, for all images alike.
+
+    Slot i holds block σ(i), and value k of each block is value π(k) of it, so x̃_i = P_π x_σ(i). A block is a patch of
+    the model, which can then be fine-tuned on encrypted images. Both orders are drawn once for a client.
+
+    Args:
+        blocks: the share of the blocks that σ moves, in [0, 1]; 1 is an unrestricted permutation.
+        pixels: the share of the values of a block that π moves, in [0, 1]; likewise.
+        invert: whether half of the values, which the key chooses, are turned into their negative 1 − x.
+
+    Source: Kiya et al. (2023), block-wise encryption, and Horio et al. (2024), whose permutations are restricted. That
+    a restricted one moves a share of the places is read off the abstract. `invert` is the negative-positive
+    transformation of the same group's other encryptions, as a survey of these has it (Information 2023, Eq. 1).
+    """
+
+    name: ClassVar[str] = "block-scrambling"
+    paper: ClassVar[str] = "Kiya et al. (2023), arXiv 2308.07612; restricted: Horio et al. (2024), arXiv 2408.08529"
+    per: ClassVar[str] = "model"
+
+    blocks: float = 1.0
+    pixels: float = 1.0
+    invert: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError if a share is outside [0, 1]."""
+        for name in ("blocks", "pixels"):
+            check_range(0 <= getattr(self, name) <= 1, f"{name} of {self.name}", "in [0, 1]", getattr(self, name))
+
+    @property
+    def acts_as(self) -> Effects:
+        """Return the effect: patches are shuffled by one order, and their pixels are changed."""
+        patches = "shuffled" if self.blocks > 0 else "kept"
+        return Effects(patches=patches, one_order=self.blocks > 0, values=self.pixels > 0, other=self.invert)
+
+    def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return the encrypted images; `draws` holds the generator of the client's key alone."""
+        (draw,), (b, c, h, w) = draws, images.shape
+        n, k = h * w // patch**2, c * patch**2
+        moved, order = _restricted(n, self.blocks, draw)
+        values = _restricted(k, self.pixels, draw)[1].to(images.device)
+        negative = (torch.randperm(k, generator=draw) < k // 2).to(images.device) & self.invert
+        order, moved = (each.to(images.device).expand(b, -1) for each in (order, moved))
+        X = patchify(permute(images, order, patch), patch)[..., values]
+        return Feed(unpatchify(torch.where(negative, 1 - X, X), (c, h, w)), order, moved)
+
+
+def _restricted(n: int, share: float, draw: Generator) -> tuple[Bool[Tensor, " n"], Int[Tensor, " n"]]:
+    """Return the places that a permutation moves, a share of n, and the permutation."""
+    moved = torch.randperm(n, generator=draw) < round(share * n)
+    return moved, shuffle_within(moved, draw)
