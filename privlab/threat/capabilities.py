@@ -24,6 +24,7 @@ class Capability(str, Enum):
     KNOWS_DEFENSE = "knows_defense"
     GRADIENT_DEFENSE = "gradient_defense"
     CLIENT_UPDATE = "client_update"
+    CLASS_LABELS = "class_labels"
 
     @property
     def meaning(self) -> str:
@@ -48,6 +49,7 @@ _MEANING = {
     Capability.KNOWS_DEFENSE: "the defense's algorithm and its parameters are known, its draws are not",
     Capability.GRADIENT_DEFENSE: "a defense acts on the released gradient (noise, pruning, fewer bits)",
     Capability.CLIENT_UPDATE: "the update of a client's local training is released, and its settings are public",
+    Capability.CLASS_LABELS: "the clients' loss is the cross-entropy of a class label, which the head's gradient tells",
 }
 
 FORCEABLE = frozenset({Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE})

@@ -19,7 +19,6 @@ from privlab.attacks.tokens import (
     Separated,
     Slots,
     Spans,
-    first_block,
     guesses,
     normalise,
     place_patches,
@@ -34,7 +33,7 @@ from privlab.metrics import in_best_order, psnr, psnr_region
 from privlab.patches import patchify, permute, slots_to_pixels
 from privlab.release import gradient_capabilities, observe
 from privlab.threat import Capability, Feed, Observation, check_capabilities
-from privlab.victims import VictimModel, april_twin, victim
+from privlab.victims import VictimModel, april_twin, first_block, victim
 
 SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
 
