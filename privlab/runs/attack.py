@@ -120,7 +120,7 @@ def attack(
     from privlab.runs.notebook import Records, shown_progress  # pandas is slow to import
 
     own = model if isinstance(model, nn.Module) else None
-    if own is not None or not isinstance(model, Sequence):
+    if own is None and not isinstance(model, Sequence):
         check_plain(model)
     spec = specify(
         "own" if isinstance(model, nn.Module) else model,

@@ -14,6 +14,8 @@ from .classifiers import position_hint as position_hint
 from .first_block import PreNormBlock as PreNormBlock
 from .first_block import first_block as first_block
 from .first_block import why_no_plain_block as why_no_plain_block
+from .hugging_face import as_timm as as_timm
+from .hugging_face import timm_names as timm_names
 from .model import AprilBlock as AprilBlock
 from .model import VictimModel as VictimModel
 from .model import april_twin as april_twin

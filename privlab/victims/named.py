@@ -17,6 +17,7 @@ from privlab.base import PrivlabError, PrivlabWarning, check_name, check_range, 
 from privlab.images import Preprocessing
 from privlab.victims import weights as stored
 from privlab.victims.anatomy import Vit
+from privlab.victims.hugging_face import as_timm, is_of_transformers
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
 from privlab.victims.names import resolve_own, size_error
 from privlab.victims.zoo import BASE, COMPACT, shipped_file
@@ -112,7 +113,7 @@ def victim(
     """Make a victim from a name or from a timm model of your own, which is copied and left as it is.
 
     Args:
-        model: a name of `victim_names()`, "timm:NAME", or a ViT of timm.
+        model: a name of `victim_names()`, "timm:NAME", or a ViT of timm or transformers (`as_timm`).
         weights: "auto" (pretrained where they can be had, else random, with a warning), "pretrained", "random", or a
             file in timm's, the MJP authors' or privlab's layout. A model of your own keeps its own weights.
         block: "stock" or "april" (first block without pre-norm and without skip).
@@ -147,11 +148,14 @@ def victim(
 
 
 def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None) -> Victim:
-    check_plain(vit)
     if weights != "auto":
         raise PrivlabError(f"A model of your own keeps its weights. Found weights '{weights}': leave that out.")
+    if isinstance(vit, nn.Module) and is_of_transformers(vit):
+        vit = copied = as_timm(vit)
+    else:
+        check_plain(vit)
+        copied = cast("Vit", copy.deepcopy(vit))
     name = getattr(vit, "pretrained_cfg", {}).get("architecture") or type(vit).__name__
-    copied = cast("Vit", copy.deepcopy(vit))
     if classes is not None and copied.num_classes == 0:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
