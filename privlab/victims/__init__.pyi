@@ -1,4 +1,5 @@
 from .anatomy import PREFIX_TOKENS as PREFIX_TOKENS
+from .anatomy import told_of_places as told_of_places
 from .catalogue import fetch as fetch
 from .catalogue import import_weights as import_weights
 from .catalogue import models as models

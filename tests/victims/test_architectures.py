@@ -17,6 +17,7 @@ from privlab.metrics import psnr
 from privlab.release import gradient_capabilities, observe, observe_features, released_parameters
 from privlab.release.gradients import obstacles
 from privlab.release.local_training import run_client
+from privlab.split.protocol.backbone import Backbone, check_cut
 from privlab.threat import Capability, Client, ClientData, Sent, Stack
 from privlab.victims import VictimModel, first_block, victim, why_no_plain_block
 from privlab.victims.anatomy import TELLERS
@@ -135,6 +136,15 @@ def test_copies_tell_their_blocks_of_places_by_their_own(kind: str) -> None:
         tensor.data += torch.randn_like(tensor) if tensor.is_floating_point() else 0
     assert not torch.allclose(twin(x), before, rtol=1e-4, atol=1e-5)
     assert_close(model(x), before)
+
+
+def test_split_learning_hands_over_blocks_that_read_tokens_alone() -> None:
+    for kind, argument in (("rotary", "rope"), ("BEiT, shared", "shared_rel_pos_bias")):
+        with pytest.raises(PrivlabError, match=f"whose blocks are told of places by {argument}"):
+            check_cut(victim(make(kind)).model, 0)
+    model = victim(make("BEiT")).model
+    x = torch.rand(1, *model.image_shape)
+    assert_close(Backbone(model, torch.float32)(model.embed(x)), model.backbone(model.embed(x)))
 
 
 def test_the_parts_of_the_first_block_are_the_block() -> None:
