@@ -87,8 +87,9 @@ class ArchitectureStudy:
         """Run the study and return a row for each model.
 
         A row has `model`, and `refused` with the reason, or `input` (c, h, w), `patch`, `width`, `tokens`, and for each
-        attack `outcome` ("exact", "partial", "none" or "refused"), `psnr` in dB (mean over the photographs, in place)
-        and `reason`.
+        attack `outcome` ("exact" on all photographs, "partial", "none" or "refused"), `psnr` in dB (mean over the
+        photographs, in place), `exact` (the number of photographs with every grey level right) of `images`, the PSNR
+        `flat` of one colour, or the `reason`.
 
         Args:
             say: called with each model's name before it is attacked.
@@ -113,7 +114,10 @@ class ArchitectureStudy:
             asked |= {"release": release, "metrics": ("psnr",), "attacks": (attack,), "models": ("own",)}
             spec = Specification(**asked, block="stock")
             refused = applicable(spec, base)[1]
-            found[attack] = {"outcome": "refused", "reason": refused[attack]} if refused else self._attacked(spec, vit)
+            if refused:
+                found[attack] = {"outcome": "refused", "reason": refused[attack]}
+            else:
+                found[attack] = _attacked(spec, vit, math.prod(base.model.image_shape))
         return {"model": name, **facts, "tokens": tokens, "attacks": found}
 
     def _model(self, name: str) -> nn.Module:
@@ -130,17 +134,18 @@ class ArchitectureStudy:
                     tensor.fill_(self.layer_scale)
         return vit.eval()
 
-    def _attacked(self, spec: Specification, vit: nn.Module) -> dict[str, Any]:
-        """Return how an attack did, over all photographs, and its mean PSNR in place."""
-        frame = execute(spec, own=vit).records
-        placed = frame[(frame.geometry == "in_place") & (frame.status == "ok")]
-        mine, flat = (placed[placed.attack == name].psnr for name in (spec.attacks[0], "control:flat"))  # pyright: ignore
-        if not len(mine):
-            return {"outcome": "none", "psnr": None, "reason": str(frame.reason.dropna().iloc[0])}
-        values = math.prod(victim(vit).model.image_shape)
-        exact = float(mine.min()) > exact_db(values)
-        outcome = "exact" if exact else "partial" if mine.mean() > flat.mean() + _GAIN else "none"
-        return {"outcome": outcome, "psnr": float(mine.mean()), "least": float(mine.min()), "flat": float(flat.mean())}
+
+def _attacked(spec: Specification, vit: nn.Module, values: int) -> dict[str, Any]:
+    """Return how the one attack of a run did, over all photographs of so many values each."""
+    (attack,) = spec.attacks or ()
+    frame = execute(spec, own=vit).records
+    placed = frame[(frame.geometry == "in_place") & (frame.status == "ok")]
+    mine, flat = (placed[placed.attack == name].psnr for name in (attack, "control:flat"))
+    if not len(mine):
+        return {"outcome": "none", "reason": str(frame.reason.dropna().iloc[0])}
+    exact, mean, control = int((mine > exact_db(values)).sum()), float(mine.mean()), float(flat.mean())
+    outcome = "exact" if exact == len(mine) else "partial" if mean > control + _GAIN else "none"
+    return {"outcome": outcome, "psnr": mean, "exact": exact, "images": len(mine), "flat": control}
 
 
 def to_rows(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -172,4 +177,7 @@ def reasons(facts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _cell(of: Mapping[str, Any]) -> str:
-    return of["outcome"] if of.get("psnr") is None else f"{of['outcome']}, {of['psnr']:.1f}"
+    if "psnr" not in of:
+        return of["outcome"]
+    count = f" ({of['exact']} of {of['images']} exact)" if of["outcome"] == "partial" and of["exact"] else ""
+    return f"{of['outcome']}, {of['psnr']:.1f}{count}"

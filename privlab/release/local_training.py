@@ -12,8 +12,17 @@ from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, full_precision
 from privlab.release.gradients import gradient_capabilities, released_names
-from privlab.release.losses import client_loss, private_targets
-from privlab.threat import Capability, Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation
+from privlab.threat import (
+    Capability,
+    Client,
+    ClientData,
+    Defense,
+    FeatureDefense,
+    GradientDefense,
+    Observation,
+    client_loss,
+    private_targets,
+)
 from privlab.victims import PREFIX_TOKENS, VictimModel
 
 __all__ = ["observe_updates", "rounding_deviation", "run_client", "trained_parameters", "update_capabilities"]

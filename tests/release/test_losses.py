@@ -12,9 +12,8 @@ from privlab.attacks import PatchUpdate
 from privlab.base import PrivlabError
 from privlab.metrics import psnr
 from privlab.release import gradient_capabilities, observe_updates, update_capabilities
-from privlab.release.losses import client_loss, private_targets
 from privlab.release.update_files import label_of_update
-from privlab.threat import Capability, Client, ClientData
+from privlab.threat import Capability, Client, ClientData, client_loss, private_targets
 from privlab.victims import VictimModel, victim
 
 Model = Callable[..., VictimModel]

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from privlab.base import full_precision
-from privlab.threat import Client
+from privlab.threat.federated import Client
 from privlab.victims import VictimModel, check_classifies
 
 __all__ = ["client_loss", "private_targets"]
