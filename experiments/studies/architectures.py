@@ -117,7 +117,7 @@ class ArchitectureStudy:
             if refused:
                 found[attack] = {"outcome": "refused", "reason": refused[attack]}
             else:
-                found[attack] = _attacked(spec, vit, math.prod(base.model.image_shape))
+                found[attack] = _attacked(attack, spec, vit, math.prod(base.model.image_shape))
         return {"model": name, **facts, "tokens": tokens, "attacks": found}
 
     def _model(self, name: str) -> nn.Module:
@@ -135,10 +135,9 @@ class ArchitectureStudy:
         return vit.eval()
 
 
-def _attacked(spec: Specification, vit: nn.Module, values: int) -> dict[str, Any]:
-    """Return how the one attack of a run did, over all photographs of so many values each."""
-    (attack,) = spec.attacks or ()
-    frame = execute(spec, own=vit).records
+def _attacked(attack: str, spec: Specification, vit: nn.Module, values: int) -> dict[str, Any]:
+    """Return how an attack did, over all photographs of so many values each."""
+    frame: Any = execute(spec, own=vit).records
     placed = frame[(frame.geometry == "in_place") & (frame.status == "ok")]
     mine, flat = (placed[placed.attack == name].psnr for name in (attack, "control:flat"))
     if not len(mine):

@@ -163,7 +163,7 @@ def _build(config: Any, kind: str, state: Mapping[str, Tensor]) -> VisionTransfo
         )
     if head is not None and "head.bias" not in state:
         vit.head = nn.Linear(head.shape[1], len(head), bias=False)
-    vit.pretrained_cfg = {
+    config_of_images: Any = {
         "architecture": f"transformers-{kind}",
         "input_size": (config.num_channels, *vit.patch_embed.img_size),  # pyright: ignore[reportGeneralTypeIssues]
         "mean": mean,
@@ -171,6 +171,7 @@ def _build(config: Any, kind: str, state: Mapping[str, Tensor]) -> VisionTransfo
         "interpolation": "bicubic",
         "crop_pct": 1.0,
     }
+    vit.pretrained_cfg = config_of_images
     return vit.to(state["patch_embed.proj.weight"])
 
 
