@@ -29,7 +29,7 @@ __all__ = ["BREACHING", "Breaching", "Classifier", "contain_breaching", "require
 Scalar: TypeAlias = bool | int | float | str | None
 
 _SEARCH = frozenset({Capability.KNOWS_WEIGHTS})
-_ONE_IMAGE = frozenset({Capability.KNOWS_WEIGHTS, Capability.BATCH_SIZE_ONE})
+_ONE_IMAGE = frozenset({Capability.KNOWS_WEIGHTS, Capability.BATCH_SIZE_ONE, Capability.CLASS_LABELS})
 _APRIL = _ONE_IMAGE | {Capability.APRIL_BLOCK, Capability.LEARNABLE_PE_GRADIENT, Capability.PE_OF_EVERY_TOKEN}
 
 _FIXED = frozenset({"type", "attack_type", "label_strategy", "text_strategy", "token_recovery", "update_augmentations"})

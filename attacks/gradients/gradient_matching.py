@@ -83,7 +83,7 @@ class GradientMatching:
 
     name: ClassVar[str] = "gradient-matching"
     paper: ClassVar[str] = "DLG (Zhu et al. 2019), Inverting Gradients (Geiping et al. 2020); closed-form starts: ours"
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS})
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.CLASS_LABELS})
     knows: ClassVar[frozenset[str]] = frozenset({"mjp", "gradient-pruning"})
     parameters: ClassVar[tuple[str, ...]] = ("*",)
     effort: ClassVar[str] = "full"

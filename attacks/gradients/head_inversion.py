@@ -42,7 +42,7 @@ class HeadInversion:
 
     name: ClassVar[str] = "head-inversion"
     paper: ClassVar[str] = "Mahendran and Vedaldi (CVPR 2015), of the features that the head's gradient gives away"
-    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS})
+    requires: ClassVar[frozenset[Capability]] = frozenset({Capability.KNOWS_WEIGHTS, Capability.CLASS_LABELS})
     parameters: ClassVar[tuple[str, ...]] = (_WEIGHT, _BIAS)
     effort: ClassVar[str] = "full"
     named_only: ClassVar[bool] = True

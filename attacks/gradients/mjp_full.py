@@ -5,7 +5,6 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float
-from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from privlab.attacks.gradients.mjp_subspace import MjpSubspace, Subspace, subspace
@@ -28,14 +27,13 @@ from privlab.attacks.tokens import (
     Slots,
     Solved,
     TokenSearch,
-    first_block,
     guesses,
     patches_of_tokens,
     place_patches,
 )
 from privlab.base import one_per_core
 from privlab.threat import Capability, Observation, Reconstruction
-from privlab.victims import VictimModel
+from privlab.victims import PreNormBlock, VictimModel, first_block
 
 __all__ = ["MjpFull"]
 
@@ -121,7 +119,7 @@ class MjpFull(TokenSearch):
     def _image(
         self,
         model: VictimModel,
-        block: Block,
+        block: PreNormBlock,
         seen: Observation,
         found: Subspace,
         X: Float[Tensor, "n k"],

@@ -192,7 +192,7 @@ class PatchUpdate:
 
         found = solve(moved)
         private = client.dropout or client.drop_path
-        if not self.rounds or private or self.decay == "fitted" or "head.bias" not in moved:
+        if not self.rounds or private or self.decay == "fitted" or "head.bias" not in moved or not client.has_labels:
             return found[0].X
         label = int(moved["head.bias"].argmin())
         unrounded, plain = copy.deepcopy(model).double(), replace(client, sends="difference", sent_as="float32")

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
-from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from privlab.attacks.rows import known_tokens
@@ -29,10 +28,8 @@ from privlab.attacks.tokens import (
     Slots,
     Solved,
     TokenSearch,
-    attention_of,
     by_image,
     embeddings_of_tokens,
-    first_block,
     patches_of_tokens,
     place_patches,
     projection,
@@ -43,7 +40,7 @@ from privlab.attacks.tokens import (
 from privlab.base import PrivlabError, PrivlabWarning, linear_sum_assignment
 from privlab.images.photographs import photographs
 from privlab.threat import Capability, Observation, Reconstruction
-from privlab.victims import VictimModel
+from privlab.victims import PreNormBlock, VictimModel, first_block
 
 __all__ = ["TokenSeparation"]
 
@@ -124,7 +121,8 @@ class TokenSeparation(TokenSearch):
         """Reconstruct the private images, and return how many tokens were found.
 
         Raises:
-            PrivlabError: for several images in one gradient, if the patch embedding is frozen and D ≤ K.
+            PrivlabError: if the patch embedding is frozen and D ≤ K, or attention depends on places, for several images
+            in one gradient; for one image, if both hold.
 
         Warns:
             PrivlabWarning: if slots are masked, and the gradient does not tell which.
@@ -136,6 +134,12 @@ class TokenSeparation(TokenSearch):
             raise PrivlabError(
                 f"{self.name}: {B} images in one gradient, and a frozen patch embedding that leaves some of a patch "
                 "open. Only one image in each can be told then."
+            )
+        if block.reads_places and (B > 1 or _is_underdetermined(seen)):
+            what = f"{B} images in one gradient" if B > 1 else "a frozen patch embedding that leaves some of it open"
+            raise PrivlabError(
+                f"{self.name}: attention depends on places here ({type(block.attn).__name__}), and its weights are "
+                f"needed before these are known. Found {what}: give one image, with the gradient of its embedding."
             )
         several = B > 1 and B * count < model.vit.embed_dim  # of more tokens none is searched for
         usual = _tokens_of_photographs(seen, block) if several else None
@@ -184,7 +188,7 @@ class TokenSeparation(TokenSearch):
         )
         return none
 
-    def _patches(self, seen: Observation, block: Block, i: int, u: Float[Tensor, "f d"], slots: Slots) -> Solved:
+    def _patches(self, seen: Observation, block: PreNormBlock, i: int, u: Float[Tensor, "f d"], slots: Slots) -> Solved:
         """Return the patches of image i, and which of them have a token."""
         model = seen.model
         grey, none = slots.known, torch.zeros_like(slots.alike)
@@ -198,7 +202,7 @@ class TokenSeparation(TokenSearch):
         return patches_of_tokens(model, block, slots, u, reads, grey, self.sharpen, self.inner)
 
     def _images(
-        self, seen: Observation, block: Block, i: int, tokens: Separated, slots: Slots
+        self, seen: Observation, block: PreNormBlock, i: int, tokens: Separated, slots: Slots
     ) -> list[tuple[Separated, Solved]]:
         """Return for each image of release i its tokens and its patches."""
         model, B = seen.model, seen.images_per_release
@@ -214,7 +218,7 @@ class TokenSeparation(TokenSearch):
 
 
 @torch.no_grad()
-def _tokens_of_photographs(seen: Observation, block: Block) -> Float[Tensor, "p d"] | None:
+def _tokens_of_photographs(seen: Observation, block: PreNormBlock) -> Float[Tensor, "p d"] | None:
     """Return what the first MLP reads of the bundled photographs and their mirror images; None if none may be used."""
     if seen.photographs == ():
         return None
@@ -222,7 +226,7 @@ def _tokens_of_photographs(seen: Observation, block: Block) -> Float[Tensor, "p 
     images = photographs(model.image_shape[1:], seen.photographs, model.image_shape[0]).to(model.mean)
     images = torch.cat([images, images.flip(2), images.flip(3), images.flip(2, 3)])
     z = model.embed(images).double()
-    return torch.cat([block.norm2(each + attention_of(block, each)) for each in z])
+    return torch.cat([block.norm2(each + block.attention(each)) for each in z])
 
 
 def _slots(seen: Observation, i: int, hidden: Bool[Tensor, " n"]) -> Slots:

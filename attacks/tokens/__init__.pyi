@@ -7,8 +7,6 @@ from .places import place_patches as place_patches
 from .search import FC1 as FC1
 from .search import FC2 as FC2
 from .search import TokenSearch as TokenSearch
-from .sharpening import attention_of as attention_of
-from .sharpening import first_block as first_block
 from .slots import PROJ as PROJ
 from .slots import QKV as QKV
 from .slots import Reads as Reads

@@ -2,14 +2,14 @@
 
 import torch
 from jaxtyping import Float, Int
-from timm.models.vision_transformer import Attention, Block
+from timm.models.vision_transformer import Attention
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from privlab.attacks.rows import known_tokens
 from privlab.attacks.tokens.slots import Linear, Slots, projection
 from privlab.base import linear_sum_assignment
-from privlab.victims import VictimModel
+from privlab.victims import PreNormBlock, VictimModel
 
 __all__ = ["by_image", "group_patches", "memberships"]
 
@@ -21,7 +21,7 @@ _ROUNDS = 20
 
 
 @torch.no_grad()
-def by_image(model: VictimModel, block: Block, slots: Slots, linear: Linear, images: int) -> list[Linear]:
+def by_image(model: VictimModel, block: PreNormBlock, slots: Slots, linear: Linear, images: int) -> list[Linear]:
     """Return the tokens of each image among those of a release; slots that are alike are numbered in any order.
 
     Args:
@@ -51,7 +51,7 @@ def by_image(model: VictimModel, block: Block, slots: Slots, linear: Linear, ima
 
 @torch.no_grad()
 def memberships(
-    block: Block,
+    block: PreNormBlock,
     prefix: Float[Tensor, "p d"],
     z: Float[Tensor, "f d"],
     asking: Float[Tensor, "a d"],
@@ -122,7 +122,7 @@ def group_patches(
     return group
 
 
-def _heads(block: Block, z: Float[Tensor, "t d"]) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(block: PreNormBlock, z: Float[Tensor, "t d"]) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of tokens, head by head."""
     attn = block.attn
     assert isinstance(attn, Attention)

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
-from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from privlab.attacks.tokens.equations import Separated, separate
 from privlab.attacks.tokens.spans import Mlp, Near
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.threat import Observation
+from privlab.victims import PreNormBlock
 
 __all__ = ["FC1", "FC2", "TokenSearch"]
 
@@ -52,7 +52,7 @@ class TokenSearch:
 
     def tokens(
         self,
-        block: Block,
+        block: PreNormBlock,
         seen: Observation,
         i: int,
         count: int,

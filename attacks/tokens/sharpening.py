@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
-from timm.models.vision_transformer import Attention, Block
 from torch import Tensor, nn
 
 from privlab.attacks.solvers import conjugate_gradients
-from privlab.victims import VictimModel
+from privlab.victims import PreNormBlock
 
-__all__ = ["attention_of", "first_block", "sharpen_coordinates"]
+__all__ = ["sharpen_coordinates"]
 
 _LEAST_DECREASE = 0.1
 """Share by which a Gauss-Newton step must lower the squared residual to be followed by another one."""
@@ -20,14 +19,9 @@ _RIDGE = 1e-9
 """Is added to the preconditioner's matrices, relative to their mean diagonal: some directions are told by no token."""
 
 
-def attention_of(block: Block, z: Float[Tensor, "t d"]) -> Float[Tensor, "t d"]:
-    """Return what attention adds to tokens z."""
-    return block.ls1(block.attn(block.norm1(z[None])))[0]
-
-
 def sharpen_coordinates(
     prefix: Float[Tensor, "p d"],
-    block: Block,
+    block: PreNormBlock,
     base: Float[Tensor, "n d"],
     basis: Float[Tensor, "r d"],
     target: Float[Tensor, "f d"],
@@ -55,11 +49,11 @@ def sharpen_coordinates(
     scale = target.norm(dim=1).mean()
     single = copy.deepcopy(block).float()
 
-    def state(B: Tensor, block: Block = block) -> Tensor:
+    def state(B: Tensor, block: PreNormBlock = block) -> Tensor:
         z = torch.cat([prefix.to(B), base.to(B) + B @ basis.to(B)])
-        return z + attention_of(block, z)
+        return z + block.attention(z)
 
-    def residual(B: Tensor, block: Block = block) -> Tensor:
+    def residual(B: Tensor, block: PreNormBlock = block) -> Tensor:
         return (block.norm2(state(B, block))[places] - target.to(B)) / scale.to(B)
 
     found = torch.zeros(len(prefix) + len(base), dtype=torch.bool, device=base.device)
@@ -89,7 +83,7 @@ def sharpen_coordinates(
 
 
 def _inverse_of_own(
-    block: Block, v: Float[Tensor, "n d"], basis: Float[Tensor, "r d"], found: Bool[Tensor, " n"], scale: Tensor
+    block: PreNormBlock, v: Float[Tensor, "n d"], basis: Float[Tensor, "r d"], found: Bool[Tensor, " n"], scale: Tensor
 ) -> Callable[[Tensor], Tensor]:
     """Return the inverse of Jᵀ J without what attention carries from patch to patch: each patch moves its own token.
 
@@ -114,12 +108,3 @@ def _inverse_of_own(
     eye = torch.eye(len(basis), dtype=N.dtype, device=N.device)
     L = torch.linalg.cholesky(N + ridge[:, None, None] * eye).float()
     return lambda r: torch.cholesky_solve(r[0][..., None], L)[None, ..., 0]
-
-
-def first_block(model: VictimModel) -> Block:
-    """Return a copy of the first block in float64, without fused attention, which has no second derivatives."""
-    block = copy.deepcopy(model.vit.blocks[0]).double().requires_grad_(False)
-    assert isinstance(block, Block)
-    assert isinstance(block.attn, Attention)
-    block.attn.fused_attn = False  # pyright: ignore[reportAttributeAccessIssue]  # timm declares it final
-    return block

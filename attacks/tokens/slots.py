@@ -4,15 +4,14 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from timm.models.vision_transformer import Attention, Block
 from torch import Tensor, nn
 
 from privlab.attacks.rows import known_tokens
-from privlab.attacks.tokens.sharpening import attention_of, sharpen_coordinates
+from privlab.attacks.tokens.sharpening import sharpen_coordinates
 from privlab.attacks.tokens.spans import UNIT_ROUNDOFF, Mlp, Near, normalise
 from privlab.base import linear_sum_assignment
 from privlab.threat import Observation
-from privlab.victims import VictimModel
+from privlab.victims import PreNormBlock, VictimModel
 
 __all__ = [
     "PROJ",
@@ -62,7 +61,7 @@ class Reads(NamedTuple):
     mixed: Float[Tensor, "m d"]
 
     @classmethod
-    def of(cls, seen: Observation, i: int, block: Block, count: int) -> "Reads":
+    def of(cls, seen: Observation, i: int, block: PreNormBlock, count: int) -> "Reads":
         """Return what attention read in one release.
 
         Args:
@@ -110,7 +109,7 @@ class Linear(NamedTuple):
 @torch.no_grad()
 def patches_of_tokens(
     model: VictimModel,
-    block: Block,
+    block: PreNormBlock,
     slots: Slots,
     u: Float[Tensor, "f d"],
     reads: Reads,
@@ -136,7 +135,7 @@ def patches_of_tokens(
 
 @torch.no_grad()
 def slots_of_tokens(
-    model: VictimModel, block: Block, slots: Slots, u: Float[Tensor, "f d"], reads: Reads, images: int = 1
+    model: VictimModel, block: PreNormBlock, slots: Slots, u: Float[Tensor, "f d"], reads: Reads, images: int = 1
 ) -> Linear:
     """Return the slots of tokens u, and the coordinates c of their patches; each slot takes one token of every image.
 
@@ -172,7 +171,9 @@ def slots_of_tokens(
 
 
 @torch.no_grad()
-def guesses(model: VictimModel, block: Block, slots: Slots, reads: Reads, X: Float[Tensor, "n k"]) -> Near | None:
+def guesses(
+    model: VictimModel, block: PreNormBlock, slots: Slots, reads: Reads, X: Float[Tensor, "n k"]
+) -> Near | None:
     """Return what the class, register and patch tokens would be for patches X, and the spans that they lie in.
 
     Patches in slots that are known alike are left out.
@@ -195,11 +196,11 @@ def guesses(model: VictimModel, block: Block, slots: Slots, reads: Reads, X: Flo
     own = torch.cat([torch.ones_like(slots.alike[:1]).expand(len(prefix)), ~slots.alike])
     Q = torch.linalg.qr(M).Q
     base = _off(torch.cat([prefix + _attention_adds(block)[1], base])[own], Q)
-    return Near(block.norm2(z + attention_of(block, z))[own], nn.functional.normalize(base, dim=1), Q)
+    return Near(block.norm2(z + block.attention(z))[own], nn.functional.normalize(base, dim=1), Q)
 
 
 def _equations(
-    model: VictimModel, block: Block, slots: Slots, reads: Reads
+    model: VictimModel, block: PreNormBlock, slots: Slots, reads: Reads
 ) -> tuple[Float[Tensor, "n e"], Float[Tensor, "e r"]] | None:
     """Return base and M of base + M (c, o, m) = s t', which holds for every slot; None if no equation is left over.
 
@@ -223,7 +224,7 @@ def _equations(
 @torch.no_grad()
 def sharpen_patches(
     model: VictimModel,
-    block: Block,
+    block: PreNormBlock,
     slots: Slots,
     u: Float[Tensor, "f d"],
     linear: Linear,
@@ -233,7 +234,8 @@ def sharpen_patches(
 ) -> Solved:
     """Return the patches of one image by the Gauss-Newton method on c, with the block's own attention.
 
-    This removes the rounding errors of the spans.
+    This removes the rounding errors of the spans. Where attention depends on places and some slots are known alike, it
+    cannot be evaluated: the first estimate of c is the result then.
 
     Args:
         model: the victim, whose patch embedding and prefix tokens are read.
@@ -255,6 +257,8 @@ def sharpen_patches(
     basis, R = torch.linalg.qr(W @ slots.Y.mT)
     first = (X - slots.known) @ slots.Y.mT
     guesses = [C @ R.mT for C in (first.index_put((ns,), c), first)]
+    if block.reads_places and bool(slots.alike.any()):
+        guesses, sharpen = guesses[:1], 0
     z, places = slots.known @ W.mT + b + slots.pe, linear.slot
     B = sharpen_coordinates(prefix, block, z, basis.mT, u[linear.token], places, guesses, sharpen, inner)
     C = torch.linalg.solve_triangular(R, B.mT, upper=True).mT
@@ -265,7 +269,7 @@ def sharpen_patches(
 @torch.no_grad()
 def embeddings_of_tokens(
     model: VictimModel,
-    block: Block,
+    block: PreNormBlock,
     u: Float[Tensor, "f d"],
     reads: Reads,
     sharpen: int,
@@ -305,7 +309,7 @@ def embeddings_of_tokens(
     z, length = part, prefix.std(1).mean() / part.std(1).mean()
     for _ in range(_ROUNDS):  # LayerNorm's ε makes a depend slightly on the length of z
         z = torch.cat([length * part, (length * part).mean(0).expand(count - len(js), -1)])
-        a = attention_of(block, torch.cat([prefix, z]))[len(prefix) : len(prefix) + len(js)]
+        a = block.attention(torch.cat([prefix, z]))[len(prefix) : len(prefix) + len(js)]
         length = ((a * rest).sum(1) / rest.square().sum(1))[:, None]
         length = length.where(length > 0, length.abs().median())
     places = torch.cat([at, len(prefix) + torch.arange(len(js), device=u.device)])
@@ -315,7 +319,7 @@ def embeddings_of_tokens(
     return (B @ Z.mT)[: len(js)]
 
 
-def _centre(block: Block, u: Float[Tensor, "f d"]) -> Float[Tensor, "f d"]:
+def _centre(block: PreNormBlock, u: Float[Tensor, "f d"]) -> Float[Tensor, "f d"]:
     """Return tokens before LayerNorm's scale and bias, of zero mean and unit length."""
     t = normalise(Mlp.of(block), u)
     return nn.functional.normalize(t - t.mean(1, keepdim=True), dim=1)
@@ -333,22 +337,21 @@ def projection(model: VictimModel) -> tuple[Float[Tensor, "d k"], Float[Tensor, 
     return W, torch.zeros_like(W[:, 0]) if proj.bias is None else proj.bias.detach().double()
 
 
-def _free_directions(block: Block, reads: Reads) -> Float[Tensor, "d m"]:
+def _free_directions(block: PreNormBlock, reads: Reads) -> Float[Tensor, "d m"]:
     """Return the directions that attention may have added to a token, and the constant direction."""
     W, _ = _attention_adds(block)
     return torch.cat([W @ reads.mixed.mT, torch.ones_like(W[:, :1])], 1)
 
 
-def _outside_heard(block: Block, reads: Reads) -> Float[Tensor, "d d"]:
+def _outside_heard(block: PreNormBlock, reads: Reads) -> Float[Tensor, "d d"]:
     """Return the matrix that takes z to the component of γ₁ ⊙ z outside the span of `heard`, which is zero."""
     assert isinstance(block.norm1, nn.LayerNorm)
     γ = block.norm1.weight
     return γ[:, None] * (torch.eye(len(γ)).to(γ) - reads.heard.mT @ reads.heard)
 
 
-def _attention_adds(block: Block) -> tuple[Float[Tensor, "d d"], Float[Tensor, " d"]]:
+def _attention_adds(block: PreNormBlock) -> tuple[Float[Tensor, "d d"], Float[Tensor, " d"]]:
     """Return the matrix and the bias of attention's projection, with the block's layer scale in them."""
-    assert isinstance(block.attn, Attention)
     assert isinstance(block.attn.proj, nn.Linear)
     W, b = block.attn.proj.weight.detach(), block.attn.proj.bias
     scale = torch.as_tensor(block.ls1(torch.ones_like(W[:, 0])))

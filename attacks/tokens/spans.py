@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from timm import layers
-from timm.models.vision_transformer import Block
 from torch import Tensor, nn
+
+from privlab.victims import PreNormBlock
 
 __all__ = ["UNIT_ROUNDOFF", "Mlp", "Near", "Spans", "normalise"]
 
@@ -28,8 +29,8 @@ class Mlp:
     act: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of(cls, block: Block) -> "Mlp":
-        """Return the MLP of timm's plain block, with the normalisation before it."""
+    def of(cls, block: PreNormBlock) -> "Mlp":
+        """Return the MLP of a pre-norm block, with the normalisation before it."""
         norm, mlp = block.norm2, block.mlp
         assert isinstance(norm, nn.LayerNorm)
         assert isinstance(mlp, layers.Mlp)

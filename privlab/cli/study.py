@@ -242,6 +242,28 @@ def noise_bound(figures: str, out: Path, as_json: bool, **options: Any) -> None:
     err.print(f"Figure: {path}", markup=False)
 
 
+@study.command("architectures")
+@click.option("--models", help="Names of timm, with commas; one or two of each kind of ViT by default.")
+@click.option("--images", default="samples", show_default=True, help="samples, a folder, a data set.")
+@click.option("--limit", type=click.IntRange(min=1), default=4, show_default=True, help="Use N images.")
+@click.option("--layer-scale", type=float, default=0.1, show_default=True, help="Value of all layer scales.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@common
+def architectures(models: str | None, as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Say for each kind of ViT what is reconstructed from a gradient and from features, on drawn weights."""
+    from privlab.experiments.studies.architectures import ArchitectureStudy, reasons, to_rows
+
+    chosen = {} if models is None else {"models": tuple(models.split(","))}
+    with warned():
+        facts = ArchitectureStudy(**chosen, **options)(say=lambda line: err.print(line, markup=False))
+    if as_json:
+        print_json(facts)
+        return
+    print_rows(to_rows(facts), as_json=False)
+    for line in reasons(facts):
+        click.echo(line)
+
+
 @study.command("federation")
 @click.option("--model", type=VICTIM, required=True, help="The model that the clients train.")
 @click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")

@@ -29,7 +29,7 @@ from privlab.threat import (
     check_capabilities,
     defense_declarations,
 )
-from privlab.victims import Victim
+from privlab.victims import Victim, check_classifies
 
 __all__ = ["AttackGroup", "applicable", "plan", "stands_in", "unread"]
 
@@ -96,9 +96,12 @@ def applicable(
         stand_ins: whether to keep attacks that only replace others where those cannot run. Named ones are always kept.
 
     Raises:
-        PrivlabError: if an option does not fit an attack, or the victim has fewer blocks than the client is to hold.
+        PrivlabError: if an option does not fit an attack, or the victim has fewer blocks than the client is to hold, or
+            no classifier where the clients' loss has labels.
     """
     base.model.check_cut_layer(spec.cut_layer)
+    if not spec.features_released and (spec.local_training is None or spec.local_training.has_labels):
+        check_classifies(base.model)
     groups: dict[str, AttackGroup] = {}
     refused: dict[str, str] = {}
     defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()

@@ -122,6 +122,7 @@ def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batc
     """Return the usable images of a chunk, on the model's device and with labels, and those that cannot be used.
 
     The second are the images that could not be read, and those whose label is not below the model's number of classes.
+    A model without classifier reads no label: the numbers in the batch stand for none.
 
     Args:
         chunk: images as the victim's preprocessing gives them, and those that could not be read.
@@ -129,6 +130,10 @@ def labelled(chunk: Chunk, model: VictimModel, *, predicted: bool) -> tuple[Batc
         predicted: whether the prediction replaces every label.
     """
     classes = model.vit.num_classes
+    if not classes:
+        labels = torch.zeros(len(chunk.images), dtype=torch.long, device=model.mean.device)
+        key = batch_key(image.sha256 for image in (*chunk.named, *chunk.failed))
+        return Batch(list(chunk.named), chunk.images.to(model.mean), labels, key), list(chunk.failed)
     images, named = chunk.images.to(model.mean), list(chunk.named)
     if predicted or any(image.label is None for image in named):
         with torch.no_grad(), full_precision():

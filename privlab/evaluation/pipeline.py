@@ -261,7 +261,7 @@ class Evaluator:
             {
                 **batch.stated(self.spec.together),
                 "key_bits": sent.key_bits,
-                "correct": None if image.label_origin == "predicted" else value,
+                "correct": None if image.label_origin == "predicted" or not model.classes else value,
                 "seconds_observe": seconds / len(right),
             }
             for image, value in zip(batch.named, right, strict=True)

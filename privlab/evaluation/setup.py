@@ -1,5 +1,6 @@
 """Makes the parts of a run from its specification: victims, attacks, images and learned metrics, with warnings."""
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -107,7 +108,7 @@ def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = T
     images = _one_or_all(spec.images)
     labels = None if spec.labels == "predicted" else spec.labels
     if spec.manifest is not None and spec.labels is None:
-        check_labels(Path(spec.manifest), min(base.model.vit.num_classes for base in victims))
+        check_labels(Path(spec.manifest), min(base.model.classes or sys.maxsize for base in victims))
     source = open_images(
         images,
         limit=spec.limit,

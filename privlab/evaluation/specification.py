@@ -232,12 +232,11 @@ class Specification:
                 f"Defense '{self.defense}' acts on features, which a client that trains does not send. Leave it out, "
                 "or take one of images, which acts in each step, or of gradients, which acts on the update."
             )
-        if keyed := [
-            name for name in self.parts if name in defenses() and defense_declarations(defenses()[name]).per == "model"
-        ]:
+        parts = [part_of(name, self) for name in self.parts if name in defenses()]
+        if keyed := [part.name for part in parts if defense_declarations(part).per == "model"]:
             raise PrivlabError(
-                f"Defense '{keyed[0]}' has one key for all images of a client, and is not defined for updates. Leave it "
-                "out, or release gradients."
+                f"Defense '{keyed[0]}' has one key for all images of a client, and is not defined for updates. Leave "
+                "it out, or release gradients."
             )
         if "b" in self.settings:
             raise PrivlabError(

@@ -16,8 +16,8 @@ _SHOWN, _SIDE = 8, 112
 
 
 def to_pil(image: Float[Tensor, "c h w"]) -> Image.Image:
-    """Return an image in [0, 1] as 8-bit colours; a grey one has three equal colours."""
-    levels = (image * 255).round().byte()
+    """Return an image in [0, 1] as 8-bit colours: its first three channels, or the first alone as grey."""
+    levels = (image[: 3 if len(image) >= 3 else 1] * 255).round().byte()
     return Image.fromarray(levels.expand(3, -1, -1).permute(1, 2, 0).numpy())
 
 

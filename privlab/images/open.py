@@ -151,7 +151,8 @@ class Preprocessing:
     """timm's evaluation transform (crop mode "center") up to, not including, the normalisation.
 
     `size` is (h, w). `mean` and `std` are kept for the victim, which normalises by itself; they have one entry for each
-    of three colours, or one alone, and then images are made grey by PIL's luma.
+    channel: grey (PIL's luma), red and green, red, green and blue, or these and the luma, as a stand-in for a band that
+    photographs do not have.
 
     Raises:
         PrivlabError: if the size is not positive, `crop_pct` is not in (0, 1], or the interpolation is unknown.
@@ -174,11 +175,14 @@ class Preprocessing:
         from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize, ToTensor
 
         resize = Resize(self.resize_to(pixels), InterpolationMode(self.interpolation))
-        return ToTensor()(Compose([resize, CenterCrop(self.size)])(self.convert_colours(pixels)))
+        cut = Compose([resize, CenterCrop(self.size)])(self.convert_colours(pixels))
+        return ToTensor()(cut)[: len(self.mean)]
 
     def convert_colours(self, pixels: Image.Image) -> Image.Image:
-        """Return an image in as many colours as the input has."""
-        return pixels if len(self.mean) == 3 else pixels.convert("L")
+        """Return an image in as many colours as the input has, or in three where it has two."""
+        if len(self.mean) == 4:
+            return Image.merge("CMYK", (*pixels.split(), pixels.convert("L")))  # RGBA's fourth band would be a weight
+        return pixels.convert("L") if len(self.mean) == 1 else pixels
 
     def resize_to(self, pixels: Image.Image) -> list[int]:
         """Return the side, or the height and width, that an image is resized to before it is cropped."""

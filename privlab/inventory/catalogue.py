@@ -31,7 +31,7 @@ def _victims() -> list[Listing]:
         if name in ZOO:
             note, base = f"trained, comes with privlab: {ZOO[name].about}", ZOO[name].architecture
         rows.append({"name": name, "timm": ARCHITECTURES.get(base, ""), "variant": note})
-    return [*rows, {"name": "timm:NAME", "timm": "NAME", "variant": "any VisionTransformer of timm"}]
+    return [*rows, {"name": "timm:NAME", "timm": "NAME", "variant": "any ViT of timm with one linear patch embedding"}]
 
 
 def _attacks() -> list[Listing]:

@@ -42,6 +42,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "study pe": ("privlab study pe --model cifar_vit --figures png --out pe",),
     "study positions": ("privlab study positions --predictor cifar_mp3 --images cifar10.parquet --out positions",),
     "study placement": ("privlab study placement --images cifar10.parquet --limit 200 --out placement",),
+    "study architectures": ("privlab study architectures --models vit_small_patch16_dinov3 --limit 1",),
     "study federation": ("privlab study federation --model vit_ti --img-size 160 --max-psnr 200 --out federation",),
     "study noise-bound": (
         "privlab study noise-bound runs/gradient_noise --images FOLDER --model vit_ti --img-size 160 --out bound",

@@ -85,8 +85,8 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
     ),
     "mjp-subspace": AttackFacts(
         "The unmasked patches are exact except for their part in the span of the masked ones, if N < D.",
-        "An image prior completes that part; the masked patches become the smoothest ones in their span. Of an update of "
-        "several steps with masks of their own, patches that moved while the loss was large count as masked.",
+        "An image prior completes that part; the masked patches become the smoothest ones in their span. Of an update "
+        "of several steps with masks of their own, patches that moved while the loss was large count as masked.",
         "0.6 s of processor time an image at 160 pixels (ViT-Ti), 1.3 s at 224 pixels (DeiT-S).",
         ("mjp", "updates"),
     ),

@@ -7,12 +7,10 @@ over releases and none is computed that nobody asked for.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from timm.layers import Mlp
 from timm.models.vision_transformer import Block
 from torch import Generator, Tensor, nn
 
@@ -28,7 +26,7 @@ from privlab.threat import (
     Observation,
     defense_declarations,
 )
-from privlab.victims import AprilBlock, VictimModel
+from privlab.victims import AprilBlock, VictimModel, check_classifies, why_no_plain_block
 
 __all__ = ["gradient_capabilities", "observe", "per_sample_gradients", "released_gradients", "released_parameters"]
 __all__ += ["released_names"]
@@ -43,11 +41,10 @@ def released_parameters(model: VictimModel) -> frozenset[str]:
         f"{path}.{name}"
         for path, layer in model.vit.named_modules()
         for name in _rules(layer)
-        if getattr(layer, name) is not None
+        if path not in model.silent and getattr(layer, name) is not None
     }
-    homes = {name: model if name == "unk_embed" else model.vit for name in _EMBEDDING}
-    embedding = {name for name, home in homes.items() if attrgetter(name)(home) is not None}
-    return frozenset((layers | embedding) - model.frozen)
+    held = {name.removeprefix("vit.") for name, _ in model.named_parameters()}
+    return frozenset((layers | (_EMBEDDING.keys() & held)) - model.frozen)
 
 
 def per_sample_gradients(
@@ -93,11 +90,13 @@ def released_gradients(
             then.
 
     Raises:
-        PrivlabError: if a parameter is not there, or belongs to a layer with no such rule, or B does not divide n.
+        PrivlabError: if a parameter is not there, or belongs to a layer with no such rule, or B does not divide n; if
+            the model has no classifier.
     """
     B = images_per_release
     if B < 1 or len(labels) % B:
         raise PrivlabError(f"images_per_release must be a divisor of the {len(labels)} images. Found {B}.")
+    check_classifies(model)
     names = list(dict.fromkeys(parameters))
     known = released_parameters(model)
     for name in names:
@@ -208,7 +207,7 @@ def gradient_capabilities(
     Raises:
         PrivlabError: if the defense withholds every parameter.
     """
-    grants = {Capability.KNOWS_WEIGHTS, Capability.KNOWS_DEFENSE}
+    grants = {Capability.KNOWS_WEIGHTS, Capability.KNOWS_DEFENSE, Capability.CLASS_LABELS}
     if images_per_release == 1:
         grants.add(Capability.BATCH_SIZE_ONE)
     if any(isinstance(part, GradientDefense) for part in defense):
@@ -219,11 +218,11 @@ def gradient_capabilities(
     released = set(released_names(every if trained is None else trained, defense)) & every
     if "pos_embed" in released:
         grants.add(Capability.LEARNABLE_PE_GRADIENT)
-        if not model.vit.no_embed_class:
+        if model.pe_of_every_token:
             grants.add(Capability.PE_OF_EVERY_TOKEN)
     if isinstance(model.vit.blocks[0], AprilBlock):
         grants.add(Capability.APRIL_BLOCK)
-    if _plain(model) and released >= _MLP:
+    if why_no_plain_block(model) is None and released >= _MLP:
         grants.add(Capability.PLAIN_BLOCK)
     return frozenset(grants)
 
@@ -251,18 +250,16 @@ _MLP = {f"blocks.0.{name}.weight" for name in ("attn.qkv", "attn.proj", "mlp.fc1
 
 def obstacles(model: VictimModel) -> dict[Capability, str]:
     """Return why a model lacks a capability that its kind has, where the capability's own text does not tell."""
-    if isinstance(before := model.vit.norm_pre, nn.Identity):
-        return {}
-    why = f"a pre-norm, {type(before).__name__} `norm_pre`, stands between the embedding and the first block"
-    return dict.fromkeys((Capability.PLAIN_BLOCK, Capability.APRIL_BLOCK), f"{why}, as in CLIP's models")
-
-
-def _plain(model: VictimModel) -> bool:
-    """Return whether the embedded tokens enter a block of timm's plain kind as they are."""
-    first = model.vit.blocks[0]
-    if type(first) is not Block or type(first.mlp) is not Mlp or not isinstance(first.norm2, nn.LayerNorm):
-        return False
-    return isinstance(model.vit.norm_pre, nn.Identity) and isinstance(first.mlp.norm, nn.Identity)
+    found: dict[Capability, str] = {}
+    if isinstance(model.vit.blocks[0], AprilBlock):
+        return found
+    if (why := why_no_plain_block(model)) is not None:
+        found[Capability.PLAIN_BLOCK] = why
+        if type(model.vit.blocks[0]) is not Block or not isinstance(model.vit.norm_pre, nn.Identity):
+            found[Capability.APRIL_BLOCK] = why
+    if model.vit.pos_embed is None:
+        found[Capability.LEARNABLE_PE_GRADIENT] = "this model adds no position embedding to its tokens"
+    return found
 
 
 @contextmanager
@@ -333,9 +330,14 @@ def _cls_token(model: VictimModel, feed: Feed, g: Tensor) -> Tensor:
     return g[:, None, :1]
 
 
+def _dist_token(model: VictimModel, feed: Feed, g: Tensor) -> Tensor:
+    return g[:, None, 1:2]
+
+
 def _reg_token(model: VictimModel, feed: Feed, g: Tensor) -> Tensor:
+    assert model.vit.reg_token is not None
     prefix = model.vit.num_prefix_tokens
-    return g[:, None, prefix - model.vit.num_reg_tokens : prefix]
+    return g[:, None, prefix - model.vit.reg_token.shape[1] : prefix]
 
 
 def _proj_weight(model: VictimModel, feed: Feed, g: Tensor) -> Tensor:
@@ -351,6 +353,7 @@ _EMBEDDING: dict[str, Callable[[VictimModel, Feed, Tensor], Tensor]] = {
     "pos_embed": _pos_embed,
     "unk_embed": _unk_embed,
     "cls_token": _cls_token,
+    "dist_token": _dist_token,
     "reg_token": _reg_token,
     "patch_embed.proj.weight": _proj_weight,
     "patch_embed.proj.bias": _proj_bias,

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from timm.layers import DropPath
 from torch import Generator, Tensor, nn
@@ -14,14 +13,25 @@ from torch import Generator, Tensor, nn
 from privlab.base import PrivlabError, full_precision
 from privlab.release.effects import effects_of
 from privlab.release.gradients import gradient_capabilities, released_names
-from privlab.threat import Capability, Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation, Stack
-from privlab.victims import VictimModel
+from privlab.threat import (
+    Capability,
+    Client,
+    ClientData,
+    Defense,
+    FeatureDefense,
+    GradientDefense,
+    Observation,
+    Stack,
+    client_loss,
+    private_targets,
+)
+from privlab.victims import PREFIX_TOKENS, VictimModel
 
 __all__ = ["observe_updates", "rounding_deviation", "run_client", "trained_parameters", "update_capabilities"]
 __all__ += ["as_gradients", "undecayed", "update_on", "without_decay"]
 
 _FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_EMBEDDING = ("patch_embed.", "pos_embed", "cls_token", "reg_token")
+_EMBEDDING = ("patch_embed.", "pos_embed", *PREFIX_TOKENS)
 
 
 def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Defense] = ()) -> list[str]:
@@ -72,7 +82,8 @@ def run_client(
         The difference of each trained parameter. It is not finite if the training diverges.
 
     Raises:
-        PrivlabError: if the data are not as many as the client's images.
+        PrivlabError: if the data are not as many as the client's images, or the loss has labels and the model no
+            classifier.
     """
     if not len(data.images) == len(data.labels) == client.images:
         raise PrivlabError(
@@ -84,10 +95,11 @@ def run_client(
     trained = {name: _parameter(own, name).requires_grad_(True) for name in names}
     _set_dropout(own, client)
     device = model.mean.device
+    targets = private_targets(model, client, data.images, data.labels, data.draw)
     seed = int(torch.randint(2**62, (), generator=data.draw))
     with full_precision(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        _train(own, list(trained.values()), client, data, Stack(tuple(defense)))
+        _train(own, list(trained.values()), client, data, targets, Stack(tuple(defense)))
     update = {}
     for name, after in trained.items():
         before, after, number = _parameter(model, name).detach(), after.detach(), _FORMATS[client.sent_as]
@@ -133,7 +145,8 @@ def update_capabilities(
         PrivlabError: if the client has nothing to train, or the defense withholds all of it.
     """
     trained = frozenset(trained_parameters(model, client, Stack(tuple(defense)).on_images))
-    return gradient_capabilities(model, defense, client.images, trained=trained) | {Capability.CLIENT_UPDATE}
+    grants = gradient_capabilities(model, defense, client.images, trained=trained) | {Capability.CLIENT_UPDATE}
+    return grants if client.loss == "cross-entropy" else grants - {Capability.CLASS_LABELS}
 
 
 def observe_updates(
@@ -256,7 +269,9 @@ def _parameter(model: VictimModel, name: str) -> nn.Parameter:
     return model.vit.get_parameter(name)
 
 
-def _train(model: VictimModel, parameters: list[Tensor], client: Client, data: ClientData, defense: Stack) -> None:
+def _train(
+    model: VictimModel, parameters: list[Tensor], client: Client, data: ClientData, targets: Tensor, defense: Stack
+) -> None:
     """Take the client's optimiser steps on its own copy of the model."""
     optimiser = _optimiser(parameters, client)
     mixed, number = client.autocast != "float32", _FORMATS[client.autocast]
@@ -268,8 +283,7 @@ def _train(model: VictimModel, parameters: list[Tensor], client: Client, data: C
             # Autocast keeps its copies of the weights until the outermost context ends, which is that of all steps.
             with torch.autocast(model.mean.device.type, number, cache_enabled=False) if mixed else nullcontext():
                 feed = defense.feed(data.images[rows], model.patch, [data.draw] * len(rows), len(rows))
-                logits = model(feed.images, feed.masked_pe, feed.replacement)
-                loss = F.cross_entropy(logits, data.labels[rows], label_smoothing=client.label_smoothing)
+                loss = client_loss(client, model(feed.images, feed.masked_pe, feed.replacement), targets[rows])
             (loss / len(batches)).backward()
         if client.clip is not None:
             nn.utils.clip_grad_norm_(parameters, client.clip)

@@ -123,10 +123,11 @@ def update_observation(
 def label_of_update(seen: Observation) -> int | None:
     """Return the class that the update of a client of one image tells; None where that of the head's bias is not sent.
 
-    In each step ∂ℓ/∂b = p − y is negative at the image's label alone, under label smoothing most negative there. So is
+    In each step ∂ℓ/∂b = p − y is negative at the image's label alone, under label smoothing most negative there; of a
+    binary loss per class, p_c is a sigmoid. Losses without labels tell none. So is
     what SGD, Adam and AdamW make of it, once their decay is undone.
     """
-    if "head.bias" not in seen.gradients or seen.client is None:
+    if "head.bias" not in seen.gradients or seen.client is None or not seen.client.has_labels:
         return None
     return int(_head(seen, seen.client).argmin())
 
@@ -140,7 +141,7 @@ def check_order(seen: Observation, source: str) -> None:
     Raises:
         PrivlabError: if at most B biases were moved down, and more than 2 B up by what the gradients alone moved.
     """
-    if "head.bias" not in seen.gradients or seen.client is None:
+    if "head.bias" not in seen.gradients or seen.client is None or seen.client.loss != "cross-entropy":
         return
     bias, B = _head(seen, seen.client), seen.images_per_release
     raised, lowered = int((bias < 0).sum()), int((bias > 0).sum())

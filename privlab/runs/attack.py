@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from privlab.attacks import attacks
@@ -78,7 +77,7 @@ class Outcome:
 
 
 def attack(
-    model: str | Sequence[str] | VisionTransformer,
+    model: str | Sequence[str] | nn.Module,
     setting: str | Sequence[str] | None = None,
     *,
     attack: Part | Sequence[Part] | None = None,
@@ -96,7 +95,7 @@ def attack(
     A notebook shows it with the strips of the first images.
 
     Args:
-        model: a victim's name or names, or a timm VisionTransformer of your own, which is left as it is.
+        model: a victim's name or names, or a ViT of timm of your own, which is left as it is.
         setting: "a", "b" or "c", or several; by default c where a defense is at work, else a.
         attack: the attacks, by name or made with their options, `PatchGradient(rtol=0)`; by default all that can run.
         images: "samples", a folder, files, "torchvision:NAME" or "hf:NAME".
@@ -120,11 +119,11 @@ def attack(
     """
     from privlab.runs.notebook import Records, shown_progress  # pandas is slow to import
 
-    own = model if isinstance(model, VisionTransformer) else None
-    if own is None and (isinstance(model, nn.Module) or not isinstance(model, Sequence)):
+    own = model if isinstance(model, nn.Module) else None
+    if own is None and not isinstance(model, Sequence):
         check_plain(model)
     spec = specify(
-        "own" if isinstance(model, VisionTransformer) else model,
+        "own" if isinstance(model, nn.Module) else model,
         setting,
         attack=attack,
         images=images,
@@ -203,7 +202,7 @@ def specify(
 def execute(
     spec: Specification,
     *,
-    own: VisionTransformer | None = None,
+    own: nn.Module | None = None,
     device: str = "auto",
     batch_size: int | None = None,
     out: str | Path | None = None,
@@ -287,7 +286,7 @@ def execute(
     return Outcome(spec, records.loc[records.cell.isin(own_cells)], tuple(bases), warned, grid.missing, path)
 
 
-def _victims(spec: Specification, own: VisionTransformer | None, device: torch.device) -> list[Victim]:
+def _victims(spec: Specification, own: nn.Module | None, device: torch.device) -> list[Victim]:
     if own is None:
         return [victim_of(replace(spec, models=(name,)), device) for name in spec.models]
     options = {"weights": spec.weights, "img_size": spec.img_size, "seed": spec.seed, "classes": spec.classes}

@@ -22,6 +22,8 @@ from .effects import RowOrder as RowOrder
 from .federated import CLIENT_PRESETS as CLIENT_PRESETS
 from .federated import OPTIMISERS as OPTIMISERS
 from .federated import Client as Client
+from .losses import client_loss as client_loss
+from .losses import private_targets as private_targets
 from .observations import FeatureObservation as FeatureObservation
 from .observations import Observation as Observation
 from .observations import Reconstruction as Reconstruction

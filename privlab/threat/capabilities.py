@@ -25,6 +25,7 @@ class Capability(str, Enum):
     GRADIENT_DEFENSE = "gradient_defense"
     CLIENT_UPDATE = "client_update"
     PERMUTED_VALUES = "permuted_values"
+    CLASS_LABELS = "class_labels"
 
     @property
     def meaning(self) -> str:
@@ -50,6 +51,7 @@ _MEANING = {
     Capability.GRADIENT_DEFENSE: "a defense acts on the released gradient (noise, pruning, fewer bits)",
     Capability.PERMUTED_VALUES: "a defense permutes the values within every patch (block-scrambling)",
     Capability.CLIENT_UPDATE: "the update of a client's local training is released, and its settings are public",
+    Capability.CLASS_LABELS: "the clients' loss is the cross-entropy of a class label, which the head's gradient tells",
 }
 
 FORCEABLE = frozenset({Capability.APRIL_BLOCK, Capability.BATCH_SIZE_ONE})

@@ -15,6 +15,7 @@ OPTIMISERS = ("sgd", "adam", "adamw")
 
 _SCHEDULES = ("constant", "cosine", "step")
 _TRAINS = ("all", "no-embedding", "attention", "norms", "head")
+_LOSSES = ("cross-entropy", "binary", "contrastive", "dino", "regression")
 _NUMBERS = ("float32", "bf16", "fp16")
 
 
@@ -23,9 +24,9 @@ class Client:
     """What is public of a client's local training in one round: a server that starts the round knows or sets it.
 
     A round makes T optimiser steps (`total_steps`) from the server's weights θ_0 and a fresh state of the optimiser.
-    Step s follows the gradient g_s of the mean cross-entropy of its batches. The images, their labels, their order and
-    the draws of dropout are private: `ClientData` holds them. Adam and AdamW decay and move as torch.optim does; `sgd`
-    is torch.optim.SGD.
+    Step s follows the gradient g_s of the mean loss of its batches. The images, their labels or what else the loss
+    compares them with, their order and the draws of dropout are private: `ClientData` holds them. Adam and AdamW decay
+    and move as torch.optim does; `sgd` is torch.optim.SGD.
 
     Args:
         optimiser: "sgd", "adam" (decay coupled with the gradient) or "adamw" (decay decoupled from it).
@@ -49,7 +50,10 @@ class Client:
         accumulation: batches of one pass whose mean gradient makes one optimiser step, ≥ 1; the last step of a pass may
             have fewer.
         clip: the largest norm of the gradient of all trained parameters before a step, > 0; None does not clip.
-        label_smoothing: share of the label that is spread evenly over all classes, in [0, 1).
+        loss: what a step lowers: "cross-entropy" of a class label, "binary" (a sigmoid for each class), "contrastive"
+            (SigLIP's, with embeddings of texts), "dino" (of the server's model on mirrored images) or "regression"
+            (squared error). The last three need no classifier.
+        label_smoothing: share of the label that is spread evenly over all classes, in [0, 1); of cross-entropy alone.
         dropout: rate after the position embeddings and each dense layer of a block, in [0, 1).
         drop_path: rate in the last block, from 0 in the first one linearly, in [0, 1).
         autocast: number format of matrix products, by torch.autocast: "float32" (none), "bf16" or "fp16". The weights
@@ -85,6 +89,7 @@ class Client:
     shuffle: bool = True
     accumulation: int = 1
     clip: float | None = None
+    loss: str = "cross-entropy"
     label_smoothing: float = 0.0
     dropout: float = 0.0
     drop_path: float = 0.0
@@ -96,6 +101,7 @@ class Client:
     def __post_init__(self) -> None:
         """Raise PrivlabError if a setting is out of its range."""
         check_name("optimiser", self.optimiser, OPTIMISERS)
+        check_name("loss", self.loss, _LOSSES)
         check_name("schedule", self.schedule, _SCHEDULES)
         check_name("set of trained parameters", self.trains, _TRAINS)
         check_name("number format of autocast", self.autocast, _NUMBERS)
@@ -131,6 +137,17 @@ class Client:
         of_sgd = {"momentum": self.momentum, "dampening": self.dampening, "nesterov": self.nesterov}
         if self.optimiser != "sgd" and (used := [f"client.{key}={value}" for key, value in of_sgd.items() if value]):
             raise PrivlabError(f"{', '.join(used)} is of sgd alone. Found client.optimiser={self.optimiser}.")
+
+        if self.label_smoothing and self.loss != "cross-entropy":
+            raise PrivlabError(
+                f"client.label_smoothing={self.label_smoothing:g} is of cross-entropy alone. "
+                f"Found client.loss={self.loss}."
+            )
+
+    @property
+    def has_labels(self) -> bool:
+        """Return whether the loss reads class labels, so that one can be told from the update of the head."""
+        return self.loss in ("cross-entropy", "binary")
 
     @property
     def steps_per_epoch(self) -> int:

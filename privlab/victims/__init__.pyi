@@ -1,3 +1,5 @@
+from .anatomy import PREFIX_TOKENS as PREFIX_TOKENS
+from .anatomy import told_of_places as told_of_places
 from .catalogue import fetch as fetch
 from .catalogue import import_weights as import_weights
 from .catalogue import models as models
@@ -10,9 +12,15 @@ from .classifiers import SwinModel as SwinModel
 from .classifiers import TimmClassifier as TimmClassifier
 from .classifiers import classifier as classifier
 from .classifiers import position_hint as position_hint
+from .first_block import PreNormBlock as PreNormBlock
+from .first_block import first_block as first_block
+from .first_block import why_no_plain_block as why_no_plain_block
+from .hugging_face import as_timm as as_timm
+from .hugging_face import timm_names as timm_names
 from .model import AprilBlock as AprilBlock
 from .model import VictimModel as VictimModel
 from .model import april_twin as april_twin
+from .model import check_classifies as check_classifies
 from .model import check_plain as check_plain
 from .named import Victim as Victim
 from .named import Weights as Weights

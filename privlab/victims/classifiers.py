@@ -23,7 +23,7 @@ from privlab.base import PrivlabError, PrivlabWarning
 from privlab.images import Preprocessing
 from privlab.patches import slots_to_pixels
 from privlab.victims import weights as stored
-from privlab.victims.model import VictimModel
+from privlab.victims.model import VictimModel, check_classifies
 from privlab.victims.named import UnknownOrigin, Victim, Weights, resolve, victim, weights_file
 from privlab.victims.names import check_classifier_name
 from privlab.victims.relative_attention import TABLE, RelativeBlock
@@ -306,7 +306,7 @@ def classifier(
         seed: seed of random weights.
 
     Raises:
-        PrivlabError: for an unknown name, or weights that do not fit.
+        PrivlabError: for an unknown name, weights that do not fit, or a model without classifier.
 
     Warns:
         PrivlabWarning: for weights that weaken a verdict: random ones, untrained PEs or E_unk.
@@ -320,7 +320,9 @@ def classifier(
         architecture = source
     else:
         check_classifier_name(name)
-        return victim(name, weights=weights, img_size=img_size, seed=seed)
+        made = victim(name, weights=weights, img_size=img_size, seed=seed)
+        check_classifies(made.model)
+        return made
     if unknown and _family(source) is not SwinTransformer:
         what = "E_unk" if base.endswith("_idx") else "position embeddings, and so no E_unk"
         hint = "--set unknown=false --set dal=none"

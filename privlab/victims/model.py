@@ -1,6 +1,7 @@
 """timm's VisionTransformer as a victim: pixels in [0, 1] at its input, the position embedding chosen per slot."""
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,8 +13,12 @@ from torch import Tensor, nn
 
 from privlab.base import PrivlabError
 from privlab.patches import unpatchify
+from privlab.victims.anatomy import PREFIX_TOKENS, Vit, check_plain, layers_run_once, plain_interface
 
-__all__ = ["AprilBlock", "VictimModel", "april_twin", "check_plain"]
+__all__ = ["AprilBlock", "VictimModel", "april_twin", "check_classifies", "check_plain"]
+
+_SAME = 1e-4
+"""Largest deviation of the victim's logits from the model's own, relative to their size: rounding in float32."""
 
 
 class AprilBlock(nn.Module):
@@ -34,14 +39,18 @@ class AprilBlock(nn.Module):
 
 
 class VictimModel(nn.Module):
-    """A timm VisionTransformer that takes pixels in [0, 1] and may replace the PE of some slots by E_unk.
+    """A ViT of timm that takes pixels in [0, 1] and may replace the PE of some slots by E_unk.
 
     The embedding is z₀ = [cls; x¹E; …; xᴺE] + E_pos (MJP, Eq. 3). At the slots that `masked_pe` marks, the rows
     of E_pos are replaced by the shared `unk_embed` (E_unk; Eq. 4, 5), or by zero. Parameters that `vit` does not train
     (`frozen`) have no gradient that a client would release.
 
+    `vit` is timm's `VisionTransformer`, or a copy of another ViT of timm with all that one has (`plain_interface`).
+    `silent` names its linear and normalising layers whose gradient is no sum over the tokens of an image.
+
     Raises:
-        PrivlabError: if the patches are not embedded linearly, or the model is a subclass with tokens of its own.
+        PrivlabError: if the patches are not embedded linearly, or the parts of the model, one after the other, give
+            other logits than the model itself.
     """
 
     mean: Tensor
@@ -49,24 +58,60 @@ class VictimModel(nn.Module):
 
     def __init__(
         self,
-        vit: VisionTransformer,
+        vit: nn.Module,
         mean: Sequence[float],
         std: Sequence[float],
         unk_embed: Float[Tensor, "1 1 d"] | None = None,
     ) -> None:
-        check_plain(vit)
         super().__init__()
+        check_plain(vit)
         _check(vit)
-        self.vit = vit
+        self.vit = vit = plain_interface(vit)
         self.frozen = frozenset(name for name, parameter in vit.named_parameters() if not parameter.requires_grad)
         self.unk_embed = None if unk_embed is None else nn.Parameter(unk_embed)
         like = vit.patch_embed.proj.weight.detach()
         self.register_buffer("mean", like.new_tensor(mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", like.new_tensor(std).view(-1, 1, 1), persistent=False)
+        known = type(vit) is VisionTransformer and vit.attn_pool is None
+        self.silent: frozenset[str] = frozenset() if known else self._compare()
+
+    @torch.no_grad()
+    def _compare(self) -> frozenset[str]:
+        """Check that the parts of the model give its own logits, and return the layers that `layers_run_once` misses.
+
+        The weights are drawn for this, on a copy: those of a model may leave a part without any effect, as the layer
+        scales of 10⁻⁶ do with which trainings begin.
+
+        Raises:
+            PrivlabError: if they do not.
+        """
+        twin, draw = copy.deepcopy(self).eval(), torch.Generator().manual_seed(0)
+        for tensor in twin.vit.parameters():
+            size = math.sqrt(tensor[0].numel()) if tensor.ndim > 1 else 1.0
+            tensor.copy_(torch.randn(tensor.shape, generator=draw) / size)
+        images = torch.rand(2, *self.image_shape, generator=draw).to(self.mean)
+        try:
+            with layers_run_once(twin.vit, len(images)) as heard:
+                parts = twin(images)
+            whole = twin.vit(twin.normalise(images))
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise PrivlabError(f"{self._kind()} does not run as embedding, blocks, norm and head: {reason}") from error
+        far = torch.inf if parts.shape != whole.shape else float((parts - whole).abs().max() / whole.abs().max())
+        if not far <= _SAME:
+            raise PrivlabError(
+                f"{self._kind()} is more than embedding, blocks, norm and head: these alone give other logits, "
+                f"{far:.2g} of their size apart. A victim is a ViT whose blocks get every token."
+            )
+        layers = (path for path, layer in self.vit.named_modules() if isinstance(layer, nn.Linear | nn.LayerNorm))
+        return frozenset(layers) - heard
+
+    def _kind(self) -> str:
+        return f"{type(self.vit).__name__} of {type(self.vit).__module__}"
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the patterns by which timm tells the layers: embedding, blocks, and the rest (BEiT, MAE)."""
-        stem = r"^(?:unk_embed|vit\.(?:cls_token|reg_token|pos_embed|patch_embed|norm_pre))"
+        stem = r"^(?:unk_embed|vit\.(?:cls_token|dist_token|reg_token|pos_embed|patch_embed|norm_pre))"
         return {"stem": stem, "blocks": [(r"^vit\.blocks\.(\d+)", None)]}
 
     @property
@@ -95,6 +140,12 @@ class VictimModel(nn.Module):
         """Return the PEs of the patches, if there are any."""
         pe = self.vit.pos_embed
         return None if pe is None else pe[0, -self.vit.patch_embed.num_patches :]
+
+    @property
+    def pe_of_every_token(self) -> bool:
+        """Return whether class and register tokens have position embeddings too."""
+        pe = self.vit.pos_embed
+        return pe is not None and pe.shape[1] == self.vit.num_prefix_tokens + self.vit.patch_embed.num_patches
 
     def slots(self, masked: Bool[Tensor, "b n"]) -> Bool[Tensor, "b n"]:
         """Return which PEs belong to masked patches: each patch of a ViT has one."""
@@ -130,7 +181,8 @@ class VictimModel(nn.Module):
         vit = self.vit
         patches = vit.patch_embed.proj(self.normalise(images)).flatten(2).mT
         b, n, _ = patches.shape
-        prefix = [p.expand(b, -1, -1) for p in (vit.cls_token, vit.reg_token) if p is not None]
+        own = (getattr(vit, name, None) for name in PREFIX_TOKENS)
+        prefix = [p.expand(b, -1, -1) for p in own if p is not None]
         tokens = torch.cat([*prefix, patches], 1)
         if vit.pos_embed is None:
             return tokens
@@ -151,7 +203,7 @@ class VictimModel(nn.Module):
     def classify(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b y"]:
         """Return the logits of embedded tokens."""
         vit = self.vit
-        x = _last(vit, vit.blocks[:-1](self._before_blocks(tokens)))
+        x = _last(vit, vit.blocks[:-1](self.before_blocks(tokens)))
         return vit.forward_head(vit.norm(x))
 
     def check_cut_layer(self, cut_layer: int) -> None:
@@ -171,7 +223,7 @@ class VictimModel(nn.Module):
             tokens: z₀, what `embed` returns.
             cut_layer: ℓ, in 0 … depth; 0 returns z₀ as it is.
         """
-        return tokens if cut_layer == 0 else self.vit.blocks[:cut_layer](self._before_blocks(tokens))
+        return tokens if cut_layer == 0 else self.vit.blocks[:cut_layer](self.before_blocks(tokens))
 
     def backbone(self, tokens: Float[Tensor, "b t d"], cut_layer: int = 0) -> Float[Tensor, "b t d"]:
         """Return T(z_ℓ): what the server of split learning computes, every token kept.
@@ -180,11 +232,12 @@ class VictimModel(nn.Module):
             tokens: z_ℓ, what `client_blocks` returns.
             cut_layer: ℓ, in 0 … depth: the first block that the server holds; 0 gives it all of them.
         """
-        return self.vit.blocks[cut_layer:](tokens if cut_layer else self._before_blocks(tokens))
+        return self.vit.blocks[cut_layer:](tokens if cut_layer else self.before_blocks(tokens))
 
-    def _before_blocks(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
-        vit = self.vit
-        return vit.norm_pre(vit.patch_drop(vit.pos_drop(tokens)))
+    def before_blocks(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b t d"]:
+        """Return what the first block reads of z₀: dropped out, and normalised where the model does so."""
+        vit, tokens = self.vit, self.vit.pos_drop(tokens)
+        return vit.norm_pre(tokens if vit.patch_drop is None else vit.patch_drop(tokens))
 
     def head(self, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b y"]:
         """Return F₂(T(z₀)): the logits that the client computes from the server's outputs."""
@@ -197,7 +250,13 @@ class VictimModel(nn.Module):
         return self.vit.forward_head(self.vit.norm(self.backbone(self.embed(images, masked_pe))), pre_logits=True)
 
     def logits(self, features: Float[Tensor, "b d"]) -> Float[Tensor, "b y"]:
-        """Return the logits of `features`."""
+        """Return the logits of `features`.
+
+        Raises:
+            PrivlabError: if the model has several heads, which read several tokens.
+        """
+        if hasattr(self.vit, "head_dist"):
+            raise PrivlabError(f"{self._kind()} has two heads on two tokens: its logits are of no one feature vector.")
         return self.vit.head(features)
 
     def forward(
@@ -219,14 +278,14 @@ class VictimModel(nn.Module):
         return self.classify(self.embed(images, masked_pe, replacement))
 
 
-def _last(vit: VisionTransformer, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b _ d"]:
+def _last(vit: Vit, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b _ d"]:
     """Apply the last block; where the head reads the class token alone, its MLP runs on that token alone.
 
     The other tokens would be thrown away. Without them, forward and backward pass spare a twentieth of the work of
     twelve blocks.
     """
     block = vit.blocks[-1]
-    if type(block) is not Block or vit.global_pool != "token" or vit.attn_pool is not None:
+    if type(vit) is not VisionTransformer or type(block) is not Block or vit.global_pool != "token" or vit.attn_pool:
         return block(x)
     x = (x + block.drop_path1(block.ls1(block.attn(block.norm1(x)))))[:, :1]
     return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
@@ -249,33 +308,28 @@ def april_twin(model: VictimModel) -> VictimModel:
     return twin
 
 
-def check_plain(vit: object) -> None:
-    """Check that a victim is timm's VisionTransformer itself, and no subclass of it.
+def check_classifies(model: VictimModel) -> None:
+    """Check that a victim has the logits of classes, which the cross-entropy of a label needs.
 
     Raises:
-        PrivlabError: if it is not, with the class that was found, and where that comes from.
+        PrivlabError: if it has no classifier.
     """
-    if type(vit) is not VisionTransformer:
-        kind = type(vit)
-        whence = "" if kind.__module__ == "builtins" else f" of {kind.__module__}"
+    if model.classes < 1:
         raise PrivlabError(
-            f"A victim is a VisionTransformer of timm. Found {kind.__name__}{whence}: give a name of "
-            "`privlab list victims`, timm:NAME, or what timm.create_model makes of a plain ViT or DeiT."
+            f"A victim classifies. Found a model without classifier (num_classes = {model.classes}): --classes N, or "
+            "classes=N in Python, gives it an untrained one; --release features needs none."
         )
 
 
-def _check(vit: VisionTransformer) -> None:
-    if not isinstance(vit.head, nn.Linear):
-        raise PrivlabError(
-            f"A victim classifies. Found a model without classifier (num_classes = {vit.num_classes}): --classes N, or "
-            "classes=N in Python, gives it an untrained one."
-        )
-    embed, proj = vit.patch_embed, getattr(vit.patch_embed, "proj", None)
+def _check(vit: nn.Module) -> None:
+    embed: Any = vit.patch_embed
+    proj = getattr(embed, "proj", None)
     plain = type(embed) is PatchEmbed and isinstance(embed.norm, nn.Identity) and embed.grid_size is not None
     if not plain or not isinstance(proj, nn.Conv2d) or len({*proj.kernel_size, *proj.stride}) > 1:
+        found = f"{type(embed).__name__} with {str(proj).splitlines()[0]}"
         raise PrivlabError(
             "A victim embeds square patches that do not overlap linearly, and has an input size. "
-            f"Found {type(embed).__name__} with {proj} and grid {embed.grid_size}."
+            f"Found {found} and grid {getattr(embed, 'grid_size', None)}."
         )
-    if proj.in_channels not in (1, 3):
-        raise PrivlabError(f"A victim takes RGB or grey images. Found a model with {proj.in_channels} input channels.")
+    if not 1 <= proj.in_channels <= 4:
+        raise PrivlabError(f"A victim takes images of 1 to 4 channels. Found a model with {proj.in_channels}.")

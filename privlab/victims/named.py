@@ -2,20 +2,22 @@
 
 import copy
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import timm
 import torch
 from timm.data import resolve_model_data_config
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, PrivlabWarning, check_name, check_range, unknown_name, with_plugins
 from privlab.images import Preprocessing
 from privlab.victims import weights as stored
+from privlab.victims.anatomy import Vit
+from privlab.victims.hugging_face import as_timm, is_of_transformers
 from privlab.victims.model import AprilBlock, VictimModel, april_twin, check_plain
 from privlab.victims.names import resolve_own, size_error
 from privlab.victims.zoo import BASE, COMPACT, shipped_file
@@ -99,7 +101,7 @@ def _twin(victim: Victim) -> Victim:
 
 
 def victim(
-    model: str | VisionTransformer,
+    model: str | nn.Module,
     *,
     weights: str | Path = "auto",
     block: str = "stock",
@@ -111,7 +113,7 @@ def victim(
     """Make a victim from a name or from a timm model of your own, which is copied and left as it is.
 
     Args:
-        model: a name of `victim_names()`, "timm:NAME", or a VisionTransformer.
+        model: a name of `victim_names()`, "timm:NAME", or a ViT of timm or transformers (`as_timm`).
         weights: "auto" (pretrained where they can be had, else random, with a warning), "pretrained", "random", or a
             file in timm's, the MJP authors' or privlab's layout. A model of your own keeps its own weights.
         block: "stock" or "april" (first block without pre-norm and without skip).
@@ -138,20 +140,23 @@ def victim(
         made = _own(model, weights, seed, classes)
     _, height, width = made.model.image_shape
     if img_size is not None and (height, width) != (img_size, img_size):
-        if not isinstance(model, VisionTransformer):
+        if isinstance(model, str):
             raise size_error(made.name, img_size, made.model.patch)
         right = f"a model of your own keeps its {height}×{width} pixels"
         raise PrivlabError(f"--img-size {img_size} does not fit {made.name}: {right}.")
     return made.with_block(block)
 
 
-def _own(vit: VisionTransformer, weights: str | Path, seed: int, classes: int | None) -> Victim:
-    check_plain(vit)
+def _own(vit: nn.Module, weights: str | Path, seed: int, classes: int | None) -> Victim:
     if weights != "auto":
         raise PrivlabError(f"A model of your own keeps its weights. Found weights '{weights}': leave that out.")
+    if isinstance(vit, nn.Module) and is_of_transformers(vit):
+        vit = copied = as_timm(vit)
+    else:
+        check_plain(vit)
+        copied = cast("Vit", copy.deepcopy(vit))
     name = getattr(vit, "pretrained_cfg", {}).get("architecture") or type(vit).__name__
-    copied = copy.deepcopy(vit)
-    if classes is not None and vit.num_classes == 0:
+    if classes is not None and copied.num_classes == 0:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             copied.reset_classifier(classes)
@@ -164,7 +169,7 @@ def _untrained_head(name: str, classes: int) -> str:
     return f"{name} has no classifier; a random one of {classes} classes is UNTRAINED, and so are its labels."
 
 
-def _check_classes(name: str, vit: VisionTransformer, classes: int | None) -> None:
+def _check_classes(name: str, vit: Vit, classes: int | None) -> None:
     if classes not in (None, vit.num_classes):
         raise PrivlabError(
             f"--classes gives a head to a model that has none. Found {classes}, and {name} has {vit.num_classes}: "
@@ -295,7 +300,7 @@ def _create(
     seed: int = 0,
     classes: int | None = None,
     grey: bool = False,
-) -> VisionTransformer:
+) -> Vit:
     """Build the architecture with random weights, leaving torch's global random state alone."""
     options: dict[str, Any] = dict(COMPACT.get(architecture, {})) | (
         {} if classes is None else {"num_classes": classes}
@@ -315,11 +320,8 @@ def _create(
             raise PrivlabError(
                 f"timm cannot build {architecture} with {options or 'its defaults'}: {reason}"
             ) from error
-    if not isinstance(made, VisionTransformer):
-        raise PrivlabError(
-            f"privlab attacks timm's VisionTransformer. Found {architecture}, of class {type(made).__name__}."
-        )
-    return made
+    check_plain(made)
+    return cast("Vit", made)
 
 
 def _grey(state: stored.State) -> bool:
@@ -332,14 +334,14 @@ def _classes(state: stored.State) -> int | None:
     return None if head is None or head.ndim != 2 else len(head)
 
 
-def _random_unknown(vit: VisionTransformer, seed: int) -> Tensor:
+def _random_unknown(vit: Vit, seed: int) -> Tensor:
     """Draw E_unk as timm draws position embeddings."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.init.trunc_normal_(torch.empty(1, 1, vit.embed_dim), std=0.02)
 
 
-def _mean_pe(vit: VisionTransformer) -> Tensor:
+def _mean_pe(vit: Vit) -> Tensor:
     assert vit.pos_embed is not None
     return vit.pos_embed.detach()[:, -vit.patch_embed.num_patches :].mean(1, keepdim=True)
 
@@ -347,14 +349,14 @@ def _mean_pe(vit: VisionTransformer) -> Tensor:
 def _assemble(
     name: str,
     architecture: str,
-    vit: VisionTransformer,
+    vit: Vit,
     origin: str,
     unknown: Tensor | None = None,
     unknown_origin: UnknownOrigin | None = None,
 ) -> Victim:
     config = resolve_model_data_config(vit)
-    if getattr(getattr(vit.patch_embed, "proj", None), "in_channels", 3) == 1:
-        config |= {key: (sum(config[key]) / len(config[key]),) for key in ("mean", "std")}
+    channels = getattr(getattr(vit.patch_embed, "proj", None), "in_channels", 3)
+    config |= {key: _of_channels(config[key], channels) for key in ("mean", "std")}
     state = dict(vit.state_dict()) | ({} if unknown is None else {"unk_embed": unknown})
     model = VictimModel(vit.eval(), config["mean"], config["std"], unknown).requires_grad_(False)
     preprocessing = Preprocessing(
@@ -365,6 +367,12 @@ def _assemble(
         interpolation=config["interpolation"],
     )
     return Victim(name, architecture, model, preprocessing, Weights(origin, stored.hash_of(state), unknown_origin))
+
+
+def _of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """Return the mean or the standard deviation of each channel: those of the colours, and their mean for the luma."""
+    luma = sum(values) / len(values)
+    return (luma,) if channels == 1 else (*values, luma)[:channels]
 
 
 def _warn(message: str) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -19,6 +20,7 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError, first
+from privlab.victims.anatomy import Vit
 from privlab.victims.names import check_weights_file
 
 __all__ = [
@@ -137,7 +139,7 @@ def own_layout(model: nn.Module) -> State:
     return {_bare(name): tensor for name, tensor in model.state_dict().items()}
 
 
-def fit(vit: VisionTransformer, state: State, source: str, *, resize: bool = False) -> None:
+def fit(vit: Vit, state: State, source: str, *, resize: bool = False) -> None:
     """Load a state in timm's layout into a ViT.
 
     Args:
@@ -156,8 +158,16 @@ def fit(vit: VisionTransformer, state: State, source: str, *, resize: bool = Fal
     if not foreign and (resize or not resized):
         # A grid that is impossible is refused below, by its shapes.
         with suppress(RuntimeError, ValueError, IndexError, AssertionError):
-            state = checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
+            state = _translated(vit, state)
     fill(vit, state, source, " (--img-size resizes position embeddings)" if resized and not resize else "")
+
+
+def _translated(vit: Vit, state: State) -> State:
+    """Return a state by the names of a ViT, as the module of timm that its class is of translates it."""
+    if type(vit) is VisionTransformer:
+        return checkpoint_filter_fn(state, vit, adapt_layer_scale=True)
+    translate = getattr(sys.modules[type(vit).__module__], "checkpoint_filter_fn", None)
+    return state if translate is None else translate(state, vit)
 
 
 def of_swin(net: SwinTransformer, state: State, *, resize: bool) -> State:

@@ -11,12 +11,12 @@ from torch.testing import assert_close
 
 from privlab.attacks.gradients.token_separation import TokenSeparation
 from privlab.attacks.rows import known_tokens
-from privlab.attacks.tokens import first_block, group_patches, memberships
+from privlab.attacks.tokens import group_patches, memberships
 from privlab.base import PrivlabError
 from privlab.metrics import assign_images, in_best_order, psnr
 from privlab.release import gradient_capabilities, observe, released_parameters
 from privlab.threat import Observation, check_capabilities
-from privlab.victims import VictimModel, victim
+from privlab.victims import VictimModel, first_block, victim
 
 NAMES = (*TokenSeparation.parameters, *TokenSeparation.if_released)
 PATCH = "patch_embed.proj.weight"

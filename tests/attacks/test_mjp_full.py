@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from timm.models.vision_transformer import Block
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.testing import assert_close
@@ -19,7 +18,6 @@ from privlab.attacks.tokens import (
     Separated,
     Slots,
     Spans,
-    first_block,
     guesses,
     normalise,
     place_patches,
@@ -34,7 +32,7 @@ from privlab.metrics import in_best_order, psnr, psnr_region
 from privlab.patches import patchify, permute, slots_to_pixels
 from privlab.release import gradient_capabilities, observe
 from privlab.threat import Capability, Feed, Observation, check_capabilities
-from privlab.victims import VictimModel, april_twin, victim
+from privlab.victims import VictimModel, april_twin, first_block, victim
 
 SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
 
@@ -53,12 +51,6 @@ def tokens_of(model: VictimModel, feed: Feed) -> Tensor:
     return read[0]
 
 
-def block_of(model: VictimModel) -> Block:
-    block = model.vit.blocks[0]
-    assert isinstance(block, Block)
-    return block
-
-
 @pytest.fixture(scope="module")
 def images() -> Tensor:
     return torch.rand(2, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -72,12 +64,12 @@ def made(images: Tensor, tiny_model: Callable[..., VictimModel]) -> tuple[Victim
 
 def separated(model: VictimModel, seen: Observation, i: int = 0) -> Separated:
     G1, G2 = (seen.gradients[f"blocks.0.mlp.{name}.weight"][i] for name in ("fc1", "fc2"))
-    return separate(Mlp.of(block_of(model)), G1, G2, 17, torch.Generator().manual_seed(0), **SEARCH)
+    return separate(Mlp.of(first_block(model)), G1, G2, 17, torch.Generator().manual_seed(0), **SEARCH)
 
 
 def test_tokens_have_no_residual_and_mixtures_have(made: tuple[VictimModel, Feed, Observation]) -> None:
     model, feed, seen = made
-    u, mlp = tokens_of(model, feed)[0], Mlp.of(block_of(model))
+    u, mlp = tokens_of(model, feed)[0], Mlp.of(first_block(model))
     G1, G2 = (seen.gradients[f"blocks.0.mlp.{name}.weight"][0] for name in ("fc1", "fc2"))
     spans = Spans.of(G1, G2, 17)
     assert len(spans.u) == 17
@@ -90,7 +82,7 @@ def test_starts_have_the_form_of_tokens_and_lie_as_the_gradient_does(
     made: tuple[VictimModel, Feed, Observation],
 ) -> None:
     model, _, seen = made
-    mlp = Mlp.of(block_of(model))
+    mlp = Mlp.of(first_block(model))
     G1, G2 = (seen.gradients[f"blocks.0.mlp.{name}.weight"][0] for name in ("fc1", "fc2"))
     spans = Spans.of(G1, G2, 17)
     u = start(mlp, spans, 50, torch.Generator().manual_seed(0)) @ spans.u

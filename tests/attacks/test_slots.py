@@ -15,7 +15,6 @@ from privlab.attacks.tokens import (
     Reads,
     Slots,
     embeddings_of_tokens,
-    first_block,
     normalise,
     sharpening,
     slots_of_tokens,
@@ -25,7 +24,7 @@ from privlab.attacks.tokens.slots import _assign, _equations
 from privlab.patches import patchify
 from privlab.release import observe
 from privlab.threat import Observation
-from privlab.victims import VictimModel
+from privlab.victims import PreNormBlock, VictimModel, first_block
 
 Model = Callable[..., VictimModel]
 
@@ -127,6 +126,7 @@ def least_squares(target: Tensor, guesses: list[Tensor], steps: int) -> Tensor:
     block = Block(2, 1)
     for name in ("norm1", "attn", "norm2"):
         setattr(block, name, nn.Identity())
+    block = PreNormBlock(block)
     block.ls1 = LayerScale(2, init_values=0.0).double().requires_grad_(False)
     base, basis = torch.zeros(1, 2).double(), torch.tensor([[1.0, 0.0], [0.0, 1e-4]]).double()
     return sharpen_coordinates(base[:0], block, base, basis, target, torch.tensor([0]), guesses, steps, 1)

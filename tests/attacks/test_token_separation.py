@@ -16,14 +16,14 @@ from torch.testing import assert_close
 
 from privlab.attacks.gradients import token_separation
 from privlab.attacks.gradients.token_separation import TokenSeparation
-from privlab.attacks.tokens import QKV, Mlp, Reads, embeddings_of_tokens, first_block, separate
+from privlab.attacks.tokens import QKV, Mlp, Reads, embeddings_of_tokens, separate
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
 from privlab.defenses import Jigsaw, Mjp
 from privlab.evaluation import Specification, applicable
 from privlab.metrics import assign_images, in_best_order, psnr
 from privlab.release import gradient_capabilities, observe, released_parameters
 from privlab.threat import Observation, Reconstruction, Stack, check_capabilities
-from privlab.victims import VictimModel, april_twin, victim
+from privlab.victims import VictimModel, april_twin, first_block, victim
 
 SEARCH = {"starts": 8, "rounds": 40, "steps": 40, "tolerance": 0.01}
 PATCH = "patch_embed.proj.weight"

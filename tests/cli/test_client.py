@@ -192,7 +192,7 @@ MISTAKES = {
         "Defense 'row-permutation' acts on features, which a client that trains does not send.",
     ),
     "setting": (("--client", "sgd", "--setting", "a,b"), "Found setting a,b and an update: take a or c."),
-    "key": (
+    "one key": (
         ("--client", "sgd", "--setting", "c", "--defense", "block-scrambling"),
         "'block-scrambling' has one key for all images of a client, and is not defined for updates.",
     ),

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import ATTACKS
-from privlab.attacks.tokens import FC1, FC2, first_block
+from privlab.attacks.tokens import FC1, FC2
 from privlab.attacks.tokens.equations import distinct
 from privlab.attacks.tokens.spans import Mlp, Spans
 from privlab.defenses import GaussianNoise, Mjp
 from privlab.release import observe, observe_features, released_parameters, send
 from privlab.threat import Capability, Draws, FeatureObservation, Feed, Observation, Stack
-from privlab.victims import VictimModel
+from privlab.victims import VictimModel, first_block
 
 pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 

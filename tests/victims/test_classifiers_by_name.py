@@ -236,7 +236,7 @@ def test_mjp_says_what_it_lacks(model: str, options: tuple[str, ...], message: s
             "resnet50",
             "needs a plain ViT, timm's VisionTransformer. Found resnet50: `privlab evaluate`",
         ),
-        ("timm:resnet10t", "timm's VisionTransformer. Found resnet10t, of class ResNet"),
+        ("timm:resnet10t", "Found ResNet of timm.models.resnet, which has no patch embedding"),
         ("cifar_vit_idx", "needs a plain ViT, timm's VisionTransformer. Found cifar_vit_idx: `privlab evaluate`"),
     ],
 )

@@ -36,10 +36,8 @@ from privlab.base.errors import PrivlabError
 from privlab.victims.model import VictimModel
 from privlab.victims.named import victim
 models = [
-    timm.create_model("eva02_tiny_patch14_224", img_size=28, depth=1),
-    timm.create_model("beit_base_patch16_224", depth=1, embed_dim=96, num_heads=2),
     timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1), embed_dim=24),
-    timm.create_model("cait_xxs24_224", depth=1),
+    timm.create_model("pit_ti_224"),
     torchvision.models.VisionTransformer(32, 16, 1, 2, 32, 64),
     torch.nn.Linear(2, 2),
     None,
@@ -61,19 +59,18 @@ def test_what_is_no_plain_vit_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.stderr == ""
     said = re.findall(
-        r"^A victim is a VisionTransformer of timm\. Found (.*): give a name of `privlab list victims`, timm:NAME",
+        r"^A victim is a ViT of timm\. Found (.*)\. Give a name of `privlab list victims`, timm:NAME",
         done.stdout,
         re.MULTILINE,
     )
     kinds = (
-        "Eva of timm.models.eva",
-        "Beit of timm.models.beit",
-        "SwinTransformer of timm.models.swin_transformer",
-        "Cait of timm.models.cait",
-        "VisionTransformer of torchvision.models.vision_transformer",
-        "Linear of torch.nn.modules.linear",
-        "NoneType",
-        "int",
+        "SwinTransformer of timm.models.swin_transformer, whose stages cut tokens into windows and merge them, so that "
+        "no block sees all",
+        "PoolingVisionTransformer of timm.models.pit, which has no one sequence of blocks",
+        "VisionTransformer of torchvision.models.vision_transformer, which has no patch embedding",
+        "Linear of torch.nn.modules.linear, which has no patch embedding",
+        "NoneType, which has no patch embedding",
+        "int, which has no patch embedding",
     )
     assert said == [kind for kind in kinds for _ in range(3)]
     assert len(done.stdout.splitlines()) == len(said)

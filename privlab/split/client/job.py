@@ -17,7 +17,7 @@ from privlab.split.protocol.backbone import check_cut
 from privlab.split.protocol.contract import Contract
 from privlab.split.protocol.secret import new_secret
 from privlab.threat import Stack
-from privlab.victims import Victim, victim
+from privlab.victims import Victim, check_classifies, victim
 
 __all__ = ["SplitJob", "Started", "resume_job", "stack_of", "start_job"]
 
@@ -123,6 +123,7 @@ def resume_job(folder: Path, device: torch.device) -> Started:
 def _make(job: SplitJob, secret: str, device: torch.device) -> Started:
     stack = stack_of(job.defense, job.options)
     subject = victim(job.model, weights=job.weights, img_size=job.img_size, seed=job.seed)
+    check_classifies(subject.model)
     learner = _learner(job, subject, stack, secret, device, own_weights=job.upload)
     if not job.upload and learner.columns is not None:  # T must be keyed by P_C, which the server must not learn
         learner = _learner(job, subject, stack, secret, device, own_weights=True)

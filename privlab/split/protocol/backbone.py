@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError
-from privlab.victims import VictimModel
+from privlab.base import PrivlabError, first
+from privlab.victims import VictimModel, told_of_places
 
 __all__ = ["Backbone", "check_cut", "own_parameters"]
 
@@ -41,11 +41,17 @@ class Backbone(nn.Module):
 
 
 def check_cut(model: VictimModel, cut_layer: int) -> None:
-    """Check that a cut leaves the server a block.
+    """Check that a cut leaves the server a block, and that blocks read tokens alone.
 
     Raises:
-        PrivlabError: if it does not.
+        PrivlabError: if it does not, or the blocks share a rotary embedding or a bias of relative places, of which
+            each party would train its own.
     """
+    if told := told_of_places(model.vit.blocks[-1]):
+        raise PrivlabError(
+            f"Split learning hands over blocks that read tokens alone. Found {type(model.vit).__name__}, whose blocks "
+            f"are told of places by {first(sorted(told))}: take a ViT with position embeddings or a bias in each block."
+        )
     depth = len(model.vit.blocks)
     if not 0 <= cut_layer < depth:
         raise PrivlabError(

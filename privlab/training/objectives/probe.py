@@ -152,7 +152,7 @@ class Probe:
         vit = model.vit
         if self.layer is None:
             return vit.norm(model.backbone(embedded))
-        return vit.blocks[: self.layer](vit.norm_pre(vit.patch_drop(vit.pos_drop(embedded))))
+        return vit.blocks[: self.layer](model.before_blocks(embedded))
 
     def _pool(self, model: VictimModel, tokens: Float[Tensor, "b t d"]) -> Float[Tensor, "b d"]:
         h, w = model.grid

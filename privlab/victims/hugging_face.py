@@ -1,0 +1,210 @@
+"""ViTs of Hugging Face's `transformers` as timm's `VisionTransformer`: the same weights, the same tokens.
+
+Nothing here imports transformers: a model brings its configuration and its tensors.
+"""
+
+import copy
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from timm.layers import LayerNorm, get_act_layer
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from privlab.base import PrivlabError, check_name, first
+
+__all__ = ["as_timm", "is_of_transformers", "timm_names"]
+
+_ImageNet, _Half = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), ((0.5,) * 3, (0.5,) * 3)
+_Clip = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+
+_KINDS: Mapping[str, tuple[dict[str, Any], tuple[tuple[float, ...], tuple[float, ...]]]] = {
+    "vit": ({}, _Half),
+    "dinov2": ({"init_values": 1.0}, _ImageNet),
+    "dinov2_with_registers": ({"init_values": 1.0, "no_embed_class": True}, _ImageNet),
+    "clip_vision_model": ({"pre_norm": True}, _Clip),
+    "siglip_vision_model": ({"class_token": False, "global_pool": "map"}, _Half),
+}
+"""`model_type` of a configuration -> options of timm's `VisionTransformer`, mean and deviation of its images."""
+
+_ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+_LEFT_OUT = re.compile(r"pooler\.|embeddings\.mask_token|embeddings\.position_ids")
+"""Tensors that no token of an image depends on."""
+
+_RENAMED = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^(vit|dinov2|dinov2_with_registers|vision_model)\.", ""),
+        (r"^(classifier|visual_projection)\.", "head."),
+        (r"^embeddings\.(cls_token|class_embedding)$", "cls_token"),
+        (r"^embeddings\.register_tokens$", "reg_token"),
+        (r"^embeddings\.position_embeddings?(\.weight)?$", "pos_embed"),
+        (r"^embeddings\.patch_embedding(s\.projection)?\.", "patch_embed.proj."),
+        (r"^pre_layrnorm\.", "norm_pre."),
+        (r"^(post_)?layernorm\.", "norm."),
+        (r"^head\.probe$", "attn_pool.latent"),
+        (r"^head\.attention\.in_proj_", "attn_pool.in_proj."),
+        (r"^head\.attention\.out_proj\.", "attn_pool.proj."),
+        (r"^head\.layernorm\.", "attn_pool.norm."),
+        (r"^head\.mlp\.", "attn_pool.mlp."),
+        (r"^(encoder\.)?layers?\.(\d+)\.", r"blocks.\2."),
+        (r"\.(layernorm_before|layer_norm1)\.", ".norm1."),
+        (r"\.(layernorm_after|layer_norm2)\.", ".norm2."),
+        (r"\.(attention\.attention|attention|self_attn)\.(q|k|v)(uery|ey|alue|_proj)\.", r".attn.\2."),
+        (r"\.(attention\.output\.dense|attention\.o_proj|self_attn\.out_proj)\.", ".attn.proj."),
+        (r"\.intermediate\.dense\.", ".mlp.fc1."),
+        (r"^(blocks\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
+        (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
+    )
+)
+"""Names of transformers, of its versions 4 and 5, and timm's for them."""
+
+_SAME = 1e-4
+"""Largest deviation of the tokens, relative to their size: rounding in float32."""
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether a model's class, or one that it inherits from, is of transformers."""
+    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+
+
+def timm_names(tensors: Mapping[str, Float[Tensor, "..."]]) -> dict[str, Float[Tensor, "..."]]:
+    """Return tensors by timm's names: renamed, and queries, keys and values joined.
+
+    That is linear, and each entry keeps its place in one tensor, so that it takes weights as well as their gradients
+    and updates. The position embedding of a class token before registers is added to that token, as timm does: that
+    suits weights alone.
+
+    Args:
+        tensors: of a ViT, DINOv2, or the vision tower of CLIP or SigLIP, by transformers' names.
+    """
+    found: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        name = key
+        for pattern, new in _RENAMED:
+            name = pattern.sub(new, name)
+        if not _LEFT_OUT.search(name):
+            found[name] = tensor
+    for name in [name for name in found if re.search(r"\.attn\.q\.", name)]:
+        parts = [found.pop(name.replace(".attn.q.", f".attn.{part}.")) for part in "qkv"]
+        found[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat(parts)
+    for kind in ("weight", "bias"):
+        if (joint := found.pop(f"attn_pool.in_proj.{kind}", None)) is not None:
+            width = len(joint) // 3
+            found[f"attn_pool.q.{kind}"], found[f"attn_pool.kv.{kind}"] = joint[:width], joint[width:]
+    for name in ("cls_token", "pos_embed"):
+        if name in found:
+            found[name] = found[name].reshape(1, -1, found[name].shape[-1])
+    if "reg_token" in found:
+        found["cls_token"] = found["cls_token"] + found["pos_embed"][:, :1]
+        found["pos_embed"] = found["pos_embed"][:, 1:]
+    return found
+
+
+def as_timm(model: nn.Module) -> VisionTransformer:
+    """Return timm's `VisionTransformer` with the weights of a ViT of transformers; its tokens are compared.
+
+    A ViT, DINOv2 (with registers too), or the vision tower of CLIP or SigLIP; with a classifier on the class token, or
+    the projection of CLIP, as head, or without.
+
+    Args:
+        model: the model of transformers, which is left as it is.
+
+    Raises:
+        PrivlabError: for another kind of model, parts that timm's ViT lacks, or if the tokens differ.
+    """
+    config: Any = getattr(model, "config", None)
+    kind = getattr(config, "model_type", type(model).__name__)
+    check_name("model_type of transformers", kind, _KINDS)
+    state = timm_names(model.state_dict())
+    vit = _build(config, kind, state)
+    want = vit.state_dict()
+    odd = sorted(name for name in want.keys() | state.keys() if _shape(want, name) != _shape(state, name))
+    if odd:
+        raise PrivlabError(
+            f"{type(model).__name__} is no ViT of one classifier on pooled tokens. Found {first(odd, 3)}, which differ "
+            f"from timm's: give the model without its head, such as {type(model).__name__.split('For')[0]}Model."
+        )
+    vit.load_state_dict(state)
+    trained = timm_names({key: torch.zeros_like(p) + float(p.requires_grad) for key, p in model.named_parameters()})
+    for name, parameter in vit.named_parameters():
+        parameter.requires_grad_(bool(trained[name].any()))
+    vit.train(model.training)
+    _compare(model, vit)
+    return vit
+
+
+def _build(config: Any, kind: str, state: Mapping[str, Tensor]) -> VisionTransformer:  # noqa: ANN401
+    options, (mean, std) = _KINDS[kind]
+    check_name("hidden_act of transformers", config.hidden_act, _ACTIVATIONS)
+    if getattr(config, "use_swiglu_ffn", False):
+        raise PrivlabError(f"{kind} with use_swiglu_ffn has a gated MLP in an order of its own. Take timm's DINOv2.")
+    head = state.get("head.weight")
+    with torch.random.fork_rng(devices=[]):
+        vit = VisionTransformer(
+            img_size=config.image_size,
+            patch_size=config.patch_size,
+            in_chans=config.num_channels,
+            embed_dim=config.hidden_size,
+            depth=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            mlp_ratio=state["blocks.0.mlp.fc1.weight"].shape[0] / config.hidden_size,
+            qkv_bias="blocks.0.attn.qkv.bias" in state,
+            reg_tokens=state["reg_token"].shape[1] if "reg_token" in state else 0,
+            num_classes=0 if head is None else len(head),
+            norm_layer=partial(LayerNorm, eps=config.layer_norm_eps),
+            act_layer=get_act_layer(_ACTIVATIONS[config.hidden_act]),
+            **options,
+        )
+    if head is not None and "head.bias" not in state:
+        vit.head = nn.Linear(head.shape[1], len(head), bias=False)
+    config_of_images: Any = {
+        "architecture": f"transformers-{kind}",
+        "input_size": (config.num_channels, *vit.patch_embed.img_size),  # pyright: ignore[reportGeneralTypeIssues]
+        "mean": mean,
+        "std": std,
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+    }
+    vit.pretrained_cfg = config_of_images
+    return vit.to(state["patch_embed.proj.weight"])
+
+
+def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
+    return tuple(state[name].shape) if name in state else None
+
+
+@torch.no_grad()
+def _compare(model: nn.Module, vit: VisionTransformer) -> None:
+    """Check that the last tokens, before or after the last norm, and the outputs of a head are the model's own.
+
+    Raises:
+        PrivlabError: if they are not.
+    """
+    own, twin = copy.deepcopy(model).eval(), copy.deepcopy(vit).eval()
+    height, width = twin.patch_embed.img_size or (0, 0)
+    like = twin.patch_embed.proj.weight
+    images = torch.randn(2, twin.patch_embed.proj.in_channels, height, width, generator=torch.Generator()).to(like)
+    tower: Any = getattr(own, "base_model", own)
+    tower = getattr(tower, "vision_model", tower)
+    theirs = tower(pixel_values=images).last_hidden_state
+    normed: list[Tensor] = []
+    hook = twin.norm.register_forward_hook(lambda _, args, out: normed.extend((args[0], out)))
+    outputs = twin(images)
+    hook.remove()
+    off = min(_distance(theirs, each) for each in normed)
+    made = own(pixel_values=images)
+    heads = [each for name in ("logits", "image_embeds") if (each := getattr(made, name, None)) is not None]
+    off = max([off, *(_distance(each, outputs) for each in heads)])
+    if not off <= _SAME:
+        name = type(model).__name__
+        raise PrivlabError(f"{name} gives other tokens than timm's ViT with its weights: {off:.2g} apart.")
+
+
+def _distance(theirs: Tensor, ours: Tensor) -> float:
+    return torch.inf if theirs.shape != ours.shape else float((theirs - ours).abs().max() / theirs.abs().max())
