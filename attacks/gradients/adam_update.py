@@ -29,7 +29,7 @@ from privlab.release import rounding_deviation, without_decay
 from privlab.threat import Capability, Client, GradientDefense, Observation
 from privlab.victims import VictimModel
 
-__all__ = ["AdamUpdate"]
+__all__ = ["AdamUpdate", "misfit"]
 
 _PE, _PROJECTION = "pos_embed", "patch_embed.proj.weight"
 
@@ -156,7 +156,7 @@ class AdamUpdate:
                 size = (share.square() + 0.01).sqrt().masked_fill(a.known, 0).sum()
                 outside = F.relu(X - white).square().sum() + F.relu(black - X).square().sum()
                 edges = smooth.sparse_energy(X[None], EDGE_WIDTH).sum()
-                explained = _misfit(a, A, 0.3 * off * scale_a, 0.1 * scale_a) + _misfit(g, A.mT @ X, allowed, allowed)
+                explained = misfit(a, A, 0.3 * off * scale_a, 0.1 * scale_a) + misfit(g, A.mT @ X, allowed, allowed)
                 return explained + size + self.prior * edges + _BOX * outside
 
             share, X = _descend(energy, share, X, self.steps)
@@ -216,7 +216,7 @@ def _scales(of: Shown) -> Float[Tensor, "r c"]:
     return (rows * columns / whole.clamp_min(tiny)).clamp_min(tiny)
 
 
-def _misfit(
+def misfit(
     of: Shown, at: Float[Tensor, "r c"], known: Float[Tensor, "r _"], unknown: Float[Tensor, "r _"]
 ) -> Float[Tensor, ""]:
     """Return half the squared errors: from known values, and of the others from their signs and bounds.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import AdamUpdate, PatchGradient
+from privlab.attacks.gradients.adam_update import misfit
 from privlab.attacks.solvers import largest_step, shown_by_adam
 from privlab.base import PrivlabError
 from privlab.defenses import DEFENSES
@@ -86,6 +87,15 @@ def test_least_squares_is_exact_where_epsilon_shows_every_magnitude(
     seen = sent(tiny_model(), images, client)
     assert min(score(AdamUpdate(steps=0), seen, images)) > 80
     assert max(score(PatchGradient(), seen, images)) < 40
+
+
+def test_unknown_entries_count_where_their_sign_or_bound_is_violated() -> None:
+    """A gradient at its bounds costs nothing, and one of the opposite sign twice its bound in each entry."""
+    shown = shown_by_adam(torch.tensor([[1.0, -1.0], [1.0, 1.0]]).double(), torch.full((2, 2), 1e-3).double(), 1e-8)
+    one = torch.ones(2, 1).double()
+    assert not shown.known.any()
+    assert float(misfit(shown, 1.5 * shown.value, one, one)) == 0
+    assert float(misfit(shown, -shown.value, one, one)) == pytest.approx(8 * float(shown.least[0, 0]) ** 2)
 
 
 @pytest.mark.slow
