@@ -18,6 +18,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
     {
         "patch-gradient": "privlab.attacks.gradients.patch_gradient:PatchGradient",
         "patch-update": "privlab.attacks.gradients.patch_update:PatchUpdate",
+        "adam-update": "privlab.attacks.gradients.adam_update:AdamUpdate",
         "april": "privlab.attacks.gradients.april:April",
         "patch-gradient-prior": "privlab.attacks.gradients.patch_gradient_prior:PatchGradientPrior",
         "patch-gradient-adaptive": "privlab.attacks.gradients.patch_gradient_adaptive:PatchGradientAdaptive",

@@ -1,3 +1,6 @@
+from .adam_shares import Shown as Shown
+from .adam_shares import largest_step as largest_step
+from .adam_shares import shown_by_adam as shown_by_adam
 from .descent import OPTIMISERS as OPTIMISERS
 from .descent import Adam as Adam
 from .descent import Kept as Kept

@@ -155,7 +155,8 @@ def unread(
     if client is None or client.optimiser in (optimisers := attack_declarations(attack).updates_of):
         return None
     reads_features = Capability.RELEASED_FEATURES in attack.requires
-    if client.gradient_factor is not None and not filtered and not reads_features:  # one step of SGD is a gradient
+    of_gradients = not reads_features and Capability.CLIENT_UPDATE not in attack.requires
+    if client.gradient_factor is not None and not filtered and of_gradients:  # one step of SGD is a gradient
         return None
     how = f"reads updates of {' and '.join(optimisers)}" if optimisers else "reads the gradient of one step"
     how = "reads features" if reads_features else how

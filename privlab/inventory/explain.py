@@ -133,7 +133,7 @@ def _attack(name: str) -> Explanation:
     docs = [parse_docstring(each) for each in _docstrings(kind)]
     runs = "if it is named" if declared.named_only else f"without being named, at effort {declared.effort} or more"
     needs = [f"- {each.meaning} (`{each.value}`)" for each in Capability if each in kind.requires]
-    client = " --client sgd" if Capability.CLIENT_UPDATE in kind.requires else ""
+    client = f" --client {declared.updates_of[0]}" if Capability.CLIENT_UPDATE in kind.requires else ""
     behind = client or _defended(declared.knows)
     few = " --limit 8" if Capability.RELEASED_FEATURES in kind.requires else ""
     few = " --limit 1" if declared.named_only or (declared.search and declared.effort == "full") else few

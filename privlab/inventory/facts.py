@@ -57,9 +57,17 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "Exact as `patch-gradient` for one image that a client trains on by SGD, however many steps, except for the "
         "rounding of stored weights. That is undone too where the image has 256 grey levels and its gradient is not "
         "too small. It undoes momentum, schedules, clipping and weight decay.",
-        "It refuses Adam and AdamW, which divide each entry of the gradient by its own magnitude. " + _LARGER,
+        "It refuses Adam and AdamW, which divide each entry of the gradient by its own magnitude: see `adam-update`. "
+        + _LARGER,
         "2 to 23 s an image (ViT-Ti, 160 pixels, 1 to 20 steps), of which the correction for rounding is nearly all; "
         "behind a filter that drops entries 16 to 45 s.",
+        ("updates",),
+    ),
+    "adam-update": AttackFacts(
+        "It has no guarantee. The more entries have a magnitude that ε shows, the nearer: at high rates and for images "
+        "with a small gradient.",
+        "It takes a fresh state, no filter, and no decay inside Adam's division (AdamW's is undone). " + _LARGER,
+        "15 s an image (ViT-Ti, 160 pixels, one core).",
         ("updates",),
     ),
     "april": AttackFacts(

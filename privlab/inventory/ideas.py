@@ -68,6 +68,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         " stored weights.",
         ("undo decay, weigh by rounding", "solve Aᵀ X = G", "retrain to foresee rounding"),
     ),
+    "adam-update": Idea(
+        "Adam divides each entry of the gradient by its own magnitude, so that an update shows its sign. Small entries "
+        "show their magnitude too, because Adam adds ε to what it divides by. The attack looks for an image, as smooth "
+        "as photographs are, and a gradient of the position embeddings whose product has these signs and magnitudes.",
+        ("undo decay, read signs, invert ε", "solve Aᵀ X = G, weighed", "search A and X under the signs"),
+    ),
     "april": Idea(
         "In a first block without pre-norm and skip, attention reads the tokens themselves. The gradients of its "
         "three matrices and of the position embeddings then give every token by a linear system. The inverse of the "

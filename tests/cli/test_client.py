@@ -121,7 +121,7 @@ def test_each_attack_reads_the_updates_that_it_declares(attack: Cli) -> None:
     for client, length, expected in (
         ("sgd", two_steps, {"patch-update", "patch-gradient", "mjp-subspace"}),
         ("sgd", one_step, {"patch-update"} | of_gradients),
-        ("adamw", one_step, {"patch-gradient"}),
+        ("adamw", one_step, {"patch-gradient", "adam-update"}),
     ):
         groups, refused = applicable(spec(client=client, effort="full", options=length), base)
         assert {each.name for group in groups for each in group.attacks} == expected

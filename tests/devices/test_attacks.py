@@ -42,6 +42,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "feature-optimisation": {"steps": 1},
     "depth-optimisation": {"steps": 1},
     "patch-update": {"rounds": 1},
+    "adam-update": {"steps": 1},
     **{f"inversion-{kind}": {"steps": 1} for kind in ("conv", "mae", "set", "token")},
 }
 """Searches cut short: where they compute is of interest here, and not how far they come."""
@@ -53,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "matching": {"gamma": 0.5, "attacks": ("gradient-matching",)},
     "likelihood": {"defense": "mjp+gradient-noise", "gamma": 0.5, "attacks": ("gradient-likelihood",)},
     "update": {"client": "sgd", "settings": ("a",)},
+    "adam": {"client": "adamw", "settings": ("a",)},
     "head": {"client": "sgd", "settings": ("a",), "attacks": ("head-inversion",)},
     "rows": {"defense": "row-permutation"},
     "columns": {"defense": "row-permutation+column-permutation"},

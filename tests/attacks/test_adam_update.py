@@ -1,0 +1,150 @@
+"""`adam-update`: what Adam's first step shows of a gradient, and the image from it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from privlab.attacks import AdamUpdate, PatchGradient
+from privlab.attacks.gradients.adam_update import misfit
+from privlab.attacks.solvers import largest_step, shown_by_adam
+from privlab.base import PrivlabError
+from privlab.defenses import DEFENSES
+from privlab.metrics import psnr
+from privlab.release import observe, observe_updates
+from privlab.threat import Client, ClientData, Observation
+from privlab.victims import VictimModel
+
+Model = Callable[..., VictimModel]
+ADAMW = Client(optimiser="adamw", lr=1e-2, weight_decay=0.05, steps=1)
+
+
+def sent(model: VictimModel, images: Tensor, client: Client) -> Observation:
+    """Return the updates of clients with one image each."""
+    clients = [
+        ClientData(image[None].to(model.mean), torch.tensor([i % 7]), torch.Generator().manual_seed(i))
+        for i, image in enumerate(images)
+    ]
+    return observe_updates(model, client, clients, AdamUpdate.parameters)
+
+
+def score(attack: AdamUpdate | PatchGradient, seen: Observation, images: Tensor) -> list[float]:
+    return psnr(attack(seen), images.to(seen.model.mean)).tolist()
+
+
+def test_a_share_of_a_full_step_shows_the_gradient() -> None:
+    """Exact for exact shares; with an error, known entries are off by their deviation, others above their bound."""
+    draw = torch.Generator().manual_seed(0)
+    g = torch.randn(30, 40, generator=draw, dtype=torch.float64) * 10 ** (
+        6 * torch.rand(30, 40, generator=draw, dtype=torch.float64) - 9
+    )
+    u = g / (g.abs() + 1e-8)
+    exact = shown_by_adam(u, torch.full_like(u, 1e-12), 1e-8)
+    assert exact.known.all()
+    torch.testing.assert_close(exact.value, g, rtol=1e-6, atol=0)
+    off = 1e-3 * (2 * torch.rand(u.shape, generator=draw, dtype=torch.float64) - 1)
+    shown = shown_by_adam(u + off, torch.full_like(u, 1e-3 / math.sqrt(3)), 1e-8)
+    errors = (shown.value - g).abs()[shown.known] / shown.deviation[shown.known]
+    assert 0.2 < float(shown.known.double().mean()) < 0.8
+    assert 0.5 < float(errors.square().mean().sqrt()) < 2
+    assert bool((g.abs() >= shown.least).all())
+    assert float(shown.least[~shown.known].min()) > 1e-6
+    assert torch.equal(shown.value.sign()[~shown.known], g.sign()[~shown.known])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_no_fresh_state_moves_a_weight_further(steps: int) -> None:
+    """The gradients of greatest move, a_ti / b_ti up to scale, reach the bound of the last step."""
+    client = Client(optimiser="adam", lr=0.1, steps=steps, beta1=0.8, beta2=0.9)
+    draw = torch.Generator().manual_seed(0)
+    t = steps
+    worst = [client.beta1 ** (t - i) / client.beta2 ** (t - i) for i in range(1, t + 1)]
+    gradients = torch.randn(t, 1000, generator=draw, dtype=torch.float64)
+    gradients[:, 0] = torch.tensor(worst, dtype=torch.float64)
+    weights = torch.zeros(1000, dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([weights], lr=client.lr, betas=(client.beta1, client.beta2), eps=1e-30)
+    before = weights.detach().clone()
+    for g in gradients:
+        before = weights.detach().clone()
+        weights.grad = g.clone()
+        adam.step()
+    last = largest_step(client) - (largest_step(replace(client, steps=t - 1)) if t > 1 else 0)
+    assert float((weights.detach() - before)[0].abs()) == pytest.approx(last, rel=1e-9)
+    assert float(weights.detach().abs().max()) <= largest_step(client) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "client", [ADAMW, replace(ADAMW, weight_decay=0.0), replace(ADAMW, optimiser="adam", weight_decay=0.0)]
+)
+def test_least_squares_is_exact_where_epsilon_shows_every_magnitude(
+    tiny_model: Model, crops: Tensor, client: Client
+) -> None:
+    """With ε as large as gradients are, no magnitude is lost; float32 in the release is all of the error."""
+    images, client = crops[:260:130], replace(client, eps=1.0)
+    seen = sent(tiny_model(), images, client)
+    assert min(score(AdamUpdate(steps=0), seen, images)) > 80
+    assert max(score(PatchGradient(), seen, images)) < 40
+
+
+def test_unknown_entries_count_where_their_sign_or_bound_is_violated() -> None:
+    """A gradient at its bounds costs nothing, and one of the opposite sign twice its bound in each entry."""
+    shown = shown_by_adam(torch.tensor([[1.0, -1.0], [1.0, 1.0]]).double(), torch.full((2, 2), 1e-3).double(), 1e-8)
+    one = torch.ones(2, 1).double()
+    assert not shown.known.any()
+    assert float(misfit(shown, 1.5 * shown.value, one, one)) == 0
+    assert float(misfit(shown, -shown.value, one, one)) == pytest.approx(8 * float(shown.least[0, 0]) ** 2)
+
+
+@pytest.mark.slow
+def test_the_search_gains_on_least_squares_where_magnitudes_are_missing(tiny_model: Model, crops: Tensor) -> None:
+    """Half of the magnitudes are missing in one step, and all of them after several."""
+    images, model = crops[:260:130], tiny_model().float()
+    for client in (replace(ADAMW, eps=1e-6, lr=1e-3), replace(ADAMW, lr=1e-4, steps=3)):
+        seen = sent(model, images, client)
+        found, start = score(AdamUpdate(), seen, images), score(AdamUpdate(steps=0), seen, images)
+        assert sum(found) > sum(start) + 2
+
+
+def test_a_carried_state_or_another_rate_is_refused_where_it_shows(tiny_model: Model, crops: Tensor) -> None:
+    """A plain loop of AdamW whose state is that of rounds on other images moves some weights by more than η."""
+    model, image = tiny_model(), crops[:1]
+    seen = sent(model, image, ADAMW)
+    names = list(seen.gradients)
+    weights = [model.vit.get_parameter(name).detach().clone().requires_grad_() for name in names]
+    adam = torch.optim.AdamW(weights, lr=ADAMW.lr, weight_decay=0.05)
+    own = observe(model, image.to(model.mean), torch.tensor([0]), names).gradients
+    for _ in range(200):
+        for w, name in zip(weights, names, strict=True):
+            w.grad = 1e-3 * own[name][0]
+        adam.step()
+    before = [w.detach().clone() for w in weights]
+    for w, name in zip(weights, names, strict=True):
+        w.grad = own[name][0]
+    adam.step()
+    # The server's weights are those before the round: the same moves from them.
+    moves = {
+        name: (b * (1 - ADAMW.lr * 0.05) - w.detach() + ADAMW.lr * 0.05 * model.vit.get_parameter(name).detach())[None]
+        for name, b, w in zip(names, before, weights, strict=True)
+    }
+    with pytest.raises(PrivlabError, match=r"fresh state\. Found a weight that moved by .*carried, or client\.lr is"):
+        AdamUpdate()(replace(seen, gradients=moves))
+    with pytest.raises(PrivlabError, match=r"client\.lr is another one"):
+        AdamUpdate()(replace(seen, client=replace(ADAMW, lr=ADAMW.lr / 2)))
+
+
+def test_what_is_refused_is_one_line(tiny_model: Model, crops: Tensor) -> None:
+    model = tiny_model()
+    with pytest.raises(PrivlabError, match=r"trains by adam or adamw\. Found client\.optimiser=sgd"):
+        AdamUpdate()(sent(model, crops[:1], Client()))
+    with pytest.raises(PrivlabError, match=r"does not undo weight decay 0\.05 inside Adam's division.*no evidence"):
+        AdamUpdate()(sent(model, crops[:1], replace(ADAMW, optimiser="adam")))
+    seen = sent(model, crops[:1], ADAMW)
+    with pytest.raises(PrivlabError, match=r"does not undo the filter gradient-noise"):
+        AdamUpdate()(replace(seen, defense=(DEFENSES["gradient-noise"](),)))
+    with pytest.raises(PrivlabError, match="steps of adam-update must be at least 0"):
+        AdamUpdate(steps=-1)
+    with pytest.raises(PrivlabError, match="prior of adam-update must be at least 0"):
+        AdamUpdate(prior=-1.0)
