@@ -1,0 +1,17 @@
+from .cards import TEMPLATES as TEMPLATES
+from .cards import Card as Card
+from .cards import read_card as read_card
+from .cards import write_template as write_template
+from .entries import entries as entries
+from .page import write_site as write_site
+from .results import Result as Result
+from .results import read_result as read_result
+from .rule import Standing as Standing
+from .rule import standings as standings
+from .submit import submit as submit
+from .tracks import TRACKS as TRACKS
+from .tracks import VERSION as VERSION
+from .tracks import Track as Track
+from .tracks import track as track
+from .verify import Verified as Verified
+from .verify import verify as verify
