@@ -3,6 +3,7 @@ from .cards import Card as Card
 from .cards import read_card as read_card
 from .cards import write_template as write_template
 from .entries import entries as entries
+from .page import site_files as site_files
 from .page import write_site as write_site
 from .results import Result as Result
 from .results import read_result as read_result

@@ -35,7 +35,7 @@ class _Point:
     x: float
     y: float
     dominated: bool
-    shift: float
+    shift: int
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,13 @@ class Judged:
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON; a score of infinity is 100 dB, above which only rounding is measured."""
         worst = {
-            name: {key: _number(value) for key, value in asdict(each).items()} for name, each in self.worst.items()
+            name: {
+                "mean": _number(each.mean),
+                "low": _number(each.low),
+                "high": _number(each.high),
+                "images": each.images,
+            }
+            for name, each in self.worst.items()
         }
         return asdict(self) | {"known_by": list(self.known_by), "worst": worst, "flags": list(self.flags)}
 
@@ -94,6 +100,8 @@ def judge(records: pd.DataFrame, of: Track) -> Judged:
         records: all rows of a defense; `case` has the names of its cases.
         of: its track.
     """
+    empty = {name: object for name in records if records[name].isna().all()}  # texts that nothing states
+    records = records.astype(empty)
     names = list(dict.fromkeys(records.case))
     numbered = records.assign(case=records.case.map({name: i for i, name in enumerate(names)}))
     defended = [name for name in names if not name.endswith(", undefended")] or names

@@ -54,7 +54,7 @@ def admit(name: str, as_json: bool, **options: Any) -> int:  # noqa: ANN401
 
 @click.group(cls=Commands)
 def benchmark() -> None:
-    """Enter a defense or an attack into the benchmark, check a result, and show the table."""
+    """Measure the entries of defenses and attacks on frozen tracks, and show the standing table."""
 
 
 @benchmark.command("list")
@@ -72,9 +72,7 @@ def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         print_json([{name: plain(value) for name, value in row.as_json().items()} for row in rows])
         return
-    table = Table(
-        "track", "", "entry", "worst case", "verdict", "known by", "utility", "unreliable", header_style="bold"
-    )
+    table = Table("track", "", "entry", "worst case", "verdict", "known by", "kept", "unreliable", header_style="bold")
     for row in rows:
         score = "n/a" if row.worst_case is None else f"{row.worst_case:.2f}"
         worth = "—" if row.measured_utility is None else f"{row.measured_utility:.2f}"

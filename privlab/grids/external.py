@@ -107,7 +107,7 @@ class _Stated:
 
     @classmethod
     def read(cls, file: Path, cases: Mapping[str, _Case]) -> "_Stated":
-        data = read_toml(file, "result of elsewhere")
+        data = read_toml(file, "external result")
         _check(file, data)
         if (name := data["case"]) not in cases:
             raise PrivlabError(f"{file}: {unknown_name('case', name, cases)}")
