@@ -16,6 +16,7 @@ from privlab.benchmark.results import Result
 from privlab.benchmark.tracks import Track, photographs
 from privlab.defenses import DEFENSES
 from privlab.evaluation import CONTROL, EXACT_DB
+from privlab.metrics import DECIBELS
 from privlab.report.tables import Score, red_flags, sign_of
 from privlab.report.tables.knowledge import kinds_in, knows, undone
 from privlab.report.tables.leakage import measure
@@ -102,6 +103,8 @@ def judge(records: pd.DataFrame, of: Track) -> Judged:
     """
     empty = {name: object for name in records if records[name].isna().all()}  # texts that nothing states
     records = records.astype(empty)
+    if of.lead in DECIBELS:  # one exact photograph would make the mean of all infinite
+        records = records.assign(**{of.lead: records[of.lead].clip(upper=EXACT_DB)})
     names = list(dict.fromkeys(records.case))
     numbered = records.assign(case=records.case.map({name: i for i, name in enumerate(names)}))
     defended = [name for name in names if not name.endswith(", undefended")] or names
@@ -254,7 +257,8 @@ def _judged_anew(own: Judged, records: pd.DataFrame, of: Track, card: Card, thei
     knowing = {each.card.parts[0] for each in theirs if each.data["judged"][card.name].get("knows")}
     known = tuple(sorted({*own.known_by, *found.known_by, *knowing}))
     if {*card.parts} <= DEFENSES.keys() or found.verdict == "broken":
-        flags = tuple(flag for flag in found.flags if not (known and flag.startswith("No adaptive attack")))
+        wrong = ("No adaptive attack", "Adaptive attack weaker") if knowing else ()  # a new one is not installed here
+        flags = tuple(flag for flag in found.flags if not flag.startswith(wrong))
         return replace(found, known_by=known, flags=flags)
     return replace(found, known_by=known, verdict=own.verdict, why=own.why, flags=own.flags)
 

@@ -102,6 +102,11 @@ def test_the_score_is_the_mean_of_the_leakiest_attack_of_each_photograph(high: n
     assert again.as_json() == found.as_json()
 
 
+def test_a_photograph_that_is_given_back_exactly_counts_as_100_db(high: np.ndarray) -> None:
+    found = judge(records([np.inf, *high[1:].tolist()], [5.0] * 64), OF)
+    assert found.score.mean == pytest.approx((100 + high[1:].sum()) / 64)
+
+
 def test_of_several_draws_the_worst_counts(high: np.ndarray) -> None:
     once = records(high.tolist(), [5.0] * 64)
     more = rows("patch-gradient-adaptive", (high + 2).tolist(), draw=1)
@@ -119,6 +124,7 @@ def test_a_new_attack_scores_a_defense_anew(tmp_path: Path, high: np.ndarray) ->
     assert (after.ours, after.external_by) == (11.0, ("attack",))
     assert after.external == pytest.approx(high.mean(), abs=1e-3)
     assert set(after.known_by) == {"gradient-pruning", "patch-gradient-adaptive"}
+    assert after.unreliable == ()
 
 
 def test_ranks_go_to_those_that_leak_least_and_have_no_reason_against_them(tmp_path: Path, high: np.ndarray) -> None:
