@@ -10,6 +10,7 @@ from public_names import public_names
 from sphinx.application import Sphinx
 
 import privlab
+from privlab.benchmark import entries, site_files
 from privlab.cli import cli
 from privlab.inventory.explain import Explanation, explain, known
 from privlab.inventory.facts import FLAG_MEANINGS
@@ -34,7 +35,7 @@ ROOMS = (
     *("privlab.training", "privlab.defenses", "privlab.attacks", "privlab.evaluation", "privlab.stores"),
     *("privlab.grids", "privlab.runs", "privlab.admission", "privlab.split", "privlab.inventory"),
     *("privlab.flower", "privlab.nvflare", "privlab.callbacks.lightning", "privlab.callbacks.transformers"),
-    *("privlab.report.tables", "privlab.report.figures", "privlab.report.page"),
+    *("privlab.report.tables", "privlab.report.figures", "privlab.report.page", "privlab.benchmark"),
 )
 """The packages whose public names have a page, in the order of the house."""
 
@@ -64,12 +65,28 @@ def pages(source: Path) -> Iterator[tuple[str, str]]:
     yield "references.md", bibliography()
     yield "references.bib", "\n\n".join(entry.bibtex for entry in references().values()) + "\n"
     yield "not-run.md", left_out(source)
+    yield from benchmark()
     yield "commands/index.md", group_page()
     for name, command in cli.commands.items():
         yield f"commands/{name}.md", command_page(("privlab", name), command)
     for room in ROOMS:
         yield f"api/{room}.md", f"# `{room}`\n\n```{{eval-rst}}\n.. automodule:: {room}\n\n{members(room)}```\n"
     yield "api/index.md", f"# Python API\n\nThe public names of each room.\n\n{toctree(ROOMS)}"
+
+
+def benchmark() -> Iterator[tuple[str, str]]:
+    """Yield the page of the benchmark and its feeds, made from the result files of the package."""
+    files = site_files(entries())
+    table = files.pop("table.html")
+    links = "{download}`feed.json`" + "".join(f", {{download}}`{name}`" for name in files if name != "feed.json")
+    yield (
+        "benchmark/index.md",
+        "# Benchmark\n\nDefenses of Vision Transformers, ranked by what survives every attack that entered; less is "
+        "better. {doc}`/how-to/benchmark` says how to enter, and what each column means. The order of a column changes "
+        "by a click on its head.\n\n```{raw} html\n" + table + "\n```\n\n## Feeds\n\nThe rows as JSON, and each "
+        f"entry as a record of Every Eval Ever: {links}.\n",
+    )
+    yield from ((f"benchmark/{name}", text) for name, text in files.items())
 
 
 def members(room: str) -> str:

@@ -30,5 +30,7 @@ from .streams import OutputClosed as OutputClosed
 from .streams import Stream as Stream
 from .streams import end_streams as end_streams
 from .streams import prepare_streams as prepare_streams
+from .toml import parse_toml as parse_toml
+from .toml import read_toml as read_toml
 from .warnings import PrivlabWarning as PrivlabWarning
 from .warnings import collect_warnings as collect_warnings

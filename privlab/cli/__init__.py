@@ -8,8 +8,8 @@ import click
 
 from privlab import __version__
 from privlab.base import CLOSED, OutputClosed, PrivlabError, end_streams, prepare_streams
-from privlab.cli.admit import admit
 from privlab.cli.attack import attack
+from privlab.cli.benchmark import admit, benchmark
 from privlab.cli.common import Commands, Interrupted, err
 from privlab.cli.evaluate import evaluate
 from privlab.cli.keys import keys
@@ -91,7 +91,7 @@ def add_examples(group: click.Group, above: str = "") -> None:
 
 COMMANDS = (
     *(attack, admit, list_, explain, doctor, bench, keys, split, study, train, evaluate, models),
-    *(table, store, report, figures),
+    *(table, store, report, figures, benchmark),
 )
 for command in COMMANDS:
     cli.add_command(command)

@@ -3,23 +3,17 @@
 import csv
 import itertools
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from privlab.attacks import attacks as installed_attacks
-from privlab.base import PrivlabError, read_text, unknown_name
+from privlab.base import PrivlabError, parse_toml, read_text, unknown_name
 from privlab.evaluation import Specification
 from privlab.metrics import METRICS, PLACEMENT, STRUCTURE
 from privlab.metrics.names import LPIPS
 from privlab.threat import Client
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]  # of Python 3.10
 
 __all__ = [
     "CHOICE",
@@ -176,10 +170,7 @@ def read_experiment(path: Path, overrides: Sequence[str] = (), **run: Any) -> Ex
         PrivlabError: for unknown keys, wrong types, or impossible cases, with the line and the nearest valid name.
     """
     file = _File(path, read_text(path, "experiment"))
-    try:
-        data = tomllib.loads(file.text)
-    except tomllib.TOMLDecodeError as error:
-        raise PrivlabError(f"{path} is no TOML: {error}.") from None
+    data = parse_toml(file.text, str(path))
     _keys(file, data, ("title", "source", "run", "grid", "case", "table", "figure", "paper"), "")
     for name, kind in {"title": str, "source": str, "run": dict, "grid": dict, "table": dict, "paper": dict}.items():
         if name in data and not isinstance(data[name], kind):
@@ -216,8 +207,8 @@ def _override(data: dict[str, Any], override: str) -> tuple[str, str]:
     if not (equals and dot and key):
         raise PrivlabError(f"--set must be TABLE.KEY=VALUE, such as run.limit=4. Found '{override}'.")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text}", override)["value"]
+    except PrivlabError:
         value = text.strip()  # a bare word is a text
     if table not in ("run", "grid", "table"):
         raise unknown_name("table of --set", table, ("run", "grid", "table"))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,17 +19,12 @@ from timm.models import get_pretrained_cfg
 from torchvision.transforms.functional import to_tensor
 
 import privlab
-from privlab.base import PrivlabError, unknown_name
+from privlab.base import PrivlabError, read_toml, unknown_name
 from privlab.evaluation import COLUMNS, CONTROL, GEOMETRIES, SCHEMA, SETTINGS, Record, Specification, cell_key
 from privlab.grids.definition import KNOWN
 from privlab.images import ImageSource, NamedImage, Preprocessing, as_text, open_images, to_png
 from privlab.metrics import METRICS, Learned, LpipsUnavailable, load_embedding, load_lpips, score
 from privlab.stores import RunDirectory, Store, merge_records, part_frame
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # pyright: ignore[reportMissingImports]  # of Python 3.10
 
 __all__ = ["add_external", "case_names"]
 
@@ -113,7 +107,7 @@ class _Stated:
 
     @classmethod
     def read(cls, file: Path, cases: Mapping[str, _Case]) -> "_Stated":
-        data = _toml(file)
+        data = read_toml(file, "external result")
         _check(file, data)
         if (name := data["case"]) not in cases:
             raise PrivlabError(f"{file}: {unknown_name('case', name, cases)}")
@@ -149,15 +143,6 @@ class _Stated:
         }
         row |= dict(scores) | more
         return row | {"cell": cell_key(row)}
-
-
-def _toml(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text("utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise PrivlabError(f"Cannot read '{file}': {getattr(error, 'strerror', None) or error}.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise PrivlabError(f"{file} is no TOML: {error}.") from None
 
 
 def _check(file: Path, data: Mapping[str, Any]) -> None:

@@ -63,6 +63,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "store merge": ("privlab store merge runs/all runs/part-0 runs/part-1",),
     "store add-external": ("privlab store add-external runs/quick theirs.toml",),
     "report": ("privlab report runs/quick",),
+    "benchmark list": ("privlab benchmark list --track gradients",),
+    "benchmark template": ("privlab benchmark template defense mine",),
+    "benchmark submit": ("privlab benchmark submit mine/my_defense.toml --out mine/my_defense.json",),
+    "benchmark verify": ("privlab benchmark verify mine/my_defense.json",),
+    "benchmark page": ("privlab benchmark page --out site",),
     "figures": ("privlab figures runs/quick",),
 }
 """Command lines by the words of the command."""

@@ -263,7 +263,9 @@ def test_infinity_is_a_psnr(add: Callable[[str], int], run: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(PrivlabError, match=r"Cannot read '.*none\.toml': No such file or directory\."):
+    with pytest.raises(
+        PrivlabError, match=r"Cannot read the external result '.*none\.toml': No such file or directory\."
+    ):
         add_external(run, tmp_path / "none.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(PrivlabError, match=r"Cannot read '.*binary\.toml':"):

@@ -1,0 +1,257 @@
+"""Cards: what an entry says of itself, in TOML, whether that is so, and templates to begin with."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from privlab.attacks import attacks
+from privlab.base import PrivlabError, check_name, first, parse_toml, read_text, unknown_name, write_whole
+from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
+from privlab.defenses import defenses
+from privlab.threat import acts_on
+
+__all__ = ["KEY", "TEMPLATES", "Card", "Reported", "Utility", "instances", "parse_card", "read_card", "write_template"]
+
+KINDS = ("defense", "attack")
+
+KEY = "model-key"
+"""What a card of the track `weights` uses: `privlab.keys`, which is no class of defense."""
+
+UNDEFENDED = "none"
+"""What the card of a track's control uses: every track takes it."""
+
+_RELEASES = {"gradients": {"gradients", "images"}, "features": {"features", "images"}, "updates": {"gradients"}}
+"""What the defenses of a track may act on."""
+
+
+@dataclass(frozen=True)
+class Utility:
+    """What the use of the defense costs, in the words of the card: the measure, its value, and how it was measured."""
+
+    measure: str
+    value: float | None
+    how: str
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What the authors report: the metric, its value if it is one of the track's, and the claim in a sentence."""
+
+    claim: str
+    metric: str = ""
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Card:
+    """An entry as its card states it.
+
+    `uses` is the installed name of the class, or of a stack with "+"; `plugin` is a file that holds the class.
+    `reconstructions` is a folder, for an attack that is given by its images of the public half; `against` names the
+    defenses that an attack was made for, by their entries. `text` is the card itself, `folder` where it lay.
+    """
+
+    track: str
+    version: str
+    kind: str
+    name: str
+    paper: str
+    uses: str = ""
+    plugin: str = ""
+    reconstructions: str = ""
+    victim: str = ""
+    against: tuple[str, ...] = ()
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    secret_bits: float | None = None
+    epsilon: float | int | str | None = None
+    utility: Utility | None = None
+    reported: Reported | None = None
+    text: str = field(default="", repr=False)
+    folder: Path = field(default=Path(), repr=False)
+
+    @property
+    def of(self) -> Track:
+        """Return the track of the entry."""
+        return track(self.track)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the installed names of the stacked classes."""
+        return tuple((self.uses or self.name).split("+"))
+
+    @property
+    def victim_name(self) -> str:
+        """Return the victim of the entry: the track's first one, unless the card names another."""
+        return self.victim or self.of.victims[0].name
+
+
+_WANTED: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(
+        ("track", "version", "kind", "name", "paper", "uses", "plugin", "reconstructions", "victim"), (str,)
+    ),
+    "against": (list,),
+    "parameters": (dict,),
+    "secret_bits": (int, float),
+    "epsilon": (int, float, str),
+    "utility": (dict,),
+    "reported": (dict,),
+}
+TEMPLATES = ("defense", "attack")
+"""The kinds of entries that have a template."""
+
+_CONVERTED = ("against", "secret_bits", "utility", "reported")
+_NEEDED = ("track", "version", "kind", "name", "paper")
+_OF_DEFENSE = ("secret_bits", "epsilon", "utility")
+
+
+def read_card(path: Path) -> Card:
+    """Read and check a card; nothing is loaded or run.
+
+    Raises:
+        PrivlabError: for a key that is missing, unknown or of another type, an unknown track, or another version.
+    """
+    return parse_card(read_text(path, "card"), str(path), path.parent)
+
+
+def parse_card(text: str, where: str, folder: Path) -> Card:
+    """Return the card that a text states.
+
+    Args:
+        text: the card, in TOML.
+        where: its name in errors.
+        folder: what the paths of its files are relative to.
+
+    Raises:
+        PrivlabError: as `read_card`.
+    """
+    given = parse_toml(text, where)
+    _check_keys(given, where, _WANTED, _NEEDED)
+    try:
+        check_name("track", given["track"], TRACKS)
+        check_name("kind of entry", given["kind"], KINDS)
+    except PrivlabError as error:
+        raise PrivlabError(f"{where}: {error}") from None
+    if given["version"] != VERSION:
+        raise PrivlabError(
+            f"{where} is an entry of version '{given['version']}', and this package has the tracks of '{VERSION}': "
+            "install the privlab that has them, or enter anew."
+        )
+    if given["kind"] == "defense" and (lacking := [name for name in _OF_DEFENSE if name not in given]):
+        raise PrivlabError(f"{where} does not state {lacking[0]}. A defense states {', '.join(_OF_DEFENSE)}.")
+    if given["kind"] == "attack" and bool(given.get("reconstructions")) and len(given.get("against", ())) != 1:
+        raise PrivlabError(f'{where}: reconstructions are of one defense: name its entry, against = ["NAME"].')
+    if isinstance(given.get("epsilon"), str) and given["epsilon"] != "none":
+        raise PrivlabError(f"{where}: epsilon must be a number or \"none\". Found '{given['epsilon']}'.")
+    card = Card(
+        **{name: value for name, value in given.items() if name not in _CONVERTED},
+        secret_bits=_real(given.get("secret_bits")),
+        against=tuple(given.get("against", ())),
+        utility=_utility(given["utility"], where) if "utility" in given else None,
+        reported=_reported(given["reported"], where) if "reported" in given else None,
+        text=text,
+        folder=folder,
+    )
+    card.of.victim(card.victim_name)
+    return card
+
+
+def _check_keys(
+    given: Mapping[str, Any], where: str, wanted: Mapping[str, tuple[type, ...]], needed: Sequence[str]
+) -> None:
+    for name, value in given.items():
+        if name not in wanted:
+            raise PrivlabError(f"{where}: {unknown_name('key of a card', name, wanted)}")
+        if not isinstance(value, wanted[name]) or isinstance(value, bool):
+            words = " or ".join(each.__name__ for each in wanted[name])
+            raise PrivlabError(f"{where}: {name} must be of type {words}. Found {value!r}.")
+    if lacking := [name for name in needed if not given.get(name)]:
+        raise PrivlabError(f"{where} does not state {lacking[0]}. Give {', '.join(needed)}.")
+
+
+def _utility(given: Mapping[str, Any], where: str) -> Utility:
+    _check_keys(
+        given, f"{where}, [utility]", {"measure": (str,), "value": (int, float), "how": (str,)}, ("measure", "how")
+    )
+    return Utility(given["measure"], _real(given.get("value")), given["how"])
+
+
+def _reported(given: Mapping[str, Any], where: str) -> Reported:
+    _check_keys(given, f"{where}, [reported]", {"metric": (str,), "value": (int, float), "claim": (str,)}, ("claim",))
+    return Reported(given["claim"], given.get("metric", ""), _real(given.get("value")))
+
+
+def _real(value: float | int | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def instances(card: Card) -> list[Any]:
+    """Return the defenses or the attack of a card, made with its parameters.
+
+    Raises:
+        PrivlabError: if a class is not installed or acts on something else, or if its parameters are not the card's.
+    """
+    known: Mapping[str, Any] = defenses() if card.kind == "defense" else attacks()
+    found = []
+    for name in card.parts:
+        check_name(card.kind, name, known)
+        kind: Any = known[name]
+        if card.kind == "defense" and name != UNDEFENDED and acts_on(kind) not in _RELEASES.get(card.track, set()):
+            raise PrivlabError(
+                f"Defense '{name}' acts on {acts_on(kind)}, which the track '{card.track}' does not take."
+            )
+        own = card.parameters if len(card.parts) == 1 else card.parameters.get(name, {})
+        found.append(_made(card, name, kind, own))
+    return found
+
+
+def _made(card: Card, name: str, kind: type[Any], own: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Return an instance whose fields have exactly the values that the card states."""
+    names = [each.name for each in fields(kind)]
+    for key in own:
+        if key not in names:
+            raise PrivlabError(
+                f"The card of '{card.name}' states {key}, which '{name}' has not. It has {first(names)}."
+            )
+    made = kind(**own)
+    actual = asdict(made)
+    for key in names:
+        if key not in own:
+            raise PrivlabError(
+                f"The card of '{card.name}' leaves out {key} of '{name}', which is {actual[key]!r}. State it."
+            )
+        if not _same(actual[key], own[key]):
+            raise PrivlabError(
+                f"The card of '{card.name}' says {key} = {own[key]!r}, and '{name}' works with {actual[key]!r}. "
+                "State what it works with."
+            )
+    return made
+
+
+def _same(actual: object, stated: object) -> bool:
+    if isinstance(actual, float) and isinstance(stated, int | float):
+        return math.isclose(actual, stated)
+    return actual == (tuple(stated) if isinstance(actual, tuple) and isinstance(stated, list) else stated)
+
+
+def write_template(kind: str, folder: Path) -> list[Path]:
+    """Write the template of an entry, its card first, and return the paths.
+
+    Args:
+        kind: "defense" or "attack".
+        folder: where the files are written; it is made if it is not there.
+
+    Raises:
+        PrivlabError: for another kind, or if a file is there already.
+    """
+    check_name("template", kind, TEMPLATES)
+    written = []
+    for name in (f"my_{kind}.toml", f"my_{kind}.py"):
+        text, path = (files("privlab.benchmark") / "templates" / f"{name}.txt").read_text("utf-8"), folder / name
+        if path.exists():
+            raise PrivlabError(f"'{path}' is there already. Give another folder.")
+        write_whole(path, lambda draft, text=text: draft.write_text(text, "utf-8"))
+        written.append(path)
+    return written

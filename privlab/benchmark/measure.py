@@ -1,0 +1,184 @@
+"""Runs an entry on the cases of its track, and keeps the columns of the records that the table needs."""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from privlab.base import PrivlabError
+from privlab.benchmark.cards import Card, instances
+from privlab.benchmark.tracks import Track, TrackCase, photographs, write_manifest
+from privlab.evaluation import CONTROL, Specification, applicable, victim_of
+from privlab.metrics import MIRRORED
+from privlab.report.tables import DETERMINISTIC
+from privlab.runs import execute, specify
+
+__all__ = ["KEPT", "Photographs", "case_label", "measure_defense", "remeasure"]
+
+KEPT = (
+    *("case", "victim", "victim_params", "weights", "weights_sha256", "block", "release", "cut_layer", "defense"),
+    *("defense_params", "setting", "attack", "attack_params", "effort", "geometry", "image", "image_sha256"),
+    *("label_origin", "seed", "draw", "dtype", "status", "reason", "beyond_range", "conditions", "batch"),
+    *("batch_images", "external", "schema", "privlab_version"),
+)
+"""The columns of the records that a result keeps, besides those of metrics."""
+
+
+@dataclass(frozen=True)
+class Photographs:
+    """The photographs of a submission: the parts, the folder of those that are not bundled, and foreign weights."""
+
+    parts: tuple[str, ...] = ("bundled",)
+    folder: str | None = None
+    weights: str = "auto"
+
+
+def case_label(case: TrackCase, setting: str) -> str:
+    """Return the name of a case of a result: that of the track's case, and whether the defense is at work."""
+    return case.name if setting == "c" else f"{case.name}, undefended"
+
+
+def specification(card: Card, case: TrackCase, setting: str, attacks: Sequence[Any], how: Photographs) -> Specification:
+    """Return the specification of a case of a track under a defense, on the photographs that are given later.
+
+    Args:
+        card: that of the defense.
+        case: the track's.
+        setting: "a", undefended, or "c".
+        attacks: the attacks, by name or made with their options.
+        how: the weights of a victim that are not in the package.
+
+    Raises:
+        PrivlabError: if a part of it does not exist or does not fit.
+    """
+    own, of = card.of.victim(card.victim_name), card.of
+    given: dict[str, Any] = dict(case.given)
+    if of.release == "features":
+        given["client_batch"] = of.client_batch
+    if setting == "c":
+        given["defense"] = instances(card)
+    if of.release != "update":
+        given["release"] = of.release
+    return specify(
+        own.name,
+        setting,
+        attack=list(attacks),
+        metrics=of.metrics,
+        img_size=own.img_size,
+        weights=how.weights,
+        effort=of.effort,
+        seed=of.seed,
+        **given,
+    )
+
+
+def attacks_of(card: Card, case: TrackCase, setting: str, how: Photographs) -> list[str]:
+    """Return those of the track's attacks that can run on a case of it.
+
+    Args:
+        card: that of the defense.
+        case: the track's.
+        setting: "a" or "c".
+        how: the weights of a victim that is not in the package.
+
+    Raises:
+        PrivlabError: if none can, or the victim's weights are not the track's.
+    """
+    spec = specification(card, case, setting, card.of.attacks, how)
+    base = victim_of(spec, torch.device("cpu"))
+    wanted = card.of.victim(card.victim_name).weights_sha256
+    if base.weights.sha256 != wanted:
+        raise PrivlabError(
+            f"The track '{card.track}' has {base.name} with weights {wanted[:12]}…. Found {base.weights.sha256[:12]}…: "
+            "give the file by --weights."
+        )
+    groups, refused = applicable(spec, base)
+    found = {attack.name for group in groups for attack in group.attacks}
+    if not found:
+        raise PrivlabError(f"No attack of the track '{card.track}' can run: {next(iter(refused.values()))}")
+    return [name for name in card.of.attacks if name in found]
+
+
+def draws_of(card: Card) -> int:
+    """Return how often a defense is drawn: once where it draws nothing at random."""
+    return 1 if {*card.parts} <= DETERMINISTIC else card.of.draws
+
+
+def measure_defense(card: Card, how: Photographs, out: Path, attacks: Sequence[Any] | None = None) -> pd.DataFrame:
+    """Return the records of a defense on all cases of its track, undefended ones beside them.
+
+    Args:
+        card: that of the defense, whose class is installed.
+        how: its photographs, and the weights of a victim that is not in the package.
+        out: folder of the run directories; what they hold already is not run again.
+        attacks: those to run, made with their options; None for the track's own.
+
+    Raises:
+        PrivlabError: if the photographs, the weights or the attacks do not fit.
+    """
+    found = []
+    for case in card.of.cases:
+        for setting in ("a",) if card.parts == ("none",) else ("a", "c"):
+            used = attacks_of(card, case, setting, how) if attacks is None else attacks
+            for part in how.parts:
+                spec = specification(card, case, setting, used, how)
+                spec = replace(spec, draws=draws_of(card) if setting == "c" else 1)
+                found.append(_run(spec, part, how, out).assign(case=case_label(case, setting)))
+    return _kept(pd.concat(found, ignore_index=True), card.of)
+
+
+def remeasure(
+    card: Card,
+    case: TrackCase,
+    setting: str,
+    draw: int,
+    wanted: Sequence[str],
+    how: Photographs,
+    attacks: Sequence[Any],
+) -> pd.DataFrame:
+    """Return the records of a few photographs and one draw; nothing is written.
+
+    Args:
+        card: that of the defense, whose class is installed.
+        case: the track's.
+        setting: "a" or "c".
+        draw: the number of the draw.
+        wanted: the hashes of the photographs, all of one part, as one release had them.
+        how: that part alone, and its folder.
+        attacks: those to run.
+    """
+    spec = replace(specification(card, case, setting, attacks, how), draw=draw)
+    found = _run(spec, how.parts[0], how, None, wanted)
+    return _kept(found.assign(case=case_label(case, setting)), card.of)
+
+
+def _run(
+    spec: Specification, part: str, how: Photographs, out: Path | None, wanted: Sequence[str] | None = None
+) -> pd.DataFrame:
+    with tempfile.TemporaryDirectory() as temporary:
+        path = (Path(temporary) if out is None else out.absolute()) / f"{part}.csv"
+        source = write_manifest(part, how.folder, path, wanted)
+        whole = replace(spec, images=(source,), manifest=str(path))
+        directory = None if out is None else out / _digest(spec, part)
+        done = execute(whole, out=directory, strips=out is not None and part == "bundled")
+    names = photographs(part)
+    return done.records.assign(image=[names[sha] for sha in done.records.image_sha256])
+
+
+def _digest(spec: Specification, part: str) -> str:
+    text = json.dumps([asdict(spec), part], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _kept(records: pd.DataFrame, of: Track) -> pd.DataFrame:
+    """Return the rows and columns that a table needs: no oracle, and the controls of one draw."""
+    control = records.attack.str.startswith(CONTROL)
+    rows = records.loc[(records.geometry != "oracle") & ~(control & (records.draw > 0))]
+    columns = [*KEPT, *of.metrics, *(MIRRORED[name] for name in of.metrics if name in MIRRORED)]
+    return rows.reindex(columns=columns).reset_index(drop=True)

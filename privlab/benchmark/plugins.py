@@ -1,0 +1,154 @@
+"""Entries that come as a file: what their source may use, and their installation for the length of a submission."""
+
+import ast
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module, invalidate_caches
+from pathlib import Path
+
+from privlab.base import PrivlabError, first, read_text
+from privlab.base.plugins import installed_plugins
+from privlab.benchmark.cards import Card
+
+__all__ = ["MODULE", "check_source", "installed", "source_of_plugin"]
+
+MODULE = "privlab_benchmark_entry"
+"""The name under which the module of an entry is imported."""
+
+ALLOWED = frozenset(
+    {
+        *("__future__", "abc", "collections", "dataclasses", "enum", "functools", "itertools", "math", "operator"),
+        *("typing", "types", "jaxtyping", "numpy", "scipy", "timm", "torch", "torchvision"),
+        *(f"privlab.{room}" for room in ("threat", "patches", "release", "attacks", "defenses", "base")),
+    }
+)
+"""The packages that an entry may import: none of them is needed for the clock, the network, files or processes."""
+
+REFUSED_NAMES = frozenset(
+    {"__import__", "compile", "eval", "exec", "globals", "getattr", "open", "input", "breakpoint", "vars", "locals"}
+)
+"""Builtins by which a source could reach what it does not import."""
+
+REFUSED_PARTS = frozenset(
+    {
+        *("hub", "distributed", "multiprocessing", "datasets", "utils", "profiler", "Event", "urandom", "datetime64"),
+        *("memmap", "fromfile", "load", "save", "loadtxt", "savetxt", "ctypes", "ctypeslib", "read_text", "files"),
+        *("photographs", "open_images", "Registry", "installed_plugins"),
+    }
+)
+"""Parts of allowed packages that read files, photographs, the network or the clock."""
+
+
+def check_source(text: str, where: str) -> None:
+    """Check that a source imports and names nothing that reads the clock, the network, files or other processes.
+
+    This reads the text; it is no sandbox. Admission, which runs the entry twice, sees what changes by itself.
+
+    Args:
+        text: the source, in Python.
+        where: its name in errors.
+
+    Raises:
+        PrivlabError: for what it may not use, with the line.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise PrivlabError(f"{where}, line {error.lineno}: no Python: {error.msg}.") from None
+    for node in ast.walk(tree):
+        for name in _reached(node):
+            raise PrivlabError(
+                f"{where}, line {getattr(node, 'lineno', 1)}: an entry may not use '{name}': it must read no clock, "
+                f"network, file or process. It may import {first(sorted(ALLOWED), 20)}."
+            )
+
+
+def _reached(node: ast.AST) -> Iterator[str]:
+    """Yield the names in a node that an entry may not use."""
+    if isinstance(node, ast.Import):
+        yield from (each.name for each in node.names if not _may_import(each.name))
+    elif isinstance(node, ast.ImportFrom):
+        names = [f"{node.module or ''}.{each.name}" for each in node.names]
+        yield from (name for name in names if node.level or not _may_import(name))
+    elif isinstance(node, ast.Name) and node.id in REFUSED_NAMES:
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        hidden = node.attr.startswith("__") and node.attr not in ("__init__", "__class__", "__name__", "__post_init__")
+        if hidden or node.attr in REFUSED_PARTS:
+            yield node.attr
+
+
+def _may_import(name: str) -> bool:
+    parts = name.split(".")
+    return bool({parts[0], ".".join(parts[:2])} & ALLOWED) and not REFUSED_PARTS & {*parts[1:]}
+
+
+def source_of_plugin(card: Card) -> str | None:
+    """Return the source of a card's plug-in; None where the class is installed already.
+
+    Raises:
+        PrivlabError: if the file cannot be read, or its source uses what it may not.
+    """
+    if not card.plugin:
+        return None
+    text = read_text(card.folder / card.plugin, "plug-in")
+    check_source(text, card.plugin)
+    return text
+
+
+@contextmanager
+def installed(card: Card, source: str | None) -> Iterator[None]:
+    """Install the class of a plug-in under its name, as an entry point of a package would, and remove it afterwards.
+
+    Args:
+        card: names the class by `uses`, or else by its own name.
+        source: that of the plug-in; with None nothing is installed.
+
+    Raises:
+        PrivlabError: if the source cannot be imported, or has no class of that name.
+    """
+    if source is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / f"{MODULE}.py").write_text(source, "utf-8")
+        sys.path.insert(0, folder)
+        invalidate_caches()
+        try:
+            kind = _class_name(card)
+            told = path / f"{MODULE}-1.dist-info"
+            told.mkdir()
+            (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {MODULE}\nVersion: 1\n", "utf-8")
+            group = "defenses" if card.kind == "defense" else "attacks"
+            name = card.parts[0]
+            (told / "entry_points.txt").write_text(f"[privlab.{group}]\n{name} = {MODULE}:{kind}\n", "utf-8")
+            installed_plugins.cache_clear()
+            yield
+        finally:
+            sys.path.remove(folder)
+            sys.modules.pop(MODULE, None)
+            invalidate_caches()
+            installed_plugins.cache_clear()
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, type) and isinstance(getattr(value, "name", None), str)
+
+
+def _class_name(card: Card) -> str:
+    """Return the name of the plug-in's class whose attribute `name` is the one that the card uses."""
+    try:
+        module = import_module(MODULE)
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise PrivlabError(f"The plug-in of '{card.name}' cannot be imported: {what}.") from None
+    kinds = {each.name: key for key, each in vars(module).items() if _is_part(each)}
+    if card.parts[0] not in kinds:
+        raise PrivlabError(
+            f"{card.plugin} has no class named '{card.parts[0]}'. Found {first(sorted(map(str, kinds))) or 'none'}: "
+            "set its attribute name."
+        )
+    return kinds[card.parts[0]]

@@ -1,0 +1,220 @@
+"""Result files: what was measured of an entry, in JSON, with the hash of its contents and, with a key, who signed it.
+
+The SHA-256 shows that a file was edited by hand; whoever edits it can also write a new one. The signature (ed25519)
+shows that the holder of a key wrote the file. That the numbers are right, neither shows: `verify` measures some again.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from privlab.base import PrivlabError, read_text, write_whole
+from privlab.benchmark.cards import Card, parse_card
+from privlab.benchmark.tracks import TRACKS, VERSION, track
+
+__all__ = ["FORMAT", "Result", "check_result", "from_rows", "plain", "read_result", "to_rows", "write_result"]
+
+FORMAT = 1
+"""The version of the format of result files."""
+
+_DECIMALS = 3
+"""How many decimals of a score a result file keeps."""
+
+_NEEDED = (
+    "format",
+    "track",
+    "created",
+    "card",
+    "plugin",
+    "versions",
+    "photographs",
+    "admission",
+    "judged",
+    "rows",
+    "signature",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """A result file: its contents, and the path it was read from."""
+
+    data: Mapping[str, Any]
+    path: Path
+
+    @property
+    def card(self) -> Card:
+        """Return the card of the entry."""
+        return parse_card(self.data["card"], f"{self.path}, its card", self.path.parent)
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        """Return the records."""
+        return from_rows(self.data["rows"])
+
+    @property
+    def signer(self) -> str | None:
+        """Return the public key of the signature, in hex; None where only the hash says that nothing was edited."""
+        return self.data["signature"].get("public_key")
+
+
+def to_rows(records: pd.DataFrame) -> dict[str, Any]:
+    """Return records as JSON by columns: one value where all are alike, texts as codes, scores with three decimals."""
+    columns: dict[str, Any] = {}
+    for name in records.columns:
+        values = [plain(value) for value in records[name].tolist()]
+        kinds = list(dict.fromkeys(values))
+        if len(kinds) == 1:
+            columns[name] = {"all": kinds[0]}
+        elif any(isinstance(value, str) and value not in ("inf", "-inf") for value in kinds):
+            place = {value: i for i, value in enumerate(kinds)}
+            columns[name] = {"of": kinds, "codes": [place[value] for value in values]}
+        else:
+            columns[name] = {"each": values}
+    return {"count": len(records), "columns": columns}
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401
+    """Return a value as JSON has it: NaN is null, infinity a text, and other reals have three decimals."""
+    if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, float):
+        return ("inf" if value > 0 else "-inf") if math.isinf(value) else round(value, _DECIMALS)
+    return value
+
+
+def from_rows(given: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the records that `to_rows` wrote.
+
+    Raises:
+        PrivlabError: if the columns are not of one length.
+    """
+    found: dict[str, pd.Series] = {}
+    for name, column in given["columns"].items():
+        if "all" in column:
+            values = [column["all"]] * given["count"]
+        else:
+            values = [column["of"][code] for code in column["codes"]] if "codes" in column else column["each"]
+        if len(values) != given["count"]:
+            raise PrivlabError(f"The column {name} of a result has {len(values)} of {given['count']} values.")
+        numbers = "each" in column or isinstance(column.get("all"), int | float)
+        found[name] = pd.Series([math.nan if v is None else float(v) for v in values] if numbers else values)
+        if not numbers:
+            found[name] = found[name].astype(object).where(found[name].notna(), None)
+    return pd.DataFrame(found)
+
+
+def canonical(data: Mapping[str, Any]) -> bytes:
+    """Return what is hashed and signed: the contents without the signature, as JSON with sorted keys and no spaces."""
+    signed = {name: value for name, value in data.items() if name != "signature"}
+    return json.dumps(signed, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def write_result(data: Mapping[str, Any], path: Path, key: Path | None = None) -> Result:
+    """Write a result file, hashed, and signed where a key is given.
+
+    Args:
+        data: the contents, without a signature.
+        path: the file to write.
+        key: an ed25519 private key in PEM, as `openssl genpkey -algorithm ed25519` writes it.
+
+    Raises:
+        PrivlabError: if the key cannot be read, or is of another kind.
+    """
+    text = canonical(data)
+    signature: dict[str, str] = {"sha256": hashlib.sha256(text).hexdigest()}
+    if key is not None:
+        signature |= _signed(text, key)
+    whole = {**data, "signature": signature}
+    lines = ",\n".join(f"{json.dumps(name)}:{_line(value)}" for name, value in whole.items())
+    write_whole(path, lambda draft: draft.write_text(f"{{\n{lines}\n}}\n", "utf-8"))
+    return Result(whole, path)
+
+
+def _line(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _signed(text: bytes, key: Path) -> dict[str, str]:
+    keys, serialization = _cryptography()
+    try:
+        private: Any = serialization.load_pem_private_key(key.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise PrivlabError(f"Cannot read the key '{key}': {' '.join(str(error).split())[:120]}.") from None
+    if not isinstance(private, keys.Ed25519PrivateKey):
+        raise PrivlabError(f"'{key}' is no ed25519 key. Make one: openssl genpkey -algorithm ed25519 -out {key}.")
+    return {
+        "public_key": private.public_key().public_bytes_raw().hex(),
+        "ed25519": private.sign(text).hex(),
+    }
+
+
+def _cryptography() -> tuple[Any, Any]:
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise PrivlabError("A signature by a key needs cryptography: pip install 'privlab[split]'.") from None
+    return ed25519, serialization
+
+
+def read_result(path: Path) -> Result:
+    """Read a result file and check its form, version and signature.
+
+    Raises:
+        PrivlabError: if it cannot be read, lacks a field, is of another version, or was edited by hand.
+    """
+    try:
+        data = json.loads(read_text(path, "result"))
+    except ValueError as error:
+        raise PrivlabError(f"'{path}' is no JSON: {error}.") from None
+    result = Result(data if isinstance(data, dict) else {}, path)
+    check_result(result)
+    return result
+
+
+def check_result(result: Result) -> None:
+    """Check the form, the version, the track and the signature of a result.
+
+    Raises:
+        PrivlabError: if any of them is not as it must be.
+    """
+    data, path = result.data, result.path
+    if lacking := [name for name in _NEEDED if name not in data]:
+        raise PrivlabError(f"{path} lacks {lacking[0]}: a result file has {', '.join(_NEEDED)}.")
+    if data["format"] != FORMAT or data["track"].get("version") != VERSION or data["track"].get("name") not in TRACKS:
+        raise PrivlabError(
+            f"{path} is of format {data['format']} and track {data['track'].get('name')} of "
+            f"'{data['track'].get('version')}'. This package reads format {FORMAT} of '{VERSION}': submit it again."
+        )
+    text = canonical(data)
+    if (digest := hashlib.sha256(text).hexdigest()) != data["signature"].get("sha256"):
+        raise PrivlabError(
+            f"{path} was edited after it was written: its contents have SHA-256 {digest[:12]}…, and its signature says "
+            f"{str(data['signature'].get('sha256'))[:12]}…. Submit the entry again."
+        )
+    if "ed25519" in data["signature"] and not _verifies(data["signature"], text):
+        raise PrivlabError(f"{path}: the ed25519 signature is not that of its public key. Submit the entry again.")
+    if (wanted := track(data["track"]["name"]).sha256) != data["track"].get("sha256"):
+        raise PrivlabError(
+            f"{path} was measured on another track '{data['track']['name']}' (SHA-256 "
+            f"{str(data['track'].get('sha256'))[:12]}…; this package's has {wanted[:12]}…): submit it again."
+        )
+
+
+def _verifies(signature: Mapping[str, str], text: bytes) -> bool:
+    keys, _ = _cryptography()
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        public = keys.Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature["public_key"]))
+        public.verify(bytes.fromhex(signature["ed25519"]), text)
+    except (InvalidSignature, ValueError, KeyError):
+        return False
+    return True

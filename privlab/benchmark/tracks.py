@@ -1,0 +1,154 @@
+"""Tracks: frozen files that fix the victims, photographs, attacks, metrics and draws of a comparison."""
+
+import csv
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from privlab.base import PrivlabError, check_name, parse_toml, unknown_name, write_whole
+from privlab.images import open_images
+
+__all__ = ["TRACKS", "VERSION", "Track", "TrackCase", "TrackVictim", "photographs", "track", "write_manifest"]
+
+VERSION = "privlab/1"
+"""The version of the tracks of this package. Whatever changes a number of theirs makes a new version."""
+
+TRACKS = ("gradients", "updates", "features", "weights")
+"""The names of the tracks."""
+
+BUNDLED = "bundled"
+"""The part of the photographs that comes with privlab's dependencies; the files of the others are the user's."""
+
+
+@dataclass(frozen=True)
+class TrackVictim:
+    """A victim of a track: its name, the SHA-256 of its weights, and the side of its input in pixels."""
+
+    name: str
+    weights_sha256: str
+    img_size: int
+
+
+@dataclass(frozen=True)
+class TrackCase:
+    """What a client of a track releases: fields of `Specification` by name; `base` is of the track `weights` alone."""
+
+    name: str
+    given: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Track:
+    """A track, as its file states it.
+
+    `photographs` names the parts of the public half; `draws` is the number of draws of a random defense, of which the
+    worst counts; `tolerance_db` is how far a score that is measured again may be from the first one. `sha256` is that
+    of the file and of the lists of photographs.
+    """
+
+    name: str
+    version: str
+    title: str
+    release: str
+    threat: str
+    attacks: tuple[str, ...]
+    metrics: tuple[str, ...]
+    effort: str
+    seed: int
+    draws: int
+    rounds: int
+    tolerance_db: float
+    photographs: tuple[str, ...]
+    client_batch: int
+    cases: tuple[TrackCase, ...]
+    victims: tuple[TrackVictim, ...]
+    sha256: str
+
+    @property
+    def lead(self) -> str:
+        """Return the metric by which the track ranks: the first one."""
+        return self.metrics[0]
+
+    def victim(self, name: str) -> TrackVictim:
+        """Return a victim of the track by its name.
+
+        Raises:
+            PrivlabError: if it is none of the track's.
+        """
+        for each in self.victims:
+            if each.name == name:
+                return each
+        raise unknown_name(f"victim of the track '{self.name}'", name, [each.name for each in self.victims])
+
+
+@cache
+def track(name: str) -> Track:
+    """Return a track by its name.
+
+    Raises:
+        PrivlabError: if there is no such track.
+    """
+    check_name("track", name, TRACKS)
+    text = _text(f"{name}.toml")
+    given = parse_toml(text, f"{name}.toml")
+    parts = tuple(given["photographs"])
+    lists = [_text(f"{part}.csv") for part in (*parts, *(("hidden",) if parts else ()))]
+    victims = tuple(TrackVictim(**each) for each in given.pop("victim"))
+    cases = tuple(TrackCase(each.pop("name"), each) for each in given.pop("case"))
+    for key in ("attacks", "metrics", "photographs"):
+        given[key] = tuple(given[key])
+    digest = hashlib.sha256("\0".join((text, *lists)).encode()).hexdigest()
+    stated: dict[str, Any] = {"client_batch": 1, **given}
+    return Track(**stated, cases=cases, victims=victims, sha256=digest)
+
+
+def _text(name: str) -> str:
+    return (files("privlab.benchmark") / "tracks" / name).read_text("utf-8")
+
+
+@cache
+def photographs(part: str) -> Mapping[str, str]:
+    """Return the name of each photograph of a part by the SHA-256 of its file.
+
+    The hidden half has no names: there, the first digits of the hash stand in.
+
+    Args:
+        part: "bundled", "public" or "hidden".
+    """
+    rows = csv.DictReader(_text(f"{part}.csv").splitlines())
+    return {row["sha256"]: row.get("name") or f"hidden-{row['sha256'][:12]}" for row in rows}
+
+
+def write_manifest(part: str, folder: str | None, path: Path, wanted: Sequence[str] | None = None) -> str:
+    """Write a manifest that chooses a part's photographs, by their hashes alone, and return the name of their source.
+
+    Args:
+        part: "bundled", "public" or "hidden".
+        folder: where the photographs lie that are not bundled; their names there do not matter.
+        path: the file to write.
+        wanted: the hashes of those to choose, in their order; None for the whole part.
+
+    Raises:
+        PrivlabError: if the folder is missing, or lacks a photograph.
+    """
+    hashes = list(photographs(part)) if wanted is None else list(wanted)
+    if part != BUNDLED and folder is None:
+        raise PrivlabError(
+            f"The {part} photographs are not in the package. Give the folder of ImageNet's samples by --images FOLDER."
+        )
+    source = "samples" if part == BUNDLED else str(folder)
+    names = {each.sha256: each.name for each in open_images(source).without_pixels()}
+    if lacking := [photographs(part)[each] for each in hashes if each not in names]:
+        raise PrivlabError(
+            f"'{source}' lacks {len(lacking)} of {len(hashes)} {part} photographs. The first is {lacking[0]}: give the "
+            "folder with the original files."
+        )
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([("name", "sha256"), *((names[each], each) for each in hashes)])
+    write_whole(path, lambda draft: draft.write_text(text.getvalue(), "utf-8"))
+    return source

@@ -1,0 +1,118 @@
+"""Verification: the signature of a result, its versions, and a part of it that is measured again."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from privlab.base import PrivlabError, check_range, collect_warnings
+from privlab.benchmark.cards import Card, instances
+from privlab.benchmark.entries import defense_entries
+from privlab.benchmark.measure import Photographs, attacks_of, remeasure
+from privlab.benchmark.plugins import check_source, installed
+from privlab.benchmark.results import Result, read_result
+from privlab.benchmark.tracks import TrackCase, photographs
+from privlab.benchmark.weights import measure_keys
+from privlab.evaluation import CONTROL
+
+__all__ = ["Verified", "verify"]
+
+_EXACT_DB = 60.0
+"""PSNR in dB above which two scores count as the same: they measure rounding, which differs between machines."""
+
+_KEY = ["case", "attack", "geometry", "image_sha256", "draw"]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was measured again: how many scores, the largest difference, and which photographs and draw they were of."""
+
+    name: str
+    track: str
+    scores: int
+    apart: float
+    tolerance: float
+    images: tuple[str, ...]
+    draw: int
+    signer: str | None
+
+
+def verify(path: Path, *, images: int = 2, weights: str = "auto") -> Verified:
+    """Check a result file, measure some of its bundled photographs again, and compare.
+
+    The case, the draw and the photographs are drawn by the result's own hash, which nobody chooses without changing
+    the result.
+
+    Args:
+        path: the result file.
+        images: how many photographs are measured again, in whole batches where several are released together.
+        weights: the file of a victim that is not in the package.
+
+    Raises:
+        PrivlabError: if the file was edited or does not fit this package, or if a score is another one.
+    """
+    check_range(images >= 1, "images", "a positive number", images)
+    result = read_result(path)
+    card, source = result.card, result.data["plugin"]
+    if source is not None:
+        check_source(source, f"{path}, its plug-in")
+    with installed(card, source), collect_warnings([]):
+        if card.track == "weights":
+            return _compared(result, measure_keys(card).assign(draw=0), result.rows.assign(draw=0), card)
+        if card.reconstructions:
+            raise PrivlabError(
+                f"{path}: reconstructions cannot be made again; the signature and the versions are right."
+            )
+        again = _measured_again(result, card, images, Photographs(weights=weights))
+    return _compared(result, again, result.rows, card)
+
+
+def _measured_again(result: Result, card: Card, images: int, how: Photographs) -> pd.DataFrame:
+    chance = random.Random(result.data["signature"]["sha256"])
+    if card.kind == "attack":
+        (attack,) = instances(card)
+        target = chance.choice(defense_entries(card.track, sorted(result.data["judged"])))
+        return _drawn(chance, target, images, how, result, [attack]).assign(entry=target.name)
+    return _drawn(chance, card, images, how, result, None)
+
+
+def _drawn(
+    chance: random.Random, card: Card, images: int, how: Photographs, result: Result, attacks: Sequence[Any] | None
+) -> pd.DataFrame:
+    case: TrackCase = chance.choice(card.of.cases)
+    setting = "a" if card.parts == ("none",) else "c"
+    draw = chance.randrange(int(result.data.get("draws", 1)))
+    hashes, size = list(photographs("bundled")), card.of.client_batch
+    batches = [hashes[i : i + size] for i in range(0, len(hashes), size)]
+    wanted = [sha for batch in chance.sample(batches, -(-images // size)) for sha in batch]
+    used = attacks_of(card, case, setting, how) if attacks is None else attacks
+    return remeasure(card, case, setting, draw, wanted, how, used)
+
+
+def _compared(result: Result, again: pd.DataFrame, before: pd.DataFrame, card: Card) -> Verified:
+    """Return how far the scores are apart.
+
+    Raises:
+        PrivlabError: if a score is missing, or further apart than the track's tolerance.
+    """
+    lead, key = card.of.lead, [*(["entry"] if "entry" in before else []), *_KEY]
+    own = again.loc[~again.attack.str.startswith(CONTROL)]
+    both = own.merge(before[[*key, lead]], on=key, how="left", suffixes=("", "_before"))
+    if lacking := int((both[f"{lead}_before"].isna() & both[lead].notna()).sum()):
+        raise PrivlabError(f"{result.path} lacks {lacking} of {len(both)} scores that its entry gives now.")
+    scale = 1.0 if lead == "psnr" else 100.0  # a share in per cent
+    now, then = (both[name].clip(upper=_EXACT_DB / scale) * scale for name in (lead, f"{lead}_before"))
+    apart = (now - then).abs()
+    if apart.max() > card.of.tolerance_db:
+        worst = both.loc[apart.idxmax()]
+        raise PrivlabError(
+            f"{result.path}: {worst.attack} on {worst.image} gives {worst[lead]:.3f} now, and the result says "
+            f"{worst[f'{lead}_before']:.3f}. They may differ by {card.of.tolerance_db:g}."
+        )
+    names = tuple(dict.fromkeys(own.image))
+    draw = int(own.draw.max()) if len(own) else 0
+    of = (card.name, card.track, len(both), round(float(apart.max()), 4), card.of.tolerance_db)
+    return Verified(*of, names, draw, result.signer)

@@ -1,0 +1,172 @@
+"""`privlab admit` and `privlab benchmark`: whether an entry is what it says, and the table that it enters."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from privlab.cli.common import Commands, common, err, plain, print_json, print_table
+from privlab.cli.names import PART, VICTIM, WEIGHTS
+
+__all__ = ["admit", "benchmark"]
+
+_FILE = click.Path(path_type=Path)
+_WEIGHTS = click.option("--weights", default="auto", help="File of a victim whose weights are not in the package.")
+
+
+@click.command()
+@click.argument("name", type=PART)
+@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="An option of it; repeat it.")
+@click.option("--gamma", type=float, help="γ of jigsaw and mjp.")
+@click.option("--model", type=VICTIM, default="vit_ti_mjp", show_default=True, help="The victim on which it is tried.")
+@click.option(
+    "--weights", type=WEIGHTS, default="random", show_default=True, help="auto, pretrained, random, or a file."
+)
+@click.option("--img-size", type=click.IntRange(min=16), default=64, show_default=True, help="Side of the input.")
+@click.option("--depth", type=click.IntRange(min=1), default=2, show_default=True, help="Blocks of it that are kept.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@common
+def admit(name: str, as_json: bool, **options: Any) -> int:  # noqa: ANN401
+    """Check a defense, an attack or a metric by its NAME, before a run; exit status 1 where a check fails.
+
+    A defense must release what it says and nothing else; an attack or a metric must say what it needs, and return what
+    it should.
+    """
+    from privlab.admission import admit_any
+
+    with err.status(f"admitting {name}"):
+        checks = admit_any(name, **options)
+    if as_json:
+        print_json([{name: plain(value) for name, value in asdict(check).items()} for check in checks])
+    else:
+        table = Table("check", "", "measured", "limit", "what", header_style="bold")
+        for check in checks:
+            verdict = "pass" if check.passed else "FAIL"
+            table.add_row(
+                check.name, verdict, f"{check.value:.3g}", f"{check.bound} {check.limit:g}", escape(check.text)
+            )
+        print_table(table)
+    return 0 if all(check.passed for check in checks) else 1
+
+
+@click.group(cls=Commands)
+def benchmark() -> None:
+    """Measure the entries of defenses and attacks on frozen tracks, and show the standing table."""
+
+
+@benchmark.command("list")
+@click.option("--track", help="gradients, updates, features or weights.  [default: all]")
+@click.option("--entries", "folders", multiple=True, type=_FILE, help="A folder with results of your own; repeat it.")
+@common
+def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
+    """Show the entries: those with a rank first, the least leakage first."""
+    from privlab.base import check_name
+    from privlab.benchmark import TRACKS, entries, standings
+
+    if track is not None:
+        check_name("track", track, TRACKS)
+    rows = [row for row in standings(entries(folders)) if track in (None, row.track)]
+    if as_json:
+        print_json([{name: plain(value) for name, value in row.as_json().items()} for row in rows])
+        return
+    table = Table("track", "", "entry", "worst case", "verdict", "known by", "kept", "unreliable", header_style="bold")
+    for row in rows:
+        score = "n/a" if row.worst_case is None else f"{row.worst_case:.2f}"
+        worth = "—" if row.measured_utility is None else f"{row.measured_utility:.2f}"
+        known = ", ".join(row.known_by) or "no attack"
+        cells = (row.track, str(row.rank or "—"), row.name, score, row.verdict, known, worth, "; ".join(row.unreliable))
+        table.add_row(*map(escape, cells))
+    print_table(table)
+
+
+@benchmark.command()
+@click.argument("card", type=_FILE)
+@click.option("--out", type=_FILE, help="The result file.  [default: CARD's name with .json]")
+@click.option("--images", help="Folder with ImageNet's samples: the public half, beside the bundled photographs.")
+@click.option("--hidden", is_flag=True, help="With --images: attack the hidden half too.")
+@_WEIGHTS
+@click.option("--key", type=_FILE, help="An ed25519 private key in PEM, to sign the result with.")
+@common
+def submit(
+    card: Path, out: Path | None, images: str | None, hidden: bool, weights: str, key: Path | None, as_json: bool
+) -> None:
+    """Check the entry of a CARD, measure it on its track, and write a signed result file."""
+    from privlab.base import PrivlabError
+    from privlab.benchmark import read_card
+    from privlab.benchmark import submit as submitted
+    from privlab.benchmark.measure import Photographs
+
+    if hidden and images is None:
+        raise PrivlabError("--hidden needs --images FOLDER: the hidden half is named by its hashes alone.")
+    parts = ("bundled", *(("public",) if images else ()), *(("hidden",) if hidden else ()))
+    path = out or Path(card.with_suffix(".json").name)
+    with err.status("submission") as shown:
+        result = submitted(
+            read_card(card),
+            path,
+            Photographs(parts, images, weights),
+            key=key,
+            say=lambda text: shown.update(f"submission: {text}"),
+        )
+    told = {"file": str(path), "seconds": result.data["seconds"], "sha256": result.data["signature"]["sha256"]}
+    judged = result.data["judged"]
+    if as_json:
+        print_json(told | {"judged": judged})
+        return
+    for name, each in ({"": judged} if "verdict" in judged else judged).items():
+        click.echo(f"{name + ': ' if name else ''}{each['why']}")
+    click.echo(f"result: {path} ({told['seconds']} s; SHA-256 {told['sha256'][:12]}…)")
+
+
+@benchmark.command()
+@click.argument("result", type=_FILE)
+@click.option("--count", type=click.IntRange(min=1), default=2, show_default=True, help="Photographs measured again.")
+@_WEIGHTS
+@common
+def verify(result: Path, count: int, weights: str, as_json: bool) -> None:
+    """Check the signature and the versions of a RESULT, and measure a part of it again, from the file alone."""
+    from privlab.benchmark import verify as verified
+
+    with err.status("verification"):
+        found = verified(result, images=count, weights=weights)
+    if as_json:
+        print_json(asdict(found))
+        return
+    signed = f"signed by {found.signer[:16]}…" if found.signer else "not signed by a key: its hash shows edits alone"
+    click.echo(
+        f"{found.name} ({found.track}): {found.scores} scores again, at most {found.apart:g} apart (tolerance "
+        f"{found.tolerance:g}); {signed}"
+    )
+
+
+@benchmark.command()
+@click.argument("kind", metavar="defense|attack")
+@click.argument("folder", type=_FILE, default=Path())
+@common
+def template(kind: str, folder: Path, as_json: bool) -> None:
+    """Write the card and the class of an entry that works as it is, to begin with."""
+    from privlab.benchmark import write_template
+
+    paths = [str(path) for path in write_template(kind, folder)]
+    if as_json:
+        print_json(paths)
+    else:
+        click.echo("\n".join(paths))
+
+
+@benchmark.command()
+@click.option("--out", type=_FILE, required=True, help="Folder of the pages and the feeds.")
+@click.option("--entries", "folders", multiple=True, type=_FILE, help="A folder with results of your own; repeat it.")
+@common
+def page(out: Path, folders: tuple[Path, ...], as_json: bool) -> None:
+    """Write the table as HTML, with its JSON feeds, from the result files alone."""
+    from privlab.benchmark import entries, write_site
+
+    paths = [str(path) for path in write_site(entries(folders), out)]
+    if as_json:
+        print_json(paths)
+    else:
+        click.echo("\n".join(paths))

@@ -1,0 +1,184 @@
+"""The rule: worst case by photograph over every attack that entered, ranks, reasons, and the page."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from privlab.benchmark.cards import parse_card
+from privlab.benchmark.entries import entries
+from privlab.benchmark.measure import KEPT
+from privlab.benchmark.page import SCHEMA_VERSION, evaluation_record, site_files, write_site
+from privlab.benchmark.results import FORMAT, Result, to_rows, write_result
+from privlab.benchmark.rule import Judged, judge, standings
+from privlab.benchmark.tracks import photographs, track
+
+OF = track("gradients")
+IMAGES = [*photographs("bundled"), *photographs("public")]
+CARD = """
+track = "gradients"
+version = "privlab/1"
+kind = "{kind}"
+name = "{name}"
+uses = "gradient-pruning"
+paper = "a paper"
+secret_bits = 0
+epsilon = "none"
+[parameters]
+keep = 0.1
+[utility]
+measure = "top-1"
+how = "not measured"
+[reported]
+claim = "it holds"
+"""
+
+
+def rows(attack: str, scores: Sequence[float], setting: str = "c", draw: int = 0, **more: Any) -> pd.DataFrame:
+    """Return the records of an attack on the first photographs."""
+    common = {
+        "case": "one step" if setting == "c" else "one step, undefended",
+        "victim": "cifar_vit",
+        "weights": "file:x",
+        "release": "gradients",
+        "defense": "gradient-pruning" if setting == "c" else "none",
+        "setting": setting,
+        "attack": attack,
+        "attack_params": "{}",
+        "effort": "standard",
+        "geometry": "in_place",
+        "status": "ok",
+        "draw": draw,
+        "seed": 0,
+        "schema": 8,
+    } | more
+    found = pd.DataFrame([common | {"image": sha, "image_sha256": sha} for sha in IMAGES[: len(scores)]])
+    return found.assign(psnr=scores).reindex(columns=[*KEPT, "psnr"])
+
+
+def records(known: Sequence[float], plain: Sequence[float], control: float = 10.0) -> pd.DataFrame:
+    n = len(known)
+    parts = [rows("patch-gradient-adaptive", known), rows("april", plain), rows("control:mean", [control] * n)]
+    parts += [rows("patch-gradient", [90.0] * n, "a"), rows("control:mean", [control] * n, "a")]
+    return pd.concat(parts, ignore_index=True)
+
+
+def result(folder: Path, name: str, found: pd.DataFrame, utility: float = 0.5, **more: Any) -> Result:
+    kind = more.pop("kind", "defense")
+    data = {
+        "format": FORMAT,
+        "track": {"name": OF.name, "version": OF.version, "sha256": OF.sha256},
+        "created": 0,
+        "card": CARD.format(kind=kind, name=name),
+        "plugin": None,
+        "versions": {"privlab": "0"},
+        "photographs": ["bundled", "public"],
+        "admission": [],
+        "judged": judge(found, OF).as_json(),
+        "utility": utility,
+        "draws": 1,
+        "rows": to_rows(found),
+    } | more
+    return write_result(data, folder / f"{name}.json")
+
+
+@pytest.fixture
+def high() -> np.ndarray:
+    return np.linspace(20, 30, len(IMAGES))
+
+
+def test_the_score_is_the_mean_of_the_leakiest_attack_of_each_photograph(high: np.ndarray) -> None:
+    found = judge(records(high.tolist(), high[::-1].tolist()), OF)
+    assert found.score.mean == pytest.approx(np.maximum(high, high[::-1]).mean())
+    assert (found.verdict, found.known_by, found.images) == ("broken", ("patch-gradient-adaptive",), 64)
+    assert set(found.by.values()) == {32}
+    order = np.maximum(high, high[::-1])[:14]
+    assert found.worst_image == IMAGES[int(order.argmax())]
+    again = Judged.of_json(json.loads(json.dumps(found.as_json())))
+    assert again.as_json() == found.as_json()
+
+
+def test_a_photograph_that_is_given_back_exactly_counts_as_100_db(high: np.ndarray) -> None:
+    found = judge(records([np.inf, *high[1:].tolist()], [5.0] * 64), OF)
+    assert found.score.mean == pytest.approx((100 + high[1:].sum()) / 64)
+
+
+def test_of_several_draws_the_worst_counts(high: np.ndarray) -> None:
+    once = records(high.tolist(), [5.0] * 64)
+    more = rows("patch-gradient-adaptive", (high + 2).tolist(), draw=1)
+    assert judge(pd.concat([once, more]), OF).score.mean == pytest.approx((high + 2).mean())
+
+
+def test_a_new_attack_scores_a_defense_anew(tmp_path: Path, high: np.ndarray) -> None:
+    own = result(tmp_path, "one", records([11.0] * 64, [5.0] * 64))
+    theirs = rows("their-attack", high.tolist(), external="theirs")
+    judged = {"one": judge(theirs, OF).as_json() | {"knows": True}}
+    attack = result(tmp_path, "attack", theirs, kind="attack", judged=judged, rows=to_rows(theirs.assign(entry="one")))
+    before, after = standings([own])[0], standings([own, attack])[0]
+    assert (before.worst_case, before.external) == (11.0, None)
+    assert after.worst_case == pytest.approx(high.mean(), abs=1e-3)
+    assert (after.ours, after.external_by) == (11.0, ("attack",))
+    assert after.external == pytest.approx(high.mean(), abs=1e-3)
+    assert set(after.known_by) == {"gradient-pruning", "patch-gradient-adaptive"}
+    assert after.unreliable == ()
+
+
+def test_ranks_go_to_those_that_leak_least_and_have_no_reason_against_them(tmp_path: Path, high: np.ndarray) -> None:
+    low = result(tmp_path, "low", records((high - 5).tolist(), [5.0] * 64), utility=0.9)
+    same = result(tmp_path, "same", records((high - 5).tolist(), [5.0] * 64), utility=0.2)
+    leaky = result(tmp_path, "leaky", records(high.tolist(), [5.0] * 64), utility=0.9)
+    few = result(tmp_path, "few", records(high.tolist()[:14], [5.0] * 14))
+    alone = result(tmp_path, "alone", records(high.tolist(), [5.0] * 64).replace("patch-gradient-adaptive", "april"))
+    found = {row.name: row for row in standings([few, leaky, alone, same, low])}
+    assert {name: row.rank for name, row in found.items()} == {
+        "low": 1, "same": 1, "leaky": 3, "few": None, "alone": None,
+    }  # fmt: skip
+    assert found["few"].unreliable[-1] == "few photographs: 14 of 64"
+    assert any(reason.startswith("No adaptive attack") for reason in found["alone"].unreliable)
+    assert {name for name, row in found.items() if row.dominated} == {"same", "leaky", "few", "alone"}
+
+
+def test_a_failed_check_of_admission_is_a_reason(tmp_path: Path, high: np.ndarray) -> None:
+    check = {"name": "variance", "passed": False, "text": "measured over declared"}
+    (row,) = standings([result(tmp_path, "one", records(high.tolist(), [5.0] * 64), admission=[check])])
+    assert (row.rank, row.unreliable) == (None, ("admission: variance, measured over declared",))
+
+
+def test_the_page_needs_nothing_else_and_holds_every_row(tmp_path: Path, high: np.ndarray) -> None:
+    mine = result(tmp_path, "<one>", records(high.tolist(), [5.0] * 64))
+    paths = write_site([mine], tmp_path / "site")
+    page = (tmp_path / "site/index.html").read_text()
+    assert "&lt;one&gt;" in page
+    assert "<one>" not in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "privlab benchmark verify" in page
+    assert json.loads((tmp_path / "site/feed.json").read_text())["entries"][0]["name"] == "<one>"
+    assert len(paths) == 3
+    assert site_files([mine]) == site_files([mine])
+
+
+def test_records_of_every_eval_ever_have_what_its_schema_requires(tmp_path: Path, high: np.ndarray) -> None:
+    (row,) = standings([result(tmp_path, "one", records(high.tolist(), [5.0] * 64))])
+    found = evaluation_record(row)
+    assert found["schema_version"] == SCHEMA_VERSION
+    needed = {"evaluation_id", "retrieved_timestamp", "source_metadata", "model_info", "eval_library"}
+    assert needed | {"schema_version", "evaluation_results"} <= found.keys()
+    (one,) = found["evaluation_results"]
+    assert {"evaluation_name", "source_data", "metric_config", "score_details"} == one.keys()
+    assert {"score_type", "min_score", "max_score", "lower_is_better"} <= one["metric_config"].keys()
+    assert one["metric_config"]["lower_is_better"] is True
+    assert one["score_details"]["score"] == pytest.approx(high.mean())
+    details = found["model_info"]["additional_details"]
+    assert all(isinstance(value, str) for value in details.values())
+
+
+def test_the_entries_of_the_package_can_be_read_and_each_has_a_card() -> None:
+    found = entries()
+    assert found
+    for each in found:
+        assert parse_card(each.data["card"], "", Path()).text == each.card.text
+        assert each.path.parents[1].joinpath("cards", each.path.stem + ".toml").read_text() == each.data["card"]

@@ -1,0 +1,116 @@
+"""Submissions: the templates enter as they are, and what may not enter is refused in one line."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from privlab.benchmark.cards import write_template
+from privlab.images import open_images
+
+
+def changed(path: Path, *pairs: tuple[str, str]) -> None:
+    """Replace texts in a file, each of which must be there."""
+    text = path.read_text()
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """Return a folder with both templates, on a track that takes seconds."""
+    for kind in ("defense", "attack"):
+        write_template(kind, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_template_of_a_defense_enters_and_is_verified(mine: Path, cli: Callable[..., Any]) -> None:
+    found = cli("benchmark", "submit", mine / "my_defense.toml", "--out", mine / "my.json", "--json").json
+    assert found["judged"]["verdict"] == "broken"
+    assert found["judged"]["known_by"] == ["patch-gradient-adaptive"]
+    again = cli("benchmark", "verify", mine / "my.json", "--json").json
+    assert again["scores"] >= 8
+    assert again["apart"] <= again["tolerance"]
+    (row,) = [
+        row
+        for row in cli("benchmark", "list", "--track", "gradients", "--entries", mine, "--json").json
+        if row["name"] == "my-defense"
+    ]
+    assert {"track", "name", "paper", "known_by", "worst_case", "reported", "verdict", "unreliable"} <= row.keys()
+    assert row["rank"] is None
+    assert any(reason.startswith("few photographs") for reason in row["unreliable"])
+
+
+@pytest.mark.slow
+def test_the_template_of_an_attack_enters_and_is_verified(mine: Path, cli: Callable[..., Any]) -> None:
+    cli("benchmark", "submit", mine / "my_attack.toml", "--out", mine / "my.json", "--json")
+    assert cli("benchmark", "verify", mine / "my.json", "--json").json["name"] == "my-attack"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        (
+            [
+                ("step: float = 1e-2", "step: float = 1e-2\n    calls: ClassVar[list[int]] = []"),
+                ("steps = {", "self.calls.append(1)\n        steps = {"),
+                ("self.step * values", "(self.step + len(self.calls) / 100) * values"),
+            ],
+            "is not admitted: check same-draw",
+        ),
+        ([("from typing", "import time\nfrom typing")], "may not use 'time'"),
+        ([("from typing", "import socket\nfrom typing")], "may not use 'socket'"),
+        ([('"my-rounding"', '"another"')], "has no class named 'my-rounding'. Found another"),
+    ],
+)
+def test_a_plugin_that_may_not_enter_is_refused(
+    mine: Path, cli: Callable[..., Any], pairs: list[tuple[str, str]], said: str
+) -> None:
+    changed(mine / "my_defense.py", *pairs)
+    found = cli("benchmark", "submit", mine / "my_defense.toml", "--out", mine / "my.json")
+    assert said in found.error
+    assert not (mine / "my.json").exists()
+
+
+def test_a_card_with_other_parameters_than_the_class_is_refused(mine: Path, cli: Callable[..., Any]) -> None:
+    changed(mine / "my_defense.toml", ("step = 1e-2", "step = 1e-2\nkeep = 3"))
+    said = cli("benchmark", "submit", mine / "my_defense.toml", "--out", mine / "my.json").error
+    assert "states keep, which 'my-rounding' has not. It has step" in said
+
+
+def test_what_a_class_works_with_is_compared_with_its_card(mine: Path, cli: Callable[..., Any]) -> None:
+    lie = "step: float = 1e-2\n\n    def __post_init__(self) -> None:\n        self.step = 0.5"
+    changed(mine / "my_defense.py", ("step: float = 1e-2", lie), ("(frozen=True)", ""))
+    said = cli("benchmark", "submit", mine / "my_defense.toml", "--out", mine / "my.json").error
+    assert "says step = 0.01, and 'my-rounding' works with 0.5" in said
+
+
+def test_reconstructions_of_the_wrong_images_are_refused(mine: Path, cli: Callable[..., Any]) -> None:
+    folder = mine / "made"
+    folder.mkdir()
+    for image in open_images("samples", limit=1):
+        assert image.pixels
+        image.pixels.resize((32, 32)).save(folder / "one.png")
+    text = (mine / "my_attack.toml").read_text()
+    text = text.replace('uses = "my-bias-ratio"', 'reconstructions = "made"').replace('plugin = "my_attack.py"', "")
+    (mine / "card.toml").write_text(text[: text.index("[parameters]")].replace("# leave", "\n# leave"))
+    (folder / "manifest.csv").write_text(f"name,sha256\none.png,{'0' * 64}\n")
+    said = cli("benchmark", "submit", mine / "card.toml", "--out", mine / "my.json").error
+    assert "is of a photograph with SHA-256 000000000000…, which is none of the 14 bundled ones" in said
+    sha256 = next(iter(open_images("samples"))).sha256
+    (folder / "manifest.csv").write_text(f"name,sha256\none.png,{sha256}\n")
+    assert (
+        "lacks 13 of 14 photographs" in cli("benchmark", "submit", mine / "card.toml", "--out", mine / "my.json").error
+    )
+
+
+def test_the_hidden_half_needs_its_folder(mine: Path, cli: Callable[..., Any]) -> None:
+    assert "--hidden needs --images" in cli("benchmark", "submit", mine / "my_defense.toml", "--hidden").error
+
+
+def test_an_unknown_track_is_told(cli: Callable[..., Any]) -> None:
+    assert "Did you mean gradients" in cli("benchmark", "list", "--track", "gradient").error
