@@ -134,7 +134,7 @@ class AdamUpdate:
             for of, size in ((a, scale_a), (g, scale_g))
         )
         errors = [torch.where(of.known, of.deviation, size) for of, size in ((a, scale_a), (g, scale_g))]
-        X = weighted_patches(A, G, *errors)
+        X = weighted_patches(A, G, errors[0], errors[1])
         if not self.steps:
             return X
         black, white = (
