@@ -60,6 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     "columns": {"defense": "row-permutation+column-permutation"},
     "batch": {"defense": "batch-shuffle"},
     "noisy features": {"defense": "gaussian-noise"},
+    "values": {"defense": "block-scrambling", "attacks": ("block-key",)},
     "depth": {"cut_layer": 1, "attacks": ("depth-optimisation",)},
     "inversion": {"release": "features", "attacks": tuple(name for name in ATTACKS if name.startswith("inversion-"))},
 }
@@ -72,6 +73,7 @@ DOWNLOADS = {
     "attacks/decoders/training.py:<dictcomp>",  # the decoder that is kept on disk
     "attacks/tokens/equations.py:distinct",
     "attacks/tokens/grouping.py:assign_groups",
+    "attacks/solvers/value_order.py:_assign",
     "attacks/tokens/slots.py:_assign",
     "privlab/reassembly/solver.py:_four",  # the jigsaw is solved by NumPy
     "privlab/reassembly/solver.py:assemble",

@@ -268,7 +268,7 @@ def test_a_file_that_cannot_be_read(run: Path, tmp_path: Path) -> None:
     ):
         add_external(run, tmp_path / "none.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(PrivlabError, match=r"Cannot read '.*binary\.toml':"):
+    with pytest.raises(PrivlabError, match=r"Cannot read the external result '.*binary\.toml': 'utf-8' codec"):
         add_external(run, tmp_path / "binary.toml")
 
 

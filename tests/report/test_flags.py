@@ -325,7 +325,7 @@ def test_what_draws_nothing_gives_the_same_under_any_seed(name: str) -> None:
         if hasattr(defense, "send"):
             draws = Draws(of_image, Generator().manual_seed(seed), Generator().manual_seed(seed))
             return Stack((defense,)).send(features, 1, draws).features
-        return Stack((defense,)).feed(images, 8, of_image).images
+        return Stack((defense,)).feed(images, 8, of_image, key=Generator().manual_seed(seed)).images
 
     same = all(torch.equal(under(0), under(seed)) for seed in (10, 20, 30))
     assert same == (name in DETERMINISTIC)
