@@ -314,17 +314,17 @@ DEFENSE_FACTS: Mapping[str, DefenseFacts] = {
     "percentile-privacy": DefenseFacts(
         "Entries that are dropped follow from the others if they are few. It draws nothing, and gives no guarantee.",
         _GRADIENT,
-        ("updates",),
+        ("filters",),
     ),
     "svt-privacy": DefenseFacts(
         "The noise of what is sent depends on `noise` and `gamma` alone: a large `noise` makes it small.",
         _GRADIENT,
-        ("updates",),
+        ("filters",),
     ),
     "exclude-vars": DefenseFacts(
         "Its default leaves nothing out. What it leaves in is exact, and other attacks read that.",
         _GRADIENT,
-        ("updates",),
+        ("filters",),
     ),
 }
 """The facts of each defense that comes with privlab, by name."""
