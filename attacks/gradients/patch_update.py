@@ -50,8 +50,8 @@ class PatchUpdate:
 
     Behind a filter, a defense of the release, entries have the variance that it states. Where it leaves some entries
     exact, those that it set to zero or clipped are missing, and those of A are found from the others: `complete`. They
-    are left as they are if there are more than 6,000. Rounding is not foreseen behind a filter, and decay is fitted
-    where the filter scales the update, as clipping by its norm does.
+    are left as they are if there are more than 6,000. Rounding is not foreseen behind a filter that changes entries.
+    Decay is fitted where the filter scales the update, as clipping by its norm does.
 
     Adam and AdamW divide by the gradient's magnitude, so their updates have no such form, and are refused.
 
@@ -121,11 +121,12 @@ class PatchUpdate:
             )
         warn_of_limits(self.name, slot_gradients(seen), most=seen.model.vit.embed_dim - 1)
         releases = [dict(zip(seen.gradients, each, strict=True)) for each in zip(*seen.gradients.values(), strict=True)]
-        if filters := _filters(seen):
-            errors = _errors(seen, filters)
-            scaled = any(defense_declarations(part).expected is not None for part in filters)
+        filters = _filters(seen)
+        errors = _errors(seen, filters) if filters else []
+        scaled = any(defense_declarations(part).expected is not None for part in filters)
+        if scaled or any(bool(variance.any()) for of_one in errors for variance in of_one.values()):
             found = [self._behind(seen.model, client, *of_one, scaled) for of_one in zip(releases, errors, strict=True)]
-        else:
+        else:  # a filter that leaves parameters out leaves the others as they are
             repeatable = not Stack(tuple(seen.defense)).changes_images
             own = self if repeatable else replace(self, rounds=0)
             found = [own._patches(seen.model, client, update) for update in releases]

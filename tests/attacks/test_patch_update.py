@@ -12,6 +12,7 @@ from torch import Tensor
 from privlab.attacks import PatchGradient, PatchUpdate
 from privlab.attacks.solvers import fit_decay, patches_of_levels, weighted_patches
 from privlab.base import PrivlabError
+from privlab.defenses import ExcludeVars
 from privlab.metrics import psnr
 from privlab.patches import patchify
 from privlab.release import observe, observe_updates
@@ -177,6 +178,15 @@ def test_stored_images_are_exact_and_others_are_no_worse(stored: VictimModel, cr
     free = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     seen = sent(stored, free, client)
     assert score(PatchUpdate(), seen, free) == pytest.approx(score(PatchUpdate(levels=0), seen, free), abs=0.5)
+
+
+@pytest.mark.slow
+def test_a_filter_that_leaves_parameters_out_costs_nothing(stored: VictimModel, crops: Tensor) -> None:
+    """What is released is exact: grey levels and rounding are used as without a filter."""
+    client, grey = Client(lr=0.03, steps=5), (crops[:260:130].to(stored.mean) * 255).round() / 255
+    seen = sent(stored, grey, client)
+    behind = replace(seen, defense=(ExcludeVars("norm"),))
+    assert torch.equal(PatchUpdate()(behind), PatchUpdate()(seen))
 
 
 @pytest.mark.parametrize(("sends", "sent_as"), [("weights", "float32"), ("weights", "bf16"), ("difference", "fp16")])
