@@ -12,6 +12,7 @@ from privlab.release import (
     feature_capabilities,
     gradient_capabilities,
     released_parameters,
+    served,
     trained_parameters,
     update_capabilities,
 )
@@ -187,7 +188,7 @@ def _home(
     anywhere: frozenset[Capability] = frozenset()
     for block in blocks:
         try:
-            variant = groups[block].victim if block in groups else base.with_block(block)
+            variant = groups[block].victim if block in groups else _served(base.with_block(block), spec.local_training)
             grants = _grants(variant, spec, defense)
             anywhere |= grants
             check_capabilities(attack, grants, force=force, because=_because(base, spec))
@@ -200,6 +201,11 @@ def _home(
     if anywhere:  # the error names only what no block grants; a block that cannot be made grants nothing
         check_capabilities(attack, anywhere, force=force, because=_because(base, spec))
     raise refusal
+
+
+def _served(victim: Victim, client: Client | None) -> Victim:
+    """Return the victim with the model that the server sends to its clients."""
+    return victim if client is None else replace(victim, model=served(victim.model, client))
 
 
 def _grants(

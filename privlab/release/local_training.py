@@ -25,13 +25,26 @@ from privlab.threat import (
     client_loss,
     private_targets,
 )
-from privlab.victims import PREFIX_TOKENS, VictimModel
+from privlab.victims import PREFIX_TOKENS, VictimModel, adapted
 
 __all__ = ["observe_updates", "rounding_deviation", "run_client", "trained_parameters", "update_capabilities"]
-__all__ += ["as_gradients", "undecayed", "update_on", "without_decay"]
+__all__ += ["as_gradients", "served", "undecayed", "update_on", "without_decay"]
 
 _FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EMBEDDING = ("patch_embed.", "pos_embed", *PREFIX_TOKENS)
+
+
+def served(model: VictimModel, client: Client) -> VictimModel:
+    """Return the model that the server sends to a client: with adapters where it trains these (`adapted`).
+
+    Args:
+        model: the server's model; it is left as it is.
+        client: the public settings.
+
+    Raises:
+        PrivlabError: as in `adapted`.
+    """
+    return adapted(model, client.rank) if client.trains == "lora" else model
 
 
 def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Defense] = ()) -> list[str]:
@@ -45,8 +58,9 @@ def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Def
         defense: the defenses of images at work.
 
     Raises:
-        PrivlabError: if the model has none of them, or freezes them.
+        PrivlabError: if the model has none of them, or freezes them, or can have no adapters.
     """
+    model = served(model, client)
     norms = {path for path, layer in model.vit.named_modules() if isinstance(layer, nn.LayerNorm)}
     chosen = {
         "all": lambda name: True,
@@ -54,6 +68,7 @@ def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Def
         "attention": lambda name: ".attn." in name,
         "norms": lambda name: name.rpartition(".")[0] in norms,
         "head": lambda name: name.startswith("head."),
+        "lora": lambda name: ".lora_" in name or name.startswith("head."),
     }[client.trains]
     names = [name for name, _ in model.vit.named_parameters() if chosen(name) and name not in model.frozen]
     if not names:
@@ -90,6 +105,7 @@ def run_client(
             f"A client of client.images={client.images} needs as many images and labels. "
             f"Found {len(data.images)} and {len(data.labels)}."
         )
+    model = served(model, client)
     names = trained_parameters(model, client, defense)
     own = copy.deepcopy(model).eval().requires_grad_(False)
     trained = {name: _parameter(own, name).requires_grad_(True) for name in names}
@@ -144,6 +160,7 @@ def update_capabilities(
     Raises:
         PrivlabError: if the client has nothing to train, or the defense withholds all of it.
     """
+    model = served(model, client)
     trained = frozenset(trained_parameters(model, client, Stack(tuple(defense)).on_images))
     grants = gradient_capabilities(model, defense, client.images, trained=trained) | {Capability.CLIENT_UPDATE}
     return grants if client.loss == "cross-entropy" else grants - {Capability.CLASS_LABELS}
@@ -163,7 +180,8 @@ def observe_updates(
     all trained parameters, each client drawing on from its training.
 
     Args:
-        model: the server's model with θ_0, which the adversary knows; it is left as it is.
+        model: the server's model with θ_0, which the adversary knows; it is left as it is. The observation has it as
+            the clients get it, with adapters where they train these.
         client: the public settings, which the observation holds.
         clients: the private data of each client.
         parameters: names of those whose updates the attacks read; None for all. Those that are not trained, and thus
@@ -176,6 +194,7 @@ def observe_updates(
     """
     if not clients:
         raise PrivlabError("An update needs at least one client. Found none.")
+    model = served(model, client)
     grants, stack = update_capabilities(model, client, defense), Stack(tuple(defense))
     trained = released_names(trained_parameters(model, client, stack.on_images), defense)
     sent: dict[str, list[Tensor]] = {name: [] for name in trained if parameters is None or name in parameters}

@@ -100,8 +100,14 @@ def update_observation(
         defense: the filters that the client is known to use: the file holds what they released.
 
     Raises:
-        PrivlabError: if the update is of another model, or of parameters that the client does not train.
+        PrivlabError: if the update is of another model, or of parameters that the client does not train, or the client
+            trains adapters.
     """
+    if client.trains == "lora":
+        raise PrivlabError(
+            f"{released.source}: files of adapters are not read. Found client.trains=lora: privlab trains such a "
+            "client itself, without --update."
+        )
     parameters = dict(model.vit.named_parameters())
     held = {name: u for name, u in released.gradients.items() if name in parameters}
     names = trained_parameters(model, client)

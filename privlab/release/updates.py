@@ -183,7 +183,8 @@ def partial_training(found: Collection[str], wanted: Collection[str] | None = No
         beside = f" beside {first(trained, 3)}" if trained else ""
         return (
             f"holds LoRA's {len(adapters)} adapters ({first(adapters, 1)}){beside}, and {of}. No attack here reads "
-            "LoRA's updates yet, which is no evidence of privacy: audit a step that trains the model's own parameters."
+            "files of adapters yet, which is no evidence of privacy: audit a step that trains the model's own "
+            "parameters."
         )
     if wanted is not None and trained and all(name.startswith("head.") for name in whole):
         return (

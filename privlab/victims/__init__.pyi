@@ -1,3 +1,4 @@
+from .adapters import adapted as adapted
 from .anatomy import PREFIX_TOKENS as PREFIX_TOKENS
 from .anatomy import told_of_places as told_of_places
 from .catalogue import fetch as fetch

@@ -142,7 +142,7 @@ PARTS: dict[str, tuple[Callable[[State], State], str]] = {
     "lora": (
         lambda _: lora("blocks.0.attn.qkv") | lora("blocks.1.attn.qkv"),
         "holds LoRA's 4 adapters (base_model.model.blocks.0.attn.qkv.lora_A.default.weight and 3 more), and no "
-        "gradient of 152 of this model's 152 parameters. No attack here reads LoRA's updates yet, which is no ",
+        "gradient of 152 of this model's 152 parameters. No attack here reads files of adapters yet, which is no ",
     ),
     "lora and head": (
         lambda t: (
@@ -179,7 +179,7 @@ def test_an_adapter_file_of_peft_needs_no_metadata_to_be_told(audit: Callable[..
     save_file(lora("blocks.0.attn.qkv", ""), tmp_path / "adapter_model.safetensors", {"format": "pt"})
     error = audit(tmp_path / "adapter_model.safetensors").error
     assert "adapter_model.safetensors' holds LoRA's 2 adapters" in error
-    assert "No attack here reads LoRA's updates yet" in error
+    assert "No attack here reads files of adapters yet" in error
 
 
 @pytest.mark.slow
