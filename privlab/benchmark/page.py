@@ -118,13 +118,18 @@ def _group(of: Track, rows: Sequence[Standing]) -> _Group:
 
 
 def _shown(row: Standing) -> dict[str, Any]:
-    """Return a row as the template reads it: with its pictures, and the paths of its card and its result."""
+    """Return a row as the template reads it: with its pictures, and the commands that make it and check it."""
     assert row.result is not None
-    stem = row.result.path.stem
-    pictures = row.result.data.get("pictures", {})
-    folder = "experiments/benchmark"
-    paths = {"card_path": f"{folder}/cards/{stem}.toml", "result_path": f"{folder}/results/{stem}.json"}
-    return {**row.as_json(), "shown": pictures, **paths}
+    commands = [line for each in (row.result, *row.entered) for line in _commands(each)]
+    return {**row.as_json(), "shown": row.result.data.get("pictures", {}), "commands": commands}
+
+
+def _commands(result: Result) -> Sequence[str]:
+    """Return the commands that measure an entry on the same photographs, and that measure a part of it again."""
+    folder, stem, parts = "experiments/benchmark", result.path.stem, result.data["photographs"]
+    images = (" --images FOLDER" if "public" in parts else "") + (" --hidden" if "hidden" in parts else "")
+    submit = f"privlab benchmark submit {folder}/cards/{stem}.toml{images}"
+    return submit, f"privlab benchmark verify {folder}/results/{stem}.json"
 
 
 def feed(rows: Sequence[Standing]) -> dict[str, Any]:
