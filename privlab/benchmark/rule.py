@@ -43,6 +43,9 @@ UNRELIABLE = frozenset(
 )
 """The red flags that make an entry unreliable. Few photographs have a reason of their own."""
 
+FEW = "few photographs"
+"""The reason of an entry that was not measured on all photographs of its track."""
+
 _WORDS = ("broken", "holds", "no evidence", "no defense")
 
 
@@ -227,7 +230,7 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
         whole = _judged_anew(own, pd.concat([result.rows, *more], ignore_index=True), of, card, theirs)
         external = judge(pd.concat(more, ignore_index=True), of).score.mean
     listed = sum(len(photographs(part)) for part in of.photographs)
-    few = [f"few photographs: {whole.images} of {listed}"] if whole.images < listed else []
+    few = [f"{FEW}: {whole.images} of {listed}"] if whole.images < listed else []
     flags = [flag for flag in whole.flags if flag.partition(":")[0] in UNRELIABLE]
     flags += [f"admission: {each['name']}, {each['text']}" for each in result.data["admission"] if not each["passed"]]
     if whole.verdict == "no evidence":

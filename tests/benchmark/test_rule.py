@@ -176,6 +176,19 @@ def test_the_commands_of_a_row_are_those_that_made_it(tmp_path: Path, high: np.n
     assert f"{folder}/attack.toml --images FOLDER\n" in page
 
 
+def test_the_page_counts_different_defenses_and_those_that_an_attack_knows(tmp_path: Path, high: np.ndarray) -> None:
+    known = records(high.tolist(), [5.0] * 64)
+    own = result(tmp_path, "known", known)
+    again = result(tmp_path, "again", known.query("image in @IMAGES[:14]"))
+    other = CARD.format(kind="defense", name="other").replace("gradient-pruning", "gradient-sign")
+    other = other.replace("keep = 0.1", "")
+    alone = result(tmp_path, "other", known.replace("patch-gradient-adaptive", "april"), card=other)
+    page = site_files([own, again, alone])["table.html"]
+    assert "2 different defenses have a measured result here, in 3 entries. An attack that knows the defense was run on 1 of them" in page
+    assert "(not on gradient-sign)" in page
+    assert "Entries measured on all photographs of their track: 2; with a rank: 1." in page
+
+
 def test_a_failed_check_of_admission_is_a_reason(tmp_path: Path, high: np.ndarray) -> None:
     check = {"name": "variance", "passed": False, "text": "measured over declared"}
     (row,) = standings([result(tmp_path, "one", records(high.tolist(), [5.0] * 64), admission=[check])])
