@@ -184,7 +184,8 @@ def test_the_page_counts_different_defenses_and_those_that_an_attack_knows(tmp_p
     other = other.replace("keep = 0.1", "")
     alone = result(tmp_path, "other", known.replace("patch-gradient-adaptive", "april"), card=other)
     page = site_files([own, again, alone])["table.html"]
-    assert "2 different defenses have a measured result here, in 3 entries. An attack that knows the defense was run on 1 of them" in page
+    assert "2 different defenses have a measured result here, in 3 entries." in page
+    assert "An attack that knows the defense was run on 1 of them" in page
     assert "(not on gradient-sign)" in page
     assert "Entries measured on all photographs of their track: 2; with a rank: 1." in page
 
