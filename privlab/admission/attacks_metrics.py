@@ -12,7 +12,7 @@ from privlab.admission.admit import MODEL, admit_named, photographs, quiet, same
 from privlab.admission.claims import Check
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, configure, read_options, unknown_name
-from privlab.defenses import GradientNoise, RowPermutation, Undefended, defenses
+from privlab.defenses import BlockScrambling, GradientNoise, RowPermutation, Undefended, defenses
 from privlab.evaluation import attack_batch
 from privlab.metrics import METRICS, Metric
 from privlab.release import observe, observe_features, observe_updates, released_parameters, send
@@ -185,6 +185,11 @@ def _releases(victim: VictimModel, seed: int) -> Iterator[Callable[[], Seen]]:
         one_by_one = zip(images.split(1), labels.split(1), (draw(0), draw(1)), strict=True)
         return observe_updates(victim, Client(), [ClientData(*each) for each in one_by_one])
 
+    def encrypted() -> Observation:
+        stack = Stack((BlockScrambling(),))
+        feed = stack.feed(images, victim.patch, [draw(0), draw(1)], key=draw(3))
+        return observe(victim, feed, labels, sorted(released_parameters(victim)), stack.parts)
+
     def features(*defense: Any) -> FeatureObservation:  # noqa: ANN401
         stack, public = Stack(defense), photographs(victim)[2:].to(victim.mean)
         draws = Draws([draw(0), draw(1)], draw(2), draw(3))
@@ -198,6 +203,7 @@ def _releases(victim: VictimModel, seed: int) -> Iterator[Callable[[], Seen]]:
     yield update
     yield lambda: features(Undefended())
     yield lambda: features(RowPermutation())
+    yield encrypted
 
 
 def _run(attack: Any, seen: Seen) -> Iterator[Check]:  # noqa: ANN401

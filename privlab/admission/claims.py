@@ -27,10 +27,11 @@ from privlab.admission.measures import (
 )
 from privlab.attacks import LeastSquares, PatchGradient
 from privlab.metrics import psnr
-from privlab.patches import permute, restore_features
+from privlab.patches import patchify, permute, restore_features, unpatchify
 from privlab.release import (
     AnyDefense,
     contradictions,
+    effects_of,
     gradient_capabilities,
     observe,
     observe_features,
@@ -146,7 +147,8 @@ class OnImages:
 
     def run(self, inputs: Tensors, draws: Draws) -> Feed:
         """Return what the defense makes of these inputs."""
-        return self.defense(inputs["images"], self.subject.model.patch, draws.images)
+        own = draws.images if defense_declarations(self.defense).per != "model" else [draws.model]
+        return self.defense(inputs["images"], self.subject.model.patch, own)
 
     def tensors(self, feed: Feed) -> dict[str, Tensor]:
         """Return the release as tensors by name."""
@@ -196,15 +198,23 @@ class OnImages:
         """Return how much worse than the best order the declared one is, or 1 if moved patches were changed.
 
         It is measured on smooth images in which no two patches are alike, so that patches are recognised after a
-        defense has changed their pixels. A defense that moves slots must not change a bit of any patch: one that
-        changes pixels as well is two defenses, stacked.
+        defense has changed their pixels. A defense that moves slots must not change a bit of any patch, except that
+        one which says so may permute the values: one that changes pixels as well is two defenses, stacked.
         """
         subject, patch = self.subject, self.subject.model.patch
-        if feed.moved.any() and not torch.equal(feed.images, permute(subject.clients(), feed.order, patch)):
+        moved = permute(subject.clients(), feed.order, patch)
+        if feed.moved.any() and not torch.equal(self._recognisable(feed.images), self._recognisable(moved)):
             return 1.0
         wheel = colour_wheel(subject.model.image_shape).repeat(2, 1, 1, 1)
         fed = self.run({"images": wheel.clone()}, subject.draws())
-        return worse_than_best(fed.images, wheel, fed.order, patch)
+        return worse_than_best(self._recognisable(fed.images), self._recognisable(wheel), fed.order, patch)
+
+    def _recognisable(self, images: Tensor) -> Tensor:
+        """Return images as they are, or with each patch's values in ascending order if the defense permutes them."""
+        model = self.subject.model
+        if not effects_of(model, (self.defense,)).values:
+            return images
+        return unpatchify(patchify(images, model.patch).sort(-1).values, model.image_shape)
 
     def control(self) -> Check:
         """Return what leaks without the defense."""

@@ -37,8 +37,8 @@ def fidelity(spec: Specification, defense: Sequence[Any]) -> float:
     with torch.no_grad():
         labels = base.model(images).argmax(1)
     if spec.features_released:
-        feed = stack.feed(images, base.model.patch, draws)
-        of_batch = Draws(draws, draw_for(spec.seed, "batch", "fidelity"), draw_for(spec.seed, "model", "fidelity"))
+        feed = stack.feed(images, base.model.patch, draws, key=_key(spec))
+        of_batch = Draws(draws, draw_for(spec.seed, "batch", "fidelity"), _key(spec))
         sent = send(base.model, feed, stack, of_batch, spec.cut_layer)
         kept = predictions(base.model, sent, spec.cut_layer).argmax(1) == labels
         return round(float(kept.double().mean()), 4)
@@ -56,8 +56,12 @@ def _released(
     if (client := spec.local_training) is not None:
         clients = [ClientData(*each) for each in zip(images.split(1), labels.split(1), draws, strict=True)]
         return observe_updates(base.model, client, clients, None, stack.parts)
-    feed = stack.feed(images, base.model.patch, draws)
+    feed = stack.feed(images, base.model.patch, draws, key=_key(spec))
     return observe(base.model, feed, labels, sorted(released_parameters(base.model)), stack.parts, draws)
+
+
+def _key(spec: Specification) -> torch.Generator:
+    return draw_for(spec.seed, "model", "fidelity")
 
 
 def _flat(seen: Observation, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from privlab.base import write_whole
 from privlab.benchmark.results import Result
-from privlab.benchmark.rule import LEVEL, Standing, standings
+from privlab.benchmark.rule import FEW, LEVEL, Standing, standings
 from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
 from privlab.evaluation import EXACT_DB
 from privlab.grids import KNOWN
@@ -95,7 +95,22 @@ def fragment(rows: Sequence[Standing]) -> str:
     text = (files("privlab.benchmark") / "templates" / "table.html").read_text("utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     groups = [_group(track(name), own) for name in TRACKS if (own := [row for row in rows if row.track == name])]
-    return environment.from_string(text).render(groups=groups, number=_number)
+    return environment.from_string(text).render(groups=groups, number=_number, count=_count(rows))
+
+
+def _count(rows: Sequence[Standing]) -> dict[str, Any]:
+    """Return how many different defenses are measured and known, whatever their parameters, track and entries."""
+    own = [(row, "+".join(parts)) for row in rows if row.result and (parts := row.result.card.parts) != ("none",)]
+    measured = {name for row, name in own if row.worst_case is not None}
+    known = {name for row, name in own if row.worst_case is not None and row.known_by}
+    return {
+        "defenses": len(measured),
+        "entries": len(own),
+        "known": len(known),
+        "unknown": sorted(measured - known),
+        "whole": sum(not any(reason.startswith(FEW) for reason in row.unreliable) for row, _ in own),
+        "ranked": sum(row.rank is not None for row, _ in own),
+    }
 
 
 def _number(value: float | None) -> Markup | str:
@@ -118,13 +133,18 @@ def _group(of: Track, rows: Sequence[Standing]) -> _Group:
 
 
 def _shown(row: Standing) -> dict[str, Any]:
-    """Return a row as the template reads it: with its pictures, and the paths of its card and its result."""
+    """Return a row as the template reads it: with its pictures, and the commands that make it and check it."""
     assert row.result is not None
-    stem = row.result.path.stem
-    pictures = row.result.data.get("pictures", {})
-    folder = "experiments/benchmark"
-    paths = {"card_path": f"{folder}/cards/{stem}.toml", "result_path": f"{folder}/results/{stem}.json"}
-    return {**row.as_json(), "shown": pictures, **paths}
+    commands = [line for each in (row.result, *row.entered) for line in _commands(each)]
+    return {**row.as_json(), "shown": row.result.data.get("pictures", {}), "commands": commands}
+
+
+def _commands(result: Result) -> Sequence[str]:
+    """Return the commands that measure an entry on the same photographs, and that measure a part of it again."""
+    folder, stem, parts = "experiments/benchmark", result.path.stem, result.data["photographs"]
+    images = (" --images FOLDER" if "public" in parts else "") + (" --hidden" if "hidden" in parts else "")
+    submit = f"privlab benchmark submit {folder}/cards/{stem}.toml{images}"
+    return submit, f"privlab benchmark verify {folder}/results/{stem}.json"
 
 
 def feed(rows: Sequence[Standing]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The rule: the score of a defense is its worst case by image over every attack that ever entered.
 
-A defense has a rank only if some attack knows every part of it, all photographs of the public half were attacked, and
-nothing makes the entry unreliable.
+A defense has a rank only if some attack knows every part of it in the case that leaks most, all photographs of the
+public half were attacked, and nothing makes the entry unreliable. The score is of that case; an attack that knows the
+defense in another one could only raise it.
 """
 
 import math
@@ -28,13 +29,22 @@ __all__ = ["Judged", "Standing", "judge", "rank", "standings"]
 LEVEL = 0.95
 """The confidence level of all intervals."""
 
+NO_ADAPTIVE = "No adaptive attack"
+"""The red flag of a case in which no attack knows the defense."""
+
+ELSEWHERE = "No adaptive attack in another case"
+"""What it is called if one does in the case that leaks most: the score, which is of that case, stands."""
+
 UNRELIABLE = frozenset(
     {
-        *("No attack ran", "Outside its stated range", "Low effort", "No adaptive attack", "Adaptive attack weaker"),
+        *("No attack ran", "Outside its stated range", "Low effort", NO_ADAPTIVE, "Adaptive attack weaker"),
         *("More budget, less leakage", "One draw", "Nothing released", "Failed", "Random weights", "Untrained E_unk"),
     }
 )
 """The red flags that make an entry unreliable. Few photographs have a reason of their own."""
+
+FEW = "few photographs"
+"""The reason of an entry that was not measured on all photographs of its track."""
 
 _WORDS = ("broken", "holds", "no evidence", "no defense")
 
@@ -43,9 +53,9 @@ _WORDS = ("broken", "holds", "no evidence", "no defense")
 class Judged:
     """What the records of an entry say.
 
-    `known_by` are the attacks that know every part of the defense, `worst` the worst case of each case by the track's
-    first metric, `leakiest` the case that leaks most, `by` the attacks behind its worst case with the photographs of
-    each, `median` and `worst_image` the hashes of two photographs there.
+    `worst` is the worst case of each case by the track's first metric, and `leakiest` the case that leaks most, of
+    which the score is. `known_by` are the attacks that ran there and know every part of the defense, `by` the attacks
+    behind its worst case with the photographs of each, `median` and `worst_image` the hashes of two photographs there.
     """
 
     known_by: tuple[str, ...]
@@ -122,15 +132,18 @@ def judge(records: pd.DataFrame, of: Track) -> Judged:
     best, middle = _extremes(scored, names.index(leakiest), of) if leakiest else ("", "")
     reached = scored.reached.loc[scored.reached.metric == of.lead]
     by = reached.loc[reached.case == names.index(leakiest)].attack.value_counts() if leakiest else pd.Series(dtype=int)
-    known = [known_by(rows) for rows in own.values()]
+    known = known_by(own[leakiest]) if leakiest in own else frozenset[str]()
     return Judged(
-        known_by=tuple(sorted(frozenset.intersection(*known))) if known else (),
+        known_by=tuple(sorted(known)),
         worst=found,
         leakiest=leakiest,
         by={str(name): int(count) for name, count in by.items()},
         verdict=word.word,
         why=str(word),
-        flags=tuple(f"{flag.head}: {'; '.join(flag.items)}" for flag in red_flags(numbered, names, of.lead)),
+        flags=tuple(
+            f"{ELSEWHERE if known and flag.head == NO_ADAPTIVE else flag.head}: {'; '.join(flag.items)}"
+            for flag in red_flags(numbered, names, of.lead)
+        ),
         images=min((rows.image_sha256.nunique() for rows in own.values()), default=0),
         median=middle,
         worst_image=best,
@@ -138,9 +151,9 @@ def judge(records: pd.DataFrame, of: Track) -> Judged:
 
 
 def known_by(rows: pd.DataFrame) -> frozenset[str]:
-    """Return the attacks on one case that know every part of its defense, or undo it by putting patches in order."""
+    """Return the attacks that ran on one case and know every part of its defense, or undo it by ordering patches."""
     parts = frozenset("+".join(rows.defense.dropna().unique()).split("+")) - {"none", ""}
-    attacks = [str(name) for name in rows.attack.unique() if not str(name).startswith(CONTROL)]
+    attacks = [str(name) for name in rows.attack[rows.status == "ok"].unique() if not str(name).startswith(CONTROL)]
     kinds = kinds_in(rows, parts)
     return frozenset(name for name in attacks if parts and knows(undone(name, rows, "in_place"), parts, kinds))
 
@@ -155,7 +168,10 @@ def _extremes(scored: Scored, case: int, of: Track) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Standing:
-    """A row of the table. `rank` is None for an entry without one; `unreliable` holds the reasons."""
+    """A row of the table. `rank` is None for an entry without one; `unreliable` holds the reasons.
+
+    `result` is the entry's, and `entered` those of the attacks that it was scored anew with.
+    """
 
     track: str
     name: str
@@ -182,12 +198,13 @@ class Standing:
     rank: int | None = None
     dominated: bool = False
     result: Result | None = field(default=None, repr=False, compare=False)
+    entered: Sequence[Result] = field(default=(), repr=False, compare=False)
     judged: Judged | None = field(default=None, repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
         """Return the row as JSON."""
-        row = asdict(replace(self, result=None, judged=None))
-        return {name: value for name, value in row.items() if name not in ("result", "judged")}
+        row = asdict(replace(self, result=None, judged=None, entered=()))
+        return {name: value for name, value in row.items() if name not in ("result", "judged", "entered")}
 
 
 def standings(results: Iterable[Result]) -> list[Standing]:
@@ -213,7 +230,7 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
         whole = _judged_anew(own, pd.concat([result.rows, *more], ignore_index=True), of, card, theirs)
         external = judge(pd.concat(more, ignore_index=True), of).score.mean
     listed = sum(len(photographs(part)) for part in of.photographs)
-    few = [f"few photographs: {whole.images} of {listed}"] if whole.images < listed else []
+    few = [f"{FEW}: {whole.images} of {listed}"] if whole.images < listed else []
     flags = [flag for flag in whole.flags if flag.partition(":")[0] in UNRELIABLE]
     flags += [f"admission: {each['name']}, {each['text']}" for each in result.data["admission"] if not each["passed"]]
     if whole.verdict == "no evidence":
@@ -243,6 +260,7 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
         signer=result.signer,
         photograph_parts=tuple(result.data["photographs"]),
         result=result,
+        entered=theirs,
         judged=whole,
     )
 
@@ -257,7 +275,7 @@ def _judged_anew(own: Judged, records: pd.DataFrame, of: Track, card: Card, thei
     knowing = {each.card.parts[0] for each in theirs if each.data["judged"][card.name].get("knows")}
     known = tuple(sorted({*own.known_by, *found.known_by, *knowing}))
     if {*card.parts} <= DEFENSES.keys() or found.verdict == "broken":
-        wrong = ("No adaptive attack", "Adaptive attack weaker") if knowing else ()  # a new one is not installed here
+        wrong = (NO_ADAPTIVE, "Adaptive attack weaker") if knowing else ()  # a new one is not installed here
         flags = tuple(flag for flag in found.flags if not flag.startswith(wrong))
         return replace(found, known_by=known, flags=flags)
     return replace(found, known_by=known, verdict=own.verdict, why=own.why, flags=own.flags)

@@ -25,7 +25,7 @@ def failed(name: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["patch-gradient", "patch-update", "april", "patch-gradient-adaptive", "row-alignment"]
+    "name", ["patch-gradient", "patch-update", "april", "patch-gradient-adaptive", "row-alignment", "block-key"]
 )
 def test_ours_pass(name: str) -> None:
     checks = admit_any(name)

@@ -142,6 +142,54 @@ def test_ranks_go_to_those_that_leak_least_and_have_no_reason_against_them(tmp_p
     assert {name for name, row in found.items() if row.dominated} == {"same", "leaky", "few", "alone"}
 
 
+@pytest.mark.parametrize(("elsewhere", "rank"), [(15.0, 1), (40.0, None)])
+def test_an_attack_must_know_the_defense_in_the_case_that_leaks_most(
+    tmp_path: Path, high: np.ndarray, elsewhere: float, rank: int | None
+) -> None:
+    deep = records([0.0] * 64, [elsewhere] * 64).query("attack != 'patch-gradient-adaptive'")
+    deep = deep.assign(case=deep.case.str.replace("one step", "two blocks"))
+    (row,) = standings([result(tmp_path, "one", pd.concat([records(high.tolist(), [5.0] * 64), deep]))])
+    assert row.judged is not None
+    assert (row.rank, row.known_by) == (rank, ("patch-gradient-adaptive",) if rank else ())
+    assert any(flag.startswith("No adaptive attack in another case") for flag in row.judged.flags) == (rank == 1)
+    assert any(reason.startswith("No adaptive attack") for reason in row.unreliable) == (rank is None)
+
+
+def test_an_attack_that_failed_on_every_photograph_knows_nothing(high: np.ndarray) -> None:
+    found = records([np.nan] * 64, high.tolist())
+    found.loc[found.attack == "patch-gradient-adaptive", "status"] = "failed"
+    judged = judge(found, OF)
+    assert judged.known_by == ()
+    assert any(flag.startswith("No adaptive attack:") for flag in judged.flags)
+
+
+def test_the_commands_of_a_row_are_those_that_made_it(tmp_path: Path, high: np.ndarray) -> None:
+    found = records(high.tolist(), [5.0] * 64)
+    own = result(tmp_path, "one", found, photographs=["bundled"])
+    theirs = rows("their-attack", high.tolist(), external="theirs")
+    judged = {"one": judge(theirs, OF).as_json() | {"knows": True}}
+    more = {"kind": "attack", "judged": judged, "rows": to_rows(theirs.assign(entry="one"))}
+    attack = result(tmp_path, "attack", theirs, **more)
+    page = site_files([own, attack])["table.html"]
+    folder = "privlab benchmark submit experiments/benchmark/cards"
+    assert f"{folder}/one.toml\n" in page
+    assert f"{folder}/attack.toml --images FOLDER\n" in page
+
+
+def test_the_page_counts_different_defenses_and_those_that_an_attack_knows(tmp_path: Path, high: np.ndarray) -> None:
+    known = records(high.tolist(), [5.0] * 64)
+    own = result(tmp_path, "known", known)
+    again = result(tmp_path, "again", known.query("image in @IMAGES[:14]"))
+    other = CARD.format(kind="defense", name="other").replace("gradient-pruning", "gradient-sign")
+    other = other.replace("keep = 0.1", "")
+    alone = result(tmp_path, "other", known.replace("patch-gradient-adaptive", "april"), card=other)
+    page = site_files([own, again, alone])["table.html"]
+    assert "2 different defenses have a measured result here, in 3 entries." in page
+    assert "An attack that knows the defense was run on 1 of them" in page
+    assert "(not on gradient-sign)" in page
+    assert "Entries measured on all photographs of their track: 2; with a rank: 1." in page
+
+
 def test_a_failed_check_of_admission_is_a_reason(tmp_path: Path, high: np.ndarray) -> None:
     check = {"name": "variance", "passed": False, "text": "measured over declared"}
     (row,) = standings([result(tmp_path, "one", records(high.tolist(), [5.0] * 64), admission=[check])])
