@@ -16,7 +16,7 @@ from privlab.cli.keys import keys
 from privlab.cli.machine import bench, doctor, explain, list_
 from privlab.cli.models import models
 from privlab.cli.split.commands import split
-from privlab.cli.store import figures, report, store
+from privlab.cli.store import figures, identify, report, store
 from privlab.cli.study import finetune_study, study
 from privlab.cli.table import table
 from privlab.cli.train import train
@@ -91,7 +91,7 @@ def add_examples(group: click.Group, above: str = "") -> None:
 
 COMMANDS = (
     *(attack, admit, list_, explain, doctor, bench, keys, split, study, train, evaluate, models),
-    *(table, store, report, figures, benchmark),
+    *(table, store, report, figures, identify, benchmark),
 )
 for command in COMMANDS:
     cli.add_command(command)

@@ -1,4 +1,4 @@
-"""`privlab store`, `report` and `figures`: what is done with the directory of a run, from its records alone."""
+"""`privlab store`, `report`, `figures` and `identify`: what is done with the directory of a run."""
 
 import json
 import math
@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.markup import escape
+from rich.table import Table
 
 from privlab.base import PrivlabError
-from privlab.cli.common import Commands, common, err, plain, print_json, print_rows
+from privlab.cli.common import Commands, common, err, plain, print_json, print_rows, print_table
+from privlab.cli.names import CLASSIFIERS, IMAGES
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-__all__ = ["figures", "report", "store", "warned"]
+__all__ = ["figures", "identify", "report", "store", "warned"]
 
 _DIRECTORY = click.argument("directory", type=click.Path(path_type=Path))
 _SUFFIXES = (".csv", ".parquet", ".json")
@@ -202,6 +205,94 @@ def figures(directory: Path, out: Path | None, formats: str, as_json: bool) -> N
     if not paths:
         err.print("The run asks for no figures: [[figure]] of an experiment does.", markup=False)
     _say(paths, as_json)
+
+
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--candidates", type=IMAGES, help="Images that hold the private ones: a folder, a data set.")
+@click.option("--split", help="Of the candidates.")
+@click.option(
+    "--by",
+    type=click.Choice(["image", "class"]),
+    default="image",
+    show_default=True,
+    help="Find the private image, or its class (a person's folder) by the other images of it.",
+)
+@click.option("--among", metavar="N,…", help="Numbers of candidates.  [default: 10, 100 and all]")
+@click.option("--embedding", metavar="timm:NAME@FILE", help="A network whose features are compared too.")
+@click.option("--classifier", type=CLASSIFIERS, help="Another network than the attacked one, to say the class.")
+@click.option("--weights", default="auto", show_default=True, help="Of --classifier.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+@common
+def identify(
+    directory: Path,
+    candidates: str | None,
+    split: str | None,
+    by: str,
+    among: str | None,
+    embedding: str | None,
+    classifier: str | None,
+    weights: str,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Say whether the pictures that the run in DIRECTORY kept still show whose image it was, and its class."""
+    from privlab.base import pick_device, read_numbers
+    from privlab.images import open_images
+    from privlab.metrics import load_embedding
+    from privlab.report.identity import Question, identity_of
+    from privlab.report.tables import load_results
+    from privlab.victims import classifier as classifier_of
+
+    numbers = () if among is None else read_numbers("--among", among)
+    if wrong := [number for number in numbers if number != int(number)]:
+        raise PrivlabError(f"--among takes whole numbers. Found {wrong[0]:g}.")
+    picked = pick_device(device)
+    with warned():
+        question = Question(
+            candidates=None if candidates is None else open_images(candidates, split=split),
+            people=by == "class",
+            among=tuple(map(int, numbers)),
+            embedding=None if embedding is None else load_embedding(embedding, picked),
+            judge=None if classifier is None else classifier_of(classifier, weights=weights).to(picked),
+            device=picked,
+        )
+        rows = identity_of(load_results(directory), question)
+    if as_json:
+        print_json({what: [{name: plain(v) for name, v in row.items()} for row in of] for what, of in rows.items()})
+        return
+    if rows["identity"]:
+        columns = (
+            "case",
+            "attack",
+            "images",
+            "PSNR, median",
+            "features",
+            "n",
+            "rank 1 %",
+            "95 %",
+            "1/rank",
+            "chance %",
+        )
+        table = Table(*columns, header_style="bold")
+        for row in rows["identity"]:
+            rank = (f"{100 * row['rank_1']:.2f}", _between(row), f"{row['reciprocal_rank']:.3f}")
+            table.add_row(*_start(row), row["features"], str(row["n"]), *rank, f"{100 * row['chance']:.2f}")
+        print_table(table)
+    if rows["class"]:
+        table = Table("case", "attack", "images", "PSNR, median", "same class %", "95 %", header_style="bold")
+        for row in rows["class"]:
+            table.add_row(*_start(row), f"{100 * row['agreement']:.1f}", _between(row))
+        print_table(table)
+
+
+def _start(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    count = str(row["images"]) if row["images"] == row["attacked"] else f"{row['images']} of {row['attacked']}"
+    return escape(row["case"]), row["attack"], count, f"{row['psnr']:.1f}"
+
+
+def _between(row: dict[str, Any]) -> str:
+    return f"{100 * row['low']:.1f} to {100 * row['high']:.1f}"
 
 
 def _say(paths: list[Path], as_json: bool) -> None:

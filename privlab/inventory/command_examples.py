@@ -68,6 +68,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "benchmark submit": ("privlab benchmark submit mine/my_defense.toml --out mine/my_defense.json",),
     "benchmark verify": ("privlab benchmark verify mine/my_defense.json",),
     "benchmark page": ("privlab benchmark page --out site",),
+    "identify": (
+        "privlab identify runs/faces --candidates FACES --by class",
+        "privlab identify runs/cifar_vit --candidates cifar10.parquet --classifier cifar_vit_mjp --json",
+    ),
     "figures": ("privlab figures runs/quick",),
 }
 """Command lines by the words of the command."""

@@ -2,6 +2,11 @@ from .embedding import Embedding as Embedding
 from .embedding import load_embedding as load_embedding
 from .formulas import FORMULAS as FORMULAS
 from .formulas import Pair as Pair
+from .identity import Ranks as Ranks
+from .identity import class_agreement as class_agreement
+from .identity import low_pass as low_pass
+from .identity import rank_of as rank_of
+from .identity import squeeze_embedding as squeeze_embedding
 from .lpips_backbones import LPIPS_BACKBONES as LPIPS_BACKBONES
 from .lpips_backbones import LpipsUnavailable as LpipsUnavailable
 from .lpips_backbones import find_backbone as find_backbone

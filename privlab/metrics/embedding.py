@@ -36,9 +36,10 @@ class Embedding:
         Source: F-SIM in Table 6 of Permutation Equivariance (CVPR 2024), with the embedding that a user names.
         """
         with torch.no_grad():
-            return F.cosine_similarity(self._embed(x), self._embed(y))
+            return F.cosine_similarity(self.embed(x), self.embed(y))
 
-    def _embed(self, images: Tensor) -> Float[Tensor, "b d"]:
+    def embed(self, images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d"]:
+        """Return the features of images in [0, 1], which are resized to the network's input."""
         images = F.interpolate(images.to(self.mean), self.size, mode="bilinear", antialias=True)
         return self.module((images - self.mean) / self.std).flatten(1)
 

@@ -1,0 +1,283 @@
+"""Whether the person, the photograph and the class are still there in the pictures that a run kept."""
+
+import io
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
+
+from privlab.base import PrivlabError, PrivlabWarning, collect_warnings
+from privlab.evaluation import CONTROL, Batch, Controls
+from privlab.images import ImageSource, NamedImage, Others, Preprocessing
+from privlab.metrics import (
+    Embedding,
+    class_agreement,
+    clopper_pearson,
+    low_pass,
+    psnr,
+    rank_of,
+    squeeze_embedding,
+)
+from privlab.report.tables import Results
+from privlab.stores import pngs
+from privlab.victims import NamedClassifier, Victim, victim
+
+__all__ = ["DEFAULT_AMONG", "Question", "identity_of"]
+
+DEFAULT_AMONG = (10, 100)
+"""The numbers of candidates where none are asked for, beside all."""
+
+_AT_A_TIME = 64
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """What is asked of the pictures of a run.
+
+    Args:
+        candidates: the images among which each private one is looked for, all private ones included; None asks
+            nothing of identity.
+        people: whether an identity is a class of the candidates, found by its other pictures, and not an image.
+        among: the numbers of identities that the adversary chooses among; empty takes `DEFAULT_AMONG` and all.
+        embedding: a network whose features are compared too.
+        judge: the classifier that says whether the class is still there; None asks nothing of classes.
+        device: where networks compute.
+    """
+
+    candidates: ImageSource | None = None
+    people: bool = False
+    among: tuple[int, ...] = ()
+    embedding: Embedding | None = None
+    judge: Victim | NamedClassifier | None = None
+    device: torch.device | str = "cpu"
+
+    @cached_property
+    def features(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Return what images are compared by: names ↦ functions of images."""
+        found = {"low pass": low_pass, "squeezenet": squeeze_embedding(self.device).embed}
+        return found if self.embedding is None else found | {self.embedding.name: self.embedding.embed}
+
+
+def identity_of(results: Results, question: Question) -> dict[str, list[Row]]:
+    """Return a row for each case, attack or control, and feature and number n ("identity"), or for its class ("class").
+
+    Rows state the median PSNR beside, and the 95 % interval of Clopper and Pearson (low, high); its counts are rounded
+    away from the mean where they are expectations. `images` of `attacked` have a picture, which is in 8 bits. Controls
+    are made of the candidates, or of the private images where no candidates are given.
+
+    Raises:
+        PrivlabError: if the run keeps no pictures, a private image is not among the candidates, candidates have no
+            classes, or the classifier is the attacked one.
+    """
+    if question.candidates is None and question.judge is None:
+        raise PrivlabError("Give --candidates, --classifier, or both. Found neither.")
+    if "cases" not in results.facts:
+        raise PrivlabError(f"'{results.path}' is no run of privlab attack or table with private images.")
+    rows: dict[str, list[Row]] = {"identity": [], "class": []}
+    pools: dict[Preprocessing, _Pool] = {}
+    kept = False
+    for number in range(len(results.cases)):
+        for shown in _shown(results, number, question.candidates, pools):
+            kept = True
+            if question.candidates is not None:
+                rows["identity"] += _identity(shown, question)
+            if question.judge is not None:
+                rows["class"].append(_class(shown, question.judge))
+    if not kept:
+        raise PrivlabError(
+            f"'{results.path}' keeps no pictures of reconstructions: run it with --strips (privlab attack) or "
+            "--pictures N (privlab table)."
+        )
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class _Pool:
+    """The candidates by their hash, as the victim of a case is fed, and the class of each where they have one."""
+
+    images: Mapping[str, Float[Tensor, "c h w"]]
+    people: tuple[int | None, ...] = ()
+    features: dict[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def stacked(self) -> Float[Tensor, "m c h w"]:
+        return torch.stack([*self.images.values()])
+
+    def of(self, name: str, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the features of all candidates, computed once."""
+        if name not in self.features:
+            self.features[name] = _by_parts(function, self.stacked)
+        return self.features[name]
+
+
+@dataclass(frozen=True, eq=False)
+class _Shown:
+    """The pictures of an attack or a control on a case, in the order of `own`, the hashes of the private images."""
+
+    case: str
+    attack: str
+    own: Sequence[str]
+    pictures: Float[Tensor, "b c h w"]
+    attacked: int
+    pool: _Pool
+    weights_sha256: str
+
+    @property
+    def private(self) -> Float[Tensor, "b c h w"]:
+        return torch.stack([self.pool.images[sha] for sha in self.own])
+
+    @property
+    def row(self) -> Row:
+        """Return what every row states."""
+        median = psnr(self.pictures, self.private).median().item()
+        images = {"images": len(self.own), "attacked": self.attacked}
+        return {"case": self.case, "attack": self.attack, **images, "psnr": median}
+
+
+def _identity(shown: _Shown, question: Question) -> list[Row]:
+    pool, place = shown.pool, {sha: i for i, sha in enumerate(shown.pool.images)}
+    own = torch.tensor([place[sha] for sha in shown.own])
+    people = None
+    if question.people:
+        if None in pool.people:
+            raise PrivlabError("--by class needs candidates with classes, such as a folder for each person.")
+        people = torch.tensor(pool.people)
+    rows: list[Row] = []
+    for name, function in question.features.items():
+        ranks = rank_of(_by_parts(function, shown.pictures), pool.of(name, function), own, people)
+        every = ranks.identities
+        for n in question.among or (*(n for n in DEFAULT_AMONG if n < every), every):
+            first, reciprocal = ranks.rank_1(n), ranks.reciprocal(n).mean().item()
+            found = {"features": name, "n": n, "rank_1": first.mean().item(), **_interval(first)}
+            rows.append(shown.row | found | {"reciprocal_rank": reciprocal, "chance": 1 / n})
+    return rows
+
+
+def _class(shown: _Shown, judge: Victim | NamedClassifier) -> Row:
+    if judge.weights.sha256 == shown.weights_sha256:
+        raise PrivlabError(f"--classifier must be another network than the attacked one. Found {judge.name} for both.")
+    size = judge.model.image_shape
+    if size[0] != shown.pictures.shape[1]:
+        raise PrivlabError(
+            f"--classifier must take images of {shown.pictures.shape[1]} colours. {judge.name} takes {size[0]}."
+        )
+    pairs = zip(shown.pictures.split(_AT_A_TIME), shown.private.split(_AT_A_TIME), strict=True)
+    device = judge.model.mean.device
+    parts = [class_agreement(judge.model, x.to(device), y.to(device), size[1:]) for x, y in pairs]
+    same = torch.cat(parts).cpu()
+    return shown.row | {"agreement": same.mean().item(), **_interval(same)}
+
+
+def _interval(values: Tensor) -> dict[str, float]:
+    total = round(values.sum().item(), 9)
+    low, _ = clopper_pearson(math.floor(total), len(values))
+    _, high = clopper_pearson(math.ceil(total), len(values))
+    return {"low": low, "high": high}
+
+
+def _shown(
+    results: Results, number: int, candidates: ImageSource | None, pools: dict[Preprocessing, _Pool]
+) -> list[_Shown]:
+    """Return what can be compared of a case: the pictures of each attack, and negative controls; none without any.
+
+    `pools` holds the candidates as victims of earlier cases are fed, and gets those of this one.
+    """
+    records = results.records
+    ours = (records.case == number) & records.external.isna() & ~records.attack.str.startswith(CONTROL)
+    shas = {
+        str(attack): [*dict.fromkeys(of.image_sha256)] for attack, of in records[ours].groupby("attack", sort=False)
+    }
+    found = {
+        attack: {sha: png for sha in those if (png := _png(results, number, sha, attack)) is not None}
+        for attack, those in shas.items()
+    }
+    everyone = [*dict.fromkeys(chain.from_iterable(found.values()))]
+    if not everyone:
+        return []
+    job = results.facts["cases"][number]["jobs"][0]["specification"]
+    with collect_warnings([]):  # of its weights, which the run gave
+        base = victim(job["models"][0], **{name: job[name] for name in ("weights", "img_size", "seed", "classes")})
+    if (colours := len(base.preprocessing.mean)) not in (1, 3):
+        raise PrivlabError(f"Pictures are compared of victims of 1 or 3 colours. {base.name} has {colours}.")
+    if candidates is None:
+        private = {sha: _png(results, number, sha, "private") for sha in everyone}
+        pool = _Pool({sha: _pixels(png, colours) for sha, png in private.items() if png is not None})
+    elif (pool := pools.get(base.preprocessing)) is None:
+        pool = pools[base.preprocessing] = _pool(candidates, base.preprocessing)
+    names = dict(zip(records.image_sha256, records.image, strict=True))
+    if missing := [sha for sha in everyone if sha not in pool.images]:
+        where = (
+            "pictures that the run kept" if candidates is None else f"{len(pool.images)} candidates, as the same file"
+        )
+        raise PrivlabError(f"Every private image must be among the {where}. '{names[missing[0]]}' is not.")
+    if len(pool.images) < 2:
+        raise PrivlabError(f"--candidates must be two images or more. Found {len(pool.images)}.")
+    named = [NamedImage(names[sha], sha, None) for sha in everyone]
+    batch = Batch(named, torch.stack([pool.images[sha] for sha in everyone]), torch.zeros(len(named)).long(), "")
+    controls = Controls(Others(pool.images), base.model.mean.cpu()).of(
+        batch, base.model.patch, batch.draws(job["seed"], "control", 0), together=False
+    )
+    label = f"{results.cases[number].group or ''} {results.cases[number].label}".strip()
+    of_case = partial(_Shown, label, pool=pool, weights_sha256=base.weights.sha256)
+    return [
+        *(
+            of_case(attack, [*those], torch.stack([_pixels(png, colours) for png in those.values()]), len(shas[attack]))
+            for attack, those in found.items()
+            if those
+        ),
+        *(of_case(name, everyone, images, len(everyone)) for name, images in controls.items()),
+    ]
+
+
+def _pool(candidates: ImageSource, preprocessing: Preprocessing) -> _Pool:
+    """Return the candidates, each content once; those that cannot be read are left out with a warning."""
+    images: dict[str, Tensor] = {}
+    people: dict[str, int | None] = {}
+    unread = 0
+    for image in candidates:
+        if image.pixels is None:
+            unread += 1
+        elif image.sha256 not in images:
+            images[image.sha256], people[image.sha256] = preprocessing(image.pixels), image.label
+    if unread:
+        warnings.warn(f"{unread} candidates cannot be read, and are left out.", PrivlabWarning, stacklevel=3)
+    return _Pool(images, tuple(people.values()))
+
+
+def _png(results: Results, number: int, sha256: str, what: str) -> bytes | None:
+    """Return a picture that the run kept, as the bytes of a PNG; None where it kept none.
+
+    Raises:
+        PrivlabError: if its file is damaged.
+    """
+    place = results.picture(number, sha256, what) if sha256 else None
+    if place is None:
+        return None
+    try:
+        return pngs([place])[0]
+    except (OSError, ValueError, SyntaxError) as error:  # as Pillow says that a file is torn
+        raise PrivlabError(f"'{place.file}' cannot be read as a picture: {error}") from error
+
+
+def _pixels(png: bytes, colours: int) -> Float[Tensor, "c h w"]:
+    try:
+        with Image.open(io.BytesIO(png), formats=["PNG"]) as picture:
+            return pil_to_tensor(picture.convert("L" if colours == 1 else "RGB")).float() / 255
+    except (OSError, ValueError, SyntaxError) as error:
+        raise PrivlabError(f"A picture of this run cannot be read: {error}") from error
+
+
+def _by_parts(function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([function(part).cpu() for part in images.split(_AT_A_TIME)])
