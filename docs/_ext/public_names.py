@@ -32,7 +32,9 @@ def public_names(room: str) -> Iterator[Name]:
         if name.startswith("_") or inspect.ismodule(found := getattr(package, name)):
             continue
         module = homes.get(name, room)
-        is_value = not (inspect.isfunction(found) or (inspect.isclass(found) and found.__name__ == name))
+        is_value = not (
+            inspect.isfunction(inspect.unwrap(found)) or (inspect.isclass(found) and found.__name__ == name)
+        )
         doc = of_value(module, name) if is_value else found.__doc__
         yield Name(name, module, doc or "", is_value)
 

@@ -29,6 +29,7 @@ _EXTRAS = {
     "privacy": "the (ε, δ) of gradient-noise",
     "flower": "privlab.flower, privlab study federation",
     "nvflare": "privlab.nvflare",
+    "peft": "clients that train LoRA: client.trains=lora",
     "callbacks": "privlab.callbacks, of Lightning and transformers",
     "docs": "building the site of docs/",
     "test": "the tests",

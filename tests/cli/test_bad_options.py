@@ -68,7 +68,7 @@ INCAPABLE = [
     (
         ("--model", "deit_ti_nope", "--block", "april"),
         "deit_ti_nope: No attack can run. 'patch-gradient' and 2 more: needs what this observation does not grant: "
-        "learnable_pe_gradient (the gradient of a learnable position embedding is released). 3 have other reasons;",
+        "learnable_pe_gradient (this model adds no position embedding to its tokens). 3 have other reasons;",
     ),
     (
         ("--model", "deit_ti_nope", "--attack", "april"),
@@ -83,10 +83,6 @@ INCAPABLE = [
     (("--attack", "april", "--force"), "force runs attacks on a block that is named. Found block auto:"),
     (("--defense", "mjp", "--setting", "c"), "Defense 'mjp' puts E_unk at the masked slots, and vit_ti has none."),
     (("--model", "timm:resnet18"), "timm cannot build resnet18 with {'img_size': 32}: "),
-    (
-        ("--model", "timm:deit_tiny_distilled_patch16_224"),
-        "is a VisionTransformer of timm. Found VisionTransformerD",
-    ),
     (("--model", "timm:vit_small_r26_s32_224"), "A victim embeds square patches that do not overlap linearly"),
 ]
 

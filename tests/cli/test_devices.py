@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "split serve": (*VICTIM, "--token-file", "{token}", "--state", "{out}"),
     "split train": (*VICTIM, "--images", "{images}", "--out", "{out}", *NOWHERE),
     "split infer": (*VICTIM, "--images", "{images}", *NOWHERE),
+    "identify": ("{images}", "--candidates", "{images}"),
     "bench attack": (),
     "bench permutation": (),
     "bench split": (),

@@ -78,7 +78,7 @@ def test_a_round_is_audited_and_scored_by_its_reference(
     assert frame[frame.attack == "patch-gradient"].explained.max() < 0.9975
     assert json.loads(frame.conditions[0])["client"]["momentum"] == 0.9
     assert frame[frame.psnr.notna() & (frame.attack == "patch-update")].psnr.item() == rows["patch-update"]["psnr"]
-    assert sorted(path.name for path in (tmp_path / "audit" / "pictures").iterdir())[1] == "patch-update-0.png"
+    assert "patch-update-0.png" in {path.name for path in (tmp_path / "audit" / "pictures").iterdir()}
     facts = json.loads((tmp_path / "audit" / "run.json").read_text())
     assert facts["specification"]["client"] == "sgd"
     assert facts["status"] == "finished"

@@ -55,7 +55,7 @@ def release(model: VictimModel, crops: Tensor, name: str) -> dict[str, Tensor]:
     images, labels = crops[:3].to(model.mean), torch.tensor([1, 4, 2], device=model.mean.device)
     part = DEFENSES[name](**OPTIONS.get(name, {}))
     stack = Stack((part,))
-    feed = stack.feed(images, model.patch, draws(3), 3)
+    feed = stack.feed(images, model.patch, draws(3), 3, draws(2)[1])
     released: dict[str, Tensor] = {"fed": feed.images, "order": feed.order, "moved": feed.moved}
     if acts_on(type(part)) != "features":
         seen = observe(model, feed, labels, sorted(released_parameters(model)), (part,), draws(3))
