@@ -55,7 +55,7 @@ _RENAMED = tuple(
         (r"^(encoder\.)?layers?\.(\d+)\.", r"blocks.\2."),
         (r"\.(layernorm_before|layer_norm1)\.", ".norm1."),
         (r"\.(layernorm_after|layer_norm2)\.", ".norm2."),
-        (r"\.(attention\.attention|attention|self_attn)\.(?:(q)uery|(k)ey|(v)alue|([qkv])_proj)\.", r".attn.\2\3\4\5."),
+        (r"\.(attention\.attention|attention|self_attn)\.([qkv])\w+\.", r".attn.\2."),
         (r"\.(attention\.output\.dense|attention\.o_proj|self_attn\.out_proj)\.", ".attn.proj."),
         (r"\.intermediate\.dense\.", ".mlp.fc1."),
         (r"^(blocks\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
