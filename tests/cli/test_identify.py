@@ -39,6 +39,8 @@ def test_exact_reconstructions_are_found_and_one_colour_is_at_chance(
 ) -> None:
     told = cli("identify", run, "--candidates", people, "--among", "2,6", "--json")
     assert told.status == 0
+    controls = {f"control:{name}" for name in ("flat", "mean", "other", "shuffled")}
+    assert {row["attack"] for row in json.loads(told.out)["identity"]} >= controls
     for features in ("low pass", "squeezenet"):
         for n in (2, 6):
             (row,) = rows_of(told, attack="patch-gradient", features=features, n=n)
