@@ -16,6 +16,7 @@ from privlab.attacks.solvers import (
     Smoothness,
     largest_step,
     photograph_gradients,
+    rounding_of_embedding,
     shown_by_adam,
     slot_gradients,
     slot_rows,
@@ -25,7 +26,7 @@ from privlab.attacks.solvers import (
 )
 from privlab.base import PrivlabError, check_range
 from privlab.patches import patchify
-from privlab.release import rounding_deviation, without_decay
+from privlab.release import each_release, without_decay
 from privlab.threat import Capability, Client, GradientDefense, Observation
 from privlab.victims import VictimModel
 
@@ -113,8 +114,8 @@ class AdamUpdate:
         if why:
             raise PrivlabError(f"{self.name} does not undo {why}. That it does not apply is no evidence of privacy.")
         warn_of_limits(self.name, slot_gradients(seen), most=seen.model.vit.embed_dim - 1)
-        releases = [dict(zip(seen.gradients, each, strict=True)) for each in zip(*seen.gradients.values(), strict=True)]
-        found = [self._patches(seen.model, *_shown(seen.model, client, of), seen.photographs) for of in releases]
+        model, photographs = seen.model, seen.photographs
+        found = [self._patches(model, *_shown(model, client, of), photographs) for of in each_release(seen)]
         return seen.model.to_images(torch.stack(found)).to(seen.model.mean)
 
     def _patches(
@@ -170,10 +171,7 @@ def _shown(model: VictimModel, client: Client, update: Mapping[str, Float[Tensor
         PrivlabError: if a weight moved further than a fresh state can move it.
     """
     moved = without_decay(model, update, 1 - client.kept_share)
-    rounded = {
-        name: rounding_deviation(θ := model.vit.get_parameter(name).detach(), θ - update[name], client)
-        for name in (_PE, _PROJECTION)
-    }
+    rounded = rounding_of_embedding(model, client, update)
     # AdamW stores the decayed weight, and then the moved one.
     twice = 2**0.5 if client.weight_decay else 1.0
     A, dA = (slot_rows(model, each[_PE]) for each in (moved, rounded))

@@ -16,6 +16,7 @@ from privlab.attacks.solvers import (
     complete,
     fit_decay,
     patches_of_levels,
+    rounding_of_embedding,
     slot_gradients,
     slot_rows,
     too_many,
@@ -23,7 +24,7 @@ from privlab.attacks.solvers import (
     weighted_patches,
 )
 from privlab.base import PrivlabError, check_name
-from privlab.release import rounding_deviation, update_on, without_decay
+from privlab.release import each_release, update_on, without_decay
 from privlab.threat import Capability, Client, GradientDefense, Observation, Stack, defense_declarations
 from privlab.victims import VictimModel
 
@@ -120,7 +121,7 @@ class PatchUpdate:
                 "not apply is no evidence of privacy."
             )
         warn_of_limits(self.name, slot_gradients(seen), most=seen.model.vit.embed_dim - 1)
-        releases = [dict(zip(seen.gradients, each, strict=True)) for each in zip(*seen.gradients.values(), strict=True)]
+        releases = each_release(seen)
         filters = _filters(seen)
         errors = _errors(seen, filters) if filters else []
         scaled = any(defense_declarations(part).expected is not None for part in filters)
@@ -155,7 +156,7 @@ class PatchUpdate:
                 "does not apply is no evidence of privacy."
             )
         moved = without_decay(model, update, self._lost(model, client, update, scaled=scaled))
-        rounding = _rounding(model, client, update)
+        rounding = rounding_of_embedding(model, client, update)
         A, dA, vA = (slot_rows(model, each[_PE]) for each in (moved, rounding, errors))
         G, dG, vG = (each[_PROJECTION].flatten(1) for each in (moved, rounding, errors))
         missing = _missing(vA)
@@ -178,7 +179,7 @@ class PatchUpdate:
     ) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one client's image."""
         moved = without_decay(model, update, self._lost(model, client, update))
-        deviations = _rounding(model, client, update)
+        deviations = rounding_of_embedding(model, client, update)
 
         def solve(of: Mapping[str, Tensor]) -> list[_Candidate]:
             A, dA = (slot_rows(model, each[_PE]) for each in (of, deviations))
@@ -225,16 +226,6 @@ def _distance(made: Mapping[str, Tensor], update: Mapping[str, Tensor], deviatio
         for name, dev in deviations.items()
     ]
     return sum(float(part.nan_to_num().sum()) for part in parts)
-
-
-def _rounding(
-    model: VictimModel, client: Client, update: Mapping[str, Float[Tensor, "..."]]
-) -> dict[str, Float[Tensor, "..."]]:
-    """Return the standard deviation that rounding gives each entry of the embedding's update."""
-    return {
-        name: rounding_deviation(θ := model.vit.get_parameter(name).detach(), θ - update[name], client)
-        for name in (_PE, _PROJECTION)
-    }
 
 
 def _filters(seen: Observation) -> list[GradientDefense]:

@@ -34,6 +34,7 @@ from .prior import total_variation as total_variation
 from .ridge import RTOL as RTOL
 from .ridge import ridge_inverse as ridge_inverse
 from .updates import fit_decay as fit_decay
+from .updates import rounding_of_embedding as rounding_of_embedding
 from .updates import weighted_patches as weighted_patches
 from .value_order import negative_values as negative_values
 from .value_order import value_orders as value_orders

@@ -7,12 +7,30 @@ from jaxtyping import Float
 from torch import Tensor
 
 from privlab.attacks.solvers.ridge import RTOL, ridge_inverse
+from privlab.release import rounding_deviation
+from privlab.threat import Client
 from privlab.victims import VictimModel
 
-__all__ = ["fit_decay", "weighted_patches"]
+__all__ = ["fit_decay", "rounding_of_embedding", "weighted_patches"]
 
 _COLUMNS = 128
 """Columns of ∂ℓ/∂W that are solved for at once: they share no matrix, and each needs one of N × N."""
+
+
+def rounding_of_embedding(
+    model: VictimModel, client: Client, update: Mapping[str, Float[Tensor, "..."]]
+) -> dict[str, Float[Tensor, "..."]]:
+    """Return the standard deviation that rounding gives each entry of the embedding's update (`rounding_deviation`).
+
+    Args:
+        model: the server's model with θ_0.
+        client: the public settings.
+        update: −(θ_T − θ_0) of one client, by timm's parameter name.
+    """
+    return {
+        name: rounding_deviation(θ := model.vit.get_parameter(name).detach(), θ - update[name], client)
+        for name in ("pos_embed", "patch_embed.proj.weight")
+    }
 
 
 def fit_decay(

@@ -15,7 +15,8 @@ from privlab.threat import acts_on
 
 __all__ = ["KEY", "TEMPLATES", "Card", "Reported", "Utility", "instances", "parse_card", "read_card", "write_template"]
 
-KINDS = ("defense", "attack")
+TEMPLATES = ("defense", "attack")
+"""The kinds of entries, each of which has a template."""
 
 KEY = "model-key"
 """What a card of the track `weights` uses: `privlab.keys`, which is no class of defense."""
@@ -99,9 +100,6 @@ _WANTED: Mapping[str, tuple[type, ...]] = {
     "utility": (dict,),
     "reported": (dict,),
 }
-TEMPLATES = ("defense", "attack")
-"""The kinds of entries that have a template."""
-
 _CONVERTED = ("against", "secret_bits", "utility", "reported")
 _NEEDED = ("track", "version", "kind", "name", "paper")
 _OF_DEFENSE = ("secret_bits", "epsilon", "utility")
@@ -131,7 +129,7 @@ def parse_card(text: str, where: str, folder: Path) -> Card:
     _check_keys(given, where, _WANTED, _NEEDED)
     try:
         check_name("track", given["track"], TRACKS)
-        check_name("kind of entry", given["kind"], KINDS)
+        check_name("kind of entry", given["kind"], TEMPLATES)
     except PrivlabError as error:
         raise PrivlabError(f"{where}: {error}") from None
     if given["version"] != VERSION:

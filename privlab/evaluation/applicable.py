@@ -107,9 +107,7 @@ def applicable(
     refused: dict[str, str] = {}
     defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
     permuted = effects_of(base.model, defense).values
-    for name, kind in _candidates(spec).items():
-        if spec.attacks is None and Capability.PERMUTED_VALUES in kind.requires and not permuted:
-            continue
+    for name, kind in _candidates(spec, permuted=permuted).items():
         running = {attack.name for group in groups.values() for attack in group.attacks}
         if spec.attacks is None and not stand_ins and stands_in(kind, running):
             continue
@@ -129,8 +127,11 @@ def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[s
     return any(name in running for name in attack_declarations(attack).stands_in_for)
 
 
-def _candidates(spec: Specification) -> dict[str, AttackClass]:
-    """Return the attacks that are named, or else those of this release, client, defense and effort."""
+def _candidates(spec: Specification, *, permuted: bool) -> dict[str, AttackClass]:
+    """Return the attacks that are named, or else those of this release, client, defense and effort.
+
+    `permuted` says whether the defense permutes the values within patches.
+    """
     if spec.attacks is not None:
         return {name: installed_attacks()[name] for name in spec.attacks}
     return {
@@ -138,6 +139,7 @@ def _candidates(spec: Specification) -> dict[str, AttackClass]:
         for name, kind in default_attacks(spec.effort).items()
         if (Capability.RELEASED_FEATURES in kind.requires) == spec.features_released
         and (Capability.GRADIENT_DEFENSE not in kind.requires or spec.defends_gradients)
+        and (Capability.PERMUTED_VALUES not in kind.requires or permuted)
         and (Capability.CLIENT_UPDATE not in kind.requires or spec.local_training is not None)
         and unread(kind, spec.local_training, filtered=spec.defends_gradients) is None
     }

@@ -28,7 +28,7 @@ from privlab.threat import (
 from privlab.victims import PREFIX_TOKENS, VictimModel, adapted
 
 __all__ = ["observe_updates", "rounding_deviation", "run_client", "trained_parameters", "update_capabilities"]
-__all__ += ["as_gradients", "served", "undecayed", "update_on", "without_decay"]
+__all__ += ["as_gradients", "each_release", "served", "undecayed", "update_on", "without_decay"]
 
 _FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EMBEDDING = ("patch_embed.", "pos_embed", *PREFIX_TOKENS)
@@ -235,6 +235,15 @@ def undecayed(
     return without_decay(model, update, 1 - client.kept_share if client.is_linear else 0.0)
 
 
+def each_release(seen: Observation) -> list[dict[str, Float[Tensor, "..."]]]:
+    """Return the releases of an observation one by one, each by parameter name.
+
+    Args:
+        seen: gradients or updates of one or several clients.
+    """
+    return [dict(zip(seen.gradients, one, strict=True)) for one in zip(*seen.gradients.values(), strict=True)]
+
+
 def as_gradients(seen: Observation) -> Observation:
     """Return the observation of gradients that updates of one step of SGD are but for a factor.
 
@@ -248,8 +257,7 @@ def as_gradients(seen: Observation) -> Observation:
     if seen.client is None or factor is None:
         raise PrivlabError(f"These updates are no gradients of one step. Found {seen.client}.")
     lost = 1 - seen.client.kept_share
-    each = zip(*seen.gradients.values(), strict=True)
-    moved = [without_decay(seen.model, dict(zip(seen.gradients, one, strict=True)), lost) for one in each]
+    moved = [without_decay(seen.model, one, lost) for one in each_release(seen)]
     gradients = {name: (torch.stack([one[name] for one in moved]) / factor).to(u) for name, u in seen.gradients.items()}
     return replace(seen, gradients=gradients, grants=seen.grants - {Capability.CLIENT_UPDATE}, client=None)
 

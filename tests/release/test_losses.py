@@ -22,7 +22,10 @@ LOSSES = ("cross-entropy", "binary", "contrastive", "dino", "regression")
 
 def test_each_loss_is_its_formula() -> None:
     o, t = torch.tensor([[1.0, -2.0], [0.5, 3.0]]).double(), torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double()
-    log_sigmoid = lambda x: -torch.log1p(torch.exp(-x))  # noqa: E731
+
+    def log_sigmoid(x: Tensor) -> Tensor:
+        return -torch.log1p(torch.exp(-x))
+
     binary = -(t * log_sigmoid(o) + (1 - t) * log_sigmoid(-o)).mean()
     assert_close(client_loss(Client(loss="binary"), o, t), binary)
     assert_close(client_loss(Client(loss="regression"), o, t), (o - t).square().sum() / 4)
@@ -43,7 +46,10 @@ def test_each_loss_is_its_formula() -> None:
 
 def test_targets_are_the_loss_s_own(tiny_model: Model, crops: Tensor) -> None:
     model, x, y = tiny_model(), crops[:3].double(), torch.tensor([1, 5, 0])
-    draw = lambda: Generator().manual_seed(4)  # noqa: E731
+
+    def draw() -> Generator:
+        return Generator().manual_seed(4)
+
     assert private_targets(model, Client(), x, y, draw()) is y
     assert_close(private_targets(model, Client(loss="binary"), x, y, draw()).argmax(1), y)
     drawn = private_targets(model, Client(loss="regression"), x, y, draw())

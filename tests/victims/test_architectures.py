@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from privlab.attacks import PatchGradient, TokenSeparation
 from privlab.base import PrivlabError
 from privlab.metrics import psnr
+from privlab.patches import patchify
 from privlab.release import gradient_capabilities, observe, observe_features, released_parameters
 from privlab.release.gradients import obstacles
 from privlab.release.local_training import run_client
@@ -109,10 +110,10 @@ def test_one_closed_form_is_left_or_the_reason_is_said(kind: str, photographs: C
     made = attack(seen)
     assert attack.beyond(seen) is None
     assert made.tokens is not None
-    n, p = model.grid[0] * model.grid[1], model.patch
+    n = model.grid[0] * model.grid[1]
     assert int(made.tokens) >= n - 1  # one may be too weak a part of the gradient
-    cut = lambda image: image.unfold(2, p, p).unfold(3, p, p).permute(0, 2, 3, 1, 4, 5).reshape(n, -1)  # noqa: E731
-    far = torch.cdist(cut(made.images).double(), cut(x).double()).amin(1)
+    found, true = (patchify(each, model.patch)[0].double() for each in (made.images, x))
+    far = torch.cdist(found, true).amin(1)
     assert int((far < 0.02).sum()) >= min(int(made.tokens), n)  # each is a patch of the image, wherever it was put
 
 
