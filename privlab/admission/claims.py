@@ -258,14 +258,18 @@ class OnGradients:
             yield f"{type(released).__name__} instead of gradients by name"
             return
         true = self.inputs()
+        withheld = defense_declarations(self.defense).withholds(true)
         yield from (f"{name}, which is no released parameter" for name in released if name not in true)
+        yield from (f"{name}, which it says that it withholds" for name in released if name in withheld)
         for name, g in true.items():
-            yield from unlike(name, released.get(name), g.shape, g.dtype)
+            if name not in withheld:
+                yield from unlike(name, released.get(name), g.shape, g.dtype)
 
     def checks(self, released: Tensors) -> Iterator[Check]:
         """Yield the checks of a release that has its form."""
         yield from acts_as(self.defense, self.subject.model)
-        true, variance = self.inputs(), self.defense.variance(released)
+        variance = self.defense.variance(released)
+        true = {name: g for name, g in self.inputs().items() if name in released}
         wrong = [w for name, g in true.items() for w in unlike(name, variance.get(name), g.shape, g.dtype)]
         some = {name: released[name] for name in PatchGradient.parameters if name in released}
         known = self.defense.variance(some)  # an adversary may read only some of the gradients

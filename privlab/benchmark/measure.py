@@ -15,6 +15,7 @@ from privlab.base import PrivlabError
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.tracks import Track, TrackCase, photographs, write_manifest
 from privlab.evaluation import CONTROL, Specification, applicable, victim_of
+from privlab.images import open_images
 from privlab.metrics import MIRRORED
 from privlab.report.tables import DETERMINISTIC
 from privlab.runs import execute, specify
@@ -30,13 +31,33 @@ KEPT = (
 """The columns of the records that a result keeps, besides those of metrics."""
 
 
+PUBLIC_LIMIT = 2000
+"""The most photographs that an adversary of an entry has of its own."""
+
+
 @dataclass(frozen=True)
 class Photographs:
-    """The photographs of a submission: the parts, the folder of those that are not bundled, and foreign weights."""
+    """The photographs of a submission: the parts, the folder of those that are not bundled, and foreign weights.
+
+    `public` is a folder of photographs that the adversary has of its own, such as decoders are trained on; None for the
+    bundled ones. Those under attack are taken out of it.
+    """
 
     parts: tuple[str, ...] = ("bundled",)
     folder: str | None = None
     weights: str = "auto"
+    public: str | None = None
+
+    def public_sha256(self) -> str | None:
+        """Return the SHA-256 of the hashes of the adversary's own photographs, in their order; None for bundled ones.
+
+        Raises:
+            PrivlabError: if the folder cannot be read.
+        """
+        if self.public is None:
+            return None
+        found = [each.sha256 for each in open_images(self.public, limit=PUBLIC_LIMIT).without_pixels()]
+        return hashlib.sha256("/".join(found).encode()).hexdigest()
 
 
 def case_label(case: TrackCase, setting: str) -> str:
@@ -65,6 +86,8 @@ def specification(card: Card, case: TrackCase, setting: str, attacks: Sequence[A
         given["defense"] = instances(card)
     if of.release != "update":
         given["release"] = of.release
+    if how.public is not None:
+        given |= {"public": (how.public,), "public_limit": PUBLIC_LIMIT}
     return specify(
         own.name,
         setting,

@@ -143,8 +143,9 @@ def _commands(result: Result) -> Sequence[str]:
     """Return the commands that measure an entry on the same photographs, and that measure a part of it again."""
     folder, stem, parts = "experiments/benchmark", result.path.stem, result.data["photographs"]
     images = (" --images FOLDER" if "public" in parts else "") + (" --hidden" if "hidden" in parts else "")
-    submit = f"privlab benchmark submit {folder}/cards/{stem}.toml{images}"
-    return submit, f"privlab benchmark verify {folder}/results/{stem}.json"
+    public = " --public OWN" if result.data.get("public_sha256") else ""
+    submit = f"privlab benchmark submit {folder}/cards/{stem}.toml{images}{public}"
+    return submit, f"privlab benchmark verify {folder}/results/{stem}.json{public}"
 
 
 def feed(rows: Sequence[Standing]) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def submit(
         "plugin": source,
         "versions": dict(versions()),
         "photographs": list(how.parts),
+        "public_sha256": how.public_sha256(),
         "admission": [{name: plain(value) for name, value in asdict(check).items()} for check in checks],
         **measured,
         "seconds": round(time.monotonic() - begun, 1),

@@ -40,7 +40,7 @@ class Verified:
     signer: str | None
 
 
-def verify(path: Path, *, images: int = 2, weights: str = "auto") -> Verified:
+def verify(path: Path, *, images: int = 2, weights: str = "auto", public: str | None = None) -> Verified:
     """Check a result file, measure some of its bundled photographs again, and compare.
 
     The case, the draw and the photographs are drawn by the result's own hash, which nobody chooses without changing
@@ -50,9 +50,11 @@ def verify(path: Path, *, images: int = 2, weights: str = "auto") -> Verified:
         path: the result file.
         images: how many photographs are measured again, in whole batches where several are released together.
         weights: the file of a victim that is not in the package.
+        public: the folder of the adversary's own photographs, where the result was submitted with one.
 
     Raises:
-        PrivlabError: if the file was edited or does not fit this package, or if a score is another one.
+        PrivlabError: if the file was edited or does not fit this package, if the adversary had other photographs, or if
+            a score is another one.
     """
     check_range(images >= 1, "images", "a positive number", images)
     result = read_result(path)
@@ -66,8 +68,23 @@ def verify(path: Path, *, images: int = 2, weights: str = "auto") -> Verified:
             raise PrivlabError(
                 f"{path}: reconstructions cannot be made again; the signature and the versions are right."
             )
-        again = _measured_again(result, card, images, Photographs(weights=weights))
+        how = Photographs(weights=weights, public=public)
+        _check_public(result, how)
+        again = _measured_again(result, card, images, how)
     return _compared(result, again, result.rows, card)
+
+
+def _check_public(result: Result, how: Photographs) -> None:
+    """Raise PrivlabError if the adversary's own photographs are not those that the result was measured with."""
+    stated, found = result.data.get("public_sha256"), how.public_sha256()
+    if stated == found:
+        return
+    had, given = (
+        "the bundled ones" if digest is None else f"those of SHA-256 {digest[:12]}…" for digest in (stated, found)
+    )
+    raise PrivlabError(
+        f"{result.path}: the adversary's own photographs were {had}. Found {given}: give their folder by --public."
+    )
 
 
 def _measured_again(result: Result, card: Card, images: int, how: Photographs) -> pd.DataFrame:

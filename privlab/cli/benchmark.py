@@ -15,6 +15,7 @@ __all__ = ["admit", "benchmark"]
 
 _FILE = click.Path(path_type=Path)
 _WEIGHTS = click.option("--weights", default="auto", help="File of a victim whose weights are not in the package.")
+_PUBLIC = click.option("--public", help="Photographs of the adversary's own, for decoders.  [default: bundled ones]")
 
 
 @click.command()
@@ -87,11 +88,19 @@ def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
 @click.option("--out", type=_FILE, help="The result file.  [default: CARD's name with .json]")
 @click.option("--images", help="Folder with ImageNet's samples: the public half, beside the bundled photographs.")
 @click.option("--hidden", is_flag=True, help="With --images: attack the hidden half too.")
+@_PUBLIC
 @_WEIGHTS
 @click.option("--key", type=_FILE, help="An ed25519 private key in PEM, to sign the result with.")
 @common
 def submit(
-    card: Path, out: Path | None, images: str | None, hidden: bool, weights: str, key: Path | None, as_json: bool
+    card: Path,
+    out: Path | None,
+    images: str | None,
+    hidden: bool,
+    public: str | None,
+    weights: str,
+    key: Path | None,
+    as_json: bool,
 ) -> None:
     """Check the entry of a CARD, measure it on its track, and write a signed result file."""
     from privlab.base import PrivlabError
@@ -107,7 +116,7 @@ def submit(
         result = submitted(
             read_card(card),
             path,
-            Photographs(parts, images, weights),
+            Photographs(parts, images, weights, public),
             key=key,
             say=lambda text: shown.update(f"submission: {text}"),
         )
@@ -124,14 +133,15 @@ def submit(
 @benchmark.command()
 @click.argument("result", type=_FILE)
 @click.option("--count", type=click.IntRange(min=1), default=2, show_default=True, help="Photographs measured again.")
+@_PUBLIC
 @_WEIGHTS
 @common
-def verify(result: Path, count: int, weights: str, as_json: bool) -> None:
+def verify(result: Path, count: int, public: str | None, weights: str, as_json: bool) -> None:
     """Check the signature and the versions of a RESULT, and measure a part of it again, from the file alone."""
     from privlab.benchmark import verify as verified
 
     with err.status("verification"):
-        found = verified(result, images=count, weights=weights)
+        found = verified(result, images=count, weights=weights, public=public)
     if as_json:
         print_json(asdict(found))
         return

@@ -16,6 +16,7 @@ from privlab.admission.admit import admit
 from privlab.base import PrivlabError
 from privlab.defenses import (
     DEFENSES,
+    ExcludeVars,
     GaussianNoise,
     GradientNoise,
     GradientPruning,
@@ -78,6 +79,7 @@ def test_every_defense_is_admitted(name: str, tried: Admit) -> None:
         GradientPruning(keep=1.0),
         GradientQuantisation(dtype="fp16"),
         GradientQuantisation(dtype="bf16"),
+        ExcludeVars(pattern=r"^head\."),
     ],
     ids=repr,
 )
@@ -169,6 +171,15 @@ class Vague(GradientPruning):
 
 
 @dataclass(frozen=True)
+class Leaky(ExcludeVars):
+    """Releases what it says that it withholds."""
+
+    def release(self, gradients: Gradients, draws: Sequence[Generator]) -> dict[str, Tensor]:
+        """Return all of them."""
+        return dict(gradients)
+
+
+@dataclass(frozen=True)
 class OnFeatures:
     """Sends what a function makes of a batch."""
 
@@ -207,6 +218,7 @@ BESIDE = {
     "order that leaves some out": altered(order=lambda f: f.order * 0, moved=lambda f: f.moved | True),
     "an order that moves slots which are not declared as moved": altered(moved=lambda f: f.moved & False),
     "image, which is no released parameter": OnGradients(lambda g, _: g | {"image": torch.zeros(2, 3, 16, 16)}),
+    "head.bias, which it says that it withholds": Leaky(pattern=r"^head\."),
     "pos_embed: NoneType instead": OnGradients(lambda g, _: {k: v for k, v in g.items() if k != "pos_embed"}),
     "of torch.float16 instead of torch.float64": OnGradients(lambda g, _: {k: v.half() for k, v in g.items()}),
     "cls_token of shape (1, 64) instead of (2, 1, 1, 64)": OnGradients(

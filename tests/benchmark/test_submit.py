@@ -1,12 +1,18 @@
 """Submissions: the templates enter as they are, and what may not enter is refused in one line."""
 
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from privlab.benchmark import entries
 from privlab.benchmark.cards import write_template
+from privlab.benchmark.entries import defense_entries
+from privlab.benchmark.measure import PUBLIC_LIMIT, Photographs, specification
+from privlab.benchmark.results import write_result
 from privlab.images import open_images
 
 
@@ -110,6 +116,40 @@ def test_reconstructions_of_the_wrong_images_are_refused(mine: Path, cli: Callab
 
 def test_the_hidden_half_needs_its_folder(mine: Path, cli: Callable[..., Any]) -> None:
     assert "--hidden needs --images" in cli("benchmark", "submit", mine / "my_defense.toml", "--hidden").error
+
+
+def test_the_adversary_s_own_photographs_are_used_and_told(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    for i in range(3):
+        Image.effect_noise((40 + i, 40), 60.0).convert("RGB").save(own / f"{i}.png")
+    how, card = Photographs(public=str(own)), defense_entries("features", ["blur"])[0]
+    asked = specification(card, card.of.cases[0], "c", ["least-squares"], how)
+    assert (asked.public, asked.public_limit) == ((str(own),), PUBLIC_LIMIT)
+    assert specification(card, card.of.cases[0], "c", ["least-squares"], Photographs()).public == ("samples",)
+    names = [sha256((own / f"{i}.png").read_bytes()).hexdigest() for i in range(3)]
+    assert how.public_sha256() == sha256("/".join(names).encode()).hexdigest()
+    assert Photographs().public_sha256() is None
+
+
+def test_a_result_is_verified_with_the_photographs_that_the_adversary_had(
+    mine: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    (blur,) = (each for each in entries() if each.path.stem == "features-blur")
+    path = tmp_path / "blur.json"
+    write_result({**blur.data, "public_sha256": "ab" * 32}, path)
+    said = cli("benchmark", "verify", path).error
+    assert "photographs were those of SHA-256 abababababab…. Found the bundled ones: give their folder by --p" in said
+    said = cli("benchmark", "verify", blur.path, "--public", one_photograph(mine)).error
+    assert "the adversary's own photographs were the bundled ones. Found those of SHA-256 " in said
+
+
+def one_photograph(folder: Path) -> Path:
+    """Return a folder with one photograph."""
+    own = folder / "own"
+    own.mkdir()
+    Image.new("RGB", (40, 40), (9, 99, 199)).save(own / "one.png")
+    return own
 
 
 def test_an_unknown_track_is_told(cli: Callable[..., Any]) -> None:
