@@ -101,19 +101,23 @@ def specification(card: Card, case: TrackCase, setting: str, attacks: Sequence[A
     )
 
 
-def attacks_of(card: Card, case: TrackCase, setting: str, how: Photographs) -> list[str]:
-    """Return those of the track's attacks that can run on a case of it.
+def attacks_of(
+    card: Card, case: TrackCase, setting: str, how: Photographs, attacks: Sequence[Any] | None = None
+) -> list[Any]:
+    """Return those of the attacks that can run on a case of the track.
 
     Args:
         card: that of the defense.
         case: the track's.
         setting: "a" or "c".
         how: the weights of a victim that is not in the package.
+        attacks: made with their options; None for the track's own, by name.
 
     Raises:
         PrivlabError: if none can, or the victim's weights are not the track's.
     """
-    spec = specification(card, case, setting, card.of.attacks, how)
+    asked = list(card.of.attacks if attacks is None else attacks)
+    spec = specification(card, case, setting, asked, how)
     base = victim_of(spec, torch.device("cpu"))
     wanted = card.of.victim(card.victim_name).weights_sha256
     if base.weights.sha256 != wanted:
@@ -125,7 +129,7 @@ def attacks_of(card: Card, case: TrackCase, setting: str, how: Photographs) -> l
     found = {attack.name for group in groups for attack in group.attacks}
     if not found:
         raise PrivlabError(f"No attack of the track '{card.track}' can run: {next(iter(refused.values()))}")
-    return [name for name in card.of.attacks if name in found]
+    return [attack for attack in asked if getattr(attack, "name", attack) in found]
 
 
 def draws_of(card: Card) -> int:
@@ -140,19 +144,29 @@ def measure_defense(card: Card, how: Photographs, out: Path, attacks: Sequence[A
         card: that of the defense, whose class is installed.
         how: its photographs, and the weights of a victim that is not in the package.
         out: folder of the run directories; what they hold already is not run again.
-        attacks: those to run, made with their options; None for the track's own.
+        attacks: those to run, made with their options; None for the track's own. A case where none of these can run is
+            left out, such as the undefended one for an attack on keys.
 
     Raises:
-        PrivlabError: if the photographs, the weights or the attacks do not fit.
+        PrivlabError: if the photographs, the weights or the attacks do not fit, or if no attack runs under the defense.
     """
-    found = []
+    found: list[pd.DataFrame] = []
+    refused: PrivlabError | None = None
     for case in card.of.cases:
         for setting in ("a",) if card.parts == ("none",) else ("a", "c"):
-            used = attacks_of(card, case, setting, how) if attacks is None else attacks
+            try:
+                used = attacks_of(card, case, setting, how, attacks)
+            except PrivlabError as error:
+                if attacks is None:
+                    raise
+                refused = error
+                continue
             for part in how.parts:
                 spec = specification(card, case, setting, used, how)
                 spec = replace(spec, draws=draws_of(card) if setting == "c" else 1)
                 found.append(_run(spec, part, how, out).assign(case=case_label(case, setting)))
+    if refused is not None and not any(rows.setting.eq("c").any() for rows in found):
+        raise refused
     return _kept(pd.concat(found, ignore_index=True), card.of)
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 from privlab.base import PrivlabError, check_range, collect_warnings
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.entries import defense_entries
-from privlab.benchmark.measure import Photographs, attacks_of, remeasure
+from privlab.benchmark.measure import Photographs, attacks_of, case_label, remeasure
 from privlab.benchmark.plugins import check_source, installed
 from privlab.benchmark.results import Result, read_result
 from privlab.benchmark.tracks import TrackCase, photographs
@@ -99,8 +99,9 @@ def _measured_again(result: Result, card: Card, images: int, how: Photographs) -
 def _drawn(
     chance: random.Random, card: Card, images: int, how: Photographs, result: Result, attacks: Sequence[Any] | None
 ) -> pd.DataFrame:
-    case: TrackCase = chance.choice(card.of.cases)
     setting = "a" if card.parts == ("none",) else "c"
+    measured = {*result.rows.case}
+    case: TrackCase = chance.choice([each for each in card.of.cases if case_label(each, setting) in measured])
     draw = chance.randrange(int(result.data.get("draws", 1)))
     hashes, size = list(photographs("bundled")), card.of.client_batch
     batches = [hashes[i : i + size] for i in range(0, len(hashes), size)]

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pandas import DataFrame
 from PIL import Image
 
-from privlab.benchmark import entries
+from privlab.attacks import BlockKey
+from privlab.base import PrivlabError
+from privlab.benchmark import entries, measure
 from privlab.benchmark.cards import write_template
 from privlab.benchmark.entries import defense_entries
-from privlab.benchmark.measure import PUBLIC_LIMIT, Photographs, specification
+from privlab.benchmark.measure import PUBLIC_LIMIT, Photographs, measure_defense, specification
 from privlab.benchmark.results import write_result
+from privlab.evaluation import Specification
 from privlab.images import open_images
 
 
@@ -142,6 +146,22 @@ def test_a_result_is_verified_with_the_photographs_that_the_adversary_had(
     assert "photographs were those of SHA-256 abababababab…. Found the bundled ones: give their folder by --p" in said
     said = cli("benchmark", "verify", blur.path, "--public", one_photograph(mine)).error
     assert "the adversary's own photographs were the bundled ones. Found those of SHA-256 " in said
+
+
+def test_an_attack_is_left_out_of_the_cases_where_it_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ran(spec: Specification, *given: object) -> DataFrame:
+        attack, setting = spec.attacks or (), spec.settings[0]
+        return DataFrame({"attack": [*attack], "setting": setting, "geometry": "in_place", "draw": 0})
+
+    monkeypatch.setattr(measure, "_run", ran)
+    keyed, plain = (defense_entries("gradients", [name])[0] for name in ("block-scrambling", "jigsaw"))
+    found = measure_defense(keyed, Photographs(), tmp_path, [BlockKey()])
+    assert [*found.setting] == ["c"]  # no values are permuted where nothing is defended
+    assert {*measure_defense(plain, Photographs(), tmp_path, ["april"]).setting} == {"a", "c"}
+    with pytest.raises(PrivlabError, match=r"'block-key' needs what this observation does not grant"):
+        measure_defense(plain, Photographs(), tmp_path, [BlockKey()])
 
 
 def one_photograph(folder: Path) -> Path:
