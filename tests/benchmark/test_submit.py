@@ -12,12 +12,15 @@ from PIL import Image
 from privlab.attacks import BlockKey
 from privlab.base import PrivlabError
 from privlab.benchmark import entries, measure
-from privlab.benchmark.cards import write_template
+from privlab.benchmark.cards import parse_card, write_template
 from privlab.benchmark.entries import defense_entries
 from privlab.benchmark.measure import PUBLIC_LIMIT, Photographs, measure_defense, specification
 from privlab.benchmark.results import write_result
 from privlab.evaluation import Specification
 from privlab.images import open_images
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def changed(path: Path, *pairs: tuple[str, str]) -> None:
@@ -160,8 +163,10 @@ def test_an_attack_is_left_out_of_the_cases_where_it_cannot_run(
     found = measure_defense(keyed, Photographs(), tmp_path, [BlockKey()])
     assert [*found.setting] == ["c"]  # no values are permuted where nothing is defended
     assert {*measure_defense(plain, Photographs(), tmp_path, ["april"]).setting} == {"a", "c"}
-    with pytest.raises(PrivlabError, match=r"'block-key' needs what this observation does not grant"):
-        measure_defense(plain, Photographs(), tmp_path, [BlockKey()])
+    text = (ROOT / "experiments/benchmark/cards/updates-exclude-vars.toml").read_text().replace("^head", "^pos_embed|")
+    withheld = parse_card(text, "card", tmp_path)  # undefended, patch-gradient runs
+    with pytest.raises(PrivlabError, match=r"needs what this .* grant: learnable_pe_gradient"):
+        measure_defense(withheld, Photographs(), tmp_path, ["patch-gradient"])
 
 
 def one_photograph(folder: Path) -> Path:
