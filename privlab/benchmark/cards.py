@@ -52,7 +52,8 @@ class Card:
 
     `uses` is the installed name of the class, or of a stack with "+"; `plugin` is a file that holds the class.
     `reconstructions` is a folder, for an attack that is given by its images of the public half; `against` names the
-    defenses that an attack was made for, by their entries. `text` is the card itself, `folder` where it lay.
+    defenses that an attack was made for, by their entries. `releases` is a folder, for a defense that is given by what
+    it released of the bundled photographs. `text` is the card itself, `folder` where it lay.
     """
 
     track: str
@@ -63,6 +64,7 @@ class Card:
     uses: str = ""
     plugin: str = ""
     reconstructions: str = ""
+    releases: str = ""
     victim: str = ""
     against: tuple[str, ...] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class Card:
 
 _WANTED: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(
-        ("track", "version", "kind", "name", "paper", "uses", "plugin", "reconstructions", "victim"), (str,)
+        ("track", "version", "kind", "name", "paper", "uses", "plugin", "reconstructions", "releases", "victim"), (str,)
     ),
     "against": (list,),
     "parameters": (dict,),
@@ -141,6 +143,11 @@ def parse_card(text: str, where: str, folder: Path) -> Card:
         raise PrivlabError(f"{where} does not state {lacking[0]}. A defense states {', '.join(_OF_DEFENSE)}.")
     if given["kind"] == "attack" and bool(given.get("reconstructions")) and len(given.get("against", ())) != 1:
         raise PrivlabError(f'{where}: reconstructions are of one defense: name its entry, against = ["NAME"].')
+    if given.get("releases") and (given["kind"], given["track"]) != ("defense", "gradients"):
+        raise PrivlabError(
+            f"{where}: recorded releases are of a defense on the track 'gradients'. Found an entry of kind "
+            f"'{given['kind']}' on the track '{given['track']}'."
+        )
     if isinstance(given.get("epsilon"), str) and given["epsilon"] != "none":
         raise PrivlabError(f"{where}: epsilon must be a number or \"none\". Found '{given['epsilon']}'.")
     card = Card(

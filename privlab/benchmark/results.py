@@ -26,6 +26,9 @@ FORMAT = 1
 _DECIMALS = 3
 """How many decimals of a score a result file keeps."""
 
+_INFINITE = ("inf", "-inf")
+"""How JSON has infinite scores."""
+
 _NEEDED = (
     "format",
     "track",
@@ -72,7 +75,7 @@ def to_rows(records: pd.DataFrame) -> dict[str, Any]:
         kinds = list(dict.fromkeys(values))
         if len(kinds) == 1:
             columns[name] = {"all": kinds[0]}
-        elif any(isinstance(value, str) and value not in ("inf", "-inf") for value in kinds):
+        elif any(isinstance(value, str) and value not in _INFINITE for value in kinds):
             place = {value: i for i, value in enumerate(kinds)}
             columns[name] = {"of": kinds, "codes": [place[value] for value in values]}
         else:
@@ -103,7 +106,7 @@ def from_rows(given: Mapping[str, Any]) -> pd.DataFrame:
             values = [column["of"][code] for code in column["codes"]] if "codes" in column else column["each"]
         if len(values) != given["count"]:
             raise PrivlabError(f"The column {name} of a result has {len(values)} of {given['count']} values.")
-        numbers = "each" in column or isinstance(column.get("all"), int | float)
+        numbers = "each" in column or isinstance(column.get("all"), int | float) or column.get("all") in _INFINITE
         found[name] = pd.Series([math.nan if v is None else float(v) for v in values] if numbers else values)
         if not numbers:
             found[name] = found[name].astype(object).where(found[name].notna(), None)

@@ -14,7 +14,7 @@ from privlab.base import PrivlabError, collect_warnings, options_of, versions
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.entries import defense_entries
 from privlab.benchmark.fidelity import fidelity
-from privlab.benchmark.given_images import reconstructions
+from privlab.benchmark.given import measure_releases, reconstructions, releases_sha256
 from privlab.benchmark.measure import Photographs, draws_of, measure_defense, specification
 from privlab.benchmark.pictures import pictures
 from privlab.benchmark.plugins import installed, source_of_plugin
@@ -55,7 +55,7 @@ def submit(
     folder = out.with_suffix(".runs") if runs is None else runs
     with installed(card, source), collect_warnings([]):
         say("admission")
-        checks = [] if card.track == "weights" or card.reconstructions else _admit(card)
+        checks = [] if card.track == "weights" or card.reconstructions or card.releases else _admit(card)
         say("measurement")
         measured = _of_keys(card) if card.track == "weights" else _measured(card, how, folder, say)
     data = {
@@ -108,6 +108,8 @@ def _admit(card: Card) -> tuple[Check, ...]:
 
 
 def _of_defense(card: Card, how: Photographs, folder: Path, say: Say) -> dict[str, Any]:
+    if card.releases:
+        return _of_releases(card, how, folder)
     records = measure_defense(card, how, folder)
     judged = judge(records, card.of)
     parts = instances(card)
@@ -119,6 +121,17 @@ def _of_defense(card: Card, how: Photographs, folder: Path, say: Say) -> dict[st
         "rows": to_rows(records),
         "pictures": pictures(folder, judged, card.of),
     }
+
+
+def _of_releases(card: Card, how: Photographs, folder: Path) -> dict[str, Any]:
+    if how != Photographs():
+        raise PrivlabError(
+            f"Entry '{card.name}' holds releases of the bundled photographs alone: leave out --images, --public and "
+            "--weights."
+        )
+    records = measure_releases(card, folder)
+    told = {"utility": None, "draws": 1, "releases_sha256": releases_sha256(card)}
+    return {"judged": judge(records, card.of).as_json(), **told, "rows": to_rows(records)}
 
 
 def _of_attack(card: Card, how: Photographs, folder: Path, say: Say) -> dict[str, Any]:

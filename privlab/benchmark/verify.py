@@ -64,10 +64,9 @@ def verify(path: Path, *, images: int = 2, weights: str = "auto", public: str | 
     with installed(card, source), collect_warnings([]):
         if card.track == "weights":
             return _compared(result, measure_keys(card).assign(draw=0), result.rows.assign(draw=0), card)
-        if card.reconstructions:
-            raise PrivlabError(
-                f"{path}: reconstructions cannot be made again; the signature and the versions are right."
-            )
+        if card.reconstructions or card.releases:
+            what = "reconstructions" if card.reconstructions else "recorded releases"
+            raise PrivlabError(f"{path}: {what} cannot be made again; the signature and the versions are right.")
         how = Photographs(weights=weights, public=public)
         _check_public(result, how)
         again = _measured_again(result, card, images, how)

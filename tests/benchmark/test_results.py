@@ -17,6 +17,7 @@ RECORDS = pd.DataFrame(
     {
         "attack": ["april", "april", "control:mean"],
         "psnr": [12.34567, np.inf, np.nan],
+        "exact": [np.inf] * 3,
         "draw": [0, 1, 0],
         "reason": [None, "nothing", None],
         "release": ["gradients"] * 3,
@@ -54,6 +55,7 @@ def key(tmp_path: Path) -> Path:
 def test_rows_come_back_with_three_decimals() -> None:
     found = from_rows(json.loads(json.dumps(to_rows(RECORDS), allow_nan=False)))
     assert found.psnr.tolist()[:2] == [12.346, np.inf]
+    assert found.exact.tolist() == [np.inf] * 3
     assert found.psnr.isna().tolist() == [False, False, True]
     assert found.reason.tolist() == [None, "nothing", None]
     assert found.attack.tolist() == RECORDS.attack.tolist()

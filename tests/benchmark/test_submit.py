@@ -19,7 +19,6 @@ from privlab.benchmark.results import write_result
 from privlab.evaluation import Specification
 from privlab.images import open_images
 
-
 ROOT = Path(__file__).parents[2]
 
 
