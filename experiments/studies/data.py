@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from scipy.stats import bootstrap
 from torch import Generator, Tensor, nn
 
 from privlab.base import PrivlabError, write_whole
@@ -22,7 +24,7 @@ from privlab.threat import Draws
 from privlab.victims import VictimModel
 
 __all__ = ["FineTuning", "Images", "check_folder", "fresh_head", "load_split", "loss_of", "new_draws"]
-__all__ += ["write_facts", "write_tables"]
+__all__ += ["mean_interval", "write_facts", "write_tables"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,3 +144,17 @@ def write_facts(path: Path, facts: Any) -> None:  # noqa: ANN401  # what JSON ca
     """Write what a study found as JSON."""
     text = json.dumps(facts, indent=1, ensure_ascii=False)
     write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+
+
+def mean_interval(values: Float[np.ndarray, " images"], seed: int) -> dict[str, float | None]:
+    """Return the ends of the 95 % percentile bootstrap interval of the mean, `low` and `high`; None for a single image.
+
+    Args:
+        values: a score of each image.
+        seed: seed of the 2000 resamples.
+    """
+    if len(values) < 2:
+        return {"low": None, "high": None}
+    options: dict[str, Any] = {"n_resamples": 2000, "method": "percentile", "random_state": np.random.default_rng(seed)}
+    ends = bootstrap((values,), np.mean, **options).confidence_interval
+    return {"low": float(ends.low), "high": float(ends.high)}

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
-from scipy.stats import bootstrap
 from torch import Tensor
 
 from privlab.base import (
@@ -21,7 +20,7 @@ from privlab.base import (
     versions,
     write_whole,
 )
-from privlab.experiments.studies.data import write_facts
+from privlab.experiments.studies.data import mean_interval, write_facts
 from privlab.images import Chunk, Preprocessing, batches, open_images
 from privlab.metrics import adjacent_share, placed_share
 from privlab.patches import jigsaw, patchify
@@ -181,14 +180,5 @@ def _means(records: pd.DataFrame, seed: int) -> list[dict[str, Any]]:
     for (gamma, solver), found in records.groupby(["gamma", "solver"], sort=False):  # pyright: ignore[reportGeneralTypeIssues]
         placed = found["placed"].to_numpy()
         means = {name: float(found[name].mean()) for name in ("placed", "neighbours", "seconds", "moved")}
-        cells.append({"gamma": gamma, "solver": solver, **_interval(placed, seed)} | means)
+        cells.append({"gamma": gamma, "solver": solver, **mean_interval(placed, seed)} | means)
     return cells
-
-
-def _interval(placed: Float[np.ndarray, " images"], seed: int) -> dict[str, float | None]:
-    """Return the ends of the 95 % percentile bootstrap interval of the mean; None for a single image."""
-    if len(placed) < 2:
-        return {"low": None, "high": None}
-    options: dict[str, Any] = {"n_resamples": 2000, "method": "percentile", "random_state": np.random.default_rng(seed)}
-    ends = bootstrap((placed,), np.mean, **options).confidence_interval
-    return {"low": float(ends.low), "high": float(ends.high)}

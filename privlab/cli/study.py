@@ -210,6 +210,61 @@ def placement(gammas: str, solvers: str, out: Path, as_json: bool, **options: An
     err.print(f"records: {out}", markup=False)
 
 
+@study.command("jigsaw")
+@click.option("--images", required=True, help="samples, a folder, a Parquet file, a data set.")
+@click.option("--split", help="Of a folder or a data set.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use N images.")
+@click.option("--every", type=click.IntRange(min=1), help="Use every K-th image, before --limit.")
+@click.option("--offset", type=click.IntRange(min=0), help="Leave out the first J images, before --limit.")
+@click.option("--public", help="Photographs of the adversary, for odds+slots; those among --images are left out.")
+@click.option("--public-limit", type=click.IntRange(min=1), default=200, show_default=True, help="Use N of them.")
+@click.option(
+    "--protocol",
+    "protocols",
+    default="3x3,3x3-gap11,3x3-gap21,14x14",
+    show_default=True,
+    metavar="NAMES",
+    help="With commas: 3x3, 3x3-gap11, 3x3-gap21, jpwleg-3, jpwleg-5, 7x7, 14x14, or GxG@SIDE-GAP.",
+)
+@click.option("--missing", default="0", show_default=True, help="Numbers of missing pieces, with commas.")
+@click.option("--known", type=click.IntRange(min=0), default=0, show_default=True, help="Pieces of known place.")
+@click.option("--noise", type=float, default=0.0, show_default=True, help="Standard deviation on a pixel in [0, 1].")
+@click.option("--solvers", default="border,odds,odds+slots", show_default=True, help="With commas.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--figures", type=click.Choice(["svg", "png", "pdf"]), default="svg", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the study.")
+@common
+def jigsaw(
+    protocols: str,
+    missing: str,
+    solvers: str,
+    figures: str,
+    out: Path,
+    as_json: bool,
+    **options: Any,  # noqa: ANN401
+) -> None:
+    """Solve the jigsaws of other papers: eroded borders, missing pieces, their figures beside."""
+    from privlab.experiments.studies.jigsaw import JigsawStudy, to_rows
+    from privlab.experiments.studies.jigsaw import study as run
+    from privlab.report.figures import draw_jigsaw
+
+    plan = JigsawStudy(
+        protocols=tuple(protocols.split(",")),
+        missing=_counts("--missing", missing),
+        solvers=tuple(solvers.split(",")),
+        **options,
+    )
+    facts = run(plan, out, say=lambda line: err.print(line, markup=False))
+    path = draw_jigsaw(out, figures)
+    if as_json:
+        print_json(facts | {"figure": str(path)})
+        return
+    print_rows(to_rows(facts), as_json=False)
+    for row in facts["published"]:
+        click.echo(f"{row['method']}, {row['protocol']}: {row['setting']}. {row['found']}.")
+    err.print(f"Figure: {path}", markup=False)
+
+
 @study.command("noise-bound")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--images", required=True, help="The photographs of the run: samples, a folder, a data set.")
@@ -295,3 +350,11 @@ def _numbers(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise PrivlabError(f"--gamma takes numbers in (0, 1] with commas between them. Found '{text}'.") from error
+
+
+def _counts(option: str, text: str) -> tuple[int, ...]:
+    """Return the whole numbers of a comma-separated list."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise PrivlabError(f"{option} takes whole numbers with commas between them. Found '{text}'.") from error

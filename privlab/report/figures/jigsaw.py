@@ -1,0 +1,71 @@
+"""The shares of pieces that solvers place in each jigsaw, from `privlab study jigsaw`, and what papers print."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from privlab.base import PrivlabError
+from privlab.report.figures.gamma import check_ending, write_figure
+from privlab.report.figures.style import MARKERS, PALETTE, canvas, dress, figure_style
+
+__all__ = ["draw_jigsaw"]
+
+_ROW = 0.19
+"""Height of a jigsaw's row, in inches."""
+
+
+def draw_jigsaw(out: Path, kind: str = "svg") -> Path:
+    """Draw a row for each protocol and number of missing pieces: the share placed by each solver, and by others.
+
+    Args:
+        out: folder of the study.
+        kind: svg, png or pdf.
+
+    Returns:
+        The figure's file, `jigsaw.KIND` in the folder.
+
+    Raises:
+        PrivlabError: if there is no study, or the file cannot be written.
+    """
+    path = out / f"jigsaw.{kind}"
+    check_ending(path)
+    if not (out / "facts.json").is_file():
+        raise PrivlabError(f"'{out}' holds no study of jigsaws (facts.json): run `privlab study jigsaw`.")
+    facts = json.loads((out / "facts.json").read_text(encoding="utf-8"))
+    keys = list(dict.fromkeys((cell["protocol"], cell["missing"]) for cell in facts["cells"]))
+    with figure_style():
+        figure, ax = canvas()
+        handles = []
+        for i, name in enumerate(dict.fromkeys(cell["solver"] for cell in facts["cells"])):
+            own = [cell for cell in facts["cells"] if cell["solver"] == name]
+            y = np.array([keys.index((cell["protocol"], cell["missing"])) for cell in own]) + 0.22 * (i - 1)
+            share = [100 * cell["placed"] for cell in own]
+            for at, cell in zip(y, own, strict=True):
+                if cell["low"] is not None:
+                    ax.plot([100 * cell["low"], 100 * cell["high"]], [at, at], color=PALETTE[i], linewidth=0.8)
+            handles += ax.plot(share, y, color=PALETTE[i], marker=MARKERS[i], linestyle="none", label=name)
+        theirs = {}
+        for row in facts["published"]:
+            theirs.setdefault(row["method"], []).append((row["placed"], keys.index((row["protocol"], row["missing"]))))
+        for i, (name, points) in enumerate(theirs.items()):
+            handles += ax.plot(
+                *zip(*points, strict=True),
+                marker="xv^P"[i % 4],
+                color="black",
+                fillstyle="none",
+                linestyle="none",
+                label=f"{name}, theirs",
+            )
+        ax.set_yticks(range(len(keys)), [name if not gone else f"{name}, {gone} missing" for name, gone in keys])
+        ax.invert_yaxis()
+        ax.set_xlim(0, 102)
+        ax.grid(axis="x")
+        ax.set_xlabel("pieces placed (%)")
+        said = (
+            f"{facts['images']} photographs. Bars: 95 % bootstrap intervals of the mean. Figures of others are on "
+            "their images and borders."
+        )
+        dress(figure, 0.3 + _ROW * len(keys), handles, [said])
+    write_figure(figure, path)
+    return path
