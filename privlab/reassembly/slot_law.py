@@ -82,10 +82,7 @@ def fit_slots(puzzles: Float[Tensor, "b n c p p"]) -> SlotLaw:
     mean = X.mean(0)  # n × d
     apart = (X - mean).flatten(0, 1)
     covariance = apart.mT @ apart / len(apart)
-    covariance += (
-        RIDGE
-        * covariance.diagonal().mean().clamp_min(FAINT)
-        * torch.eye(len(covariance), dtype=X.dtype, device=X.device)
-    )
+    floor = RIDGE * covariance.diagonal().mean().clamp_min(FAINT)
+    covariance += floor * torch.eye(len(covariance), dtype=X.dtype, device=X.device)
     weight = torch.linalg.solve(covariance, mean.mT)
     return SlotLaw(weight.to(puzzles.dtype), (-(mean * weight.mT).sum(1) / 2).to(puzzles.dtype))
