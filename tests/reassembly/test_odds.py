@@ -59,6 +59,7 @@ def test_odds_refuse_what_has_no_neighbour(present: tuple[int, ...], sharpness: 
 def test_all_arrangements_are_tried(anchored: tuple[int, ...]) -> None:
     grid, n = (2, 3), 6
     costs, places = drawn(n) - 0.5, drawn(n, 1)[0] - 0.5
+    places[0, 0] = 9  # what is known to be there must stay, however much else costs less
     anchors = torch.zeros(n, dtype=torch.bool)
     anchors[list(anchored)] = True
 

@@ -1,4 +1,4 @@
-"""The shares of pieces that solvers place in each jigsaw, from `privlab study jigsaw`, and what papers print."""
+"""What two studies measured beside what others say: `privlab study noise-bound` and `privlab study jigsaw`."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,59 @@ from pathlib import Path
 import numpy as np
 
 from privlab.base import PrivlabError
+from privlab.metrics import success_bound
 from privlab.report.figures.gamma import check_ending, write_figure
 from privlab.report.figures.style import MARKERS, PALETTE, canvas, dress, figure_style
 
-__all__ = ["draw_jigsaw"]
+__all__ = ["draw_bound", "draw_jigsaw"]
+
+_HEIGHT = 1.6
+"""Height of the axes of the bound, in inches."""
 
 _ROW = 0.19
 """Height of a jigsaw's row, in inches."""
+
+
+def draw_bound(out: Path, kind: str = "svg") -> Path:
+    """Draw the shares of successes in one release against the noise multiplier, with their intervals and the bounds.
+
+    Raises:
+        PrivlabError: if there is no study, or the file cannot be written.
+    """
+    path = out / f"bound.{kind}"
+    check_ending(path)
+    if not (out / "facts.json").is_file():
+        raise PrivlabError(f"'{out}' holds no study of noise (facts.json): run `privlab study noise-bound`.")
+    facts = json.loads((out / "facts.json").read_text(encoding="utf-8"))
+    rows = [row | {"attack": row.get("attack", "identification")} for row in (*facts["attacks"], *facts["games"])]
+    rows = [row for row in rows if row["releases"] == 1 and row["multiplier"] > 0]
+    ends = [row["multiplier"] for row in rows]
+    σ = np.geomspace(min(ends), max(ends), 200)
+    with figure_style():
+        figure, ax = canvas()
+        handles = []
+        for line, κ, name in (("-", facts["prior"], "bound"), (":", 1 / facts["photographs"], "bound, identification")):
+            handles += ax.plot(σ, [success_bound(κ, s) for s in σ], line, color="black", label=name)
+        for i, name in enumerate(dict.fromkeys(row["attack"] for row in rows)):
+            own = [row for row in rows if row["attack"] == name]
+            share = np.array([row["share"] for row in own])
+            sides = np.array([[row["share"] - row["low"], row["high"] - row["share"]] for row in own]).T
+            at = [row["multiplier"] for row in own]
+            color = PALETTE[i]
+            ax.errorbar(at, share, yerr=np.abs(sides), fmt="none", ecolor=color, elinewidth=0.6)
+            handles += ax.plot(at, share, color=color, marker=MARKERS[i], linestyle="none", label=name)
+        ax.set_xscale("log")
+        ax.set_ylim(-0.03, 1.03)
+        ax.grid(axis="y")
+        ax.set_xlabel("noise multiplier")
+        ax.set_ylabel("share of successes")
+        said = (
+            f"Success: PSNR of {facts['psnr']:g} dB or more; identification: which of {facts['photographs']} "
+            "photographs it is. Bars: 95 % Clopper-Pearson intervals. Bound: Hayes et al. (2023), one release."
+        )
+        dress(figure, _HEIGHT, handles, [said])
+    write_figure(figure, path)
+    return path
 
 
 def draw_jigsaw(out: Path, kind: str = "svg") -> Path:
