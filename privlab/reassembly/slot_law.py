@@ -82,7 +82,6 @@ def fit_slots(puzzles: Float[Tensor, "b n c p p"]) -> SlotLaw:
     mean = X.mean(0)  # n × d
     apart = (X - mean).flatten(0, 1)
     covariance = apart.mT @ apart / len(apart)
-    floor = RIDGE * covariance.diagonal().mean().clamp_min(FAINT)
-    covariance += floor * torch.eye(len(covariance), dtype=X.dtype, device=X.device)
-    weight = torch.linalg.solve(covariance, mean.mT)
+    covariance += RIDGE * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=X.dtype, device=X.device)
+    weight = torch.linalg.pinv(covariance, hermitian=True) @ mean.mT  # photographs of one colour tell nothing
     return SlotLaw(weight.to(puzzles.dtype), (-(mean * weight.mT).sum(1) / 2).to(puzzles.dtype))

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +28,7 @@ def draw_bound(out: Path, kind: str = "svg") -> Path:
     """
     path = out / f"bound.{kind}"
     check_ending(path)
-    if not (out / "facts.json").is_file():
-        raise PrivlabError(f"'{out}' holds no study of noise (facts.json): run `privlab study noise-bound`.")
-    facts = json.loads((out / "facts.json").read_text(encoding="utf-8"))
+    facts = _facts(out, "noise", "noise-bound")
     rows = [row | {"attack": row.get("attack", "identification")} for row in (*facts["attacks"], *facts["games"])]
     rows = [row for row in rows if row["releases"] == 1 and row["multiplier"] > 0]
     ends = [row["multiplier"] for row in rows]
@@ -76,9 +75,7 @@ def draw_jigsaw(out: Path, kind: str = "svg") -> Path:
     """
     path = out / f"jigsaw.{kind}"
     check_ending(path)
-    if not (out / "facts.json").is_file():
-        raise PrivlabError(f"'{out}' holds no study of jigsaws (facts.json): run `privlab study jigsaw`.")
-    facts = json.loads((out / "facts.json").read_text(encoding="utf-8"))
+    facts = _facts(out, "jigsaws", "jigsaw")
     keys = list(dict.fromkeys((cell["protocol"], cell["missing"]) for cell in facts["cells"]))
     with figure_style():
         figure, ax = canvas()
@@ -115,3 +112,11 @@ def draw_jigsaw(out: Path, kind: str = "svg") -> Path:
         dress(figure, 0.3 + _ROW * len(keys), handles, [said])
     write_figure(figure, path)
     return path
+
+
+def _facts(out: Path, what: str, command: str) -> dict[str, Any]:
+    """Return what a study found."""
+    path = out / "facts.json"
+    if not path.is_file():
+        raise PrivlabError(f"'{out}' holds no study of {what} (facts.json): run `privlab study {command}`.")
+    return json.loads(path.read_text(encoding="utf-8"))
