@@ -1,4 +1,4 @@
-"""`round-unrolling`: the images of a round of several steps, one after the other, each step made again and taken off."""
+"""`round-unrolling`: the images of a round of several steps, one by one: each step is made again and taken off."""
 
 import copy
 from collections.abc import Mapping

@@ -4,12 +4,12 @@ from .context import complete_tokens as complete_tokens
 from .context import embed_tokens as embed_tokens
 from .context import slots_by_law as slots_by_law
 from .equations import Separated as Separated
+from .equations import outside as outside
 from .equations import separate as separate
 from .grouping import by_image as by_image
 from .grouping import group_patches as group_patches
 from .grouping import memberships as memberships
 from .places import place_patches as place_patches
-from .equations import outside as outside
 from .search import FC1 as FC1
 from .search import FC2 as FC2
 from .search import TokenSearch as TokenSearch

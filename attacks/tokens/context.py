@@ -33,6 +33,10 @@ _ROUNDS = 60
 _STEPS, _FIRST_DAMPING = 25, 1e-2
 """The most steps of the Levenberg-Marquardt method for a missing token, and the damping that it starts with."""
 
+_FOUND, _LEAST_DECREASE, _MOST_IDLE = 0.01, 0.05, 4
+"""The root of the cost below which a start has found a token, and the share by which one of the starts must lower its
+cost within so many steps for their search to go on."""
+
 _TRIED = 3
 """Results of a slot's starts, least residual first, that are refined as tokens: further ones were wrong where these
 were."""
@@ -68,7 +72,7 @@ class Embeddings(NamedTuple):
         heard, base, V = reads.heard, b + pe, Y @ W.mT
         unheard = block.norm1.weight[:, None] * torch.linalg.svd(heard, full_matrices=True).Vh[len(heard) :].mT
         U, S, Vh = torch.linalg.svd(V @ unheard, full_matrices=True)
-        k = min(int((S > _TOLD * S.amax()).sum()), len(Y) - 1) if len(S) else 0
+        k = min(int((_TOLD * S.amax() < S).sum()), len(Y) - 1) if len(S) else 0
         told = -(base @ unheard) @ Vh[:k].mT / S[:k] @ U[:, :k].mT
         return cls(base + told @ V, torch.linalg.qr((U[:, k:].mT @ V).mT).Q)
 
@@ -119,7 +123,7 @@ def embed_tokens(
     around: Float[Tensor, "n n"],
     z: Float[Tensor, "n d"],
 ) -> Float[Tensor, "n d"]:
-    """Return the embedded patches of tokens u_n = LN(z_n + a_n): s t_n = z_n + a_n, solved and a = attention(z) in turn.
+    """Return the embedded patches of tokens: s t_n = z_n + a_n is solved for z and s, and a = attention(z), in turn.
 
     Patches without a token are the mean of those around them.
 
@@ -256,7 +260,7 @@ class _Search:
             return r, of_h * slope, r.square().sum(1)
 
         r, slope, cost = residual(u)
-        λ = torch.full_like(cost, _FIRST_DAMPING)
+        λ, idle = torch.full_like(cost, _FIRST_DAMPING), torch.zeros_like(cost, dtype=torch.long)
         for _ in range(_STEPS):
             J_u = of_u * vmap(jacfwd(token))(c)  # s × d × r
             J_h = slope[..., None] * (self.mlp.W1 @ (J_u / of_u))
@@ -268,11 +272,14 @@ class _Search:
             next_u = vmap(token)(next_c)
             next_r, next_slope, next_cost = residual(next_u)
             better = next_cost < cost  # false for nan
+            idle = torch.where(next_cost < (1 - _LEAST_DECREASE) * cost, 0, idle + 1)
             c, u, r, slope = (
                 torch.where(better[:, None], new, old)
                 for new, old in ((next_c, c), (next_u, u), (next_r, r), (next_slope, slope))
             )
             cost, λ = torch.where(better, next_cost, cost), torch.where(better, λ / 5, λ * 4)
+            if float(cost.min()) < _FOUND**2 or int(idle.min()) >= _MOST_IDLE:
+                break
         return u[cost.argsort()[:_TRIED]].double()
 
     def _token(self, z: Tensor, k: Tensor, v: Tensor) -> Tensor:
