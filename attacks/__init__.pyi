@@ -22,8 +22,8 @@ from .gradients.patch_gradient import PatchGradient as PatchGradient
 from .gradients.patch_gradient_adaptive import PatchGradientAdaptive as PatchGradientAdaptive
 from .gradients.patch_gradient_prior import PatchGradientPrior as PatchGradientPrior
 from .gradients.patch_update import PatchUpdate as PatchUpdate
-from .gradients.round_unrolling import RoundUnrolling as RoundUnrolling
 from .gradients.token_separation import TokenSeparation as TokenSeparation
 from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks
+from .updates.round_unrolling import RoundUnrolling as RoundUnrolling
 from .weights.weight_matching import WeightMatching as WeightMatching

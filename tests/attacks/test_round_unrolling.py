@@ -8,7 +8,6 @@ import torch
 from torch import Generator, Tensor
 from torch.testing import assert_close
 
-from privlab.attacks.gradients.round_unrolling import RoundUnrolling
 from privlab.attacks.rows import known_tokens
 from privlab.attacks.tokens import (
     FC1,
@@ -23,6 +22,7 @@ from privlab.attacks.tokens import (
     separate,
     slots_by_law,
 )
+from privlab.attacks.updates.round_unrolling import RoundUnrolling
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.evaluation import unread
 from privlab.metrics import psnr
