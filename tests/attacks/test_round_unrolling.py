@@ -53,6 +53,7 @@ def stored(crops: Tensor, count: int, side: int) -> Tensor:
     return cut[cut.std((1, 2, 3)).argsort(descending=True)[: 9 * count : 9]].double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -70,6 +71,7 @@ def test_all_images_of_a_round_are_exact(tiny_model: Model, crops: Tensor, setti
     assert (psnr(found.images, images) > 150).all()  # and they come in the order of the steps
 
 
+@pytest.mark.slow
 def test_later_passes_are_not_needed(tiny_model: Model, crops: Tensor) -> None:
     images = stored(crops, 2, 8)
     found = RoundUnrolling(**QUICK)(seen_of(tiny_model(img_size=8), images, lr=0.1, epochs=2)).images
