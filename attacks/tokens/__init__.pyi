@@ -1,4 +1,10 @@
+from .context import Embeddings as Embeddings
+from .context import ImageTokens as ImageTokens
+from .context import complete_tokens as complete_tokens
+from .context import embed_tokens as embed_tokens
+from .context import slots_by_law as slots_by_law
 from .equations import Separated as Separated
+from .equations import outside as outside
 from .equations import separate as separate
 from .grouping import by_image as by_image
 from .grouping import group_patches as group_patches
@@ -7,6 +13,7 @@ from .places import place_patches as place_patches
 from .search import FC1 as FC1
 from .search import FC2 as FC2
 from .search import TokenSearch as TokenSearch
+from .sharpening import sharpen_coordinates as sharpen_coordinates
 from .slots import PROJ as PROJ
 from .slots import QKV as QKV
 from .slots import Reads as Reads

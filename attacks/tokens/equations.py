@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from privlab.attacks.tokens.refinement import FAR, refine, settle
 from privlab.attacks.tokens.spans import Mlp, Near, Spans, normalise
 
-__all__ = ["Separated", "separate"]
+__all__ = ["Separated", "outside", "remaining", "separate"]
 
 _FIRST_TOLERANCE = 1e-5
 """The largest residual of the first tokens; it grows tenfold, up to the caller's tolerance, when no more are found."""
@@ -58,6 +58,7 @@ def separate(
     tolerance: float,
     near: Near | None = None,
     usual: Float[Tensor, "p d"] | None = None,
+    most: int | None = None,
 ) -> Separated:
     """Find the up to `count` tokens u_n whose products make up G1 = ∂ℓ/∂W₁ and G2 = ∂ℓ/∂W₂.
 
@@ -81,19 +82,22 @@ def separate(
         near: guesses of some tokens, from which these are found together.
         usual: tokens of other images. Half of the starts of each round are some of them, within the span: nearer to
             tokens than points that are drawn at random.
+        most: the tokens after which the search ends, where only some of the products are of this MLP's weights; None
+            for all of them.
 
     Source: ours; the sums are the chain rule, batch and tokens alike.
     """
     G1, G2 = G1.double(), G2.double()
     whole = rest = Spans.of(G1, G2, count)
     count = len(whole.u)
+    most = count if most is None else min(most, count)
     found, residual = G1.new_zeros(0, G1.shape[1]), G1.new_zeros(0)
     ε, δ = found, G1.new_zeros(0, len(G1))
     idle, limit, rough = 0, _FIRST_TOLERANCE, mlp.to(torch.float32)
     for number in range(rounds):
         if idle == _MOST_IDLE and limit < tolerance:
             limit, idle = min(10 * limit, tolerance), 0
-        if len(found) == count or idle == _MOST_IDLE:
+        if len(found) == most or idle == _MOST_IDLE:
             break
         if near is not None and number == 0:
             new = refine_guesses(mlp, whole, near, starts, steps, tolerance)
@@ -108,7 +112,7 @@ def separate(
             new = distinct(mlp, whole, α, limit, _twin(limit))
         if len(found):
             new = new[(_unit(new) @ _unit(found).mT).amax(1) < _twin(limit)]
-        new = new[: count - len(found)]
+        new = new[: most - len(found)]
         few = starts // _STARTS_PER_TOKEN if limit < tolerance else 0
         idle = 0 if len(new) > few else idle + 1
         if len(new):
@@ -119,7 +123,29 @@ def separate(
             rest = whole.without(G1 - Q_δ @ (Q_δ.mT @ G1), G2 - Q_ε @ (Q_ε.mT @ G2), count - len(found))
     if len(found):
         residual = outside(mlp, whole, found @ whole.u.mT)
-    return Separated(found, residual, count)
+    return Separated(found, residual, most)
+
+
+def remaining(
+    mlp: Mlp,
+    whole: Spans,
+    G1: Float[Tensor, "m d"],
+    G2: Float[Tensor, "d m"],
+    found: Float[Tensor, "f d"],
+) -> Spans:
+    """Return the spans of what found tokens leave of both gradients.
+
+    Args:
+        mlp: the MLP whose inputs the tokens are.
+        whole: spans of the whole gradients.
+        G1: the gradient of the first layer's weight, in float64.
+        G2: the gradient of the second layer's weight, in float64.
+        found: the tokens that are known.
+    """
+    if not len(found):
+        return whole
+    Q_ε, Q_δ = (torch.linalg.qr(each.mT).Q for each in backward(mlp, whole, found))
+    return whole.without(G1 - Q_δ @ (Q_δ.mT @ G1), G2 - Q_ε @ (Q_ε.mT @ G2), len(whole.u) - len(found))
 
 
 def start(mlp: Mlp, spans: Spans, number: int, draw: Generator) -> Float[Tensor, "s n"]:

@@ -11,7 +11,7 @@ from privlab.attacks.tokens.slots import Linear, Slots, projection
 from privlab.base import linear_sum_assignment
 from privlab.victims import PreNormBlock, VictimModel
 
-__all__ = ["by_image", "group_patches", "memberships"]
+__all__ = ["by_image", "group_patches", "heads", "memberships"]
 
 _RIDGE = 1e-5
 """Weight, relative to the equations', that draws a share to 1/B; it decides for tokens that receive no attention."""
@@ -74,7 +74,7 @@ def memberships(
     """
     attn, p, f = block.attn, len(prefix), len(z)
     assert isinstance(attn, Attention)
-    q, k, v = _heads(block, torch.cat([prefix, z, asking]))
+    q, k, v = heads(block, torch.cat([prefix, z, asking]))
     k, v = k[:, : p + f], v[:, : p + f]
     weight = (q[:, p + f :] @ k.mT * attn.scale).softmax(-1)
     o = mixed.view(len(asking), attn.num_heads, attn.head_dim).transpose(0, 1)
@@ -122,8 +122,13 @@ def group_patches(
     return group
 
 
-def _heads(block: PreNormBlock, z: Float[Tensor, "t d"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values of tokens, head by head."""
+def heads(block: PreNormBlock, z: Float[Tensor, "t d"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of tokens, head by head: each is h × t × d/h.
+
+    Args:
+        block: the first block, whose attention is timm's own.
+        z: embedded tokens, before the block.
+    """
     attn = block.attn
     assert isinstance(attn, Attention)
     q, k, v = attn.qkv(block.norm1(z)).view(len(z), 3, attn.num_heads, attn.head_dim).permute(1, 2, 0, 3)

@@ -58,6 +58,7 @@ class TokenSearch:
         count: int,
         near: Near | None = None,
         usual: Float[Tensor, "p d"] | None = None,
+        most: int | None = None,
     ) -> Separated:
         """Find the tokens of one release, from guesses first; none, if they are not fewer than the model's width.
 
@@ -68,6 +69,7 @@ class TokenSearch:
             count: number of tokens in the release: those of all its images, class and register tokens included.
             near: guesses of some tokens, with what is known of each.
             usual: tokens of other images, from which half of the starts are taken.
+            most: the tokens after which the search ends; None for all of them.
 
         Warns:
             PrivlabWarning: if `count` is not less than the width.
@@ -93,6 +95,7 @@ class TokenSearch:
             tolerance=self.tolerance,
             near=near,
             usual=usual,
+            most=most,
         )
 
     def counts(self, tokens: Sequence[Separated]) -> dict[str, Int[Tensor, " b"]]:

@@ -155,8 +155,10 @@ def unread(
         client: the public settings, None where gradients or features are released.
         filtered: whether a defense acts on the update, in whose units its parameters are: it is no gradient then.
     """
-    if client is None or client.optimiser in (optimisers := attack_declarations(attack).updates_of):
-        return None
+    declared = attack_declarations(attack)
+    if client is None or client.optimiser in (optimisers := declared.updates_of):
+        refusal = None if client is None else declared.refuses(client)
+        return refusal and f"Attack '{attack.name}' {refusal}. That it does not apply is no evidence of privacy."
     reads_features = Capability.RELEASED_FEATURES in attack.requires
     of_gradients = not reads_features and Capability.CLIENT_UPDATE not in attack.requires
     if client.gradient_factor is not None and not filtered and of_gradients:  # one step of SGD is a gradient

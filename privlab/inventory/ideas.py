@@ -116,6 +116,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         " by linear equations, without any gradient of a position embedding.",
         ("separate the MLP's tokens", "patches from tokens", "sort into images and slots"),
     ),
+    "round-unrolling": Idea(
+        "A client takes several steps with another image in each, and releases the sum of what they moved. The first "
+        "step was made at weights that the server knows, so only the first image's tokens agree with both matrices of "
+        "the MLP. The attack finds that image, makes the step again, takes it off, and goes on at the next weights.",
+        ("tokens of the first step", "its image, by attention", "make the step again, take it off"),
+    ),
     "gradient-likelihood": Idea(
         "The attack knows how the defense of a gradient clips, what noise it adds and which entries it drops. So it "
         "can say how likely the released gradient is for any image. It searches for the image under which the "

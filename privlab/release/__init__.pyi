@@ -27,9 +27,11 @@ from .label_of_bias import labels_of as labels_of
 from .label_of_bias import likely_labels as likely_labels
 from .labels import Told as Told
 from .labels import told_labels as told_labels
+from .local_training import Replayed as Replayed
 from .local_training import as_gradients as as_gradients
 from .local_training import each_release as each_release
 from .local_training import observe_updates as observe_updates
+from .local_training import replay as replay
 from .local_training import rounding_deviation as rounding_deviation
 from .local_training import run_client as run_client
 from .local_training import served as served

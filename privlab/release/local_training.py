@@ -4,9 +4,10 @@ import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from timm.layers import DropPath
 from torch import Generator, Tensor, nn
 
@@ -28,7 +29,7 @@ from privlab.threat import (
 from privlab.victims import PREFIX_TOKENS, VictimModel, adapted
 
 __all__ = ["observe_updates", "rounding_deviation", "run_client", "trained_parameters", "update_capabilities"]
-__all__ += ["as_gradients", "each_release", "served", "undecayed", "update_on", "without_decay"]
+__all__ += ["Replayed", "as_gradients", "each_release", "replay", "served", "undecayed", "update_on", "without_decay"]
 
 _FORMATS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EMBEDDING = ("patch_embed.", "pos_embed", *PREFIX_TOKENS)
@@ -143,6 +144,47 @@ def update_on(
     """
     data = ClientData(image, torch.tensor([label], device=image.device), Generator())
     return {name: -difference for name, difference in run_client(model, client, data).items()}
+
+
+class Replayed(NamedTuple):
+    """The first steps of a round: the model after them, and the −(θ_T − θ_0) of a round without any later gradient."""
+
+    model: VictimModel
+    update: dict[str, Float[Tensor, "..."]]
+
+
+def replay(model: VictimModel, client: Client, images: Float[Tensor, "t c h w"], labels: Int[Tensor, " t"]) -> Replayed:
+    """Take the first t of T optimiser steps with batches of one, as a client that feeds these images in this order.
+
+    What the client sends less `update` is what later gradients moved: momentum goes on from the first steps, and decay
+    takes its share of all weights.
+
+    Args:
+        model: the server's model with θ_0; it is left as it is.
+        client: the public settings, of batches of one without dropout.
+        images: the images of the first t ≤ T steps, in [0, 1].
+        labels: their class indices.
+    """
+    own = copy.deepcopy(model).eval().requires_grad_(False)
+    trained = {name: _parameter(own, name).requires_grad_(True) for name in trained_parameters(model, client)}
+    optimiser, after, parameters = _optimiser(list(trained.values()), client), own, list(trained.values())
+    with full_precision():
+        for step, rate in enumerate(client.rates):
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+            optimiser.zero_grad()
+            if step == len(images):
+                after = copy.deepcopy(own)
+            if step < len(images):
+                client_loss(client, own(images[step, None]), labels[step, None]).backward()
+                if client.clip is not None:
+                    nn.utils.clip_grad_norm_(parameters, client.clip)
+            else:
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimiser.step()
+    update = {name: _parameter(model, name).detach() - end.detach() for name, end in trained.items()}
+    return Replayed(after.requires_grad_(False), update)
 
 
 def update_capabilities(

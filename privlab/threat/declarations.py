@@ -19,6 +19,10 @@ def _no_range(seen: object) -> str | None:
     """Return None: an attack that states no range is never reported to be outside of it."""
 
 
+def _no_refusal(client: object) -> str | None:
+    """Return None: an attack that refuses no client by its settings takes all of its optimisers."""
+
+
 def _no_remark() -> str:
     return ""
 
@@ -47,6 +51,8 @@ class AttackDeclarations:
         obstacle: why it runs on no ViT, or "".
         updates_of: the optimisers of the clients whose updates it may be given in the place of gradients; none for an
             attack that takes what is released for the gradient of one step.
+        refuses: returns why it does not read the updates of a client with these public settings, whose optimiser it
+            reads, as the clause behind its name; or None.
         beyond: returns the condition of its exactness that an observation violates, or None.
     """
 
@@ -62,6 +68,7 @@ class AttackDeclarations:
     undefended: str = ""
     obstacle: str = ""
     updates_of: tuple[str, ...] = ()
+    refuses: Callable[[Any], str | None] = _no_refusal
     beyond: Callable[[Any], str | None] = _no_range
 
 

@@ -102,7 +102,7 @@ def test_of_features(run: Any, crops: Tensor, case: str) -> None:
 @pytest.mark.parametrize("case", UPDATES)
 def test_of_updates(run: Any, crops: Tensor, case: str) -> None:
     ran = same(run, crops, **UPDATES[case])
-    own = {"patch-update", "mjp-subspace"} if case == "sgd" else {"adam-update"}
+    own = {"patch-update", "mjp-subspace", "round-unrolling"} if case == "sgd" else {"adam-update"}
     assert ran == {"patch-gradient", *own}
 
 

@@ -1,0 +1,292 @@
+"""The missing tokens of one image: found from what spans say of their patches, and attention on the patches known."""
+
+import copy
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from timm.models.vision_transformer import Attention
+from torch import Tensor, nn
+from torch.func import jacfwd, vmap
+
+from privlab.attacks.tokens.equations import outside, remaining
+from privlab.attacks.tokens.grouping import heads
+from privlab.attacks.tokens.refinement import settle
+from privlab.attacks.tokens.slots import Reads, projection
+from privlab.attacks.tokens.spans import Mlp, Spans, normalise
+from privlab.base import linear_sum_assignment
+from privlab.victims import PreNormBlock, VictimModel
+
+__all__ = ["Embeddings", "ImageTokens", "complete_tokens", "embed_tokens", "slots_by_law"]
+
+_RIDGE = 1e-3
+"""Is added to the variances of tokens, relative to their mean: the bundled photographs are few."""
+
+_TOLD = 1e-3
+"""Least singular value, relative to the largest one, of a direction of patches that what ∂W_qkv heard is taken to tell:
+rounding counts more in the others."""
+
+_ROUNDS = 60
+"""Evaluations of attention that lead from tokens to embeddings: each leaves about two thirds of the error."""
+
+_STEPS, _FIRST_DAMPING = 25, 1e-2
+"""The most steps of the Levenberg-Marquardt method for a missing token, and the damping that it starts with."""
+
+_FOUND, _LEAST_DECREASE, _MOST_IDLE = 0.01, 0.05, 4
+"""The root of the cost below which a start has found a token, and the share by which one of the starts must lower its
+cost within so many steps for their search to go on."""
+
+_TRIED = 3
+"""Results of a slot's starts, least residual first, that are refined as tokens: further ones were wrong where these
+were."""
+
+_SAME_TOKEN = 0.9
+"""Least cosine of a result and the token that it is refined to: beyond, it is that of another slot."""
+
+_STARTS = 8
+"""Starts of a slot that are searched from at once. The first ones are the patches around it."""
+
+
+class Embeddings(NamedTuple):
+    """What the spans of the gradients say of an image's embedded patches: z_n = base_n + Q c_n, with orthonormal Q."""
+
+    base: Float[Tensor, "n d"]
+    Q: Float[Tensor, "d r"]
+
+    @classmethod
+    def of(
+        cls, model: VictimModel, block: PreNormBlock, Y: Float[Tensor, "m k"], pe: Float[Tensor, "n d"], reads: Reads
+    ) -> "Embeddings":
+        """Return the z = W x + b + e with x in the span of Y for which γ₁ ⊙ z lies in what ∂W_qkv heard.
+
+        Args:
+            model: the victim, whose patch embedding is read.
+            block: its first block, in float64.
+            Y: orthonormal rows that span the patches.
+            pe: the position embeddings of the slots.
+            reads: the row spaces of the gradients of the first attention.
+        """
+        assert isinstance(block.norm1, nn.LayerNorm)
+        W, b = projection(model)
+        heard, base, V = reads.heard, b + pe, Y @ W.mT
+        unheard = block.norm1.weight[:, None] * torch.linalg.svd(heard, full_matrices=True).Vh[len(heard) :].mT
+        U, S, Vh = torch.linalg.svd(V @ unheard, full_matrices=True)
+        k = min(int((_TOLD * S.amax() < S).sum()), len(Y) - 1) if len(S) else 0
+        told = -(base @ unheard) @ Vh[:k].mT / S[:k] @ U[:, :k].mT
+        return cls(base + told @ V, torch.linalg.qr((U[:, k:].mT @ V).mT).Q)
+
+    def nearest(self, z: Float[Tensor, "*s d"], n: int | slice = slice(None)) -> Float[Tensor, "*s d"]:
+        """Return the embeddings of slot n, or of all slots, that are nearest to z."""
+        return self.base[n] + (z - self.base[n]) @ self.Q @ self.Q.mT
+
+
+class ImageTokens(NamedTuple):
+    """Tokens u of one image and their places among all its tokens, class and register tokens first."""
+
+    u: Float[Tensor, "f d"]
+    place: Int[Tensor, " f"]
+
+    def missing(self, count: int) -> list[int]:
+        """Return the places below `count` that have no token."""
+        return sorted({*range(count)} - {*self.place.tolist()})
+
+
+def slots_by_law(mlp: Mlp, u: Float[Tensor, "f d"], usual: Float[Tensor, "m t d"]) -> ImageTokens:
+    """Return the places of tokens: the assignment under which they are likeliest as tokens of photographs.
+
+    The t of a place is taken to be normal, with the mean of the photographs there and one covariance for all places.
+
+    Args:
+        mlp: the MLP whose inputs the tokens are.
+        u: tokens of one image, in no order, no more than it has.
+        usual: all tokens of each of m photographs.
+    """
+    t, law = normalise(mlp, u), normalise(mlp, usual)
+    mean = law.mean(0)
+    S = (law - mean).flatten(0, 1).mT.cov(correction=0)
+    S = S + _RIDGE * S.diagonal().mean() * torch.eye(len(S)).to(S)
+    L = torch.linalg.cholesky(S)
+    t, mean = (torch.linalg.solve_triangular(L, each.mT, upper=False).mT for each in (t, mean))
+    rows, places = linear_sum_assignment(torch.cdist(t, mean).square().cpu())
+    rows, places = (torch.as_tensor(each, device=u.device) for each in (rows, places))
+    return ImageTokens(u[rows], places)
+
+
+@torch.no_grad()
+def embed_tokens(
+    block: PreNormBlock,
+    prefix: Float[Tensor, "p d"],
+    of: Embeddings,
+    tokens: ImageTokens,
+    pe: Float[Tensor, "n d"],
+    around: Float[Tensor, "n n"],
+    z: Float[Tensor, "n d"],
+) -> Float[Tensor, "n d"]:
+    """Return the embedded patches of tokens: s t_n = z_n + a_n is solved for z and s, and a = attention(z), in turn.
+
+    Patches without a token are the mean of those around them.
+
+    Args:
+        block: the first block, in float64.
+        prefix: class and register tokens, before the block.
+        of: what is known of the embeddings.
+        tokens: the tokens that are known.
+        pe: the position embeddings of the slots.
+        around: the weights of each slot's neighbours.
+        z: embeddings to start from.
+    """
+    p = len(prefix)
+    of_patch = tokens.place >= p
+    n, t = tokens.place[of_patch] - p, normalise(Mlp.of(block), tokens.u[of_patch])
+    lost = [place - p for place in tokens.missing(p + len(pe)) if place >= p]
+    t = t - t.mean(1, keepdim=True)
+    M = torch.cat([of.Q, torch.ones_like(of.Q[:, :1])], 1)  # LayerNorm does not see a constant
+    P, R = torch.linalg.qr(M)
+    for _ in range(_ROUNDS):
+        known = (of.base + block.attention(torch.cat([prefix, z]))[p:])[n]
+        beyond_t, beyond = (each - each @ P @ P.mT for each in (t, known))
+        s = (beyond_t * beyond).sum(1, keepdim=True) / beyond_t.square().sum(1, keepdim=True)
+        c = torch.linalg.solve_triangular(R, P.mT @ (s * t - known).mT, upper=True)[:-1].mT
+        z = z.index_copy(0, n, of.base[n] + c @ of.Q.mT)
+        z[lost] = of.nearest(pe + around @ (z - pe))[lost]
+    return z
+
+
+@torch.no_grad()
+def complete_tokens(
+    block: PreNormBlock,
+    prefix: Float[Tensor, "p d"],
+    of: Embeddings,
+    whole: Spans,
+    gradients: tuple[Float[Tensor, "m d"], Float[Tensor, "d m"]],
+    tokens: ImageTokens,
+    pe: Float[Tensor, "n d"],
+    around: Float[Tensor, "n n"],
+    usual: Float[Tensor, "i n d"],
+    *,
+    steps: int,
+    tolerance: float,
+    passes: int,
+) -> tuple[ImageTokens, Float[Tensor, "n d"]]:
+    """Return the tokens of an image with those that were missing, as far as they are found, and its embeddings.
+
+    A missing token is a function of the coordinates c of its own z = base + Q c, as long as the other patches are
+    nearly known: attention's keys and values are theirs. The Levenberg-Marquardt method finds c such that u lies in the
+    span of the tokens, and h in that of the hidden units, both without what the found tokens account for. It starts
+    from the patches around the slot and from those of photographs. Its result is refined as a token by itself
+    (`settle`), and taken if its residual is below the tolerance.
+
+    Args:
+        block: the first block, in float64, with timm's own attention.
+        prefix: class and register tokens, before the block.
+        of: what is known of the embeddings.
+        whole: the spans of the gradients of the block's MLP.
+        gradients: those of the MLP's two weights, in float64.
+        tokens: the tokens that are known.
+        pe: the position embeddings of the slots.
+        around: the weights of each slot's neighbours.
+        usual: embedded patches of photographs, from which more starts are taken, a pass after the other.
+        steps: steps of the Levenberg-Marquardt method in the refinement.
+        tolerance: the largest residual of a token.
+        passes: passes over the missing slots that may find nothing; each takes other photographs.
+    """
+    mlp, p, z, idle = Mlp.of(block), len(prefix), of.nearest(usual.mean(0)), 0
+    while True:
+        z = embed_tokens(block, prefix, of, tokens, pe, around, z)
+        lost = [place for place in tokens.missing(p + len(pe)) if place >= p]
+        if not lost or idle == passes:
+            return tokens, z
+        known = 1 - torch.eye(len(pe)).to(z)[[place - p for place in lost]].sum(0)
+        lost.sort(key=lambda place: -float((around[place - p] * known).sum()))
+        search, found = _Search.of(mlp, block, remaining(mlp, whole, *gradients, tokens.u)), False
+        for place in lost:
+            n = place - p
+            starts = usual[idle * _STARTS : (idle + 1) * _STARTS, n]
+            if idle == 0:
+                near = (around[n] > 0).nonzero()[:, 0]
+                starts = torch.cat([z[n, None], z[near] - pe[near] + pe[n]])[:_STARTS]
+            u = search.run(torch.cat([prefix, z]), place, of.base[n], of.Q, (of.nearest(starts, n) - of.base[n]) @ of.Q)
+            α = settle(mlp, whole, u @ whole.u.mT, steps)
+            new = α @ whole.u
+            fits = (outside(mlp, whole, α) < tolerance) & (_cosines(new, u) > _SAME_TOKEN)
+            fits &= (nn.functional.normalize(new, dim=1) @ nn.functional.normalize(tokens.u, dim=1).mT).amax(1) < 0.9999
+            if bool(fits.any()):
+                best = int(fits.nonzero()[0])
+                u_new, at = torch.cat([tokens.u, new[best, None]]), torch.tensor([place], device=z.device)
+                tokens, found = ImageTokens(u_new, torch.cat([tokens.place, at])), True
+                break
+        idle = 0 if found else idle + 1
+
+
+def _cosines(a: Float[Tensor, "s d"], b: Float[Tensor, "s d"]) -> Float[Tensor, " s"]:
+    return nn.functional.cosine_similarity(a, b)
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """|(I − P_u) u|² / |u|² + |(I − P_h) h|² / |h|² of u = LN(z + a(z)), z = base + Q c, in single precision.
+
+    The lengths |u| and |h| are the usual ones at the starts.
+    """
+
+    block: PreNormBlock
+    mlp: Mlp
+    spans: Spans
+
+    @classmethod
+    def of(cls, mlp: Mlp, block: PreNormBlock, rest: Spans) -> "_Search":
+        """Return the search for tokens in the spans `rest`."""
+        return cls(copy.deepcopy(block).float(), mlp.to(torch.float32), rest.float())
+
+    def run(
+        self, tokens: Float[Tensor, "t d"], place: int, base: Float[Tensor, " d"], Q: Tensor, c: Float[Tensor, "s r"]
+    ) -> Float[Tensor, "k d"]:
+        """Return the tokens u of least residual that the starts c of one place lead to, given all embedded tokens."""
+        others = torch.arange(len(tokens), device=tokens.device) != place
+        _, k, v = heads(self.block, tokens[others].float())
+        base, Q, c = base.float(), Q.float(), c.float()
+        T, H = self.spans.u, self.spans.h
+
+        def token(c: Tensor) -> Tensor:
+            return self._token(base + Q @ c, k, v)
+
+        u = vmap(token)(c)
+        of_u, of_h = (1 / each.norm(dim=1).median() for each in (u, self.mlp.hidden(u)[0]))
+
+        def residual(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            h, slope = self.mlp.hidden(u)
+            r = torch.cat([of_u * (u - u @ T.mT @ T), of_h * (h - h @ H.mT @ H)], 1)
+            return r, of_h * slope, r.square().sum(1)
+
+        r, slope, cost = residual(u)
+        λ, idle = torch.full_like(cost, _FIRST_DAMPING), torch.zeros_like(cost, dtype=torch.long)
+        for _ in range(_STEPS):
+            J_u = of_u * vmap(jacfwd(token))(c)  # s × d × r
+            J_h = slope[..., None] * (self.mlp.W1 @ (J_u / of_u))
+            T_J, H_J = T @ J_u, H @ J_h  # residuals are outside the spans already
+            N = J_u.mT @ J_u - T_J.mT @ T_J + J_h.mT @ J_h - H_J.mT @ H_J
+            g = (r[:, None] @ torch.cat([J_u, J_h], 1))[:, 0]
+            damp = (λ * N.diagonal(dim1=1, dim2=2).mean(1))[:, None, None] * torch.eye(c.shape[1]).to(c)
+            next_c = c - torch.cholesky_solve(g[..., None], torch.linalg.cholesky_ex(N + damp)[0])[..., 0]
+            next_u = vmap(token)(next_c)
+            next_r, next_slope, next_cost = residual(next_u)
+            better = next_cost < cost  # false for nan
+            idle = torch.where(next_cost < (1 - _LEAST_DECREASE) * cost, 0, idle + 1)
+            c, u, r, slope = (
+                torch.where(better[:, None], new, old)
+                for new, old in ((next_c, c), (next_u, u), (next_r, r), (next_slope, slope))
+            )
+            cost, λ = torch.where(better, next_cost, cost), torch.where(better, λ / 5, λ * 4)
+            if float(cost.min()) < _FOUND**2 or int(idle.min()) >= _MOST_IDLE:
+                break
+        return u[cost.argsort()[:_TRIED]].double()
+
+    def _token(self, z: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return u of an embedded token among others with keys k and values v."""
+        attn = self.block.attn
+        assert isinstance(attn, Attention)
+        q, own_k, own_v = heads(self.block, z[None])
+        k, v = torch.cat([k, own_k], 1), torch.cat([v, own_v], 1)
+        o = ((q @ k.mT * attn.scale).softmax(-1) @ v).transpose(0, 1).reshape(1, -1)
+        return self.block.norm2(z[None] + self.block.ls1(attn.proj(o)))[0]

@@ -1,0 +1,294 @@
+"""`round-unrolling`: the images of a round of several steps, one by one: each step is made again and taken off."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from privlab.attacks.rows import known_tokens
+from privlab.attacks.solvers import patches_of_levels, rounding_of_embedding, slot_rows, weighted_patches
+from privlab.attacks.tokens import (
+    FC1,
+    FC2,
+    PROJ,
+    QKV,
+    Embeddings,
+    Mlp,
+    Reads,
+    Separated,
+    Spans,
+    TokenSearch,
+    complete_tokens,
+    outside,
+    projection,
+    row_space,
+    sharpen_coordinates,
+    slots_by_law,
+)
+from privlab.base import PrivlabError, draw_for
+from privlab.images.photographs import photographs
+from privlab.release import each_release, replay
+from privlab.threat import Capability, Client, Observation, Reconstruction
+from privlab.victims import VictimModel, first_block
+
+__all__ = ["RoundUnrolling"]
+
+_PE, _PATCH_WEIGHT, _HEAD = "pos_embed", "patch_embed.proj.weight", "head.weight"
+
+_LABELS, _AS_NEAR = 3, 10.0
+"""Classes that are tried for an image: the most, and how many times as far from the columns of the head's update as the
+nearest one they may be."""
+
+_CERTAIN = 0.25
+"""Grey levels by which pixels may be off where their rounding is beyond doubt."""
+
+_SHARPENINGS = 3
+"""Runs of the Gauss-Newton method within what the spans tell, and then without ∂W_qkv's, each from where the last one
+ended: it stops where a step gains little."""
+
+
+@dataclass(frozen=True)
+class RoundUnrolling(TokenSearch):
+    """Recover the images of a round of SGD with batches of one, step by step.
+
+    The update is Σ_s a_s g_s over the steps s, each at its own weights; the server knows those of the first step.
+
+    1. The tokens u_n of the first image lie in the row space of what ∂W_fc1 sums over all steps, and their h_n, at θ_0,
+       in that of ∂W_fc2: they are separated as in `token-separation`. Those of later images do so at later weights
+       alone, and are not found.
+    2. Position embeddings tell the slots of the tokens (`slots_by_law`). Attention, evaluated on what is found, gives
+       embedded patches z from tokens; a missing token is searched for as a function of its own z, which has few
+       unknowns: x lies in the row space of ∂W, and γ₁ ⊙ z in that of ∂W_qkv (`complete_tokens`).
+    3. All patches of the image are solved by the Gauss-Newton method, and rounded to grey levels.
+    4. The label is that of the classes whose ∂ℓ/∂logits lies nearest the columns of the head's update with which the
+       step, made again (`replay`), leaves the least of ∂W_fc1 beyond the rank that later tokens need.
+    5. That share is taken off, and the search goes on at the weights after the step. The image of a step that is left
+       alone solves Aᵀ X = G, as in `patch-update`.
+
+    It needs T (N + p) < D for T steps, N patches and p prefix tokens. In later passes the images are known already.
+    Images that are not found are grey: all those after one whose tokens are not found.
+
+    Args:
+        starts: random starts of the search for tokens in each round.
+        rounds: the most rounds of the search.
+        steps: steps of the Levenberg-Marquardt method in each search.
+        tolerance: the relative residual below which a solution may be a token.
+        sure: the relative residual below which a solution certainly is one.
+        sharpen: the most steps of the Gauss-Newton method.
+        inner: steps of conjugate gradients in each of them.
+        seed: seed of the starts.
+        passes: passes over the missing tokens that may find nothing.
+        levels: grey levels above black of a stored image, 255 for eight bits; 0 for images without.
+
+    Source: ours; the sums are the chain rule at the first block.
+    """
+
+    name: ClassVar[str] = "round-unrolling"
+    paper: ClassVar[str] = "ours: token separation at the first step's weights, which is then made again"
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            *(Capability.KNOWS_WEIGHTS, Capability.PLAIN_BLOCK, Capability.LEARNABLE_PE_GRADIENT),
+            *(Capability.CLIENT_UPDATE, Capability.CLASS_LABELS),
+        }
+    )
+    parameters: ClassVar[tuple[str, ...]] = (FC1, FC2, QKV, PROJ, _PATCH_WEIGHT, _PE, _HEAD)
+    updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
+    stands_in_for: ClassVar[tuple[str, ...]] = ("patch-update", "token-separation")
+
+    tolerance: float = 0.001
+    sharpen: int = 12
+    inner: int = 40
+    passes: int = 3
+    levels: int = 255
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError if an option is out of range."""
+        super().__post_init__()
+        if self.passes < 0 or self.levels < 0:
+            raise PrivlabError(f"{self.name} takes passes and levels ≥ 0. Found {self.passes} and {self.levels}.")
+
+    @staticmethod
+    def refuses(client: Client) -> str | None:
+        """Return why a round is not read: its batches, or what is private or rounded in its steps.
+
+        Args:
+            client: the public settings.
+        """
+        if (client.batch_size > 1 and client.images > 1) or client.accumulation > 1:
+            each = min(client.batch_size, client.images) * client.accumulation
+            return f"reads rounds with one image in each step, and here a step has up to {each}"
+        if client.dropout or client.drop_path:
+            return "makes the steps of a round again, and here their dropout is private"
+        if client.autocast != "float32":
+            return f"needs tokens in float32, and here they are in {client.autocast}"
+        return None
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return T (N + p) ≥ D with its numbers where it holds: the tokens of all steps are not told apart then."""
+        vit, (height, width) = seen.model.vit, seen.model.grid
+        p, steps = vit.num_prefix_tokens, 1 if seen.client is None else seen.client.total_steps
+        count = steps * (height * width + p)
+        return None if count < vit.embed_dim else f"T·(N + {p}) = {count} ≥ D = {vit.embed_dim}"
+
+    def __call__(self, seen: Observation) -> Reconstruction:
+        """Reconstruct the images of each client, in the order of its steps, and count the tokens that were found.
+
+        Raises:
+            PrivlabError: if the observation is no update of SGD that this attack reads, or attention depends on places.
+        """
+        client = seen.client
+        if client is None or client.optimiser != "sgd" or self.refuses(client):
+            found = "no client" if client is None else self.refuses(client) or f"client.optimiser={client.optimiser}"
+            raise PrivlabError(f"{self.name} needs the update of a round of SGD with batches of one. Found: {found}.")
+        if first_block(seen.model).reads_places:
+            raise PrivlabError(f"{self.name}: attention depends on places here, and needs to be told those of tokens.")
+        usual = _photographs(seen, draw_for(self.seed, self.name, "photographs"))
+        images: list[Tensor] = []
+        tokens: list[Separated] = []
+        for update in each_release(seen):
+            for image, own in self._round(seen, client, update, usual):
+                images.append(image)
+                tokens.append(own)
+        return Reconstruction(torch.stack(images).to(seen.model.mean), **self.counts(tokens))
+
+    def _round(
+        self,
+        seen: Observation,
+        client: Client,
+        update: Mapping[str, Float[Tensor, "..."]],
+        usual: Float[Tensor, "i c h w"],
+    ) -> list[tuple[Float[Tensor, "c h w"], Separated]]:
+        """Return the images of one client, grey where they are not found, each with its tokens."""
+        found: list[tuple[Tensor, Separated]] = []
+        images, labels = seen.model.mean.new_zeros(0, *seen.model.image_shape), torch.zeros(0, dtype=torch.long)
+        done = replay(seen.model, client, images, labels)
+        for step in range(min(client.images, client.total_steps)):
+            left = client.total_steps - step
+            rest = {name: u.double() - done.update[name].double() for name, u in update.items()}
+            now = replace(seen, model=done.model, gradients={name: u[None] for name, u in rest.items()})
+            if left == 1:
+                guesses, own = self._alone(done.model, client, rest), _no_tokens(rest[FC1])
+            else:
+                guesses, own = self._first(now, left, usual)
+            whole = left == 1 or len(own.u) == own.wanted
+            if not whole or not guesses:
+                found += [(each, own) for each in guesses[-1:]]
+                break
+            best = torch.inf
+            chosen = (images, labels, done)
+            for image in guesses:
+                for label in _labels(done.model, client, rest[_HEAD], image, left):
+                    tried = torch.cat([images, image[None].to(images)]), torch.cat([labels, label[None]])
+                    after = replay(seen.model, client, *tried)
+                    off = _beyond(update[FC1].double() - after.update[FC1].double(), (left - 1) * own.wanted)
+                    if off < best:
+                        best, chosen = off, (*tried, after)
+            images, labels, done = chosen
+            found.append((images[-1], own))
+        grey = torch.full(seen.model.image_shape, 0.5).to(seen.model.mean)
+        return found + [(grey, _no_tokens(update[FC1])._replace(wanted=1))] * (client.images - len(found))
+
+    def _alone(
+        self, model: VictimModel, client: Client, rest: Mapping[str, Float[Tensor, "..."]]
+    ) -> list[Float[Tensor, "c h w"]]:
+        """Return guesses of the image of a step that is left alone, from what it moved."""
+        deviations = rounding_of_embedding(model, replace(client, steps=1, epochs=None), rest)
+        A, dA = (slot_rows(model, of[_PE].double()) for of in (rest, deviations))
+        G, dG = (of[_PATCH_WEIGHT].flatten(1).double() for of in (rest, deviations))
+        X = weighted_patches(A, G, dA, dG)
+        if not self.levels:
+            return [model.to_images(X[None])[0]]
+        variance = (dG.square() + dA.square().mT @ X.square()).mean(1)
+        levels = patches_of_levels(model, A, G, 1 / variance, self.levels)
+        return self._guesses(*model.to_images(torch.stack([X, levels])))
+
+    def _guesses(self, image: Float[Tensor, "c h w"], near: Float[Tensor, "c h w"]) -> list[Float[Tensor, "c h w"]]:
+        """Return the grey levels of `near`, and the image itself where it is not that near to them."""
+        if not self.levels:
+            return [image]
+        rounded = (near * self.levels).round() / self.levels
+        certain = bool(((image - rounded).abs() < _CERTAIN / self.levels).all())
+        return [rounded] if certain else [rounded, image]
+
+    def _first(
+        self, seen: Observation, left: int, usual: Float[Tensor, "i c h w"]
+    ) -> tuple[list[Float[Tensor, "c h w"]], Separated]:
+        """Return guesses of the image of the first of the steps that are left, and its tokens."""
+        model, block = seen.model, first_block(seen.model)
+        (prefix, pe), W = known_tokens(model), projection(model)
+        each = len(prefix) + len(pe)
+        own = self.tokens(block, seen, 0, left * each, most=each)
+        if not len(own.u):
+            return [], own._replace(wanted=each)
+        embedded = model.embed(usual).double()
+        Y = row_space(seen.gradients[_PATCH_WEIGHT][0].flatten(1), left * len(pe))
+        of = Embeddings.of(model, block, Y, pe, Reads.of(seen, 0, block, left * each))
+        G1, G2 = seen.gradients[FC1][0], seen.gradients[FC2][0]
+        mlp, whole = Mlp.of(block), Spans.of(G1, G2, left * each)
+        tokens, z = complete_tokens(
+            block,
+            prefix,
+            of,
+            whole,
+            (G1, G2),
+            slots_by_law(mlp, own.u, torch.stack([block.norm2(z + block.attention(z)) for z in embedded])),
+            pe,
+            _around(*model.grid).to(pe),
+            embedded[:, len(prefix) :],
+            steps=self.steps,
+            tolerance=self.tolerance,
+            passes=self.passes,
+        )
+        free = Embeddings(W[1] + pe, torch.linalg.qr((Y @ W[0].mT).mT).Q)
+        for space in [of] * _SHARPENINGS + [free] * _SHARPENINGS:
+            args = (prefix, block, space.base, space.Q.mT, tokens.u, tokens.place, [(z - space.base) @ space.Q])
+            z = space.base + sharpen_coordinates(*args, self.sharpen, self.inner) @ space.Q.mT
+        X = torch.linalg.lstsq(W[0] @ Y.mT, (z - W[1] - pe).mT).solution.mT @ Y
+        image = model.to_images(X[None])[0]
+        return self._guesses(image, image), Separated(tokens.u, outside(mlp, whole, tokens.u @ whole.u.mT), each)
+
+
+def _no_tokens(G: Tensor) -> Separated:
+    """Return that no token was sought."""
+    return Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), 0)
+
+
+def _around(height: int, width: int) -> Float[Tensor, "n n"]:
+    """Return for each slot the weights of those around it, of equal size, that add up to one."""
+    row, column = (torch.arange(height * width) // width, torch.arange(height * width) % width)
+    near = (row[:, None] - row).abs().maximum((column[:, None] - column).abs()) == 1
+    return near / near.sum(1, keepdim=True).clamp_min(1)
+
+
+def _photographs(seen: Observation, draw: torch.Generator) -> Float[Tensor, "i c h w"]:
+    """Return the bundled photographs and their mirror images, shuffled."""
+    model = seen.model
+    images = photographs(model.image_shape[1:], seen.photographs, model.image_shape[0]).to(model.mean)
+    images = torch.cat([images, images.flip(2), images.flip(3), images.flip(2, 3)])
+    return images[torch.randperm(len(images), generator=draw).to(images.device)]
+
+
+def _labels(
+    model: VictimModel, client: Client, H: Float[Tensor, "y d"], image: Float[Tensor, "c h w"], left: int
+) -> Int[Tensor, " l"]:
+    """Return the classes whose r = ∂ℓ/∂logits lies nearest the columns of H = Σ_s r_s f_sᵀ; all, if these span all."""
+    classes = len(H)
+    if left >= classes - 1:
+        return torch.arange(classes)
+    with torch.no_grad():
+        logits = copy.deepcopy(model).double()(image[None].double())
+    smooth = client.label_smoothing
+    r = logits.softmax(1) - (1 - smooth) * torch.eye(classes).to(logits) - smooth / classes
+    U = torch.linalg.svd(H.double(), full_matrices=False).U[:, :left]
+    off = ((r - r @ U @ U.mT).norm(dim=1) / r.norm(dim=1)).cpu()
+    near = off.argsort()[:_LABELS]
+    return near[off[near] <= _AS_NEAR * off[near[0]]]
+
+
+def _beyond(G: Float[Tensor, "m d"], rank: int) -> float:
+    """Return what G has beyond its largest `rank` singular values."""
+    return float(torch.linalg.svdvals(G)[rank:].norm())
