@@ -8,6 +8,9 @@ from .descent import Lbfgs as Lbfgs
 from .descent import descend as descend
 from .embedding_inverse import invert_rows as invert_rows
 from .embedding_inverse import patch_statistics as patch_statistics
+from .first_blocks import FirstBlocks as FirstBlocks
+from .first_blocks import row_disagreement as row_disagreement
+from .first_blocks import twice_derivable as twice_derivable
 from .grey_levels import patches_of_levels as patches_of_levels
 from .likelihood import Likelihood as Likelihood
 from .limits import too_many as too_many
@@ -33,6 +36,9 @@ from .prior import photograph_windows as photograph_windows
 from .prior import total_variation as total_variation
 from .ridge import RTOL as RTOL
 from .ridge import ridge_inverse as ridge_inverse
+from .signed_product import expected_excess as expected_excess
+from .signed_product import misfit as misfit
+from .signed_product import signed_product as signed_product
 from .updates import fit_decay as fit_decay
 from .updates import rounding_of_embedding as rounding_of_embedding
 from .updates import weighted_patches as weighted_patches
