@@ -1,6 +1,9 @@
 from .adam_shares import Shown as Shown
+from .adam_shares import expected_excess as expected_excess
 from .adam_shares import largest_step as largest_step
+from .adam_shares import misfit as misfit
 from .adam_shares import shown_by_adam as shown_by_adam
+from .adam_shares import signed_product as signed_product
 from .descent import OPTIMISERS as OPTIMISERS
 from .descent import Adam as Adam
 from .descent import Kept as Kept
@@ -36,9 +39,6 @@ from .prior import photograph_windows as photograph_windows
 from .prior import total_variation as total_variation
 from .ridge import RTOL as RTOL
 from .ridge import ridge_inverse as ridge_inverse
-from .signed_product import expected_excess as expected_excess
-from .signed_product import misfit as misfit
-from .signed_product import signed_product as signed_product
 from .updates import fit_decay as fit_decay
 from .updates import rounding_of_embedding as rounding_of_embedding
 from .updates import weighted_patches as weighted_patches

@@ -51,7 +51,7 @@ def test_a_second_derivative_exists_and_the_model_is_left_as_it_is(tiny_model: M
     X = patchify(crops[:1].double(), model.patch)[0].requires_grad_()
     delta = torch.ones(first.prefix + len(X), model.vit.embed_dim, dtype=torch.float64)
     made = first.gradients(X, delta, create_graph=True)
-    (slope,) = torch.autograd.grad(sum(each.square().sum() for each in made.values()), X)
+    (slope,) = torch.autograd.grad(torch.stack([each.square().sum() for each in made.values()]).sum(), X)
     assert bool(slope.any())
     assert twice_derivable(model) is not model
 
