@@ -1,60 +1,74 @@
 """`adam-update`: the image from the update of a client's local training by Adam or AdamW, from its signs and its ε."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from privlab.attacks.solvers import (
     EDGE_WIDTH,
     RTOL,
+    Adam,
+    FirstBlocks,
+    Kept,
     Shown,
     Smoothness,
+    descend,
+    expected_excess,
     largest_step,
     photograph_gradients,
-    rounding_of_embedding,
+    row_disagreement,
     shown_by_adam,
+    signed_product,
     slot_gradients,
-    slot_rows,
     too_many,
     warn_of_limits,
     weighted_patches,
 )
 from privlab.base import PrivlabError, check_range
 from privlab.patches import patchify
-from privlab.release import each_release, without_decay
+from privlab.release import each_release, rounding_deviation, without_decay
 from privlab.threat import Capability, Client, GradientDefense, Observation
-from privlab.victims import VictimModel
+from privlab.victims import VictimModel, hash_of
 
-__all__ = ["AdamUpdate", "misfit"]
+__all__ = ["AdamUpdate"]
 
 _PE, _PROJECTION = "pos_embed", "patch_embed.proj.weight"
 
-_TOLERANCES = (1.0, 0.3, 0.1, 0.03, 0.01)
-"""Errors that ∂ℓ/∂W is allowed, in units of its channels' mean magnitude, from the first stage of the search on."""
+_RATE, _FASTER = 0.1, 2.0
+"""The first step of a normalised pixel, and how many times as far an entry of Δ goes, whose rows begin at signs."""
 
-_PSEUDO_COUNT = 3.0
-"""Known entries of mean size that each row and column counts beside its own, for its scale."""
+_SECOND = 0.98
+"""The share of squared slopes that the search keeps from step to step: they fall by orders of magnitude in hundreds."""
 
-_BOX = 100.0
-"""Weight of the squared distance of normalised pixels from those of black and white."""
+_EDGES = 0.002
+"""Weight of the edges' energy, a mean over the pixels."""
+
+_KNOWN_ENOUGH = 1 / 3
+"""The share of ∂ℓ/∂W with known magnitudes from which the embedding's two gradients alone are explained."""
+
+_BOX = 30.0
+"""Weight of the mean squared distance of normalised pixels from those of black and white."""
 
 
 @dataclass(frozen=True)
 class AdamUpdate:
-    """Find the patches X and the gradient A of the position embeddings whose product Aᵀ X has the signs that Adam sent.
+    """Find the patches X that give the gradients of the first blocks the signs and magnitudes that Adam shows.
 
     A fresh state of Adam moves a weight by η g / (|g| + ε) in its first step. So the update has the sign of each g, and
     the magnitude of those that ε is no rounding error to (`shown_by_adam`); of the others a lower bound.
 
-    1. X is the least-squares solution that takes unknown magnitudes for their expected ones.
-    2. −log of the likelihood of signs, bounds and known magnitudes, plus |A| over its scales and the energy of X's
-       edges (`Smoothness`), is minimised over A and X together by L-BFGS, in stages: the errors that G = Aᵀ X may have
-       shrink from the mean magnitude of a channel to a hundredth of it, and no further than rounding.
+    1. X is the least-squares solution of (∂ℓ/∂E_pos)ᵀ X = ∂ℓ/∂W that takes unknown magnitudes for their expected ones.
+    2. Where less than a third of ∂ℓ/∂W is known, X and Δ = ∂ℓ/∂z_L are searched for, which give the gradients of all
+       matrices of the embedding and of the first L blocks, whatever follows (`FirstBlocks`). The mean of 1 − cos, of
+       each row of these with what is shown of it, is minimised over both by Adam, with the energy of X's edges
+       (`Smoothness`). Each block adds signs and no unknown.
+    3. Where more is known, magnitudes tell more than further signs: the embedding's two gradients alone are explained,
+       with the errors that rounding leaves (`signed_product`).
 
     Of several steps the size of a median entry's move counts as that of a full step, and the spread of the moves about
     it as their error: an image that is learnt in the first steps has small gradients after them.
@@ -63,11 +77,13 @@ class AdamUpdate:
     carried from other rounds is refused where it shows: where a weight moved further than a fresh state can move it.
 
     Args:
-        steps: steps of L-BFGS in each of the five stages; 0 leaves out step 2.
-        prior: weight of the edges' energy.
+        steps: steps of the search over the first blocks; 0 leaves out both searches.
+        blocks: L, at least 0.
+        stage_steps: steps of L-BFGS in each of the five stages of the other search.
+        prior: factor of the weight of the edges' energy.
 
-    Source: one-bit and interval measurements as in 1-bit compressed sensing (Boufounos and Baraniuk, CISS 2008), here
-        of a product of two unknown matrices.
+    Source: one-bit measurements as in 1-bit compressed sensing (Boufounos and Baraniuk, CISS 2008), here of what a
+        network's first blocks make of two unknown matrices.
     """
 
     name: ClassVar[str] = "adam-update"
@@ -82,15 +98,18 @@ class AdamUpdate:
     )
     effort: ClassVar[str] = "standard"
     search: ClassVar[bool] = True
-    parameters: ClassVar[tuple[str, ...]] = (_PE, _PROJECTION)
+    parameters: ClassVar[tuple[str, ...]] = (_PE, _PROJECTION, "*")
     updates_of: ClassVar[tuple[str, ...]] = ("adam", "adamw")
 
-    steps: int = 200
-    prior: float = 5.0
+    steps: int = 400
+    blocks: int = 2
+    stage_steps: int = 200
+    prior: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise PrivlabError if an option is out of range."""
-        check_range(self.steps >= 0, f"steps of {self.name}", "at least 0", self.steps)
+        for name in ("steps", "blocks", "stage_steps"):
+            check_range(getattr(self, name) >= 0, f"{name} of {self.name}", "at least 0", getattr(self, name))
         check_range(0 <= self.prior < float("inf"), f"prior of {self.name}", "at least 0 and finite", self.prior)
 
     def beyond(self, seen: Observation) -> str | None:
@@ -114,71 +133,120 @@ class AdamUpdate:
         if why:
             raise PrivlabError(f"{self.name} does not undo {why}. That it does not apply is no evidence of privacy.")
         warn_of_limits(self.name, slot_gradients(seen), most=seen.model.vit.embed_dim - 1)
-        model, photographs = seen.model, seen.photographs
-        found = [self._patches(model, *_shown(model, client, of), photographs) for of in each_release(seen)]
+        found = [self._patches(seen, client, of) for of in each_release(seen)]
         return seen.model.to_images(torch.stack(found)).to(seen.model.mean)
 
     def _patches(
-        self, model: VictimModel, a: Shown, g: Shown, photographs: tuple[str, ...] | None
+        self, seen: Observation, client: Client, update: Mapping[str, Float[Tensor, "..."]]
     ) -> Float[Tensor, "n k"]:
-        """Return the normalised patches of one client's image.
-
-        Args:
-            model: the server's model.
-            a: what is shown of the gradient of the position embeddings, N × D.
-            g: what is shown of that of the projection, D × K.
-            photographs: those that the prior may be learned from.
-        """
-        scale_a, scale_g = _scales(a), _scales(g)
-        A, G = (
-            torch.where(of.known, of.value, of.value + of.value.sign() * size)
-            for of, size in ((a, scale_a), (g, scale_g))
-        )
-        errors = [torch.where(of.known, of.deviation, size) for of, size in ((a, scale_a), (g, scale_g))]
-        X = weighted_patches(A, G, errors[0], errors[1])
+        """Return the normalised patches of one client's image."""
+        first = FirstBlocks.of(seen.model, self.blocks, update)
+        shown = _shown(first, seen.model, client, {name: update[name] for name in first.names})
+        scales = {name: expected_excess(of) for name, of in shown.items()}
+        wanted = {
+            name: torch.where(of.known, of.value, of.value + of.value.sign() * scales[name])
+            for name, of in shown.items()
+        }
+        errors = [torch.where(shown[name].known, shown[name].deviation, scales[name]) for name in (_PE, _PROJECTION)]
+        X = weighted_patches(wanted[_PE], wanted[_PROJECTION], errors[0], errors[1])
         if not self.steps:
             return X
+        if float(shown[_PROJECTION].known.double().mean()) > _KNOWN_ENOUGH:
+            a, g, names = shown[_PE], shown[_PROJECTION], seen.photographs
+            return signed_product(seen.model, a, g, X, names, self.stage_steps, self.prior)
+        search = _Search.of(first, wanted, photograph_gradients(seen.model, seen.photographs), self.prior * _EDGES)
+        own = (
+            hash_of(seen.model.state_dict()),
+            hash_of(dict(update)),
+            repr(client),
+            repr(seen.photographs),
+            repr(self),
+        )
+        best, _ = descend(Adam(_RATE, second=_SECOND), search.start(X)[None], search, self.steps, kept=Kept.under(own))
+        return search.parts(best[0])[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """The objective of step 2, of points that hold the normalised patches X and Δ in units of its rows."""
+
+    first: FirstBlocks
+    wanted: Mapping[str, Float[Tensor, "_ _"]]
+    rows: Float[Tensor, "n 1"]
+    smooth: Smoothness
+    box: tuple[Float[Tensor, "n k"], Float[Tensor, "n k"]]
+    prior: float
+
+    @classmethod
+    def of(
+        cls,
+        first: FirstBlocks,
+        wanted: Mapping[str, Float[Tensor, "_ _"]],
+        covariance: Float[Tensor, "c c"],
+        prior: float,
+    ) -> "_Search":
+        """Return the objective for what is wanted of each matrix, in the number format of the model."""
+        model, like = first.model, first.model.mean
         black, white = (
-            patchify(model.normalise(X.new_full((1, *model.image_shape), shade)), model.patch)[0].to(X)
+            patchify(model.normalise(like.new_full((1, *model.image_shape), shade)), model.patch)[0]
             for shade in (0.0, 1.0)
         )
-        smooth = Smoothness(model.image_shape, photograph_gradients(model, photographs).to(X))
-        share, X = A / scale_a, X.clamp(black, white)
-        for tolerance in _TOLERANCES:
-            of_channel = tolerance * scale_g.mean(1, keepdim=True)
+        smooth = Smoothness(model.image_shape, covariance.to(like))
+        rows = wanted[_PE].abs().mean(1, keepdim=True)
+        rows = rows / rows.mean()
+        return cls(
+            first, {name: each.to(like) for name, each in wanted.items()}, rows.to(like), smooth, (black, white), prior
+        )
 
-            def energy(
-                share: Float[Tensor, "n d"],
-                X: Float[Tensor, "n k"],
-                allowed: Tensor = of_channel,
-                off: float = tolerance,
-            ) -> Tensor:
-                A = share * scale_a
-                size = (share.square() + 0.01).sqrt().masked_fill(a.known, 0).sum()
-                outside = F.relu(X - white).square().sum() + F.relu(black - X).square().sum()
-                edges = smooth.sparse_energy(X[None], EDGE_WIDTH).sum()
-                explained = misfit(a, A, 0.3 * off * scale_a, 0.1 * scale_a) + misfit(g, A.mT @ X, allowed, allowed)
-                return explained + size + self.prior * edges + _BOX * outside
+    def start(self, X: Float[Tensor, "n k"]) -> Float[Tensor, " q"]:
+        """Return the point of X within black and white, and of a Δ that is nothing but the signs of ∂ℓ/∂E_pos."""
+        X, signs = X.to(self.rows).clamp(*self.box), self.wanted[_PE].sign()
+        return torch.cat([X.flatten(), F.pad(signs, (0, 0, self.first.prefix, 0)).flatten() / _FASTER])
 
-            share, X = _descend(energy, share, X, self.steps)
-        return X
+    def parts(self, point: Float[Tensor, " q"]) -> tuple[Float[Tensor, "n k"], Float[Tensor, "t d"]]:
+        """Return X and Δ of a point."""
+        X, delta = point.split([self.box[0].numel(), len(point) - self.box[0].numel()])
+        rows = F.pad(self.rows, (0, 0, self.first.prefix, 0), value=1.0)
+        return X.view_as(self.box[0]), _FASTER * delta.view(len(rows), -1) * rows
+
+    def __call__(
+        self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
+    ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
+        """Return the objective and its gradient at points."""
+        values, slopes = [], []
+        for each in points:
+            with torch.enable_grad():
+                point = each.detach().requires_grad_()
+                X, delta = self.parts(point)
+                made = self.first.gradients(X, delta, create_graph=True)
+                outside = F.relu(X - self.box[1]).square().mean() + F.relu(self.box[0] - X).square().mean()
+                height, width = self.first.model.image_shape[1:]
+                edges = self.smooth.sparse_energy(X[None], EDGE_WIDTH).sum() / (height * width)
+                value = row_disagreement(made, self.wanted) + self.prior * edges + _BOX * outside
+                (slope,) = torch.autograd.grad(value, point)
+            values.append(value.detach())
+            slopes.append(slope)
+        return torch.stack(values), torch.stack(slopes)
 
 
-def _shown(model: VictimModel, client: Client, update: Mapping[str, Float[Tensor, "..."]]) -> tuple[Shown, Shown]:
-    """Return what one update shows of the gradients of the position embeddings of patches and of the projection.
+def _shown(
+    first: FirstBlocks, model: VictimModel, client: Client, update: Mapping[str, Float[Tensor, "..."]]
+) -> dict[str, Shown]:
+    """Return what one update shows of the gradients of matrices, by name.
 
     Raises:
         PrivlabError: if a weight moved further than a fresh state can move it.
     """
-    moved = without_decay(model, update, 1 - client.kept_share)
-    rounded = rounding_of_embedding(model, client, update)
     # AdamW stores the decayed weight, and then the moved one.
     twice = 2**0.5 if client.weight_decay else 1.0
-    A, dA = (slot_rows(model, each[_PE]) for each in (moved, rounded))
-    G, dG = (each[_PROJECTION].flatten(1) for each in (moved, rounded))
+    moved, rounded = {}, {}
+    for name, M in without_decay(model, update, 1 - client.kept_share).items():
+        before = model.vit.get_parameter(name).detach()
+        moved[name] = first.matrix(name, M)
+        rounded[name] = twice * first.matrix(name, rounding_deviation(before, before - update[name], client))
     full, most = client.rates[0], largest_step(client)
-    for M, deviation in ((A, dA), (G, dG)):
-        over = M.abs() - most - 6 * twice * deviation - most * 8 * RTOL
+    for name, M in moved.items():
+        over = M.abs() - most - 6 * rounded[name] - most * 8 * RTOL
         if bool((over > 0).any()):
             raise PrivlabError(
                 "adam-update needs an optimiser that begins the round with a fresh state. Found a weight that moved by "
@@ -187,64 +255,13 @@ def _shown(model: VictimModel, client: Client, update: Mapping[str, Float[Tensor
             )
     spread = 0.0
     if client.total_steps > 1:
-        sizes = torch.cat([A.flatten(), G.flatten()]).abs()
+        sizes = torch.cat([moved[name].flatten() for name in (_PE, _PROJECTION)]).abs()
         full = float(sizes.median())
         large = sizes[sizes > full / 2]
         spread = 1.4826 * float((large - full).abs().median())  # of a normal distribution, from the median deviation
-    shown = [
-        shown_by_adam(M / full, ((twice * d).square() + spread**2 + (RTOL * M).square()).sqrt() / full, client.eps)
-        for M, d in ((A, dA), (G, dG))
-    ]
-    return shown[0], shown[1]
-
-
-def _scales(of: Shown) -> Float[Tensor, "r c"]:
-    """Return the expected excess of each magnitude over its bound: of rows times of columns, over that of all.
-
-    Magnitudes that are exponentially distributed, of which some are known up to a bound alone, have their sum over the
-    count of those that are known as their mean of greatest likelihood.
-    """
-    known = of.known.to(of.value)
-    size, tiny = of.value.abs(), torch.finfo(of.value.dtype).tiny
-    whole = size.sum() / known.sum().clamp_min(1)
-    rows, columns = (
-        (size.sum(dim, keepdim=True) + _PSEUDO_COUNT * whole) / (known.sum(dim, keepdim=True) + _PSEUDO_COUNT)
-        for dim in (1, 0)
-    )
-    return (rows * columns / whole.clamp_min(tiny)).clamp_min(tiny)
-
-
-def misfit(
-    of: Shown, at: Float[Tensor, "r c"], known: Float[Tensor, "r _"], unknown: Float[Tensor, "r _"]
-) -> Float[Tensor, ""]:
-    """Return half the squared errors: from known values, and of the others from their signs and bounds.
-
-    Args:
-        of: what is shown.
-        at: the gradient to compare.
-        known: the error that known values are allowed beside their own.
-        unknown: the error that signs and bounds are allowed.
-    """
-    exact = (at - of.value) / (of.deviation.square() + known.square()).sqrt()
-    bound = F.relu(of.least - of.value.sign() * at) / unknown
-    return torch.where(of.known, exact, bound).square().sum() / 2
-
-
-def _descend(
-    energy: Callable[[Tensor, Tensor], Tensor], share: Float[Tensor, "n d"], X: Float[Tensor, "n k"], steps: int
-) -> tuple[Float[Tensor, "n d"], Float[Tensor, "n k"]]:
-    """Return where so many steps of L-BFGS lead from a point of both unknowns."""
-    point = [each.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for each in (share, X)]
-    search = torch.optim.LBFGS(
-        point, max_iter=steps, history_size=20, line_search_fn="strong_wolfe", tolerance_grad=0, tolerance_change=0
-    )
-
-    def closure() -> Tensor:
-        search.zero_grad()
-        with torch.enable_grad():
-            value = energy(*point)
-        value.backward()
-        return value
-
-    search.step(closure)
-    return point[0].detach(), point[1].detach()
+    return {
+        name: shown_by_adam(
+            M / full, (rounded[name].square() + spread**2 + (RTOL * M).square()).sqrt() / full, client.eps
+        )
+        for name, M in moved.items()
+    }

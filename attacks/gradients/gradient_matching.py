@@ -1,6 +1,5 @@
 """`gradient-matching`: the images whose gradient is the released one, by descent from the result of a closed form."""
 
-import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from privlab.attacks.solvers import (
     photograph_gradients,
     shares_mask,
     slot_gradients,
+    twice_derivable,
 )
 from privlab.base import PrivlabError, PrivlabWarning, check_name, draw_for
 from privlab.patches import patchify, unpatchify
@@ -218,7 +218,7 @@ class Match:
         r = len(norm)
         masked = _masked_slots(seen)
         return cls(
-            model=_twice_derivable(seen.model),
+            model=twice_derivable(seen.model),
             target={name: g / norm.view(-1, *[1] * (g.ndim - 1)) for name, g in G.items()},
             compared=compared,
             labels=_labels(seen.model.vit.head, G, B),
@@ -359,12 +359,3 @@ def _span(seen: Observation) -> tuple[Float[Tensor, "r n k"], Float[Tensor, "r m
     found, dtype = subspace(A, seen.gradients["patch_embed.proj.weight"].flatten(2)), seen.model.mean.dtype
     known = found.known.masked_fill(found.masked[..., None], 0)
     return known.to(dtype), found.Y.to(dtype)
-
-
-def _twice_derivable(model: VictimModel) -> VictimModel:
-    """Return a copy without fused attention, whose gradients cannot be differentiated again."""
-    twin = copy.deepcopy(model).eval().requires_grad_(False)
-    for module in twin.modules():
-        if hasattr(module, "fused_attn"):
-            setattr(module, "fused_attn", False)  # noqa: B010  # timm's own switch, which no type declares
-    return twin

@@ -1,6 +1,9 @@
 from .adam_shares import Shown as Shown
+from .adam_shares import expected_excess as expected_excess
 from .adam_shares import largest_step as largest_step
+from .adam_shares import misfit as misfit
 from .adam_shares import shown_by_adam as shown_by_adam
+from .adam_shares import signed_product as signed_product
 from .descent import OPTIMISERS as OPTIMISERS
 from .descent import Adam as Adam
 from .descent import Kept as Kept
@@ -8,6 +11,9 @@ from .descent import Lbfgs as Lbfgs
 from .descent import descend as descend
 from .embedding_inverse import invert_rows as invert_rows
 from .embedding_inverse import patch_statistics as patch_statistics
+from .first_blocks import FirstBlocks as FirstBlocks
+from .first_blocks import row_disagreement as row_disagreement
+from .first_blocks import twice_derivable as twice_derivable
 from .grey_levels import patches_of_levels as patches_of_levels
 from .likelihood import Likelihood as Likelihood
 from .limits import too_many as too_many

@@ -52,7 +52,7 @@ def defense_flow(name: str, kind: DefenseClass, attacks: tuple[str, ...]) -> tup
 def _parameters(declared: AttackDeclarations) -> str:
     """Return what an attack reads, as short as a box has room for."""
     names = declared.parameters
-    if names == ("*",):
+    if "*" in names:
         return "all parameters"
     return (
         " and ".join(name.replace("patch_embed.proj", "proj") for name in names)

@@ -71,8 +71,9 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
     "adam-update": Idea(
         "Adam divides each entry of the gradient by its own magnitude, so that an update shows its sign. Small entries "
         "show their magnitude too, because Adam adds ε to what it divides by. The attack looks for an image, as smooth "
-        "as photographs are, and a gradient of the position embeddings whose product has these signs and magnitudes.",
-        ("undo decay, read signs, invert ε", "solve Aᵀ X = G, weighed", "search A and X under the signs"),
+        "as photographs are, and for one gradient behind the first blocks, which together give all matrices before it "
+        "these signs and magnitudes.",
+        ("undo decay, read signs, invert ε", "solve Aᵀ X = G, weighed", "search image and gradient by signs"),
     ),
     "april": Idea(
         "In a first block without pre-norm and skip, attention reads the tokens themselves. The gradients of its "

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import AdamUpdate, PatchGradient
-from privlab.attacks.gradients.adam_update import misfit
-from privlab.attacks.solvers import largest_step, shown_by_adam
+from privlab.attacks.solvers import largest_step, misfit, shown_by_adam
 from privlab.base import PrivlabError
 from privlab.defenses import DEFENSES
 from privlab.metrics import psnr
@@ -28,7 +27,7 @@ def sent(model: VictimModel, images: Tensor, client: Client) -> Observation:
         ClientData(image[None].to(model.mean), torch.tensor([i % 7]), torch.Generator().manual_seed(i))
         for i, image in enumerate(images)
     ]
-    return observe_updates(model, client, clients, AdamUpdate.parameters)
+    return observe_updates(model, client, clients)
 
 
 def score(attack: AdamUpdate | PatchGradient, seen: Observation, images: Tensor) -> list[float]:
@@ -89,6 +88,13 @@ def test_least_squares_is_exact_where_epsilon_shows_every_magnitude(
     assert max(score(PatchGradient(), seen, images)) < 40
 
 
+HALF = replace(ADAMW, eps=1e-6, lr=1e-3)
+"""A client of which half of the magnitudes are known."""
+
+SIGNS = replace(ADAMW, lr=1e-4, steps=3)
+"""One of which none is."""
+
+
 def test_unknown_entries_count_where_their_sign_or_bound_is_violated() -> None:
     """A gradient at its bounds costs nothing, and one of the opposite sign twice its bound in each entry."""
     shown = shown_by_adam(torch.tensor([[1.0, -1.0], [1.0, 1.0]]).double(), torch.full((2, 2), 1e-3).double(), 1e-8)
@@ -98,14 +104,30 @@ def test_unknown_entries_count_where_their_sign_or_bound_is_violated() -> None:
     assert float(misfit(shown, -shown.value, one, one)) == pytest.approx(8 * float(shown.least[0, 0]) ** 2)
 
 
-@pytest.mark.slow
-def test_the_search_gains_on_least_squares_where_magnitudes_are_missing(tiny_model: Model, crops: Tensor) -> None:
-    """Half of the magnitudes are missing in one step, and all of them after several."""
-    images, model = crops[:260:130], tiny_model().float()
-    for client in (replace(ADAMW, eps=1e-6, lr=1e-3), replace(ADAMW, lr=1e-4, steps=3)):
+def test_blocks_are_read_where_less_than_a_third_of_the_magnitudes_is_known(tiny_model: Model, crops: Tensor) -> None:
+    """Where more is known the number of blocks changes no pixel; where less is, it does."""
+    images, model = crops[:1], tiny_model().float()
+    for client, same in ((HALF, True), (SIGNS, False)):
         seen = sent(model, images, client)
-        found, start = score(AdamUpdate(), seen, images), score(AdamUpdate(steps=0), seen, images)
-        assert sum(found) > sum(start) + 2
+        some, none = (AdamUpdate(steps=2, stage_steps=1, blocks=blocks)(seen) for blocks in (2, 0))
+        assert torch.equal(some, none) == same
+
+
+def test_the_signs_of_two_blocks_improve_on_least_squares(tiny_model: Model, crops: Tensor) -> None:
+    images = crops[:1]
+    seen = sent(tiny_model().float(), images, SIGNS)
+    start, found = (score(AdamUpdate(steps=steps), seen, images)[0] for steps in (0, 40))
+    assert found > start + 1
+
+
+@pytest.mark.slow
+def test_the_search_gains_on_least_squares_where_half_of_the_magnitudes_is_missing(
+    tiny_model: Model, crops: Tensor
+) -> None:
+    images = crops[:260:130]
+    seen = sent(tiny_model().float(), images, HALF)
+    found, start = score(AdamUpdate(), seen, images), score(AdamUpdate(steps=0), seen, images)
+    assert sum(found) > sum(start) + 2
 
 
 def test_a_carried_state_or_another_rate_is_refused_where_it_shows(tiny_model: Model, crops: Tensor) -> None:
@@ -146,5 +168,7 @@ def test_what_is_refused_is_one_line(tiny_model: Model, crops: Tensor) -> None:
         AdamUpdate()(replace(seen, defense=(DEFENSES["gradient-noise"](),)))
     with pytest.raises(PrivlabError, match="steps of adam-update must be at least 0"):
         AdamUpdate(steps=-1)
+    with pytest.raises(PrivlabError, match="blocks of adam-update must be at least 0"):
+        AdamUpdate(blocks=-1)
     with pytest.raises(PrivlabError, match="prior of adam-update must be at least 0"):
         AdamUpdate(prior=-1.0)

@@ -42,7 +42,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "feature-optimisation": {"steps": 1},
     "depth-optimisation": {"steps": 1},
     "patch-update": {"rounds": 1},
-    "adam-update": {"steps": 1},
+    "adam-update": {"steps": 1, "stage_steps": 1},
     **{f"inversion-{kind}": {"steps": 1} for kind in ("conv", "mae", "set", "token")},
 }
 """Searches cut short: where they compute is of interest here, and not how far they come."""

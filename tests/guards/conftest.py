@@ -28,7 +28,7 @@ from privlab.victims import Victim, VictimModel, Weights
 CUT = Preprocessing(size=(16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0, interpolation="bicubic")
 SHORT = {
     "patch-update": {"rounds": 1},
-    "adam-update": {"steps": 1},
+    "adam-update": {"steps": 1, "stage_steps": 1},
     "patch-gradient-prior": {"rounds": 1, "steps": 1, "passes": 1},
     "mjp-subspace": {"rounds": 1, "steps": 1},
     **{name: {"starts": 2, "rounds": 2, "steps": 3} for name in ("mjp-full", "token-separation")},
