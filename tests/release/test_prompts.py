@@ -46,7 +46,8 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.vit._pos_embed(self.vit.patch_embed(x))
-        for n, block in enumerate(self.vit.blocks):
+        blocks: Any = self.vit.blocks
+        for n, block in enumerate(blocks):
             V, v, U, u = (
                 self.state[f"blocks|{n}|mlp|adapter|{part}"]
                 for part in ("down|weight", "down|bias", "up|weight", "up|bias")
@@ -103,6 +104,24 @@ def test_one_step_is_the_gradient_by_the_rules(tiny_model: Model, client: Client
         torch.testing.assert_close(seen.gradients[name], g, rtol=1e-5, atol=1e-7)
 
 
+def test_adapters_wider_than_the_tokens_release_the_spans_of_both_their_inputs(tiny_model: Model) -> None:
+    """∂V = Σ_n δ_n h_nᵀ and ∂U = Σ_n ε_n GELU(V h_n + v)ᵀ: what a token is told by, if r > N + 1 of ∂U's dimensions."""
+    model, data = tiny_model(), private(1)
+    seen = as_gradients(observe_updates(model, Client(trains="adapters", rank=40, lr=0.5), [data]))
+    read: list[Tensor] = []
+    path = "blocks.0.mlp.adapter"
+    seen.model.vit.get_submodule(path).register_forward_hook(lambda _, inputs, __: read.append(inputs[0][0]))
+    seen.model(data.images)
+    h, tokens = read[0], 17
+    a = F.gelu(h @ seen.model.vit.get_parameter(f"{path}.down.weight").mT)
+    for rows, name in ((h, "down"), (a, "up")):
+        σ, V = torch.linalg.svd(seen.gradients[f"{path}.{name}.weight"][0])[1:]
+        assert σ[tokens] < 1e-3 * σ[tokens - 1]  # what float32 sends
+        assert (rows - rows @ V[:tokens].mT @ V[:tokens]).norm() < 1e-3 * rows.norm()
+        other = rows.roll(1, 1)
+        assert (other - other @ V[:tokens].mT @ V[:tokens]).norm() > 0.3 * other.norm()
+
+
 def test_prompts_have_no_place_and_adapters_start_near_nothing(tiny_model: Model) -> None:
     model, images = tiny_model(), private(2).images
     names, plain = [*model.state_dict()], model(images)
@@ -132,7 +151,7 @@ def test_prompts_have_no_place_and_adapters_start_near_nothing(tiny_model: Model
 
 
 def test_place_embeddings_without_a_class_token_stay(tiny_model: Model) -> None:
-    """timm's `no_embed_class` leaves prefix tokens without place embeddings, prompts among them."""
+    """Timm's `no_embed_class` leaves prefix tokens without place embeddings, prompts among them."""
     model, images = tiny_model(no_embed_class=True), private(1).images
     z, own = prompted(model, 2).embed(images), model.embed(images)
     torch.testing.assert_close(z[:, [0, *range(3, z.shape[1])]], own)
