@@ -80,7 +80,7 @@ def bottlenecked(model: VictimModel, rank: int) -> VictimModel:
     Raises:
         PrivlabError: if a block of the model has no layer named mlp.
 
-    Source: Houlsby et al. (ICML 2019), Figure 2 and section 3.6; behind the MLP alone as in Pfeiffer et al. (EACL 2021).
+    Source: Houlsby et al. (ICML 2019), Figure 2; behind the MLP alone as in Pfeiffer et al. (EACL 2021).
     """
     if any(".mlp.adapter." in name for name, _ in model.vit.named_parameters()):
         return model

@@ -32,6 +32,7 @@ class Prompted(nn.Module):
         self.vit, self.reg_token = vit, nn.Parameter(tokens.clone())
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of normalised images."""
         z = self.vit._pos_embed(self.vit.patch_embed(x))
         z = torch.cat([z[:, :1], self.reg_token.expand(len(z), -1, -1), z[:, 1:]], 1)
         return self.vit.head(self.vit.norm(self.vit.blocks(z))[:, 0])
@@ -45,6 +46,7 @@ class Adapted(nn.Module):
         self.vit, self.state = vit, nn.ParameterDict({k.replace(".", "|"): v.clone() for k, v in state.items()})
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of normalised images."""
         z = self.vit._pos_embed(self.vit.patch_embed(x))
         blocks: Any = self.vit.blocks
         for n, block in enumerate(blocks):
