@@ -26,7 +26,7 @@ from privlab.threat import (
     client_loss,
     private_targets,
 )
-from privlab.victims import PREFIX_TOKENS, VictimModel, adapted
+from privlab.victims import PREFIX_TOKENS, VictimModel, adapted, bottlenecked, prompted
 
 __all__ = ["observe_updates", "rounding_deviation", "run_client", "trained_parameters", "update_capabilities"]
 __all__ += ["Replayed", "as_gradients", "each_release", "replay", "served", "undecayed", "update_on", "without_decay"]
@@ -36,16 +36,24 @@ _EMBEDDING = ("patch_embed.", "pos_embed", *PREFIX_TOKENS)
 
 
 def served(model: VictimModel, client: Client) -> VictimModel:
-    """Return the model that the server sends to a client: with adapters where it trains these (`adapted`).
+    """Return the model that the server sends to a client: with the adapters or prompts that it trains.
 
     Args:
         model: the server's model; it is left as it is.
         client: the public settings.
 
     Raises:
-        PrivlabError: as in `adapted`.
+        PrivlabError: as in `adapted`, `bottlenecked` or `prompted`.
     """
-    return adapted(model, client.rank) if client.trains == "lora" else model
+    match client.trains:
+        case "lora":
+            return adapted(model, client.rank)
+        case "adapters":
+            return bottlenecked(model, client.rank)
+        case "prompts":
+            return prompted(model, client.prompts)
+        case _:
+            return model
 
 
 def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Defense] = ()) -> list[str]:
@@ -59,7 +67,7 @@ def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Def
         defense: the defenses of images at work.
 
     Raises:
-        PrivlabError: if the model has none of them, or freezes them, or can have no adapters.
+        PrivlabError: if the model has none of them, or freezes them, or can have no adapters or prompts.
     """
     model = served(model, client)
     norms = {path for path, layer in model.vit.named_modules() if isinstance(layer, nn.LayerNorm)}
@@ -70,6 +78,8 @@ def trained_parameters(model: VictimModel, client: Client, defense: Sequence[Def
         "norms": lambda name: name.rpartition(".")[0] in norms,
         "head": lambda name: name.startswith("head."),
         "lora": lambda name: ".lora_" in name or name.startswith("head."),
+        "adapters": lambda name: ".mlp.adapter." in name or name.startswith("head."),
+        "prompts": lambda name: name == "reg_token" or name.startswith("head."),
     }[client.trains]
     names = [name for name, _ in model.vit.named_parameters() if chosen(name) and name not in model.frozen]
     if not names:
@@ -223,7 +233,7 @@ def observe_updates(
 
     Args:
         model: the server's model with θ_0, which the adversary knows; it is left as it is. The observation has it as
-            the clients get it, with adapters where they train these.
+            the clients get it, with the adapters or prompts that they train.
         client: the public settings, which the observation holds.
         clients: the private data of each client.
         parameters: names of those whose updates the attacks read; None for all. Those that are not trained, and thus

@@ -101,12 +101,12 @@ def update_observation(
 
     Raises:
         PrivlabError: if the update is of another model, or of parameters that the client does not train, or the client
-            trains adapters.
+            trains adapters or prompts.
     """
-    if client.trains == "lora":
+    if client.trains in ("lora", "adapters", "prompts"):
         raise PrivlabError(
-            f"{released.source}: files of adapters are not read. Found client.trains=lora: privlab trains such a "
-            "client itself, without --update."
+            f"{released.source}: files of adapters and prompts are not read. Found client.trains={client.trains}: "
+            "privlab trains such a client itself, without --update."
         )
     parameters = dict(model.vit.named_parameters())
     held = {name: u for name, u in released.gradients.items() if name in parameters}

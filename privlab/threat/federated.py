@@ -14,7 +14,7 @@ OPTIMISERS = ("sgd", "adam", "adamw")
 """The optimisers of a client, by `Client.optimiser`: torch's SGD, Adam and AdamW."""
 
 _SCHEDULES = ("constant", "cosine", "step")
-_TRAINS = ("all", "no-embedding", "attention", "norms", "head", "lora")
+_TRAINS = ("all", "no-embedding", "attention", "norms", "head", "lora", "adapters", "prompts")
 _LOSSES = ("cross-entropy", "binary", "contrastive", "dino", "regression")
 _NUMBERS = ("float32", "bf16", "fp16")
 
@@ -59,9 +59,11 @@ class Client:
         autocast: number format of matrix products, by torch.autocast: "float32" (none), "bf16" or "fp16". The weights
             stay as the model stores them; losses are not scaled.
         trains: trained parameters: "all", "no-embedding" (without patch, position, class and register embeddings),
-            "attention", "norms", "head", or "lora": the head and, by peft, LoRA's adapters of each block's qkv, whose
-            A the server draws from a public seed; B begins at 0.
-        rank: r of the adapters, of "lora" alone, in [1, 64]; their scale α / r is 1.
+            "attention", "norms", "head", or the head and what the server adds and draws from a public seed: "lora" (by
+            peft, adapters of each block's qkv, whose B begins at 0), "adapters" (a bottleneck behind each MLP) or
+            "prompts" (tokens behind the class token).
+        rank: r of "lora", whose scale α / r is 1, or the width of the bottleneck of "adapters"; in [1, 64].
+        prompts: tokens of "prompts", in [1, 200].
         sends: "difference" (θ_T − θ_0) or "weights" (θ_T).
         sent_as: number format of what is sent: "float32", "bf16" or "fp16".
 
@@ -98,6 +100,7 @@ class Client:
     autocast: str = "float32"
     trains: str = "all"
     rank: int = 16
+    prompts: int = 10
     sends: str = "difference"
     sent_as: str = "float32"
 
@@ -124,6 +127,7 @@ class Client:
             count = getattr(self, name)
             check_range(count is None or count >= 1, f"client.{name}", "at least 1", count)
         check_range(1 <= self.rank <= 64, "client.rank", "in [1, 64]", self.rank)
+        check_range(1 <= self.prompts <= 200, "client.prompts", "in [1, 200]", self.prompts)
         check_range(self.clip is None or 0 < self.clip < math.inf, "client.clip", "a finite number > 0", self.clip)
         self._check_together()
 
@@ -142,8 +146,10 @@ class Client:
         if self.optimiser != "sgd" and (used := [f"client.{key}={value}" for key, value in of_sgd.items() if value]):
             raise PrivlabError(f"{', '.join(used)} is of sgd alone. Found client.optimiser={self.optimiser}.")
 
-        if self.rank != type(self).rank and self.trains != "lora":
-            raise PrivlabError(f"client.rank={self.rank} is of lora alone. Found client.trains={self.trains}.")
+        if self.rank != type(self).rank and self.trains not in ("lora", "adapters"):
+            raise PrivlabError(f"client.rank={self.rank} is of lora and adapters. Found client.trains={self.trains}.")
+        if self.prompts != type(self).prompts and self.trains != "prompts":
+            raise PrivlabError(f"client.prompts={self.prompts} is of prompts alone. Found client.trains={self.trains}.")
         if self.label_smoothing and self.loss != "cross-entropy":
             raise PrivlabError(
                 f"client.label_smoothing={self.label_smoothing:g} is of cross-entropy alone. "

@@ -55,6 +55,8 @@ class VictimModel(nn.Module):
 
     mean: Tensor
     std: Tensor
+    prompts: int = 0
+    """Prompt tokens that a server added behind the class token (`prompted`)."""
 
     def __init__(
         self,

@@ -152,7 +152,7 @@ def test_what_cannot_be_adapted_is_one_line(model: VictimModel, monkeypatch: pyt
     for rank in (0, 65):
         with pytest.raises(PrivlabError, match=rf"client.rank must be in \[1, 64\]. Found {rank}."):
             Client(trains="lora", rank=rank)
-    with pytest.raises(PrivlabError, match=r"client.rank=8 is of lora alone. Found client.trains=head."):
+    with pytest.raises(PrivlabError, match=r"client.rank=8 is of lora and adapters. Found client.trains=head."):
         Client(trains="head", rank=8)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "peft", None)

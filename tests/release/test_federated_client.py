@@ -22,7 +22,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"lr": math.nan}, r"client.lr must be a finite number > 0. Found nan."),
     ({"optimiser": "adamv"}, r"Unknown optimiser 'adamv'. Did you mean .*adamw"),
     ({"schedule": "cosin"}, r"Unknown schedule 'cosin'. Did you mean cosine or"),
-    ({"trains": "heads"}, r"Unknown set of trained parameters 'heads'. Did you mean head\?"),
+    ({"trains": "heads"}, r"Unknown set of trained parameters 'heads'. Did you mean head or adapters\?"),
     ({"sends": "gradient"}, r"Unknown kind of update 'gradient'."),
     ({"sent_as": "int8"}, r"Unknown number format of what is sent 'int8'."),
     ({"autocast": "tf32"}, r"Unknown number format of autocast 'tf32'."),
@@ -136,7 +136,7 @@ def test_options_of_the_command_line_make_a_client() -> None:
     options = ["client.lr=0.5", "client.steps=5", "client.nesterov=true", "client.momentum=0.9", "client.clip=none"]
     read_options(options, [Client])
     assert configure(Client, options) == Client(lr=0.5, steps=5, nesterov=True, momentum=0.9)
-    with pytest.raises(PrivlabError, match=r"Unknown option 'mometum'. Did you mean momentum\?"):
+    with pytest.raises(PrivlabError, match=r"Unknown option 'mometum'. Did you mean momentum or prompts\?"):
         read_options(["client.mometum=1"], [Client])
 
 
