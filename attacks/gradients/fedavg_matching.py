@@ -35,7 +35,7 @@ class FedavgMatching:
     Where no order tells passes apart, for one image or one step in each pass, all passes share their candidates.
 
     Args:
-        optimiser: "adam" or "lbfgs".
+        optimiser: "lbfgs" or "adam".
         steps: the most steps of the optimiser.
         lr: root mean square of the entries of the (first) step, in pixels; that of Adam shrinks to zero.
         tv: weight of the total variation.
@@ -58,9 +58,9 @@ class FedavgMatching:
     search: ClassVar[bool] = True
     updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
 
-    optimiser: str = "adam"
+    optimiser: str = "lbfgs"
     steps: int = 200
-    lr: float = 0.1
+    lr: float = 0.05
     tv: float = 0.01
     invariance: float = 1.0
     start: str = "noise"

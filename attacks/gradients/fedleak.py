@@ -47,7 +47,6 @@ class FedLeak(GradientMatching):
     named_only: ClassVar[bool] = True
     updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
 
-    optimiser: str = "adam"
     tv: float = 0.01
     start: str = "noise"
     share: float = 0.3
