@@ -13,6 +13,9 @@ from .features.row_alignment import RowAlignment as RowAlignment
 from .gradients.adam_update import AdamUpdate as AdamUpdate
 from .gradients.april import April as April
 from .gradients.block_key import BlockKey as BlockKey
+from .gradients.cocktail_party import CocktailParty as CocktailParty
+from .gradients.fedavg_matching import FedavgMatching as FedavgMatching
+from .gradients.fedleak import FedLeak as FedLeak
 from .gradients.gradient_likelihood import GradientLikelihood as GradientLikelihood
 from .gradients.gradient_matching import GradientMatching as GradientMatching
 from .gradients.head_inversion import HeadInversion as HeadInversion
@@ -22,6 +25,7 @@ from .gradients.patch_gradient import PatchGradient as PatchGradient
 from .gradients.patch_gradient_adaptive import PatchGradientAdaptive as PatchGradientAdaptive
 from .gradients.patch_gradient_prior import PatchGradientPrior as PatchGradientPrior
 from .gradients.patch_update import PatchUpdate as PatchUpdate
+from .gradients.spear import Spear as Spear
 from .gradients.token_separation import TokenSeparation as TokenSeparation
 from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks

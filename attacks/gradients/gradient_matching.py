@@ -127,7 +127,9 @@ class GradientMatching:
         match = self._match(seen)
         points = torch.cat([self._points(match, seen, number) for number in range(self.restarts)])
         optimiser = OPTIMISERS[self.optimiser](self.lr)
-        best, least = descend(optimiser, points, self._objective(match), self.steps, kept=Kept.under(search_identity(seen, self)))
+        best, least = descend(
+            optimiser, points, self._objective(match), self.steps, kept=Kept.under(search_identity(seen, self))
+        )
         winner = least.unflatten(0, (self.restarts, -1)).argmin(0)
         rows = torch.arange(len(winner), device=winner.device)
         chosen = best.unflatten(0, (self.restarts, -1))[winner, rows]
@@ -207,9 +209,7 @@ class Match:
     likelihood: Likelihood | None = None
 
     @classmethod
-    def of(
-        cls, seen: Observation, objective: str, tv: float, labels: Int[Tensor, " rB"] | None = None
-    ) -> "Match":
+    def of(cls, seen: Observation, objective: str, tv: float, labels: Int[Tensor, " rB"] | None = None) -> "Match":
         """Return the comparison with the released gradients of an observation.
 
         Args:

@@ -180,11 +180,13 @@ def disaggregate(
     kept = L.new_zeros(0, n)
     found = Separated(R[:0], R[:0, 0], count)
     for _ in range(rounds if len(rows) >= n else 0):
-        chosen = torch.rand(starts, len(rows), generator=draw).topk(n - 1, dim=1).indices.to(L.device)
+        # A set that has a row twice leaves more than one direction, and none of them is sparse.
+        chosen = torch.randint(len(rows), (starts, n - 1), generator=draw).to(L.device)
         Q = torch.linalg.qr(rows[chosen].mT, mode="complete").Q[..., -1]
-        new = _sharpest(rows, Q, zeros, tolerance)
+        new = Q[_zeros(rows, Q, tolerance).double().mean(1) > zeros]
         if not len(new):
             continue
+        new = _sharpen(rows, _distinct(rows, new, tolerance)[: _KEPT_PER_TOKEN * n], tolerance)
         kept = _distinct(rows, torch.cat([kept, new]), tolerance)[: _KEPT_PER_TOKEN * n]
         Q = _independent(kept).mT
         if Q.shape[1] < n:
@@ -208,14 +210,10 @@ def _zeros(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float
     return δ <= tolerance * δ.amax(1, keepdim=True)
 
 
-def _sharpest(
-    rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], zeros: float, tolerance: float
-) -> Float[Tensor, "k n"]:
-    """Return the directions that leave enough zeros, as all rows that they leave at zero together determine them."""
-    off = _zeros(rows, Q, tolerance)
-    off = off[off.double().mean(1) > zeros]
-    gram = torch.einsum("km,mi,mj->kij", off.to(rows), rows, rows)
-    return torch.linalg.eigh(gram).eigenvectors[..., 0]
+def _sharpen(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Float[Tensor, "s n"]:
+    """Return the directions as all rows that they leave at zero determine them, instead of the n − 1 that were drawn."""
+    left = _zeros(rows, Q, tolerance)[..., None] * rows
+    return torch.linalg.eigh(left.mT @ left).eigenvectors[..., 0]
 
 
 def _distinct(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Float[Tensor, "k n"]:
