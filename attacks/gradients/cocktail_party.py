@@ -112,7 +112,7 @@ def unmix(
     Source: FastICA (Hyvärinen, IEEE Transactions on Neural Networks 1999), symmetric, with tanh.
     """
     U, S, V = torch.linalg.svd(G, full_matrices=False)
-    n = min(count, int((S > _RANK * S[0]).sum()))
+    n = min(count, int((_RANK * S[0] < S).sum()))
     mixed, ones = V[:n], U[:, :n].mT @ h / S[:n]
     centred = mixed - mixed.mean(1, keepdim=True)
     variance, axes = torch.linalg.eigh(centred @ centred.mT / centred.shape[1])

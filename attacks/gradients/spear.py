@@ -211,7 +211,7 @@ def _zeros(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float
 
 
 def _sharpen(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Float[Tensor, "s n"]:
-    """Return the directions as all rows that they leave at zero determine them, instead of the n − 1 that were drawn."""
+    """Return the directions as all rows that they leave at zero determine them, not the n − 1 drawn alone."""
     left = _zeros(rows, Q, tolerance)[..., None] * rows
     return torch.linalg.eigh(left.mT @ left).eigenvectors[..., 0]
 

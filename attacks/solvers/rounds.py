@@ -1,4 +1,4 @@
-"""A client's round of SGD, run again on guessed images such that they can be searched for; and a round as a gradient."""
+"""A client's round of SGD, run again on guessed images so that these can be searched for; a round as a gradient."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -163,8 +163,8 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
     ),
     "fedavg-matching": AttackFacts(
         _SEARCH + " At the true images, in the client's order, its distance is zero but for rounding.",
-        "It takes SGD without dropout. Each evaluation runs the whole round with second derivatives. It knows no filter, "
-        "and takes labels in one order, the same in all passes.",
+        "It takes SGD without dropout. Each evaluation runs the whole round with second derivatives. It knows no "
+        "filter, and takes labels in one order, the same in all passes.",
         "",
         ("baselines",),
     ),

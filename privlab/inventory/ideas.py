@@ -74,14 +74,14 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         ("factorise ∂ℓ/∂W₁ = L R", "draw rows that one token leaves zero", "tokens U = Q⁻¹ R"),
     ),
     "fedleak": Idea(
-        "The update of a round is taken for a gradient. The attack looks for images whose gradient has the direction of "
-        "the update in its largest entries alone, and prefers points around which the distance hardly changes, because "
-        "searches get on there.",
+        "The update of a round is taken for a gradient. The attack looks for images whose gradient has the direction "
+        "of the update in its largest entries alone, and prefers points around which the distance hardly "
+        "changes, because searches get on there.",
         ("mean gradient of the round", "match the largest entries", "penalise the slope"),
     ),
     "fedavg-matching": Idea(
-        "The client's settings are public, so that the adversary can train as the client did, on images of its own. The "
-        "attack changes these images until the whole round moves the weights as the released update does. Each pass "
+        "The client's settings are public, so that the adversary can train as the client did, on images of its own. "
+        "The attack changes these images until the whole round moves the weights as the released update does. Each pass "
         "over the data has its own candidates, which must agree on what no order of images changes.",
         ("labels from the head", "run the round on candidates", "match the update, join passes"),
     ),

@@ -1,4 +1,4 @@
-"""`cocktail-party`: independent features come back exactly, those of trained ViTs do not, and images follow from them."""
+"""`cocktail-party`: independent features come back exactly, those of trained ViTs do not."""
 
 import copy
 import logging

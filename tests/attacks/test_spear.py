@@ -81,7 +81,7 @@ def test_images_of_a_victim_with_relu_are_exact(tiny_model: Model, dtype: torch.
 def test_gelu_has_no_zeros_and_is_refused(tiny_model: Model) -> None:
     seen = seen_of(tiny_model(**FEW), pictures(1))
     assert Spear().beyond(seen) == "GELU leaves no exact zeros in a gradient"
-    with pytest.raises(PrivlabError, match="needs an MLP with ReLU, whose gradient has exact zeros. Found GELU"):
+    with pytest.raises(PrivlabError, match=r"needs an MLP with ReLU, whose gradient has exact zeros\. Found GELU"):
         Spear()(seen)
 
 
@@ -136,6 +136,7 @@ def side_of(name: str, side: int, shared: Callable[[str], Path]) -> VictimModel:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize(("name", "side"), [("cifar_vit", 12), ("vit_ti", 48)])
 def test_trained_weights_with_relu_in_the_place_of_gelu(
     name: str, side: int, shared: Callable[[str], Path], caplog: pytest.LogCaptureFixture
@@ -153,14 +154,12 @@ def test_trained_weights_with_relu_in_the_place_of_gelu(
             log.info("%s, %s: share of δ at or below 0, 1e-6, 1e-4, 1e-2 of the largest: %s", name, act, shares)
             assert (shares[1] > 0.1) == (act is nn.ReLU)
     model.requires_grad_(False)
-    with swapped(model, nn.ReLU), pytest.warns(PrivlabWarning):
+    with swapped(model, nn.ReLU):
         seen = seen_of(model, images)
         for attack in (Spear(rounds=60), TokenSeparation()):
             made = attack(seen)
             scores = psnr(made.images, images)
             assert made.tokens is not None
             found = made.tokens.tolist()
-            log.info(
-                "%s, %s: tokens %s of 10, PSNR %s", name, attack.name, found, [round(x, 1) for x in scores.tolist()]
-            )
-            assert scores[made.tokens == 10].tolist() == [pytest.approx(x) for x in scores[made.tokens == 10] if x > 60]
+            log.info("%s, %s: tokens %s of 10, PSNR %s", name, attack.name, found, scores.tolist())
+            assert scores[made.tokens == 10].tolist() == [x for x in scores.tolist() if x > 60]
