@@ -227,8 +227,8 @@ def _independent(Q: Float[Tensor, "s n"]) -> Float[Tensor, "k n"]:
     """Return those that are not in the span of the ones before them."""
     chosen, basis = [], Q.new_zeros(0, Q.shape[1])
     for i in range(len(Q)):
-        rest = Q[i] - (Q[i] @ basis.mT) @ basis
+        rest = Q[i : i + 1] - (Q[i : i + 1] @ basis.mT) @ basis
         if len(basis) < Q.shape[1] and bool(rest.norm() > _INDEPENDENT):
             chosen.append(i)
-            basis = torch.cat([basis, nn.functional.normalize(rest, dim=0)[None]])
+            basis = torch.cat([basis, nn.functional.normalize(rest, dim=1)])
     return Q[chosen]

@@ -81,8 +81,8 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
     ),
     "fedavg-matching": Idea(
         "The client's settings are public, so that the adversary can train as the client did, on images of its own. "
-        "The attack changes these images until the whole round moves the weights as the released update does. Each pass "
-        "over the data has its own candidates, which must agree on what no order of images changes.",
+        "The attack changes these images until the whole round moves the weights as the released update does. Each "
+        "pass over the data has its own candidates, which must agree on what no order of images changes.",
         ("labels from the head", "run the round on candidates", "match the update, join passes"),
     ),
     "patch-update": Idea(

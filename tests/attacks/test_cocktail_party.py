@@ -148,6 +148,7 @@ def test_features_of_a_trained_vit(shared: Callable[[str], Path], caplog: pytest
     with torch.no_grad():
         f = torch.cat([model.features(torch.stack([x for _, x in named[i : i + 50]])) for i in range(0, 500, 50)])
     f, head = f.double(), copy.deepcopy(model.vit.head).double().requires_grad_(True)
+    assert isinstance(head, nn.Linear)
     log = logging.getLogger(__name__)
     for count, batches in ((4, 4), (16, 4), (32, 4), (64, 2), (128, 1), (180, 1)):
         scores: dict[str, list[Tensor]] = {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -162,13 +163,14 @@ def test_what_it_refuses(tiny_model: Model) -> None:
         FedavgMatching()(observe(model, image, torch.tensor([1]), released_parameters(model)))
     with pytest.raises(PrivlabError, match="start=grey cannot separate the 2 images"):
         FedavgMatching(start="grey")(sent(model, Client(images=2), pictures(2), [1, 2]))
-    for options, message in (
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"optimiser": "sgd"}, "optimiser of fedavg-matching"),
         ({"start": "auto"}, "start of fedavg-matching"),
         ({"steps": -1}, "steps of fedavg-matching must be at least 0"),
         ({"lr": 0.0}, "lr of fedavg-matching must be a finite number > 0"),
         ({"tv": -1.0}, "tv of fedavg-matching must be at least 0"),
         ({"invariance": float("inf")}, "invariance of fedavg-matching must be at least 0"),
-    ):
+    )
+    for options, message in wrong:
         with pytest.raises(PrivlabError, match=message):
             FedavgMatching(**options)

@@ -107,20 +107,22 @@ def test_what_it_refuses(name: str) -> None:
 @contextmanager
 def swapped(model: VictimModel, act: type[nn.Module]) -> Iterator[None]:
     """Put another activation into all MLPs of a victim."""
-    before = [block.mlp.act for block in model.vit.blocks]
-    for block in model.vit.blocks:
-        block.mlp.act = act()
+    mlps = [model.vit.get_submodule(f"blocks.{i}.mlp") for i in range(len(model.vit.blocks))]
+    before = [mlp.get_submodule("act") for mlp in mlps]
+    for mlp in mlps:
+        mlp.add_module("act", act())
     try:
         yield
     finally:
-        for block, old in zip(model.vit.blocks, before, strict=True):
-            block.mlp.act = old
+        for mlp, old in zip(mlps, before, strict=True):
+            mlp.add_module("act", old)
 
 
 def zero_share(model: VictimModel, images: Tensor, least: float) -> float:
     """Return the share of δ's entries, of the first MLP's hidden units, below a share of each token's largest one."""
     taps: list[Tensor] = []
-    handle = model.vit.blocks[0].mlp.fc1.register_full_backward_hook(lambda _, __, out: taps.append(out[0]))
+    layer = model.vit.get_submodule("blocks.0.mlp.fc1")
+    handle = layer.register_full_backward_hook(lambda _, __, out: taps.append(out[0]))
     model.requires_grad_(True)
     nn.functional.cross_entropy(model(images), torch.arange(len(images))).backward()
     model.zero_grad()
@@ -130,9 +132,8 @@ def zero_share(model: VictimModel, images: Tensor, least: float) -> float:
 
 
 def side_of(name: str, side: int, shared: Callable[[str], Path]) -> VictimModel:
-    weights = {"vit_ti": "weights/vit_tiny_patch16_224.safetensors"}
-    given = {"weights": str(shared(weights[name]))} if name in weights else {}
-    return victim(name, img_size=side, **given).model
+    weights = str(shared("weights/vit_tiny_patch16_224.safetensors")) if name == "vit_ti" else "auto"
+    return victim(name, img_size=side, weights=weights).model
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ DOWNLOADS = {
     "attacks/rows/placement.py:_assign",
     "attacks/rows/reassembly.py:_groups",
     "attacks/rows/reassembly.py:_links",
+    "attacks/gradients/fedavg_matching.py:__call__",  # the numbers of the clients that a step evaluates
     "attacks/decoders/networks.py:reconstruct",
     "attacks/decoders/training.py:<dictcomp>",  # the decoder that is kept on disk
     "attacks/tokens/equations.py:distinct",
@@ -112,8 +113,8 @@ def victim_of(case: str, base: Victim) -> Victim:
     if case != "relu":
         return base
     model = copy.deepcopy(base.model)
-    for block in model.vit.blocks:
-        block.mlp.act = nn.ReLU()
+    for i in range(len(model.vit.blocks)):
+        model.vit.get_submodule(f"blocks.{i}.mlp").add_module("act", nn.ReLU())
     return replace(base, model=model)
 
 
