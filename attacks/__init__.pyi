@@ -1,3 +1,7 @@
+from .baselines.cocktail_party import CocktailParty as CocktailParty
+from .baselines.fedavg_matching import FedavgMatching as FedavgMatching
+from .baselines.fedleak import FedLeak as FedLeak
+from .baselines.spear import Spear as Spear
 from .features.border_jigsaw import BorderJigsaw as BorderJigsaw
 from .features.class_token_key import ClassTokenKey as ClassTokenKey
 from .features.column_statistics import ColumnStatistics as ColumnStatistics
@@ -13,9 +17,6 @@ from .features.row_alignment import RowAlignment as RowAlignment
 from .gradients.adam_update import AdamUpdate as AdamUpdate
 from .gradients.april import April as April
 from .gradients.block_key import BlockKey as BlockKey
-from .gradients.cocktail_party import CocktailParty as CocktailParty
-from .gradients.fedavg_matching import FedavgMatching as FedavgMatching
-from .gradients.fedleak import FedLeak as FedLeak
 from .gradients.gradient_likelihood import GradientLikelihood as GradientLikelihood
 from .gradients.gradient_matching import GradientMatching as GradientMatching
 from .gradients.head_inversion import HeadInversion as HeadInversion
@@ -25,7 +26,6 @@ from .gradients.patch_gradient import PatchGradient as PatchGradient
 from .gradients.patch_gradient_adaptive import PatchGradientAdaptive as PatchGradientAdaptive
 from .gradients.patch_gradient_prior import PatchGradientPrior as PatchGradientPrior
 from .gradients.patch_update import PatchUpdate as PatchUpdate
-from .gradients.spear import Spear as Spear
 from .gradients.token_separation import TokenSeparation as TokenSeparation
 from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import CocktailParty, HeadInversion
-from privlab.attacks.gradients.cocktail_party import unmix
+from privlab.attacks.baselines.cocktail_party import unmix
 from privlab.base import PrivlabError, linear_sum_assignment
 from privlab.images import Preprocessing, open_images
 from privlab.release import observe, observe_updates, told_images

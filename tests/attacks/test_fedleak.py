@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import FedLeak, GradientMatching
-from privlab.attacks.gradients.fedleak import Flat, largest
+from privlab.attacks.baselines.fedleak import Flat, largest
 from privlab.base import PrivlabError
 from privlab.metrics import psnr
 from privlab.patches import patchify

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import Spear, TokenSeparation
-from privlab.attacks.gradients.spear import disaggregate
+from privlab.attacks.baselines.spear import disaggregate
 from privlab.attacks.tokens import Mlp
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.images import Preprocessing, open_images

@@ -73,7 +73,7 @@ DOWNLOADS = {
     "attacks/rows/placement.py:_assign",
     "attacks/rows/reassembly.py:_groups",
     "attacks/rows/reassembly.py:_links",
-    "attacks/gradients/fedavg_matching.py:__call__",  # the numbers of the clients that a step evaluates
+    "attacks/baselines/fedavg_matching.py:__call__",  # the numbers of the clients that a step evaluates
     "attacks/decoders/networks.py:reconstruct",
     "attacks/decoders/training.py:<dictcomp>",  # the decoder that is kept on disk
     "attacks/tokens/equations.py:distinct",
