@@ -19,14 +19,8 @@ __all__ = ["Spear", "disaggregate"]
 
 _BIAS = "blocks.0.mlp.fc1.bias"
 
-_SAME_COSINE = 1 - 1e-6
-"""The cosine from which two directions are one that was drawn twice."""
-
 _INDEPENDENT = 1e-3
 """The part of a unit direction outside the span of sparser ones from which it is another one, and no rounding."""
-
-_KEPT_PER_TOKEN = 8
-"""Directions that are kept for each token, the sparsest ones: sums of tokens are many, and never sparser than these."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +180,11 @@ def disaggregate(
         new = Q[_zeros(rows, Q, tolerance).double().mean(1) > zeros]
         if not len(new):
             continue
-        new = _sharpen(rows, _distinct(rows, new, tolerance)[: _KEPT_PER_TOKEN * n], tolerance)
-        kept = _distinct(rows, torch.cat([kept, new]), tolerance)[: _KEPT_PER_TOKEN * n]
-        Q = _independent(kept).mT
-        if Q.shape[1] < n:
+        new = _sharpen(rows, _sparsest(rows, new, tolerance), tolerance)
+        kept = _sparsest(rows, torch.cat([kept, new]), tolerance)
+        if len(kept) < n:
             continue
+        Q = kept.mT
         lengths = torch.linalg.lstsq(L @ Q, b[:, None]).solution[:, 0]
         u = torch.linalg.solve(Q * lengths, R)
         off = L @ Q
@@ -216,19 +210,18 @@ def _sharpen(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: flo
     return torch.linalg.eigh(left.mT @ left).eigenvectors[..., 0]
 
 
-def _distinct(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Float[Tensor, "k n"]:
-    """Return each direction once, those that leave the most zeros first."""
+def _sparsest(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Float[Tensor, "k n"]:
+    """Return the directions that leave the most zeros, but for those in the span of the ones before them.
+
+    Of all bases among the directions it is the one with the most zeros, so that what is left out is never needed.
+    """
     Q = Q[_zeros(rows, Q, tolerance).sum(1).argsort(descending=True, stable=True)]
-    twin = ((Q @ Q.mT).abs() > _SAME_COSINE).tril(-1).any(1)
-    return Q[~twin]
-
-
-def _independent(Q: Float[Tensor, "s n"]) -> Float[Tensor, "k n"]:
-    """Return those that are not in the span of the ones before them."""
     chosen, basis = [], Q.new_zeros(0, Q.shape[1])
     for i in range(len(Q)):
+        if len(basis) == Q.shape[1]:
+            break
         rest = Q[i : i + 1] - (Q[i : i + 1] @ basis.mT) @ basis
-        if len(basis) < Q.shape[1] and bool(rest.norm() > _INDEPENDENT):
+        if bool(rest.norm() > _INDEPENDENT):
             chosen.append(i)
             basis = torch.cat([basis, nn.functional.normalize(rest, dim=1)])
     return Q[chosen]
