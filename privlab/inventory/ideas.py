@@ -75,8 +75,8 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
     ),
     "fedleak": Idea(
         "The update of a round is taken for a gradient. The attack looks for images whose gradient has the direction "
-        "of the update in its largest entries alone, and prefers points around which the distance hardly "
-        "changes, because searches get on there.",
+        "of the update in its largest entries alone. It prefers points around which the distance hardly changes, "
+        "because searches get on there.",
         ("mean gradient of the round", "match the largest entries", "penalise the slope"),
     ),
     "fedavg-matching": Idea(

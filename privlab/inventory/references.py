@@ -45,7 +45,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "feature-optimisation": ("mahendran2015understanding",),
     "depth-optimisation": ("mahendran2015understanding",),
     "head-inversion": ("mahendran2015understanding", "phong2017revisited"),
-    "cocktail-party": ("kariyappa2023cocktail", "hyvarinen1999fastica"),
+    "cocktail-party": ("kariyappa2023cocktail",),
     "spear": ("dimitrov2024spear",),
     "fedleak": ("fan2025fedleak",),
     "fedavg-matching": ("dimitrov2022fedavg",),

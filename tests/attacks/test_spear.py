@@ -163,4 +163,5 @@ def test_trained_weights_with_relu_in_the_place_of_gelu(
             assert made.tokens is not None
             found = made.tokens.tolist()
             log.info("%s, %s: tokens %s of 10, PSNR %s", name, attack.name, found, scores.tolist())
-            assert scores[made.tokens == 10].tolist() == [x for x in scores.tolist() if x > 60]
+            assert found == [10] * len(images)
+            assert scores.min() > 100
