@@ -56,6 +56,7 @@ def found_of(mlp: Mlp, u: Tensor, δ: Tensor, rounds: int = 40, **options: float
 def test_planted_tokens_come_back_with_their_lengths() -> None:
     mlp, u, δ = planted()
     found = found_of(mlp, u, δ)
+    assert len(found) == len(u)
     nearest = torch.cdist(u, found).argmin(1)
     assert sorted(nearest.tolist()) == list(range(len(u)))
     assert_close(found[nearest], u, rtol=1e-6, atol=1e-6)
