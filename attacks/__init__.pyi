@@ -1,3 +1,7 @@
+from .baselines.cocktail_party import CocktailParty as CocktailParty
+from .baselines.fedavg_matching import FedavgMatching as FedavgMatching
+from .baselines.fedleak import FedLeak as FedLeak
+from .baselines.spear import Spear as Spear
 from .features.border_jigsaw import BorderJigsaw as BorderJigsaw
 from .features.class_token_key import ClassTokenKey as ClassTokenKey
 from .features.column_statistics import ColumnStatistics as ColumnStatistics

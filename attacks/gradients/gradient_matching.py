@@ -18,6 +18,7 @@ from privlab.attacks.gradients.patch_gradient_prior import PatchGradientPrior
 from privlab.attacks.solvers import (
     EDGE_WIDTH,
     OPTIMISERS,
+    Evaluate,
     Kept,
     Likelihood,
     Smoothness,
@@ -35,7 +36,7 @@ from privlab.release import released_gradients, released_parameters, told_labels
 from privlab.threat import Attack, Capability, Feed, GradientDefense, Observation, Reconstruction, check_capabilities
 from privlab.victims import VictimModel, hash_of
 
-__all__ = ["GradientMatching", "Match", "mismatch"]
+__all__ = ["GradientMatching", "Match", "mismatch", "search_identity"]
 
 HEAD_BIAS = "head.bias"
 """The parameter whose gradient reveals the labels."""
@@ -123,15 +124,25 @@ class GradientMatching:
         Warns:
             PrivlabWarning: if masked slots cannot be told, or the state cannot be kept.
         """
-        match = Match.of(seen, self.objective, self.tv)
+        match = self._match(seen)
         points = torch.cat([self._points(match, seen, number) for number in range(self.restarts)])
         optimiser = OPTIMISERS[self.optimiser](self.lr)
-        best, least = descend(optimiser, points, match, self.steps, kept=Kept.under(_identity(seen, self)))
+        best, least = descend(
+            optimiser, points, self._objective(match), self.steps, kept=Kept.under(search_identity(seen, self))
+        )
         winner = least.unflatten(0, (self.restarts, -1)).argmin(0)
         rows = torch.arange(len(winner), device=winner.device)
         chosen = best.unflatten(0, (self.restarts, -1))[winner, rows]
         images = seen.model.to_images(match.patches(chosen, rows).flatten(0, 1))
         return Reconstruction(images, loose=match.masked)
+
+    def _match(self, seen: Observation) -> "Match":
+        """Return what candidates are compared with."""
+        return Match.of(seen, self.objective, self.tv)
+
+    def _objective(self, match: "Match") -> Evaluate:
+        """Return what is minimised, and its slope."""
+        return match
 
     def _points(self, match: "Match", seen: Observation, restart: int) -> Float[Tensor, "r q"]:
         """Return where the search of each release starts."""
@@ -198,13 +209,14 @@ class Match:
     likelihood: Likelihood | None = None
 
     @classmethod
-    def of(cls, seen: Observation, objective: str, tv: float) -> "Match":
+    def of(cls, seen: Observation, objective: str, tv: float, labels: Int[Tensor, " rB"] | None = None) -> "Match":
         """Return the comparison with the released gradients of an observation.
 
         Args:
-            seen: the observation; its labels are read from the gradient of the head's bias.
+            seen: the observation.
             objective: one of `OBJECTIVES`, as in `GradientMatching`.
             tv: weight of the total variation, ≥ 0; at 0 it is not computed.
+            labels: those of all images; None reads them from the gradient of the head's bias.
 
         Raises:
             PrivlabError: if the labels cannot be told.
@@ -221,7 +233,7 @@ class Match:
             model=twice_derivable(seen.model),
             target={name: g / norm.view(-1, *[1] * (g.ndim - 1)) for name, g in G.items()},
             compared=compared,
-            labels=_labels(seen.model.vit.head, G, B),
+            labels=_labels(seen.model.vit.head, G, B) if labels is None else labels,
             keys=tuple(hash_of({name: g[i] for name, g in G.items()}) for i in range(r)),
             B=B,
             masked=masked,
@@ -313,10 +325,15 @@ def mismatch(
     return torch.stack([each.square().sum(1) for each in off]).sum(0) / 2
 
 
-def _identity(seen: Observation, attack: GradientMatching) -> tuple[str, ...]:
-    """Return everything that the result of a search depends on."""
+def search_identity(seen: Observation, attack: Attack) -> tuple[str, ...]:
+    """Return everything that the result of a search depends on.
+
+    Args:
+        seen: the observation.
+        attack: the attack with its options, as its `repr` shows them.
+    """
     victim = hash_of(seen.model.state_dict() | {"mean": seen.model.mean, "std": seen.model.std})
-    public = (repr(seen.defense), str(seen.images_per_release), repr(seen.photographs))
+    public = (repr(seen.defense), str(seen.images_per_release), repr(seen.photographs), repr(seen.client))
     return victim, hash_of(dict(seen.gradients)), *public, repr(attack)
 
 

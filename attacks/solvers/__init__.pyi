@@ -6,6 +6,7 @@ from .adam_shares import shown_by_adam as shown_by_adam
 from .adam_shares import signed_product as signed_product
 from .descent import OPTIMISERS as OPTIMISERS
 from .descent import Adam as Adam
+from .descent import Evaluate as Evaluate
 from .descent import Kept as Kept
 from .descent import Lbfgs as Lbfgs
 from .descent import descend as descend
@@ -39,6 +40,10 @@ from .prior import photograph_windows as photograph_windows
 from .prior import total_variation as total_variation
 from .ridge import RTOL as RTOL
 from .ridge import ridge_inverse as ridge_inverse
+from .rounds import Round as Round
+from .rounds import labels_of_round as labels_of_round
+from .rounds import mean_gradient as mean_gradient
+from .rounds import rate_sum as rate_sum
 from .updates import fit_decay as fit_decay
 from .updates import rounding_of_embedding as rounding_of_embedding
 from .updates import weighted_patches as weighted_patches

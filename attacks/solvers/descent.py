@@ -17,7 +17,7 @@ from privlab.base import PrivlabError, PrivlabWarning
 from privlab.training import Checkpoints, TrainingProgress, tell
 from privlab.victims import cache_folder
 
-__all__ = ["OPTIMISERS", "Adam", "Kept", "Lbfgs", "Optimiser", "State", "descend"]
+__all__ = ["OPTIMISERS", "Adam", "Evaluate", "Kept", "Lbfgs", "Optimiser", "State", "descend"]
 
 _SAVE_EVERY = 20.0
 """Seconds between two saved states."""

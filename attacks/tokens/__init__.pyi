@@ -26,6 +26,7 @@ from .slots import projection as projection
 from .slots import row_space as row_space
 from .slots import sharpen_patches as sharpen_patches
 from .slots import slots_of_tokens as slots_of_tokens
+from .spans import UNIT_ROUNDOFF as UNIT_ROUNDOFF
 from .spans import Mlp as Mlp
 from .spans import Near as Near
 from .spans import Spans as Spans

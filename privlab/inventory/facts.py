@@ -147,6 +147,35 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "11 s an image (ViT-Ti, 160 pixels, 300 steps, one core).",
         ("updates",),
     ),
+    "cocktail-party": AttackFacts(
+        "The features are exact where they are independent of each other over the D samples that they are; the search "
+        "for images has no guarantee.",
+        "On the features of trained ViTs it is far from exact at every batch size that was tried, and dividing a "
+        "label's row of ∂ℓ/∂W by its entry of ∂ℓ/∂b is nearer. It needs B < C classes and B ≤ D.",
+        "",
+        ("baselines",),
+    ),
+    "spear": AttackFacts(
+        "Exact as `token-separation` for an MLP with ReLU, as soon as every token's direction was drawn.",
+        "The draws grow exponentially with the tokens. No ViT of timm or of privlab has ReLU: GELU leaves no exact "
+        "zeros, and is refused. `token-separation` needs none.",
+        "",
+        ("baselines",),
+    ),
+    "fedleak": AttackFacts(
+        _SEARCH,
+        "Of several steps the update is no gradient at the server's weights, so that even the true image has a "
+        "distance. It knows no filter.",
+        "",
+        ("baselines",),
+    ),
+    "fedavg-matching": AttackFacts(
+        _SEARCH + " At the true images, in the client's order, its distance is zero but for rounding.",
+        "It takes SGD without dropout. Each evaluation runs the whole round with second derivatives. It knows no "
+        "filter, and takes labels in one order, the same in all passes.",
+        "",
+        ("baselines",),
+    ),
     "class-token-key": AttackFacts(
         "The column key is exact without noise, if the class token's values are all different.",
         "Noise with a standard deviation of 0.1 reduces the recovered key to 24 % (ViT-Ti).",

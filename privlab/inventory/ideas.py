@@ -61,6 +61,30 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "are exact, and the image is a guess, since many images share them.",
         ("features f = Gᵀ h / ‖h‖²", "search an image that has them", "smooth by total variation"),
     ),
+    "cocktail-party": Idea(
+        "The gradient of the classifier mixes the features of all images of a batch. Independent component analysis "
+        "looks for the mixtures that are least like a normal distribution, and takes these for the features of single "
+        "images. The gradient of the bias tells their scales, and a search finds images that have them.",
+        ("whiten ∂ℓ/∂W of the head", "unmix by negentropy", "search images that have f"),
+    ),
+    "spear": Idea(
+        "ReLU passes no gradient where it is off, so that the gradient of each token has exact zeros. The attack draws "
+        "rows of the factorised gradient until all of them are zero for one token, which gives that token's direction. "
+        "All directions together separate the tokens, and images follow from these.",
+        ("factorise ∂ℓ/∂W₁ = L R", "draw rows that one token leaves zero", "tokens U = Q⁻¹ R"),
+    ),
+    "fedleak": Idea(
+        "The update of a round is taken for a gradient. The attack looks for images whose gradient has the direction "
+        "of the update in its largest entries alone. It prefers points around which the distance hardly changes, "
+        "because searches get on there.",
+        ("mean gradient of the round", "match the largest entries", "penalise the slope"),
+    ),
+    "fedavg-matching": Idea(
+        "The client's settings are public, so that the adversary can train as the client did, on images of its own. "
+        "The attack changes these images until the whole round moves the weights as the released update does. Each "
+        "pass over the data has its own candidates, which must agree on what no order of images changes.",
+        ("labels from the head", "run the round on candidates", "match the update, join passes"),
+    ),
     "patch-update": Idea(
         "A client that trains on one image for several steps releases the difference of its weights. All steps of SGD"
         " use the same patches, so the difference obeys the same linear system as one gradient. The attack undoes "

@@ -1,5 +1,6 @@
 """Every attack with tensors of a card: what a run does there is, bit for bit, what it does on the CPU."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from privlab.attacks import ATTACKS
@@ -38,7 +39,8 @@ SHORT: dict[str, dict[str, Any]] = {
     "token-separation": SEARCH,
     "gradient-matching": {"steps": 1, "start": "patch-gradient"},
     "gradient-likelihood": {"steps": 1, "start": "patch-gradient"},
-    "head-inversion": {"steps": 1},
+    **{name: {"steps": 1} for name in ("head-inversion", "cocktail-party", "fedleak", "fedavg-matching")},
+    "spear": {"starts": 64, "rounds": 2},
     "feature-optimisation": {"steps": 1},
     "depth-optimisation": {"steps": 1},
     "patch-update": {"rounds": 1},
@@ -55,7 +57,9 @@ CASES: dict[str, dict[str, Any]] = {
     "likelihood": {"defense": "mjp+gradient-noise", "gamma": 0.5, "attacks": ("gradient-likelihood",)},
     "update": {"client": "sgd", "settings": ("a",)},
     "adam": {"client": "adamw", "settings": ("a",)},
-    "head": {"client": "sgd", "settings": ("a",), "attacks": ("head-inversion",)},
+    "head": {"client": "sgd", "settings": ("a",), "attacks": ("head-inversion", "cocktail-party")},
+    "baselines": {"client": "sgd", "settings": ("a",), "attacks": ("fedleak", "fedavg-matching")},
+    "relu": {"client": "sgd", "settings": ("a",), "attacks": ("spear",)},
     "rows": {"defense": "row-permutation"},
     "columns": {"defense": "row-permutation+column-permutation"},
     "batch": {"defense": "batch-shuffle"},
@@ -69,6 +73,7 @@ DOWNLOADS = {
     "attacks/rows/placement.py:_assign",
     "attacks/rows/reassembly.py:_groups",
     "attacks/rows/reassembly.py:_links",
+    "attacks/baselines/fedavg_matching.py:__call__",  # the numbers of the clients that a step evaluates
     "attacks/decoders/networks.py:reconstruct",
     "attacks/decoders/training.py:<dictcomp>",  # the decoder that is kept on disk
     "attacks/tokens/equations.py:distinct",
@@ -103,6 +108,16 @@ def base(tiny_model: Callable[..., VictimModel]) -> Victim:
     return Victim("tiny", "tiny", tiny_model(), CUT, Weights("given", "0" * 64, "random"))
 
 
+def victim_of(case: str, base: Victim) -> Victim:
+    """Return the victim of a case: that with ReLU in its MLPs, whose zeros an attack reads, or the one with GELU."""
+    if case != "relu":
+        return base
+    model = copy.deepcopy(base.model)
+    for i in range(len(model.vit.blocks)):
+        model.vit.get_submodule(f"blocks.{i}.mlp").add_module("act", nn.ReLU())
+    return replace(base, model=model)
+
+
 @pytest.fixture
 def score(
     monkeypatch: pytest.MonkeyPatch, base: Victim, crops: Tensor, tmp_path: Path
@@ -113,8 +128,8 @@ def score(
     """
 
     def run(case: str, on: str = "cpu", card: Any = None) -> Scored:
-        device, groups = torch.device(on), groups_of(case, base)
-        victim = base.to(device)
+        own, device = victim_of(case, base), torch.device(on)
+        groups, victim = groups_of(case, own), own.to(device)
         groups = tuple(replace(group, victim=group.victim.to(device)) for group in groups)
         monkeypatch.setenv("PRIVLAB_CACHE", str(tmp_path / device.type))  # decoders are trained on each
         names = [f"{i:064x}" for i in range(100)]

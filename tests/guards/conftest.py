@@ -34,7 +34,10 @@ SHORT = {
     **{name: {"starts": 2, "rounds": 2, "steps": 3} for name in ("mjp-full", "token-separation")},
     "gradient-matching": {"steps": 2, "restarts": 1},
     "gradient-likelihood": {"steps": 2, "restarts": 1, "start": "patch-gradient"},
-    "head-inversion": {"steps": 3},
+    **{name: {"steps": 3} for name in ("head-inversion", "cocktail-party")},
+    "fedleak": {"steps": 1},
+    "fedavg-matching": {"steps": 1},
+    "spear": {"starts": 64, "rounds": 2},
     "feature-optimisation": {"steps": 3},
     **{f"inversion-{kind}": {"steps": 2} for kind in ("conv", "mae", "set", "token")},
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from privlab.attacks import ATTACKS
 from privlab.evaluation import Specification, applicable, known_slots
@@ -18,7 +18,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWa
 
 OF_FEATURES = [name for name, kind in ATTACKS.items() if Capability.RELEASED_FEATURES in kind.requires]
 DEARER = {
-    *("gradient-matching", "gradient-likelihood", "head-inversion"),
+    *(
+        "gradient-matching",
+        "gradient-likelihood",
+        "head-inversion",
+        "cocktail-party",
+        "fedleak",
+        "fedavg-matching",
+        "spear",
+    ),
     *(name for name in OF_FEATURES if name.startswith("inversion-")),
 }
 BREACHING = {name for name in ATTACKS if name.startswith("breaching:")}  # each of them: hours; see the test below
@@ -108,8 +116,10 @@ def test_of_updates(run: Any, crops: Tensor, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(DEARER))
-def test_of_attacks_that_are_asked_for(run: Any, crops: Tensor, name: str) -> None:
-    given = {"release": "features"} if name in OF_FEATURES else {"gamma": 0.5}
+def test_of_attacks_that_are_asked_for(run: Any, small: Callable[..., Victim], crops: Tensor, name: str) -> None:
+    given: dict[str, Any] = {"release": "features"} if name in OF_FEATURES else {"gamma": 0.5}
+    given = UPDATES["sgd"] if name == "fedavg-matching" else given
+    given |= {"victim": small(act_layer=nn.ReLU)} if name == "spear" else {}
     given |= {"defense": "mjp+gradient-noise"} if name == "gradient-likelihood" else {}
     assert same(run, crops, attacks=(name,), **given) == {name}
 

@@ -1,0 +1,137 @@
+"""`cocktail-party`: the features of a batch by independent component analysis of the head's gradient, and images."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Generator, Tensor, nn
+
+from privlab.attacks.gradients.head_inversion import HeadInversion
+from privlab.base import PrivlabError, check_range, draw_for
+from privlab.release import each_release, undecayed
+from privlab.threat import Observation
+from privlab.victims import hash_of
+
+__all__ = ["CocktailParty", "unmix"]
+
+_WEIGHT, _BIAS = "head.weight", "head.bias"
+
+_RANK = 1e-6
+"""Singular values of the head's gradient below this share of the largest one are rounding."""
+
+_LEAST_SCALE = 1e-6
+"""Scales below this share of the largest one tell no features: the image hardly moved the bias."""
+
+_SETTLED = 1e-10
+"""Change of the unmixing matrix, as 1 − |cos|, from which it is at rest."""
+
+
+@dataclass(frozen=True)
+class CocktailParty(HeadInversion):
+    """Unmix the features f_i of a batch from ∂ℓ/∂W = Σ_i r_i f_iᵀ as independent sources, and search for their images.
+
+    1. Each row of ∂ℓ/∂W mixes the B features, D samples of B sources. Centred and whitened, they are unmixed by FastICA
+       (Hyvärinen 1999): the orthonormal mixtures of largest negentropy, by its contrast log cosh, all together.
+    2. A source comes without scale and sign. ∂ℓ/∂b = Σ_i r_i is the same mixture of ones, which tells both (`unmix`).
+    3. Images with these features are searched for as in `head-inversion`.
+
+    Labels are not needed. B may be as large as the rank of the gradient, at most C − 1 classes and D: beyond what
+    `privlab.release.told_images` tells exactly (2 B ≤ C − 2). Where the head alone trains, so may the steps of SGD be
+    as many as they are, since its features stay the same. But D samples do not tell sources of a few hundred apart, and
+    features that are nearly normal, or depend on each other, not at all.
+
+    Args:
+        steps: as in `head-inversion`.
+        learning_rate: as in `head-inversion`.
+        tv: as in `head-inversion`.
+        iterations: the most steps of the fixed-point iteration.
+        seed: seed of the first unmixing matrix.
+
+    Source: Kariyappa et al. (ICML 2023), without their priors of images and of features that are sparse and positive,
+        and with FastICA's orthonormal mixtures in the place of a penalty for dependent ones.
+    """
+
+    name: ClassVar[str] = "cocktail-party"
+    paper: ClassVar[str] = "Cocktail Party Attack (Kariyappa et al., ICML 2023)"
+
+    iterations: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError for a negative count, rate or weight."""
+        super().__post_init__()
+        check_range(self.iterations >= 1, f"iterations of {self.name}", "at least 1", self.iterations)
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return what violates B < C and B ≤ D, with the numbers."""
+        B, (classes, width) = seen.images_per_release, seen.gradients[_WEIGHT].shape[1:]
+        found = [f"B = {B} ≥ C = {classes}"] if classes <= B else []
+        return " and ".join(found + ([f"B = {B} > D = {width}"] if width < B else [])) or None
+
+    def _features(self, seen: Observation) -> tuple[Float[Tensor, "b d"], Bool[Tensor, " b"]]:
+        """Return the features of each image, and which of them are found; the others have ones.
+
+        Raises:
+            PrivlabError: for the update of several images in several steps that train more than the head, or a head
+                that is no linear layer.
+        """
+        head, B, client = seen.model.vit.head, seen.images_per_release, seen.client
+        if not isinstance(head, nn.Linear):
+            raise PrivlabError(f"{self.name} needs a head that is one linear layer. Found {type(head).__name__}.")
+        if client is not None and client.total_steps > 1 and client.trains != "head" and B > 1:
+            raise PrivlabError(
+                f"{self.name} reads several images from one whole step, or where the head alone trains. Found {B} "
+                f"images, client.steps={client.total_steps} and client.trains={client.trains}. That it does not apply "
+                "is no evidence of privacy."
+            )
+        f = torch.ones(len(seen.gradients[_BIAS]) * B, head.in_features).to(head.weight)
+        known = torch.zeros_like(f[:, 0], dtype=torch.bool)
+        for i, own in enumerate(each_release(seen)):
+            own = own if client is None else undecayed(seen.model, own, client)
+            draw = draw_for(self.seed, hash_of({name: own[name] for name in (_BIAS, _WEIGHT)}), self.name)
+            found = unmix(own[_WEIGHT].double(), own[_BIAS].double(), B, draw, self.iterations)
+            rows = slice(i * B, i * B + len(found))
+            f[rows], known[rows] = found.to(f), True
+        return f, known
+
+
+@torch.no_grad()
+def unmix(
+    G: Float[Tensor, "y d"], h: Float[Tensor, " y"], count: int, draw: Generator, iterations: int
+) -> Float[Tensor, "b d"]:
+    """Return the sources f_i of G = Σ_i r_i f_iᵀ and h = Σ_i r_i, in no order: at most `count`, and the rank of G.
+
+    Args:
+        G: the gradient of the head's weight, in float64.
+        h: that of its bias.
+        count: number of images.
+        draw: generator of the first unmixing matrix.
+        iterations: the most steps.
+
+    Source: FastICA (Hyvärinen, IEEE Transactions on Neural Networks 1999), symmetric, with tanh.
+    """
+    U, S, V = torch.linalg.svd(G, full_matrices=False)
+    n = min(count, int((_RANK * S[0] < S).sum()))
+    mixed, ones = V[:n], U[:, :n].mT @ h / S[:n]
+    centred = mixed - mixed.mean(1, keepdim=True)
+    variance, axes = torch.linalg.eigh(centred @ centred.mT / centred.shape[1])
+    whiten = axes / variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt() @ axes.mT
+    Z = whiten @ centred
+    W = _orthonormal(torch.randn(n, n, generator=draw, dtype=Z.dtype).to(Z))
+    for _ in range(iterations):
+        y = (W @ Z).tanh()
+        new = _orthonormal(y @ Z.mT / Z.shape[1] - (1 - y.square()).mean(1, keepdim=True) * W)
+        change = 1 - (new * W).sum(1).abs()
+        W = new
+        if bool(change.max() < _SETTLED):
+            break
+    scale = W @ whiten @ ones
+    told = scale.abs() > _LEAST_SCALE * scale.abs().max()
+    return (W @ whiten @ mixed)[told] / scale[told, None]
+
+
+def _orthonormal(W: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """Return the nearest orthonormal matrix, (W Wᵀ)^(−1/2) W."""
+    U, _, V = torch.linalg.svd(W)
+    return U @ V

@@ -1,0 +1,196 @@
+"""`fedavg-matching`: images whose round of local training moves the weights as the released update does."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from privlab.attacks.gradients.gradient_matching import mismatch, search_identity
+from privlab.attacks.solvers import OPTIMISERS, Kept, Round, descend, labels_of_round, total_variation, twice_derivable
+from privlab.base import PrivlabError, check_name, check_range, draw_for, linear_sum_assignment
+from privlab.release import each_release, undecayed
+from privlab.threat import Capability, Observation
+from privlab.victims import hash_of
+
+__all__ = ["FedavgMatching", "Simulation", "agree", "join_passes"]
+
+_OTHER_LABEL = 1e6
+"""Squared distance, as if all pixels were wrong many times over, that keeps images of other labels apart."""
+
+
+@dataclass(frozen=True)
+class FedavgMatching:
+    """Run the client's whole round on candidate images, and minimise the distance of its update to the released one.
+
+    1. Labels are told from the update of the head (`labels_of_round`).
+    2. Each pass over the data has candidates of its own, because each is in an order of its own. They go through all
+       steps of SGD as the public settings say (`Round`), and 1 − cos(update, released update) is minimised by them,
+       plus `tv` times their total variation, plus `invariance` times how far the passes disagree on what no order
+       changes: the mean and the maximum of each pixel over the images (`agree`).
+    3. The candidates of each pass are assigned to those of the first one, and averaged.
+
+    Where no order tells passes apart, for one image or one step in each pass, all passes share their candidates.
+
+    Args:
+        optimiser: "lbfgs" or "adam".
+        steps: the most steps of the optimiser.
+        lr: root mean square of the entries of the (first) step, in pixels; that of Adam shrinks to zero.
+        tv: weight of the total variation.
+        invariance: weight of the disagreement of passes.
+        start: "noise", uniform in [0, 1], or "grey".
+        seed: seed of the noise.
+
+    Source: Dimitrov et al. (TMLR 2022): simulation, a prior that no order of epochs changes, and matching at the end.
+        The functions of which passes must agree, all weights, and labels in one order for all passes are ours.
+    """
+
+    name: ClassVar[str] = "fedavg-matching"
+    paper: ClassVar[str] = "Data Leakage in Federated Averaging (Dimitrov et al., TMLR 2022)"
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.KNOWS_WEIGHTS, Capability.CLIENT_UPDATE, Capability.CLASS_LABELS}
+    )
+    parameters: ClassVar[tuple[str, ...]] = ("*",)
+    effort: ClassVar[str] = "full"
+    named_only: ClassVar[bool] = True
+    search: ClassVar[bool] = True
+    updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
+
+    optimiser: str = "lbfgs"
+    steps: int = 200
+    lr: float = 0.05
+    tv: float = 0.01
+    invariance: float = 1.0
+    start: str = "noise"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError for an unknown name, or a number that is out of range."""
+        check_name(f"optimiser of {self.name}", self.optimiser, OPTIMISERS)
+        check_name(f"start of {self.name}", self.start, ("noise", "grey"))
+        check_range(self.steps >= 0, f"steps of {self.name}", "at least 0", self.steps)
+        check_range(0 < self.lr < float("inf"), f"lr of {self.name}", "a finite number > 0", self.lr)
+        for name in ("tv", "invariance"):
+            value = getattr(self, name)
+            check_range(0 <= value < float("inf"), f"{name} of {self.name}", "at least 0 and finite", value)
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the images that the clients trained on.
+
+        Raises:
+            PrivlabError: if there is no update of a client, it does not train by SGD or draws dropout, its labels
+                cannot be told, or all its images would start alike.
+        """
+        simulation = Simulation.of(seen, self.tv, self.invariance)
+        if self.start == "grey" and simulation.round.client.images > 1:
+            count = simulation.round.client.images
+            raise PrivlabError(f"start=grey cannot separate the {count} images of one update. Use noise.")
+        points = torch.stack([self._start(simulation, update) for update in each_release(seen)]).to(seen.model.mean)
+        kept = Kept.under(search_identity(seen, self))
+        best, _ = descend(OPTIMISERS[self.optimiser](self.lr), points, simulation, self.steps, kept=kept)
+        whole = simulation.round.whole_passes
+        found = [
+            join_passes(simulation.images(point)[:whole], labels)
+            for point, labels in zip(best, simulation.labels, strict=True)
+        ]
+        return torch.cat(found).clamp(0, 1)
+
+    def _start(self, simulation: "Simulation", update: Mapping[str, Tensor]) -> Float[Tensor, " q"]:
+        """Return where the search for the images of one client starts."""
+        shape = (simulation.round.passes, simulation.round.client.images, *simulation.round.model.image_shape)
+        if self.start == "grey":
+            return torch.full(shape, 0.5).flatten()
+        draw = draw_for(self.seed, hash_of(dict(sorted(update.items()))), self.name)
+        return torch.rand(shape, generator=draw, dtype=torch.float64).flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """How well candidates explain the update of each client; `descend` calls it with points and their numbers.
+
+    A point holds the images of each pass. `targets` are the released updates without decay, over their norms.
+    """
+
+    round: Round
+    targets: Sequence[Mapping[str, Float[Tensor, "1 ..."]]]
+    labels: Sequence[Int[Tensor, " m"]]
+    tv: float
+    invariance: float
+
+    @classmethod
+    def of(cls, seen: Observation, tv: float, invariance: float) -> "Simulation":
+        """Return the comparison with the released updates of an observation.
+
+        Args:
+            seen: the observation of clients.
+            tv: weight of the total variation; at 0 it is not computed.
+            invariance: weight of the disagreement of passes.
+
+        Raises:
+            PrivlabError: if there is no client, its round cannot be run again, or labels cannot be told.
+        """
+        client, model = seen.client, seen.model
+        if client is None:
+            raise PrivlabError("fedavg-matching needs the update of a client. Found a gradient: see gradient-matching.")
+        names = sorted(name for name in seen.gradients if name != "unk_embed")
+        targets, labels = [], []
+        for update in each_release(seen):
+            moved = {name: each.to(model.mean) for name, each in undecayed(model, update, client).items()}
+            norm = torch.stack([moved[name].norm() for name in names]).norm()
+            targets.append({name: moved[name][None] / norm for name in names})
+            labels.append(torch.tensor(labels_of_round(model, update, client), device=model.mean.device))
+        return cls(Round.of(twice_derivable(model), client, names), targets, labels, tv, invariance)
+
+    def images(self, point: Float[Tensor, " q"]) -> Float[Tensor, "e m c h w"]:
+        """Return the images of a point."""
+        return point.view(self.round.passes, self.round.client.images, *self.round.model.image_shape)
+
+    def __call__(
+        self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
+    ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
+        """Return the objective and its slope at the points of clients with these numbers, one after the other."""
+        values, slopes = [], []
+        for point, i in zip(points, numbers.tolist(), strict=True):
+            with torch.enable_grad():
+                x = point.detach().requires_grad_()
+                images, labels = self.images(x), self.labels[i]
+                made = {name: each[None] for name, each in self.round(images, labels).items()}
+                value = mismatch(made, self.targets[i])[0]
+                if self.tv:
+                    value = value + self.tv * total_variation(images.flatten(0, 1)).mean()
+                if self.invariance and len(images) > 1:
+                    value = value + self.invariance * agree(images)
+                (slope,) = torch.autograd.grad(value, x)
+            values.append(value.detach())
+            slopes.append(slope)
+        return torch.stack(values), torch.stack(slopes)
+
+
+def agree(images: Float[Tensor, "e m c h w"]) -> Float[Tensor, ""]:
+    """Return how far passes disagree on what no order of their images changes, a mean square over pixels and pairs.
+
+    That is the mean and the maximum of each pixel over the images of a pass; of pairs of passes, each counts twice.
+
+    Args:
+        images: those of each pass, in any order.
+    """
+    told = torch.stack([images.mean(1), images.amax(1)], 1)
+    return 2 * told.var(0, correction=0).mean()
+
+
+def join_passes(images: Float[Tensor, "e m c h w"], labels: Int[Tensor, " m"]) -> Float[Tensor, "m c h w"]:
+    """Return the mean over passes of images that belong together: those of the least total distance to the first pass.
+
+    Args:
+        images: those of each pass.
+        labels: the class index of each image, the same in all passes; images of other labels never belong together.
+    """
+    first = images[0].flatten(1)
+    apart = _OTHER_LABEL * (labels[:, None] != labels).to(first)
+    joined = [images[0]]
+    for other in images[1:]:
+        cost = torch.cdist(first, other.flatten(1)).square() + apart
+        joined.append(other[torch.as_tensor(linear_sum_assignment(cost.cpu())[1], device=other.device)])
+    return torch.stack(joined).mean(0)

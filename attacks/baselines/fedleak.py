@@ -1,0 +1,121 @@
+"""`fedleak`: gradient matching on the largest entries of each layer, at points where the objective is flat."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from privlab.attacks.gradients.gradient_matching import GradientMatching, Match
+from privlab.attacks.solvers import Evaluate, labels_of_round, mean_gradient
+from privlab.base import PrivlabError, check_range
+from privlab.release import each_release
+from privlab.threat import Observation
+
+__all__ = ["FedLeak", "Flat", "largest"]
+
+
+@dataclass(frozen=True)
+class FedLeak(GradientMatching):
+    """Minimise 1 − cos(∇ℓ(x), G) over the largest entries of each layer of G, plus a multiple of its own slope's norm.
+
+    G is a gradient, or the update of a round of SGD, taken for the mean of its gradients at the server's weights. The
+    slope's norm has the slope H n, with n the objective's slope of unit length and H its second derivative. It is taken
+    as the difference of the slopes a small step along n apart, so that each evaluation costs two (`Flat`). The search
+    is that of `gradient-matching`.
+
+    Args:
+        objective: as in `gradient-matching`, without "likelihood".
+        optimiser: as in `gradient-matching`.
+        steps: as in `gradient-matching`.
+        lr: as in `gradient-matching`.
+        tv: as in `gradient-matching`.
+        restarts: as in `gradient-matching`.
+        start: as in `gradient-matching`.
+        seed: as in `gradient-matching`.
+        share: share of the entries of each layer that are compared, those of largest magnitude; in (0, 1].
+        flat: weight of the slope's norm, per root of the number of pixels; ≥ 0.
+
+    Source: Fan et al. (USENIX Security 2025), partial gradient matching and gradient regularisation. Only the abstract
+        and a summary of the paper could be read, so that the choice of entries, the difference and all weights are
+        ours.
+    """
+
+    name: ClassVar[str] = "fedleak"
+    paper: ClassVar[str] = "FedLeak (Fan et al., USENIX Security 2025)"
+    named_only: ClassVar[bool] = True
+    updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
+
+    tv: float = 0.01
+    start: str = "noise"
+    share: float = 0.3
+    flat: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError for an unknown name, or a number that is out of range."""
+        super().__post_init__()
+        if self.objective == "likelihood":
+            raise PrivlabError(f"{self.name} compares gradients by cosine or l2. Found objective=likelihood.")
+        check_range(0 < self.share <= 1, f"share of {self.name}", "in (0, 1]", f"{self.share:g}")
+        check_range(0 <= self.flat < float("inf"), f"flat of {self.name}", "at least 0 and finite", f"{self.flat:g}")
+
+    def _match(self, seen: Observation) -> Match:
+        """Return the comparison with the largest entries of the mean gradient."""
+        client = seen.client
+        if client is None:
+            match = Match.of(seen, self.objective, self.tv)
+        else:
+            releases = each_release(seen)
+            labels = torch.tensor([labels_of_round(seen.model, of, client) for of in releases]).flatten()
+            mean = [mean_gradient(seen.model, of, client) for of in releases]
+            gradients = {name: torch.stack([of[name] for of in mean]) for name in seen.gradients}
+            labels = labels.to(seen.model.mean.device)
+            match = Match.of(replace(seen, gradients=gradients, client=None), self.objective, self.tv, labels)
+        compared = {name: largest(G, self.share) for name, G in match.target.items()}
+        target = {name: G * compared[name] for name, G in match.target.items()}
+        norm = torch.stack([G.flatten(1).norm(dim=1) for G in target.values()]).norm(dim=0)
+        target = {name: G / norm.view(-1, *[1] * (G.ndim - 1)) for name, G in target.items()}
+        return replace(match, compared=compared, target=target, norm=match.norm * norm)
+
+    def _objective(self, match: Match) -> Evaluate:
+        """Return the comparison, or the comparison plus its slope's norm."""
+        return Flat(match, self.flat) if self.flat else match
+
+
+def largest(G: Float[Tensor, "r ..."], share: float) -> Bool[Tensor, "r ..."]:
+    """Return the entries of each release that are among the given share of largest magnitude, at least one of them.
+
+    Entries that are zero are never among them.
+
+    Args:
+        G: a parameter's gradients.
+        share: in (0, 1].
+    """
+    flat = G.flatten(1).abs()
+    count = max(1, round(share * flat.shape[1]))
+    least = flat.topk(count, dim=1).values[:, -1:]
+    return ((flat >= least) & (flat > 0)).view(G.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """The objective D plus `weight` ‖∇D‖ / √q: q is the number of coordinates.
+
+    Its slope is ∇D + weight (∇D(x + ε n) − ∇D(x)) / (ε √q), with n = ∇D / ‖∇D‖.
+    """
+
+    objective: Evaluate
+    weight: float
+    share: float = 1e-3
+
+    def __call__(
+        self, points: Float[Tensor, "s q"], numbers: Int[Tensor, " s"]
+    ) -> tuple[Float[Tensor, " s"], Float[Tensor, "s q"]]:
+        """Return value and slope; ε is `share` times the root mean square of a point, times √q."""
+        value, slope = self.objective(points, numbers)
+        size = slope.norm(dim=1, keepdim=True)
+        root = slope.shape[1] ** 0.5
+        ε = self.share * points.norm(dim=1, keepdim=True).clamp_min(torch.finfo(points.dtype).tiny ** 0.5)
+        _, ahead = self.objective(points + ε * slope / size.clamp_min(torch.finfo(size.dtype).tiny), numbers)
+        return value + self.weight * size[:, 0] / root, slope + self.weight / root * (ahead - slope) / ε

@@ -1,0 +1,227 @@
+"""`spear`: the inputs of the first MLP from the exact zeros that ReLU leaves in its gradient, and images from them."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
+
+from privlab.attacks.gradients.token_separation import TokenSeparation
+from privlab.attacks.tokens import FC1, FC2, PROJ, QKV, UNIT_ROUNDOFF, Mlp, Near, Separated
+from privlab.base import PrivlabError, PrivlabWarning, check_range, draw_for
+from privlab.threat import Observation
+from privlab.victims import PreNormBlock, first_block
+
+__all__ = ["Spear", "disaggregate"]
+
+_BIAS = "blocks.0.mlp.fc1.bias"
+
+_INDEPENDENT = 1e-3
+"""The part of a unit direction outside the span of sparser ones from which it is another one, and no rounding."""
+
+
+@dataclass(frozen=True)
+class Spear(TokenSeparation):
+    """Find the factors of ∂ℓ/∂W₁ = Σ_n δ_n u_nᵀ by the zeros of δ_n, where the first MLP has ReLU.
+
+    1. ∂ℓ/∂W₁ = L R has the rank n of its tokens, so that [δ_1 … δ_n] = L Q for an n × n matrix Q. A column q of Q
+       leaves zeros in L q, wherever ReLU was off for its token. Any n − 1 rows of L that are all among these determine
+       q: rows are drawn at random, and q is kept if a share of `zeros` of L q is zero.
+    2. The sparsest independent ones make up Q, but for their lengths, since a sum of tokens has no zeros but those that
+       all of them have. ∂ℓ/∂b₁ = L Q 1 tells the lengths, and the inputs are U = Q⁻¹ R. A token is found if W₁ u + b₁
+       is positive exactly where δ is not zero (`disaggregate`).
+    3. From tokens to images as in `token-separation`.
+
+    The chance that n − 1 rows are off is 2^(1−n) where ReLU is off for half of them: the cost is exponential in the
+    number of tokens. Another activation, such as the GELU of timm's ViTs, leaves no exact zeros, and is refused.
+
+    Args:
+        starts: sets of n − 1 rows that are tried at once.
+        rounds: the most times that this is done.
+        steps: not used.
+        tolerance: the size of an entry of L q, relative to the largest one, below which it counts as zero.
+        sure: the share of signs against the zeros from which a token is not certain.
+        sharpen: as in `token-separation`.
+        inner: as in `token-separation`.
+        seed: seed of the rows that are drawn.
+        zeros: the share of L q that must be zero, of the rows that are not zero for every token.
+
+    Source: SPEAR (Dimitrov et al., NeurIPS 2024), of a layer that reads images. Ours are the order of the directions in
+        the place of its greedy search by consistency, and the way from tokens to images.
+    """
+
+    name: ClassVar[str] = "spear"
+    paper: ClassVar[str] = "SPEAR (Dimitrov et al., NeurIPS 2024); from tokens to images: ours"
+    parameters: ClassVar[tuple[str, ...]] = (FC1, FC2, QKV, PROJ, _BIAS)
+    stands_in_for: ClassVar[tuple[str, ...]] = ()
+    effort: ClassVar[str] = "full"
+    named_only: ClassVar[bool] = True
+    at_full: ClassVar[Mapping[str, int]] = {"rounds": 2000}
+
+    starts: int = 4096
+    rounds: int = 200
+    tolerance: float = 1e-4
+    sure: float = 0.02
+    zeros: float = 0.2
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError if a number is out of range."""
+        for name, least in (("starts", 1), ("rounds", 1), ("inner", 1), ("sharpen", 0)):
+            value = getattr(self, name)
+            check_range(value >= least, f"{name} of {self.name}", f"at least {least}", value)
+        for name in ("tolerance", "sure", "zeros"):
+            value = getattr(self, name)
+            check_range(0 < value < 1, f"{name} of {self.name}", "in (0, 1)", f"{value:g}")
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return the conditions of `token-separation` that do not hold, and an activation without exact zeros."""
+        act = _activation(first_block(seen.model))
+        found = [super().beyond(seen), None if act == "ReLU" else f"{act} leaves no exact zeros in a gradient"]
+        return " and ".join(filter(None, found)) or None
+
+    def tokens(
+        self,
+        block: PreNormBlock,
+        seen: Observation,
+        i: int,
+        count: int,
+        near: Near | None = None,
+        usual: Float[Tensor, "p d"] | None = None,
+    ) -> Separated:
+        """Find the tokens of one release; none, if they are not fewer than the model's width.
+
+        Args:
+            block: the first block, in float64.
+            seen: the observation, with the gradients of the block's MLP.
+            i: number of the release.
+            count: number of tokens in the release: those of all its images, class and register tokens included.
+            near: not used.
+            usual: not used.
+
+        Raises:
+            PrivlabError: if the MLP has no ReLU.
+
+        Warns:
+            PrivlabWarning: if tokens are missing.
+        """
+        if (act := _activation(block)) != "ReLU":
+            raise PrivlabError(
+                f"{self.name} needs an MLP with ReLU, whose gradient has exact zeros. Found {act}. That it does not "
+                "apply is no evidence of privacy: see token-separation."
+            )
+        G, b = (seen.gradients[name][i].double() for name in (FC1, _BIAS))
+        none = Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), count)
+        found = none
+        if count < G.shape[1]:
+            draw = draw_for(self.seed, self.name, "rows")
+            found = disaggregate(
+                Mlp.of(block), G, b, count, draw, self.starts, self.rounds, self.zeros, self.tolerance, self.sure
+            )
+        if len(found.u) < count:
+            warnings.warn(
+                f"{self.name}: {len(found.u)} of {count} tokens were found (width {G.shape[1]}, {self.rounds} rounds "
+                f"of {self.starts} sets of rows). A low score here is no evidence of privacy.",
+                PrivlabWarning,
+                stacklevel=4,
+            )
+        return found
+
+
+def _activation(block: PreNormBlock) -> str:
+    """Return the name of the activation of a block's MLP."""
+    return type(block.mlp.get_submodule("act")).__name__
+
+
+@torch.no_grad()
+def disaggregate(
+    mlp: Mlp,
+    G: Float[Tensor, "m d"],
+    b: Float[Tensor, " m"],
+    count: int,
+    draw: Generator,
+    starts: int,
+    rounds: int,
+    zeros: float,
+    tolerance: float,
+    sure: float,
+) -> Separated:
+    """Return the tokens u_n of G = Σ_n δ_n u_nᵀ and b = Σ_n δ_n whose signs agree with the zeros of δ_n.
+
+    `residual` is the share of each token's signs that do not.
+
+    Args:
+        mlp: the MLP with ReLU whose first layer's gradients they are, in float64.
+        G: ∂ℓ/∂W₁, in float64.
+        b: ∂ℓ/∂b₁.
+        count: number of tokens; fewer are sought if G has a smaller rank.
+        draw: generator of the rows.
+        starts: sets of rows that are tried at once.
+        rounds: the most times that this is done; it ends when all tokens are found.
+        zeros: the share of a δ that must be zero, of the rows that are not zero for every token.
+        tolerance: the size of an entry, relative to the largest one, below which it counts as zero.
+        sure: the share of signs against the zeros below which a token is found.
+
+    Source: SPEAR (Dimitrov et al., NeurIPS 2024).
+    """
+    L, σ, V = torch.linalg.svd(G, full_matrices=False)
+    n = min(count, int((σ > UNIT_ROUNDOFF * σ[0]).sum()))
+    L, R = L[:, :n], σ[:n, None] * V[:n]
+    alive = L.norm(dim=1) > tolerance * L.norm(dim=1).max()
+    rows = L[alive]
+    kept = L.new_zeros(0, n)
+    found = Separated(R[:0], R[:0, 0], count)
+    for _ in range(rounds if len(rows) >= n else 0):
+        # A set that has a row twice leaves more than one direction, and none of them is sparse.
+        chosen = torch.randint(len(rows), (starts, n - 1), generator=draw).to(L.device)
+        Q = torch.linalg.qr(rows[chosen].mT, mode="complete").Q[..., -1]
+        new = Q[_zeros(rows, Q, tolerance).double().mean(1) > zeros]
+        if not len(new):
+            continue
+        new = _sharpen(rows, _sparsest(rows, new, tolerance), tolerance)
+        kept = _sparsest(rows, torch.cat([kept, new]), tolerance)
+        if len(kept) < n:
+            continue
+        Q = kept.mT
+        lengths = torch.linalg.lstsq(L @ Q, b[:, None]).solution[:, 0]
+        u = torch.linalg.solve(Q * lengths, R)
+        off = L @ Q
+        on = off.abs() > tolerance * off.abs().amax(0)
+        wrong = (((u @ mlp.W1.mT + mlp.b1) > 0).mT != on)[alive].double().mean(0)
+        best = wrong < sure
+        if int(best.sum()) > len(found.u):
+            found = Separated(u[best], wrong[best], count)
+        if len(found.u) == n:
+            break
+    return found
+
+
+def _zeros(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Tensor:
+    """Return which entries of L q are zero, for each q."""
+    δ = (Q @ rows.mT).abs()
+    return δ <= tolerance * δ.amax(1, keepdim=True)
+
+
+def _sharpen(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Float[Tensor, "s n"]:
+    """Return the directions as all rows that they leave at zero determine them, not the n − 1 drawn alone."""
+    left = _zeros(rows, Q, tolerance)[..., None] * rows
+    return torch.linalg.eigh(left.mT @ left).eigenvectors[..., 0]
+
+
+def _sparsest(rows: Float[Tensor, "m n"], Q: Float[Tensor, "s n"], tolerance: float) -> Float[Tensor, "k n"]:
+    """Return the directions that leave the most zeros, but for those in the span of the ones before them.
+
+    Of all bases among the directions it is the one with the most zeros, so that what is left out is never needed.
+    """
+    Q = Q[_zeros(rows, Q, tolerance).sum(1).argsort(descending=True, stable=True)]
+    chosen, basis = [], Q.new_zeros(0, Q.shape[1])
+    for i in range(len(Q)):
+        if len(basis) == Q.shape[1]:
+            break
+        rest = Q[i : i + 1] - (Q[i : i + 1] @ basis.mT) @ basis
+        if bool(rest.norm() > _INDEPENDENT):
+            chosen.append(i)
+            basis = torch.cat([basis, nn.functional.normalize(rest, dim=1)])
+    return Q[chosen]
