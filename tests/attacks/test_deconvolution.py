@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchvision.transforms.v2.functional import gaussian_blur
 
-from privlab.attacks.features.deconvolution import Deconvolution, linear_filter
+from privlab.attacks.features.deconvolution import Deconvolution, _filtered, linear_filter
 from privlab.attacks.features.feature_inversion import LeastSquares
 from privlab.defenses import Blur, CutMix, LowPass
 from privlab.metrics import psnr
@@ -68,6 +68,16 @@ def test_clipped_images_do_not_explode_and_removed_frequencies_stay_lost(model, 
     seen = LowPass(radius=0.3)(images, 4, []).images
     assert (psnr(made, images) > psnr(seen, images) - 1).all()
     assert (psnr(made, images) < 40).all()
+
+
+def test_what_clipping_adds_to_filtered_public_images_counts_as_error(model, photographs):
+    public = (photographs(6, 16).double() > 0.5).double()
+    seen = observed(model, public[:3], public[3:], LowPass(radius=0.3))
+    B = linear_filter(seen)
+    clipped = LowPass(radius=0.3)(public[3:], 4, []).images.flatten(2) - public[3:].flatten(2) @ B.mT
+    _, deviation = _filtered(seen, B)
+    assert deviation == pytest.approx(float(clipped.square().mean().sqrt()), rel=1e-6)
+    assert deviation > 1e-3
 
 
 def test_a_filter_of_small_images_grants_what_the_attack_needs(tiny_model):
