@@ -15,6 +15,7 @@ from privlab.base import PrivlabError
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.tracks import Track, TrackCase, photographs, write_manifest
 from privlab.evaluation import CONTROL, Specification, applicable, victim_of
+from privlab.grids import IN_PROCESS, Engine
 from privlab.images import open_images
 from privlab.metrics import MIRRORED
 from privlab.report.tables import DETERMINISTIC
@@ -137,7 +138,13 @@ def draws_of(card: Card) -> int:
     return 1 if {*card.parts} <= DETERMINISTIC else card.of.draws
 
 
-def measure_defense(card: Card, how: Photographs, out: Path, attacks: Sequence[Any] | None = None) -> pd.DataFrame:
+def measure_defense(
+    card: Card,
+    how: Photographs,
+    out: Path,
+    attacks: Sequence[Any] | None = None,
+    engine: Engine = IN_PROCESS,
+) -> pd.DataFrame:
     """Return the records of a defense on all cases of its track, undefended ones beside them.
 
     Args:
@@ -146,6 +153,7 @@ def measure_defense(card: Card, how: Photographs, out: Path, attacks: Sequence[A
         out: folder of the run directories; what they hold already is not run again.
         attacks: those to run, made with their options; None for the track's own. A case where none of these can run is
             left out, such as the undefended one for an attack on keys.
+        engine: where the photographs are attacked; it changes no score by more than rounding.
 
     Raises:
         PrivlabError: if the photographs, the weights or the attacks do not fit, or if no attack runs under the defense.
@@ -164,7 +172,7 @@ def measure_defense(card: Card, how: Photographs, out: Path, attacks: Sequence[A
             for part in how.parts:
                 spec = specification(card, case, setting, used, how)
                 spec = replace(spec, draws=draws_of(card) if setting == "c" else 1)
-                found.append(_run(spec, part, how, out).assign(case=case_label(case, setting)))
+                found.append(_run(spec, part, how, out, engine=engine).assign(case=case_label(case, setting)))
     if refused is not None and not any(rows.setting.eq("c").any() for rows in found):
         raise refused
     return _kept(pd.concat(found, ignore_index=True), card.of)
@@ -196,14 +204,19 @@ def remeasure(
 
 
 def _run(
-    spec: Specification, part: str, how: Photographs, out: Path | None, wanted: Sequence[str] | None = None
+    spec: Specification,
+    part: str,
+    how: Photographs,
+    out: Path | None,
+    wanted: Sequence[str] | None = None,
+    engine: Engine = IN_PROCESS,
 ) -> pd.DataFrame:
     with tempfile.TemporaryDirectory() as temporary:
         path = (Path(temporary) if out is None else out.absolute()) / f"{part}.csv"
         source = write_manifest(part, how.folder, path, wanted)
         whole = replace(spec, images=(source,), manifest=str(path))
         directory = None if out is None else out / _digest(spec, part)
-        done = execute(whole, out=directory, strips=out is not None and part == "bundled")
+        done = execute(whole, out=directory, strips=out is not None and part == "bundled", engine=engine)
     names = photographs(part)
     return done.records.assign(image=[names[sha] for sha in done.records.image_sha256])
 

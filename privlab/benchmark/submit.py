@@ -21,6 +21,7 @@ from privlab.benchmark.plugins import installed, source_of_plugin
 from privlab.benchmark.results import FORMAT, Result, plain, to_rows, write_result
 from privlab.benchmark.rule import judge
 from privlab.benchmark.weights import KNOWN_BY, measure_keys
+from privlab.grids import IN_PROCESS, Engine
 from privlab.report.tables.knowledge import knows
 from privlab.threat import attack_declarations
 
@@ -36,6 +37,7 @@ def submit(
     *,
     key: Path | None = None,
     runs: Path | None = None,
+    engine: Engine = IN_PROCESS,
     say: Say = lambda text: None,
 ) -> Result:
     """Check an entry, measure it on its track, and write its result file.
@@ -46,6 +48,7 @@ def submit(
         how: its photographs, and the weights of a victim that is not in the package.
         key: an ed25519 private key in PEM, to sign the result with.
         runs: where the run directories lie, from which a submission that was stopped goes on; beside `out` by default.
+        engine: where the photographs are attacked.
         say: called with what is done next.
 
     Raises:
@@ -57,7 +60,7 @@ def submit(
         say("admission")
         checks = [] if card.track == "weights" or card.reconstructions or card.releases else _admit(card)
         say("measurement")
-        measured = _of_keys(card) if card.track == "weights" else _measured(card, how, folder, say)
+        measured = _of_keys(card) if card.track == "weights" else _measured(card, how, folder, engine, say)
     data = {
         "format": FORMAT,
         "track": {"name": card.track, "version": card.version, "sha256": card.of.sha256},
@@ -74,8 +77,8 @@ def submit(
     return write_result(data, out, key)
 
 
-def _measured(card: Card, how: Photographs, folder: Path, say: Say) -> dict[str, Any]:
-    return (_of_defense if card.kind == "defense" else _of_attack)(card, how, folder, say)
+def _measured(card: Card, how: Photographs, folder: Path, engine: Engine, say: Say) -> dict[str, Any]:
+    return (_of_defense if card.kind == "defense" else _of_attack)(card, how, folder, engine, say)
 
 
 REFUSING = frozenset(
@@ -107,10 +110,10 @@ def _admit(card: Card) -> tuple[Check, ...]:
     return tuple(found)
 
 
-def _of_defense(card: Card, how: Photographs, folder: Path, say: Say) -> dict[str, Any]:
+def _of_defense(card: Card, how: Photographs, folder: Path, engine: Engine, say: Say) -> dict[str, Any]:
     if card.releases:
         return _of_releases(card, how, folder)
-    records = measure_defense(card, how, folder)
+    records = measure_defense(card, how, folder, engine=engine)
     judged = judge(records, card.of)
     parts = instances(card)
     worth = min(fidelity(specification(card, case, "a", card.of.attacks[:1], how), parts) for case in card.of.cases)
@@ -134,7 +137,7 @@ def _of_releases(card: Card, how: Photographs, folder: Path) -> dict[str, Any]:
     return {"judged": judge(records, card.of).as_json(), **told, "rows": to_rows(records)}
 
 
-def _of_attack(card: Card, how: Photographs, folder: Path, say: Say) -> dict[str, Any]:
+def _of_attack(card: Card, how: Photographs, folder: Path, engine: Engine, say: Say) -> dict[str, Any]:
     """Measure an attack on the defenses that its card names, or on those that it knows."""
     if card.reconstructions:
         target = defense_entries(card.track, card.against)[0]
@@ -145,7 +148,7 @@ def _of_attack(card: Card, how: Photographs, folder: Path, say: Say) -> dict[str
         found = {}
         for target in _targets(card, attack):
             say(f"on {target.name}")
-            found[target.name] = measure_defense(target, how, folder, [attack])
+            found[target.name] = measure_defense(target, how, folder, [attack], engine)
     known = frozenset(card.against) if card.reconstructions else attack_declarations(instances(card)[0]).knows
     judged: Mapping[str, Any] = {
         name: judge(rows, card.of).as_json() | {"knows": _knows_all(name, card, known)} for name, rows in found.items()

@@ -1,5 +1,6 @@
 """`privlab admit` and `privlab benchmark`: whether an entry is what it says, and the table that it enters."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,9 @@ def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
 @_PUBLIC
 @_WEIGHTS
 @click.option("--key", type=_FILE, help="An ed25519 private key in PEM, to sign the result with.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), help="Processes that attack photographs.  [default: one per core]"
+)
 @common
 def submit(
     card: Path,
@@ -100,6 +104,7 @@ def submit(
     public: str | None,
     weights: str,
     key: Path | None,
+    workers: int | None,
     as_json: bool,
 ) -> None:
     """Check the entry of a CARD, measure it on its track, and write a signed result file."""
@@ -107,6 +112,7 @@ def submit(
     from privlab.benchmark import read_card
     from privlab.benchmark import submit as submitted
     from privlab.benchmark.measure import Photographs
+    from privlab.grids import Engine
 
     if hidden and images is None:
         raise PrivlabError("--hidden needs --images FOLDER: the hidden half is named by its hashes alone.")
@@ -118,6 +124,7 @@ def submit(
             path,
             Photographs(parts, images, weights, public),
             key=key,
+            engine=Engine(workers=workers or len(os.sched_getaffinity(0))),
             say=lambda text: shown.update(f"submission: {text}"),
         )
     told = {"file": str(path), "seconds": result.data["seconds"], "sha256": result.data["signature"]["sha256"]}

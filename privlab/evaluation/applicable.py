@@ -23,6 +23,7 @@ from privlab.threat import (
     Capability,
     Client,
     Defense,
+    Effects,
     FeatureAttack,
     FeatureDefense,
     GradientDefense,
@@ -106,8 +107,7 @@ def applicable(
     groups: dict[str, AttackGroup] = {}
     refused: dict[str, str] = {}
     defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
-    permuted = effects_of(base.model, defense).values
-    for name, kind in _candidates(spec, permuted=permuted).items():
+    for name, kind in _candidates(spec, effects_of(base.model, defense)).items():
         running = {attack.name for group in groups.values() for attack in group.attacks}
         if spec.attacks is None and not stand_ins and stands_in(kind, running):
             continue
@@ -127,10 +127,10 @@ def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[s
     return any(name in running for name in attack_declarations(attack).stands_in_for)
 
 
-def _candidates(spec: Specification, *, permuted: bool) -> dict[str, AttackClass]:
+def _candidates(spec: Specification, effects: Effects) -> dict[str, AttackClass]:
     """Return the attacks that are named, or else those of this release, client, defense and effort.
 
-    `permuted` says whether the defense permutes the values within patches.
+    `effects` are those of the defense.
     """
     if spec.attacks is not None:
         return {name: installed_attacks()[name] for name in spec.attacks}
@@ -139,7 +139,8 @@ def _candidates(spec: Specification, *, permuted: bool) -> dict[str, AttackClass
         for name, kind in default_attacks(spec.effort).items()
         if (Capability.RELEASED_FEATURES in kind.requires) == spec.features_released
         and (Capability.GRADIENT_DEFENSE not in kind.requires or spec.defends_gradients)
-        and (Capability.PERMUTED_VALUES not in kind.requires or permuted)
+        and (Capability.PERMUTED_VALUES not in kind.requires or effects.values)
+        and (Capability.FILTERED_IMAGES not in kind.requires or effects.other)
         and (Capability.CLIENT_UPDATE not in kind.requires or spec.local_training is not None)
         and unread(kind, spec.local_training, filtered=spec.defends_gradients) is None
     }

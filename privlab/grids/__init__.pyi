@@ -9,6 +9,7 @@ from .definition import beside as beside
 from .definition import papers_attack as papers_attack
 from .definition import read_experiment as read_experiment
 from .engines import ENGINES as ENGINES
+from .engines import IN_PROCESS as IN_PROCESS
 from .engines import Engine as Engine
 from .engines import run_tasks as run_tasks
 from .external import add_external as add_external

@@ -20,7 +20,7 @@ import torch
 from privlab.base import PrivlabError, unknown_name
 from privlab.grids.tasks import Result, Task, run_task
 
-__all__ = ["ENGINES", "Engine", "run_tasks"]
+__all__ = ["ENGINES", "IN_PROCESS", "Engine", "run_tasks"]
 
 ENGINES: dict[str, str] = {
     "local": "this process, or --workers processes of this machine, each with a GPU of its own where there are several",
@@ -63,6 +63,10 @@ class Engine:
             )
         if self.address is not None and self.name != "ray":
             raise PrivlabError(f"--ray-address is for --engine ray. Found --engine {self.name}.")
+
+
+IN_PROCESS = Engine()
+"""Runs tasks one after the other, in this process."""
 
 
 def run_tasks(tasks: Sequence[Task], engine: Engine, say: Callable[[str], object]) -> Generator[Result, None, None]:

@@ -195,6 +195,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "patches.",
         ("subtract e_s and b", "Wiener estimate of each patch"),
     ),
+    "deconvolution": Idea(
+        "A filter of images, such as a blur, is a matrix that the attack measures by running the defense on single "
+        "pixels. The rows tell the filtered image. The attack finds the image that is likeliest as a photograph among "
+        "those that the filter turns into it.",
+        ("invert the rows", "measure the filter", "undo it under a power law"),
+    ),
     "depth-optimisation": Idea(
         "The client runs the first blocks of the model too, and the attack knows their weights. It starts from the "
         "image that a linear map of public images gives, and changes it until its own features behind these blocks "

@@ -41,6 +41,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "border-jigsaw": ("gallagher2012jigsaw", "paikin2015jigsaw"),
     "row-alignment": ("xu2024permutation",),
     "column-statistics": ("xu2024permutation",),
+    "deconvolution": ("dosovitskiy2021vit",),
     "least-squares": ("dosovitskiy2021vit",),
     "feature-optimisation": ("mahendran2015understanding",),
     "depth-optimisation": ("mahendran2015understanding",),

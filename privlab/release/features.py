@@ -25,6 +25,9 @@ from privlab.victims import VictimModel
 
 __all__ = ["feature_capabilities", "observe_features", "predictions", "send"]
 
+FILTERED_PIXELS = 64 * 64
+"""The most pixels of an image that grant `filtered_images`: a filter's matrix has as many rows, and 128 MiB then."""
+
 
 def send(model: VictimModel, feed: Feed, stack: Stack, draws: Draws, cut_layer: int = 0) -> Sent:
     """Return what the client sends: z_ℓ, the tokens after its ℓ blocks, after the defenses that act on features.
@@ -92,8 +95,12 @@ def feature_capabilities(
         grants.add(Capability.EMBEDDED_ROWS)
     if public:
         grants.add(Capability.AUXILIARY_IMAGES)
-    if effects_of(model, defense).rows != "mixed":
+    done = effects_of(model, defense)
+    if done.rows != "mixed":
         grants.add(Capability.OWN_ROWS)
+    h, w = model.image_shape[1:]
+    if done.other and Stack(tuple(defense)).changes_images and h * w <= FILTERED_PIXELS:
+        grants.add(Capability.FILTERED_IMAGES)
     if model.vit.pos_embed is not None:
         grants.add(Capability.POSITION_EMBEDDINGS)
     if model.vit.cls_token is not None:

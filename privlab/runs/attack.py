@@ -18,6 +18,7 @@ from privlab.defenses import defenses
 from privlab.evaluation import COLUMNS, AttackGroup, Specification, defense_of, plan, uncached, victim_of
 from privlab.evaluation.lpips_choice import begun_lpips, named_lpips, with_lpips
 from privlab.grids import (
+    IN_PROCESS,
     KNOWN,
     Case,
     Engine,
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from privlab.runs.notebook import Records
 
 __all__ = ["Outcome", "attack", "execute", "experiment_of", "facts_of", "specify", "status_of", "unfinished"]
-
-IN_PROCESS = Engine()
 
 STRIPS_SHOWN = 3
 """The strips that a notebook shows of a run: each is some hundred kilobytes of the notebook's file."""

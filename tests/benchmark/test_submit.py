@@ -153,7 +153,7 @@ def test_a_result_is_verified_with_the_photographs_that_the_adversary_had(
 def test_an_attack_is_left_out_of_the_cases_where_it_cannot_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ran(spec: Specification, *given: object) -> DataFrame:
+    def ran(spec: Specification, *given: object, **how: object) -> DataFrame:
         attack, setting = spec.attacks or (), spec.settings[0]
         return DataFrame({"attack": [*attack], "setting": setting, "geometry": "in_place", "draw": 0})
 

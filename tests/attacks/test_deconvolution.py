@@ -1,0 +1,87 @@
+"""`deconvolution` against filters with known answers."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torchvision.transforms.v2.functional import gaussian_blur
+
+from privlab.attacks.features.deconvolution import Deconvolution, _filtered, linear_filter
+from privlab.attacks.features.feature_inversion import LeastSquares
+from privlab.defenses import Blur, CutMix, LowPass
+from privlab.metrics import psnr
+from privlab.release import feature_capabilities, observe_features, send
+from privlab.threat import Capability, Draws, Effects, Feed, Stack
+
+
+@dataclass(frozen=True)
+class Tint:
+    """A filter that treats channels unlike."""
+
+    name: ClassVar[str] = "tint"
+    paper: ClassVar[str] = "none"
+    acts_as: ClassVar[Effects] = Effects(other=True)
+
+    def __call__(self, images, patch, draws):
+        return Feed.undefended(images * torch.tensor([1.0, 0.5, 0.2]).to(images)[:, None, None], patch)
+
+
+def observed(model, images, public, defense):
+    stack = Stack((defense,))
+    draws = [torch.Generator().manual_seed(i) for i in range(len(images))]
+    feed = stack.feed(images, model.patch, draws)
+    sent = send(model, feed, stack, Draws(draws, torch.Generator(), torch.Generator()))
+    return observe_features(model, sent, stack, public)
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model(img_size=16).double()
+
+
+def test_a_narrow_blur_is_undone_where_least_squares_returns_the_blurred_image(model, photographs):
+    images, public = photographs(3, 16).double(), photographs(6, 16).double()[3:]
+    seen = observed(model, images, public, Blur(sigma=0.6))
+    made = Deconvolution()(seen).images
+    assert (psnr(made, images) > 60).all()
+    assert (psnr(LeastSquares()(seen).images, images) < 40).all()
+
+
+def test_the_filter_is_the_matrix_of_the_defense(model, photographs):
+    images = photographs(2, 16).double()
+    B = linear_filter(observed(model, images, images, Blur(sigma=1.0)))
+    blurred = gaussian_blur(images, [7, 7], [1.0, 1.0])
+    assert torch.allclose((images.flatten(2) @ B.mT).view_as(images), blurred, atol=1e-9)
+
+
+@pytest.mark.parametrize("defense", [CutMix(), Tint()])
+def test_what_is_no_filter_of_each_channel_is_left_alone(model, photographs, defense):
+    images = photographs(2, 16).double()
+    assert torch.equal(linear_filter(observed(model, images, images, defense)), torch.eye(256, dtype=torch.float64))
+
+
+def test_clipped_images_do_not_explode_and_removed_frequencies_stay_lost(model, photographs):
+    images = (photographs(6, 16).double() > 0.5).double()  # black and white: filtered images go beyond, and are clipped
+    images, public = images[:3], images[3:]
+    made = Deconvolution()(observed(model, images, public, LowPass(radius=0.3))).images
+    seen = LowPass(radius=0.3)(images, 4, []).images
+    assert (psnr(made, images) > psnr(seen, images) - 1).all()
+    assert (psnr(made, images) < 40).all()
+
+
+def test_what_clipping_adds_to_filtered_public_images_counts_as_error(model, photographs):
+    public = (photographs(6, 16).double() > 0.5).double()
+    seen = observed(model, public[:3], public[3:], LowPass(radius=0.3))
+    B = linear_filter(seen)
+    clipped = LowPass(radius=0.3)(public[3:], 4, []).images.flatten(2) - public[3:].flatten(2) @ B.mT
+    _, deviation = _filtered(seen, B)
+    assert deviation == pytest.approx(float(clipped.square().mean().sqrt()), rel=1e-6)
+    assert deviation > 1e-3
+
+
+def test_a_filter_of_small_images_grants_what_the_attack_needs(tiny_model):
+    small, large = tiny_model(img_size=16), tiny_model(img_size=80)
+    assert Capability.FILTERED_IMAGES in feature_capabilities(small, 1, (Blur(sigma=1.0),))
+    assert Capability.FILTERED_IMAGES not in feature_capabilities(large, 1, (Blur(sigma=1.0),))
+    assert Capability.FILTERED_IMAGES not in feature_capabilities(small, 1)
