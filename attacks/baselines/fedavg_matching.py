@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from privlab.attacks.baselines.rounds import Round, labels_of_round
 from privlab.attacks.gradients.gradient_matching import mismatch, search_identity
-from privlab.attacks.solvers import OPTIMISERS, Kept, Round, descend, labels_of_round, total_variation, twice_derivable
+from privlab.attacks.solvers import OPTIMISERS, Kept, descend, total_variation, twice_derivable
 from privlab.base import PrivlabError, check_name, check_range, draw_for, linear_sum_assignment
 from privlab.release import each_release, undecayed
 from privlab.threat import Capability, Observation

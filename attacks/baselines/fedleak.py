@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from privlab.attacks.baselines.rounds import labels_of_round, mean_gradient
 from privlab.attacks.gradients.gradient_matching import GradientMatching, Match
-from privlab.attacks.solvers import Evaluate, labels_of_round, mean_gradient
+from privlab.attacks.solvers import Evaluate
 from privlab.base import PrivlabError, check_range
 from privlab.release import each_release
 from privlab.threat import Observation

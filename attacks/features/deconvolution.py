@@ -64,8 +64,8 @@ class Deconvolution:
 def linear_filter(seen: FeatureObservation) -> Float[Tensor, "p p"]:
     """Return the matrix B that a client's defenses of images apply to each channel, by their response to each pixel.
 
-    The defenses F are run: column p of B is (F(½ + t e_p) − F(½)) / t. B is the identity where that is not F, since it is
-    not linear near mid-grey, treats channels unlike, or depends on a draw.
+    The defenses F are run: column p of B is (F(½ + t e_p) − F(½)) / t. B is the identity where that is not F, since it
+    is not linear near mid-grey, treats channels unlike, or depends on a draw.
 
     Args:
         seen: the observation, whose defenses are public.

@@ -40,10 +40,6 @@ from .prior import photograph_windows as photograph_windows
 from .prior import total_variation as total_variation
 from .ridge import RTOL as RTOL
 from .ridge import ridge_inverse as ridge_inverse
-from .rounds import Round as Round
-from .rounds import labels_of_round as labels_of_round
-from .rounds import mean_gradient as mean_gradient
-from .rounds import rate_sum as rate_sum
 from .updates import fit_decay as fit_decay
 from .updates import rounding_of_embedding as rounding_of_embedding
 from .updates import weighted_patches as weighted_patches

@@ -214,8 +214,8 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
     ),
     "deconvolution": AttackFacts(
         "Exact but for rounding where the filter keeps every frequency and W has full column rank.",
-        "Frequencies that the filter removes altogether stay lost. Images have at most 64 × 64 pixels. It takes rows in "
-        "the order in which they were sent.",
+        "Frequencies that the filter removes altogether stay lost. Images have at most 64 × 64 pixels. It takes rows "
+        "in the order in which they were sent.",
         "",
         ("published",),
     ),

@@ -1,10 +1,12 @@
 """`deconvolution` against filters with known answers."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
+from torch import Generator, Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
 from privlab.attacks.features.deconvolution import Deconvolution, _filtered, linear_filter
@@ -12,7 +14,10 @@ from privlab.attacks.features.feature_inversion import LeastSquares
 from privlab.defenses import Blur, CutMix, LowPass
 from privlab.metrics import psnr
 from privlab.release import feature_capabilities, observe_features, send
-from privlab.threat import Capability, Draws, Effects, Feed, Stack
+from privlab.threat import Capability, Defense, Draws, Effects, FeatureObservation, Feed, Stack
+from privlab.victims import VictimModel
+
+Photographs = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,11 +28,12 @@ class Tint:
     paper: ClassVar[str] = "none"
     acts_as: ClassVar[Effects] = Effects(other=True)
 
-    def __call__(self, images, patch, draws):
+    def __call__(self, images: Tensor, patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return the tinted images."""
         return Feed.undefended(images * torch.tensor([1.0, 0.5, 0.2]).to(images)[:, None, None], patch)
 
 
-def observed(model, images, public, defense):
+def observed(model: VictimModel, images: Tensor, public: Tensor, defense: Defense) -> FeatureObservation:
     stack = Stack((defense,))
     draws = [torch.Generator().manual_seed(i) for i in range(len(images))]
     feed = stack.feed(images, model.patch, draws)
@@ -36,11 +42,13 @@ def observed(model, images, public, defense):
 
 
 @pytest.fixture
-def model(tiny_model):
+def model(tiny_model: Callable[..., VictimModel]) -> VictimModel:
     return tiny_model(img_size=16).double()
 
 
-def test_a_narrow_blur_is_undone_where_least_squares_returns_the_blurred_image(model, photographs):
+def test_a_narrow_blur_is_undone_where_least_squares_returns_the_blurred_image(
+    model: VictimModel, photographs: Photographs
+) -> None:
     images, public = photographs(3, 16).double(), photographs(6, 16).double()[3:]
     seen = observed(model, images, public, Blur(sigma=0.6))
     made = Deconvolution()(seen).images
@@ -48,7 +56,7 @@ def test_a_narrow_blur_is_undone_where_least_squares_returns_the_blurred_image(m
     assert (psnr(LeastSquares()(seen).images, images) < 40).all()
 
 
-def test_the_filter_is_the_matrix_of_the_defense(model, photographs):
+def test_the_filter_is_the_matrix_of_the_defense(model: VictimModel, photographs: Photographs) -> None:
     images = photographs(2, 16).double()
     B = linear_filter(observed(model, images, images, Blur(sigma=1.0)))
     blurred = gaussian_blur(images, [7, 7], [1.0, 1.0])
@@ -56,12 +64,16 @@ def test_the_filter_is_the_matrix_of_the_defense(model, photographs):
 
 
 @pytest.mark.parametrize("defense", [CutMix(), Tint()])
-def test_what_is_no_filter_of_each_channel_is_left_alone(model, photographs, defense):
+def test_what_is_no_filter_of_each_channel_is_left_alone(
+    model: VictimModel, photographs: Photographs, defense: Defense
+) -> None:
     images = photographs(2, 16).double()
     assert torch.equal(linear_filter(observed(model, images, images, defense)), torch.eye(256, dtype=torch.float64))
 
 
-def test_clipped_images_do_not_explode_and_removed_frequencies_stay_lost(model, photographs):
+def test_clipped_images_do_not_explode_and_removed_frequencies_stay_lost(
+    model: VictimModel, photographs: Photographs
+) -> None:
     images = (photographs(6, 16).double() > 0.5).double()  # black and white: filtered images go beyond, and are clipped
     images, public = images[:3], images[3:]
     made = Deconvolution()(observed(model, images, public, LowPass(radius=0.3))).images
@@ -70,7 +82,9 @@ def test_clipped_images_do_not_explode_and_removed_frequencies_stay_lost(model, 
     assert (psnr(made, images) < 40).all()
 
 
-def test_what_clipping_adds_to_filtered_public_images_counts_as_error(model, photographs):
+def test_what_clipping_adds_to_filtered_public_images_counts_as_error(
+    model: VictimModel, photographs: Photographs
+) -> None:
     public = (photographs(6, 16).double() > 0.5).double()
     seen = observed(model, public[:3], public[3:], LowPass(radius=0.3))
     B = linear_filter(seen)
@@ -80,7 +94,7 @@ def test_what_clipping_adds_to_filtered_public_images_counts_as_error(model, pho
     assert deviation > 1e-3
 
 
-def test_a_filter_of_small_images_grants_what_the_attack_needs(tiny_model):
+def test_a_filter_of_small_images_grants_what_the_attack_needs(tiny_model: Callable[..., VictimModel]) -> None:
     small, large = tiny_model(img_size=16), tiny_model(img_size=80)
     assert Capability.FILTERED_IMAGES in feature_capabilities(small, 1, (Blur(sigma=1.0),))
     assert Capability.FILTERED_IMAGES not in feature_capabilities(large, 1, (Blur(sigma=1.0),))
