@@ -12,7 +12,7 @@ from privlab.admission.admit import MODEL, admit_named, photographs, quiet, same
 from privlab.admission.claims import Check
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, configure, read_options, unknown_name
-from privlab.defenses import BlockScrambling, GradientNoise, RowPermutation, Undefended, defenses
+from privlab.defenses import BlockScrambling, Blur, GradientNoise, RowPermutation, Undefended, defenses
 from privlab.evaluation import attack_batch
 from privlab.metrics import METRICS, Metric
 from privlab.release import observe, observe_features, observe_updates, released_parameters, send
@@ -23,7 +23,6 @@ from privlab.threat import (
     ClientData,
     Draws,
     FeatureObservation,
-    Feed,
     Observation,
     Stack,
     attack_declarations,
@@ -193,9 +192,8 @@ def _releases(victim: VictimModel, seed: int) -> Iterator[Callable[[], Seen]]:
     def features(*defense: Any) -> FeatureObservation:  # noqa: ANN401
         stack, public = Stack(defense), photographs(victim)[2:].to(victim.mean)
         draws = Draws([draw(0), draw(1)], draw(2), draw(3))
-        return observe_features(
-            victim, send(victim, Feed.undefended(images, victim.patch), stack, draws), stack, public
-        )
+        feed = stack.feed(images, victim.patch, draws.images, key=draws.model)
+        return observe_features(victim, send(victim, feed, stack, draws), stack, public)
 
     yield lambda: gradients(victim)
     yield lambda: gradients(april_twin(victim))
@@ -203,6 +201,7 @@ def _releases(victim: VictimModel, seed: int) -> Iterator[Callable[[], Seen]]:
     yield update
     yield lambda: features(Undefended())
     yield lambda: features(RowPermutation())
+    yield lambda: features(Blur(sigma=1.0))
     yield encrypted
 
 

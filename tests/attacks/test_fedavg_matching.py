@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from privlab.attacks import FedavgMatching
 from privlab.attacks.baselines.fedavg_matching import Simulation, agree, join_passes
+from privlab.attacks.baselines.rounds import Round, labels_of_round, mean_gradient, rate_sum
 from privlab.attacks.gradients.gradient_matching import twice_derivable
-from privlab.attacks.solvers import Round, labels_of_round, mean_gradient, rate_sum
 from privlab.base import PrivlabError
 from privlab.metrics import psnr
 from privlab.release import observe, observe_updates, released_parameters, undecayed

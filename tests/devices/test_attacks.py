@@ -64,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     "columns": {"defense": "row-permutation+column-permutation"},
     "batch": {"defense": "batch-shuffle"},
     "noisy features": {"defense": "gaussian-noise"},
+    "filter": {"defense": "blur", "release": "features", "attacks": ("deconvolution",)},
     "values": {"defense": "block-scrambling", "attacks": ("block-key",)},
     "depth": {"cut_layer": 1, "attacks": ("depth-optimisation",)},
     "inversion": {"release": "features", "attacks": tuple(name for name in ATTACKS if name.startswith("inversion-"))},

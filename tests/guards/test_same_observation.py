@@ -47,6 +47,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "rows and columns": {"defense": "row-permutation+column-permutation"},
     "batch": {"defense": "batch-shuffle"},
     "noise": {"defense": "gaussian-noise"},
+    "filter": {"defense": "blur", "release": "features"},
 }
 UPDATES: dict[str, dict[str, Any]] = {
     "sgd": {
