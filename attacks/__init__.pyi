@@ -25,4 +25,5 @@ from .gradients.patch_update import PatchUpdate as PatchUpdate
 from .gradients.token_separation import TokenSeparation as TokenSeparation
 from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks
+from .weights.cloak_matching import CloakMatching as CloakMatching
 from .weights.weight_matching import WeightMatching as WeightMatching
