@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -94,9 +94,7 @@ class OrthogonalMatching:
         found = []
         for i in range(counts.pop()):
             own = [equations({name: seen.gradients[name][i] for name in _released(seen)}) for equations, seen in parts]
-            key = hash_of(
-                {str(k): seen.gradients[name][i] for k, (_, seen) in enumerate(parts) for name in ["head.bias"]}
-            )
+            key = hash_of({name: each[i] for name, each in rounds[0].gradients.items()})
             found.append(self._solve(lambda c, x, own=own: torch.cat([each(c, x) for each in own]), rounds[0], key))
         model = rounds[0].model
         images = torch.stack(found).view(-1, *model.image_shape).to(model.mean)
@@ -133,7 +131,7 @@ def _equations_of(seen: Observation) -> Callable[[dict[str, Tensor]], Equations]
     names, shape = _released(seen), seen.model.image_shape
     own = {name: parameter for name, parameter in vit.named_parameters() if name in names}
 
-    def loss(parameters: dict[str, Tensor], x: Tensor, label: int) -> Tensor:
+    def loss(parameters: Mapping[str, Tensor], x: Tensor, label: int) -> Tensor:
         return -functional_call(vit, parameters, (x.view(1, *shape),))[0].log_softmax(0)[label]
 
     def of_release(released: dict[str, Tensor]) -> Equations:

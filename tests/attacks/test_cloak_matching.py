@@ -1,5 +1,7 @@
 """Cloaks hide weights from nobody who has a public model of the same origin."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -96,16 +98,16 @@ def test_weights_of_the_public_model_itself_come_back_exactly(pair: tuple[State,
         (lambda W: W * float("nan"), "Found NaN or infinity in 'a'."),
     ],
 )
-def test_what_cannot_be_matched_is_refused(change, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_cannot_be_matched_is_refused(change: Callable[[Tensor], Tensor], message: str) -> None:
     W = torch.randn(5, 4)
     with pytest.raises(PrivlabError, match=message):
         CloakMatching()(CloakObservation({"a": change(W)}, {"a": W}))
 
 
 def test_bad_options_and_sizes_are_refused() -> None:
-    with pytest.raises(PrivlabError, match="masks of cloak-matching must be 0 or 1. Found 2"):
+    with pytest.raises(PrivlabError, match=r"masks of cloak-matching must be 0 or 1\. Found 2"):
         CloakMatching(masks=2)
-    with pytest.raises(PrivlabError, match="The cloak is of 3 rows. Found a matrix of 4."):
+    with pytest.raises(PrivlabError, match=r"The cloak is of 3 rows\. Found a matrix of 4\."):
         apply_cloak(torch.zeros(4, 2), new_cloak(3))
-    with pytest.raises(PrivlabError, match="Found none of them."):
+    with pytest.raises(PrivlabError, match=r"Found none of them\."):
         offloaded({"head.weight": torch.zeros(2, 2)})

@@ -116,7 +116,7 @@ def test_rounds_of_other_images_are_refused(tiny_model: Model, photographs: Phot
     rounds = [seen_of(model, photographs(n, 4).double()) for n in (1, 2)]
     with pytest.raises(PrivlabError, match=r"of_rounds takes rounds of the same images. Found \[1, 2\] releases."):
         OrthogonalMatching().of_rounds(rounds)
-    with pytest.raises(PrivlabError, match="of_rounds takes rounds of the same images. Found"):
+    with pytest.raises(PrivlabError, match=r"of_rounds takes rounds of the same images\. Found"):
         OrthogonalMatching().of_rounds([])
 
 
