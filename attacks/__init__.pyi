@@ -18,12 +18,12 @@ from .gradients.gradient_matching import GradientMatching as GradientMatching
 from .gradients.head_inversion import HeadInversion as HeadInversion
 from .gradients.mjp_full import MjpFull as MjpFull
 from .gradients.mjp_subspace import MjpSubspace as MjpSubspace
-from .gradients.orthogonal_matching import OrthogonalMatching as OrthogonalMatching
 from .gradients.patch_gradient import PatchGradient as PatchGradient
 from .gradients.patch_gradient_adaptive import PatchGradientAdaptive as PatchGradientAdaptive
 from .gradients.patch_gradient_prior import PatchGradientPrior as PatchGradientPrior
 from .gradients.patch_update import PatchUpdate as PatchUpdate
 from .gradients.token_separation import TokenSeparation as TokenSeparation
+from .published.orthogonal_matching import OrthogonalMatching as OrthogonalMatching
 from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks
 from .weights.cloak_matching import CloakMatching as CloakMatching

@@ -27,7 +27,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "mjp-full": "privlab.attacks.gradients.mjp_full:MjpFull",
         "token-separation": "privlab.attacks.gradients.token_separation:TokenSeparation",
         "gradient-likelihood": "privlab.attacks.gradients.gradient_likelihood:GradientLikelihood",
-        "orthogonal-matching": "privlab.attacks.gradients.orthogonal_matching:OrthogonalMatching",
+        "orthogonal-matching": "privlab.attacks.published.orthogonal_matching:OrthogonalMatching",
         "gradient-matching": "privlab.attacks.gradients.gradient_matching:GradientMatching",
         "head-inversion": "privlab.attacks.gradients.head_inversion:HeadInversion",
         "class-token-key": "privlab.attacks.features.class_token_key:ClassTokenKey",

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -37,8 +37,9 @@ class OrthogonalMatching:
 
     Under `censor` o_l is random but for these 2 L equations, which are all that a release tells. p_l is the number of
     entries, and √p_l cos of a random o_l is about 1. The unknowns are the values of the image; its label is tried, one
-    class after the other. Levenberg-Marquardt solves them where there are more equations than values; else it ends at
-    an image near its start that fulfils them. Releases of the same image, in one round or in several with other weights, add equations (`of_rounds`).
+    class after the other. Levenberg-Marquardt may solve them where there are more equations than values; with fewer it
+    ends near its start. Releases of the same image, in one round or in several with other weights, add equations
+    (`of_rounds`).
 
     Where `projection` is "code", o_l·g_l is not 0, and the second equation is not fulfilled.
 
@@ -123,15 +124,15 @@ def _values(seen: Observation) -> int:
 
 
 def _equations_of(seen: Observation) -> Callable[[dict[str, Tensor]], Equations]:
-    """Return the map from the released gradients of an image to its equations, as functions of its label and its values."""
+    """Return the map from the released gradients of an image to its equations, by label and values."""
     vit = copy.deepcopy(seen.model.vit).eval().requires_grad_(False)
     for module in vit.modules():
         if hasattr(module, "fused_attn"):
             setattr(module, "fused_attn", False)  # noqa: B010  # timm's own switch, which no type declares
     names, shape = _released(seen), seen.model.image_shape
-    own = {name: parameter for name, parameter in vit.named_parameters() if name in names}
+    own: dict[str, Tensor] = {name: each for name, each in vit.named_parameters() if name in names}
 
-    def loss(parameters: Mapping[str, Tensor], x: Tensor, label: int) -> Tensor:
+    def loss(parameters: dict[str, Tensor], x: Tensor, label: int) -> Tensor:
         return -functional_call(vit, parameters, (x.view(1, *shape),))[0].log_softmax(0)[label]
 
     def of_release(released: dict[str, Tensor]) -> Equations:
