@@ -28,7 +28,9 @@ from .gradients.patch_gradient_adaptive import PatchGradientAdaptive as PatchGra
 from .gradients.patch_gradient_prior import PatchGradientPrior as PatchGradientPrior
 from .gradients.patch_update import PatchUpdate as PatchUpdate
 from .gradients.token_separation import TokenSeparation as TokenSeparation
+from .published.orthogonal_matching import OrthogonalMatching as OrthogonalMatching
 from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks
 from .updates.round_unrolling import RoundUnrolling as RoundUnrolling
+from .weights.cloak_matching import CloakMatching as CloakMatching
 from .weights.weight_matching import WeightMatching as WeightMatching

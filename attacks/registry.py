@@ -28,6 +28,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "token-separation": "privlab.attacks.gradients.token_separation:TokenSeparation",
         "round-unrolling": "privlab.attacks.updates.round_unrolling:RoundUnrolling",
         "gradient-likelihood": "privlab.attacks.gradients.gradient_likelihood:GradientLikelihood",
+        "orthogonal-matching": "privlab.attacks.published.orthogonal_matching:OrthogonalMatching",
         "gradient-matching": "privlab.attacks.gradients.gradient_matching:GradientMatching",
         "head-inversion": "privlab.attacks.gradients.head_inversion:HeadInversion",
         "cocktail-party": "privlab.attacks.baselines.cocktail_party:CocktailParty",

@@ -3,6 +3,7 @@ from .features.column_permutation import ColumnPermutation as ColumnPermutation
 from .features.gaussian_noise import GaussianNoise as GaussianNoise
 from .features.row_permutation import RowPermutation as RowPermutation
 from .gradients.binary_weights import BinaryWeights as BinaryWeights
+from .gradients.censor import Censor as Censor
 from .gradients.exclude_vars import ExcludeVars as ExcludeVars
 from .gradients.gradient_noise import GradientNoise as GradientNoise
 from .gradients.gradient_pruning import GradientPruning as GradientPruning

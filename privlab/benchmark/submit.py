@@ -20,7 +20,7 @@ from privlab.benchmark.pictures import pictures
 from privlab.benchmark.plugins import installed, source_of_plugin
 from privlab.benchmark.results import FORMAT, Result, plain, to_rows, write_result
 from privlab.benchmark.rule import judge
-from privlab.benchmark.weights import KNOWN_BY, measure_keys
+from privlab.benchmark.weights import known_by, measure_keys
 from privlab.grids import IN_PROCESS, Engine
 from privlab.report.tables.knowledge import knows
 from privlab.threat import attack_declarations
@@ -183,5 +183,5 @@ def _of_keys(card: Card) -> dict[str, Any]:
     records = measure_keys(card)
     judged = judge(records, card.of)
     kept = tuple(flag for flag in judged.flags if not flag.startswith("No adaptive attack"))
-    judged = replace(judged, known_by=(KNOWN_BY,), flags=kept)  # written against keys, which declare no class
+    judged = replace(judged, known_by=(known_by(card),), flags=kept)  # written against keys, which declare no class
     return {"judged": judged.as_json(), "utility": 1.0, "draws": card.of.draws, "rows": to_rows(records)}

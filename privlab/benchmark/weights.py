@@ -1,31 +1,43 @@
 """The track `weights`: keys of stolen weights, recovered against a public model of the same origin."""
 
 import hashlib
+from collections.abc import Iterator
 
 import pandas as pd
 
 from privlab.attacks import WeightMatching
+from privlab.attacks.weights.cloak_matching import CloakMatching, CloakObservation, uncloaked_fraction
 from privlab.attacks.weights.weight_matching import WeightObservation, recovered_fraction
 from privlab.base import PrivlabError
 from privlab.benchmark.cards import KEY, Card
 from privlab.benchmark.measure import KEPT
 from privlab.evaluation import CONTROLS, SCHEMA
-from privlab.keys import apply_key, new_key, public_state, shape_of_model
+from privlab.keys import apply_cloak, apply_key, new_cloak, new_key, offloaded, public_state, shape_of_model
 from privlab.victims import victim
 
-__all__ = ["KNOWN_BY", "measure_keys"]
+__all__ = ["CLOAK", "known_by", "measure_keys"]
 
-KNOWN_BY = WeightMatching.name
-"""The attack that was written against keys; it declares no defenses, since it is given weights alone."""
+CLOAK = "cloak"
+"""The space of a card whose weights are cloaked (`privlab.keys.cloak`) instead of permuted by a model key."""
+
+
+def known_by(card: Card) -> str:
+    """Return the name of the attack that was written against a key; it declares none, since it is given weights alone.
+
+    Args:
+        card: its parameter `space` decides.
+    """
+    return CloakMatching.name if card.parameters["space"] == CLOAK else WeightMatching.name
 
 
 def measure_keys(card: Card) -> pd.DataFrame:
-    """Return a record for each key that is drawn: the share of the residual order's entries that the thief recovers.
+    """Return a record for each key that is drawn: the share of the order's entries that the thief recovers.
 
-    The control is a guess: one entry of D is right on average.
+    That is the order of the residual stream, or, of a cloak, of the rows of all matrices. The control is a guess: one
+    entry of each order is right on average.
 
     Args:
-        card: it uses `model-key`, and its parameter `space` is the keys' space.
+        card: it uses `model-key`, and its parameter `space` is the keys' space, or `CLOAK`.
 
     Raises:
         PrivlabError: if the card uses something else, or the victim's weights are not the track's.
@@ -38,12 +50,8 @@ def measure_keys(card: Card) -> pd.DataFrame:
     own, (case,) = card.of.victim(card.victim_name), card.of.cases
     if (found := victim(own.name).weights.sha256) != own.weights_sha256:
         raise PrivlabError(f"The track 'weights' has {own.name} with other weights than {found[:12]}….")
-    shape, state, base = shape_of_model(own.name), public_state(own.name), public_state(case.given["base"])
-    space, rows = str(card.parameters["space"]), []
-    for draw in range(card.of.draws):
-        key = new_key(shape, space)
-        seen = WeightObservation(apply_key(state, key, shape), base, shape)
-        share = recovered_fraction(WeightMatching()(seen).residual, key.residual)
+    rows = []
+    for draw, (share, guess) in enumerate(_shares(card, own.name, case.given["base"])):
         name = hashlib.sha256(f"key {draw}".encode()).hexdigest()
         common = {
             "case": case.name,
@@ -62,7 +70,25 @@ def measure_keys(card: Card) -> pd.DataFrame:
             "schema": SCHEMA,
         }
         rows += [
-            common | {"attack": KNOWN_BY, "attack_params": "{}", "key_recovered": share},
-            common | {"attack": CONTROLS[1], "draw": 0, "key_recovered": 1 / shape.width},
+            common | {"attack": known_by(card), "attack_params": "{}", "key_recovered": share},
+            common | {"attack": CONTROLS[1], "draw": 0, "key_recovered": guess},
         ]
     return pd.DataFrame(rows).reindex(columns=[*KEPT, *card.of.metrics])
+
+
+def _shares(card: Card, own: str, base: str) -> Iterator[tuple[float, float]]:
+    """Yield the share of an order that is recovered, and that of a guess, for each draw of the track."""
+    space, states = str(card.parameters["space"]), (public_state(own), public_state(base))
+    if space == CLOAK:
+        plain, public = (offloaded({name: W.float() for name, W in state.items()}) for state in states)
+        for _ in range(card.of.draws):
+            cloaks = {name: new_cloak(len(W)) for name, W in plain.items()}
+            seen = CloakObservation({name: apply_cloak(W, cloaks[name]) for name, W in plain.items()}, public)
+            orders = {name: cloak.order for name, cloak in cloaks.items()}
+            yield uncloaked_fraction(CloakMatching()(seen), orders), len(plain) / sum(map(len, plain.values()))
+        return
+    shape = shape_of_model(own)
+    for _ in range(card.of.draws):
+        key = new_key(shape, space)
+        found = WeightMatching()(WeightObservation(apply_key(states[0], key, shape), states[1], shape))
+        yield recovered_fraction(found.residual, key.residual), 1 / shape.width

@@ -134,6 +134,12 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "Minutes an image.",
         ("gradients",),
     ),
+    "orthogonal-matching": AttackFacts(
+        _SEARCH + " An image of 48 values came back exactly from the 160 equations of one release.",
+        "L parameters give 2 L equations: 112 of `cifar_vit` for 3,072 values of an image, which do not determine it.",
+        "Minutes an image: every class is tried (`cifar_vit`, 32 pixels).",
+        ("published",),
+    ),
     "gradient-matching": AttackFacts(
         _SEARCH + " Under MJP what is known exactly stays exact.",
         "On three photographs 200 steps did not improve on their start, `mjp-subspace`.",
@@ -352,6 +358,13 @@ DEFENSE_FACTS: Mapping[str, DefenseFacts] = {
     "binary-weights": DefenseFacts(
         "The zeros show which entries are missing, and the others are exact: enough of them determine the image, which "
         "needs N < keep · D. Several releases of one image reveal more.",
+        _GRADIENT,
+        ("published",),
+    ),
+    "censor": DefenseFacts(
+        "One release tells two numbers of each parameter's gradient. As many releases of one image at the same weights "
+        "as a parameter has entries tell its gradient up to sign. What is released has no part along the gradient, so "
+        "that it teaches nothing to first order.",
         _GRADIENT,
         ("published",),
     ),

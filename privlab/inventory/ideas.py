@@ -153,6 +153,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "gradients of all layers are likeliest, with a prior on images.",
         ("guess an image", "likelihood of the release", "climb to the likeliest image"),
     ),
+    "orthogonal-matching": Idea(
+        "What the client releases of a layer is random, but it is as long as the layer's gradient, and orthogonal to "
+        "it. These are two equations for each layer, whatever was drawn. The attack searches for an image whose "
+        "gradients fulfil all of them, with a prior on images.",
+        ("guess an image", "gradients of its length, orthogonal", "search for the image"),
+    ),
     "gradient-matching": Idea(
         "The attack guesses an image, and computes the gradient that a client with that image would release. An "
         "optimiser changes the guess until both gradients agree. It starts from the best closed form that the threat "
@@ -388,6 +394,12 @@ DEFENSE_IDEAS: Mapping[str, Idea] = {
         "The client draws a 0 or a 1 for each entry of its update, and sends the products. It was proposed against the "
         "closed form of APRIL, which expects every entry. Those that are sent are exact, and zeros show the others.",
         ("update g", "multiply by random 0 or 1"),
+    ),
+    "censor": Idea(
+        "The client draws a random gradient for each layer, takes its part along the true one away, and makes it as "
+        "long. Its authors release the one of 20 such draws that lowers the loss most. Two numbers of each layer's "
+        "gradient are left.",
+        ("gradient g", "random, orthogonal to g", "as long as g"),
     ),
     "percentile-privacy": Idea(
         "The client drops the entries of its update below a percentile of the magnitudes, and clips the others. "

@@ -7,6 +7,11 @@ from .algebra import new_key as new_key
 from .algebra import remove_key as remove_key
 from .algebra import residual_bits as residual_bits
 from .algebra import residual_only as residual_only
+from .cloak import Cloak as Cloak
+from .cloak import apply_cloak as apply_cloak
+from .cloak import cloak_bits as cloak_bits
+from .cloak import new_cloak as new_cloak
+from .cloak import offloaded as offloaded
 from .encryption import check_fingerprint as check_fingerprint
 from .encryption import check_model as check_model
 from .encryption import decrypt_file as decrypt_file

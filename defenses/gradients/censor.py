@@ -1,0 +1,66 @@
+"""`censor`: every layer's gradient is replaced by a random one that is orthogonal to it and as long."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor
+
+from privlab.base import check_name
+from privlab.threat import Effects
+
+__all__ = ["Censor"]
+
+PROJECTIONS = ("paper", "code")
+
+
+@dataclass(frozen=True)
+class Censor:
+    """Release ‖g‖ o / ‖o‖ for the gradient g of each parameter, o = r − (r·g / ‖g‖²) g, with r random and of norm 1.
+
+    So what is released of a parameter is orthogonal to its gradient, and tells its norm. A gradient of zero stays zero.
+
+    The authors draw T = 20 such candidates, and release the one whose step lowers the client's loss most. That needs
+    the client's image and loss, which no defense of released gradients has here: one candidate is drawn. The choice
+    among T tells at most log₂ T = 4.3 bits of the image more. What they release where no candidate lowers the loss is,
+    in their code, the gradient itself; that is not done here either, and would only help an adversary.
+
+    Args:
+        projection: "paper", as above, or "code": their published code divides r·g by ‖g‖ alone, so that o is
+            orthogonal to g only where ‖g‖ = 1, and has the part (1 − ‖g‖) (r·g) / ‖g‖ along it otherwise.
+
+    Source: CENSOR (Zhang et al., NDSS 2025), abstract, with T, the norms and "code" from the authors' published code
+    (MIT), defense.py; "paper" is what both its abstract and its name say.
+    """
+
+    name: ClassVar[str] = "censor"
+    paper: ClassVar[str] = "CENSOR (Zhang et al., NDSS 2025), without its choice among 20 draws"
+
+    acts_as: ClassVar[Effects] = Effects(gradients="noisy")
+
+    projection: str = "paper"
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError if the projection is unknown."""
+        check_name("projection of censor", self.projection, PROJECTIONS)
+
+    def release(
+        self, gradients: Mapping[str, Float[Tensor, "b ..."]], draws: Sequence[Generator]
+    ) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return the random gradients; an image's generator draws for the parameters in the order of their names."""
+        return {name: self._of_parameter(gradients[name], draws) for name in sorted(gradients)}
+
+    def _of_parameter(self, g: Float[Tensor, "b ..."], draws: Sequence[Generator]) -> Float[Tensor, "b ..."]:
+        r = torch.stack([torch.randn(g.shape[1:], generator=draw, dtype=torch.float64) for draw in draws])
+        r, flat = r.to(g.device).flatten(1), g.flatten(1).double()
+        r, norm = r / r.norm(dim=1, keepdim=True), flat.norm(dim=1, keepdim=True)
+        along = (r * flat).sum(1, keepdim=True) * flat / norm.clamp_min(torch.finfo(g.dtype).tiny)
+        o = r - (along / norm.clamp_min(torch.finfo(g.dtype).tiny) if self.projection == "paper" else along)
+        return (norm * o / o.norm(dim=1, keepdim=True)).view_as(g).to(g)
+
+    def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
+        """Return 2 ‖g‖² / p for each of p entries: the mean square by which two orthogonal vectors of a norm differ."""
+        squares = {name: g.flatten(1).square().mean(1) for name, g in released.items()}
+        return {name: 2 * squares[name].view(-1, *[1] * (g.ndim - 1)).expand_as(g) for name, g in released.items()}
