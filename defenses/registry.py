@@ -29,6 +29,7 @@ DEFENSES: Registry["DefenseClass"] = Registry.of_places(
         "binary-weights": "privlab.defenses.gradients.binary_weights:BinaryWeights",
         "percentile-privacy": "privlab.defenses.gradients.percentile_privacy:PercentilePrivacy",
         "svt-privacy": "privlab.defenses.gradients.svt_privacy:SvtPrivacy",
+        "adaptive-clipping": "privlab.defenses.gradients.adaptive_clipping:AdaptiveClipping",
         "exclude-vars": "privlab.defenses.gradients.exclude_vars:ExcludeVars",
     }
 )

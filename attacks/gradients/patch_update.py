@@ -86,7 +86,7 @@ class PatchUpdate:
     knows: ClassVar[frozenset[str]] = frozenset(
         {
             *("gradient-noise", "gradient-pruning", "gradient-quantisation"),
-            *("percentile-privacy", "svt-privacy", "exclude-vars", "binary-weights"),
+            *("percentile-privacy", "svt-privacy", "exclude-vars", "binary-weights", "adaptive-clipping"),
         }
     )
     requires: ClassVar[frozenset[Capability]] = frozenset(

@@ -77,6 +77,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "binary-weights": ("sawada2024binary",),
     "percentile-privacy": ("shokri2015ppdl", "roth2022nvflare"),
     "svt-privacy": ("lyu2017svt", "roth2022nvflare"),
+    "adaptive-clipping": ("andrew2021clipping",),
     "exclude-vars": ("roth2022nvflare",),
     "ssim": ("wang2004ssim", "ren2023mjp"),
     "ssim_skimage": ("wang2004ssim",),
