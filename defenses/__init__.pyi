@@ -2,6 +2,7 @@ from .features.batch_shuffle import BatchShuffle as BatchShuffle
 from .features.column_permutation import ColumnPermutation as ColumnPermutation
 from .features.gaussian_noise import GaussianNoise as GaussianNoise
 from .features.row_permutation import RowPermutation as RowPermutation
+from .gradients.adaptive_clipping import AdaptiveClipping as AdaptiveClipping
 from .gradients.binary_weights import BinaryWeights as BinaryWeights
 from .gradients.censor import Censor as Censor
 from .gradients.exclude_vars import ExcludeVars as ExcludeVars

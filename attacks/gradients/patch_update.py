@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -24,13 +24,25 @@ from privlab.attacks.solvers import (
     weighted_patches,
 )
 from privlab.base import PrivlabError, check_name
-from privlab.release import each_release, update_on, without_decay
-from privlab.threat import Capability, Client, GradientDefense, Observation, Stack, defense_declarations
+from privlab.release import (
+    EXPLAINED_RESIDUAL,
+    each_release,
+    errors_of_filters,
+    labels_that_rise,
+    scale_of,
+    scales,
+    update_on,
+    without_decay,
+)
+from privlab.threat import Capability, Client, Observation, Stack
 from privlab.victims import VictimModel
 
 __all__ = ["PatchUpdate"]
 
 _PE, _PROJECTION = "pos_embed", "patch_embed.proj.weight"
+
+_LABELS = 3
+"""Labels that are tried where none is told."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +61,14 @@ class PatchUpdate:
        another round. Rounding of steps that are about as large as an ulp cannot be foreseen, so that a round may make
        things worse: the best of all rounds stays.
 
-    Behind a filter, a defense of the release, entries have the variance that it states. Where it leaves some entries
-    exact, those that it set to zero or clipped are missing, and those of A are found from the others: `complete`. They
-    are left as they are if there are more than 6,000. Rounding is not foreseen behind a filter that changes entries.
-    Decay is fitted where the filter scales the update, as clipping by its norm does.
+    A filter, a defense of the release, that multiplies all entries by one factor, as clipping by the norm does, takes
+    nothing: the factor is fitted to the client's own update in step 3, and decay is fitted before. Where a filter leaves
+    out the head, no label is told; those whose logits rise most along the update are tried (`labels_that_rise`), and
+    step 3 is left out if none explains it.
+
+    Behind other filters entries have the variance that these state. Where they leave some entries exact, those that they
+    set to zero or clipped are missing, and those of A are found from the others: `complete`. They are left as they are
+    if there are more than 6,000. Rounding is not foreseen then.
 
     Adam and AdamW divide by the gradient's magnitude, so their updates have no such form, and are refused.
 
@@ -60,7 +76,7 @@ class PatchUpdate:
         decay: "known" takes weight decay from the client's settings, "fitted" fits one number, without them.
         rounds: the most times that rounding is foreseen; 0 leaves out steps 2 and 3, and takes a twentieth of the time.
             What they bring is in docs/studies/updates.md. They are left out too where dropout is private, where the
-            decay is not known, where the head's bias is not released, or where a defense of images made private draws.
+            decay is not known, where no label is found, or where a defense of images made private draws.
         levels: grey levels above black of a stored image, 255 for eight bits; 0 leaves out step 2. Images that a client
             does not feed as they are stored, such as rescaled or jittered tensors, have none, and step 3 finds that.
     """
@@ -70,7 +86,7 @@ class PatchUpdate:
     knows: ClassVar[frozenset[str]] = frozenset(
         {
             *("gradient-noise", "gradient-pruning", "gradient-quantisation"),
-            *("percentile-privacy", "svt-privacy", "exclude-vars", "binary-weights"),
+            *("percentile-privacy", "svt-privacy", "exclude-vars", "binary-weights", "adaptive-clipping"),
         }
     )
     requires: ClassVar[frozenset[Capability]] = frozenset(
@@ -101,10 +117,10 @@ class PatchUpdate:
     def beyond(self, seen: Observation) -> str | None:
         """Return what violates N < D, or how many entries a filter took where these are too many, with the numbers."""
         found = [too_many(seen)]
-        if filters := _filters(seen):
-            most = max(int(_missing(slot_rows(seen.model, of[_PE])).sum()) for of in _errors(seen, filters))
-            if most > MOST_MISSING:
-                found.append(f"{most} missing entries > {MOST_MISSING}")
+        errors = errors_of_filters(seen, (_PE, _PROJECTION))
+        most = max(int(_missing(slot_rows(seen.model, of[_PE])).sum()) for of in errors)
+        if most > MOST_MISSING:
+            found.append(f"{most} missing entries > {MOST_MISSING}")
         return " and ".join(filter(None, found)) or None
 
     def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
@@ -122,15 +138,13 @@ class PatchUpdate:
             )
         warn_of_limits(self.name, slot_gradients(seen), most=seen.model.vit.embed_dim - 1)
         releases = each_release(seen)
-        filters = _filters(seen)
-        errors = _errors(seen, filters) if filters else []
-        scaled = any(defense_declarations(part).expected is not None for part in filters)
-        if scaled or any(bool(variance.any()) for of_one in errors for variance in of_one.values()):
+        stack, errors = Stack(tuple(seen.defense)), errors_of_filters(seen, (_PE, _PROJECTION))
+        scaled = scales(stack.on_gradients)
+        if any(bool(variance.any()) for of_one in errors for variance in of_one.values()):
             found = [self._behind(seen.model, client, *of_one, scaled) for of_one in zip(releases, errors, strict=True)]
-        else:  # a filter that leaves parameters out leaves the others as they are
-            repeatable = not Stack(tuple(seen.defense)).changes_images
-            own = self if repeatable else replace(self, rounds=0)
-            found = [own._patches(seen.model, client, update) for update in releases]
+        else:  # filters that leave parameters out, or scale the others, take nothing of these
+            own = replace(self, rounds=0) if stack.changes_images else self
+            found = [own._patches(seen.model, client, update, scaled) for update in releases]
         return seen.model.to_images(torch.stack(found))
 
     def _behind(
@@ -175,10 +189,10 @@ class PatchUpdate:
         return fit_decay(model, update, slot_rows(model, update[_PE].double()), E)
 
     def _patches(
-        self, model: VictimModel, client: Client, update: Mapping[str, Float[Tensor, "..."]]
+        self, model: VictimModel, client: Client, update: Mapping[str, Float[Tensor, "..."]], scaled: bool
     ) -> Float[Tensor, "n k"]:
-        """Return the normalised patches of one client's image."""
-        moved = without_decay(model, update, self._lost(model, client, update))
+        """Return the normalised patches of one client's image; `scaled` says whether a filter scaled its update."""
+        lost = self._lost(model, client, update, scaled=scaled)
         deviations = rounding_of_embedding(model, client, update)
 
         def solve(of: Mapping[str, Tensor]) -> list[_Candidate]:
@@ -192,23 +206,29 @@ class PatchUpdate:
                 found.append(_Candidate(X, (model.to_images(X[None]) * self.levels).round() / self.levels))
             return found
 
+        moved = without_decay(model, update, lost)
         found = solve(moved)
         private = client.dropout or client.drop_path
-        if not self.rounds or private or self.decay == "fitted" or "head.bias" not in moved or not client.has_labels:
+        if not self.rounds or private or self.decay == "fitted" or not client.has_labels:
             return found[0].X
-        label = int(moved["head.bias"].argmin())
+        told = "head.bias" in moved
+        labels = [int(moved["head.bias"].argmin())] if told else labels_that_rise(model, moved, found[0].image, _LABELS)
         unrounded, plain = copy.deepcopy(model).double(), replace(client, sends="difference", sent_as="float32")
         best, least = found[0].X, math.inf
         for left in reversed(range(self.rounds + 1)):
-            tried = [(each, update_on(model, client, each.image, label)) for each in found]
-            offs = [_distance(made, update, deviations) for _, made in tried]
-            off, (one, made) = min(zip(offs, tried, strict=True), key=lambda of: of[0])
+            tried = [_Tried.of(model, client, update, one, y, scaled) for one in found for y in labels]
+            offs = [_distance(each.made, update, deviations) for each in tried]
+            off, now = min(zip(offs, tried, strict=True), key=lambda of: of[0])
+            if not told and len(labels) > 1 and _residual(now.made, update) >= EXPLAINED_RESIDUAL:
+                break
             if off < least:
-                best, least = one.X, off
+                best, least = now.candidate.X, off
             if not (left and off):
                 break
-            exact = update_on(unrounded, plain, one.image.double(), label)
-            found = solve({name: moved[name] - (made[name].double() - exact[name]) for name in deviations})
+            labels = [now.label]
+            exact = update_on(unrounded, plain, now.candidate.image.double(), now.label)
+            foreseen = {n: update[n] - (now.made[n].double() - now.scale * exact[n]) for n in deviations}
+            found = solve(without_decay(model, foreseen, now.scale * (1 - client.kept_share)))
         return best
 
 
@@ -217,6 +237,27 @@ class _Candidate(NamedTuple):
 
     X: Float[Tensor, "n k"]
     image: Float[Tensor, "1 c h w"]
+
+
+class _Tried(NamedTuple):
+    """A candidate with a label, and the update that a client of both would send, times the factor of a filter."""
+
+    candidate: _Candidate
+    label: int
+    scale: float
+    made: Mapping[str, Float[Tensor, "..."]]
+
+    @classmethod
+    def of(
+        cls, model: VictimModel, client: Client, update: Mapping[str, Tensor], one: _Candidate, label: int, scaled: bool
+    ) -> "_Tried":
+        """Train the client again; the factor is fitted if the update is `scaled`, and rounded as filters round it."""
+        made = update_on(model, client, one.image, label)
+        if not scaled:
+            return cls(one, label, 1.0, made)
+        kept = {name: torch.ones_like(u, dtype=torch.bool) for name, u in update.items()}
+        s = torch.tensor(scale_of(made, update, kept)).to(update[_PE])
+        return cls(one, label, float(s), {name: s * u for name, u in made.items()})
 
 
 def _distance(made: Mapping[str, Tensor], update: Mapping[str, Tensor], deviations: Mapping[str, Tensor]) -> float:
@@ -228,22 +269,13 @@ def _distance(made: Mapping[str, Tensor], update: Mapping[str, Tensor], deviatio
     return sum(float(part.nan_to_num().sum()) for part in parts)
 
 
-def _filters(seen: Observation) -> list[GradientDefense]:
-    """Return the defenses of the release."""
-    return [part for part in seen.defense if isinstance(part, GradientDefense)]
-
-
-def _errors(seen: Observation, filters: Sequence[GradientDefense]) -> list[dict[str, Float[Tensor, "..."]]]:
-    """Return the variances that filters state of the embedding's entries, by release; those of several filters add up.
-
-    Each states them of the embedding's part of the release alone.
-    """
-    released = {name: seen.gradients[name].double() for name in (_PE, _PROJECTION)}
-    stated = [part.variance(released) for part in filters]
-    return [
-        {name: sum((of[name][i] for of in stated[1:]), stated[0][name][i]) for name in released}
-        for i in range(len(released[_PE]))
-    ]
+def _residual(made: Mapping[str, Tensor], update: Mapping[str, Tensor]) -> float:
+    """Return the relative distance of two updates of the embedding."""
+    off, size = (
+        sum(float(part.double().square().sum()) for part in parts)
+        for parts in ([made[n] - update[n] for n in (_PE, _PROJECTION)], [update[n] for n in (_PE, _PROJECTION)])
+    )
+    return math.sqrt(off / size) if size else math.inf
 
 
 def _missing(variance: Float[Tensor, "n d"]) -> Bool[Tensor, "n d"]:

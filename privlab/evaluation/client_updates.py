@@ -7,13 +7,16 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.evaluation.batch import Batch, Seen, Trial, taken
-from privlab.release import observe_updates
+from privlab.release import labels_that_rise, observe_updates
 from privlab.release.residual import explained_share, residual, tells_images
 from privlab.release.update_files import label_of_update
 from privlab.threat import Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation, Stack
 from privlab.victims import VictimModel
 
 __all__ = ["explained_by", "observe_clients", "unsound_release"]
+
+_LABELS = 3
+"""Labels that are tried where none is told."""
 
 
 def observe_clients(
@@ -48,10 +51,11 @@ def observe_clients(
 def explained_by(seen: Seen, image: Float[Tensor, "1 c h w"], i: int) -> float | None:
     """Return the share of an update of one image that a reconstruction explains; None for other releases.
 
-    None too where the attacks read the head alone, which many images explain, and where a defense of images made draws
-    that nobody can repeat.
+    None too where the attacks read the head alone, which many images explain, where a defense of images made draws that
+    nobody can repeat, and where filters leave no entry exact.
 
-    The adversary can compute it: it takes public settings, and the label that the update tells.
+    The adversary can compute it: it takes public settings, and the label that the update tells. Where the head's bias is
+    not released, the classes are tried whose logits rise most (`labels_that_rise`), and the largest share is returned.
 
     Args:
         seen: the observation of several clients.
@@ -60,11 +64,12 @@ def explained_by(seen: Seen, image: Float[Tensor, "1 c h w"], i: int) -> float |
     """
     if not isinstance(seen, Observation) or seen.client is None or seen.images_per_release > 1:
         return None
-    if not tells_images(seen) or Stack(tuple(seen.defense)).changes_images:
+    if not seen.client.has_labels or not tells_images(seen) or Stack(tuple(seen.defense)).changes_images:
         return None
     own = taken(seen, [i])
-    label = label_of_update(own)
-    return None if label is None else explained_share(residual(own, image, label))
+    label, update = label_of_update(own), {name: u[0] for name, u in own.gradients.items()}
+    labels = labels_that_rise(seen.model, update, image, _LABELS) if label is None else [label]
+    return explained_share(min(residual(own, image, each) for each in labels))
 
 
 def unsound_release(client: Client | None, filters: Sequence[GradientDefense] = ()) -> str:

@@ -378,6 +378,12 @@ DEFENSE_FACTS: Mapping[str, DefenseFacts] = {
         _GRADIENT,
         ("filters",),
     ),
+    "adaptive-clipping": DefenseFacts(
+        "It hides the norm of an update, and nothing else of one client: one factor is on all entries. The noise that a "
+        "server adds to the sum of the clients comes after the server has seen them.",
+        _GRADIENT,
+        ("filters",),
+    ),
     "exclude-vars": DefenseFacts(
         "Its default leaves nothing out. What it leaves in is exact, and other attacks read that.",
         _GRADIENT,

@@ -412,6 +412,12 @@ DEFENSE_IDEAS: Mapping[str, Idea] = {
         "noise, and zeros for all others. With the defaults the noise is far larger than what it hides.",
         ("update d", "noisy test of |d|", "add Laplace noise"),
     ),
+    "adaptive-clipping": Idea(
+        "The client scales its update down to a bound on the norm, and tells in one bit whether it had to. The server "
+        "moves the bound by the noisy mean of the bits, towards a quantile of the norms. The ratios of all entries stay "
+        "as they were.",
+        ("update u", "scale to norm ≤ C", "C follows a quantile"),
+    ),
     "exclude-vars": Idea(
         "The client leaves out the gradients or updates of some parameters. All others are released as they are. "
         "Attacks that read a missing parameter cannot run, and others can.",

@@ -84,6 +84,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "censor": ("zhang2025censor",),
     "percentile-privacy": ("shokri2015ppdl", "roth2022nvflare"),
     "svt-privacy": ("lyu2017svt", "roth2022nvflare"),
+    "adaptive-clipping": ("andrew2021clipping",),
     "exclude-vars": ("roth2022nvflare",),
     "ssim": ("wang2004ssim", "ren2023mjp"),
     "ssim_skimage": ("wang2004ssim",),

@@ -7,6 +7,11 @@ from .features import feature_capabilities as feature_capabilities
 from .features import observe_features as observe_features
 from .features import predictions as predictions
 from .features import send as send
+from .filtered import errors_of_filters as errors_of_filters
+from .filtered import exact_entries as exact_entries
+from .filtered import labels_that_rise as labels_that_rise
+from .filtered import scale_of as scale_of
+from .filtered import scales as scales
 from .gradient_file import HEAD_BIAS as HEAD_BIAS
 from .gradient_file import GradientFile as GradientFile
 from .gradient_file import check_fit as check_fit

@@ -9,9 +9,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.base import full_precision
+from privlab.release.filtered import exact_entries, scale_of, scales
 from privlab.release.gradients import per_sample_gradients, released_parameters
-from privlab.release.local_training import undecayed, update_on
-from privlab.threat import Feed, Observation
+from privlab.release.local_training import update_on, without_decay
+from privlab.threat import Feed, Observation, Stack
 
 __all__ = ["EXPLAINED_RESIDUAL", "explained_share", "residual", "slots_without_gradient", "tells_images"]
 
@@ -31,6 +32,9 @@ def residual(seen: Observation, images: Float[Tensor, "1 c h w"], label: int) ->
     number format of its weights. Dropout is drawn anew, so that it stays unexplained. Where the training diverges the
     residual is infinite.
 
+    Behind filters both are compared on the entries that these leave exact, and the client's are scaled by the factor s
+    that fits best where a filter scales all entries, so that G is −(θ_T − θ_0) s − s (1 − c) θ_0.
+
     Slots whose position embedding has no gradient are fed as MJP feeds them: with E_unk where it has a gradient.
 
     Args:
@@ -39,10 +43,13 @@ def residual(seen: Observation, images: Float[Tensor, "1 c h w"], label: int) ->
         label: the class index of the private image.
     """
     model, held = seen.model, seen.gradients
-    if seen.client is not None:
-        one = {name: u[0] for name, u in held.items()}
-        made = {name: u for name, u in update_on(model, seen.client, images, label).items() if name in one}
-        return _relative(*(undecayed(model, update, seen.client) for update in (made, one)))
+    if (client := seen.client) is not None:
+        one, kept = {name: u[0] for name, u in held.items()}, exact_entries(seen)
+        made = update_on(model, client, images, label)
+        s = scale_of(made, one, kept) if scales(Stack(tuple(seen.defense)).on_gradients) else 1.0
+        lost = s * (1 - client.kept_share) if client.is_linear else 0.0
+        own, moved = (without_decay(model, u, lost) for u in ({name: s * made[name].double() for name in one}, one))
+        return _relative(*({name: u[name][kept[name]] for name in one} for u in (own, moved)))
     feed = Feed.undefended(images, model.patch)
     masked = slots_without_gradient(seen)
     if masked.any():
@@ -58,11 +65,15 @@ def tells_images(seen: Observation) -> bool:
     """Return whether a small `residual` says that an image is the private one.
 
     The head's gradient alone says only that their features are nearly equal: many images have the same D numbers.
+    Filters that leave no entry of an update exact, such as noise, leave nothing to compare.
 
     Args:
         seen: the observation.
     """
-    return any(not name.startswith("head.") for name in seen.gradients)
+    kept = set(seen.gradients)
+    if seen.client is not None and Stack(tuple(seen.defense)).on_gradients:
+        kept = {name for name, exact in exact_entries(seen).items() if exact.any()}
+    return any(not name.startswith("head.") for name in kept)
 
 
 def explained_share(residual: float) -> float:

@@ -129,13 +129,15 @@ def update_observation(
 def label_of_update(seen: Observation) -> int | None:
     """Return the class that the update of a client of one image tells; None where that of the head's bias is not sent.
 
+    None too where a filter left nothing of it.
+
     In each step ∂ℓ/∂b = p − y is negative at the image's label alone, under label smoothing most negative there; of a
     binary loss per class, p_c is a sigmoid. Losses without labels tell none. So is
     what SGD, Adam and AdamW make of it, once their decay is undone.
     """
     if "head.bias" not in seen.gradients or seen.client is None or not seen.client.has_labels:
         return None
-    return int(_head(seen, seen.client).argmin())
+    return int(_head(seen, seen.client).argmin()) if seen.gradients["head.bias"].any() else None
 
 
 def check_order(seen: Observation, source: str) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from privlab.attacks import PatchGradient, PatchUpdate
 from privlab.attacks.solvers import fit_decay, patches_of_levels, weighted_patches
 from privlab.base import PrivlabError
-from privlab.defenses import ExcludeVars
+from privlab.defenses import AdaptiveClipping, ExcludeVars, GradientNoise
 from privlab.metrics import psnr
 from privlab.patches import patchify
 from privlab.release import observe, observe_updates
-from privlab.threat import Capability, Client, ClientData, Observation, check_capabilities
+from privlab.threat import Capability, Client, ClientData, GradientDefense, Observation, check_capabilities
 from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
@@ -187,6 +187,28 @@ def test_a_filter_that_leaves_parameters_out_costs_nothing(stored: VictimModel, 
     seen = sent(stored, grey, client)
     behind = replace(seen, defense=(ExcludeVars("norm"),))
     assert torch.equal(PatchUpdate()(behind), PatchUpdate()(seen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", [0.0, 0.05], ids=["", "decay"])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        (GradientNoise(clip=0.01, multiplier=0.0),),
+        (AdaptiveClipping(0.01, rounds=3),),
+        (ExcludeVars("^head"),),
+        (GradientNoise(clip=0.01, multiplier=0.0), ExcludeVars("^head")),
+    ],
+    ids=["clipping", "adaptive", "no head", "both"],
+)
+def test_what_takes_nothing_costs_nothing(
+    stored: VictimModel, crops: Tensor, filters: tuple[GradientDefense, ...], decay: float
+) -> None:
+    """One unknown factor, or a label that is not told: an image of 256 levels is exact as without a filter."""
+    client, grey = Client(lr=0.03, steps=5, weight_decay=decay), (crops[:260:130].to(stored.mean) * 255).round() / 255
+    data = [ClientData(x[None], torch.tensor([i % 7]), torch.Generator().manual_seed(i)) for i, x in enumerate(grey)]
+    seen = observe_updates(stored, client, data, [*PatchUpdate.parameters, *PatchUpdate.if_released], filters)
+    assert min(score(PatchUpdate(), seen, grey)) > 130
 
 
 @pytest.mark.parametrize(("sends", "sent_as"), [("weights", "float32"), ("weights", "bf16"), ("difference", "fp16")])
