@@ -35,6 +35,7 @@ SHORT = {
     "gradient-matching": {"steps": 2, "restarts": 1},
     "gradient-likelihood": {"steps": 2, "restarts": 1, "start": "patch-gradient"},
     "head-inversion": {"steps": 3},
+    "orthogonal-matching": {"steps": 1},
     "feature-optimisation": {"steps": 3},
     **{f"inversion-{kind}": {"steps": 2} for kind in ("conv", "mae", "set", "token")},
 }

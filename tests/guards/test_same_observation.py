@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWa
 
 OF_FEATURES = [name for name, kind in ATTACKS.items() if Capability.RELEASED_FEATURES in kind.requires]
 DEARER = {
-    *("gradient-matching", "gradient-likelihood", "head-inversion"),
+    *("gradient-matching", "gradient-likelihood", "head-inversion", "orthogonal-matching"),
     *(name for name in OF_FEATURES if name.startswith("inversion-")),
 }
 BREACHING = {name for name in ATTACKS if name.startswith("breaching:")}  # each of them: hours; see the test below
@@ -111,6 +111,7 @@ def test_of_updates(run: Any, crops: Tensor, case: str) -> None:
 def test_of_attacks_that_are_asked_for(run: Any, crops: Tensor, name: str) -> None:
     given = {"release": "features"} if name in OF_FEATURES else {"gamma": 0.5}
     given |= {"defense": "mjp+gradient-noise"} if name == "gradient-likelihood" else {}
+    given = {"defense": "censor"} if name == "orthogonal-matching" else given
     assert same(run, crops, attacks=(name,), **given) == {name}
 
 
