@@ -9,8 +9,8 @@ m turns every row into another direction: this is ArrowCloak (Wang et al., USENI
 against the matching of directions (ArrowMatch). It covers Q, K and V, the projection after them, and both layers of the
 MLP, each with a cloak of its own. Biases, norms, embedding and head stay in the enclave.
 
-That the integers are these is read off the authors' published code; the abstract says no more than that vectors are
-protected by matrix-vector products.
+That the integers are these is read off a public implementation, of whose authorship nothing is known; the abstract says
+no more than that vectors are protected by matrix-vector products.
 """
 
 import math

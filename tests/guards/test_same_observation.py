@@ -27,6 +27,7 @@ DEARER = {
         "fedavg-matching",
         "spear",
     ),
+    "orthogonal-matching",
     *(name for name in OF_FEATURES if name.startswith("inversion-")),
 }
 BREACHING = {name for name in ATTACKS if name.startswith("breaching:")}  # each of them: hours; see the test below
@@ -122,6 +123,7 @@ def test_of_attacks_that_are_asked_for(run: Any, small: Callable[..., Victim], c
     given = UPDATES["sgd"] if name == "fedavg-matching" else given
     given |= {"victim": small(act_layer=nn.ReLU)} if name == "spear" else {}
     given |= {"defense": "mjp+gradient-noise"} if name == "gradient-likelihood" else {}
+    given = {"defense": "censor"} if name == "orthogonal-matching" else given
     assert same(run, crops, attacks=(name,), **given) == {name}
 
 
