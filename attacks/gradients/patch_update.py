@@ -62,13 +62,13 @@ class PatchUpdate:
        things worse: the best of all rounds stays.
 
     A filter, a defense of the release, that multiplies all entries by one factor, as clipping by the norm does, takes
-    nothing: the factor is fitted to the client's own update in step 3, and decay is fitted before. Where a filter leaves
-    out the head, no label is told; those whose logits rise most along the update are tried (`labels_that_rise`), and
-    step 3 is left out if none explains it.
+    nothing: the factor is fitted to the client's own update in step 3, and decay is fitted before. Where a filter
+    leaves out the head, no label is told. Those whose logits rise most along the update are tried (`labels_that_rise`),
+    and step 3 is left out if none explains it.
 
-    Behind other filters entries have the variance that these state. Where they leave some entries exact, those that they
-    set to zero or clipped are missing, and those of A are found from the others: `complete`. They are left as they are
-    if there are more than 6,000. Rounding is not foreseen then.
+    Behind other filters entries have the variance that these state. Where they leave some entries exact, those that
+    they set to zero or clipped are missing, and those of A are found from the others: `complete`. They are left as they
+    are if there are more than 6,000. Rounding is not foreseen then.
 
     Adam and AdamW divide by the gradient's magnitude, so their updates have no such form, and are refused.
 

@@ -23,9 +23,9 @@ class AdaptiveClipping:
     of the bits and ε ~ N(0, std²). In the paper b_i = 1 where ‖u_i‖ ≤ C, so that C goes to the q-quantile of the norms.
     Flower's bit is 1 where the update was clipped: then C goes away from that quantile, up or down.
 
-    The earlier rounds are simulated with clients whose updates all have the norm of this one. The server, which draws ε,
-    knows C_t; an adversary who does not has one unknown factor. The noise that the server adds to the sum of the clients
-    protects nobody from the server, and is not part of this.
+    The earlier rounds are simulated with clients whose updates all have the norm of this one. The server, which draws
+    ε, knows C_t; an adversary who does not has one unknown factor. The noise that the server adds to the sum of the
+    clients protects nobody from the server, and is not part of this.
 
     Args:
         bound: C_0, the first bound, in the units of what is released; > 0.

@@ -54,8 +54,8 @@ def explained_by(seen: Seen, image: Float[Tensor, "1 c h w"], i: int) -> float |
     None too where the attacks read the head alone, which many images explain, where a defense of images made draws that
     nobody can repeat, and where filters leave no entry exact.
 
-    The adversary can compute it: it takes public settings, and the label that the update tells. Where the head's bias is
-    not released, the classes are tried whose logits rise most (`labels_that_rise`), and the largest share is returned.
+    The adversary can compute it: it takes public settings, and the label that the update tells. Where the head's bias
+    is not released, the classes are tried whose logits rise most (`labels_that_rise`), and the largest share counts.
 
     Args:
         seen: the observation of several clients.

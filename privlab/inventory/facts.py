@@ -379,8 +379,8 @@ DEFENSE_FACTS: Mapping[str, DefenseFacts] = {
         ("filters",),
     ),
     "adaptive-clipping": DefenseFacts(
-        "It hides the norm of an update, and nothing else of one client: one factor is on all entries. The noise that a "
-        "server adds to the sum of the clients comes after the server has seen them.",
+        "It hides the norm of an update, and nothing else of one client: one factor is on all entries. The noise that "
+        "a server adds to the sum of the clients comes after the server has seen them.",
         _GRADIENT,
         ("filters",),
     ),

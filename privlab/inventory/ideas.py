@@ -414,8 +414,8 @@ DEFENSE_IDEAS: Mapping[str, Idea] = {
     ),
     "adaptive-clipping": Idea(
         "The client scales its update down to a bound on the norm, and tells in one bit whether it had to. The server "
-        "moves the bound by the noisy mean of the bits, towards a quantile of the norms. The ratios of all entries stay "
-        "as they were.",
+        "moves the bound by the noisy mean of the bits, towards a quantile of the norms. The ratios of all entries "
+        "stay as they were.",
         ("update u", "scale to norm ≤ C", "C follows a quantile"),
     ),
     "exclude-vars": Idea(

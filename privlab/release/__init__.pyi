@@ -7,11 +7,6 @@ from .features import feature_capabilities as feature_capabilities
 from .features import observe_features as observe_features
 from .features import predictions as predictions
 from .features import send as send
-from .filtered import errors_of_filters as errors_of_filters
-from .filtered import exact_entries as exact_entries
-from .filtered import labels_that_rise as labels_that_rise
-from .filtered import scale_of as scale_of
-from .filtered import scales as scales
 from .gradient_file import HEAD_BIAS as HEAD_BIAS
 from .gradient_file import GradientFile as GradientFile
 from .gradient_file import check_fit as check_fit
@@ -29,6 +24,7 @@ from .head_images import HeadImages as HeadImages
 from .head_images import told_images as told_images
 from .label_of_bias import certain_counts as certain_counts
 from .label_of_bias import labels_of as labels_of
+from .label_of_bias import labels_that_rise as labels_that_rise
 from .label_of_bias import likely_labels as likely_labels
 from .labels import Told as Told
 from .labels import told_labels as told_labels
@@ -52,6 +48,10 @@ from .recording import read_recording as read_recording
 from .recording import recorded_cut_layer as recorded_cut_layer
 from .recording import recorded_sessions as recorded_sessions
 from .residual import EXPLAINED_RESIDUAL as EXPLAINED_RESIDUAL
+from .residual import errors_of_filters as errors_of_filters
+from .residual import exact_entries as exact_entries
+from .residual import scale_of as scale_of
+from .residual import scales as scales
 from .residual import slots_without_gradient as slots_without_gradient
 from .updates import decay_of as decay_of
 from .updates import labels_of_signs as labels_of_signs

@@ -1,16 +1,23 @@
-"""Labels from the gradient of the head's bias: what the cross-entropy of a softmax gives away in closed form.
+"""Labels from the gradient of the head's bias, in closed form; or of an image, from the gradients of other layers.
 
 B images whose losses are summed release h_c = Σᵢ pᵢc − n_c for class c, with pᵢc ∈ (0, 1) the probability that the
 model gives class c for image i, and n_c the number of images of that class. The mean of the losses releases h / B.
 """
 
+import copy
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from privlab.base import PrivlabError, check_range
+from privlab.base import PrivlabError, check_range, full_precision
+from privlab.victims import VictimModel
 
-__all__ = ["certain_counts", "labels_of", "likely_labels", "listed"]
+__all__ = ["certain_counts", "labels_of", "labels_that_rise", "likely_labels", "listed"]
+
+_STEP = 1e-3
+"""The share of an update that is applied to see which logits rise: a difference quotient in float64."""
 
 _ROUNDING_ERROR = 1e-3
 """How far −h_c may lie above a whole number, for each image."""
@@ -71,3 +78,28 @@ def likely_labels(head_bias_gradient: Float[Tensor, " y"], batch_size: int) -> l
 def listed(counts: Int[Tensor, " y"]) -> list[int]:
     """Return each class as often as it counts, in ascending order."""
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts).tolist()
+
+
+@torch.no_grad()
+def labels_that_rise(
+    model: VictimModel, update: Mapping[str, Float[Tensor, "..."]], image: Float[Tensor, "1 c h w"], most: int
+) -> list[int]:
+    """Return the classes whose logit of an image rises most along an update, the most first.
+
+    A step along u = Jᵀ(p − y) moves the logits by −J Jᵀ (p − y), which is largest at the label y where classes disturb
+    each other less than themselves. So what is released of all layers but the head tells the label too, given the
+    image.
+
+    Args:
+        model: the server's model with θ_0; it is left as it is.
+        update: −(θ_T − θ_0), or a part of it, by timm's parameter name.
+        image: the image, or nearly it, in [0, 1].
+        most: how many classes are returned.
+    """
+    before = copy.deepcopy(model).double()
+    after = copy.deepcopy(before)
+    for name, u in update.items():
+        after.vit.get_parameter(name).sub_(_STEP * u.double())
+    with full_precision():
+        rise = (after(image.double()) - before(image.double()))[0]
+    return rise.topk(min(most, len(rise))).indices.tolist()

@@ -1,7 +1,7 @@
 """Whether an image is the private one, as the gradient or update that it gives shows: no private image is needed."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,12 +9,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.base import full_precision
-from privlab.release.filtered import exact_entries, scale_of, scales
 from privlab.release.gradients import per_sample_gradients, released_parameters
 from privlab.release.local_training import update_on, without_decay
-from privlab.threat import Feed, Observation, Stack
+from privlab.threat import Feed, GradientDefense, Observation, Stack, defense_declarations
 
 __all__ = ["EXPLAINED_RESIDUAL", "explained_share", "residual", "slots_without_gradient", "tells_images"]
+__all__ += ["errors_of_filters", "exact_entries", "scale_of", "scales"]
 
 EXPLAINED_RESIDUAL = 0.05
 """The residual below which a released gradient is taken for that of the reconstruction (notes/gradients.md).
@@ -86,6 +86,59 @@ def explained_share(residual: float) -> float:
         residual: what `residual` returns; ≥ 0.
     """
     return max(0.0, 1 - residual**2)
+
+
+def errors_of_filters(seen: Observation, names: Sequence[str]) -> list[dict[str, Float[Tensor, "..."]]]:
+    """Return the variances that filters state of the entries of a release, by release; those of several add up.
+
+    Each states them of these parameters' part of the release alone.
+
+    Args:
+        seen: gradients or updates behind filters or none.
+        names: the parameters.
+    """
+    released = {name: seen.gradients[name].double() for name in names}
+    stated = [part.variance(released) for part in Stack(tuple(seen.defense)).on_gradients]
+    none = {name: torch.zeros_like(g) for name, g in released.items()}
+    total = {name: sum((of[name] for of in stated), none[name]) for name in names}
+    return [{name: total[name][i] for name in names} for i in range(len(released[names[0]]))]
+
+
+def exact_entries(seen: Observation) -> dict[str, Bool[Tensor, "..."]]:
+    """Return which entries of the first release its filters leave as they were, but for one factor on all (`scales`).
+
+    Args:
+        seen: gradients or updates behind filters or none.
+    """
+    if not Stack(tuple(seen.defense)).on_gradients:
+        return {name: torch.ones_like(g[0], dtype=torch.bool) for name, g in seen.gradients.items()}
+    return {name: variance == 0 for name, variance in errors_of_filters(seen, list(seen.gradients))[0].items()}
+
+
+def scales(filters: Sequence[GradientDefense]) -> bool:
+    """Return whether a filter multiplies all entries by a factor that depends on them, as clipping by the norm does.
+
+    Args:
+        filters: the defenses of the release, as `Stack.on_gradients` has them.
+    """
+    return any(defense_declarations(part).expected is not None for part in filters)
+
+
+def scale_of(
+    made: Mapping[str, Float[Tensor, "..."]],
+    released: Mapping[str, Float[Tensor, "..."]],
+    kept: Mapping[str, Bool[Tensor, "..."]],
+) -> float:
+    """Return s ≥ 0 of the least ‖s u − r‖ over the kept entries: the factor by which a filter scaled u to r.
+
+    Args:
+        made: u, by parameter name.
+        released: r, of the parameters that are looked at.
+        kept: which of their entries are looked at.
+    """
+    product = sum(float((made[n].double() * r.double())[kept[n]].sum()) for n, r in released.items())
+    size = sum(float(made[n].double().square()[kept[n]].sum()) for n in released)
+    return max(product / size, 0.0) if size else 0.0
 
 
 def _relative(own: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> float:

@@ -147,7 +147,6 @@ def test_no_wrong_image_of_a_thousand_explains_an_update(photographs: Callable[[
         right.append(explained_by(seen, found, 0))
         others = torch.cat([tiles[: 3 * i], tiles[3 * i + 1 :]]).flatten(0, 1)[::4][:200]
         wrong += [explained_by(seen, image[None], 0) for image in others]
-    print(f"{name}: wrong at most {max(wrong):.4f}, right at least {min(right):.6f}")
     assert len(wrong) == 1000
     assert min(right) > 0.9999
     assert max(wrong) < 0.95 < 1 - EXPLAINED_RESIDUAL**2
