@@ -90,6 +90,7 @@ class Spear(TokenSeparation):
         count: int,
         near: Near | None = None,
         usual: Float[Tensor, "p d"] | None = None,
+        most: int | None = None,
     ) -> Separated:
         """Find the tokens of one release; none, if they are not fewer than the model's width.
 
@@ -100,6 +101,7 @@ class Spear(TokenSeparation):
             count: number of tokens in the release: those of all its images, class and register tokens included.
             near: not used.
             usual: not used.
+            most: not used.
 
         Raises:
             PrivlabError: if the MLP has no ReLU.

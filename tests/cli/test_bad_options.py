@@ -12,7 +12,7 @@ UNKNOWN = [
     (("--model", "diet_s"), "Unknown model 'diet_s'. Did you mean deit_s"),
     (("--model", "vit_ti,vit_tiny"), "Unknown model 'vit_tiny'. Did you mean vit_ti"),
     (("--model", "timm:vit_tny_patch16_224"), "Unknown timm model 'vit_tny_patch16_224'. Did you mean vit_tiny_patch1"),
-    (("--attack", "aprl"), "Unknown attack 'aprl'. Did you mean april?"),
+    (("--attack", "aprl"), "Unknown attack 'aprl'. Did you mean april or spear?"),
     (("--attack", "april,patch-gradients"), "Unknown attack 'patch-gradients'. Did you mean patch-gradient"),
     (("--attack", "dager"), "Unknown attack 'dager'."),
     (("--setting", "d"), "Unknown setting 'd'. Choose from: a, b, c."),
@@ -151,7 +151,7 @@ def test_debug_shows_the_traceback(attack: Callable[..., Any]) -> None:
     done = attack("--attack", "aprl", "--debug")
     assert done.status == 2
     assert "Traceback (most recent call last)" in done.err
-    assert done.err.endswith("Error: Unknown attack 'aprl'. Did you mean april?\n")
+    assert done.err.endswith("Error: Unknown attack 'aprl'. Did you mean april or spear?\n")
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -19,7 +19,7 @@ from privlab.victims import ZOO, victim_names
 
 VERBS = (
     "Attack|Check|Classify|Copy|Count|Draw|Fetch|Fine-tune|Hold|List|Look|Make|Measure|Permute|Print|Read|Recover|Run|"
-    "Say|See|Set|Show|Take|Train|Write"
+    "Say|See|Set|Show|Solve|Take|Train|Write"
 )
 LISTED = {
     "victims": ([*victim_names(), "timm:NAME"], {"name", "timm", "variant"}),

@@ -110,7 +110,7 @@ def test_paths_may_be_paths(state: dict[str, torch.Tensor], photos: Path, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attack": "aprl"}, "Unknown attack 'aprl'. Did you mean april?"),
+        ({"attack": "aprl"}, "Unknown attack 'aprl'. Did you mean april or spear?"),
         ({"attacks": "april"}, "Unknown option 'attacks'. Did you mean attack"),
         ({"gama": 0.3}, "Unknown option 'gama'. Did you mean gamma"),
         ({"batch_size": 0}, "batch_size must be a positive number. Found 0."),

@@ -354,7 +354,7 @@ def test_compare(cli: Any, finished: Any, table: Any, tmp_path: Path) -> None:
         (["--set", "rn.limit=3"], "Unknown table of --set 'rn'. Did you mean run"),
         (["--set", "run.limt=2"], "--set run.limt: Unknown key of [run] 'limt'. Did you mean limit"),
         (["--set", "run.model=vit_tii"], "Unknown model 'vit_tii'. Did you mean vit_ti"),
-        (["--set", "run.attack=aprl"], "--set run.attack: Unknown attack 'aprl'. Did you mean april?"),
+        (["--set", "run.attack=aprl"], "--set run.attack: Unknown attack 'aprl'. Did you mean april or spear?"),
         (["--compare", "/nowhere"], "'/nowhere' is no run: it has no run.json. Give the directory of a run."),
         (["--out", "/dev/null/run"], "'/dev/null/run' cannot be written: Not a directory. Give another --out."),
         (["--nothing"], "No such option '--nothing'."),
