@@ -137,7 +137,7 @@ def parse_card(text: str, where: str, folder: Path) -> Card:
     if given["version"] != VERSION:
         raise PrivlabError(
             f"{where} is an entry of version '{given['version']}', and this package has the tracks of '{VERSION}': "
-            "install the privlab that has them, or enter anew."
+            f"install the privlab that has them, or state version = '{VERSION}' and submit again."
         )
     if given["kind"] == "defense" and (lacking := [name for name in _OF_DEFENSE if name not in given]):
         raise PrivlabError(f"{where} does not state {lacking[0]}. A defense states {', '.join(_OF_DEFENSE)}.")
