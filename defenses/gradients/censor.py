@@ -61,6 +61,6 @@ class Censor:
         return (norm * o / o.norm(dim=1, keepdim=True)).view_as(g).to(g)
 
     def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
-        """Return 2 ‖g‖² / p for each of p entries: the mean square by which two orthogonal vectors of a norm differ."""
+        """Return ‖g‖² / p for each of p entries: no part of a release is along g, so that all of it is noise."""
         squares = {name: g.flatten(1).square().mean(1) for name, g in released.items()}
-        return {name: 2 * squares[name].view(-1, *[1] * (g.ndim - 1)).expand_as(g) for name, g in released.items()}
+        return {name: squares[name].view(-1, *[1] * (g.ndim - 1)).expand_as(g) for name, g in released.items()}
