@@ -134,7 +134,7 @@ def _attack(name: str) -> Explanation:
     runs = "if it is named" if declared.named_only else f"without being named, at effort {declared.effort} or more"
     needs = [f"- {each.meaning} (`{each.value}`)" for each in Capability if each in kind.requires]
     client = f" --client {declared.updates_of[0]}" if Capability.CLIENT_UPDATE in kind.requires else ""
-    behind = client or _defended(declared.knows)
+    behind = client or (" --defense blur" if Capability.FILTERED_IMAGES in kind.requires else _defended(declared.knows))
     few = " --limit 8" if Capability.RELEASED_FEATURES in kind.requires else ""
     few = " --limit 1" if declared.named_only or (declared.search and declared.effort == "full") else few
     example = f"privlab attack --model {_victim(name)} --attack {name}{behind}{few}"
@@ -311,7 +311,7 @@ def _victim(name: str) -> str:
 
 def _defended(knows: frozenset[str]) -> str:
     """Return the option of an example that puts a defense which the attack knows in its way."""
-    shown = ("column-permutation", "row-permutation", "gradient-pruning", "block-scrambling")
+    shown = ("column-permutation", "row-permutation", "gradient-pruning", "block-scrambling", "censor")
     undefended = " --setting c" if "mjp" in knows else ""
     return next((f" --defense {name}" for name in shown if name in knows), undefended)
 

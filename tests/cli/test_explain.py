@@ -180,4 +180,5 @@ def test_an_example_measures_today_what_its_page_says(name: str, tmp_path: Path,
     words = [*shlex.split(found["command"])[1:], "--metrics", "psnr", "--json", "--out", str(tmp_path / "run")]
     told = json.loads(cli(*words).out)["verdicts"][0]["measure"]
     assert (told["attack"], told["exact"], told["control"]) == (found["attack"], found["exact"], found["control"])
-    assert told["score"]["mean"] == pytest.approx(found["psnr"][0], abs=0.5)
+    near = 0.5 if found["psnr"][0] < 50 else 3  # rounding, which differs between processors
+    assert told["score"]["mean"] == pytest.approx(found["psnr"][0], abs=near)
