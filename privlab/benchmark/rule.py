@@ -231,6 +231,10 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
         external = judge(pd.concat(more, ignore_index=True), of).score.mean
     listed = sum(len(photographs(part)) for part in of.photographs)
     few = [f"{FEW}: {whole.images} of {listed}"] if whole.images < listed else []
+    knowing = [each for each in theirs if each.data["judged"][card.name].get("knows")]
+    if knowing and not own.known_by and not few:  # the score rests on those that entered
+        covered = max(each.rows.loc[each.rows.entry == card.name, "image_sha256"].nunique() for each in knowing)
+        few = [f"{FEW}: {covered} of {listed} by an attack that knows the defense"] if covered < listed else []
     flags = [flag for flag in whole.flags if flag.partition(":")[0] in UNRELIABLE]
     flags += [f"admission: {each['name']}, {each['text']}" for each in result.data["admission"] if not each["passed"]]
     if whole.verdict == "no evidence":

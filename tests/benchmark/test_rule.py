@@ -230,3 +230,10 @@ def test_the_entries_of_the_package_can_be_read_and_each_has_a_card() -> None:
     for each in found:
         assert parse_card(each.data["card"], "", Path()).text == each.card.text
         assert each.path.parents[1].joinpath("cards", each.path.stem + ".toml").read_text() == each.data["card"]
+
+
+def test_a_score_that_rests_on_an_attack_of_few_photographs_has_no_rank() -> None:
+    (blur,) = (row for row in standings(entries()) if row.name == "blur")
+    assert blur.known_by == ("deconvolution",)
+    assert (blur.rank, blur.photographs) == (None, 64)
+    assert blur.unreliable == ("few photographs: 14 of 64 by an attack that knows the defense",)
