@@ -186,7 +186,7 @@ def replay(model: VictimModel, client: Client, images: Float[Tensor, "t c h w"],
             if step == len(images):
                 after = copy.deepcopy(own)
             if step < len(images):
-                client_loss(client, own(images[step, None]), labels[step, None]).backward()
+                client_loss(client, own(images[step, None]), labels[step, None].to(images.device)).backward()
                 if client.clip is not None:
                     nn.utils.clip_grad_norm_(parameters, client.clip)
             else:
