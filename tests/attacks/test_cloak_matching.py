@@ -17,7 +17,8 @@ State = dict[str, Tensor]
 def pair() -> tuple[State, State]:
     """Return the matrices of a fine-tuned victim of the package, and of another one of the same origin."""
     tuned, public = (public_state(name) for name in ("cifar_vit_mjp27", "cifar_vit_mjp"))
-    return tuple(offloaded({name: W.float() for name, W in state.items()}) for state in (tuned, public))  # type: ignore[return-value]
+    own, base = (offloaded({name: W.float() for name, W in state.items()}) for state in (tuned, public))
+    return own, base
 
 
 def cloaked(plain: State) -> tuple[State, dict[str, Cloak]]:
