@@ -1,6 +1,7 @@
 """`deconvolution`: an image that was filtered before it was embedded, by an adversary that knows the filter."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -43,7 +44,6 @@ class Deconvolution:
     knows: ClassVar[frozenset[str]] = frozenset({"blur", "low-pass", "gaussian-noise"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.FILTERED_IMAGES}
     undefended: ClassVar[str] = "least-squares"
-    undefended: ClassVar[str] = "least-squares"
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images before the filter."""
@@ -70,12 +70,28 @@ def linear_filter(seen: FeatureObservation) -> Float[Tensor, "p p"]:
     Args:
         seen: the observation, whose defenses are public.
     """
-    c, h, w = seen.model.image_shape
-    device = seen.model.mean.device
+    shape, device = seen.model.image_shape, seen.model.mean.device
+    return _measured_filter(Stack(Stack(seen.defense).on_images), shape, seen.model.patch, device)
+
+
+@lru_cache(maxsize=2)
+def _measured_filter(
+    defense: Stack, shape: tuple[int, int, int], patch: int, device: torch.device
+) -> Float[Tensor, "p p"]:
+    """Return the matrix of `linear_filter`, kept from batch to batch: it depends on no observation.
+
+    Args:
+        defense: the client's defenses of images.
+        shape: c × h × w of an image.
+        patch: the side of a patch, in pixels.
+        device: where the matrix shall be.
+    """
+    c, h, w = shape
     pixels = torch.eye(h * w, dtype=torch.float64, device=device)
 
     def apply(images: Tensor, seed: int = 0) -> Tensor:
-        return (_feed(seen, 0.5 + SWING * images, seed) - _feed(seen, 0.5 + 0 * images[:1], seed)) / SWING
+        grey = _feed(defense, 0.5 + 0 * images[:1], patch, seed)
+        return (_feed(defense, 0.5 + SWING * images, patch, seed) - grey) / SWING
 
     B = torch.cat([apply(part.view(-1, 1, h, w).expand(-1, c, h, w))[:, 0] for part in pixels.split(256)]).flatten(1).mT
     image = torch.rand(1, c, h, w, dtype=torch.float64, generator=Generator().manual_seed(0)).to(device)
@@ -83,10 +99,10 @@ def linear_filter(seen: FeatureObservation) -> Float[Tensor, "p p"]:
     return B if float(apart) < LINEAR else pixels
 
 
-def _feed(seen: FeatureObservation, images: Float[Tensor, "b c h w"], seed: int = 0) -> Float[Tensor, "b c h w"]:
+def _feed(defense: Stack, images: Float[Tensor, "b c h w"], patch: int, seed: int = 0) -> Float[Tensor, "b c h w"]:
     """Return what a client would embed of other images, with draws of the adversary's own."""
     draws = [Generator().manual_seed(seed) for _ in images]
-    return Stack(seen.defense).feed(images, seen.model.patch, draws, key=Generator().manual_seed(seed)).images
+    return defense.feed(images, patch, draws, key=Generator().manual_seed(seed)).images
 
 
 def _filtered(seen: FeatureObservation, B: Float[Tensor, "p p"]) -> tuple[Float[Tensor, "b c h w"], float]:
@@ -99,7 +115,7 @@ def _filtered(seen: FeatureObservation, B: Float[Tensor, "p p"]) -> tuple[Float[
         return unpatchify(patches, model.image_shape) * model.std + model.mean
 
     public = seen.public[:MOST_IMAGES].to(model.mean)
-    rows = model.embed(_feed(seen, public)).detach()
+    rows = model.embed(_feed(Stack(seen.defense), public, model.patch)).detach()
     rows = rows + noise * torch.randn(rows.shape, generator=Generator().manual_seed(0)).to(rows)
     error = (read(rows).flatten(2) - public.double().flatten(2) @ B.mT).square().mean().sqrt()
     return read(undone(seen)), max(float(error), torch.finfo(model.mean.dtype).eps)

@@ -1,7 +1,7 @@
 """`deconvolution` against filters with known answers."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
@@ -33,6 +33,23 @@ class Tint:
         return Feed.undefended(images * torch.tensor([1.0, 0.5, 0.2]).to(images)[:, None, None], patch)
 
 
+@dataclass(frozen=True)
+class Halved:
+    """A filter of every channel that counts its calls."""
+
+    name: ClassVar[str] = "halved"
+    paper: ClassVar[str] = "none"
+    acts_as: ClassVar[Effects] = Effects(other=True)
+
+    calls: list[int] = field(compare=False)
+    factor: float = 0.5
+
+    def __call__(self, images: Tensor, patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return the darker images."""
+        self.calls.append(len(images))
+        return Feed.undefended(images * self.factor, patch)
+
+
 def observed(model: VictimModel, images: Tensor, public: Tensor, defense: Defense) -> FeatureObservation:
     stack = Stack((defense,))
     draws = [torch.Generator().manual_seed(i) for i in range(len(images))]
@@ -61,6 +78,16 @@ def test_the_filter_is_the_matrix_of_the_defense(model: VictimModel, photographs
     B = linear_filter(observed(model, images, images, Blur(sigma=1.0)))
     blurred = gaussian_blur(images, [7, 7], [1.0, 1.0])
     assert torch.allclose((images.flatten(2) @ B.mT).view_as(images), blurred, atol=1e-9)
+
+
+def test_a_filter_is_measured_once_for_all_batches(model: VictimModel, photographs: Photographs) -> None:
+    images, counted = photographs(4, 16).double(), Halved(calls=[])
+    first, again = (linear_filter(observed(model, part, images, counted)) for part in (images[:2], images[2:]))
+    once = len(counted.calls) - 2  # each observation calls it too
+    assert torch.equal(first, again)
+    assert torch.allclose(first, torch.eye(256, dtype=torch.float64) / 2)
+    linear_filter(observed(model, images, images, replace(counted, factor=0.25)))
+    assert len(counted.calls) == 2 * once + 3
 
 
 @pytest.mark.parametrize("defense", [CutMix(), Tint()])
