@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Generator, Tensor
 
 from privlab.base import check_range
@@ -64,12 +64,17 @@ class PercentilePrivacy:
             for name, d in per_step.items()
         }
 
+    def at_bound(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Bool[Tensor, "b ..."]]:
+        """Return which entries are at ±γ T: they were at least as large."""
+        return {name: g.abs() >= self.gamma * self.steps * (1 - 1e-6) for name, g in released.items()}
+
     def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
         """Return c²/3 for a missing entry, γ² T² for one at the bound, and 0 for others, which are exact.
 
-        c is the least released magnitude. How far an entry was beyond the bound is not known: γ T stands for it.
+        c is the least released magnitude. How far an entry was beyond the bound is not known (`at_bound`): γ T stands
+        for it, of which gradients are many times.
         """
-        bound = self.gamma * self.steps
+        cut, bound = self.at_bound(released), self.gamma * self.steps
         sizes = torch.cat([g.flatten(1).abs() for g in released.values()], 1)
         edge = sizes.where(sizes > 0, torch.inf).amin(1)
         missing = edge.where(edge.isfinite(), 0).square() / 3 * (self.percentile > 0)
@@ -77,7 +82,7 @@ class PercentilePrivacy:
             name: torch.where(
                 g == 0,
                 missing.view(-1, *[1] * (g.ndim - 1)),
-                torch.where(g.abs() >= bound * (1 - 1e-6), bound**2, 0.0),
+                torch.where(cut[name], bound**2, 0.0),
             ).to(g)
             for name, g in released.items()
         }

@@ -278,21 +278,36 @@ class OnGradients:
         if wrong:
             yield Check.at_most("variance", math.inf, ROUNDING_FACTORS[0], f"declared variance: {wrong[0]}")
             return
-        yield from self._variance(true, released, variance)
+        told = released
+        if (at_bound := defense_declarations(self.defense).at_bound) is not None:
+            cut = at_bound(released)
+            wrong = [w for name, g in true.items() for w in unlike(name, cut.get(name), g.shape, torch.bool)]
+            if wrong:
+                yield Check.at_most("at-bound", math.inf, 0.0, f"declared entries at a bound: {wrong[0]}")
+                return
+            beyond = sum(int((cut[name] & ~_no_smaller(g, released[name])).sum()) for name, g in true.items())
+            yield Check.at_most("at-bound", float(beyond), 0.0, "entries said to be cut to a bound that were below it")
+            # how large these were, the release does not say: what it says of all others is checked
+            told = {name: true[name].where(cut[name], g) for name, g in released.items()}
+            variance = {name: value.masked_fill(cut[name], 0) for name, value in variance.items()}
+        again = self.run(self.inputs(), self.subject.draws(1))
+        drawn = sum(float((again[name] - g).square().sum()) / 2 for name, g in released.items())
+        yield from self._variance(true, told, variance, drawn)
         model, labels = self.subject.model, self.subject.labels
         feed = Feed.undefended(self.subject.clients(), model.patch)
-        off = off_in_noise(model, feed, labels, released, variance, self.subject.seed)
+        off = off_in_noise(model, feed, labels, told, variance, self.subject.seed)
         yield Check.at_most("gradients", off, 8.0, "error against finite differences, in σ of what is declared")
 
-    def _variance(self, true: Tensors, released: Tensors, variance: Tensors) -> Iterator[Check]:
-        """Yield the factors by which the declared variance is too small and too large, at the best gradient scale."""
+    def _variance(self, true: Tensors, released: Tensors, variance: Tensors, drawn: float) -> Iterator[Check]:
+        """Yield the factors by which the declared variance is too small and too large, at the best gradient scale.
+
+        `drawn` is the sum of the squares that draws add to the release.
+        """
         fitted = scale_of(true, released, variance)
         errors = [
             {name: g - scale.view(-1, *[1] * (g.ndim - 1)) * true[name] for name, g in released.items()}
             for scale in (fitted, torch.zeros_like(fitted))
         ]
-        again = self.run(self.inputs(), self.subject.draws(1))
-        drawn = sum(float((again[name] - g).square().sum()) / 2 for name, g in released.items())
         noise = drawn > 0.9 * sum(float(e.square().sum()) for e in errors[0].values())
         most = (NOISE_FACTOR, NOISE_FACTOR) if noise else ROUNDING_FACTORS
         counts = entries_with_noise(released, variance) if noise else {name: g.numel() for name, g in released.items()}
@@ -419,6 +434,11 @@ def acts_as(defense: AnyDefense, model: VictimModel) -> Iterator[Check]:
     if defense_declarations(defense).acts_as is not None:
         wrong = contradictions(model, defense, NOISE_FACTOR)
         yield Check.at_most("acts-as", float(len(wrong)), 0.0, "; ".join(wrong) or "effects that are not as declared")
+
+
+def _no_smaller(true: Tensor, bound: Tensor) -> Tensor:
+    """Return which entries have the sign of a bound and are no smaller, up to rounding."""
+    return true * bound.sign() >= bound.abs() * (1 - TOLERANCE)
 
 
 def _patch_gradient(subject: TwoClients) -> Check:

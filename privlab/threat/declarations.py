@@ -83,6 +83,8 @@ class DefenseDeclarations:
         mixes: whether one image's release depends on the other images.
         remark: returns a remark to print beside its options, such as the ε that its noise gives.
         expected: returns the mean of its releases of given gradients; None if that is these gradients.
+        at_bound: returns which entries of a release are at a bound, so that they tell the sign of what they were and
+            that it was no smaller, but not how large it was; None if none is.
         withholds: returns those of the names of parameters whose gradients it leaves out of the release.
     """
 
@@ -92,6 +94,7 @@ class DefenseDeclarations:
     mixes: bool = False
     remark: Callable[[], str] = _no_remark
     expected: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    at_bound: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     withholds: Callable[[Collection[str]], frozenset[str]] = _nothing
 
 

@@ -52,8 +52,9 @@ class GradientDefense(Protocol):
     """A frozen dataclass of hyper-parameters; it changes the gradients of all released parameters before they leave.
 
     They are those of one step, or what a client's local training moved. A defense may have a method `expected` that
-    returns the mean of its releases of given gradients, such as what clipping leaves, and a method `withholds` that
-    names the parameters that it leaves out.
+    returns the mean of its releases of given gradients, such as what clipping leaves, a method `at_bound` that returns
+    which entries of a release were cut to a bound, and a method `withholds` that names the parameters that it leaves
+    out.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]

@@ -88,7 +88,9 @@ def test_percentile_privacy_states_what_it_took() -> None:
     """Exact entries have no variance; missing ones that of their interval; those at the bound that of the bound."""
     g, defense = {name: v.double() for name, v in some().items()}, PercentilePrivacy(20.0, 0.015, 3)
     released = defense.release(g, draws())
+    cut = defense.at_bound(released)
     for name, variance in defense.variance(released).items():
+        assert torch.equal(cut[name], g[name].abs() >= 0.045)
         missing, sent = released[name] == 0, released[name]
         bound = g[name].abs() > 0.045
         exact = ~missing & ~bound
