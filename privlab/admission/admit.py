@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from privlab.admission.claims import Check, OnFeatures, OnGradients, OnImages, TwoClients
+from privlab.admission.claims import Check, OnFeatures, OnImages, TwoClients
+from privlab.admission.gradient_claims import OnGradients
 from privlab.admission.measures import apart
 from privlab.base import PrivlabError, PrivlabWarning, configure, full_precision, read_options, unknown_name
 from privlab.defenses import defenses
