@@ -24,11 +24,8 @@ from privlab.threat import Draws, Feed, GradientDefense, defense_declarations
 
 __all__ = ["OnGradients"]
 
-ROUNDING_FACTORS = (3.0, 100.0)
-"""The factors by which the variance of a rounding may be declared too small, and too large in the median.
-
-They are wide, because the law of a rounding is only a model.
-"""
+ROUNDING_FACTOR = 3.0
+"""The largest factor between declared and measured variance of a rounding; it is wide, as its law is only a model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +83,7 @@ class OnGradients:
         wrong += [w for name, g in some.items() for w in unlike(f"{name} alone", known.get(name), g.shape, g.dtype)]
         wrong += [f"{name} below zero" for name, value in variance.items() if bool((value < 0).any())]
         if wrong:
-            yield Check.at_most("variance", math.inf, ROUNDING_FACTORS[0], f"declared variance: {wrong[0]}")
+            yield Check.at_most("variance", math.inf, ROUNDING_FACTOR, f"declared variance: {wrong[0]}")
             return
         told = released
         if (at_bound := defense_declarations(self.defense).at_bound) is not None:
@@ -126,15 +123,12 @@ class OnGradients:
             for scale in (fitted, torch.zeros_like(fitted))
         ]
         noise = drawn > 0.9 * sum(float(e.square().sum()) for e in errors[0].values())
-        most = (NOISE_FACTOR, NOISE_FACTOR) if noise else ROUNDING_FACTORS
+        most = NOISE_FACTOR if noise else ROUNDING_FACTOR
         counts = entries_with_noise(released, variance) if noise else {name: g.numel() for name, g in released.items()}
         too_small = min(understatement(true, error, variance, counts) for error in errors)
-        yield Check.at_most(
-            "variance", too_small, most[0], "measured over declared, of the worst parameter, less chance"
-        )
-        too_large = overstatement(true, released, errors[0], variance, counts, worst=noise)
-        which = "of the worst parameter" if noise else "the median of the parameters"
-        yield Check.at_most("overstated", too_large, most[1], f"declared over measured, {which}, less chance")
+        yield Check.at_most("variance", too_small, most, "measured over declared, of the worst parameter, less chance")
+        too_large = overstatement(true, released, errors[0], variance, counts, noise=noise)
+        yield Check.at_most("overstated", too_large, most, "declared over measured, of the worst parameter, less chance")
 
     def control(self) -> Check:
         """Return what leaks without the defense."""

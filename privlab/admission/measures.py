@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +40,8 @@ _LEAST_DIVISOR = 1e-300
 
 _FEWEST = 50
 """Entries with noise below which the mean of their squares says nothing of its variance."""
+_FEWEST_ROUNDED = 1000
+"""Entries below which the errors of a rounding are not alike enough to have one variance."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -164,13 +165,14 @@ def understatement(true: Tensors, error: Tensors, variance: Tensors, counts: Map
 
 
 def overstatement(
-    true: Tensors, released: Tensors, error: Tensors, variance: Tensors, counts: Mapping[str, int], *, worst: bool
+    true: Tensors, released: Tensors, error: Tensors, variance: Tensors, counts: Mapping[str, int], *, noise: bool
 ) -> float:
-    """Return the factor by which the declared variance exceeds the mean square of the errors.
+    """Return the factor by which the declared variance exceeds the mean square of the errors, of the worst parameter.
 
-    For an entry that was released as zero, a variance v declares a bound, √(3v) (see `GradientDefense`), and the
-    entries of one parameter may lie far below it: so the largest of all parameters, relative to its bound, is what
-    counts for each. Of noise on a share of the entries, a parameter in which fewer than 50 were sent tells nothing.
+    For an entry that was released as zero, a variance v declares a bound, √(3v) (see `GradientDefense`), and all such
+    entries of one parameter may lie far below it: so each counts as uniform up to the largest of all those that have
+    its variance, in whichever parameter. Of noise on a share of the entries, a parameter in which fewer than 50 were
+    sent tells nothing; of a rounding, whose law is only a model, one of fewer than 1,000 entries.
 
     Args:
         true: the undefended gradients by parameter name; they give the scale of rounding.
@@ -178,24 +180,26 @@ def overstatement(
         error: released gradients less the true ones, which may be scaled for each image (`scale_of`).
         variance: declared variance of each entry of the release.
         counts: number of the entries of each parameter whose squares tell its variance.
-        worst: whether the factor of the worst parameter is returned, or the median of all parameters.
+        noise: whether the errors are noise, or those of a rounding.
     """
     least = _rounding(true)
     zeros = {name: (g == 0) & (variance[name] > 0) for name, g in released.items()}
-    reach = max(
-        (float((e.square() / variance[name])[zeros[name]].max()) / 3 for name, e in error.items() if zeros[name].any()),
-        default=0.0,
-    )
+    bounds, which = torch.cat([variance[name][zero] for name, zero in zeros.items()]).unique(return_inverse=True)
+    missing = torch.cat([error[name][zero].square() for name, zero in zeros.items()])
+    largest = missing.new_zeros(len(bounds)).scatter_reduce(0, which, missing, "amax")[which]
+    uniform = missing.maximum(largest / 3).split([int(zero.sum()) for zero in zeros.values()])
     squares = {
-        name: e.square().where(~zeros[name], e.square().maximum(reach * variance[name])) for name, e in error.items()
+        name: e.square().masked_scatter(zeros[name], known)
+        for (name, e), known in zip(error.items(), uniform, strict=True)
     }
     factors = {
         name: (float(variance[name].mean()) + least) / (float(squares[name].mean()) + least) / _slack(counts[name])
         for name in error
     }
-    if not worst:
-        return median(factors.values())
-    few = {name for name, zero in zeros.items() if zero.any() and counts[name] < _FEWEST}
+    if noise:
+        few = {name for name, zero in zeros.items() if zero.any() and counts[name] < _FEWEST}
+    else:
+        few = {name for name in factors if counts[name] < _FEWEST_ROUNDED}
     return max((factor for name, factor in factors.items() if name not in few), default=0.0)
 
 
