@@ -126,9 +126,12 @@ class OnGradients:
         most = NOISE_FACTOR if noise else ROUNDING_FACTOR
         counts = entries_with_noise(released, variance) if noise else {name: g.numel() for name, g in released.items()}
         too_small = min(understatement(true, error, variance, counts) for error in errors)
-        yield Check.at_most("variance", too_small, most, "measured over declared, of the worst parameter, less chance")
+        which = "of the worst parameter, less chance"
+        yield Check.at_most("variance", too_small, most, f"measured over declared, {which}")
         too_large = overstatement(true, released, errors[0], variance, counts, noise=noise)
-        yield Check.at_most("overstated", too_large, most, "declared over measured, of the worst parameter, less chance")
+        yield Check.at_most(
+            "overstated", too_large, most, "declared over measured, of the worst parameter, less chance"
+        )
 
     def control(self) -> Check:
         """Return what leaks without the defense."""

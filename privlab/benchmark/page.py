@@ -11,8 +11,9 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from privlab.base import write_whole
+from privlab.benchmark.judged import LEVEL
 from privlab.benchmark.results import Result
-from privlab.benchmark.rule import FEW, LEVEL, Standing, standings
+from privlab.benchmark.rule import FEW, Standing, standings
 from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
 from privlab.evaluation import EXACT_DB
 from privlab.grids import KNOWN

@@ -6,34 +6,20 @@ defense in another one could only raise it.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pandas as pd
 
 from privlab.benchmark.cards import Card
+from privlab.benchmark.entries import PACKAGE
+from privlab.benchmark.judged import FROM_ROWS, NO_ADAPTIVE, Judged, check_concluded, conclude, judge, number
 from privlab.benchmark.results import Result
 from privlab.benchmark.tracks import Track, photographs
 from privlab.defenses import DEFENSES
-from privlab.evaluation import CONTROL, EXACT_DB
-from privlab.metrics import DECIBELS
-from privlab.report.tables import Score, red_flags, sign_of
-from privlab.report.tables.knowledge import kinds_in, knows, undone
-from privlab.report.tables.leakage import measure
-from privlab.report.tables.per_image import WORST, Scored
-from privlab.report.tables.power import power
 
-__all__ = ["Judged", "Standing", "judge", "rank", "standings"]
-
-LEVEL = 0.95
-"""The confidence level of all intervals."""
-
-NO_ADAPTIVE = "No adaptive attack"
-"""The red flag of a case in which no attack knows the defense."""
-
-ELSEWHERE = "No adaptive attack in another case"
-"""What it is called if one does in the case that leaks most: the score, which is of that case, stands."""
+__all__ = ["FEW", "Standing", "rank", "standings"]
 
 UNRELIABLE = frozenset(
     {
@@ -45,125 +31,6 @@ UNRELIABLE = frozenset(
 
 FEW = "few photographs"
 """The reason of an entry that was not measured on all photographs of its track."""
-
-_WORDS = ("broken", "holds", "no evidence", "no defense")
-
-
-@dataclass(frozen=True)
-class Judged:
-    """What the records of an entry say.
-
-    `worst` is the worst case of each case by the track's first metric, and `leakiest` the case that leaks most, of
-    which the score is. `known_by` are the attacks that ran there and know every part of the defense, `by` the attacks
-    behind its worst case with the photographs of each, `median` and `worst_image` the hashes of two photographs there.
-    """
-
-    known_by: tuple[str, ...]
-    worst: Mapping[str, Score]
-    leakiest: str
-    by: Mapping[str, int]
-    verdict: str
-    why: str
-    flags: tuple[str, ...]
-    images: int
-    median: str = ""
-    worst_image: str = ""
-
-    @property
-    def score(self) -> Score:
-        """Return the worst case of the leakiest case."""
-        return self.worst.get(self.leakiest, Score(math.nan))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON; a score of infinity is 100 dB, above which only rounding is measured."""
-        worst = {
-            name: {
-                "mean": _number(each.mean),
-                "low": _number(each.low),
-                "high": _number(each.high),
-                "images": each.images,
-            }
-            for name, each in self.worst.items()
-        }
-        return asdict(self) | {"known_by": list(self.known_by), "worst": worst, "flags": list(self.flags)}
-
-    @classmethod
-    def of_json(cls, given: Mapping[str, Any]) -> "Judged":
-        """Return what `as_json` gave."""
-        worst = {name: _score(each) for name, each in given["worst"].items()}
-        told = {"known_by": tuple(given["known_by"]), "worst": worst, "flags": tuple(given["flags"])}
-        return cls(**{**given, **told})
-
-
-def _score(given: Mapping[str, Any]) -> Score:
-    mean, low, high = (math.nan if given[key] is None else given[key] for key in ("mean", "low", "high"))
-    return Score(mean, low, high, given["images"])
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else max(-EXACT_DB, min(EXACT_DB, value))
-
-
-def judge(records: pd.DataFrame, of: Track) -> Judged:
-    """Return the worst case, the verdict, the flags and the attacks that know a defense, from its records.
-
-    Args:
-        records: all rows of a defense; `case` has the names of its cases.
-        of: its track.
-    """
-    empty = {name: object for name in records if records[name].isna().all()}  # texts that nothing states
-    records = records.astype(empty)
-    if of.lead in DECIBELS:  # one exact photograph would make the mean of all infinite
-        records = records.assign(**{of.lead: records[of.lead].clip(upper=EXACT_DB)})
-    names = list(dict.fromkeys(records.case))
-    numbered = records.assign(case=records.case.map({name: i for i, name in enumerate(names)}))
-    defended = [name for name in names if not name.endswith(", undefended")] or names
-    scored = Scored.of(numbered, list(of.metrics), "in_place")
-    found = {
-        names[case]: scores[of.lead]
-        for (case, attack, _), (scores, *_) in measure(scored.images, [of.lead], LEVEL)
-        if attack == WORST and names[case] in defended
-    }
-    sign = sign_of(of.lead)
-    leakiest = max((name for name in found if found[name].images), key=lambda n: sign * found[n].mean, default="")
-    own = {name: numbered.loc[numbered.case == names.index(name)] for name in defended}
-    words = dict(zip(names, power(numbered, names, list(of.metrics)), strict=True))
-    word = min((words[name] for name in defended), key=lambda each: _WORDS.index(each.word))
-    best, middle = _extremes(scored, names.index(leakiest), of) if leakiest else ("", "")
-    reached = scored.reached.loc[scored.reached.metric == of.lead]
-    by = reached.loc[reached.case == names.index(leakiest)].attack.value_counts() if leakiest else pd.Series(dtype=int)
-    known = known_by(own[leakiest]) if leakiest in own else frozenset[str]()
-    return Judged(
-        known_by=tuple(sorted(known)),
-        worst=found,
-        leakiest=leakiest,
-        by={str(name): int(count) for name, count in by.items()},
-        verdict=word.word,
-        why=str(word),
-        flags=tuple(
-            f"{ELSEWHERE if known and flag.head == NO_ADAPTIVE else flag.head}: {'; '.join(flag.items)}"
-            for flag in red_flags(numbered, names, of.lead)
-        ),
-        images=min((rows.image_sha256.nunique() for rows in own.values()), default=0),
-        median=middle,
-        worst_image=best,
-    )
-
-
-def known_by(rows: pd.DataFrame) -> frozenset[str]:
-    """Return the attacks that ran on one case and know every part of its defense, or undo it by ordering patches."""
-    parts = frozenset("+".join(rows.defense.dropna().unique()).split("+")) - {"none", ""}
-    attacks = [str(name) for name in rows.attack[rows.status == "ok"].unique() if not str(name).startswith(CONTROL)]
-    kinds = kinds_in(rows, parts)
-    return frozenset(name for name in attacks if parts and knows(undone(name, rows, "in_place"), parts, kinds))
-
-
-def _extremes(scored: Scored, case: int, of: Track) -> tuple[str, str]:
-    """Return the bundled photographs with the worst and the median worst case; others may not be shown."""
-    images = scored.images
-    own = images.loc[(images.case == case) & (images.attack == WORST) & images.image.isin(photographs("bundled"))]
-    order = own.sort_values(of.lead, ascending=sign_of(of.lead) < 0, kind="stable").image.tolist()
-    return (order[0], order[len(order) // 2]) if order else ("", "")
 
 
 @dataclass(frozen=True)
@@ -212,12 +79,33 @@ def standings(results: Iterable[Result]) -> list[Standing]:
 
     Args:
         results: those of defenses and of attacks; a defense that a new attack was run on is judged anew.
+
+    Raises:
+        PrivlabError: if a result from elsewhere has other scores than its rows.
     """
-    given = list(results)
+    given = [_as_its_rows_say(result) for result in results]
     attacks = [result for result in given if result.card.kind == "attack"]
     rows = [_standing(result, attacks) for result in given if result.card.kind == "defense"]
     ranked = rank(rows)
     return sorted(ranked, key=lambda row: (row.track, row.rank is None, row.rank or 0, row.worst_case or 0, row.name))
+
+
+def _as_its_rows_say(result: Result) -> Result:
+    """Return a result with what its rows say; of a plug-in, whose class is not here, with the words of its file.
+
+    Results of this package are as they are: a test concludes from their rows.
+    """
+    if result.path.is_relative_to(PACKAGE):
+        return result
+    card = result.card
+    if not result.data["plugin"]:
+        found = conclude(card, result.rows)
+        check_concluded(result, found, FROM_ROWS)
+        return replace(result, data={**result.data, "judged": found})
+    rows = result.rows.assign(entry=card.name) if card.kind == "defense" else result.rows
+    by_entry = {str(name): judge(own.drop(columns="entry"), card.of).as_json() for name, own in rows.groupby("entry")}
+    check_concluded(result, by_entry[card.name] if card.kind == "defense" else by_entry, FROM_ROWS)
+    return result
 
 
 def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
@@ -246,10 +134,10 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
         paper=card.paper,
         victim=card.victim_name,
         known_by=whole.known_by,
-        worst_case=_number(score.mean),
-        interval=(_number(score.low), _number(score.high)),
-        ours=_number(own.score.mean),
-        external=None if external is None else _number(external),
+        worst_case=number(score.mean),
+        interval=(number(score.low), number(score.high)),
+        ours=number(own.score.mean),
+        external=None if external is None else number(external),
         external_by=tuple(each.card.name for each in theirs),
         reported="" if reported is None else reported.claim,
         verdict=whole.verdict,

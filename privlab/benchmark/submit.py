@@ -1,31 +1,36 @@
 """A submission: an entry is checked, measured on its track, judged, and written as a result file."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from privlab.admission import Check, admit_attack
-from privlab.admission.admit import admit, small_victim
+from privlab.admission.admit import admit
 from privlab.base import PrivlabError, collect_warnings, options_of, versions
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.entries import defense_entries
 from privlab.benchmark.fidelity import fidelity
 from privlab.benchmark.given import measure_releases, reconstructions, releases_sha256
+from privlab.benchmark.judged import Judged, conclude
 from privlab.benchmark.measure import Photographs, draws_of, measure_defense, specification
-from privlab.benchmark.pictures import pictures
 from privlab.benchmark.plugins import installed, source_of_plugin
-from privlab.benchmark.results import FORMAT, Result, plain, to_rows, write_result
-from privlab.benchmark.rule import judge
-from privlab.benchmark.weights import known_by, measure_keys
+from privlab.benchmark.results import FORMAT, Result, from_rows, plain, to_rows, write_result
+from privlab.benchmark.tracks import Track
+from privlab.benchmark.weights import measure_keys
+from privlab.evaluation import CONTROL
 from privlab.grids import IN_PROCESS, Engine
+from privlab.images import data_uri
+from privlab.report.tables import Results, load_results, sign_of
 from privlab.report.tables.knowledge import knows
+from privlab.stores import pngs
 from privlab.threat import attack_declarations
+from privlab.victims import victim
 
-__all__ = ["submit"]
+__all__ = ["checks_of", "submit", "worth_of"]
 
 Say = Callable[[str], object]
 
@@ -58,7 +63,7 @@ def submit(
     folder = out.with_suffix(".runs") if runs is None else runs
     with installed(card, source), collect_warnings([]):
         say("admission")
-        checks = [] if card.track == "weights" or card.reconstructions or card.releases else _admit(card)
+        checks = checks_of(card, how.weights)
         say("measurement")
         measured = _of_keys(card) if card.track == "weights" else _measured(card, how, folder, engine, say)
     data = {
@@ -90,39 +95,62 @@ REFUSING = frozenset(
 """The checks of admission without which nothing can be measured; any other one that fails makes an entry unreliable."""
 
 
-def _admit(card: Card) -> tuple[Check, ...]:
-    """Return the checks of admission of every part.
+def checks_of(card: Card, weights: str) -> tuple[Check, ...]:
+    """Return the checks of admission of every part of an entry; none of keys, and of an entry that is given as files.
+
+    A defense is tried on the track's own victim, whose shapes and gradients it will meet.
+
+    Args:
+        card: that of the entry, whose class is installed.
+        weights: the file of a victim that is not in the package, or "auto".
 
     Raises:
         PrivlabError: if one of `REFUSING` fails.
     """
+    if card.track == "weights" or card.reconstructions or card.releases:
+        return ()
     found: list[Check] = []
+    own_victim = card.of.victim(card.victim_name)
+    model = victim(own_victim.name, weights=weights, img_size=own_victim.img_size).model
     for part in instances(card):
-        name = part.name
-        own = admit(part, small_victim()) if card.kind == "defense" else admit_attack(name, options_of(part))
+        own = admit(part, model) if card.kind == "defense" else admit_attack(part.name, options_of(part))
         for check in own:
             if not check.passed and check.name in REFUSING:
                 raise PrivlabError(
-                    f"Entry '{card.name}' is not admitted: check {check.name} of '{name}' fails ({check.value:.3g}, "
-                    f"must be {check.bound} {check.limit:g}: {check.text}). `privlab admit {name}` shows all checks."
+                    f"Entry '{card.name}' is not admitted: check {check.name} of '{part.name}' fails "
+                    f"({check.value:.3g}, must be {check.bound} {check.limit:g}: {check.text})."
                 )
         found += own
     return tuple(found)
+
+
+def worth_of(card: Card, how: Photographs) -> float:
+    """Return what the releases of a defense are still worth, in the case of its track where that is least.
+
+    Args:
+        card: that of the defense, whose class is installed.
+        how: the weights of a victim that is not in the package.
+    """
+    parts = instances(card)
+    return min(fidelity(specification(card, case, "a", card.of.attacks[:1], how), parts) for case in card.of.cases)
+
+
+def _concluded(card: Card, records: pd.DataFrame) -> dict[str, Any]:
+    """Return the rows as the result file has them, and what they say."""
+    rows = to_rows(records)
+    return {"judged": conclude(card, from_rows(rows)), "rows": rows}
 
 
 def _of_defense(card: Card, how: Photographs, folder: Path, engine: Engine, say: Say) -> dict[str, Any]:
     if card.releases:
         return _of_releases(card, how, folder)
     records = measure_defense(card, how, folder, engine=engine)
-    judged = judge(records, card.of)
-    parts = instances(card)
-    worth = min(fidelity(specification(card, case, "a", card.of.attacks[:1], how), parts) for case in card.of.cases)
+    found = _concluded(card, records)
     return {
-        "judged": judged.as_json(),
-        "utility": worth,
+        **found,
+        "utility": worth_of(card, how),
         "draws": draws_of(card),
-        "rows": to_rows(records),
-        "pictures": pictures(folder, judged, card.of),
+        "pictures": _pictures(folder, Judged.of_json(found["judged"]), card.of),
     }
 
 
@@ -134,7 +162,7 @@ def _of_releases(card: Card, how: Photographs, folder: Path) -> dict[str, Any]:
         )
     records = measure_releases(card, folder)
     told = {"utility": None, "draws": 1, "releases_sha256": releases_sha256(card)}
-    return {"judged": judge(records, card.of).as_json(), **told, "rows": to_rows(records)}
+    return {**_concluded(card, records), **told}
 
 
 def _of_attack(card: Card, how: Photographs, folder: Path, engine: Engine, say: Say) -> dict[str, Any]:
@@ -149,17 +177,7 @@ def _of_attack(card: Card, how: Photographs, folder: Path, engine: Engine, say: 
         for target in _targets(card, attack):
             say(f"on {target.name}")
             found[target.name] = measure_defense(target, how, folder, [attack], engine)
-    known = frozenset(card.against) if card.reconstructions else attack_declarations(instances(card)[0]).knows
-    judged: Mapping[str, Any] = {
-        name: judge(rows, card.of).as_json() | {"knows": _knows_all(name, card, known)} for name, rows in found.items()
-    }
-    rows = pd.concat([each.assign(entry=name) for name, each in found.items()], ignore_index=True)
-    return {"judged": judged, "rows": to_rows(rows)}
-
-
-def _knows_all(name: str, card: Card, known: frozenset[str]) -> bool:
-    (target,) = defense_entries(card.track, [name])
-    return bool(card.reconstructions) or knows(known, target.parts, {})
+    return _concluded(card, pd.concat([each.assign(entry=name) for name, each in found.items()], ignore_index=True))
 
 
 def _targets(card: Card, attack: Any) -> list[Card]:  # noqa: ANN401
@@ -180,8 +198,44 @@ def _targets(card: Card, attack: Any) -> list[Card]:  # noqa: ANN401
 
 
 def _of_keys(card: Card) -> dict[str, Any]:
-    records = measure_keys(card)
-    judged = judge(records, card.of)
-    kept = tuple(flag for flag in judged.flags if not flag.startswith("No adaptive attack"))
-    judged = replace(judged, known_by=(known_by(card),), flags=kept)  # written against keys, which declare no class
-    return {"judged": judged.as_json(), "utility": 1.0, "draws": card.of.draws, "rows": to_rows(records)}
+    return {**_concluded(card, measure_keys(card)), "utility": 1.0, "draws": card.of.draws}
+
+
+def _pictures(folder: Path, judged: Judged, of: Track) -> dict[str, dict[str, str]]:
+    """Return PNGs as data URIs, by "median" and "worst": a photograph, and what leaks most of it in draw 0.
+
+    Args:
+        folder: that of the run directories, of the entry alone.
+        judged: names the two photographs.
+        of: the track, whose first metric decides.
+    """
+    found: dict[str, dict[str, str]] = {}
+    scores: dict[str, float] = {}
+    for results in map(load_results, sorted(path.parent for path in folder.glob("*/run.json"))):
+        if results.records.setting.eq("a").all() != judged.leakiest.endswith("undefended"):
+            continue
+        for name, image in (("median", judged.median), ("worst", judged.worst_image)):
+            attack, score = _leakiest(results, image, of)
+            places = [results.picture(0, image, what) for what in ("private", attack)] if attack else []
+            if places and None not in places and score > scores.get(name, float("-inf")):
+                private, made = (data_uri("png", pngs([place])[0]) for place in places if place)
+                scores[name] = score
+                shown = score * sign_of(of.lead)
+                found[name] = {"private": private, "made": made, "attack": attack, "score": f"{shown:.2f}"}
+    return found
+
+
+def _leakiest(results: Results, image: str, of: Track) -> tuple[str, float]:
+    """Return the attack that leaks most from an image in the first draw, in place, and its score, higher where more."""
+    rows = results.records
+    own = rows.loc[
+        (rows.image_sha256 == image)
+        & (rows.geometry == "in_place")
+        & (rows.draw == 0)
+        & (rows.status == "ok")
+        & ~rows.attack.str.startswith(CONTROL)
+    ]
+    if own.empty:
+        return "", float("-inf")
+    values = own[of.lead] * sign_of(of.lead)
+    return str(own.attack[values.idxmax()]), float(values.max())

@@ -1,5 +1,6 @@
 """Verification: the signature of a result, its versions, and a part of it that is measured again."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ import pandas as pd
 from privlab.base import PrivlabError, check_range, collect_warnings
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.entries import defense_entries
-from privlab.benchmark.measure import Photographs, attacks_of, case_label, remeasure
+from privlab.benchmark.judged import check_concluded, conclude
+from privlab.benchmark.measure import Photographs, attacks_of, case_label, draws_of, remeasure
 from privlab.benchmark.plugins import check_source, installed
 from privlab.benchmark.results import Result, read_result
+from privlab.benchmark.submit import checks_of, worth_of
 from privlab.benchmark.tracks import TrackCase, photographs
 from privlab.benchmark.weights import measure_keys
 from privlab.evaluation import CONTROL
@@ -22,6 +25,9 @@ __all__ = ["Verified", "verify"]
 
 _EXACT_DB = 60.0
 """PSNR in dB above which two scores count as the same: they measure rounding, which differs between machines."""
+
+_APART = 0.02
+"""How far what a release is worth may be from the first time: rounding may turn the class of a photograph or so."""
 
 _KEY = ["case", "attack", "geometry", "image_sha256", "draw"]
 
@@ -41,7 +47,10 @@ class Verified:
 
 
 def verify(path: Path, *, images: int = 2, weights: str = "auto", public: str | None = None) -> Verified:
-    """Check a result file, measure some of its bundled photographs again, and compare.
+    """Check a result file, conclude from its rows again, measure some of its bundled photographs again, and compare.
+
+    What the file concludes (`judged`, the checks of admission, what the release is worth, the draws) is derived again:
+    a file whose conclusions were edited fails, whatever its hash says.
 
     The case, the draw and the photographs are drawn by the result's own hash, which nobody chooses without changing
     the result.
@@ -53,8 +62,8 @@ def verify(path: Path, *, images: int = 2, weights: str = "auto", public: str | 
         public: the folder of the adversary's own photographs, where the result was submitted with one.
 
     Raises:
-        PrivlabError: if the file was edited or does not fit this package, if the adversary had other photographs, or if
-            a score is another one.
+        PrivlabError: if the file was edited or does not fit this package, if its rows do not give what it concludes, if
+            the adversary had other photographs, or if a score is another one.
     """
     check_range(images >= 1, "images", "a positive number", images)
     result = read_result(path)
@@ -62,6 +71,8 @@ def verify(path: Path, *, images: int = 2, weights: str = "auto", public: str | 
     if source is not None:
         check_source(source, f"{path}, its plug-in")
     with installed(card, source), collect_warnings([]):
+        check_concluded(result, conclude(card, result.rows))
+        _check_told(result, card, weights)
         if card.track == "weights":
             return _compared(result, measure_keys(card).assign(draw=0), result.rows.assign(draw=0), card)
         if card.reconstructions or card.releases:
@@ -71,6 +82,20 @@ def verify(path: Path, *, images: int = 2, weights: str = "auto", public: str | 
         _check_public(result, how)
         again = _measured_again(result, card, images, how)
     return _compared(result, again, result.rows, card)
+
+
+def _check_told(result: Result, card: Card, weights: str) -> None:
+    """Raise PrivlabError if the checks of admission, the worth or the draws of an entry are not those of its file."""
+    told = {each["name"] for each in result.data["admission"] if not each["passed"]}
+    failed = {each.name for each in checks_of(card, weights) if not each.passed}
+    if told != failed:
+        said, found = (", ".join(sorted(each)) or "none" for each in (told, failed))
+        raise PrivlabError(f"{result.path}: of the checks of admission {found} fail, and the file says {said}.")
+    if card.kind == "attack" or card.track == "weights" or card.releases:
+        return
+    for name, found in (("draws", draws_of(card)), ("utility", worth_of(card, Photographs(weights=weights)))):
+        if not math.isclose(said := result.data[name], found, abs_tol=_APART):
+            raise PrivlabError(f"{result.path}: {name} is {found:g} now, and the file says {said:g}.")
 
 
 def _check_public(result: Result, how: Photographs) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 
 from privlab.benchmark.cards import parse_card
 from privlab.benchmark.entries import entries
+from privlab.benchmark.judged import Judged, conclude, judge
 from privlab.benchmark.measure import KEPT
 from privlab.benchmark.page import SCHEMA_VERSION, evaluation_record, site_files, write_site
 from privlab.benchmark.results import FORMAT, Result, to_rows, write_result
-from privlab.benchmark.rule import Judged, judge, standings
+from privlab.benchmark.rule import standings
 from privlab.benchmark.tracks import photographs, track
 
 OF = track("gradients")
@@ -117,7 +119,8 @@ def test_a_new_attack_scores_a_defense_anew(tmp_path: Path, high: np.ndarray) ->
     own = result(tmp_path, "one", records([11.0] * 64, [5.0] * 64))
     theirs = rows("their-attack", high.tolist(), external="theirs")
     judged = {"one": judge(theirs, OF).as_json() | {"knows": True}}
-    attack = result(tmp_path, "attack", theirs, kind="attack", judged=judged, rows=to_rows(theirs.assign(entry="one")))
+    more = {"judged": judged, "rows": to_rows(theirs.assign(entry="one")), "plugin": "the source"}
+    attack = result(tmp_path, "attack", theirs, kind="attack", **more)
     before, after = standings([own])[0], standings([own, attack])[0]
     assert (before.worst_case, before.external) == (11.0, None)
     assert after.worst_case == pytest.approx(high.mean(), abs=1e-3)
@@ -168,7 +171,7 @@ def test_the_commands_of_a_row_are_those_that_made_it(tmp_path: Path, high: np.n
     own = result(tmp_path, "one", found, photographs=["bundled"])
     theirs = rows("their-attack", high.tolist(), external="theirs")
     judged = {"one": judge(theirs, OF).as_json() | {"knows": True}}
-    more = {"kind": "attack", "judged": judged, "rows": to_rows(theirs.assign(entry="one"))}
+    more = {"kind": "attack", "judged": judged, "rows": to_rows(theirs.assign(entry="one")), "plugin": "the source"}
     attack = result(tmp_path, "attack", theirs, **more)
     page = site_files([own, attack])["table.html"]
     folder = "privlab benchmark submit experiments/benchmark/cards"
@@ -233,7 +236,15 @@ def test_the_entries_of_the_package_can_be_read_and_each_has_a_card() -> None:
 
 
 def test_a_score_that_rests_on_an_attack_of_few_photographs_has_no_rank() -> None:
-    (blur,) = (row for row in standings(entries()) if row.name == "blur")
-    assert blur.known_by == ("deconvolution",)
-    assert (blur.rank, blur.photographs) == (None, 64)
-    assert blur.unreliable == ("few photographs: 14 of 64 by an attack that knows the defense",)
+    given = entries()
+    (attack,) = (each for each in given if each.path.stem == "features-deconvolution")
+    few = attack.rows.loc[attack.rows.image_sha256.isin(photographs("bundled"))]
+    fewer = replace(attack, data={**attack.data, "judged": conclude(attack.card, few), "rows": to_rows(few)})
+    for used, rank, reasons in (
+        (attack, 4, ()),
+        (fewer, None, ("few photographs: 14 of 64 by an attack that knows the defense",)),
+    ):
+        rows = standings([used if each is attack else each for each in given])
+        (blur,) = (row for row in rows if row.name == "blur")
+        assert blur.known_by == ("deconvolution",)
+        assert (blur.rank, blur.photographs, blur.unreliable) == (rank, 64, reasons)

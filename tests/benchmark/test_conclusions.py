@@ -1,0 +1,95 @@
+"""What a result file concludes is derived from its rows again: who edits it and makes the hash anew gains nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from privlab.base import PrivlabError
+from privlab.benchmark import entries, standings
+from privlab.benchmark.entries import PACKAGE
+from privlab.benchmark.judged import check_concluded, conclude
+from privlab.benchmark.results import read_result, write_result
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def edited(folder: Path, change: Change, stem: str = "gradients-quantisation", **more: Any) -> Path:
+    """Return a result of the package with a change, under a hash that is right."""
+    data = {**read_result(PACKAGE / "results" / f"{stem}.json").data, **more}
+    change(data)
+    return write_result(data, folder / f"{stem}.json").path
+
+
+def in_judged(**fields: Any) -> Change:
+    return lambda data: data["judged"].update(fields)
+
+
+def scored(score: float) -> Change:
+    return lambda data: data["judged"]["worst"]["one step"].update(mean=score)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (in_judged(verdict="holds"), 'by its rows, verdict is "broken", and it says "holds"'),
+        (in_judged(known_by=["april"]), 'known_by is ["patch-gradient-adaptive"], and it says ["april"]'),
+        (in_judged(flags=[]), "by its rows, flags is "),
+        (in_judged(images=640), "by its rows, images is 64, and it says 640"),
+        (scored(12.0), 'by its rows, worst is {"one step": {"mean": 32.4'),
+        (lambda data: data["admission"][0].update(passed=False), "admission none fail, and the file says contents"),
+        (lambda data: data.update(draws=10), "draws is 1 now, and the file says 10"),
+        (lambda data: data.update(utility=0.5), "utility is 0.9996 now, and the file says 0.5"),
+    ],
+)
+def test_edited_conclusions_fail_whatever_the_hash_says(
+    tmp_path: Path, cli: Callable[..., Any], change: Change, said: str
+) -> None:
+    assert said in cli("benchmark", "verify", edited(tmp_path, change)).error
+
+
+def test_the_list_has_the_words_of_the_rows(tmp_path: Path) -> None:
+    edited(tmp_path, in_judged(verdict="holds", known_by=["april"], flags=["Failed: all"], why="it holds"))
+    with pytest.warns(UserWarning, match="stands in for"):
+        given = entries([tmp_path])
+    after, before = (
+        [row.as_json() for row in standings(each for each in results if each.path.stem.startswith("gradients-q"))]
+        for results in (given, entries())
+    )
+    assert after == before
+    assert len(after) == 1
+
+
+@pytest.mark.parametrize("plugin", [None, "the source"])
+def test_the_list_refuses_scores_that_are_not_those_of_the_rows(tmp_path: Path, plugin: str | None) -> None:
+    path = edited(tmp_path, scored(12.0), plugin=plugin)
+    with pytest.raises(PrivlabError, match=r"quantisation.json was edited, .* worst is .*32.45.* says .*12.0"):
+        standings([read_result(path)])
+
+
+@pytest.mark.parametrize("plugin", [None, "the source"])
+def test_scores_of_attacks_are_those_of_the_rows_too(tmp_path: Path, plugin: str | None) -> None:
+    path = edited(
+        tmp_path, lambda data: data["judged"]["blur"].update(images=63), "features-deconvolution", plugin=plugin
+    )
+    with pytest.raises(PrivlabError, match="by its rows, images is 64, and it says 63"):
+        standings([read_result(path)])
+
+
+def test_of_two_results_of_one_entry_one_is_to_be_kept(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+        edited(folder, lambda data: None)
+    with (
+        pytest.warns(UserWarning, match="a/gradients-quantisation.json stands in for the package's own result of"),
+        pytest.raises(PrivlabError, match=r"a/gradients.* and .*b/gradients.* are of one entry, .*: keep one of them"),
+    ):
+        entries(folders)
+
+
+@pytest.mark.slow
+def test_the_package_s_results_conclude_what_their_rows_say() -> None:
+    for each in entries():
+        check_concluded(each, conclude(each.card, each.rows))
