@@ -214,12 +214,14 @@ def instances(card: Card) -> list[Any]:
 
 def _made(card: Card, name: str, kind: type[Any], own: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Return an instance whose fields have exactly the values that the card states."""
-    names = [each.name for each in fields(kind)]
-    for key in own:
+    names = {each.name: each.default for each in fields(kind)}
+    for key, value in own.items():
         if key not in names:
             raise PrivlabError(
-                f"The card of '{card.name}' states {key}, which '{name}' has not. It has {first(names)}."
+                f"The card of '{card.name}' states {key}, which '{name}' has not. It has {first([*names])}."
             )
+        if _is_number(names[key]) and not _is_number(value):
+            raise PrivlabError(f"The card of '{card.name}' says {key} = {value!r}. It must be a number, without quotes.")
     made = kind(**own)
     actual = asdict(made)
     for key in names:
@@ -233,6 +235,10 @@ def _made(card: Card, name: str, kind: type[Any], own: Mapping[str, Any]) -> Any
                 "State what it works with."
             )
     return made
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _same(actual: object, stated: object) -> bool:

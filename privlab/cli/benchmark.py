@@ -64,7 +64,7 @@ def benchmark() -> None:
 @click.option("--entries", "folders", multiple=True, type=_FILE, help="A folder with results of your own; repeat it.")
 @common
 def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
-    """Show the entries: those with a rank first, the least leakage first."""
+    """Show the entries: those with a rank first, the least leakage first. --json has the reasons in full."""
     from privlab.base import check_name
     from privlab.benchmark import TRACKS, entries, standings
 
@@ -79,7 +79,8 @@ def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
         score = "n/a" if row.worst_case is None else f"{row.worst_case:.2f}"
         worth = "—" if row.measured_utility is None else f"{row.measured_utility:.2f}"
         known = ", ".join(row.known_by) or "no attack"
-        cells = (row.track, str(row.rank or "—"), row.name, score, row.verdict, known, worth, "; ".join(row.unreliable))
+        reasons = "; ".join(dict.fromkeys(reason.partition(":")[0] for reason in row.unreliable))
+        cells = (row.track, str(row.rank or "—"), row.name, score, row.verdict, known, worth, reasons)
         table.add_row(*map(escape, cells))
     print_table(table)
 
@@ -107,7 +108,10 @@ def submit(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Check the entry of a CARD, measure it on its track, and write a signed result file."""
+    """Check the entry of a CARD, measure it on its track, and write a result file with its hash.
+
+    The runs stay in a folder beside the result file (.runs): the same command goes on where it was stopped.
+    """
     from privlab.base import PrivlabError
     from privlab.benchmark import read_card
     from privlab.benchmark import submit as submitted
@@ -134,6 +138,9 @@ def submit(
         return
     for name, each in ({"": judged} if "verdict" in judged else judged).items():
         click.echo(f"{name + ': ' if name else ''}{each['why']}")
+        score, by = each["worst"].get(each["leakiest"]), " and ".join(each["by"])
+        if score is not None and score["mean"] is not None:
+            click.echo(f"worst case by photograph: {score['mean']:.2f}, {each['leakiest']}, by {by}")
     click.echo(f"result: {path} ({told['seconds']} s; SHA-256 {told['sha256'][:12]}…)")
 
 
@@ -144,7 +151,10 @@ def submit(
 @_WEIGHTS
 @common
 def verify(result: Path, count: int, public: str | None, weights: str, as_json: bool) -> None:
-    """Check the signature and the versions of a RESULT, and measure a part of it again, from the file alone."""
+    """Check the hash and the versions of a RESULT, conclude from its rows, and measure a part of it again.
+
+    It needs the file alone, and runs the plug-in that the file holds.
+    """
     from privlab.benchmark import verify as verified
 
     with err.status("verification"):

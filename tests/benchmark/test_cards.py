@@ -10,7 +10,7 @@ import pytest
 from privlab.base import PrivlabError
 from privlab.benchmark.cards import TEMPLATES, instances, parse_card, read_card, write_template
 from privlab.benchmark.entries import PACKAGE
-from privlab.benchmark.plugins import check_source
+from privlab.benchmark.plugins import ALLOWED, check_source
 from privlab.benchmark.tracks import TRACKS, VERSION, photographs, track, write_manifest
 from privlab.images import open_images
 
@@ -158,3 +158,8 @@ def test_a_source_that_reads_clock_network_files_or_photographs_is_refused(line:
 def test_a_source_that_is_no_python_is_refused() -> None:
     with pytest.raises(PrivlabError, match=r"my\.py, line 1: no Python"):
         check_source("def", "my.py")
+
+
+def test_the_documentation_names_what_a_plug_in_may_import() -> None:
+    told = (Path(__file__).parents[2] / "docs/how-to/benchmark.md").read_text("utf-8")
+    assert [name for name in sorted(ALLOWED) if f"`{name}`" not in told] == []

@@ -94,6 +94,12 @@ def test_a_card_with_other_parameters_than_the_class_is_refused(mine: Path, cli:
     assert "states keep, which 'my-rounding' has not. It has step" in said
 
 
+def test_a_number_in_quotes_is_refused(mine: Path, cli: Callable[..., Any]) -> None:
+    changed(mine / "my_defense.toml", ("step = 1e-2", 'step = "0.01"'))
+    said = cli("benchmark", "submit", mine / "my_defense.toml", "--out", mine / "my.json").error
+    assert "says step = '0.01'. It must be a number, without quotes." in said
+
+
 def test_what_a_class_works_with_is_compared_with_its_card(mine: Path, cli: Callable[..., Any]) -> None:
     lie = "step: float = 1e-2\n\n    def __post_init__(self) -> None:\n        self.step = 0.5"
     changed(mine / "my_defense.py", ("step: float = 1e-2", lie), ("(frozen=True)", ""))
