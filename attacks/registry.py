@@ -42,6 +42,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "column-statistics": "privlab.attacks.features.column_statistics:ColumnStatistics",
         "least-squares": "privlab.attacks.features.feature_inversion:LeastSquares",
         "deconvolution": "privlab.attacks.features.deconvolution:Deconvolution",
+        "map-inversion": "privlab.attacks.features.map_inversion:MapInversion",
         "feature-optimisation": "privlab.attacks.features.feature_inversion:FeatureOptimisation",
         "depth-optimisation": "privlab.attacks.features.depth_optimisation:DepthOptimisation",
         "inversion-conv": "privlab.attacks.features.learned_inversion:InversionConv",

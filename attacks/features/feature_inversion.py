@@ -16,7 +16,7 @@ from privlab.base import check_name, check_range
 from privlab.patches import patchify, unpatchify
 from privlab.threat import Capability, FeatureObservation, Reconstruction
 
-__all__ = ["FeatureOptimisation", "LeastSquares"]
+__all__ = ["FeatureOptimisation", "LeastSquares", "rows_as_sent"]
 
 EMBEDDING = "the embedding of ViT (Dosovitskiy et al. 2021), Equation 1"
 
@@ -55,7 +55,7 @@ class LeastSquares:
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
         warn_of_moves(self.name, seen)
-        return Reconstruction(seen.model.to_images(_patches(seen, self.prior)), _as_sent(seen))
+        return Reconstruction(seen.model.to_images(_patches(seen, self.prior)), rows_as_sent(seen))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class FeatureOptimisation:
             slope = _slope_of_misfit(images, W, wanted, model.patch) + weight * _slope_of_variation(images)
             u.grad = slope * images * (1 - images)
             adam.step()
-        return Reconstruction(u.sigmoid(), _as_sent(seen))
+        return Reconstruction(u.sigmoid(), rows_as_sent(seen))
 
 
 def _slope_of_misfit(
@@ -141,8 +141,12 @@ def _known_noise(seen: FeatureObservation) -> float:
     return effects(seen).noise_std if Capability.KNOWS_DEFENSE in seen.grants else 0.0
 
 
-def _as_sent(seen: FeatureObservation) -> Int[Tensor, "b n"]:
-    """Return the row of each patch slot if no row was moved."""
+def rows_as_sent(seen: FeatureObservation) -> Int[Tensor, "b n"]:
+    """Return the row of each patch slot if no row was moved.
+
+    Args:
+        seen: the observation, of which the shape counts.
+    """
     b, t, _ = seen.features.shape
     rows = torch.arange(b * t, device=seen.features.device).view(b, t)
     return rows[:, seen.model.vit.num_prefix_tokens :]

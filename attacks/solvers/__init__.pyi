@@ -34,6 +34,7 @@ from .noisy_gradients import posterior as posterior
 from .prior import EDGE_WIDTH as EDGE_WIDTH
 from .prior import Smoothness as Smoothness
 from .prior import Windows as Windows
+from .prior import colour_gradients as colour_gradients
 from .prior import conjugate_gradients as conjugate_gradients
 from .prior import photograph_gradients as photograph_gradients
 from .prior import photograph_windows as photograph_windows

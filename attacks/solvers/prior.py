@@ -19,6 +19,7 @@ __all__ = [
     "PRIORS",
     "Smoothness",
     "Windows",
+    "colour_gradients",
     "conjugate_gradients",
     "photograph_gradients",
     "photograph_windows",
@@ -56,11 +57,25 @@ def photograph_gradients(model: VictimModel, names: Names = None) -> Float[Tenso
     return _gradients(model.image_shape, names).to(std) / (std[:, None] * std)
 
 
+def colour_gradients(model: VictimModel, images: Float[Tensor, "m c h w"]) -> Float[Tensor, "c c"]:
+    """Return the colour covariance of differences between adjacent normalised pixels, over images of the adversary's.
+
+    Args:
+        model: the victim, whose normalisation counts.
+        images: in [0, 1], one or more.
+    """
+    std = model.std.double().flatten()
+    return _of_differences(images.to(model.mean).double()) / (std[:, None] * std)
+
+
 @lru_cache(maxsize=32)
 def _gradients(shape: tuple[int, int, int], names: Names) -> Float[Tensor, "c c"]:
-    images = photographs(shape[1:], names, shape[0])
+    return _of_differences(photographs(shape[1:], names, shape[0]))
+
+
+def _of_differences(images: Float[Tensor, "m c h w"]) -> Float[Tensor, "c c"]:
     δ = torch.cat([images.diff(dim=dim).transpose(0, 1).flatten(1) for dim in (3, 2)], 1)
-    return δ @ δ.mT / δ.shape[1] + _RIDGE * torch.eye(len(δ), dtype=δ.dtype)
+    return δ @ δ.mT / δ.shape[1] + _RIDGE * torch.eye(len(δ), dtype=δ.dtype, device=δ.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -221,7 +221,9 @@ def _made(card: Card, name: str, kind: type[Any], own: Mapping[str, Any]) -> Any
                 f"The card of '{card.name}' states {key}, which '{name}' has not. It has {first([*names])}."
             )
         if _is_number(names[key]) and not _is_number(value):
-            raise PrivlabError(f"The card of '{card.name}' says {key} = {value!r}. It must be a number, without quotes.")
+            raise PrivlabError(
+                f"The card of '{card.name}' says {key} = {value!r}. It must be a number, without quotes."
+            )
     made = kind(**own)
     actual = asdict(made)
     for key in names:

@@ -225,6 +225,12 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "",
         ("published",),
     ),
+    "map-inversion": AttackFacts(
+        "Never exact: noise stays, and weak textures are lost with it. Without noise it is `least-squares`.",
+        "The noise is known, white, and on the embedding's rows. Rows that are moved need position embeddings.",
+        "",
+        ("published",),
+    ),
     "feature-optimisation": AttackFacts(
         _SEARCH,
         "It takes rows in the order in which they were sent.",

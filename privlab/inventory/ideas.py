@@ -207,6 +207,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "those that the filter turns into it.",
         ("invert the rows", "measure the filter", "undo it under a power law"),
     ),
+    "map-inversion": Idea(
+        "Noise on features hides weak textures, and not edges. The attack knows how strong the noise is, and that the "
+        "differences of adjacent pixels of photographs are mostly small and sometimes large. It finds the image that "
+        "is likeliest under both, all of it at once.",
+        ("estimate each patch", "weigh differences by their size", "solve for the whole image, repeat"),
+    ),
     "depth-optimisation": Idea(
         "The client runs the first blocks of the model too, and the attack knows their weights. It starts from the "
         "image that a linear map of public images gives, and changes it until its own features behind these blocks "

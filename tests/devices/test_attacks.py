@@ -66,6 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
     "columns": {"defense": "row-permutation+column-permutation"},
     "batch": {"defense": "batch-shuffle"},
     "noisy features": {"defense": "gaussian-noise"},
+    "posterior": {"defense": "gaussian-noise+row-permutation", "attacks": ("map-inversion",)},
     "filter": {"defense": "blur", "release": "features", "attacks": ("deconvolution",)},
     "values": {"defense": "block-scrambling", "attacks": ("block-key",)},
     "depth": {"cut_layer": 1, "attacks": ("depth-optimisation",)},

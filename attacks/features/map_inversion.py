@@ -1,0 +1,82 @@
+"""`map-inversion`: embedded patches behind noise, by an adversary that knows how strong the noise is."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from privlab.attacks.features.feature_inversion import LeastSquares, rows_as_sent
+from privlab.attacks.features.pe_assignment import PEAssignment
+from privlab.attacks.rows import WHITE_BOX, effects, known_tokens, undone, warn_of_moves
+from privlab.attacks.solvers import Smoothness, colour_gradients, conjugate_gradients, invert_rows
+from privlab.base import check_range
+from privlab.threat import Capability, FeatureObservation, Reconstruction
+
+__all__ = ["MapInversion"]
+
+
+@dataclass(frozen=True)
+class MapInversion:
+    """Minimise ‖W x + β − z‖² / 2σ² + strength Σ_p √(ε² + δ_pᵀ Γ⁻¹ δ_p) over the patches x of a whole image.
+
+    σ is the deviation of the noise that the defense adds to the features z, and δ_p are the differences of adjacent
+    pixels, across and down, within patches and between them. Their colour covariance Γ is that of public images. The
+    sum is the negative logarithm of a posterior density: where `least-squares` estimates each patch by itself, this
+    reads all of an image, and keeps its edges. It begins at `least-squares`, and reweights the sum in each round, which
+    solves a linear system by conjugate gradients. Without noise it is `least-squares`. Rows that the defense moves are
+    placed as `pe-assignment` does, if the model has position embeddings.
+
+    Args:
+        rounds: how often the sum is reweighted; 0 returns the start.
+        steps: steps of conjugate gradients in each round.
+        strength: weight of the prior.
+        epsilon: ε, in standard deviations of δ.
+
+    Source: ours; the prior is that of `mjp-subspace`.
+    """
+
+    name: ClassVar[str] = "map-inversion"
+    paper: ClassVar[str] = "ours: maximum a posteriori under a sparse image prior, against noise on features"
+    knows: ClassVar[frozenset[str]] = frozenset({"gaussian-noise", "row-permutation", "batch-shuffle"})
+    undefended: ClassVar[str] = "least-squares"
+    requires: ClassVar[frozenset[Capability]] = WHITE_BOX
+    effort: ClassVar[str] = "quick"
+
+    rounds: int = 8
+    steps: int = 30
+    strength: float = 0.7
+    epsilon: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError for a number that is out of range."""
+        check_range(self.rounds >= 0, f"rounds of {self.name}", "at least 0", self.rounds)
+        check_range(self.steps >= 1, f"steps of {self.name}", "at least 1", self.steps)
+        for name in ("strength", "epsilon"):
+            value = getattr(self, name)
+            check_range(0 < value < math.inf, f"{name} of {self.name}", "positive and finite", value)
+
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
+        """Reconstruct the images that the client embedded."""
+        model, σ = seen.model, effects(seen).noise_std
+        placing = effects(seen).rows != "kept" and Capability.POSITION_EMBEDDINGS in seen.grants
+        if σ == 0:
+            return (PEAssignment() if placing else LeastSquares())(seen)
+        warn_of_moves(self.name, seen, rows=placing)
+        order = PEAssignment().rows(seen) if placing else rows_as_sent(seen)
+        rows = (undone(seen).flatten(0, 1)[order] - known_tokens(model)[1]).double()
+        X = invert_rows(model, rows, seen.public, noise=σ)
+        proj = model.vit.patch_embed.proj
+        W = proj.weight.detach().flatten(1).to(X)
+        z = rows if proj.bias is None else rows - proj.bias.detach().to(X)
+        A, pull = W.mT @ W / σ**2, z @ W / σ**2
+        prior = Smoothness(model.image_shape, colour_gradients(model, seen.public).to(X))
+        scale = 2 * self.strength * float(prior.covariance.diagonal().reciprocal().mean())
+        near = torch.linalg.inv(A + scale * torch.eye(len(A), dtype=A.dtype, device=A.device))  # preconditions
+        for _ in range(self.rounds):
+            H = prior.curvature(X, self.epsilon)
+            downhill = pull - X @ A - self.strength * H(X)
+            X = X + conjugate_gradients(
+                lambda V, H=H: V @ A + self.strength * H(V), downhill, self.steps, lambda V: V @ near
+            )
+        return Reconstruction(model.to_images(X), order)
