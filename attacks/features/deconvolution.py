@@ -71,7 +71,11 @@ def linear_filter(seen: FeatureObservation) -> Float[Tensor, "p p"]:
         seen: the observation, whose defenses are public.
     """
     shape, device = seen.model.image_shape, seen.model.mean.device
-    return _measured_filter(Stack(Stack(seen.defense).on_images), shape, seen.model.patch, device)
+    given = (Stack(Stack(seen.defense).on_images), shape, seen.model.patch, device)
+    try:
+        return _measured_filter(*given)
+    except TypeError:  # the defense has an option that cannot be hashed
+        return _measured_filter.__wrapped__(*given)
 
 
 @lru_cache(maxsize=2)

@@ -90,6 +90,29 @@ def test_a_filter_is_measured_once_for_all_batches(model: VictimModel, photograp
     assert len(counted.calls) == 2 * once + 3
 
 
+@dataclass(frozen=True)
+class Mixed:
+    """A filter with an option that cannot be hashed: a mean of the image and its blur."""
+
+    name: ClassVar[str] = "mixed"
+    paper: ClassVar[str] = "none"
+    acts_as: ClassVar[Effects] = Effects(other=True)
+
+    weights: list[float]
+
+    def __call__(self, images: Tensor, patch: int, draws: Sequence[Generator]) -> Feed:
+        """Return the weighted mean."""
+        mixed = self.weights[0] * images + self.weights[1] * gaussian_blur(images, [7, 7], [1.0, 1.0])
+        return Feed.undefended(mixed, patch)
+
+
+def test_a_filter_that_cannot_be_hashed_is_measured_too(model: VictimModel, photographs: Photographs) -> None:
+    images = photographs(2, 16).double()
+    plain = observed(model, images, images, Blur(sigma=1.0))
+    B = linear_filter(replace(plain, defense=(Mixed([0.25, 0.75]),)))
+    assert torch.allclose(B, 0.25 * torch.eye(256, dtype=torch.float64) + 0.75 * linear_filter(plain), atol=1e-9)
+
+
 @pytest.mark.parametrize("defense", [CutMix(), Tint()])
 def test_what_is_no_filter_of_each_channel_is_left_alone(
     model: VictimModel, photographs: Photographs, defense: Defense
