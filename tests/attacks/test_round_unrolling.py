@@ -22,6 +22,7 @@ from privlab.attacks.tokens import (
     separate,
     slots_by_law,
 )
+from privlab.attacks.tokens.context import _Search
 from privlab.attacks.updates.round_unrolling import RoundUnrolling
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.evaluation import unread
@@ -217,6 +218,21 @@ def test_tokens_are_placed_by_the_law_of_photographs(parts: Parts, crops: Tensor
     assert torch.equal(tokens.u, parts.u[0, tokens.place])
     assert sorted(tokens.place.tolist()) == sorted(order.tolist())
     assert tokens.missing(parts.u.shape[1]) == sorted({*range(17)} - {*order.tolist()})
+
+
+def test_a_missing_token_asks_all_others_and_nothing_of_what_stands_in_its_place(parts: Parts) -> None:
+    place, noise = 6, 10 * torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    search = _Search.of(Mlp.of(parts.block), parts.block, Spans.of(parts.G1, parts.G2, parts.count))
+    c = (parts.z[0, place] - parts.of.base[place - 1]) @ parts.of.Q
+
+    def found(other: int) -> Tensor:
+        z = parts.z[0].index_copy(0, torch.tensor([other]), noise[None])
+        return search.run(z, place, parts.of.base[place - 1], parts.of.Q, c[None])
+
+    plain = search.run(parts.z[0], place, parts.of.base[place - 1], parts.of.Q, c[None])
+    assert torch.equal(found(place), plain)
+    assert not torch.equal(found(place - 3), plain)
+    assert not torch.equal(found(place + 3), plain)
 
 
 def test_missing_tokens_are_found_and_embeddings_with_them(parts: Parts, crops: Tensor) -> None:
