@@ -37,8 +37,8 @@ ELSEWHERE = "No adaptive attack in another case"
 FROM_ROWS = ("worst", "leakiest", "by", "images", "median", "worst_image")
 """What the rows of a result say by themselves."""
 
-FROM_CLASSES = ("known_by", "verdict", "flags")
-"""What they say with what the classes of the entry declare."""
+FROM_CLASSES = ("known_by", "verdict", "flags", "knows")
+"""What they say with what the classes of the entry declare; `knows` is of an attack on a defense."""
 
 _APART = 0.01
 """How far two scores of the same rows may be apart."""
@@ -189,7 +189,7 @@ def check_concluded(
     judged = result.data["judged"]
     pairs = [(judged, found)] if "verdict" in found else [(judged.get(name, {}), own) for name, own in found.items()]
     for said, own in pairs:
-        for name in names:
+        for name in (each for each in names if each in own):
             if not _alike(said.get(name), own[name]):
                 raise PrivlabError(
                     f"{result.path} was edited, or is of another version: by its rows, {name} is "

@@ -77,6 +77,11 @@ def test_scores_of_attacks_are_those_of_the_rows_too(tmp_path: Path, plugin: str
         standings([read_result(path)])
 
 
+def test_an_attack_that_says_that_it_knows_a_defense_is_asked(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    path = edited(tmp_path, lambda data: data["judged"]["blur"].update(knows=False), "features-deconvolution")
+    assert "by its rows, knows is true, and it says false" in cli("benchmark", "verify", path).error
+
+
 def test_of_two_results_of_one_entry_one_is_to_be_kept(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:
