@@ -16,6 +16,7 @@ from .features.learned_inversion import InversionToken as InversionToken
 from .features.pe_assignment import PEAssignment as PEAssignment
 from .features.row_alignment import RowAlignment as RowAlignment
 from .gradients.adam_update import AdamUpdate as AdamUpdate
+from .gradients.adapter_separation import AdapterSeparation as AdapterSeparation
 from .gradients.april import April as April
 from .gradients.block_key import BlockKey as BlockKey
 from .gradients.gradient_likelihood import GradientLikelihood as GradientLikelihood

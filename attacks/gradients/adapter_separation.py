@@ -88,11 +88,13 @@ class AdapterSeparation:
 
     @staticmethod
     def refuses(client: Client) -> str | None:
-        """Return why an update is not read: it is no gradient of one step.
+        """Return why an update is not read: it is of no adapters, or no gradient of one step.
 
         Args:
             client: the public settings.
         """
+        if client.trains != "adapters":
+            return f"reads the update of bottleneck adapters, and here client.trains={client.trains}"
         if client.gradient_factor is None:
             return f"reads the update of one step of SGD, and here there are {client.total_steps} steps"
         return None

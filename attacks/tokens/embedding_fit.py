@@ -1,9 +1,11 @@
 """From what the first MLP reads to the patches, where the embedding is frozen: a fit of all patches under a prior."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from privlab.attacks.rows import known_tokens
@@ -25,9 +27,13 @@ _ROUNDS = 20
 _LEVELS = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4)
 """Room for the residual of a token's entries, of variance one, from step to step."""
 
-_STEPS, _INNER, _LEAST_DECREASE, _HALVINGS = 4, 40, 0.01, 4
+_STEPS, _INNER, _LEAST_DECREASE, _CUTS = 4, 40, 0.01, 4
 """The most Gauss-Newton steps at each size of room, the steps of conjugate gradients in each, the share by which one
 must lower the cost for another to follow, and how often a step that lowers it not at all is cut to a third."""
+
+_REPAIRS, _FAR, _RESTART = 5, 9.0, 1
+"""The most restarts of patches whose tokens are far off, the squared residual, of mean one, from which they are, and
+the size of room that they begin with."""
 
 
 class PatchLaw(NamedTuple):
@@ -98,16 +104,13 @@ def places_of_tokens(
 
 @torch.no_grad()
 def fit_patches(
-    model: VictimModel,
-    block: PreNormBlock,
-    tokens: Inverted,
-    places: Int[Tensor, " f"],
-    law: PatchLaw,
+    model: VictimModel, block: PreNormBlock, tokens: Inverted, places: Int[Tensor, " f"], law: PatchLaw
 ) -> Float[Tensor, "n k"]:
     """Return the patches that are likeliest under the law and have these tokens, patches without a token included.
 
     |R (u(c) − u)|² + |c|² with Rᵀ R = (room² I + doubt)⁻¹ is minimised by the Gauss-Newton method from c = 0, for less
-    and less room.
+    and less room. Patches whose token is far off in the end start again from z = s t − a, with what attention adds in
+    the fit and the likeliest s; they are kept if the cost is less.
 
     Args:
         model: the victim.
@@ -116,64 +119,109 @@ def fit_patches(
         places: their places among all tokens, class and register tokens first.
         law: the law of patches and their embeddings.
     """
-    prefix, (n, _) = known_tokens(model)[0], law.base.shape
-    of_patch = places >= len(prefix)
-    own = places[of_patch] - len(prefix)
-
-    def residual(c: Tensor, L: Tensor) -> tuple[Tensor, Tensor]:
-        """Return R (u(c) − u), and the tokens before LayerNorm."""
-        z = torch.cat([prefix, law.base + c @ law.B])
-        v = z + block.attention(z)
-        off = (block.norm2(v)[places] - tokens.u)[..., None]
-        return torch.linalg.solve_triangular(L, off, upper=False)[..., 0], v
-
-    c = torch.zeros(n, len(law.B)).to(law.B)
-    for room in _LEVELS:
-        L = torch.linalg.cholesky(tokens.doubt + room**2 * torch.eye(tokens.u.shape[1]).to(tokens.u))
-        for _ in range(_STEPS):
-            with torch.enable_grad():
-                point = c.requires_grad_()
-                r, v = residual(point, L)
-                weight = torch.zeros_like(r, requires_grad=True)  # Jᵀ weight is linear in it: its derivative is J
-                (pulled,) = torch.autograd.grad(r, point, weight, create_graph=True)
-
-            def product(
-                q: Tensor, r: Tensor = r, pulled: Tensor = pulled, by: Tensor = weight, point: Tensor = point
-            ) -> Tensor:
-                (pushed,) = torch.autograd.grad(pulled, by, q[0], retain_graph=True)
-                return torch.autograd.grad(r, point, pushed, retain_graph=True)[0][None] + q
-
-            (slope,) = torch.autograd.grad(r, point, r.detach(), retain_graph=True)
-            c, factor = c.detach(), _factor_of_own(block, v.detach()[len(prefix) :], law, own, L[of_patch])
-            step = conjugate_gradients(
-                product, -(slope + c)[None], _INNER, lambda q, L=factor: torch.cholesky_solve(q[0][..., None], L)[None, ..., 0]
-            )[0]
-            cost = r.detach().square().sum() + c.square().sum()
-            for cut in range(_HALVINGS + 1):
-                new = c + step / 3**cut
-                after = residual(new, L)[0].square().sum() + new.square().sum()
-                if after < cost:
-                    break
-            if not after < cost:
-                break
-            c = new
-            if after > (1 - _LEAST_DECREASE) * cost:
-                break
+    fit = _Fit(block, known_tokens(model)[0], tokens, places, law)
+    c = fit.descend(torch.zeros(len(law.base), len(law.B)).to(law.B), _LEVELS)
+    for _ in range(_REPAIRS):
+        off = fit.residual(c, fit.factor(_LEVELS[-1]))[0].square().mean(1)
+        far = off > _FAR
+        if not bool(far.any()):
+            break
+        again = fit.descend(fit.restart(c, far), _LEVELS[_RESTART:])
+        if not fit.cost(again) < fit.cost(c):
+            break
+        c = again
     return c @ law.M
 
 
-def _factor_of_own(
-    block: PreNormBlock, v: Float[Tensor, "n d"], law: PatchLaw, own: Int[Tensor, " f"], L: Float[Tensor, "f d d"]
-) -> Float[Tensor, "n m m"]:
-    """Return Cholesky's factors of Jᵀ J + I without what attention carries from patch to patch."""
-    norm = block.norm2
-    assert isinstance(norm, nn.LayerNorm)
-    std = (v.var(1, correction=0) + norm.eps).sqrt()[:, None]
-    t, B = _centred(v) / std, _centred(law.B)
-    J = (B - (t @ B.mT)[..., None] * t[:, None] / v.shape[1]) * (norm.weight / std)[:, None]
-    J = torch.linalg.solve_triangular(L, J[own].mT, upper=False)
-    N = torch.zeros(len(v), len(B), len(B)).to(v).index_copy(0, own, J.mT @ J)
-    return torch.linalg.cholesky(N + torch.eye(len(B)).to(N))
+@dataclass(frozen=True, eq=False)
+class _Fit:
+    """|R (u(c) − u)|² + |c|² of the tokens of one image at their places."""
+
+    block: PreNormBlock
+    prefix: Float[Tensor, "p d"]
+    tokens: Inverted
+    places: Int[Tensor, " f"]
+    law: PatchLaw
+
+    @property
+    def of_patch(self) -> Bool[Tensor, " f"]:
+        """Return which tokens are of patches."""
+        return self.places >= len(self.prefix)
+
+    def factor(self, room: float) -> Float[Tensor, "f d d"]:
+        """Return L of room² I + doubt = L Lᵀ."""
+        eye = torch.eye(self.tokens.u.shape[1]).to(self.tokens.u)
+        return torch.linalg.cholesky(self.tokens.doubt + room**2 * eye)
+
+    def residual(self, c: Float[Tensor, "n m"], L: Tensor) -> tuple[Float[Tensor, "f d"], Float[Tensor, "t d"]]:
+        """Return R (u(c) − u), and all tokens before LayerNorm."""
+        z = torch.cat([self.prefix, self.law.base + c @ self.law.B])
+        v = z + self.block.attention(z)
+        off = (self.block.norm2(v)[self.places] - self.tokens.u)[..., None]
+        return torch.linalg.solve_triangular(L, off, upper=False)[..., 0], v
+
+    def cost(self, c: Float[Tensor, "n m"], L: Tensor | None = None) -> Tensor:
+        """Return the cost, with the least room if no L is given."""
+        L = self.factor(_LEVELS[-1]) if L is None else L
+        return self.residual(c, L)[0].square().sum() + c.square().sum()
+
+    def descend(self, c: Float[Tensor, "n m"], levels: Sequence[float]) -> Float[Tensor, "n m"]:
+        """Return where the Gauss-Newton method leads, for one size of room after the other."""
+        for room in levels:
+            L = self.factor(room)
+            for _ in range(_STEPS):
+                step = self._step(c, L)
+                cost = self.cost(c, L)
+                tried = [c + step / 3**cut for cut in range(_CUTS + 1)]
+                better = next((new for new in tried if self.cost(new, L) < cost), None)
+                if better is None:
+                    break
+                c, enough = better, self.cost(better, L) < (1 - _LEAST_DECREASE) * cost
+                if not enough:
+                    break
+        return c
+
+    def restart(self, c: Float[Tensor, "n m"], far: Bool[Tensor, " f"]) -> Float[Tensor, "n m"]:
+        """Return c with those patches anew whose tokens are far off: the likeliest c of z = s t − a with a of the fit."""
+        p, B = len(self.prefix), _centred(self.law.B)
+        z = torch.cat([self.prefix, self.law.base + c @ self.law.B])
+        rows = (far & self.of_patch).nonzero()[:, 0]
+        ns = self.places[rows] - p
+        t = _centred(normalise(Mlp.of(self.block), self.tokens.u[rows]))
+        known = _centred(self.law.base[ns] + self.block.attention(z)[p + ns])
+        whiten = torch.linalg.inv(torch.linalg.cholesky(self.law.spread)).mT
+        s = ((t @ whiten) * (known @ whiten)).sum(1, keepdim=True) / (t @ whiten).square().sum(1, keepdim=True)
+        gain = torch.linalg.inv(self.law.spread) @ B.mT  # the mean of c given c B, with the ridge of the spread
+        return c.index_copy(0, ns, (s * t - known) @ gain)
+
+    def _step(self, c: Float[Tensor, "n m"], L: Tensor) -> Float[Tensor, "n m"]:
+        with torch.enable_grad():
+            point = c.detach().clone().requires_grad_()
+            r, v = self.residual(point, L)
+            weight = torch.zeros_like(r, requires_grad=True)  # Jᵀ weight is linear in it: its derivative is J
+            (pulled,) = torch.autograd.grad(r, point, weight, create_graph=True)
+
+        def product(q: Tensor) -> Tensor:
+            (pushed,) = torch.autograd.grad(pulled, weight, q[0], retain_graph=True)
+            return torch.autograd.grad(r, point, pushed, retain_graph=True)[0][None] + q
+
+        (slope,) = torch.autograd.grad(r, point, r.detach(), retain_graph=True)
+        factor = self._factor_of_own(v.detach(), L)
+        own = conjugate_gradients(
+            product, -(slope + c)[None], _INNER, lambda q: torch.cholesky_solve(q[0][..., None], factor)[None, ..., 0]
+        )
+        return own[0]
+
+    def _factor_of_own(self, v: Float[Tensor, "t d"], L: Tensor) -> Float[Tensor, "n m m"]:
+        """Return Cholesky's factors of Jᵀ J + I without what attention carries from patch to patch."""
+        norm, own = self.block.norm2, self.places[self.of_patch]
+        assert isinstance(norm, nn.LayerNorm)
+        std = (v[own].var(1, correction=0) + norm.eps).sqrt()[:, None]
+        t, B = _centred(v[own]) / std, _centred(self.law.B)
+        J = (B - (t @ B.mT)[..., None] * t[:, None] / v.shape[1]) * (norm.weight / std)[:, None]
+        J = torch.linalg.solve_triangular(L[self.of_patch], J.mT, upper=False)
+        N = torch.zeros(len(self.law.base), len(B), len(B)).to(v).index_copy(0, own - len(self.prefix), J.mT @ J)
+        return torch.linalg.cholesky(N + torch.eye(len(B)).to(N))
 
 
 def _assign(cost: Float[Tensor, "f n"]) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:

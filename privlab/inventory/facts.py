@@ -120,6 +120,15 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "1 to 4 s of processor time an image (ViT-Ti, 96 to 160 pixels).",
         ("tokens", "table5"),
     ),
+    "adapter-separation": AttackFacts(
+        "The outputs of the first MLP are exact if r > 2 (N + p) for the width r of the adapter, N patches and p prefix "
+        "tokens. Where all of them are inverted, so is the image but for rounding if D > K; if D ≤ K, except for K − D "
+        "+ 1 directions of each patch.",
+        "The inversion of the MLP and the fit of the patches are searches from photographs' inputs, and may end far "
+        "off. It reads one step of SGD on one image, and needs position embeddings.",
+        "COST",
+        ("partial_training",),
+    ),
     "round-unrolling": AttackFacts(
         "Exact for rounds of T steps of SGD with one image in each, if T (N + p) < D for N patches and p prefix "
         "tokens, the images have 256 grey levels, and every token of an image is found.",
