@@ -133,12 +133,11 @@ class AdapterSeparation:
         found: list[tuple[Tensor, Tensor, int, int]] = []
         for i in range(len(seen.gradients[_BIAS])):
             outputs = self._outputs(seen, block, law, i) if beyond is None else None
-            found.append(_image(model, block, outputs, law, patches))
+            draw = draw_for(self.seed, self.name, "fit")
+            found.append(_image(model, block, outputs, law, patches, draw))
         X, known, tokens, sure = zip(*found, strict=True)
         W, _ = projection(model)
-        X = complete_image(
-            model, torch.stack(X), torch.stack(known), seen.photographs, frozen=len(W) <= W.shape[1]
-        )
+        X = complete_image(model, torch.stack(X), torch.stack(known), seen.photographs, frozen=len(W) <= W.shape[1])
         counts = (torch.tensor(each, device=X.device) for each in (tokens, sure))
         return Reconstruction(model.to_images(X), None, None, None, *counts)
 
@@ -161,7 +160,12 @@ class AdapterSeparation:
 
 
 def _image(
-    model: VictimModel, block: PreNormBlock, outputs: Separated | None, law: InputLaw, patches: PatchLaw
+    model: VictimModel,
+    block: PreNormBlock,
+    outputs: Separated | None,
+    law: InputLaw,
+    patches: PatchLaw,
+    draw: torch.Generator,
 ) -> tuple[Float[Tensor, "n k"], Bool[Tensor, " n"], int, int]:
     """Return the patches of one image, which of them have a token, and the numbers of outputs and of inputs found."""
     p, none = model.vit.num_prefix_tokens, torch.zeros(len(patches.base), dtype=torch.bool, device=model.mean.device)
@@ -172,7 +176,7 @@ def _image(
     if not len(inputs.u):
         return grey, none, len(outputs.u), 0
     places = places_of_tokens(model, block, inputs, patches)
-    X = fit_patches(model, block, inputs, places, patches)
+    X = fit_patches(model, block, inputs, places, patches, draw)
     return X, none.index_fill(0, places[places >= p] - p, value=True), len(outputs.u), len(inputs.u)
 
 

@@ -104,7 +104,15 @@ class _Search(NamedTuple):
 
 @torch.no_grad()
 def separate_inputs(
-    parts: Bottleneck, count: int, draw: Generator, *, size: float, starts: int, rounds: int, steps: int, tolerance: float
+    parts: Bottleneck,
+    count: int,
+    draw: Generator,
+    *,
+    size: float,
+    starts: int,
+    rounds: int,
+    steps: int,
+    tolerance: float,
 ) -> Separated:
     """Find the up to `count` inputs h_n of an adapter whose products make up its gradients.
 
@@ -134,7 +142,11 @@ def separate_inputs(
         rest = parts.without(whole, found)
         left = whole if not len(found) else whole.without(rest.G_down, rest.G_up, count - len(found))
         near = _Search.of(rest, left)
-        β = torch.randn(starts, len(near.free), generator=draw, dtype=torch.float64).to(found) * size / len(whole.u) ** 0.5
+        β = (
+            torch.randn(starts, len(near.free), generator=draw, dtype=torch.float64).to(found)
+            * size
+            / len(whole.u) ** 0.5
+        )
         h, off = near.run(β, steps)
         h = h[off < _loose(tolerance)]
         h, off = search.run(search.coordinates(h), steps)

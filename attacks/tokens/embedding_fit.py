@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from privlab.attacks.rows import known_tokens
 from privlab.attacks.solvers import conjugate_gradients
@@ -24,16 +24,15 @@ _RIDGE = 1e-4
 _ROUNDS = 20
 """Rounds of places and attention in turn."""
 
-_LEVELS = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4)
+_LEVELS = (0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4)
 """Room for the residual of a token's entries, of variance one, from step to step."""
 
 _STEPS, _INNER, _LEAST_DECREASE, _CUTS = 4, 40, 0.01, 4
 """The most Gauss-Newton steps at each size of room, the steps of conjugate gradients in each, the share by which one
 must lower the cost for another to follow, and how often a step that lowers it not at all is cut to a third."""
 
-_REPAIRS, _FAR, _RESTART = 5, 9.0, 1
-"""The most restarts of patches whose tokens are far off, the squared residual, of mean one, from which they are, and
-the size of room that they begin with."""
+_STARTS, _FAR = 5, 9.0
+"""The most starts of a fit, and the mean squared residual of a token, of variance one, from which it is far off."""
 
 
 class PatchLaw(NamedTuple):
@@ -65,15 +64,13 @@ class PatchLaw(NamedTuple):
 
 
 @torch.no_grad()
-def places_of_tokens(
-    model: VictimModel, block: PreNormBlock, tokens: Inverted, law: PatchLaw
-) -> Int[Tensor, " f"]:
+def places_of_tokens(model: VictimModel, block: PreNormBlock, tokens: Inverted, law: PatchLaw) -> Int[Tensor, " f"]:
     """Return the places of tokens among all tokens of an image, class and register tokens first.
 
-    A token t is (z + a) / s, less its mean, with a what attention adds and s unknown. Patch tokens are put where z = s t
-    − a is likeliest under the law and the doubt of t, for the best s > 0: log p(t) has (D − 2) log s. Class and register
-    tokens, whose z is known, are those of greatest cosine. Attention is evaluated on the z of the last round, at first
-    on their means.
+    A token t is (z + a) / s, less its mean, with a what attention adds and s unknown. Patch tokens are put where z = s
+    t − a is likeliest under the law and the doubt of t, for the best s > 0: log p(t) has (D − 2) log s. Class and
+    register tokens, whose z is known, are those of greatest cosine. Attention is evaluated on the z of the last round,
+    at first on their means.
 
     Args:
         model: the victim.
@@ -92,7 +89,9 @@ def places_of_tokens(
         c = _centred(law.base + a[p:])
         variance = (c.square().sum(1).mean() + law.spread.diagonal().sum()) / D  # about s²
         L = torch.linalg.cholesky(law.spread + variance * doubt[rest])
-        x, y = (torch.linalg.solve_triangular(L, of, upper=False) for of in (t[rest, :, None], c.mT.expand(len(L), -1, -1)))
+        x, y = (
+            torch.linalg.solve_triangular(L, of, upper=False) for of in (t[rest, :, None], c.mT.expand(len(L), -1, -1))
+        )
         xx, xy = x.square().sum(1), (x.mT @ y)[:, 0]
         s = (xy + (xy.square() + 4 * (D - 2) * xx).sqrt()) / (2 * xx)
         rows, ns = _assign((xx * s.square() - 2 * xy * s + y.square().sum(1)) / 2 - (D - 2) * s.log())
@@ -104,13 +103,13 @@ def places_of_tokens(
 
 @torch.no_grad()
 def fit_patches(
-    model: VictimModel, block: PreNormBlock, tokens: Inverted, places: Int[Tensor, " f"], law: PatchLaw
+    model: VictimModel, block: PreNormBlock, tokens: Inverted, places: Int[Tensor, " f"], law: PatchLaw, draw: Generator
 ) -> Float[Tensor, "n k"]:
     """Return the patches that are likeliest under the law and have these tokens, patches without a token included.
 
-    |R (u(c) − u)|² + |c|² with Rᵀ R = (room² I + doubt)⁻¹ is minimised by the Gauss-Newton method from c = 0, for less
-    and less room. Patches whose token is far off in the end start again from z = s t − a, with what attention adds in
-    the fit and the likeliest s; they are kept if the cost is less.
+    |R (u(c) − u)|² + |c|² with Rᵀ R = (room² I + doubt)⁻¹ is minimised by the Gauss-Newton method, for less and less
+    room, from c that is drawn from N(0, I). Another draw follows if a token is far off in the end; the least cost
+    counts.
 
     Args:
         model: the victim.
@@ -118,19 +117,16 @@ def fit_patches(
         tokens: tokens of one image.
         places: their places among all tokens, class and register tokens first.
         law: the law of patches and their embeddings.
+        draw: generator of the starts.
     """
-    fit = _Fit(block, known_tokens(model)[0], tokens, places, law)
-    c = fit.descend(torch.zeros(len(law.base), len(law.B)).to(law.B), _LEVELS)
-    for _ in range(_REPAIRS):
-        off = fit.residual(c, fit.factor(_LEVELS[-1]))[0].square().mean(1)
-        far = off > _FAR
-        if not bool(far.any()):
+    fit, ends = _Fit(block, known_tokens(model)[0], tokens, places, law), list[Tensor]()
+    L = fit.factor(_LEVELS[-1])
+    for _ in range(_STARTS):
+        start = torch.randn(len(law.base), len(law.B), generator=draw, dtype=torch.float64).to(law.B)
+        ends.append(fit.descend(start, _LEVELS))
+        if bool((fit.residual(ends[-1], L)[0].square().mean(1) < _FAR).all()):
             break
-        again = fit.descend(fit.restart(c, far), _LEVELS[_RESTART:])
-        if not fit.cost(again) < fit.cost(c):
-            break
-        c = again
-    return c @ law.M
+    return min(ends, key=lambda c: float(fit.cost(c, L))) @ law.M
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,9 +156,8 @@ class _Fit:
         off = (self.block.norm2(v)[self.places] - self.tokens.u)[..., None]
         return torch.linalg.solve_triangular(L, off, upper=False)[..., 0], v
 
-    def cost(self, c: Float[Tensor, "n m"], L: Tensor | None = None) -> Tensor:
-        """Return the cost, with the least room if no L is given."""
-        L = self.factor(_LEVELS[-1]) if L is None else L
+    def cost(self, c: Float[Tensor, "n m"], L: Float[Tensor, "f d d"]) -> Tensor:
+        """Return the cost."""
         return self.residual(c, L)[0].square().sum() + c.square().sum()
 
     def descend(self, c: Float[Tensor, "n m"], levels: Sequence[float]) -> Float[Tensor, "n m"]:
@@ -180,19 +175,6 @@ class _Fit:
                 if not enough:
                     break
         return c
-
-    def restart(self, c: Float[Tensor, "n m"], far: Bool[Tensor, " f"]) -> Float[Tensor, "n m"]:
-        """Return c with those patches anew whose tokens are far off: the likeliest c of z = s t − a with a of the fit."""
-        p, B = len(self.prefix), _centred(self.law.B)
-        z = torch.cat([self.prefix, self.law.base + c @ self.law.B])
-        rows = (far & self.of_patch).nonzero()[:, 0]
-        ns = self.places[rows] - p
-        t = _centred(normalise(Mlp.of(self.block), self.tokens.u[rows]))
-        known = _centred(self.law.base[ns] + self.block.attention(z)[p + ns])
-        whiten = torch.linalg.inv(torch.linalg.cholesky(self.law.spread)).mT
-        s = ((t @ whiten) * (known @ whiten)).sum(1, keepdim=True) / (t @ whiten).square().sum(1, keepdim=True)
-        gain = torch.linalg.inv(self.law.spread) @ B.mT  # the mean of c given c B, with the ridge of the spread
-        return c.index_copy(0, ns, (s * t - known) @ gain)
 
     def _step(self, c: Float[Tensor, "n m"], L: Tensor) -> Float[Tensor, "n m"]:
         with torch.enable_grad():

@@ -54,8 +54,9 @@ class InputLaw(NamedTuple):
 
 
 class Inverted(NamedTuple):
-    """Inputs u, the residual of each relative to its output, and the covariance of its error: some directions of u
-    hardly change the output.
+    """Inputs u, the residual of each relative to its output, and the covariance of its error.
+
+    Some directions of u hardly change the output.
     """
 
     u: Float[Tensor, "f d"]
@@ -80,9 +81,7 @@ class _Starts(NamedTuple):
 
 
 @torch.no_grad()
-def invert_mlp(
-    mlp: Mlp, b2: Float[Tensor, " d"], h: Float[Tensor, "f d"], law: InputLaw
-) -> Inverted:
+def invert_mlp(mlp: Mlp, b2: Float[Tensor, " d"], h: Float[Tensor, "f d"], law: InputLaw) -> Inverted:
     """Return u with W₂ act(W₁ u + b₁) + b₂ = h for each output h.
 
     |MLP(u) − h|² / σ² − 2 log p(u) is minimised by the Levenberg-Marquardt method from the mean input of each place,

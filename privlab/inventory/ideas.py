@@ -142,9 +142,9 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         ("separate the MLP's tokens", "patches from tokens", "sort into images and slots"),
     ),
     "adapter-separation": Idea(
-        "The gradients of an adapter behind the first MLP span what that MLP gives for each token, and only true tokens "
-        "agree with both layers of the adapter. So the outputs are found one by one. Then the MLP is inverted, the "
-        "tokens are put into their slots, and the image is fitted to them.",
+        "The gradients of an adapter behind the first MLP span what that MLP gives for each token, and only true "
+        "tokens agree with both layers of the adapter. So the outputs are found one by one. Then the MLP is inverted, "
+        "the tokens are put into their slots, and the image is fitted to them.",
         ("separate the MLP's outputs", "invert the MLP", "put into slots, fit the patches"),
     ),
     "round-unrolling": Idea(

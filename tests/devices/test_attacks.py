@@ -79,6 +79,8 @@ CASES: dict[str, dict[str, Any]] = {
     "inversion": {"release": "features", "attacks": tuple(name for name in ATTACKS if name.startswith("inversion-"))},
 }
 DOWNLOADS = {
+    "attacks/tokens/bottleneck.py:_distinct",  # of which solutions are the same, once a round
+    "attacks/tokens/embedding_fit.py:_assign",  # of SciPy's assignment, once a round
     "attacks/features/column_statistics.py:_assign",  # of SciPy's assignment, once for each that is sought
     "attacks/rows/placement.py:_assign",
     "attacks/rows/reassembly.py:_groups",
@@ -105,8 +107,10 @@ def specification(case: str) -> Specification:
     given = CASES[case]
     named = given.get("attacks") or default_attacks()
     options = tuple(sorted(f"{name}.{key}={n}" for name in {*named} & SHORT.keys() for key, n in SHORT[name].items()))
-    options += ("border.rounds=0",)
-    return Specification(**({"models": ("tiny",), "metrics": METRICS, "settings": ("c",)} | given), options=options)
+    options += ("border.rounds=0", *given.get("options", ()))
+    return Specification(
+        **({"models": ("tiny",), "metrics": METRICS, "settings": ("c",)} | given | {"options": options})
+    )
 
 
 def groups_of(case: str, base: Victim) -> tuple[AttackGroup, ...]:

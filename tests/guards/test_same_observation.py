@@ -59,8 +59,9 @@ UPDATES: dict[str, dict[str, Any]] = {
     },
     "adamw": {"settings": ("a",), "client": "adamw", "options": ("client.steps=2", "client.dropout=0.1")},
 }
-ADAPTERS = {"settings": ("a",), "client": "sgd", "options": ("client.trains=adapters", "client.rank=40")}
 """Clients of one image each: order, dropout and label are drawn or private, and behind the update."""
+
+ADAPTERS = {"settings": ("a",), "client": "sgd", "options": ("client.trains=adapters", "client.rank=40")}
 
 
 def same(run: Any, crops: Tensor, *, together: bool = False, **given: Any) -> set[str]:
