@@ -16,7 +16,6 @@ from .features.learned_inversion import InversionToken as InversionToken
 from .features.pe_assignment import PEAssignment as PEAssignment
 from .features.row_alignment import RowAlignment as RowAlignment
 from .gradients.adam_update import AdamUpdate as AdamUpdate
-from .gradients.adapter_separation import AdapterSeparation as AdapterSeparation
 from .gradients.april import April as April
 from .gradients.block_key import BlockKey as BlockKey
 from .gradients.gradient_likelihood import GradientLikelihood as GradientLikelihood
@@ -32,6 +31,7 @@ from .gradients.token_separation import TokenSeparation as TokenSeparation
 from .published.orthogonal_matching import OrthogonalMatching as OrthogonalMatching
 from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks
+from .updates.adapter_separation import AdapterSeparation as AdapterSeparation
 from .updates.round_unrolling import RoundUnrolling as RoundUnrolling
 from .weights.cloak_matching import CloakMatching as CloakMatching
 from .weights.weight_matching import WeightMatching as WeightMatching

@@ -54,7 +54,8 @@ def first_mlp(model: VictimModel, image: Tensor) -> tuple[Tensor, Tensor, Tensor
     """Return what the first MLP reads of an image and gives, and the bias of its second layer."""
     block, (z,) = first_block(model), model.embed(image[None]).double()
     u = block.norm2(z + block.attention(z))
-    return u, block.mlp(u), block.mlp.get_submodule("fc2").bias
+    b2 = model.vit.get_parameter("blocks.0.mlp.fc2.bias").detach().double()
+    return u, block.mlp(u), b2
 
 
 def usual(model: VictimModel, crops: Tensor) -> InputLaw:
@@ -162,7 +163,7 @@ def test_tokens_of_mlp_inputs_with_their_doubts_are_put_into_their_places(model:
     u, order = first_mlp(model, contrast[0])[0], torch.randperm(17, generator=Generator().manual_seed(1))
     V = torch.linalg.svd(law.spread).Vh[-8:]  # where patches have no variance
     draw = torch.randn(17, 8, generator=Generator().manual_seed(2), dtype=torch.float64)
-    norm = block.norm2.weight
+    norm = Mlp.of(block).γ
     off = exact(model, u[order])._replace(u=u[order] + 2 * draw @ V * norm)
     doubt = off.doubt + 4 * norm[:, None] * V.mT @ V * norm
     told = places_of_tokens(model, block, off._replace(doubt=doubt), law)
@@ -192,20 +193,20 @@ def test_the_image_of_a_trained_model_is_nearly_exact(model: VictimModel, contra
 
 
 def test_decay_and_momentum_of_one_step_change_nothing(model: VictimModel, contrast: Tensor) -> None:
-    plain, other = (
-        adapter_of(seen_of(model, contrast[:1], 36, **settings))
-        for settings in ({}, {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.2})
-    )
+    plain = adapter_of(seen_of(model, contrast[:1], 36))
+    other = adapter_of(seen_of(model, contrast[:1], 36, weight_decay=0.1, momentum=0.9, lr=0.2))
     assert_close(other.G_down, plain.G_down, rtol=1e-3, atol=1e-5)
     assert_close(other.G_up, plain.G_up, rtol=1e-3, atol=1e-5)
 
 
 def test_what_it_cannot_read_is_one_line(tiny_model: Model, contrast: Tensor) -> None:
-    for settings, why in (
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"trains": "head"}, "reads the update of bottleneck adapters, and here client.trains=head"),
         ({"steps": 3}, "reads the update of one step of SGD, and here there are 3 steps"),
-    ):
-        client = Client(**({"trains": "adapters"} | settings))
+    )
+    for settings, why in refused:
+        given: dict[str, Any] = {"trains": "adapters"} | settings
+        client = Client(**given)
         assert unread(AdapterSeparation, client) == (
             f"Attack 'adapter-separation' {why}. That it does not apply is no evidence of privacy."
         )

@@ -61,7 +61,11 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 """Clients of one image each: order, dropout and label are drawn or private, and behind the update."""
 
-ADAPTERS = {"settings": ("a",), "client": "sgd", "options": ("client.trains=adapters", "client.rank=40")}
+ADAPTERS: dict[str, Any] = {
+    "settings": ("a",),
+    "client": "sgd",
+    "options": ("client.trains=adapters", "client.rank=40"),
+}
 
 
 def same(run: Any, crops: Tensor, *, together: bool = False, **given: Any) -> set[str]:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from privlab.attacks.solvers import photograph_gradients
 from privlab.attacks.tokens import (
@@ -187,8 +187,9 @@ def _count(model: VictimModel) -> int:
 
 def _mlp(block: PreNormBlock) -> tuple[Mlp, Float[Tensor, " d"]]:
     """Return the MLP without its adapter, and the bias of its second layer."""
-    mlp, bias = Mlp.of(block), block.mlp.get_submodule("fc2").bias
-    return mlp, torch.zeros_like(mlp.β) if bias is None else bias.detach()
+    mlp, fc2 = Mlp.of(block), block.mlp.get_submodule("fc2")
+    assert isinstance(fc2, nn.Linear)
+    return mlp, torch.zeros_like(mlp.β) if fc2.bias is None else fc2.bias.detach()
 
 
 @torch.no_grad()
