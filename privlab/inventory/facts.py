@@ -126,7 +126,7 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "token.",
         "The inversion of the MLP and the fit of the patches are searches from photographs' inputs, and may end far "
         "off. It reads one step of SGD on one image, and needs position embeddings.",
-        "40 to 200 s an image (ViT-Ti, 64 pixels, a busy core).",
+        "44 to 270 s an image (ViT-Ti, 64 pixels, a busy core).",
         ("partial_training",),
     ),
     "round-unrolling": AttackFacts(
