@@ -121,11 +121,12 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         ("tokens", "table5"),
     ),
     "adapter-separation": AttackFacts(
-        "The outputs of the first MLP are exact if r > 2 (N + p) for the width r of the adapter, N patches and p "
-        "prefix tokens. Their inversion has no guarantee. If D ≤ K, K − D + 1 directions of each patch are told by no "
-        "token.",
-        "The inversion of the MLP and the fit of the patches are searches from photographs' inputs, and may end far "
-        "off. It reads one step of SGD on one image, and needs position embeddings.",
+        "The outputs of the first MLP that are found are exact if r > 2 (N + p) for the width r of the adapter, N "
+        "patches and p prefix tokens. Their inversion has no guarantee. If D ≤ K, K − D + 1 directions of each patch "
+        "are told by no token.",
+        "Of one small crop 6 of 17 outputs were found. The inversion of the MLP and the fit of the patches are "
+        "searches from photographs' inputs, and may end far off. It reads one step of SGD on one image, and needs "
+        "position embeddings.",
         "44 to 270 s an image (ViT-Ti, 64 pixels, a busy core).",
         ("partial_training",),
     ),

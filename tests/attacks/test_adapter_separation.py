@@ -185,11 +185,11 @@ def test_the_law_of_patches_is_that_of_its_prior(model: VictimModel) -> None:
 
 @pytest.mark.slow
 def test_the_image_of_a_trained_model_is_nearly_exact(model: VictimModel, contrast: Tensor) -> None:
-    made = AdapterSeparation()(seen_of(model, contrast[1:], lr=0.1))
+    made = AdapterSeparation()(seen_of(model, contrast[:1]))
     assert made.tokens is not None
     assert made.tokens_sure is not None
     assert (made.tokens.tolist(), made.tokens_sure.tolist()) == ([17], [17])
-    assert float(psnr(made.images, contrast[1:])) > 40
+    assert float(psnr(made.images, contrast[:1])) > 40
 
 
 def test_decay_and_momentum_of_one_step_change_nothing(model: VictimModel, contrast: Tensor) -> None:
