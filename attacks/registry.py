@@ -26,6 +26,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "block-key": "privlab.attacks.gradients.block_key:BlockKey",
         "mjp-full": "privlab.attacks.gradients.mjp_full:MjpFull",
         "token-separation": "privlab.attacks.gradients.token_separation:TokenSeparation",
+        "adapter-separation": "privlab.attacks.updates.adapter_separation:AdapterSeparation",
         "round-unrolling": "privlab.attacks.updates.round_unrolling:RoundUnrolling",
         "gradient-likelihood": "privlab.attacks.gradients.gradient_likelihood:GradientLikelihood",
         "orthogonal-matching": "privlab.attacks.published.orthogonal_matching:OrthogonalMatching",

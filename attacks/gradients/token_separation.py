@@ -10,7 +10,6 @@ from torch import Tensor
 
 from privlab.attacks.rows import known_tokens
 from privlab.attacks.solvers import (
-    Smoothness,
     hides_places,
     masked_slots,
     photograph_gradients,
@@ -29,7 +28,9 @@ from privlab.attacks.tokens import (
     Solved,
     TokenSearch,
     by_image,
+    complete_image,
     embeddings_of_tokens,
+    patch_prior,
     patches_of_tokens,
     place_patches,
     projection,
@@ -45,9 +46,6 @@ from privlab.victims import PreNormBlock, VictimModel, first_block
 __all__ = ["TokenSeparation"]
 
 _PATCH_WEIGHT = "patch_embed.proj.weight"
-
-_ROUNDS, _STEPS, _EPSILON = 5, 40, 0.07
-"""Options of the image prior, as in `mjp-subspace`: rounds, steps of conjugate gradients, and ε."""
 
 _RIDGE = 1e-4
 """Is added to the variances of embedded patches, relative to their mean, because the prior is only approximate."""
@@ -160,12 +158,16 @@ class TokenSeparation(TokenSearch):
         counts = self.counts(found)
         loose = hidden.repeat_interleave(B, 0)
         if not loose.any():
-            return Reconstruction(model.to_images(_complete(seen, X, known)), **counts)
+            return Reconstruction(model.to_images(self._complete(seen, X, known)), **counts)
         lost = [None] * len(X) if model.vit.pos_embed is None else ~known
         each = zip(model.to_images(X), loose, lost, strict=True)
         order = torch.stack([place_patches(model, *image) for image in each])
         X, known = X.gather(1, order[..., None].expand_as(X)), known.gather(1, order)
-        return Reconstruction(model.to_images(_complete(seen, X, known)), loose=loose, **counts)
+        return Reconstruction(model.to_images(self._complete(seen, X, known)), loose=loose, **counts)
+
+    def _complete(self, seen: Observation, X: Float[Tensor, "b n k"], known: Bool[Tensor, "b n"]) -> Tensor:
+        """Return X with its unknown parts as smooth as possible."""
+        return complete_image(seen.model, X, known, seen.photographs, frozen=_is_underdetermined(seen))
 
     def _hidden(self, seen: Observation) -> Bool[Tensor, "r n"]:
         """Return the slots that nothing tells apart: all without position embeddings, under MJP the masked ones.
@@ -255,7 +257,7 @@ def _invert(
     Under the prior of `Smoothness` patches are x ~ N(0, S), so z − b − e_s is N(0, W S Wᵀ) in its own slot.
     """
     W, b = projection(model)
-    L = _prior(model, Γ)
+    L = patch_prior(model, Γ)
     V = (W - W.mean(0)) @ L
     law = V @ V.mT
     law = law + _RIDGE * law.diagonal().mean() * torch.eye(len(law)).to(law)
@@ -265,30 +267,3 @@ def _invert(
     ns = linear_sum_assignment(torch.cdist(z @ whiten, pe @ whiten).square().cpu())[1]
     ns = torch.as_tensor(ns, device=z.device)
     return ns, (z - pe[ns]) @ (L @ ridge_inverse(V)).mT
-
-
-def _prior(model: VictimModel, Γ: Float[Tensor, "c c"]) -> Float[Tensor, "k k"]:
-    """Return L of S = L Lᵀ = Γ ⊗ (Δ + κ I)⁻¹, with Δ the Laplacian of a patch, and κ for pixels of variance one."""
-    p = model.patch
-    step = torch.eye(p).to(Γ).diff(dim=0)
-    path, eye = step.mT @ step, torch.eye(p).to(Γ)
-    Δ = torch.kron(path, eye) + torch.kron(eye, path)
-    κ = Γ.diagonal().mean() / p**2
-    S = torch.kron(Γ, torch.linalg.inv(Δ + κ * torch.eye(p * p).to(Γ)).contiguous())
-    return torch.linalg.cholesky(S)
-
-
-def _complete(seen: Observation, X: Float[Tensor, "b n k"], found: Bool[Tensor, "b n"]) -> Float[Tensor, "b n k"]:
-    """Return X with its unknown parts as smooth as possible: directions that no gradient holds, and lost patches."""
-    model = seen.model
-    prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
-    if _is_underdetermined(seen) and bool(found.any()):
-        W, _ = projection(model)
-        Y = torch.linalg.svd(W - W.mean(0)).Vh[len(W) - 1 :].expand(len(X), -1, -1)
-        X = prior.fill(X, Y, free=found, inside=found, steps=3 * _STEPS)
-        for _ in range(_ROUNDS):
-            X = prior.fill(X, Y, free=found, inside=found, steps=_STEPS, epsilon=_EPSILON)
-    if model.vit.pos_embed is not None and bool(found.any()) and not bool(found.all()):
-        eye = torch.eye(X.shape[2]).to(X).expand(len(X), -1, -1)
-        X = prior.fill(X, eye, free=~found, inside=torch.ones_like(found), steps=3 * _STEPS)
-    return X

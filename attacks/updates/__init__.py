@@ -1,1 +1,1 @@
-"""Attacks on the updates of rounds: one attack, one file. Those of one image or one step are in `gradients`."""
+"""Attacks on the updates of rounds, or of adapters: one attack, one file. Others of one step are in `gradients`."""

@@ -134,7 +134,9 @@ def _attack(name: str) -> Explanation:
     runs = "if it is named" if declared.named_only else f"without being named, at effort {declared.effort} or more"
     needs = [f"- {each.meaning} (`{each.value}`)" for each in Capability if each in kind.requires]
     client = f" --client {declared.updates_of[0]}" if Capability.CLIENT_UPDATE in kind.requires else ""
-    behind = client or (" --defense blur" if Capability.FILTERED_IMAGES in kind.requires else _defended(declared.knows))
+    behind = _OF_CLIENTS.get(name, client) or (
+        " --defense blur" if Capability.FILTERED_IMAGES in kind.requires else _defended(declared.knows)
+    )
     few = " --limit 8" if Capability.RELEASED_FEATURES in kind.requires else ""
     few = " --limit 1" if declared.named_only or (declared.search and declared.effort == "full") else few
     example = f"privlab attack --model {_victim(name)} --attack {name}{behind}{few}"
@@ -302,6 +304,12 @@ def _source(kind: Any, docs: list[Docstring]) -> str:  # noqa: ANN401
     told = next((each.source for each in docs if each.source), "")
     told = told or f"{kind.paper}."
     return f"{told[:1].upper()}{told[1:]}"
+
+
+_OF_CLIENTS = {
+    "adapter-separation": " --img-size 16 --client sgd --set client.trains=adapters --set client.rank=64 --limit 1",
+}
+"""The options of an example whose attack reads what other clients do not send."""
 
 
 def _victim(name: str) -> str:

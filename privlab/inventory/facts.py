@@ -120,6 +120,16 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "1 to 4 s of processor time an image (ViT-Ti, 96 to 160 pixels).",
         ("tokens", "table5"),
     ),
+    "adapter-separation": AttackFacts(
+        "The outputs of the first MLP that are found are exact if r > 2 (N + p) for the width r of the adapter, N "
+        "patches and p prefix tokens. Their inversion has no guarantee. If D ≤ K, K − D + 1 directions of each patch "
+        "are told by no token.",
+        "Of one small crop 6 of 17 outputs were found. The inversion of the MLP and the fit of the patches are "
+        "searches from photographs' inputs, and may end far off. It reads one step of SGD on one image, and needs "
+        "position embeddings.",
+        "44 to 270 s an image (ViT-Ti, 64 pixels, a busy core).",
+        ("partial_training",),
+    ),
     "round-unrolling": AttackFacts(
         "Exact for rounds of T steps of SGD with one image in each, if T (N + p) < D for N patches and p prefix "
         "tokens, the images have 256 grey levels, and every token of an image is found.",

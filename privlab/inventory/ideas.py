@@ -141,6 +141,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         " by linear equations, without any gradient of a position embedding.",
         ("separate the MLP's tokens", "patches from tokens", "sort into images and slots"),
     ),
+    "adapter-separation": Idea(
+        "The gradients of an adapter behind the first MLP span what that MLP gives for each token, and only true "
+        "tokens agree with both layers of the adapter. So the outputs are found one by one. Then the MLP is inverted, "
+        "the tokens are put into their slots, and the image is fitted to them.",
+        ("separate the MLP's outputs", "invert the MLP", "put into slots, fit the patches"),
+    ),
     "round-unrolling": Idea(
         "A client takes several steps with another image in each, and releases the sum of what they moved. The first "
         "step was made at weights that the server knows, so only the first image's tokens agree with both matrices of "

@@ -8,21 +8,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privlab.attacks.gradients import token_separation
-from privlab.attacks.gradients.token_separation import TokenSeparation, _complete, _invert, _prior
+from privlab.attacks.gradients.token_separation import _invert
 from privlab.attacks.solvers import Smoothness, photograph_gradients
-from privlab.attacks.tokens import projection
+from privlab.attacks.tokens import complete_image, patch_prior, projection
 from privlab.patches import patchify, unpatchify
-from privlab.release import observe, released_parameters
-from privlab.threat import Observation
 from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
-PATCH = "patch_embed.proj.weight"
-
-
-def seen_of(model: VictimModel, images: Tensor, *, frozen: bool) -> Observation:
-    names = {*TokenSeparation.parameters, *(() if frozen else (PATCH,))}
-    return observe(model, images, torch.arange(len(images)), released_parameters(model) & names)
 
 
 def variation(model: VictimModel, X: Tensor) -> Tensor:
@@ -36,12 +28,12 @@ def variation(model: VictimModel, X: Tensor) -> Tensor:
 def test_a_frozen_embedding_is_completed_to_nearly_the_least_total_variation(tiny_model: Model, crops: Tensor) -> None:
     """Within a half of a thousandth of Σ √(0.07² + δᵀ Γ⁻¹ δ), which ten times the work hardly lowers any more."""
     model, images = tiny_model(embed_dim=32), crops[[3, 100, 200]].double()
-    seen, x = seen_of(model, images, frozen=True), patchify(model.normalise(images), model.patch)
+    x = patchify(model.normalise(images), model.patch)
     W, _ = projection(model)
     Y = torch.linalg.svd(W - W.mean(0)).Vh[31:]  # 17 directions that no embedded patch, less its mean, tells
     found, prior = torch.ones(3, 16, dtype=torch.bool), Smoothness(model.image_shape, photograph_gradients(model))
     known = x - (x @ Y.mT) @ Y
-    done = best = _complete(seen, known, found)
+    done = best = complete_image(model, known, found, None, frozen=True)
     assert_close(done - (done @ Y.mT) @ Y, known)
     for _ in range(20):
         best = prior.fill(best, Y.expand(3, -1, -1), free=found, inside=found, steps=100, epsilon=0.07)
@@ -58,7 +50,7 @@ def test_patches_without_a_token_are_nearly_the_smoothest_beside_the_others(tiny
     prior = Smoothness(model.image_shape, photograph_gradients(model))
     eye = torch.eye(48).double().expand(3, -1, -1)
     best = prior.fill(x, eye, free=~found, inside=torch.ones_like(found), steps=600)
-    done = _complete(seen_of(model, images, frozen=False), x, found)
+    done = complete_image(model, x, found, None, frozen=False)
     assert torch.equal(done[found], x[found])
     assert (done - best).abs().max() < 0.1 < (x - best).abs().max()
 
@@ -67,7 +59,7 @@ def test_patches_have_a_mean_of_variance_one_and_differences_like_photographs(ti
     """S = Γ ⊗ (Δ + κ I)⁻¹, pixel by pixel."""
     model = tiny_model()
     Γ = photograph_gradients(model)
-    L, p = _prior(model, Γ), model.patch
+    L, p = patch_prior(model, Γ), model.patch
     S = (L @ L.mT).view(3, p * p, 3, p * p)
     means = S.mean((1, 3))
     assert means.diagonal().mean() == pytest.approx(1)
@@ -93,9 +85,9 @@ def test_a_token_is_off_by_a_ten_thousandth_of_the_mean_variance_where_patches_h
     W, b = projection(model)
     Γ = photograph_gradients(model)
     V = W - W.mean(0)
-    U, σ, _ = torch.linalg.svd(V @ _prior(model, Γ))
+    U, σ, _ = torch.linalg.svd(V @ patch_prior(model, Γ))
     assert σ[-1] < 1e-12  # the mean of a token is not known, and no patch makes it
-    monkeypatch.setattr(token_separation, "_prior", lambda _, __: torch.linalg.pinv(V) @ (U[:, :1] * 3.0))
+    monkeypatch.setattr(token_separation, "patch_prior", lambda _, __: torch.linalg.pinv(V) @ (U[:, :1] * 3.0))
     variance = 9.0  # along the first direction alone: of eight, the mean variance is an eighth
     off = faint * (1e-4 * variance / 8) ** 0.5 * U[:, 3], strong * (variance * (1 + 1e-4 / 8)) ** 0.5 * U[:, 0]
     pe = 5 * U[:, 1]

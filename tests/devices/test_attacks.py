@@ -41,6 +41,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "gradient-likelihood": {"steps": 1, "start": "patch-gradient"},
     **{name: {"steps": 1} for name in ("head-inversion", "cocktail-party", "fedleak", "fedavg-matching")},
     "spear": {"starts": 64, "rounds": 2},
+    "adapter-separation": {"starts": 8, "rounds": 1, "steps": 3, "tolerance": 0.5},
     "orthogonal-matching": {"steps": 1},
     "feature-optimisation": {"steps": 1},
     "depth-optimisation": {"steps": 1},
@@ -61,6 +62,12 @@ CASES: dict[str, dict[str, Any]] = {
     "adam": {"client": "adamw", "settings": ("a",)},
     "head": {"client": "sgd", "settings": ("a",), "attacks": ("head-inversion", "cocktail-party")},
     "baselines": {"client": "sgd", "settings": ("a",), "attacks": ("fedleak", "fedavg-matching")},
+    "adapters": {
+        "client": "sgd",
+        "settings": ("a",),
+        "attacks": ("adapter-separation",),
+        "options": ("client.trains=adapters", "client.rank=40"),
+    },
     "relu": {"client": "sgd", "settings": ("a",), "attacks": ("spear",)},
     "rows": {"defense": "row-permutation"},
     "columns": {"defense": "row-permutation+column-permutation"},
@@ -73,6 +80,8 @@ CASES: dict[str, dict[str, Any]] = {
     "inversion": {"release": "features", "attacks": tuple(name for name in ATTACKS if name.startswith("inversion-"))},
 }
 DOWNLOADS = {
+    "attacks/tokens/bottleneck.py:_distinct",  # of which solutions are the same, once a round
+    "attacks/tokens/embedding_fit.py:_assign",  # of SciPy's assignment, once a round
     "attacks/features/column_statistics.py:_assign",  # of SciPy's assignment, once for each that is sought
     "attacks/rows/placement.py:_assign",
     "attacks/rows/reassembly.py:_groups",
@@ -99,8 +108,10 @@ def specification(case: str) -> Specification:
     given = CASES[case]
     named = given.get("attacks") or default_attacks()
     options = tuple(sorted(f"{name}.{key}={n}" for name in {*named} & SHORT.keys() for key, n in SHORT[name].items()))
-    options += ("border.rounds=0",)
-    return Specification(**({"models": ("tiny",), "metrics": METRICS, "settings": ("c",)} | given), options=options)
+    options += ("border.rounds=0", *given.get("options", ()))
+    return Specification(
+        **({"models": ("tiny",), "metrics": METRICS, "settings": ("c",)} | given | {"options": options})
+    )
 
 
 def groups_of(case: str, base: Victim) -> tuple[AttackGroup, ...]:

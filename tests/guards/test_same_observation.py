@@ -28,6 +28,7 @@ DEARER = {
         "spear",
     ),
     "orthogonal-matching",
+    "adapter-separation",
     *(name for name in OF_FEATURES if name.startswith("inversion-")),
 }
 BREACHING = {name for name in ATTACKS if name.startswith("breaching:")}  # each of them: hours; see the test below
@@ -59,6 +60,12 @@ UPDATES: dict[str, dict[str, Any]] = {
     "adamw": {"settings": ("a",), "client": "adamw", "options": ("client.steps=2", "client.dropout=0.1")},
 }
 """Clients of one image each: order, dropout and label are drawn or private, and behind the update."""
+
+ADAPTERS: dict[str, Any] = {
+    "settings": ("a",),
+    "client": "sgd",
+    "options": ("client.trains=adapters", "client.rank=40"),
+}
 
 
 def same(run: Any, crops: Tensor, *, together: bool = False, **given: Any) -> set[str]:
@@ -124,6 +131,7 @@ def test_of_attacks_that_are_asked_for(run: Any, small: Callable[..., Victim], c
     given |= {"victim": small(act_layer=nn.ReLU)} if name == "spear" else {}
     given |= {"defense": "mjp+gradient-noise"} if name == "gradient-likelihood" else {}
     given = {"defense": "censor"} if name == "orthogonal-matching" else given
+    given = ADAPTERS if name == "adapter-separation" else given
     assert same(run, crops, attacks=(name,), **given) == {name}
 
 

@@ -1,0 +1,172 @@
+"""The inputs of a bottleneck adapter, one by one, from the gradients of its two layers."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
+
+from privlab.attacks.tokens.equations import Separated, backward
+from privlab.attacks.tokens.spans import Mlp, Spans
+
+__all__ = ["Bottleneck", "separate_inputs"]
+
+_FIRST_DAMPING = 1e-2
+"""The first damping of the Levenberg-Marquardt method, relative to the mean diagonal of Jᵀ J."""
+
+_SAME = 1e-3
+"""Distance of two solutions, relative to their length, below which they are the same input."""
+
+_MOST_IDLE = 3
+"""Rounds in a row that find no input, after which the search ends."""
+
+
+class Bottleneck(NamedTuple):
+    """h ↦ U act(V h + v) as an `Mlp`, and the gradients of V, v and U, in float64."""
+
+    mlp: Mlp
+    G_down: Float[Tensor, "r d"]
+    g_down: Float[Tensor, " r"]
+    G_up: Float[Tensor, "d r"]
+
+    @classmethod
+    def of(cls, adapter: nn.Module, gradients: Mapping[str, Float[Tensor, "..."]]) -> "Bottleneck":
+        """Return an adapter of `privlab.victims.bottlenecked` with its gradients.
+
+        Args:
+            adapter: the module, whose layers are `down` and `up`.
+            gradients: those of one release by the names of its parameters, such as `down.weight`.
+        """
+        V, v, U = (adapter.get_parameter(name).detach().double() for name in ("down.weight", "down.bias", "up.weight"))
+        G, g, H = (gradients[name].double() for name in ("down.weight", "down.bias", "up.weight"))
+        one = torch.ones_like(V[0])
+        return cls(Mlp(one, torch.zeros_like(one), V, v, U, nn.functional.gelu), G, g, H)
+
+    def without(self, whole: Spans, found: Float[Tensor, "f d"]) -> "Bottleneck":
+        """Return what the gradients hold but for found inputs."""
+        if not len(found):
+            return self
+        Q_ε, Q_δ = (torch.linalg.qr(each.mT).Q for each in backward(self.mlp, whole, found))
+        G, g, H = (Q @ (Q.mT @ of) for Q, of in ((Q_δ, self.G_down), (Q_δ, self.g_down), (Q_ε, self.G_up)))
+        return Bottleneck(self.mlp, self.G_down - G, self.g_down - g, self.G_up - H)
+
+
+class _Search(NamedTuple):
+    """|(I − P) a|² / |a|² of a = act(V h + v), with P on `span`, for h = base + β free."""
+
+    mlp: Mlp
+    span: Float[Tensor, "n r"]
+    base: Float[Tensor, " d"]
+    free: Float[Tensor, "k d"]
+
+    @classmethod
+    def of(cls, parts: Bottleneck, spans: Spans) -> "_Search":
+        """Return the search in spans of the gradients.
+
+        With ∂V = Σ_n δ_n h_nᵀ = Lᵀ diag(σ) T and h_n = α_n T, ∂v = Σ_n δ_n = Lᵀ diag(σ) τ gives α_n · τ = 1.
+        """
+        τ = spans.δ @ parts.g_down / spans.σ
+        N = torch.linalg.svd(τ[None]).Vh[1:]  # what τ leaves free
+        return cls(parts.mlp, spans.h, τ @ spans.u / τ.square().sum(), N @ spans.u)
+
+    def inputs(self, β: Float[Tensor, "s k"]) -> Float[Tensor, "s d"]:
+        """Return h at coordinates β."""
+        return self.base + β @ self.free
+
+    def coordinates(self, h: Float[Tensor, "s d"]) -> Float[Tensor, "s k"]:
+        """Return the coordinates of the points that are nearest to h."""
+        return (h - self.base) @ self.free.mT
+
+    def residual(self, β: Float[Tensor, "s k"]) -> tuple[Float[Tensor, "s r"], Float[Tensor, "s r k"]]:
+        """Return the residual at β and its Jacobian."""
+        a, slope = self.mlp.hidden(self.inputs(β))
+        length = a.norm(dim=1, keepdim=True)
+        a, J = a / length, slope[..., None] * (self.mlp.W1 @ self.free.mT) / length[..., None]
+        r = a - (a @ self.span.mT) @ self.span
+        return r, J - self.span.mT @ (self.span @ J) - r[..., None] * (a[:, None] @ J)
+
+    def run(self, β: Float[Tensor, "s k"], steps: int) -> tuple[Float[Tensor, "s d"], Float[Tensor, " s"]]:
+        """Return where the Levenberg-Marquardt method leads each start, and the residual there."""
+        r, J = self.residual(β)
+        cost, λ = r.square().sum(1), torch.full_like(β[:, 0] if β.shape[1] else r[:, 0], _FIRST_DAMPING)
+        for _ in range(steps if β.shape[1] else 0):
+            N, g = J.mT @ J, (r[:, None] @ J)[:, 0]
+            damp = (λ * N.diagonal(dim1=1, dim2=2).mean(1))[:, None, None] * torch.eye(β.shape[1]).to(β)
+            next_β = β - torch.cholesky_solve(g[..., None], torch.linalg.cholesky_ex(N + damp)[0])[..., 0]
+            next_r, next_J = self.residual(next_β)
+            better = next_r.square().sum(1) < cost  # false for nan
+            β, r = (torch.where(better[:, None], new, old) for new, old in ((next_β, β), (next_r, r)))
+            J = torch.where(better[:, None, None], next_J, J)
+            cost, λ = r.square().sum(1), torch.where(better, λ / 5, λ * 4)
+        return self.inputs(β), cost.sqrt()
+
+
+@torch.no_grad()
+def separate_inputs(
+    parts: Bottleneck,
+    count: int,
+    draw: Generator,
+    *,
+    size: float,
+    starts: int,
+    rounds: int,
+    steps: int,
+    tolerance: float,
+) -> Separated:
+    """Find the up to `count` inputs h_n of an adapter whose products make up its gradients.
+
+    An h in span{h_n} is an input if act(V h + v) lies in span{act(V h_n + v)}, for r > 2 · count: r − count equations
+    for count − 1 unknowns, because ∂ℓ/∂v sets the length of h. The Levenberg-Marquardt method finds such h from random
+    starts. The inputs found are removed as in `separate`, so that each round searches a smaller space, and are
+    settled in the spans of the whole gradients.
+
+    Args:
+        parts: the adapter and its gradients.
+        count: number of inputs; fewer are sought if the gradients have a smaller rank.
+        draw: generator of the starts.
+        size: the usual length of an input, for the starts.
+        starts: random starts in each round.
+        rounds: the most rounds.
+        steps: the most steps of the method.
+        tolerance: the residual |(I − P) a| / |a| below which a solution is an input.
+
+    Source: ours; the sums are the chain rule at the adapter.
+    """
+    whole = Spans.of(parts.G_down, parts.G_up, count)
+    search, count, idle = _Search.of(parts, whole), len(whole.u), 0
+    found, residual = whole.u[:0], whole.σ[:0]
+    for _ in range(rounds):
+        if len(found) == count or idle == _MOST_IDLE:
+            break
+        rest = parts.without(whole, found)
+        left = whole if not len(found) else whole.without(rest.G_down, rest.G_up, count - len(found))
+        near = _Search.of(rest, left)
+        β = (
+            torch.randn(starts, len(near.free), generator=draw, dtype=torch.float64).to(found)
+            * size
+            / len(whole.u) ** 0.5
+        )
+        h, off = near.run(β, steps)
+        h = h[off < _loose(tolerance)]
+        h, off = search.run(search.coordinates(h), steps)
+        best = off.argsort()
+        new, off = h[best[off[best] < tolerance]], off[best[off[best] < tolerance]]
+        kept = _distinct(torch.cat([found, new]), len(found))[: count - len(found)]
+        idle = 0 if len(kept) else idle + 1
+        found, residual = torch.cat([found, new[kept]]), torch.cat([residual, off[kept]])
+    return Separated(found, residual, count)
+
+
+def _loose(tolerance: float) -> float:
+    """Return the residual below which a solution is settled: what found inputs leave has their rounding errors."""
+    return max(tolerance, 1e-2)
+
+
+def _distinct(h: Float[Tensor, "f d"], known: int) -> list[int]:
+    """Return the rows behind the first `known` ones that repeat no row before them, counted from there."""
+    same = (torch.cdist(h, h) < _SAME * h.norm(dim=1)).tril(-1).cpu()
+    kept = torch.ones(len(h), dtype=torch.bool)
+    for i in range(known, len(h)):
+        kept[i] = not bool((same[i] & kept).any())
+    return (kept[known:].nonzero()[:, 0]).tolist()

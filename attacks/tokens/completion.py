@@ -1,0 +1,61 @@
+"""What tokens leave open of an image: the law of patches, and the smoothest patches that agree with what is known."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from privlab.attacks.solvers import Smoothness, photograph_gradients
+from privlab.attacks.tokens.slots import projection
+from privlab.victims import VictimModel
+
+__all__ = ["complete_image", "patch_prior"]
+
+_ROUNDS, _STEPS, _EPSILON = 5, 40, 0.07
+"""Options of the image prior, as in `mjp-subspace`: rounds, steps of conjugate gradients, and ε."""
+
+
+def patch_prior(model: VictimModel, Γ: Float[Tensor, "c c"]) -> Float[Tensor, "k k"]:
+    """Return L of S = L Lᵀ = Γ ⊗ (Δ + κ I)⁻¹, with Δ the Laplacian of a patch, and κ for pixels of variance one.
+
+    Args:
+        model: the victim, whose patch size counts.
+        Γ: the colour covariance of differences between adjacent pixels (`photograph_gradients`).
+    """
+    p = model.patch
+    step = torch.eye(p).to(Γ).diff(dim=0)
+    path, eye = step.mT @ step, torch.eye(p).to(Γ)
+    Δ = torch.kron(path, eye) + torch.kron(eye, path)
+    κ = Γ.diagonal().mean() / p**2
+    S = torch.kron(Γ, torch.linalg.inv(Δ + κ * torch.eye(p * p).to(Γ)).contiguous())
+    return torch.linalg.cholesky(S)
+
+
+def complete_image(
+    model: VictimModel,
+    X: Float[Tensor, "b n k"],
+    found: Bool[Tensor, "b n"],
+    names: tuple[str, ...] | None,
+    *,
+    frozen: bool,
+) -> Float[Tensor, "b n k"]:
+    """Return X with its unknown parts as smooth as possible: directions that no gradient holds, and lost patches.
+
+    Args:
+        model: the victim.
+        X: normalised patches.
+        found: slots whose patches are known.
+        names: the photographs that the prior may learn from (`Observation.photographs`).
+        frozen: whether known patches are known by their embeddings alone, less a constant, of no more entries than
+            they have pixels.
+    """
+    prior = Smoothness(model.image_shape, photograph_gradients(model, names))
+    if frozen and bool(found.any()):
+        W, _ = projection(model)
+        Y = torch.linalg.svd(W - W.mean(0)).Vh[len(W) - 1 :].expand(len(X), -1, -1)
+        X = prior.fill(X, Y, free=found, inside=found, steps=3 * _STEPS)
+        for _ in range(_ROUNDS):
+            X = prior.fill(X, Y, free=found, inside=found, steps=_STEPS, epsilon=_EPSILON)
+    if model.vit.pos_embed is not None and bool(found.any()) and not bool(found.all()):
+        eye = torch.eye(X.shape[2]).to(X).expand(len(X), -1, -1)
+        X = prior.fill(X, eye, free=~found, inside=torch.ones_like(found), steps=3 * _STEPS)
+    return X

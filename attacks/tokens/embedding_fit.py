@@ -1,0 +1,216 @@
+"""From what the first MLP reads to the patches, where the embedding is frozen: a fit of all patches under a prior."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor, nn
+
+from privlab.attacks.rows import known_tokens
+from privlab.attacks.solvers import conjugate_gradients
+from privlab.attacks.tokens.mlp_inverse import Inverted
+from privlab.attacks.tokens.slots import projection
+from privlab.attacks.tokens.spans import Mlp, normalise
+from privlab.base import linear_sum_assignment
+from privlab.victims import PreNormBlock, VictimModel
+
+__all__ = ["PatchLaw", "fit_patches", "places_of_tokens"]
+
+_RIDGE = 1e-4
+"""Is added to the variances of embedded patches, relative to their mean, because the prior is only approximate."""
+
+_ROUNDS = 20
+"""Rounds of places and attention in turn."""
+
+_LEVELS = (0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4)
+"""Room for the residual of a token's entries, of variance one, from step to step."""
+
+_STEPS, _INNER, _LEAST_DECREASE, _CUTS = 4, 40, 0.01, 4
+"""The most Gauss-Newton steps at each size of room, the steps of conjugate gradients in each, the share by which one
+must lower the cost for another to follow, and how often a step that lowers it not at all is cut to a third."""
+
+_STARTS, _FAR = 5, 9.0
+"""The most starts of a fit, and the mean squared residual of a token, of variance one, from which it is far off."""
+
+
+class PatchLaw(NamedTuple):
+    """The prior x = M c of a patch with c ~ N(0, I), and its embedding z = base_n + c B in slot n."""
+
+    base: Float[Tensor, "n d"]
+    B: Float[Tensor, "m d"]
+    M: Float[Tensor, "m k"]
+    spread: Float[Tensor, "d d"]
+
+    @classmethod
+    def of(cls, model: VictimModel, L: Float[Tensor, "k k"]) -> "PatchLaw":
+        """Return the law of embedded patches of the prior x ~ N(0, L Lᵀ), with no more unknowns than they tell.
+
+        `spread` is the covariance of an embedding less its mean, with a ridge.
+
+        Args:
+            model: the victim, whose projection and position embeddings count.
+            L: the factor of the prior, as `patch_prior` returns it.
+        """
+        W, b = projection(model)
+        U, σ, Vh = torch.linalg.svd(W @ L, full_matrices=False)
+        wide = (σ.square() + _RIDGE * σ.square().mean()).sqrt()
+        B = wide[:, None] * U.mT
+        C = B - B.mean(1, keepdim=True)
+        S = C.mT @ C
+        S = S + _RIDGE * S.diagonal().mean() * torch.eye(len(S)).to(S)
+        return cls(b + known_tokens(model)[1], B, (σ / wide)[:, None] * Vh @ L.mT, S)
+
+
+@torch.no_grad()
+def places_of_tokens(model: VictimModel, block: PreNormBlock, tokens: Inverted, law: PatchLaw) -> Int[Tensor, " f"]:
+    """Return the places of tokens among all tokens of an image, class and register tokens first.
+
+    A token t is (z + a) / s, less its mean, with a what attention adds and s unknown. Patch tokens are put where z = s
+    t − a is likeliest under the law and the doubt of t, for the best s > 0: log p(t) has (D − 2) log s. Class and
+    register tokens, whose z is known, are those of greatest cosine. Attention is evaluated on the z of the last round,
+    at first on their means.
+
+    Args:
+        model: the victim.
+        block: its first block, in float64.
+        tokens: tokens of one image, in no order.
+        law: the law of embedded patches.
+    """
+    mlp, prefix = Mlp.of(block), known_tokens(model)[0]
+    t, p, D, z = _centred(normalise(mlp, tokens.u)), len(prefix), tokens.u.shape[1], law.base
+    doubt = _centred(_centred(tokens.doubt / (mlp.γ[:, None] * mlp.γ)).mT)
+    a = block.attention(torch.cat([prefix, z]))
+    own, at = _assign(1 - nn.functional.cosine_similarity(t[:, None], _centred(prefix + a[:p]), dim=2))
+    places = torch.zeros(len(t), dtype=torch.long, device=t.device).index_copy(0, own, at)
+    rest = torch.ones_like(places, dtype=torch.bool).index_fill(0, own, value=False).nonzero()[:, 0]
+    for _ in range(_ROUNDS):
+        c = _centred(law.base + a[p:])
+        variance = (c.square().sum(1).mean() + law.spread.diagonal().sum()) / D  # about s²
+        L = torch.linalg.cholesky(law.spread + variance * doubt[rest])
+        x, y = (
+            torch.linalg.solve_triangular(L, of, upper=False) for of in (t[rest, :, None], c.mT.expand(len(L), -1, -1))
+        )
+        xx, xy = x.square().sum(1), (x.mT @ y)[:, 0]
+        s = (xy + (xy.square() + 4 * (D - 2) * xx).sqrt()) / (2 * xx)
+        rows, ns = _assign((xx * s.square() - 2 * xy * s + y.square().sum(1)) / 2 - (D - 2) * s.log())
+        z = law.base.index_copy(0, ns, s[rows, ns, None] * t[rest[rows]] - a[p + ns])
+        places[rest[rows]] = p + ns
+        a = block.attention(torch.cat([prefix, z]))
+    return places
+
+
+@torch.no_grad()
+def fit_patches(
+    model: VictimModel, block: PreNormBlock, tokens: Inverted, places: Int[Tensor, " f"], law: PatchLaw, draw: Generator
+) -> Float[Tensor, "n k"]:
+    """Return the patches that are likeliest under the law and have these tokens, patches without a token included.
+
+    |R (u(c) − u)|² + |c|² with Rᵀ R = (room² I + doubt)⁻¹ is minimised by the Gauss-Newton method, for less and less
+    room, from c that is drawn from N(0, I). Another draw follows if a token is far off in the end; the least cost
+    counts.
+
+    Args:
+        model: the victim.
+        block: its first block, in float64.
+        tokens: tokens of one image.
+        places: their places among all tokens, class and register tokens first.
+        law: the law of patches and their embeddings.
+        draw: generator of the starts.
+    """
+    fit, ends = _Fit(block, known_tokens(model)[0], tokens, places, law), list[Tensor]()
+    L = fit.factor(_LEVELS[-1])
+    for _ in range(_STARTS):
+        start = torch.randn(len(law.base), len(law.B), generator=draw, dtype=torch.float64).to(law.B)
+        ends.append(fit.descend(start, _LEVELS))
+        if bool((fit.residual(ends[-1], L)[0].square().mean(1) < _FAR).all()):
+            break
+    return min(ends, key=lambda c: float(fit.cost(c, L))) @ law.M
+
+
+@dataclass(frozen=True, eq=False)
+class _Fit:
+    """|R (u(c) − u)|² + |c|² of the tokens of one image at their places."""
+
+    block: PreNormBlock
+    prefix: Float[Tensor, "p d"]
+    tokens: Inverted
+    places: Int[Tensor, " f"]
+    law: PatchLaw
+
+    @property
+    def of_patch(self) -> Bool[Tensor, " f"]:
+        """Return which tokens are of patches."""
+        return self.places >= len(self.prefix)
+
+    def factor(self, room: float) -> Float[Tensor, "f d d"]:
+        """Return L of room² I + doubt = L Lᵀ."""
+        eye = torch.eye(self.tokens.u.shape[1]).to(self.tokens.u)
+        return torch.linalg.cholesky(self.tokens.doubt + room**2 * eye)
+
+    def residual(self, c: Float[Tensor, "n m"], L: Tensor) -> tuple[Float[Tensor, "f d"], Float[Tensor, "t d"]]:
+        """Return R (u(c) − u), and all tokens before LayerNorm."""
+        z = torch.cat([self.prefix, self.law.base + c @ self.law.B])
+        v = z + self.block.attention(z)
+        off = (self.block.norm2(v)[self.places] - self.tokens.u)[..., None]
+        return torch.linalg.solve_triangular(L, off, upper=False)[..., 0], v
+
+    def cost(self, c: Float[Tensor, "n m"], L: Float[Tensor, "f d d"]) -> Tensor:
+        """Return the cost."""
+        return self.residual(c, L)[0].square().sum() + c.square().sum()
+
+    def descend(self, c: Float[Tensor, "n m"], levels: Sequence[float]) -> Float[Tensor, "n m"]:
+        """Return where the Gauss-Newton method leads, for one size of room after the other."""
+        for room in levels:
+            L = self.factor(room)
+            for _ in range(_STEPS):
+                step = self._step(c, L)
+                cost = self.cost(c, L)
+                tried = [c + step / 3**cut for cut in range(_CUTS + 1)]
+                better = next((new for new in tried if self.cost(new, L) < cost), None)
+                if better is None:
+                    break
+                c, enough = better, self.cost(better, L) < (1 - _LEAST_DECREASE) * cost
+                if not enough:
+                    break
+        return c
+
+    def _step(self, c: Float[Tensor, "n m"], L: Tensor) -> Float[Tensor, "n m"]:
+        with torch.enable_grad():
+            point = c.detach().clone().requires_grad_()
+            r, v = self.residual(point, L)
+            weight = torch.zeros_like(r, requires_grad=True)  # Jᵀ weight is linear in it: its derivative is J
+            (pulled,) = torch.autograd.grad(r, point, weight, create_graph=True)
+
+        def product(q: Tensor) -> Tensor:
+            (pushed,) = torch.autograd.grad(pulled, weight, q[0], retain_graph=True)
+            return torch.autograd.grad(r, point, pushed, retain_graph=True)[0][None] + q
+
+        (slope,) = torch.autograd.grad(r, point, r.detach(), retain_graph=True)
+        factor = self._factor_of_own(v.detach(), L)
+        own = conjugate_gradients(
+            product, -(slope + c)[None], _INNER, lambda q: torch.cholesky_solve(q[0][..., None], factor)[None, ..., 0]
+        )
+        return own[0]
+
+    def _factor_of_own(self, v: Float[Tensor, "t d"], L: Tensor) -> Float[Tensor, "n m m"]:
+        """Return Cholesky's factors of Jᵀ J + I without what attention carries from patch to patch."""
+        norm, own = self.block.norm2, self.places[self.of_patch]
+        assert isinstance(norm, nn.LayerNorm)
+        std = (v[own].var(1, correction=0) + norm.eps).sqrt()[:, None]
+        t, B = _centred(v[own]) / std, _centred(self.law.B)
+        J = (B - (t @ B.mT)[..., None] * t[:, None] / v.shape[1]) * (norm.weight / std)[:, None]
+        J = torch.linalg.solve_triangular(L[self.of_patch], J.mT, upper=False)
+        N = torch.zeros(len(self.law.base), len(B), len(B)).to(v).index_copy(0, own - len(self.prefix), J.mT @ J)
+        return torch.linalg.cholesky(N + torch.eye(len(B)).to(N))
+
+
+def _assign(cost: Float[Tensor, "f n"]) -> tuple[Int[Tensor, " p"], Int[Tensor, " p"]]:
+    """Return the rows and columns of the assignment of least cost."""
+    rows, columns = (torch.as_tensor(each, device=cost.device) for each in linear_sum_assignment(cost.cpu()))
+    return rows, columns
+
+
+def _centred(v: Float[Tensor, "*s d"]) -> Float[Tensor, "*s d"]:
+    return v - v.mean(-1, keepdim=True)

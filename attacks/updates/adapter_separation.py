@@ -1,0 +1,201 @@
+"""`adapter-separation`: the image behind bottleneck adapters, from what the first block's MLP gives to its adapter."""
+
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from privlab.attacks.solvers import photograph_gradients
+from privlab.attacks.tokens import (
+    Bottleneck,
+    InputLaw,
+    Mlp,
+    PatchLaw,
+    Separated,
+    complete_image,
+    fit_patches,
+    invert_mlp,
+    patch_prior,
+    places_of_tokens,
+    projection,
+    separate_inputs,
+)
+from privlab.base import PrivlabError, PrivlabWarning, draw_for
+from privlab.images.photographs import photographs
+from privlab.release import as_gradients
+from privlab.threat import Capability, Client, Observation, Reconstruction
+from privlab.victims import PreNormBlock, VictimModel, first_block, why_no_plain_block
+
+__all__ = ["AdapterSeparation"]
+
+_PATH = "blocks.0.mlp.adapter"
+_DOWN, _BIAS, _UP = (f"{_PATH}.{name}" for name in ("down.weight", "down.bias", "up.weight"))
+
+
+@dataclass(frozen=True)
+class AdapterSeparation:
+    """Recover the image of a client that trains bottleneck adapters alone, from those of the first block.
+
+    1. ∂V = Σ_n δ_n h_nᵀ and ∂U = Σ_n ε_n a_nᵀ with a_n = GELU(V h_n + v) span the outputs h_n of the first MLP and the
+       a_n. An h of the first span with GELU(V h + v) in the second one is an output, for r > 2 (N + p): all of them are
+       found, one by one (`separate_inputs`).
+    2. The MLP is inverted: its D equations have D − 2 unknowns, because u = γ ⊙ t + β with t of zero mean and unit
+       variance. The search starts from the mean inputs of photographs, whose law counts less and less (`invert_mlp`).
+    3. The slots of the tokens u are those in which the patches behind them are likeliest (`places_of_tokens`), and the
+       patches are fitted to all tokens, with the block's own attention (`fit_patches`).
+    4. For D ≤ K an embedding leaves K − D + 1 directions of a patch open. The image prior of `mjp-subspace` completes
+       them, and patches without a token.
+
+    Args:
+        starts: random starts of the search for outputs in each round.
+        rounds: the most rounds of the search.
+        steps: steps of the Levenberg-Marquardt method in each search.
+        tolerance: the relative residual of a_n below which a solution is an output.
+        seed: seed of the starts.
+
+    Raises:
+        PrivlabError: if an option is out of range.
+
+    Source: ours; the sums are the chain rule at the adapter of Houlsby et al. (ICML 2019).
+    """
+
+    name: ClassVar[str] = "adapter-separation"
+    paper: ClassVar[str] = "ours: the chain rule at the first block's bottleneck adapter"
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.KNOWS_WEIGHTS, Capability.BATCH_SIZE_ONE, Capability.CLIENT_UPDATE}
+    )
+    parameters: ClassVar[tuple[str, ...]] = (_DOWN, _BIAS, _UP)
+    search: ClassVar[bool] = True
+    updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
+
+    starts: int = 64
+    rounds: int = 40
+    steps: int = 60
+    tolerance: float = 1e-5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        counts = (self.starts, self.rounds, self.steps)
+        if min(counts) < 1 or not 0 < self.tolerance < 1:
+            raise PrivlabError(
+                f"{self.name} takes starts, rounds and steps ≥ 1 and 0 < tolerance < 1. "
+                f"Found {', '.join(map(str, counts))} and {self.tolerance:g}."
+            )
+
+    @staticmethod
+    def refuses(client: Client) -> str | None:
+        """Return why an update is not read: it is of no adapters, or no gradient of one step.
+
+        Args:
+            client: the public settings.
+        """
+        if client.trains != "adapters":
+            return f"reads the update of bottleneck adapters, and here client.trains={client.trains}"
+        if client.gradient_factor is None:
+            return f"reads the update of one step of SGD, and here there are {client.total_steps} steps"
+        return None
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return 2 (N + p) ≥ r with its numbers where it holds: the outputs are not told apart then."""
+        count, rank = _count(seen.model), seen.gradients[_BIAS].shape[1]
+        p = seen.model.vit.num_prefix_tokens
+        return None if 2 * count < rank else f"2·(N + {p}) = {2 * count} ≥ r = {rank}"
+
+    def __call__(self, seen: Observation) -> Reconstruction:
+        """Reconstruct the private images, and return how many outputs were found, and how many of them were inverted.
+
+        Raises:
+            PrivlabError: if the first block is none of attention and MLP with LayerNorm before each, or the model has
+                no position embeddings, or the update is no gradient.
+
+        Warns:
+            PrivlabWarning: if the adapter is too narrow; the images are then those of the prior.
+        """
+        model = seen.model
+        if (why := why_no_plain_block(model)) is not None:
+            raise PrivlabError(f"{self.name} inverts the MLP of a pre-norm block, and here {why}.")
+        if model.vit.pos_embed is None:
+            raise PrivlabError(f"{self.name} tells slots by position embeddings, and this model has none.")
+        if (beyond := self.beyond(seen)) is not None:
+            warnings.warn(
+                f"{self.name}: {beyond}, so that the adapter's spans do not tell tokens apart. None is found: a low "
+                "score here is no evidence of privacy.",
+                PrivlabWarning,
+                stacklevel=2,
+            )
+        seen, block = as_gradients(seen), first_block(model)
+        law = InputLaw.of(_inputs_of_photographs(seen, block))
+        patches = PatchLaw.of(model, patch_prior(model, photograph_gradients(model, seen.photographs)))
+        found: list[tuple[Tensor, Tensor, int, int]] = []
+        for i in range(len(seen.gradients[_BIAS])):
+            outputs = self._outputs(seen, block, law, i) if beyond is None else None
+            draw = draw_for(self.seed, self.name, "fit")
+            found.append(_image(model, block, outputs, law, patches, draw))
+        X, known, tokens, sure = zip(*found, strict=True)
+        W, _ = projection(model)
+        X = complete_image(model, torch.stack(X), torch.stack(known), seen.photographs, frozen=len(W) <= W.shape[1])
+        counts = (torch.tensor(each, device=X.device) for each in (tokens, sure))
+        return Reconstruction(model.to_images(X), None, None, None, *counts)
+
+    def _outputs(self, seen: Observation, block: PreNormBlock, law: InputLaw, i: int) -> Separated:
+        """Return the outputs h_n of the first MLP in release i."""
+        gradients = {name.removeprefix(f"{_PATH}."): g[i] for name, g in seen.gradients.items()}
+        adapter = block.mlp.get_submodule("adapter")
+        mlp, b2 = _mlp(block)
+        usual = mlp.hidden(law.mean)[0] @ mlp.W2.mT + b2
+        return separate_inputs(
+            Bottleneck.of(adapter, gradients),
+            _count(seen.model),
+            draw_for(self.seed, self.name, "starts"),
+            size=float(usual.norm(dim=1).mean()),
+            starts=self.starts,
+            rounds=self.rounds,
+            steps=self.steps,
+            tolerance=self.tolerance,
+        )
+
+
+def _image(
+    model: VictimModel,
+    block: PreNormBlock,
+    outputs: Separated | None,
+    law: InputLaw,
+    patches: PatchLaw,
+    draw: torch.Generator,
+) -> tuple[Float[Tensor, "n k"], Bool[Tensor, " n"], int, int]:
+    """Return the patches of one image, which of them have a token, and the numbers of outputs and of inputs found."""
+    p, none = model.vit.num_prefix_tokens, torch.zeros(len(patches.base), dtype=torch.bool, device=model.mean.device)
+    grey = patches.M.new_zeros(len(none), patches.M.shape[1])
+    if outputs is None or not len(outputs.u):
+        return grey, none, 0, 0
+    inputs = invert_mlp(*_mlp(block), outputs.u, law).found()
+    if not len(inputs.u):
+        return grey, none, len(outputs.u), 0
+    places = places_of_tokens(model, block, inputs, patches)
+    X = fit_patches(model, block, inputs, places, patches, draw)
+    return X, none.index_fill(0, places[places >= p] - p, value=True), len(outputs.u), len(inputs.u)
+
+
+def _count(model: VictimModel) -> int:
+    """Return N + p, the number of tokens."""
+    return model.grid[0] * model.grid[1] + model.vit.num_prefix_tokens
+
+
+def _mlp(block: PreNormBlock) -> tuple[Mlp, Float[Tensor, " d"]]:
+    """Return the MLP without its adapter, and the bias of its second layer."""
+    mlp, fc2 = Mlp.of(block), block.mlp.get_submodule("fc2")
+    assert isinstance(fc2, nn.Linear)
+    return mlp, torch.zeros_like(mlp.β) if fc2.bias is None else fc2.bias.detach()
+
+
+@torch.no_grad()
+def _inputs_of_photographs(seen: Observation, block: PreNormBlock) -> Float[Tensor, "m t d"]:
+    """Return what the first MLP reads of the bundled photographs and their mirror images."""
+    model = seen.model
+    images = photographs(model.image_shape[1:], seen.photographs, model.image_shape[0]).to(model.mean)
+    images = torch.cat([images, images.flip(2), images.flip(3), images.flip(2, 3)])
+    return torch.stack([block.norm2(z + block.attention(z)) for z in model.embed(images).double()])
