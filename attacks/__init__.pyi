@@ -31,6 +31,7 @@ from .gradients.token_separation import TokenSeparation as TokenSeparation
 from .published.orthogonal_matching import OrthogonalMatching as OrthogonalMatching
 from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks
+from .updates.client_unrolling import ClientUnrolling as ClientUnrolling
 from .updates.round_unrolling import RoundUnrolling as RoundUnrolling
 from .weights.cloak_matching import CloakMatching as CloakMatching
 from .weights.weight_matching import WeightMatching as WeightMatching

@@ -10,6 +10,7 @@ from .grouping import by_image as by_image
 from .grouping import group_patches as group_patches
 from .grouping import memberships as memberships
 from .places import place_patches as place_patches
+from .refinement import settle as settle
 from .search import FC1 as FC1
 from .search import FC2 as FC2
 from .search import TokenSearch as TokenSearch
