@@ -226,9 +226,8 @@ class ClientUnrolling(RoundUnrolling):
                 unrounded = undecayed(exact, update_on(exact, plain, old.image[None].double(), old.label), client)
                 foreseen = _less(rest, _less(old.share, unrounded))
                 new, off = self._run_again(seen, client, rest, self.alone(seen.model, client, foreseen), 1, old.tokens)
-                if off < _lack(_less(rest, old.share), seen, 1):
-                    changed = changed or not torch.equal(new.image, old.image)
-                    found[i] = new
+                if off < _TAKEN * _lack(_less(rest, old.share), seen, 1):  # else it fits what is wrong of others
+                    changed, found[i] = True, new
             if not changed:
                 break
         return found
