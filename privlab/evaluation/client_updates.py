@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.evaluation.batch import Batch, Seen, Trial, taken
-from privlab.release import labels_that_rise, observe_updates
+from privlab.release import labels_that_rise, observe_updates, undecayed
 from privlab.release.residual import explained_share, residual, residual_of_clients, tells_images
 from privlab.release.update_files import label_of_update
 from privlab.threat import Client, ClientData, Defense, FeatureDefense, GradientDefense, Observation, Stack
@@ -66,7 +66,8 @@ def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float 
 
     The adversary can compute it: it takes public settings, and the label that the update tells. Of a mean of several
     clients, and where the head's bias is not released, the classes are tried whose logits of an image rise most
-    (`labels_that_rise`), and the largest share counts.
+    (`labels_that_rise`), of a mean of K beside the K whose biases moved most as those of labels. The largest share
+    counts.
 
     Args:
         seen: the observation of several releases.
@@ -82,6 +83,10 @@ def explained_by(seen: Seen, images: Float[Tensor, "k c h w"], i: int) -> float 
     update = {name: u[0] for name, u in own.gradients.items()}
     labels = [[label] if label is not None else labels_that_rise(seen.model, update, x[None], _LABELS) for x in images]
     if len(images) > 1:
+        if "head.bias" in update:  # of a mean of K it falls at their labels, and rises nearly everywhere else
+            bias = undecayed(seen.model, {"head.bias": update["head.bias"]}, seen.client)["head.bias"]
+            fall = bias.argsort()[: len(images)].tolist()
+            labels = [list(dict.fromkeys([*rise, *fall])) for rise in labels]
         return explained_share(residual_of_clients(own, images, labels))
     return explained_share(min(residual(own, images, each) for each in labels[0]))
 

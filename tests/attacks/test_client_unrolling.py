@@ -16,12 +16,13 @@ from privlab.threat import Client, ClientData, Observation
 from privlab.victims import VictimModel
 
 Model = Callable[..., VictimModel]
-QUICK = {"starts": 24, "rounds": 12, "passes": 1}
+QUICK: dict[str, int] = {"starts": 24, "rounds": 12, "passes": 1}
 
 
 def seen_of(model: VictimModel, images: Tensor, **settings: Any) -> Observation:
     """Return the mean of clients that train on one of these images each."""
-    client = Client(**({"clients": len(images)} | settings))
+    given: dict[str, Any] = {"clients": len(images)} | settings
+    client = Client(**given)
     clients = [ClientData(x[None], torch.tensor([2 * k % 7]), Generator()) for k, x in enumerate(images)]
     return observe_updates(model, client, clients, {*ClientUnrolling.parameters, "head.bias"})
 
@@ -100,7 +101,8 @@ def test_more_tokens_than_the_width_are_grey_and_are_reported(tiny_model: Model,
     ],
 )
 def test_other_means_are_refused_with_the_reason(settings: dict[str, Any], said: str) -> None:
-    refusal = unread(ClientUnrolling, Client(**({"clients": 2, "steps": 2} | settings)))
+    given: dict[str, Any] = {"clients": 2, "steps": 2} | settings
+    refusal = unread(ClientUnrolling, Client(**given))
     assert refusal is not None
     assert said in refusal
     assert refusal.endswith("no evidence of privacy.")
