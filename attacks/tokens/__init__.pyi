@@ -20,6 +20,7 @@ from .mlp_inverse import InputLaw as InputLaw
 from .mlp_inverse import Inverted as Inverted
 from .mlp_inverse import invert_mlp as invert_mlp
 from .places import place_patches as place_patches
+from .refinement import settle as settle
 from .search import FC1 as FC1
 from .search import FC2 as FC2
 from .search import TokenSearch as TokenSearch

@@ -1,7 +1,7 @@
 """`round-unrolling`: the images of a round of several steps, one by one: each step is made again and taken off."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from privlab.attacks.tokens import (
     PROJ,
     QKV,
     Embeddings,
+    ImageTokens,
     Mlp,
     Reads,
     Separated,
@@ -26,6 +27,7 @@ from privlab.attacks.tokens import (
     outside,
     projection,
     row_space,
+    settle,
     sharpen_coordinates,
     slots_by_law,
 )
@@ -35,7 +37,7 @@ from privlab.release import each_release, replay
 from privlab.threat import Capability, Client, Observation, Reconstruction
 from privlab.victims import VictimModel, first_block
 
-__all__ = ["RoundUnrolling"]
+__all__ = ["RoundUnrolling", "beyond_rank", "bundled", "labels_near", "no_tokens"]
 
 _PE, _PATCH_WEIGHT, _HEAD = "pos_embed", "patch_embed.proj.weight", "head.weight"
 
@@ -146,7 +148,7 @@ class RoundUnrolling(TokenSearch):
             raise PrivlabError(f"{self.name} needs the update of a round of SGD with batches of one. Found: {found}.")
         if first_block(seen.model).reads_places:
             raise PrivlabError(f"{self.name}: attention depends on places here, and needs to be told those of tokens.")
-        usual = _photographs(seen, draw_for(self.seed, self.name, "photographs"))
+        usual = bundled(seen, draw_for(self.seed, self.name, "photographs"))
         images: list[Tensor] = []
         tokens: list[Separated] = []
         for update in each_release(seen):
@@ -171,7 +173,7 @@ class RoundUnrolling(TokenSearch):
             rest = {name: u.double() - done.update[name].double() for name, u in update.items()}
             now = replace(seen, model=done.model, gradients={name: u[None] for name, u in rest.items()})
             if left == 1:
-                guesses, own = self._alone(done.model, client, rest), _no_tokens(rest[FC1])
+                guesses, own = self.alone(done.model, client, rest), no_tokens(rest[FC1])
             else:
                 guesses, own = self._first(now, left, usual)
             whole = left == 1 or len(own.u) == own.wanted
@@ -181,21 +183,27 @@ class RoundUnrolling(TokenSearch):
             best = torch.inf
             chosen = (images, labels, done)
             for image in guesses:
-                for label in _labels(done.model, client, rest[_HEAD], image, left):
+                for label in labels_near(done.model, client, rest[_HEAD], image, left):
                     tried = torch.cat([images, image[None].to(images)]), torch.cat([labels, label[None]])
                     after = replay(seen.model, client, *tried)
-                    off = _beyond(update[FC1].double() - after.update[FC1].double(), (left - 1) * own.wanted)
+                    off = beyond_rank(update[FC1].double() - after.update[FC1].double(), (left - 1) * own.wanted)
                     if off < best:
                         best, chosen = off, (*tried, after)
             images, labels, done = chosen
             found.append((images[-1], own))
         grey = torch.full(seen.model.image_shape, 0.5).to(seen.model.mean)
-        return found + [(grey, _no_tokens(update[FC1])._replace(wanted=1))] * (client.images - len(found))
+        return found + [(grey, no_tokens(update[FC1])._replace(wanted=1))] * (client.images - len(found))
 
-    def _alone(
+    def alone(
         self, model: VictimModel, client: Client, rest: Mapping[str, Float[Tensor, "..."]]
     ) -> list[Float[Tensor, "c h w"]]:
-        """Return guesses of the image of a step that is left alone, from what it moved."""
+        """Return guesses of the image of a step that is left alone, from what it moved.
+
+        Args:
+            model: the model with the weights of that step.
+            client: the public settings.
+            rest: what the step moved of the embedding.
+        """
         deviations = rounding_of_embedding(model, replace(client, steps=1, epochs=None), rest)
         A, dA = (slot_rows(model, of[_PE].double()) for of in (rest, deviations))
         G, dG = (of[_PATCH_WEIGHT].flatten(1).double() for of in (rest, deviations))
@@ -219,23 +227,47 @@ class RoundUnrolling(TokenSearch):
     ) -> tuple[list[Float[Tensor, "c h w"]], Separated]:
         """Return guesses of the image of the first of the steps that are left, and its tokens."""
         model, block = seen.model, first_block(seen.model)
-        (prefix, pe), W = known_tokens(model), projection(model)
+        prefix, pe = known_tokens(model)
         each = len(prefix) + len(pe)
         own = self.tokens(block, seen, 0, left * each, most=each)
         if not len(own.u):
             return [], own._replace(wanted=each)
-        embedded = model.embed(usual).double()
-        Y = row_space(seen.gradients[_PATCH_WEIGHT][0].flatten(1), left * len(pe))
-        of = Embeddings.of(model, block, Y, pe, Reads.of(seen, 0, block, left * each))
+        z = model.embed(usual).double()
+        law = torch.stack([block.norm2(each + block.attention(each)) for each in z])
+        return self.complete(seen, left, left * each, slots_by_law(Mlp.of(block), own.u, law), z)
+
+    def complete(
+        self,
+        seen: Observation,
+        images: int,
+        count: int,
+        tokens: ImageTokens,
+        embedded: Float[Tensor, "i t d"],
+        finer: Sequence[int] = (),
+    ) -> tuple[list[Float[Tensor, "c h w"]], Separated]:
+        """Return guesses of an image of a release from some of its tokens, and all its tokens that were found.
+
+        Args:
+            seen: what is left of one release, at the weights of these tokens.
+            images: images that the release sums over.
+            count: products that the gradients of the first block are taken to sum over.
+            tokens: tokens of the image, and their places.
+            embedded: embedded tokens of photographs.
+            finer: larger counts, from the least on, with which the tokens are refined once they are found.
+        """
+        model, block = seen.model, first_block(seen.model)
+        (prefix, pe), W = known_tokens(model), projection(model)
+        Y = row_space(seen.gradients[_PATCH_WEIGHT][0].flatten(1), images * len(pe))
+        of = Embeddings.of(model, block, Y, pe, Reads.of(seen, 0, block, max(count, *finer, 0)))
         G1, G2 = seen.gradients[FC1][0], seen.gradients[FC2][0]
-        mlp, whole = Mlp.of(block), Spans.of(G1, G2, left * each)
+        mlp, whole = Mlp.of(block), Spans.of(G1, G2, count)
         tokens, z = complete_tokens(
             block,
             prefix,
             of,
             whole,
             (G1, G2),
-            slots_by_law(mlp, own.u, torch.stack([block.norm2(z + block.attention(z)) for z in embedded])),
+            tokens,
             pe,
             _around(*model.grid).to(pe),
             embedded[:, len(prefix) :],
@@ -243,17 +275,27 @@ class RoundUnrolling(TokenSearch):
             tolerance=self.tolerance,
             passes=self.passes,
         )
+        for more in finer:
+            whole = Spans.of(G1, G2, more)
+            α = settle(mlp, whole, tokens.u @ whole.u.mT, self.steps)
+            better = outside(mlp, whole, α) < outside(mlp, whole, tokens.u @ whole.u.mT)
+            tokens = tokens._replace(u=torch.where(better[:, None], α @ whole.u, tokens.u))
         free = Embeddings(W[1] + pe, torch.linalg.qr((Y @ W[0].mT).mT).Q)
         for space in [of] * _SHARPENINGS + [free] * _SHARPENINGS:
             args = (prefix, block, space.base, space.Q.mT, tokens.u, tokens.place, [(z - space.base) @ space.Q])
             z = space.base + sharpen_coordinates(*args, self.sharpen, self.inner) @ space.Q.mT
         X = torch.linalg.lstsq(W[0] @ Y.mT, (z - W[1] - pe).mT).solution.mT @ Y
         image = model.to_images(X[None])[0]
-        return self._guesses(image, image), Separated(tokens.u, outside(mlp, whole, tokens.u @ whole.u.mT), each)
+        wanted = len(prefix) + len(pe)
+        return self._guesses(image, image), Separated(tokens.u, outside(mlp, whole, tokens.u @ whole.u.mT), wanted)
 
 
-def _no_tokens(G: Tensor) -> Separated:
-    """Return that no token was sought."""
+def no_tokens(G: Tensor) -> Separated:
+    """Return that no token was sought.
+
+    Args:
+        G: ∂ℓ/∂W₁ of the first block's MLP.
+    """
     return Separated(G.new_zeros(0, G.shape[1]), G.new_zeros(0), 0)
 
 
@@ -264,18 +306,31 @@ def _around(height: int, width: int) -> Float[Tensor, "n n"]:
     return near / near.sum(1, keepdim=True).clamp_min(1)
 
 
-def _photographs(seen: Observation, draw: torch.Generator) -> Float[Tensor, "i c h w"]:
-    """Return the bundled photographs and their mirror images, shuffled."""
+def bundled(seen: Observation, draw: torch.Generator) -> Float[Tensor, "i c h w"]:
+    """Return the bundled photographs and their mirror images, shuffled.
+
+    Args:
+        seen: the observation, which says which photographs may be used.
+        draw: generator of their order.
+    """
     model = seen.model
     images = photographs(model.image_shape[1:], seen.photographs, model.image_shape[0]).to(model.mean)
     images = torch.cat([images, images.flip(2), images.flip(3), images.flip(2, 3)])
     return images[torch.randperm(len(images), generator=draw).to(images.device)]
 
 
-def _labels(
+def labels_near(
     model: VictimModel, client: Client, H: Float[Tensor, "y d"], image: Float[Tensor, "c h w"], left: int
 ) -> Int[Tensor, " l"]:
-    """Return the classes whose r = ∂ℓ/∂logits lies nearest the columns of H = Σ_s r_s f_sᵀ; all, if these span all."""
+    """Return the classes whose r = ∂ℓ/∂logits lies nearest the columns of H = Σ_s r_s f_sᵀ; all, if these span all.
+
+    Args:
+        model: the model with the weights of the image's step.
+        client: the public settings.
+        H: the update of the head's weight.
+        image: the image, in [0, 1].
+        left: the number of products that H is a sum of.
+    """
     classes = len(H)
     if left >= classes - 1:
         return torch.arange(classes)
@@ -289,6 +344,11 @@ def _labels(
     return near[off[near] <= _AS_NEAR * off[near[0]]]
 
 
-def _beyond(G: Float[Tensor, "m d"], rank: int) -> float:
-    """Return what G has beyond its largest `rank` singular values."""
+def beyond_rank(G: Float[Tensor, "m d"], rank: int) -> float:
+    """Return what G has beyond its largest `rank` singular values: zero for a sum of as many products.
+
+    Args:
+        G: the sum.
+        rank: the number of products.
+    """
     return float(torch.linalg.svdvals(G)[rank:].norm())

@@ -159,6 +159,10 @@ def unread(
     declared = attack_declarations(attack)
     if client is None or client.optimiser in (optimisers := declared.updates_of):
         refusal = None if client is None else declared.refuses(client)
+        if client is not None and client.clients > 1 and not declared.reads_means:
+            refusal = (
+                f"reads the update of one client, and here the mean of client.clients={client.clients} is released"
+            )
         return refusal and f"Attack '{attack.name}' {refusal}. That it does not apply is no evidence of privacy."
     reads_features = Capability.RELEASED_FEATURES in attack.requires
     of_gradients = not reads_features and Capability.CLIENT_UPDATE not in attack.requires
@@ -167,7 +171,8 @@ def unread(
     how = f"reads updates of {' and '.join(optimisers)}" if optimisers else "reads the gradient of one step"
     how = "reads features" if reads_features else how
     behind = " behind a filter" if filtered else ""
-    trains = f"trains by {client.optimiser} (steps: {client.total_steps}, images: {client.images}){behind}"
+    trains = f"trains by {client.optimiser} (steps: {client.total_steps}, images: {client.images}"
+    trains += f", mean of {client.clients} clients){behind}" if client.clients > 1 else f"){behind}"
     return (
         f"Attack '{attack.name}' {how}, and this run releases the update of a client that {trains}. That it does not "
         "apply is no evidence of privacy."
@@ -224,12 +229,15 @@ def _grants(
 
 def _because(base: Victim, spec: Specification) -> dict[Capability, str]:
     """Return why a capability is not granted, where its own text does not tell."""
-    if (client := spec.local_training) is None or client.images == 1:
+    if (client := spec.local_training) is None or client.released_images == 1:
         return obstacles(base.model)
-    told = (
-        f"each update is of client.images={client.images}, which this attack does not separate. That is no evidence of"
-    )
-    return obstacles(base.model) | {Capability.BATCH_SIZE_ONE: f"{told} privacy: client.images=1 is the worst case"}
+    several = [f"client.{name}" for name in ("clients", "images") if getattr(client, name) > 1]
+    of = " and ".join(f"{name}={getattr(client, name.partition('.')[2])}" for name in several)
+    told = f"each update is of {of}, which this attack does not separate. That is no evidence of privacy"
+    worst = " and ".join(f"{name}=1" for name in several)
+    return obstacles(base.model) | {
+        Capability.BATCH_SIZE_ONE: f"{told}: {worst} {'are' if len(several) > 1 else 'is'} the worst case"
+    }
 
 
 def _check_released(

@@ -18,7 +18,7 @@ from privlab.base import draw_for
 from privlab.evaluation.applicable import AttackGroup
 from privlab.evaluation.batch import Batch, Seen, Trial, attacked_together, labelled, taken
 from privlab.evaluation.check import as_read, attack_batch, beyond_range, reason_of
-from privlab.evaluation.client_updates import explained_by, observe_clients, unsound_release
+from privlab.evaluation.client_updates import explained_by, observe_clients, share_out, unsound_release
 from privlab.evaluation.controls import Controls
 from privlab.evaluation.records import CONTROLS, GEOMETRIES, Record, Rows
 from privlab.evaluation.scoring import Scorer, known_slots
@@ -234,13 +234,14 @@ class Evaluator:
         """Observe released gradients; return the observation, facts for each image's rows, and the usable images."""
         model, parts = group.victim.model, self.rows.defenses[trial.setting].parts
         B = batch.images_per_release(self.spec.together)
-        draws = batch.release_draws(self.spec.seed, self.spec.draw, B)
+        client = self.spec.local_training and share_out(self.spec.local_training, B)
+        draws = batch.release_draws(self.spec.seed, self.spec.draw, client.images if client else B)
         seen, seconds = self._once(
             (trial.setting, group.victim.block, batch.together),
             lambda: (
                 observe(model, trial.feed, batch.labels, group.parameters, parts, draws, B)
-                if self.spec.local_training is None
-                else observe_clients(model, self.spec.local_training, trial, batch, group.parameters, draws, B, parts)
+                if client is None
+                else observe_clients(model, client, trial, batch, group.parameters, draws, parts)
             ),
         )
         norm = torch.stack([g.flatten(1).norm(dim=1) for g in seen.gradients.values()]).norm(dim=0).repeat_interleave(B)
@@ -319,7 +320,9 @@ class Evaluator:
                     for i in one_by_one
                 ]
             return [[_failed(reason_of(attack, error))] * len(names)] * b
-        shares = [explained_by(seen, reconstruction.images[i : i + 1], i) for i in range(b)]
+        B = seen.images_per_release if isinstance(seen, Observation) else 1
+        of_releases = [explained_by(seen, images, i) for i, images in enumerate(reconstruction.images.split(B))]
+        shares = [share for share in of_releases for _ in range(B)]
         if self.spec.eight_bit:
             reconstruction = replace(reconstruction, images=(reconstruction.images * 255).round() / 255)
         scores, seconds_score = self._timed(

@@ -277,7 +277,10 @@ class Rows:
             given["client_batch"] = spec.client_batch
             given |= {"cut_layer": spec.cut_layer} if spec.cut_layer else {}  # 0 has the keys of before there was one
         elif spec.local_training is not None:
-            given["client"] = asdict(spec.local_training)
+            client = asdict(spec.local_training)
+            if client["clients"] == 1:  # has the keys of before there was a mean of several
+                del client["clients"]
+            given["client"] = client
         elif spec.together:
             given["gradient_batch"] = spec.gradient_batch
         if (by := reassembly_of(spec, self.base)) != Borders():

@@ -122,7 +122,8 @@ def source_of(spec: Specification, victims: Sequence[Victim], *, check: bool = T
     )
     asked = {"gradient_batch": spec.gradient_batch}
     if spec.local_training is not None:
-        asked = {"client.images": spec.local_training.images}
+        K, name = spec.local_training.clients, "client.images"
+        asked = {name if K == 1 else f"client.clients times {name}": spec.local_training.released_images}
     for name, size in asked.items():
         if source.count is not None and source.count < size:
             raise PrivlabError(f"{name} must be at most the number of images, {source.count}. Found {size}.")

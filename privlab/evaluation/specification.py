@@ -168,7 +168,7 @@ class Specification:
         """Return how many images are released as one, and attacked as one; None where each is released by itself."""
         if self.features_released:
             return self.client_batch
-        images = self.gradient_batch if self.local_training is None else self.local_training.images
+        images = self.gradient_batch if self.local_training is None else self.local_training.released_images
         return images if images > 1 else None
 
     @property
@@ -232,6 +232,11 @@ class Specification:
                 f"Defense '{self.defense}' acts on features, which a client that trains does not send. Leave it out, "
                 "or take one of images, which acts in each step, or of gradients, which acts on the update."
             )
+        if self.local_training is not None:
+            of_gradients = [
+                name for name in self.parts if name in defenses() and acts_on(defenses()[name]) == "gradients"
+            ]
+            self.local_training.check_filters(of_gradients)
         parts = [part_of(name, self) for name in self.parts if name in defenses()]
         if keyed := [part.name for part in parts if defense_declarations(part).per == "model"]:
             raise PrivlabError(

@@ -134,6 +134,7 @@ def _attack(name: str) -> Explanation:
     runs = "if it is named" if declared.named_only else f"without being named, at effort {declared.effort} or more"
     needs = [f"- {each.meaning} (`{each.value}`)" for each in Capability if each in kind.requires]
     client = f" --client {declared.updates_of[0]}" if Capability.CLIENT_UPDATE in kind.requires else ""
+    client += " --set client.clients=2" if declared.reads_means else ""
     behind = _OF_CLIENTS.get(name, client) or (
         " --defense blur" if Capability.FILTERED_IMAGES in kind.requires else _defended(declared.knows)
     )

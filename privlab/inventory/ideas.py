@@ -153,6 +153,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "the MLP. The attack finds that image, makes the step again, takes it off, and goes on at the next weights.",
         ("tokens of the first step", "its image, by attention", "make the step again, take it off"),
     ),
+    "client-unrolling": Idea(
+        "Several clients take several steps each on an image of their own, and the server sees the mean alone. All of "
+        "them start at weights that the server knows, so the tokens of all first steps agree with both matrices of the "
+        "MLP. The attack sorts them into images, runs the client of each again, and takes it off.",
+        ("tokens of all first steps", "sort into images, by attention", "run each client again, take it off"),
+    ),
     "gradient-likelihood": Idea(
         "The attack knows how the defense of a gradient clips, what noise it adds and which entries it drops. So it "
         "can say how likely the released gradient is for any image. It searches for the image under which the "

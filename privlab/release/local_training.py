@@ -1,4 +1,4 @@
-"""What a client of a federated round sends: it is really trained, by torch's optimisers, on a copy of the victim."""
+"""What clients of a federated round send: each is really trained, by torch's optimisers, on a copy of the victim."""
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -210,11 +210,13 @@ def update_capabilities(
         defense: the defenses at work; those on gradients act on the update.
 
     Raises:
-        PrivlabError: if the client has nothing to train, or the defense withholds all of it.
+        PrivlabError: if the client has nothing to train, the defense withholds all of it, or it acts on the updates of
+            several clients.
     """
     model = served(model, client)
     trained = frozenset(trained_parameters(model, client, Stack(tuple(defense)).on_images))
-    grants = gradient_capabilities(model, defense, client.images, trained=trained) | {Capability.CLIENT_UPDATE}
+    client.check_filters([part.name for part in Stack(tuple(defense)).on_gradients])
+    grants = gradient_capabilities(model, defense, client.released_images, trained=trained) | {Capability.CLIENT_UPDATE}
     return grants if client.loss == "cross-entropy" else grants - {Capability.CLASS_LABELS}
 
 
@@ -225,7 +227,11 @@ def observe_updates(
     parameters: Collection[str] | None = None,
     defense: Sequence[Defense | FeatureDefense | GradientDefense] = (),
 ) -> Observation:
-    """Return what the server sees of clients that train with the same public settings, one release each.
+    """Return what the server sees of clients that train with the same public settings: their updates, or means of K.
+
+    Secure aggregation shows the mean of K = `client.clients` updates, as federated averaging takes it over clients of
+    equally many images; the masks that clients add cancel in it, and are not simulated. The first K clients make the
+    first release, the next K the second.
 
     `gradients` of the observation are −(θ_T − θ_0), so that one step of SGD at rate η without momentum or decay gives
     η g: the gradient's sign, in units of weights. Weight decay is still in it. Defenses of gradients act on them, over
@@ -242,10 +248,16 @@ def observe_updates(
             update, one after the other.
 
     Raises:
-        PrivlabError: as in `run_client` and `update_capabilities`, or if there is no client.
+        PrivlabError: as in `run_client` and `update_capabilities`, or if there is no client, or their number is no
+            multiple of K.
     """
     if not clients:
         raise PrivlabError("An update needs at least one client. Found none.")
+    if len(clients) % client.clients:
+        raise PrivlabError(
+            f"A mean of client.clients={client.clients} updates needs as many clients, or a multiple. Found "
+            f"{len(clients)}."
+        )
     model = served(model, client)
     grants, stack = update_capabilities(model, client, defense), Stack(tuple(defense))
     trained = released_names(trained_parameters(model, client, stack.on_images), defense)
@@ -257,8 +269,10 @@ def observe_updates(
             update = part.release(update, [data.draw])
         for name, of_clients in sent.items():
             of_clients.append(update[name])
-    gradients = {name: torch.cat(of_clients) for name, of_clients in sent.items()}
-    return Observation(model, gradients, grants, tuple(defense), client.images, client=client)
+    gradients = {
+        name: torch.cat(of_clients).unflatten(0, (-1, client.clients)).mean(1) for name, of_clients in sent.items()
+    }
+    return Observation(model, gradients, grants, tuple(defense), client.released_images, client=client)
 
 
 def without_decay(

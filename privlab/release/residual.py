@@ -10,11 +10,11 @@ from torch import Tensor
 
 from privlab.base import full_precision
 from privlab.release.gradients import per_sample_gradients, released_parameters
-from privlab.release.local_training import update_on, without_decay
+from privlab.release.local_training import undecayed, update_on, without_decay
 from privlab.threat import Feed, GradientDefense, Observation, Stack, defense_declarations
 
-__all__ = ["EXPLAINED_RESIDUAL", "explained_share", "residual", "slots_without_gradient", "tells_images"]
-__all__ += ["errors_of_filters", "exact_entries", "scale_of", "scales"]
+__all__ = ["EXPLAINED_RESIDUAL", "explained_share", "residual", "residual_of_clients"]
+__all__ += ["errors_of_filters", "exact_entries", "scale_of", "scales", "slots_without_gradient", "tells_images"]
 
 EXPLAINED_RESIDUAL = 0.05
 """The residual below which a released gradient is taken for that of the reconstruction (notes/gradients.md).
@@ -59,6 +59,30 @@ def residual(seen: Observation, images: Float[Tensor, "1 c h w"], label: int) ->
     with full_precision():
         own = per_sample_gradients(model, feed, torch.tensor([label], device=images.device), names)
     return _relative(own, {name: held[name] for name in names})
+
+
+def residual_of_clients(seen: Observation, images: Float[Tensor, "k c h w"], labels: Sequence[Sequence[int]]) -> float:
+    """Return `residual` of the mean update of K clients of one image each: all K are run again.
+
+    Of the labels of an image, that one counts whose update leaves the least of what the images before it leave. Any
+    choice of labels that explains the release will do, so the adversary need not try all combinations. Which client an
+    image is of does not matter either.
+
+    Args:
+        seen: the observation of one release without filters, with the settings of its clients.
+        images: an image for each client, in any order, in [0, 1].
+        labels: the classes to try for each image, one or more.
+    """
+    model, client, held = seen.model, seen.client, {name: u[0] for name, u in seen.gradients.items()}
+    assert client is not None
+    moved = rest = undecayed(model, held, client)
+    for image, of_image in zip(images, labels, strict=True):
+        left: list[dict[str, Tensor]] = []
+        for label in of_image:
+            own = undecayed(model, update_on(model, client, image[None], label), client)
+            left.append({name: rest[name] - own[name] / len(images) for name in held})
+        rest = min(left, key=_size)
+    return _size(rest) / _size(moved)
 
 
 def tells_images(seen: Observation) -> bool:
@@ -146,6 +170,11 @@ def _relative(own: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> float:
     off = torch.stack([(own[name] - held[name]).double().square().sum() for name in held]).sum().sqrt()
     size = torch.stack([held[name].double().square().sum() for name in held]).sum().sqrt()
     return float((off / size).nan_to_num(math.inf))
+
+
+def _size(u: Mapping[str, Tensor]) -> float:
+    """Return the norm of all entries; infinite where one is not finite."""
+    return float(torch.stack([each.double().square().sum() for each in u.values()]).sum().sqrt().nan_to_num(math.inf))
 
 
 def slots_without_gradient(seen: Observation) -> Bool[Tensor, " n"]:

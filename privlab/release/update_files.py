@@ -123,7 +123,7 @@ def update_observation(
     check_fit(released, model)
     gradients = {name: u.to(model.mean)[None] for name, u in released.gradients.items()}
     grants = update_capabilities(model, client, defense)
-    return released, Observation(model, gradients, grants, tuple(defense), client.images, client=client)
+    return released, Observation(model, gradients, grants, tuple(defense), client.released_images, client=client)
 
 
 def label_of_update(seen: Observation) -> int | None:

@@ -73,7 +73,8 @@ class AuditCase:
     def _rows(self) -> Mapping[int, Rows]:
         """Return what rows state, by the number of images of a release: it is part of what a cell measures."""
         if self.spec.local_training is not None:
-            return {self.spec.local_training.images: Rows(self.spec, self.group.victim, tuple(self.public))}
+            size = self.spec.local_training.released_images
+            return {size: Rows(self.spec, self.group.victim, tuple(self.public))}
         size = "client_batch" if self.spec.features_released else "gradient_batch"
         sizes = sorted({len(release) for release in self.releases}) or [getattr(self.spec, size)]
         return {n: Rows(replace(self.spec, **{size: n}), self.group.victim, tuple(self.public)) for n in sizes}

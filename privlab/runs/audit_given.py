@@ -82,12 +82,12 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
     filtered = spec.parts not in (("auto",), ("none",))  # of other defenses, updates are refused
     settings = ("c",) if filtered else ("a",)
     spec = replace(spec, settings=settings, block=block, release="update", images=images, weights=images[0])
-    released = read_update(before, after, client.images)
+    released = read_update(before, after, client.released_images)
     base = _victim(spec, device)
     filters = defense_of(spec, base, settings[0]).on_gradients
     released, seen = update_observation(released, base.model, client, filters)
     check_order(seen, released.source)
-    label = label_of_update(seen) if client.images == 1 else None
+    label = label_of_update(seen) if client.released_images == 1 else None
     if label is not None:
         if not filters:  # what a filter took of an update, no other settings explain
             check_settings(seen, label, released.source)

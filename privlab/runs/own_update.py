@@ -87,6 +87,11 @@ class OwnUpdateAudit:
         """Copy the model; raise PrivlabError if the client's updates cannot be audited."""
         check_range(0 < self.max_psnr < float("inf"), "max_psnr", "a finite number of dB > 0", f"{self.max_psnr:g}")
         check_range(0 < self.max_explained <= 1, "max_explained", "in (0, 1]", f"{self.max_explained:g}")
+        if self.client.clients > 1:
+            raise PrivlabError(
+                "An audit of one's own update reads it before it is added to those of others. Found client.clients="
+                f"{self.client.clients}: take 1."
+            )
         if lacking := sorted({_PE, _PROJECTION} - {*trained_parameters(self.model, self.client)}):
             raise PrivlabError(
                 f"An audit reads {_PE} and {_PROJECTION}. Found client.trains={self.client.trains}, without "

@@ -51,6 +51,8 @@ class AttackDeclarations:
         obstacle: why it runs on no ViT, or "".
         updates_of: the optimisers of the clients whose updates it may be given in the place of gradients; none for an
             attack that takes what is released for the gradient of one step.
+        reads_means: whether it reads the mean of the updates of several clients, each of which took several steps; a
+            mean of single steps of SGD is a gradient.
         refuses: returns why it does not read the updates of a client with these public settings, whose optimiser it
             reads, as the clause behind its name; or None.
         beyond: returns the condition of its exactness that an observation violates, or None.
@@ -68,6 +70,7 @@ class AttackDeclarations:
     undefended: str = ""
     obstacle: str = ""
     updates_of: tuple[str, ...] = ()
+    reads_means: bool = False
     refuses: Callable[[Any], str | None] = _no_refusal
     beyond: Callable[[Any], str | None] = _no_range
 

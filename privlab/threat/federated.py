@@ -1,7 +1,7 @@
 """The client of a federated round: its public settings as data. Importing this costs no import of torch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
@@ -28,6 +28,10 @@ class Client:
     compares them with, their order and the draws of dropout are private: `ClientData` holds them. Adam and AdamW decay
     and move as torch.optim does; `sgd` is torch.optim.SGD.
 
+    With K = `clients` > 1 the server sees what secure aggregation shows it: the mean of what K such clients send, each
+    trained by itself from θ_0 on as many images of its own, and nothing else. Clients of equally many images have equal
+    weights in federated averaging.
+
     Args:
         optimiser: "sgd", "adam" (decay coupled with the gradient) or "adamw" (decay decoupled from it).
         lr: η, the learning rate of the first step, in weights per unit of gradient; > 0.
@@ -44,7 +48,8 @@ class Client:
         lr_factor: the factor of schedule "step", in (0, 1].
         steps: optimiser steps T of the round, ≥ 1; None where `epochs` says how many.
         epochs: passes over the images, ≥ 1; None where `steps` says how long. One pass where both are None.
-        images: images of the client, ≥ 1.
+        images: images of each client, ≥ 1.
+        clients: K ≥ 1, the clients whose mean is released; 1 for a client whose update the server sees by itself.
         batch_size: images of a batch, ≥ 1; the last batch of a pass may be smaller.
         shuffle: whether each pass is in an order of its own, drawn in private; else in the order of the images.
         accumulation: batches of one pass whose mean gradient makes one optimiser step, ≥ 1; the last step of a pass may
@@ -89,6 +94,7 @@ class Client:
     steps: int | None = None
     epochs: int | None = None
     images: int = 1
+    clients: int = 1
     batch_size: int = 1
     shuffle: bool = True
     accumulation: int = 1
@@ -123,7 +129,7 @@ class Client:
             value = getattr(self, name)
             check_range(0 <= value < 1, f"client.{name}", "in [0, 1)", f"{value:g}")
         check_range(0 <= self.dampening <= 1, "client.dampening", "in [0, 1]", f"{self.dampening:g}")
-        for name in ("lr_every", "images", "batch_size", "accumulation", "steps", "epochs"):
+        for name in ("lr_every", "images", "clients", "batch_size", "accumulation", "steps", "epochs"):
             count = getattr(self, name)
             check_range(count is None or count >= 1, f"client.{name}", "at least 1", count)
         check_range(1 <= self.rank <= 64, "client.rank", "in [1, 64]", self.rank)
@@ -162,6 +168,11 @@ class Client:
         return self.loss in ("cross-entropy", "binary")
 
     @property
+    def released_images(self) -> int:
+        """Return the images of one release: those of all K clients."""
+        return self.clients * self.images
+
+    @property
     def steps_per_epoch(self) -> int:
         """Return the optimiser steps of one pass over the images."""
         return math.ceil(math.ceil(self.images / self.batch_size) / self.accumulation)
@@ -189,6 +200,8 @@ class Client:
     def gradient_factor(self) -> float | None:
         """Return a > 0 if the round is one step along the gradient g of the mean loss of all images; None otherwise.
 
+        The mean of K clients of such a round is that of one client with the images of all.
+
         Then −(θ_1 − c θ_0) = a g with a = η, or η (1 + μ) with Nesterov's momentum, and whatever reads gradients reads
         the update. That needs one step of SGD on all images, in batches of one size, of a loss without smoothing, and
         no clipping and no dropout.
@@ -198,6 +211,21 @@ class Client:
         if self.optimiser != "sgd" or self.total_steps > 1 or not whole or private:
             return None
         return self.rates[0] * (1 + self.momentum * self.nesterov)
+
+    def check_filters(self, names: Sequence[str]) -> None:
+        """Check that no filter acts on what several clients send: each would act before the mean is taken.
+
+        Args:
+            names: the defenses of the release.
+
+        Raises:
+            PrivlabError: if there is one, and K > 1.
+        """
+        if names and self.clients > 1:
+            raise PrivlabError(
+                f"Defense '{names[0]}' acts on the update of each client, and its mean over client.clients="
+                f"{self.clients} is not simulated: take client.clients=1, or a defense of images."
+            )
 
     @property
     def is_linear(self) -> bool:

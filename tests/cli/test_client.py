@@ -173,6 +173,25 @@ def test_what_makes_an_update_no_gradient_is_in_the_records(attack: Cli, records
     assert records().query("attack == 'patch-gradient' and geometry == 'in_place'").explained.item() < 0.9
 
 
+@pytest.mark.slow
+def test_clients_under_secure_aggregation_are_released_as_their_mean(
+    attack: Cli, records: Callable[..., pd.DataFrame]
+) -> None:
+    given = ("--attack", "token-separation", "--metrics", "psnr", "--overwrite", "--client", "sgd")
+    done = attack(*given, "--set", "client.clients=2", "--limit", "3")
+    assert done.status == 0, done.error
+    assert "means of the updates of 2 clients with 1 image and 1 step of sgd" in done.out
+    of_clients = records().query("attack == 'token-separation' and geometry == 'in_place'").set_index("image_sha256")
+    assert sorted(of_clients.batch_images) == [1, 2, 2]
+    assert json.loads(of_clients.conditions.iloc[0])["client"]["clients"] == 2
+    attack(*given, "--set", "client.images=2", "--set", "client.batch_size=2", "--limit", "2")
+    of_batch = records().query("attack == 'token-separation' and geometry == 'in_place'").set_index("image_sha256")
+    assert "clients" not in json.loads(of_batch.conditions.iloc[0])["client"]
+    assert (of_clients.psnr[of_batch.index] - of_batch.psnr).abs().max() < 15  # rounding of stored weights
+    assert (of_clients.explained > 0.9999).all()  # all clients are run again
+    assert of_batch.explained.isna().all()
+
+
 MISTAKES = {
     "name": (("--client", "sdg"), "Unknown client 'sdg'. Did you mean sgd"),
     "steps": (("--client", "sgd", "--set", "client.steps=0"), "client.steps must be at least 1. Found 0."),
@@ -205,6 +224,19 @@ MISTAKES = {
             "--force",
         ),
         "client.images must be at most the number of images, 3. Found 32.",
+    ),
+    "too few for the clients": (
+        ("--client", "sgd", "--set", "client.clients=4", "--attack", "token-separation"),
+        "client.clients times client.images must be at most the number of images, 3. Found 4.",
+    ),
+    "no clients": (("--client", "sgd", "--set", "client.clients=0"), "client.clients must be at least 1. Found 0."),
+    "filters of several": (
+        *(("--client", "sgd", "--set", "client.clients=2", "--setting", "c", "--defense", "gradient-noise"),),
+        "Defense 'gradient-noise' acts on the update of each client, and its mean over client.clients=2 is not",
+    ),
+    "the mean of several": (
+        ("--client", "sgd", "--set", "client.clients=2", "--set", "client.steps=2", "--attack", "patch-update"),
+        "'patch-update' reads the update of one client, and here the mean of client.clients=2 is released.",
     ),
     "preset of a batch": (
         ("--client", "nvflare-default", "--set", "client.epochs=2"),

@@ -90,7 +90,7 @@ DOWNLOADS = {
     "attacks/decoders/networks.py:reconstruct",
     "attacks/decoders/training.py:<dictcomp>",  # the decoder that is kept on disk
     "attacks/tokens/equations.py:distinct",
-    "attacks/updates/round_unrolling.py:_labels",  # the likely labels of a step, which Python tries one by one
+    "attacks/updates/round_unrolling.py:labels_near",  # the likely labels of a step, which Python tries one by one
     "attacks/tokens/grouping.py:assign_groups",
     "attacks/solvers/value_order.py:_assign",
     "attacks/tokens/slots.py:_assign",

@@ -58,6 +58,14 @@ UPDATES: dict[str, dict[str, Any]] = {
         "options": ("client.steps=3", "client.weight_decay=0.05", "client.lr=0.1"),
     },
     "adamw": {"settings": ("a",), "client": "adamw", "options": ("client.steps=2", "client.dropout=0.1")},
+    "means": {
+        "settings": ("a",),
+        "client": "sgd",
+        "options": (
+            *("client.clients=2", "client.steps=2", "client-unrolling.starts=4", "client-unrolling.rounds=2"),
+            "client-unrolling.passes=0",
+        ),
+    },
 }
 """Clients of one image each: order, dropout and label are drawn or private, and behind the update."""
 
@@ -118,9 +126,9 @@ def test_of_features(run: Any, crops: Tensor, case: str) -> None:
 
 @pytest.mark.parametrize("case", UPDATES)
 def test_of_updates(run: Any, crops: Tensor, case: str) -> None:
-    ran = same(run, crops, **UPDATES[case])
+    ran = same(run, crops, together=case == "means", **UPDATES[case])
     own = {"patch-update", "mjp-subspace", "round-unrolling"} if case == "sgd" else {"adam-update"}
-    assert ran == {"patch-gradient", *own}
+    assert ran == ({"client-unrolling"} if case == "means" else {"patch-gradient", *own})
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from privlab.attacks import PatchUpdate
 from privlab.defenses import AdaptiveClipping, ExcludeVars, GradientNoise, GradientPruning, PercentilePrivacy
 from privlab.evaluation.client_updates import explained_by
 from privlab.release import EXPLAINED_RESIDUAL, exact_entries, labels_that_rise, observe_updates, scale_of
-from privlab.release.residual import explained_share, residual
+from privlab.release.residual import explained_share, residual, residual_of_clients
 from privlab.release.update_files import label_of_update
 from privlab.threat import Client, ClientData, GradientDefense, Observation
 from privlab.victims import VictimModel, victim
@@ -38,6 +38,19 @@ def test_the_share_is_that_of_the_square(tiny_model: Model, crops: Tensor) -> No
     assert explained_share(0.5) == 0.75
     assert explained_share(0.0) == 1
     assert explained_share(1.5) == explained_share(float("inf")) == 0
+
+
+def test_all_clients_of_a_mean_are_run_again(tiny_model: Model, crops: Tensor) -> None:
+    """Images in any order explain their mean, each by its own label; one wrong image among them does not."""
+    model, client = tiny_model().float(), replace(ROUND, clients=3)
+    clients = [ClientData(crops[i * 130, None], torch.tensor([2 * i]), torch.Generator()) for i in range(3)]
+    seen = observe_updates(model, client, clients)
+    images, labels = crops[[260, 0, 130]], [[1, 4, 5], [3, 0], [2]]
+    assert residual_of_clients(seen, images, labels) < 1e-3
+    assert residual_of_clients(seen, images, [[1], [0], [2]]) > EXPLAINED_RESIDUAL
+    assert residual_of_clients(seen, crops[[260, 0, 50]], labels) > EXPLAINED_RESIDUAL
+    alone = observe_updates(model, ROUND, clients[:1])
+    assert residual_of_clients(alone, crops[60:61], [[3], [0]][1:]) == residual(alone, crops[60:61], 0)
 
 
 CLIENTS = {

@@ -39,6 +39,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"schedule": "step", "lr_every": 0}, r"client.lr_every must be at least 1. Found 0."),
     ({"schedule": "step", "lr_factor": 0.0}, r"client.lr_factor must be in \(0, 1\]. Found 0."),
     ({"images": 0}, r"client.images must be at least 1. Found 0."),
+    ({"clients": 0}, r"client.clients must be at least 1. Found 0."),
     ({"batch_size": 0}, r"client.batch_size must be at least 1. Found 0."),
     ({"accumulation": 0}, r"client.accumulation must be at least 1. Found 0."),
     ({"clip": 0.0}, r"client.clip must be a finite number > 0. Found 0.0."),

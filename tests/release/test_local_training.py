@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError
-from privlab.defenses import Mjp
+from privlab.defenses import GradientPruning, Mjp
 from privlab.release import as_gradients, observe, observe_updates, rounding_deviation, run_client, trained_parameters
 from privlab.threat import CLIENT_PRESETS, Capability, Client, ClientData, Effects, Feed
 from privlab.victims import VictimModel
@@ -217,6 +217,59 @@ def test_the_mean_of_clients_that_take_one_step_is_the_update_of_one_batch(model
     together = run_client(model, Client(lr=0.1, images=3, batch_size=3), data)
     for name, update in together.items():
         torch.testing.assert_close(torch.stack([each[name] for each in updates]).mean(0), update, rtol=1e-4, atol=1e-6)
+    settings = {"lr": 0.1, "images": 1, "clients": 3}
+    seen, batch = (observe_updates(model, Client(**settings), alone), Client(lr=0.1, images=3, batch_size=3))
+    of_batch = observe_updates(model, batch, [data])
+    assert seen.images_per_release == of_batch.images_per_release == 3
+    assert seen.grants == of_batch.grants
+    assert Client(**settings).gradient_factor == batch.gradient_factor == 0.1
+    for name, update in of_batch.gradients.items():
+        torch.testing.assert_close(seen.gradients[name], update, rtol=1e-4, atol=1e-6)
+
+
+MEANS: dict[str, dict[str, Any]] = {
+    "one image each": {"epochs": 4},
+    "batches of two": {"images": 5, "batch_size": 2, "epochs": 2, "momentum": 0.9, "weight_decay": 0.05},
+    "weights in bf16": {"images": 2, "epochs": 2, "sends": "weights", "sent_as": "bf16"},
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_what_secure_aggregation_shows_is_the_mean_of_plain_loops(model: VictimModel, name: str) -> None:
+    """Each client starts from the same weights, with its own images and draws; the next K make the next release."""
+    settings = {"batch_size": 2, **MEANS[name]}
+    client = Client(lr=0.05, clients=3, **settings)
+    clients = [private(client.images, seed) for seed in range(6)]
+    seen = observe_updates(model, client, clients)
+    assert seen.images_per_release == 3 * client.images
+    given = {key: value for key, value in settings.items() if key not in ("images", "epochs", "batch_size")} | {
+        "lr": 0.05
+    }
+    loops = [plain_loop(model, given, private(client.images, seed), client.epochs or 1) for seed in range(6)]
+    for parameter, update in seen.gradients.items():
+        for release in range(2):
+            a, b, c = (loops[3 * release + k][parameter] for k in range(3))
+            assert torch.equal(update[release], -(a + b + c) / 3)
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_the_mean_of_one_client_is_its_update(model: VictimModel, name: str) -> None:
+    client, seeds = Client(lr=0.05, clients=1, **MEANS[name]), range(2)
+    seen = observe_updates(model, client, [private(client.images, seed) for seed in seeds])
+    for seed in seeds:
+        for parameter, update in run_client(model, client, private(client.images, seed)).items():
+            assert torch.equal(seen.gradients[parameter][seed], -update)
+
+
+def test_a_mean_that_cannot_be_is_one_line(model: VictimModel) -> None:
+    with pytest.raises(PrivlabError, match=r"client.clients=2 updates needs as many clients, or a multiple. Found 3."):
+        observe_updates(model, Client(clients=2), [private(1)] * 3)
+    with pytest.raises(PrivlabError, match=r"client.images=2 needs as many images and labels. Found 1 and 1."):
+        observe_updates(model, Client(clients=2, images=2), [private(2), private(1)])
+    with pytest.raises(
+        PrivlabError, match=r"'gradient-pruning' acts on the update of each client, .* over client.clients=2 is not"
+    ):
+        observe_updates(model, Client(clients=2), [private(1)] * 2, defense=(GradientPruning(),))
 
 
 ONE_STEP: dict[str, Client] = {

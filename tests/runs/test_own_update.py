@@ -146,6 +146,7 @@ def test_an_audit_that_cannot_be_is_refused(vit: VisionTransformer, options: Any
 @pytest.mark.parametrize(
     ("client", "said"),
     [
+        (Client(clients=2), "reads it before it is added to those of others. Found client.clients=2: take 1."),
         (Client(images=2), "needs client.images=1, .* Found client.images=2, .*: give the client's images."),
         (Client(optimiser="adam"), "Found client.images=1, client.optimiser=adam"),
         (Client(dropout=0.1), "client.dropout=0.1"),

@@ -253,14 +253,15 @@ def _how(spec: Specification) -> str:
 def _trained_by(client: Client) -> str:
     """Return a client's images, steps and optimiser, and those other settings that are not the defaults."""
     usual = Client(optimiser=client.optimiser)
-    told = {f.name for f in fields(client)} - {"optimiser", "images", "steps", "epochs"}
+    told = {f.name for f in fields(client)} - {"optimiser", "images", "clients", "steps", "epochs"}
     own = ", ".join(
         f"{f.name} {getattr(client, f.name)}"
         for f in fields(client)
         if f.name in told and (f.name == "lr" or getattr(client, f.name) != getattr(usual, f.name))
     )
     images, steps = some(client.images, "image"), some(client.total_steps, "step")
-    return f"updates of clients with {images} and {steps} of {client.optimiser}, {own}"
+    of = "updates of clients" if client.clients == 1 else f"means of the updates of {client.clients} clients"
+    return f"{of} with {images} and {steps} of {client.optimiser}, {own}"
 
 
 def to_rich(table: pd.DataFrame, metrics: Sequence[str], *, stacked: bool = False) -> Table:
