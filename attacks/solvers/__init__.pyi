@@ -19,6 +19,7 @@ from .grey_levels import patches_of_levels as patches_of_levels
 from .likelihood import Likelihood as Likelihood
 from .limits import too_many as too_many
 from .limits import warn_of_limits as warn_of_limits
+from .low_rank import row_span as row_span
 from .masked_slots import feeds_unknown as feeds_unknown
 from .masked_slots import hides_places as hides_places
 from .masked_slots import masked_slots as masked_slots

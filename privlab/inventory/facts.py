@@ -128,6 +128,14 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "6 to 21 s an image for 68 to 74 tokens of 192, 69 s for 148 (ViT-Ti, 64 and 96 pixels, a busy core).",
         ("rounds",),
     ),
+    "qkv-completion": AttackFacts(
+        "Exact where the entries that are left determine the matrix, and the search finds it, if K + 1 ≤ D − N − p: a "
+        "patch has K values, and there are N patches and p prefix tokens.",
+        "It has no guarantee: the completion may end at a wrong matrix. Most ViTs have more values in a patch than "
+        "channels, K ≥ D, and are outside of its range. Of an update it takes one step.",
+        "25 s an image (`cifar_vit`, 32 pixels, a busy core).",
+        ("clipping",),
+    ),
     "gradient-likelihood": AttackFacts(
         _SEARCH,
         "It was measured on a few images only, and stops far from the most likely image.",
