@@ -377,9 +377,10 @@ DEFENSE_FACTS: Mapping[str, DefenseFacts] = {
         ("published",),
     ),
     "percentile-privacy": DefenseFacts(
-        "Entries that are dropped follow from the others if they are few. It draws nothing, and gives no guarantee.",
+        "Entries that are dropped follow from the others if they are few. Of gradients above its bound the "
+        "embedding's are cut most, and `qkv-completion` reads others. It draws nothing, and gives no guarantee.",
         _GRADIENT,
-        ("filters",),
+        ("filters", "clipping"),
     ),
     "svt-privacy": DefenseFacts(
         "The noise of what is sent depends on `noise` and `gamma` alone: a large `noise` makes it small.",
