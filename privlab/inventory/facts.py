@@ -133,7 +133,7 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "patch has K values, and there are N patches and p prefix tokens.",
         "It has no guarantee: the completion may end at a wrong matrix. Most ViTs have more values in a patch than "
         "channels, K ≥ D, and are outside of its range. Of an update it takes one step.",
-        "25 s an image (`cifar_vit`, 32 pixels, a busy core).",
+        "25 to 92 s an image, with the load of the cores (`cifar_vit`, 32 pixels).",
         ("clipping",),
     ),
     "gradient-likelihood": AttackFacts(

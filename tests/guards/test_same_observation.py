@@ -28,6 +28,7 @@ DEARER = {
         "spear",
     ),
     "orthogonal-matching",
+    "qkv-completion",
     *(name for name in OF_FEATURES if name.startswith("inversion-")),
 }
 BREACHING = {name for name in ATTACKS if name.startswith("breaching:")}  # each of them: hours; see the test below
@@ -124,6 +125,7 @@ def test_of_attacks_that_are_asked_for(run: Any, small: Callable[..., Victim], c
     given |= {"victim": small(act_layer=nn.ReLU)} if name == "spear" else {}
     given |= {"defense": "mjp+gradient-noise"} if name == "gradient-likelihood" else {}
     given = {"defense": "censor"} if name == "orthogonal-matching" else given
+    given = {"defense": "percentile-privacy"} if name == "qkv-completion" else given
     assert same(run, crops, attacks=(name,), **given) == {name}
 
 
