@@ -27,9 +27,9 @@ from .gradients.patch_gradient import PatchGradient as PatchGradient
 from .gradients.patch_gradient_adaptive import PatchGradientAdaptive as PatchGradientAdaptive
 from .gradients.patch_gradient_prior import PatchGradientPrior as PatchGradientPrior
 from .gradients.patch_update import PatchUpdate as PatchUpdate
-from .gradients.qkv_completion import QkvCompletion as QkvCompletion
 from .gradients.token_separation import TokenSeparation as TokenSeparation
 from .published.orthogonal_matching import OrthogonalMatching as OrthogonalMatching
+from .published.qkv_completion import QkvCompletion as QkvCompletion
 from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks
 from .updates.round_unrolling import RoundUnrolling as RoundUnrolling

@@ -27,7 +27,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "mjp-full": "privlab.attacks.gradients.mjp_full:MjpFull",
         "token-separation": "privlab.attacks.gradients.token_separation:TokenSeparation",
         "round-unrolling": "privlab.attacks.updates.round_unrolling:RoundUnrolling",
-        "qkv-completion": "privlab.attacks.gradients.qkv_completion:QkvCompletion",
+        "qkv-completion": "privlab.attacks.published.qkv_completion:QkvCompletion",
         "gradient-likelihood": "privlab.attacks.gradients.gradient_likelihood:GradientLikelihood",
         "orthogonal-matching": "privlab.attacks.published.orthogonal_matching:OrthogonalMatching",
         "gradient-matching": "privlab.attacks.gradients.gradient_matching:GradientMatching",

@@ -19,7 +19,6 @@ from .grey_levels import patches_of_levels as patches_of_levels
 from .likelihood import Likelihood as Likelihood
 from .limits import too_many as too_many
 from .limits import warn_of_limits as warn_of_limits
-from .low_rank import row_span as row_span
 from .masked_slots import feeds_unknown as feeds_unknown
 from .masked_slots import hides_places as hides_places
 from .masked_slots import masked_slots as masked_slots
@@ -30,6 +29,7 @@ from .masked_slots import slot_rows as slot_rows
 from .masked_slots import zero_rows as zero_rows
 from .missing_entries import MOST_MISSING as MOST_MISSING
 from .missing_entries import complete as complete
+from .missing_entries import row_span as row_span
 from .noisy_gradients import NoisyGradients as NoisyGradients
 from .noisy_gradients import posterior as posterior
 from .prior import EDGE_WIDTH as EDGE_WIDTH

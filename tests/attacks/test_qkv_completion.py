@@ -8,9 +8,9 @@ from torch import Generator, Tensor
 from torch.testing import assert_close
 
 from privlab.attacks import PatchGradientAdaptive, QkvCompletion
-from privlab.attacks.gradients.qkv_completion import _patches
+from privlab.attacks.published.qkv_completion import _patches
 from privlab.attacks.solvers import row_span
-from privlab.attacks.solvers.low_rank import _fit, _step
+from privlab.attacks.solvers.missing_entries import _fit, _step_of_span
 from privlab.base import PrivlabError, draw_for
 from privlab.defenses import GradientNoise, Mjp, PercentilePrivacy
 from privlab.metrics import psnr
@@ -83,7 +83,7 @@ def test_the_step_is_that_of_dense_algebra() -> None:
     J = torch.stack(columns, 1)
     damped = damping * (δ.mT @ δ).diagonal().mean() * torch.eye(T.numel()).double()
     wanted = torch.linalg.solve(J.mT @ J + damped, J.mT @ (mask * (G - δ @ T)).flatten())
-    assert_close(_step(mask, T, fit, damping, 400).flatten(), wanted, rtol=1e-4, atol=1e-7)
+    assert_close(_step_of_span(mask, T, fit, damping, 400).flatten(), wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_patches_of_a_known_span_are_exact(tiny_model: Model) -> None:
