@@ -30,6 +30,7 @@ from .gradients.patch_gradient_prior import PatchGradientPrior as PatchGradientP
 from .gradients.patch_update import PatchUpdate as PatchUpdate
 from .gradients.token_separation import TokenSeparation as TokenSeparation
 from .published.orthogonal_matching import OrthogonalMatching as OrthogonalMatching
+from .published.qkv_completion import QkvCompletion as QkvCompletion
 from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks
 from .updates.adapter_separation import AdapterSeparation as AdapterSeparation

@@ -29,6 +29,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "adapter-separation": "privlab.attacks.updates.adapter_separation:AdapterSeparation",
         "round-unrolling": "privlab.attacks.updates.round_unrolling:RoundUnrolling",
         "client-unrolling": "privlab.attacks.updates.client_unrolling:ClientUnrolling",
+        "qkv-completion": "privlab.attacks.published.qkv_completion:QkvCompletion",
         "gradient-likelihood": "privlab.attacks.gradients.gradient_likelihood:GradientLikelihood",
         "orthogonal-matching": "privlab.attacks.published.orthogonal_matching:OrthogonalMatching",
         "gradient-matching": "privlab.attacks.gradients.gradient_matching:GradientMatching",

@@ -29,6 +29,7 @@ from .masked_slots import slot_rows as slot_rows
 from .masked_slots import zero_rows as zero_rows
 from .missing_entries import MOST_MISSING as MOST_MISSING
 from .missing_entries import complete as complete
+from .missing_entries import row_span as row_span
 from .noisy_gradients import NoisyGradients as NoisyGradients
 from .noisy_gradients import posterior as posterior
 from .prior import EDGE_WIDTH as EDGE_WIDTH

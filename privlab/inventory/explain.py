@@ -320,7 +320,14 @@ def _victim(name: str) -> str:
 
 def _defended(knows: frozenset[str]) -> str:
     """Return the option of an example that puts a defense which the attack knows in its way."""
-    shown = ("column-permutation", "row-permutation", "gradient-pruning", "block-scrambling", "censor")
+    shown = (
+        "column-permutation",
+        "row-permutation",
+        "gradient-pruning",
+        "block-scrambling",
+        "censor",
+        "percentile-privacy",
+    )
     undefended = " --setting c" if "mjp" in knows else ""
     return next((f" --defense {name}" for name in shown if name in knows), undefended)
 

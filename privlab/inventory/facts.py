@@ -146,6 +146,14 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "10 to 60 s for two images (ViT-Ti, 64 and 96 pixels, a busy core).",
         ("clients", "rounds"),
     ),
+    "qkv-completion": AttackFacts(
+        "Exact where the entries that are left determine the matrix, and the search finds it, if K + 1 ≤ D − N − p: a "
+        "patch has K values, and there are N patches and p prefix tokens.",
+        "It has no guarantee: the completion may end at a wrong matrix. Most ViTs have more values in a patch than "
+        "channels, K ≥ D, and are outside of its range. Of an update it takes one step.",
+        "25 to 92 s an image, with the load of the cores (`cifar_vit`, 32 pixels).",
+        ("clipping",),
+    ),
     "gradient-likelihood": AttackFacts(
         _SEARCH,
         "It was measured on a few images only, and stops far from the most likely image.",
@@ -393,9 +401,10 @@ DEFENSE_FACTS: Mapping[str, DefenseFacts] = {
         ("published",),
     ),
     "percentile-privacy": DefenseFacts(
-        "Entries that are dropped follow from the others if they are few. It draws nothing, and gives no guarantee.",
+        "Entries that are dropped follow from the others if they are few. Of gradients above its bound the "
+        "embedding's are cut most, and `qkv-completion` reads others. It draws nothing, and gives no guarantee.",
         _GRADIENT,
-        ("filters",),
+        ("filters", "clipping"),
     ),
     "svt-privacy": DefenseFacts(
         "The noise of what is sent depends on `noise` and `gamma` alone: a large `noise` makes it small.",

@@ -159,6 +159,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "MLP. The attack sorts them into images, runs the client of each again, and takes it off.",
         ("tokens of all first steps", "sort into images, by attention", "run each client again, take it off"),
     ),
+    "qkv-completion": Idea(
+        "A filter cuts or drops some entries of the gradient, but the matrix of the first block's queries, keys and "
+        "values has only as many independent rows as there are tokens. So the missing entries follow from the others. "
+        "Every token must lie in the span of the completed rows, which is a linear equation for each patch by itself.",
+        ("keep the exact entries", "complete to rank N + p", "solve for each patch in the span"),
+    ),
     "gradient-likelihood": Idea(
         "The attack knows how the defense of a gradient clips, what noise it adds and which entries it drops. So it "
         "can say how likely the released gradient is for any image. It searches for the image under which the "

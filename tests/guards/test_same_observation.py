@@ -29,6 +29,7 @@ DEARER = {
     ),
     "orthogonal-matching",
     "adapter-separation",
+    "qkv-completion",
     *(name for name in OF_FEATURES if name.startswith("inversion-")),
 }
 BREACHING = {name for name in ATTACKS if name.startswith("breaching:")}  # each of them: hours; see the test below
@@ -140,6 +141,7 @@ def test_of_attacks_that_are_asked_for(run: Any, small: Callable[..., Victim], c
     given |= {"defense": "mjp+gradient-noise"} if name == "gradient-likelihood" else {}
     given = {"defense": "censor"} if name == "orthogonal-matching" else given
     given = ADAPTERS if name == "adapter-separation" else given
+    given = {"defense": "percentile-privacy"} if name == "qkv-completion" else given
     assert same(run, crops, attacks=(name,), **given) == {name}
 
 
