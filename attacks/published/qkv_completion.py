@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from privlab.attacks.solvers import hides_places, row_span
+from privlab.attacks.solvers import hides_places, ridge_inverse, row_span
 from privlab.base import PrivlabError, check_range
 from privlab.release import errors_of_filters
 from privlab.threat import Capability, Observation
@@ -114,4 +114,4 @@ def _patches(model: VictimModel, T: Float[Tensor, "r d"]) -> Float[Tensor, "n k"
     Q = torch.linalg.svd(T).Vh[len(T) :]
     equations = torch.cat([Q @ (γ[:, None] * (W - W.mean(0))), (Q @ β)[:, None]], 1)
     sides = Q @ (γ * (e - e.mean(1, keepdim=True))).mT
-    return -torch.linalg.lstsq(equations, sides, driver="gelsd").solution[:-1].mT
+    return -(ridge_inverse(equations, rtol=0.0) @ sides)[:-1].mT

@@ -14,6 +14,7 @@ from privlab.attacks import attacks
 from privlab.base import PrivlabError, configure, read_options, unknown_name
 from privlab.defenses import BlockScrambling, Blur, GradientNoise, RowPermutation, Undefended, defenses
 from privlab.evaluation import attack_batch
+from privlab.evaluation import unread as unread_by
 from privlab.metrics import METRICS, Metric
 from privlab.release import observe, observe_features, observe_updates, released_parameters, send
 from privlab.threat import (
@@ -23,14 +24,19 @@ from privlab.threat import (
     ClientData,
     Draws,
     FeatureObservation,
+    GradientDefense,
     Observation,
     Stack,
+    acts_on,
     attack_declarations,
 )
 from privlab.victims import VictimModel
 from privlab.victims.model import april_twin
 
 __all__ = ["admit_any", "admit_attack", "admit_metric"]
+
+RANK = 40
+"""The width of adapters in which a release is tried: above twice the tokens of the small victim."""
 
 Seen = Observation | FeatureObservation
 
@@ -79,7 +85,8 @@ def admit_attack(
     """Try an installed attack on a small victim, as a run would.
 
     `declared`: its name, paper, capabilities, parameters and what else it declares are there, and of their types.
-    `granted`: some release of the victim grants what it requires: plain or noisy gradients, or features. `returns`: it
+    `granted`: some release of the victim grants what it requires: plain gradients, those behind a
+    defense that it knows, or features. `returns`: it
     returns an image in [0, 1] for each that was released. `untouched`: it changes neither the victim nor the release.
     `same-seen`: the same observation gives the same images. After a failed check what stands on it is left out.
 
@@ -155,11 +162,12 @@ def _missing_declarations(name: str, kind: type[Any]) -> Iterator[str]:
 def _try_attack(attack: Any, victim: VictimModel, seed: int) -> Iterator[Check]:  # noqa: ANN401
     """Yield what comes of an attack on the first release that grants what it requires."""
     missing: list[frozenset[Capability]] = []
-    for release in _releases(victim, seed):
+    for release in _releases(victim, _filter_for(attack), seed):
         seen = release()
         lacking = attack.requires - seen.grants
         unread = {*attack_declarations(attack).parameters} - {"*", *released_parameters(seen.model)}
-        if not lacking and (isinstance(seen, FeatureObservation) or not unread):
+        unread = () if isinstance(seen, FeatureObservation) else unread
+        if not lacking and not unread and _reads(attack, seen):
             yield Check.at_most("granted", 0.0, 0.0, "capabilities that it requires, and this victim cannot grant")
             yield from _run(attack, seen)
             return
@@ -169,7 +177,18 @@ def _try_attack(attack: Any, victim: VictimModel, seed: int) -> Iterator[Check]:
     yield Check.at_most("granted", float(max(len(least), 1)), 0.0, f"not granted by this victim: {what}")
 
 
-def _releases(victim: VictimModel, seed: int) -> Iterator[Callable[[], Seen]]:
+def _reads(attack: Any, seen: Seen) -> bool:  # noqa: ANN401
+    return isinstance(seen, FeatureObservation) or unread_by(attack, seen.client) is None
+
+
+def _filter_for(attack: Any) -> GradientDefense:  # noqa: ANN401
+    """Return a defense of gradients that an attack knows: noise, unless it knows others alone."""
+    known = [name for name in sorted(attack_declarations(attack).knows) if name in defenses()]
+    others = [name for name in known if acts_on(defenses()[name]) == "gradients"]
+    return GradientNoise() if GradientNoise.name in known or not others else defenses()[others[0]]()
+
+
+def _releases(victim: VictimModel, noisy: GradientDefense, seed: int) -> Iterator[Callable[[], Seen]]:
     """Yield what makes each observation on which an attack may be tried."""
     images = photographs(victim)[:2].to(victim.mean)
     labels = torch.arange(2) % victim.vit.num_classes
@@ -180,9 +199,9 @@ def _releases(victim: VictimModel, seed: int) -> Iterator[Callable[[], Seen]]:
     def gradients(model: VictimModel, *defense: Any) -> Observation:  # noqa: ANN401
         return observe(model, images, labels, sorted(released_parameters(model)), defense, [draw(0), draw(1)])
 
-    def update() -> Observation:
+    def update(client: Client) -> Observation:
         one_by_one = zip(images.split(1), labels.split(1), (draw(0), draw(1)), strict=True)
-        return observe_updates(victim, Client(), [ClientData(*each) for each in one_by_one])
+        return observe_updates(victim, client, [ClientData(*each) for each in one_by_one])
 
     def encrypted() -> Observation:
         stack = Stack((BlockScrambling(),))
@@ -197,8 +216,9 @@ def _releases(victim: VictimModel, seed: int) -> Iterator[Callable[[], Seen]]:
 
     yield lambda: gradients(victim)
     yield lambda: gradients(april_twin(victim))
-    yield lambda: gradients(victim, GradientNoise())
-    yield update
+    yield lambda: gradients(victim, noisy)
+    for client in (Client(), Client("adamw"), Client(trains="adapters", rank=RANK), Client(clients=2, steps=2)):
+        yield lambda client=client: update(client)
     yield lambda: features(Undefended())
     yield lambda: features(RowPermutation())
     yield lambda: features(Blur(sigma=1.0))

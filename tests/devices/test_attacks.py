@@ -68,6 +68,13 @@ CASES: dict[str, dict[str, Any]] = {
         "attacks": ("adapter-separation",),
         "options": ("client.trains=adapters", "client.rank=40"),
     },
+    "means": {
+        "client": "sgd",
+        "settings": ("a",),
+        "attacks": ("client-unrolling",),
+        "options": ("client.clients=2", "client.steps=1"),
+    },
+    "cut": {"defense": "percentile-privacy", "attacks": ("qkv-completion",)},
     "relu": {"client": "sgd", "settings": ("a",), "attacks": ("spear",)},
     "rows": {"defense": "row-permutation"},
     "columns": {"defense": "row-permutation+column-permutation"},
@@ -91,6 +98,8 @@ DOWNLOADS = {
     "attacks/decoders/training.py:<dictcomp>",  # the decoder that is kept on disk
     "attacks/tokens/equations.py:distinct",
     "attacks/updates/round_unrolling.py:labels_near",  # the likely labels of a step, which Python tries one by one
+    "attacks/tokens/context.py:missing",  # the places of tokens, which Python sorts
+    "attacks/tokens/grouping.py:_by_slot",
     "attacks/tokens/grouping.py:assign_groups",
     "attacks/solvers/value_order.py:_assign",
     "attacks/tokens/slots.py:_assign",
