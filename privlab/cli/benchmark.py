@@ -164,7 +164,7 @@ def verify(result: Path, count: int, public: str | None, weights: str, as_json: 
         return
     signed = f"signed by {found.signer[:16]}…" if found.signer else "not signed by a key: its hash shows edits alone"
     click.echo(
-        f"{found.name} ({found.track}): {found.scores} scores again, at most {found.apart:g} apart (tolerance "
+        f"{found.name} ({found.track}): {found.scores} scores again, {found.apart:g} apart on average (tolerance "
         f"{found.tolerance:g}); {signed}"
     )
 

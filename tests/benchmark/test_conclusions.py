@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from privlab.base import PrivlabError
-from privlab.benchmark import entries, standings
+from privlab.benchmark import entries, read_card, standings
 from privlab.benchmark.entries import PACKAGE
 from privlab.benchmark.judged import check_concluded, conclude
-from privlab.benchmark.results import read_result, write_result
+from privlab.benchmark.results import from_rows, read_result, to_rows, write_result
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -47,6 +47,22 @@ def test_edited_conclusions_fail_whatever_the_hash_says(
     tmp_path: Path, cli: Callable[..., Any], change: Change, said: str
 ) -> None:
     assert said in cli("benchmark", "verify", edited(tmp_path, change)).error
+
+
+def test_rows_that_were_edited_with_their_conclusions_are_measured_again(
+    tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    """A score that is 3 dB lower everywhere, and all that follows from it."""
+
+    def lower(data: dict[str, Any]) -> None:
+        rows = from_rows(data["rows"])
+        rows["psnr"] -= 3
+        data["rows"] = to_rows(rows)
+        data["judged"] = conclude(read_card(PACKAGE / "cards/gradients-quantisation.toml"), from_rows(data["rows"]))
+
+    said = cli("benchmark", "verify", edited(tmp_path, lower)).error
+    assert "the worst case of 2 photographs is " in said
+    assert "They may differ by 0.5." in said
 
 
 def test_the_list_has_the_words_of_the_rows(tmp_path: Path) -> None:
