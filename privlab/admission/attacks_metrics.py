@@ -27,7 +27,6 @@ from privlab.threat import (
     GradientDefense,
     Observation,
     Stack,
-    acts_on,
     attack_declarations,
 )
 from privlab.victims import VictimModel
@@ -183,9 +182,9 @@ def _reads(attack: Any, seen: Seen) -> bool:  # noqa: ANN401
 
 def _filter_for(attack: Any) -> GradientDefense:  # noqa: ANN401
     """Return a defense of gradients that an attack knows: noise, unless it knows others alone."""
-    known = [name for name in sorted(attack_declarations(attack).knows) if name in defenses()]
-    others = [name for name in known if acts_on(defenses()[name]) == "gradients"]
-    return GradientNoise() if GradientNoise.name in known or not others else defenses()[others[0]]()
+    known = [defenses()[name]() for name in sorted(attack_declarations(attack).knows) if name in defenses()]
+    others = [each for each in known if isinstance(each, GradientDefense)]
+    return next((each for each in others if each.name == GradientNoise.name), (others or [GradientNoise()])[0])
 
 
 def _releases(victim: VictimModel, noisy: GradientDefense, seed: int) -> Iterator[Callable[[], Seen]]:
