@@ -64,7 +64,10 @@ def benchmark() -> None:
 @click.option("--entries", "folders", multiple=True, type=_FILE, help="A folder with results of your own; repeat it.")
 @common
 def list_(track: str | None, folders: tuple[Path, ...], as_json: bool) -> None:
-    """Show the entries: those with a rank first, the least leakage first. --json has the reasons in full."""
+    """Show the entries: those with a rank first, the least leakage first.
+
+    The column "unreliable" has the heads of the reasons; --json has them in full.
+    """
     from privlab.base import check_name
     from privlab.benchmark import TRACKS, entries, standings
 

@@ -241,7 +241,7 @@ def test_a_score_that_rests_on_an_attack_of_few_photographs_has_no_rank() -> Non
     few = attack.rows.loc[attack.rows.image_sha256.isin(photographs("bundled"))]
     fewer = replace(attack, data={**attack.data, "judged": conclude(attack.card, few), "rows": to_rows(few)})
     for used, rank, reasons in (
-        (attack, 4, ()),
+        (attack, 5, ()),
         (fewer, None, ("few photographs: 14 of 64 by an attack that knows the defense",)),
     ):
         rows = standings([used if each is attack else each for each in given])

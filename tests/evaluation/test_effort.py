@@ -25,7 +25,7 @@ GRADIENTS = {
 }
 FEATURES = {
     "quick": {*("class-token-key", "pe-assignment", "border-jigsaw", "row-alignment", "column-statistics")}
-    | {"least-squares"},
+    | {"least-squares", "map-inversion"},
     "standard": {"feature-optimisation"},
     "full": {"inversion-conv", "inversion-mae", "inversion-set", "inversion-token"},
 }
