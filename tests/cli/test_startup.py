@@ -25,7 +25,10 @@ IMAGES = LIGHT | {"numpy", "PIL"}
 NOT_THERE = [
     ("attack --model nope --setting c", "Unknown model 'nope'. Did you mean vit_s_nope"),
     ("attack --model vit_ti,swin_t", "This needs a plain ViT, timm's VisionTransformer. Found swin_t"),
-    ("attack --model vit_ti --attack april,xyz", "Unknown attack 'xyz'. Choose from: adam-update, adapter-separation, "),
+    (
+        "attack --model vit_ti --attack april,xyz",
+        "Unknown attack 'xyz'. Choose from: adam-update, adapter-separation, ",
+    ),
     ("attack --model vit_ti --defense row-permutation+nope", "Unknown defense 'nope'."),
     ("attack --model vit_ti --defense row-permutation+auto", "Unknown defense 'auto'."),
     ("attack --model vit_ti --metrics psnr,nope", "Unknown metric 'nope'. Choose from: correlation, "),
