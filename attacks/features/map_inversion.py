@@ -58,8 +58,8 @@ class MapInversion:
 
     def __call__(self, seen: FeatureObservation) -> Reconstruction:
         """Reconstruct the images that the client embedded."""
-        model, σ = seen.model, effects(seen).noise_std
-        placing = effects(seen).rows != "kept" and Capability.POSITION_EMBEDDINGS in seen.grants
+        model, done = seen.model, effects(seen)
+        σ, placing = done.noise_std, done.rows != "kept" and Capability.POSITION_EMBEDDINGS in seen.grants
         if σ == 0:
             return (PEAssignment() if placing else LeastSquares())(seen)
         warn_of_moves(self.name, seen, rows=placing)

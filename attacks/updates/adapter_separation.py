@@ -23,8 +23,8 @@ from privlab.attacks.tokens import (
     projection,
     separate_inputs,
 )
+from privlab.attacks.updates.round_unrolling import mirrored
 from privlab.base import PrivlabError, PrivlabWarning, draw_for
-from privlab.images.photographs import photographs
 from privlab.release import as_gradients
 from privlab.threat import Capability, Client, Observation, Reconstruction
 from privlab.victims import PreNormBlock, VictimModel, first_block, why_no_plain_block
@@ -195,7 +195,4 @@ def _mlp(block: PreNormBlock) -> tuple[Mlp, Float[Tensor, " d"]]:
 @torch.no_grad()
 def _inputs_of_photographs(seen: Observation, block: PreNormBlock) -> Float[Tensor, "m t d"]:
     """Return what the first MLP reads of the bundled photographs and their mirror images."""
-    model = seen.model
-    images = photographs(model.image_shape[1:], seen.photographs, model.image_shape[0]).to(model.mean)
-    images = torch.cat([images, images.flip(2), images.flip(3), images.flip(2, 3)])
-    return torch.stack([block.norm2(z + block.attention(z)) for z in model.embed(images).double()])
+    return torch.stack([block.norm2(z + block.attention(z)) for z in seen.model.embed(mirrored(seen)).double()])

@@ -37,7 +37,7 @@ from privlab.release import each_release, replay
 from privlab.threat import Capability, Client, Observation, Reconstruction
 from privlab.victims import VictimModel, first_block
 
-__all__ = ["RoundUnrolling", "beyond_rank", "bundled", "labels_near", "no_tokens"]
+__all__ = ["RoundUnrolling", "beyond_rank", "bundled", "labels_near", "mirrored", "no_tokens"]
 
 _PE, _PATCH_WEIGHT, _HEAD = "pos_embed", "patch_embed.proj.weight", "head.weight"
 
@@ -313,10 +313,19 @@ def bundled(seen: Observation, draw: torch.Generator) -> Float[Tensor, "i c h w"
         seen: the observation, which says which photographs may be used.
         draw: generator of their order.
     """
+    images = mirrored(seen)
+    return images[torch.randperm(len(images), generator=draw).to(images.device)]
+
+
+def mirrored(seen: Observation) -> Float[Tensor, "i c h w"]:
+    """Return the bundled photographs and their mirror images.
+
+    Args:
+        seen: the observation, which says which photographs may be used.
+    """
     model = seen.model
     images = photographs(model.image_shape[1:], seen.photographs, model.image_shape[0]).to(model.mean)
-    images = torch.cat([images, images.flip(2), images.flip(3), images.flip(2, 3)])
-    return images[torch.randperm(len(images), generator=draw).to(images.device)]
+    return torch.cat([images, images.flip(2), images.flip(3), images.flip(2, 3)])
 
 
 def labels_near(

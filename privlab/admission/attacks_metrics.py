@@ -13,8 +13,7 @@ from privlab.admission.claims import Check
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, configure, read_options, unknown_name
 from privlab.defenses import BlockScrambling, Blur, GradientNoise, RowPermutation, Undefended, defenses
-from privlab.evaluation import attack_batch
-from privlab.evaluation import unread as unread_by
+from privlab.evaluation import attack_batch, unread
 from privlab.metrics import METRICS, Metric
 from privlab.release import observe, observe_features, observe_updates, released_parameters, send
 from privlab.threat import (
@@ -84,10 +83,10 @@ def admit_attack(
     """Try an installed attack on a small victim, as a run would.
 
     `declared`: its name, paper, capabilities, parameters and what else it declares are there, and of their types.
-    `granted`: some release of the victim grants what it requires: plain gradients, those behind a
-    defense that it knows, or features. `returns`: it
-    returns an image in [0, 1] for each that was released. `untouched`: it changes neither the victim nor the release.
-    `same-seen`: the same observation gives the same images. After a failed check what stands on it is left out.
+    `granted`: some release of the victim grants what it requires: plain gradients, those behind a defense that it
+    knows, updates, or features. `returns`: it returns an image in [0, 1] for each that was released. `untouched`: it
+    changes neither the victim nor the release. `same-seen`: the same observation gives the same images. After a failed
+    check what stands on it is left out.
 
     Args:
         name: of the attack.
@@ -164,9 +163,7 @@ def _try_attack(attack: Any, victim: VictimModel, seed: int) -> Iterator[Check]:
     for release in _releases(victim, _filter_for(attack), seed):
         seen = release()
         lacking = attack.requires - seen.grants
-        unread = {*attack_declarations(attack).parameters} - {"*", *released_parameters(seen.model)}
-        unread = () if isinstance(seen, FeatureObservation) else unread
-        if not lacking and not unread and _reads(attack, seen):
+        if not lacking and _reads(attack, seen):
             yield Check.at_most("granted", 0.0, 0.0, "capabilities that it requires, and this victim cannot grant")
             yield from _run(attack, seen)
             return
@@ -177,7 +174,11 @@ def _try_attack(attack: Any, victim: VictimModel, seed: int) -> Iterator[Check]:
 
 
 def _reads(attack: Any, seen: Seen) -> bool:  # noqa: ANN401
-    return isinstance(seen, FeatureObservation) or unread_by(attack, seen.client) is None
+    """Return whether an attack reads a release: features, or gradients or updates that have what it names."""
+    if isinstance(seen, FeatureObservation):
+        return True
+    released = {*attack_declarations(attack).parameters} <= {"*", *released_parameters(seen.model)}
+    return released and unread(attack, seen.client) is None
 
 
 def _filter_for(attack: Any) -> GradientDefense:  # noqa: ANN401

@@ -111,9 +111,11 @@ def checks_of(card: Card, weights: str) -> tuple[Check, ...]:
         return ()
     found: list[Check] = []
     own_victim = card.of.victim(card.victim_name)
-    model = victim(own_victim.name, weights=weights, img_size=own_victim.img_size).model
     for part in instances(card):
-        own = admit(part, model) if card.kind == "defense" else admit_attack(part.name, options_of(part))
+        if card.kind == "attack":
+            own = admit_attack(part.name, options_of(part))
+        else:
+            own = admit(part, victim(own_victim.name, weights=weights, img_size=own_victim.img_size).model)
         for check in own:
             if not check.passed and check.name in REFUSING:
                 raise PrivlabError(
