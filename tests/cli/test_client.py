@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def test_an_update_is_attacked_scored_and_recorded(attack: Cli, records: Callabl
     assert set(frame.release) == {"update"}
     assert set(frame.attack) == {"patch-update", "patch-gradient", "mjp-subspace", *CONTROLS}
     told = [json.loads(text)["client"] for text in frame.conditions]
-    assert all(each == asdict(Client(lr=0.1, steps=3)) for each in told)
+    assert all(Client(**each) == Client(lr=0.1, steps=3) for each in told)
     assert (frame[frame.attack == "patch-update"].psnr > 60).all()
     assert frame[frame.attack.isin(CONTROLS)].psnr.max() < 40
     assert {row["attack"]: row["n"] for row in done["rows"]}["patch-update"] == 2

@@ -13,8 +13,9 @@ import pytest
 
 from privlab.attacks import ATTACKS
 from privlab.base import PrivlabError
+from privlab.cli.attack import attack
 from privlab.defenses import DEFENSES
-from privlab.evaluation import applicable
+from privlab.evaluation import Specification, applicable
 from privlab.inventory.explain import explain, known, parse_docstring
 from privlab.inventory.facts import ATTACK_FACTS, DEFENSE_FACTS, FLAG_MEANINGS, METRIC_MEANINGS
 from privlab.inventory.measured import describe, measured
@@ -70,13 +71,12 @@ NOBODY = "No attack declares that it does."
 @pytest.mark.filterwarnings("ignore::privlab.base.warnings.PrivlabWarning")
 @pytest.mark.parametrize("name", [*ATTACKS, *DEFENSES])
 def test_the_example_of_a_page_runs_what_it_names(name: str, victims: Callable[[str], Victim]) -> None:
-    words = shlex.split(explain(name).sections["Example"])
-    given = {option.removeprefix("--"): value for option, value in zip(words[2::2], words[3::2], strict=True)}
-    model, attack, setting = given.pop("model"), given.pop("attack", None), given.pop("setting", None)
-    given.pop("limit", None)
-    groups, _ = applicable(specify(model, setting, attack=attack, images="samples", **given), victims(model))
+    given = attack.make_context("attack", shlex.split(explain(name).sections["Example"])[2:]).params
+    options = {key: value for key, value in given.items() if key in {each.name for each in fields(Specification)}}
+    spec = specify(given["model"], given["setting"], attack=given["attack"], **options | {"options": given["options_"]})
+    groups, _ = applicable(spec, victims(given["model"]))
     running = {each.name for group in groups for each in group.attacks}
-    assert attack in running if attack else running
+    assert given["attack"] in running if given["attack"] else running
 
 
 @pytest.fixture(scope="session")
