@@ -251,7 +251,7 @@ def _shown(
             raise PrivlabError(
                 "adam-update needs an optimiser that begins the round with a fresh state. Found a weight that moved by "
                 f"{float(M.abs().max()):.3g}, and a fresh state moves it by {most:.3g} at most: the state was carried, "
-                "or client.lr is another one."
+                "or client.lr or client.weight_decay is another one."
             )
     spread = 0.0
     if client.total_steps > 1:

@@ -139,6 +139,12 @@ class PatchUpdate:
         warn_of_limits(self.name, slot_gradients(seen), most=seen.model.vit.embed_dim - 1)
         releases = each_release(seen)
         stack, errors = Stack(tuple(seen.defense)), errors_of_filters(seen, (_PE, _PROJECTION))
+        nothing = [name for name in (_PE, _PROJECTION) if not all(update[name].any() for update in releases)]
+        if stack.on_gradients and nothing:
+            raise PrivlabError(
+                f"{self.name} has nothing to solve for: the filter left no entry of {' and '.join(nothing)}. That it "
+                "does not apply is no evidence of privacy."
+            )
         scaled = scales(stack.on_gradients)
         if any(bool(variance.any()) for of_one in errors for variance in of_one.values()):
             found = [self._behind(seen.model, client, *of_one, scaled) for of_one in zip(releases, errors, strict=True)]
@@ -164,11 +170,6 @@ class PatchUpdate:
             errors: the variances that the filters state of the embedding's entries.
             scaled: whether a filter scales the update.
         """
-        if nothing := [name for name in (_PE, _PROJECTION) if not update[name].any()]:
-            raise PrivlabError(
-                f"{self.name} has nothing to solve for: the filter left no entry of {' and '.join(nothing)}. That it "
-                "does not apply is no evidence of privacy."
-            )
         moved = without_decay(model, update, self._lost(model, client, update, scaled=scaled))
         rounding = rounding_of_embedding(model, client, update)
         A, dA, vA = (slot_rows(model, each[_PE]) for each in (moved, rounding, errors))

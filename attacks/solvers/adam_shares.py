@@ -1,7 +1,7 @@
 """What Adam's share of a full step tells: signs, the magnitude of small entries, and two matrices of such a product."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from privlab.patches import patchify
 from privlab.threat import Client
 from privlab.victims import VictimModel
 
-__all__ = ["Shown", "expected_excess", "largest_step", "misfit", "shown_by_adam", "signed_product"]
+__all__ = ["Shown", "expected_excess", "largest_step", "least_step", "misfit", "shown_by_adam", "signed_product"]
 
 _TOLERANCES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Errors that ∂ℓ/∂W is allowed, in units of its channels' mean magnitude, from the first stage of the search on."""
@@ -72,14 +72,34 @@ def largest_step(client: Client) -> float:
 
     Source: Adam (Kingma and Ba, ICLR 2015), Algorithm 1; AdamW moves alike.
     """
-    most = 0.0
-    for t, rate in enumerate(client.rates, 1):
+    return sum(
+        rate * math.sqrt(sum(a * a / b if b else math.inf for a, b in shares if a))
+        for rate, shares in zip(client.rates, _shares(client), strict=True)
+    )
+
+
+def least_step(client: Client) -> float:
+    """Return the least that a fresh state of Adam moves a weight if its gradients have one sign: Σ_t η_t min_i a_ti / √b_ti.
+
+    Step t moves it by η_t Σ_i a_ti |g_i| / ‖y‖ with y_i = √b_ti |g_i|, and Σ_i y_i ≥ ‖y‖. It is η for one step. ε is left
+    out: it is as nothing to larger gradients. AdamW's decay takes a share of all that at most (`kept_share`).
+
+    Source: as of `largest_step`.
+    """
+    return client.kept_share * sum(
+        rate * min(a / math.sqrt(b) for a, b in shares if b)
+        for rate, shares in zip(client.rates, _shares(client), strict=True)
+    )
+
+
+def _shares(client: Client) -> Iterator[list[tuple[float, float]]]:
+    """Yield (a_ti, b_ti) of all i ≤ t for each step t: shares in its first and second moment, their bias corrected."""
+    for t in range(1, client.total_steps + 1):
         first, second = (
             [(1 - beta) * beta ** (t - i) / (1 - beta**t) for i in range(1, t + 1)]
             for beta in (client.beta1, client.beta2)
         )
-        most += rate * math.sqrt(sum(a * a / b for a, b in zip(first, second, strict=True) if a))
-    return most
+        yield list(zip(first, second, strict=True))
 
 
 def signed_product(

@@ -268,6 +268,8 @@ def attack(
                 "failed": outcome.failed,
             }
         )
+    elif (nothing := _nothing_left(outcome)) is not None:
+        raise PrivlabError(f"{nothing} run: {path}")
     elif (outcome.records.status == "ok").any():
         said = [*certificates(outcome.records), *lead, *(f"verdict: {cell.label}: {cell}" for cell in cells)]
         _print_attack(outcome, table, geometry, said, [*apart_lines(told), *flag_lines(found)])
@@ -282,6 +284,23 @@ def attack(
     for image, reason in outcome.failed.items():
         err.print(f"Failed: {image}: {reason}", style="red", markup=False)
     return 2 if outcome.failed else 0
+
+
+def _nothing_left(outcome: "Outcome") -> str | None:
+    """Return why no attack could run on any image, if filters left nothing to attack; None else."""
+    from privlab.report.tables.flags import NOTHING_RELEASED
+
+    records = outcome.records[~outcome.records.attack.str.startswith("control:")]
+    reasons = set(records.reason.dropna())
+    filtered = outcome.spec.defends_gradients and (records.status == "failed").all()
+    if not filtered or len(reasons) != 1 or not (reason := reasons.pop()).startswith(f"{NOTHING_RELEASED}: "):
+        return None
+    images = records.image.nunique()
+    return (
+        f"Nothing could be attacked of {images} image{'s' * (images > 1)}: {reason}. Found --defense "
+        f"{outcome.spec.defense}, options {', '.join(outcome.spec.options) or 'none'}: let it leave more. That no attack "
+        "can run is no evidence of privacy."
+    )
 
 
 def _new_directory(models: Sequence[str], settings: Sequence[str]) -> Path:

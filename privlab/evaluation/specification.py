@@ -1,9 +1,9 @@
 """The specification of a run, and the defenses that it names."""
 
 import shlex
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from privlab.attacks import attacks as installed_attacks
 from privlab.base import PrivlabError, check_name, configure, read_options
@@ -213,12 +213,15 @@ class Specification:
                 found = "release 'update'" if self.release == "update" else self.client_options[0].strip()
                 raise PrivlabError(f"An update is that of a client. Found {found} and no client: give --client sgd.")
             return
-        private = [o.strip() for o in self.client_options if o.partition("=")[2].strip() in ("unknown", "private")]
-        if private:
-            raise PrivlabError(
-                f"What a client sets is public here: an attack knows it. Found {private[0]}. If the server does not "
-                "know the decay, leave it out and give --attack patch-update --set patch-update.decay=fitted."
-            )
+        for option in self.client_options:
+            name, _, value = (part.strip() for part in option.partition("="))
+            if value in ("unknown", "private"):
+                known = [o for o in self.client_options if o.partition("=")[2].strip() not in ("unknown", "private")]
+                optimiser = cast(Client, replace(self, options=tuple(known)).local_training).optimiser
+                raise PrivlabError(
+                    f"What a client sets is public here: an attack knows it. Found {name}={value}: "
+                    f"{_of_unknown(name, optimiser)}."
+                )
         read_options(self.client_options, [Client])
         if self.release not in ("auto", "update"):
             raise PrivlabError(f"A client releases its update. Found --release {self.release}: leave it out.")
@@ -274,6 +277,21 @@ class Specification:
 
 _LENGTHS = {"steps", "epochs"}
 """The settings of a client that say how long a round is, each in its own unit."""
+
+
+def _of_unknown(name: str, optimiser: str) -> str:
+    """Return what to do where a server does not know a setting of a client that trains by this optimiser."""
+    if name == "client.weight_decay" and optimiser == "sgd":
+        return (
+            "with --update leave it out, and give --attack patch-update --set patch-update.decay=fitted; without, state "
+            "what the client trains with, which that attack does not read"
+        )
+    if name == "client.weight_decay":
+        default = " (torch's default is 0.01)" if optimiser == "adamw" else ""
+        return f"no attack fits the decay of {optimiser}, so state the likeliest{default}"
+    if name == "client.lr":
+        return "state the likeliest rate; an audit of one image by --update refuses one that cannot be, and names another"
+    return "state the likeliest value; an audit of one image and SGD by --update says if no image explains it"
 
 
 def defense_of(spec: Specification, victim: Victim, setting: str) -> Stack:

@@ -1,7 +1,7 @@
 """The weights before and after a client's local training, in two files, as the update that a server sees."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from jaxtyping import Float
@@ -16,26 +16,33 @@ from privlab.victims import VictimModel, from_any_layout, read_state
 __all__ = ["check_order", "label_of_update", "read_update", "update_between", "update_observation"]
 
 
-def read_update(before: Path, after: Path, images: int) -> GradientFile:
+def read_update(before: Path, after: Path, images: int, weights: Collection[str]) -> GradientFile:
     """Return θ_before − θ_after by timm's parameter name, the update with the sign of a gradient.
 
     Args:
         before: the server's weights, from which the client began: safetensors, or what torch saves.
         after: the client's weights after its local training.
         images: images of the client.
+        weights: timm's names of the weights of the client's model.
 
     Raises:
-        PrivlabError: if a file cannot be read, the two are of different models, hold NaN or infinity, or are the same.
+        PrivlabError: if a file cannot be read, the two are of different models, hold NaN, infinity or integers instead
+            of weights, or are the same.
 
     Warns:
-        PrivlabWarning: for tensors that are no floating-point numbers, which are left aside.
+        PrivlabWarning: for other integer tensors of the second file alone, which are left aside. Of the first one the
+            model says it that takes its weights.
     """
     old, new = (read_state(path) for path in (before, after))
-    return update_between(old, new, images, (str(before), str(after)))
+    return update_between(old, new, images, (str(before), str(after)), weights)
 
 
 def update_between(
-    before: Mapping[str, Tensor], after: Mapping[str, Tensor], images: int, names: tuple[str, str]
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    images: int,
+    names: tuple[str, str],
+    weights: Collection[str],
 ) -> GradientFile:
     """Return θ_before − θ_after of two state dicts, as `read_update` does of two files.
 
@@ -44,15 +51,32 @@ def update_between(
         after: the client's weights after its local training.
         images: images of the client.
         names: what errors call the two, such as their paths.
+        weights: timm's names of the weights of the client's model.
 
     Raises:
-        PrivlabError: if the two are of different models, hold NaN or infinity, or are the same.
+        PrivlabError: if the two are of different models, hold NaN, infinity or integers instead of weights, or are the
+            same.
 
     Warns:
-        PrivlabWarning: for tensors that are no floating-point numbers, which are left aside.
+        PrivlabWarning: for other integer tensors of the second one alone, which are left aside.
     """
     old, new = (_timm_names(state) for state in (before, after))
     short = [Path(name).name for name in names]
+    for name, state in zip(names, (old, new), strict=True):
+        if whole := [f"{k} of {state[k].dtype}" for k in weights if k in state and not state[k].is_floating_point()]:
+            raise PrivlabError(
+                f"The weights of '{name}' must be floating-point numbers. Found {first(whole, 3)}: save them as the "
+                "model trains them, in float32."
+            )
+    counters = [set(state) - set(_floats(state)) for state in (old, new)]
+    if aside := sorted(counters[1] - counters[0]):
+        warnings.warn(
+            f"{short[1]}: {first(aside, 3)} {'is' if len(aside) == 1 else 'are'} left aside: integers, such as the "
+            "counters of BatchNorm, are no weights.",
+            PrivlabWarning,
+            stacklevel=4,
+        )
+    old, new = _floats(old), _floats(new)
     problems = {
         f"missing in {short[1]}": [name for name in old if name not in new],
         f"missing in {short[0]}": [name for name in new if name not in old],
@@ -68,15 +92,7 @@ def update_between(
         if broken := [key for key, tensor in state.items() if not tensor.isfinite().all()]:
             why = "the client diverged, and such an update shows nothing" if state is new else "take others"
             raise PrivlabError(f"The weights '{name}' must be finite. Found NaN or infinity in {first(broken)}: {why}.")
-    whole = [name for name, tensor in old.items() if not tensor.is_floating_point()]
-    if whole:
-        warnings.warn(
-            f"{short[1]}: {first(whole)} {'is' if len(whole) == 1 else 'are'} no floating-point numbers, such as the "
-            "counters of BatchNorm, and left aside: no gradient moves them.",
-            PrivlabWarning,
-            stacklevel=4,
-        )
-    update = {name: (old[name].double() - new[name].double()).float() for name in old if name not in whole}
+    update = {name: (old[name].double() - new[name].double()).float() for name in old}
     if not any(bool(difference.any()) for difference in update.values()):
         raise PrivlabError(
             f"Nothing was trained: '{names[0]}' and '{names[1]}' hold the same weights. In Python, "
@@ -163,6 +179,10 @@ def check_order(seen: Observation, source: str) -> None:
 def _head(seen: Observation, client: Client) -> Float[Tensor, " y"]:
     """Return what the gradients alone moved of the head's bias."""
     return undecayed(seen.model, {"head.bias": seen.gradients["head.bias"][0]}, client)["head.bias"]
+
+
+def _floats(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
 
 
 def _timm_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

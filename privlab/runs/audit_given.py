@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from privlab.base import PrivlabWarning
+from privlab.attacks import PatchUpdate
+from privlab.base import PrivlabWarning, configure
 from privlab.evaluation import Specification, defense_of
 from privlab.release import (
     GradientFile,
@@ -20,9 +21,10 @@ from privlab.release import (
     update_in,
 )
 from privlab.release.update_files import check_order, label_of_update, read_update, update_observation
+from privlab.runs.adam_diagnosis import check_adam
 from privlab.runs.update_diagnosis import check_settings
 from privlab.threat import Capability, Observation
-from privlab.victims import Victim, victim
+from privlab.victims import Victim, own_layout, victim
 
 __all__ = ["GIVE_WEIGHTS", "Files", "Given", "other_weights", "read_given"]
 
@@ -82,15 +84,22 @@ def _of_update(before: Path, after: Path, spec: Specification, device: torch.dev
     filtered = spec.parts not in (("auto",), ("none",))  # of other defenses, updates are refused
     settings = ("c",) if filtered else ("a",)
     spec = replace(spec, settings=settings, block=block, release="update", images=images, weights=images[0])
-    released = read_update(before, after, client.released_images)
     base = _victim(spec, device)
+    weights = [name for name, tensor in own_layout(base.model).items() if tensor.is_floating_point()]
+    released = read_update(before, after, client.released_images, weights)
     filters = defense_of(spec, base, settings[0]).on_gradients
     released, seen = update_observation(released, base.model, client, filters)
     check_order(seen, released.source)
     label = label_of_update(seen) if client.released_images == 1 else None
+    if not filters:  # what a filter took of an update, no other settings explain
+        check_adam(seen, label, released.source)
     if label is not None:
-        if not filters:  # what a filter took of an update, no other settings explain
-            check_settings(seen, label, released.source)
+        if not filters:
+            fitted = configure(PatchUpdate, spec.options).decay == "fitted"
+            found = check_settings(seen, label, released.source, fitted=fitted)
+            if found is not None and found != client:
+                seen = replace(seen, client=found)
+                spec = replace(spec, options=(*spec.options, f"client.weight_decay={found.weight_decay!r}"))
         return Given(spec, base, released, seen, Told((label,), (label,)))
     told = None if filters or client.gradient_factor is None else _told(base, as_gradients(seen))
     return Given(spec, base, released, seen, told)

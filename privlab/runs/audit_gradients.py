@@ -36,7 +36,7 @@ from privlab.runs.audit_case import UNSCORED, AuditCase, Release, failed, unknow
 from privlab.runs.audit_given import GIVE_WEIGHTS, Files, Given, other_weights, read_given
 from privlab.runs.audit_reference import ReferenceScorer, Row, as_fed, write_scores
 from privlab.stores import RunDirectory, sheet_png
-from privlab.threat import Attack, Capability, Observation, attack_declarations, check_capabilities
+from privlab.threat import Attack, Capability, Observation, Stack, attack_declarations, check_capabilities
 from privlab.victims import Victim
 
 __all__ = ["GradientAudit", "audit_gradients"]
@@ -106,6 +106,7 @@ def audit_gradients(
         spec, base, released, seen, labels = given.spec, given.base, given.released, given.seen, given.labels
         what = "gradient" if seen.client is None else "update"
         attacks, refused = _attacks(spec, base, seen, released)
+        _check_left(seen, attacks, released)
         scorer = None if reference is None else ReferenceScorer.of(reference, spec, base)
         if scorer is not None:
             seen = replace(seen, photographs=scorer.photographs(base.preprocessing))
@@ -200,6 +201,21 @@ def _attacks(
         _warn(f"Left out: {', '.join(names)}. {'It' if len(names) == 1 else 'Each'} {reason}")
     running = {attack.name for attack in able}
     return [attack for attack in able if spec.attacks is not None or not stands_in(attack, running)], refused
+
+
+def _check_left(seen: Observation, attacks: Sequence[Attack], released: GradientFile) -> None:
+    """Refuse a release of which filters left no entry that any of the attacks reads.
+
+    Raises:
+        PrivlabError: with the filters and their options.
+    """
+    filters = Stack(tuple(seen.defense)).on_gradients
+    read = {name for attack in attacks for name in (seen.gradients if "*" in attack.parameters else attack.parameters)}
+    if filters and read and not any(seen.gradients[name].any() for name in read):
+        raise PrivlabError(
+            f"{released.source}: the filter left nothing of what the attacks read, {first(sorted(read), 2)}. Found "
+            f"{' + '.join(map(str, filters))}: let it leave more. That no attack can run is no evidence of privacy."
+        )
 
 
 def _on_request(seen: Observation, effort: str) -> list[str]:

@@ -177,7 +177,7 @@ class OwnUpdateAudit:
                 f"The weights must be those of the model that the audit was given. Found {first(other)}."
             )
         old, new = ({name: state[name] for name in names} for state in (before, after))
-        released = update_between(old, new, client.images, ("the server's weights", "the client's weights"))
+        released = update_between(old, new, client.images, ("the server's weights", "the client's weights"), names)
         with torch.no_grad():
             for name, value in old.items():
                 own[name].copy_(value)

@@ -19,7 +19,7 @@ from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from privlab.base import PrivlabError, first
+from privlab.base import PrivlabError, PrivlabWarning, first
 from privlab.victims.anatomy import Vit
 from privlab.victims.names import check_weights_file
 
@@ -200,9 +200,23 @@ def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
         hint: text after the list of tensors that do not fit, such as " (--img-size resizes position embeddings)".
 
     Raises:
-        PrivlabError: with the names of the missing, unexpected and mis-shaped tensors.
+        PrivlabError: with the names of the missing, unexpected and mis-shaped tensors, and of integers instead of
+            weights.
+
+    Warns:
+        PrivlabWarning: for integer tensors that the network does not have, which are left aside.
     """
     want = net.state_dict()
+    if whole := [
+        f"{k} of {tensor.dtype}"
+        for k, tensor in state.items()
+        if k in want and want[k].is_floating_point() and not tensor.is_floating_point()
+    ]:
+        raise PrivlabError(
+            f"The weights of {source} must be floating-point numbers. Found {first(whole, 3)}: save them as the "
+            "model trains them, in float32."
+        )
+    aside = [k for k in state if k not in want and not state[k].is_floating_point()]
     shapes = [
         f"{k} {tuple(state[k].shape)} instead of {tuple(want[k].shape)}"
         for k in want
@@ -210,7 +224,7 @@ def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
     ]
     problems = {
         "missing": [k for k in want if k not in state and not k.endswith("num_batches_tracked")],
-        "unexpected": [k for k in state if k not in want],
+        "unexpected": [k for k in state if k not in want and k not in aside],
         "mis-shaped": shapes,
     }
     found = "; ".join(f"{kind}: {first(names)}" for kind, names in problems.items() if names)
@@ -224,8 +238,15 @@ def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
         raise PrivlabError(f"{source} holds the weights of {_vit(*theirs)}, and this model is {_vit(*ours)}.")
     if found:
         raise PrivlabError(f"The weights of {source} do not fit this model. {found}{hint}.")
+    if aside:
+        warnings.warn(
+            f"{source}: {first([f'{k} ({state[k].dtype})' for k in aside], 3)} {'is' if len(aside) == 1 else 'are'} left "
+            "aside: this model has no such tensor, and integers, such as the counters of BatchNorm, are no weights.",
+            PrivlabWarning,
+            stacklevel=2,
+        )
     try:
-        net.load_state_dict(state)
+        net.load_state_dict({k: tensor for k, tensor in state.items() if k not in aside})
     except RuntimeError as error:  # tensors that are sparse or quantised
         raise PrivlabError(f"The weights of {source} cannot be copied into this model: {error}.") from error
 

@@ -1,0 +1,174 @@
+"""Whether the stated rate and decay of Adam or AdamW can be those of an update: how far a fresh state moves a weight."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from privlab.attacks.solvers import RTOL, largest_step, least_step
+from privlab.base import PrivlabError
+from privlab.release import rounding_deviation
+from privlab.runs.update_diagnosis import TWO_MODELS, at_rate, decay_that_takes, share_of_weights
+from privlab.threat import Client, Observation
+
+__all__ = ["check_adam"]
+
+_ROUNDS = 8
+"""Times that a rate is corrected: decay depends on it too."""
+
+_MARGIN = 6.0
+"""Standard deviations of rounding by which a weight may move further."""
+
+_FEWEST = 10
+"""Weights that must have moved too far, all along their own signs, for a decay of some parameters to be named."""
+
+_FULL = 0.99
+"""The share of η from which a move of one step counts as a full one, whose excess over η is decay's."""
+
+_ONE_VALUE = 1.02
+"""The ratio of the bounds of a rate below which one value is told."""
+
+
+def check_adam(seen: Observation, label: int | None, source: str) -> None:
+    """Refuse a learning rate or a decay at which a fresh state of Adam or AdamW cannot make this update.
+
+    Whatever the gradients, a weight moves by η Σ_t r_t at most (`largest_step`), beside what AdamW's decay takes of it,
+    1 − c times the weight. If some moved further, a decay is looked for at which none did; else the rate is too low, or
+    the state was carried.
+
+    Of one image under cross-entropy, ∂ℓ/∂b = p − y is negative at the label in each step, and positive elsewhere. So
+    the label's bias moves by M_y ≥ η Σ_t q_t (1 − ρ) (`least_step`), with ρ = M_y / Σ_{c ≠ y} M_c: where gradients are as
+    small as ε, moves add up as gradients do, to ρ = 1; g_y > κ ε holds with κ = 1 / ρ − 1. That is a bound for one step.
+    For several it takes that for each of them, which it shows of one.
+
+    Args:
+        seen: the update of a client without filters; if it trains by SGD nothing is said.
+        label: the class that the update of one image tells; None if it is not told, or of several images.
+        source: names of the files, for the error.
+
+    Raises:
+        PrivlabError: with the rate or the decay that fits.
+    """
+    client = seen.client
+    if client is None or client.optimiser == "sgd":
+        return
+    moves = _Moves(seen, client)
+    most, lost = largest_step(client), 1 - client.kept_share if client.is_linear else 0.0
+    far = moves.furthest(lost)
+    if far > most and client.optimiser == "adamw" and (decay := moves.decay(lost, most)) is not None:
+        raise PrivlabError(
+            f"{source} does not match client.weight_decay={client.weight_decay:g}: weights moved by {far:.3g}, in "
+            f"proportion to their size, where a fresh state of adamw moves them by {most:.3g} beside decay: {decay}."
+        )
+    low, (high, of_label) = moves.least_rate(most), moves.greatest_rate(label)
+    if low <= client.lr <= high:
+        return
+    one = client.total_steps == 1
+    steps = f"{client.total_steps} step{'' if one else 's'} from a fresh state of {client.optimiser} move{'s' * one} it"
+    if far > most:
+        share = share_of_weights(seen)
+        if share >= TWO_MODELS and TWO_MODELS * low >= client.lr:
+            raise PrivlabError(
+                f"{source} look like weights of two models, not of one before and after a round: their difference is "
+                f"{share:.0%} of the weights, and one moved by {far:.3g}, where a fresh state of {client.optimiser} "
+                f"moves it by {most:.3g} at most. Give the weights that this client began with."
+            )
+        why = f"a weight moved by {far:.3g}, and {steps} by {most:.3g} at most"
+    else:
+        why = f"the label's bias moved by {of_label:.3g}, and {steps} by {of_label * client.lr / high:.3g} at least"
+    raise PrivlabError(f"{source} does not match client.lr={client.lr:g}: {why}. {_that_fits(low, high)}.")
+
+
+def _that_fits(low: float, high: float) -> str:
+    """Return which rates fit, and what else may be wrong."""
+    if high < low:
+        return "No rate fits: the optimiser, its steps or its state are others than stated, or there is noise"
+    fits = f"client.lr={low:.3g} fits" if high < _ONE_VALUE * low else f"client.lr from {low:.3g} to {high:.3g} fits"
+    fits = f"client.lr must be at least {low:.3g}" if high == math.inf else fits
+    return f"{fits}, or the state was carried from other rounds, or the steps or the optimiser are others than stated"
+
+
+@dataclass(frozen=True, eq=False)
+class _Moves:
+    """How far the weights moved in the update of a client."""
+
+    seen: Observation
+    client: Client
+
+    def furthest(self, lost: float) -> float:
+        """Return the furthest that a weight moved beside decay, less what rounding may have added."""
+        return max(float(((u - lost * θ).abs() - margin).max()) for u, θ, margin in self._each())
+
+    def decay(self, lost: float, most: float) -> str | None:
+        """Return the decay beside which no weight moved further than `most`; None where decay does not explain it.
+
+        |u − l θ| ≤ most bounds l on both sides by each weight. If no l holds for all, but those that moved too far all
+        did so along their own sign, or all against it, decay is that of some parameters, as where biases have none.
+        """
+        low, high, full, square = 0.0, math.inf, 0.0, 0.0
+        over, along, against = 0, 0, 0
+        for u, θ, margin in self._each():
+            room, size, toward = most + margin, θ.abs(), u * θ.sign()
+            if bool((u.abs() > room)[θ == 0].any()):
+                return None
+            low = max(low, float(((toward - room) / size).max()))
+            high = min(high, float(((toward + room) / size).min()))
+            M = u - lost * θ
+            too_far = M.abs() > room
+            over += int(too_far.sum())
+            along += int((too_far & (M * θ > 0)).sum())
+            against += int((too_far & (M * θ < 0)).sum())
+            at = u.abs() > _FULL * most
+            full += float(((u.abs() - most) * u.sign() * θ)[at].sum())
+            square += float(θ.square()[at].sum())
+        if 0 < low <= high and self.client.total_steps == 1 and square:
+            return f"it is that of client.weight_decay={self._of(min(max(full / square, low), high)):.2g}"
+        if low <= high:
+            return f"client.weight_decay must be from {self._of(low):.2g} to {self._of(high):.2g}"
+        if over >= _FEWEST and over in (along, against):
+            return f"client.weight_decay is {'larger' if along else 'smaller'}, of some of the parameters"
+        return None
+
+    def least_rate(self, most: float) -> float:
+        """Return the least rate at which no weight moved too far, beside the stated decay at that rate."""
+        rate = self.client.lr
+        for _ in range(_ROUNDS):
+            rate = max(self.furthest(self._lost(rate)) / most, RTOL) * self.client.lr
+        return rate
+
+    def greatest_rate(self, label: int | None) -> tuple[float, float]:
+        """Return the greatest rate at which the label's bias moved far enough, and how far; both infinite if none is."""
+        client, rate, of_label = self.client, self.client.lr, math.inf
+        bounded = label is not None and client.loss == "cross-entropy" and not client.label_smoothing
+        if not bounded or not client.is_linear or "head.bias" not in self.seen.gradients:
+            return math.inf, math.inf
+        (u, θ, margin), least = self._of_parameter("head.bias"), least_step(client)
+        for _ in range(_ROUNDS):
+            M = u - self._lost(rate) * θ
+            of_label, others = float(margin[label] - M[label]), M[torch.arange(len(M)) != label]
+            if others.numel() < 2 or not float(others.sum()) > of_label > 0 or not least > 0:
+                return math.inf, math.inf
+            rate = of_label / (least * (1 - of_label / float(others.sum()))) * client.lr
+        return rate, of_label
+
+    def _lost(self, rate: float) -> float:
+        """Return the share of the weights that the stated decay takes at a rate."""
+        return 1 - at_rate(self.client, rate).kept_share if self.client.is_linear else 0.0
+
+    def _of(self, lost: float) -> float:
+        """Return the decay that takes a share of the weights."""
+        return decay_that_takes(self.client, lost)
+
+    def _each(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield u = −(θ_T − θ_0), θ_0 and what rounding may add to |u|, of each parameter, in float64."""
+        return (self._of_parameter(name) for name in self.seen.gradients)
+
+    def _of_parameter(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        u, unknown = self.seen.gradients[name][0], self.seen.model.unk_embed
+        θ = (unknown if name == "unk_embed" and unknown is not None else self.seen.model.vit.get_parameter(name)).detach()
+        # AdamW stores the decayed weight, and then the moved one.
+        rounded = (2**0.5 if self.client.optimiser == "adamw" else 1.0) * rounding_deviation(θ, θ - u, self.client)
+        relative = 8 * RTOL + (0.0 if self.client.sent_as == "float32" else torch.finfo(torch.bfloat16).eps)
+        return u.double(), θ.double(), _MARGIN * rounded + relative * u.double().abs()
