@@ -250,8 +250,8 @@ def _shown(
         if bool((over > 0).any()):
             raise PrivlabError(
                 "adam-update needs an optimiser that begins the round with a fresh state. Found a weight that moved by "
-                f"{float(M.abs().max()):.3g}, and a fresh state moves it by {most:.3g} at most: the state was carried, "
-                "or client.lr or client.weight_decay is another one."
+                f"{float(M.abs().max()):.3g}, and a fresh state moves it by {most:.3g} at most: the decay is no "
+                f"client.weight_decay={client.weight_decay:g}, the state was carried, or client.lr is another one."
             )
     spread = 0.0
     if client.total_steps > 1:

@@ -79,10 +79,10 @@ def largest_step(client: Client) -> float:
 
 
 def least_step(client: Client) -> float:
-    """Return the least that a fresh state of Adam moves a weight if its gradients have one sign: Σ_t η_t min_i a_ti / √b_ti.
+    """Return the least that a fresh state of Adam moves a weight by gradients of one sign: Σ_t η_t min_i a_ti / √b_ti.
 
-    Step t moves it by η_t Σ_i a_ti |g_i| / ‖y‖ with y_i = √b_ti |g_i|, and Σ_i y_i ≥ ‖y‖. It is η for one step. ε is left
-    out: it is as nothing to larger gradients. AdamW's decay takes a share of all that at most (`kept_share`).
+    Step t moves it by η_t Σ_i a_ti |g_i| / ‖y‖ with y_i = √b_ti |g_i|, and Σ_i y_i ≥ ‖y‖. It is η for one step. ε is
+    left out: it is as nothing to larger gradients. AdamW's decay takes a share of all that at most (`kept_share`).
 
     Source: as of `largest_step`.
     """

@@ -298,8 +298,8 @@ def _nothing_left(outcome: "Outcome") -> str | None:
     images = records.image.nunique()
     return (
         f"Nothing could be attacked of {images} image{'s' * (images > 1)}: {reason}. Found --defense "
-        f"{outcome.spec.defense}, options {', '.join(outcome.spec.options) or 'none'}: let it leave more. That no attack "
-        "can run is no evidence of privacy."
+        f"{outcome.spec.defense}, options {', '.join(outcome.spec.options) or 'none'}: let it leave more. That no "
+        "attack can run is no evidence of privacy."
     )
 
 

@@ -283,14 +283,16 @@ def _of_unknown(name: str, optimiser: str) -> str:
     """Return what to do where a server does not know a setting of a client that trains by this optimiser."""
     if name == "client.weight_decay" and optimiser == "sgd":
         return (
-            "with --update leave it out, and give --attack patch-update --set patch-update.decay=fitted; without, state "
-            "what the client trains with, which that attack does not read"
+            "with --update leave it out, and give --attack patch-update --set patch-update.decay=fitted; without, "
+            "state what the client trains with, which that attack does not read"
         )
     if name == "client.weight_decay":
         default = " (torch's default is 0.01)" if optimiser == "adamw" else ""
         return f"no attack fits the decay of {optimiser}, so state the likeliest{default}"
     if name == "client.lr":
-        return "state the likeliest rate; an audit of one image by --update refuses one that cannot be, and names another"
+        return (
+            "state the likeliest rate; an audit of one image by --update refuses one that cannot be, and names another"
+        )
     return "state the likeliest value; an audit of one image and SGD by --update says if no image explains it"
 
 

@@ -1,8 +1,8 @@
-"""Whether the stated rate and decay of Adam or AdamW can be those of an update: how far a fresh state moves a weight."""
+"""Whether rate and decay of Adam or AdamW can be those of an update, as a fresh state moves a weight only so far."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,9 +39,10 @@ def check_adam(seen: Observation, label: int | None, source: str) -> None:
     the state was carried.
 
     Of one image under cross-entropy, ∂ℓ/∂b = p − y is negative at the label in each step, and positive elsewhere. So
-    the label's bias moves by M_y ≥ η Σ_t q_t (1 − ρ) (`least_step`), with ρ = M_y / Σ_{c ≠ y} M_c: where gradients are as
-    small as ε, moves add up as gradients do, to ρ = 1; g_y > κ ε holds with κ = 1 / ρ − 1. That is a bound for one step.
-    For several it takes that for each of them, which it shows of one.
+    the label's bias moves by M_y ≥ η Σ_t q_t (1 − ρ) (`least_step`), with ρ = M_y / Σ_{c ≠ y} M_c. Where gradients are as
+    small as ε, moves add up as gradients do, to ρ = 1: if g_y ≤ κ ε in all steps, Σ_c M_c ≤ (1 + κ) M_y, so that the
+    label's gradient is above (1 / ρ − 1) ε in one of them. That makes it a bound for one step. For several it is one if
+    the same holds in each.
 
     Args:
         seen: the update of a client without filters; if it trains by SGD nothing is said.
@@ -139,7 +140,7 @@ class _Moves:
         return rate
 
     def greatest_rate(self, label: int | None) -> tuple[float, float]:
-        """Return the greatest rate at which the label's bias moved far enough, and how far; both infinite if none is."""
+        """Return the greatest rate at which the label's bias moved far enough, and how far; infinite if none is."""
         client, rate, of_label = self.client, self.client.lr, math.inf
         bounded = label is not None and client.loss == "cross-entropy" and not client.label_smoothing
         if not bounded or not client.is_linear or "head.bias" not in self.seen.gradients:
@@ -167,7 +168,9 @@ class _Moves:
 
     def _of_parameter(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         u, unknown = self.seen.gradients[name][0], self.seen.model.unk_embed
-        θ = (unknown if name == "unk_embed" and unknown is not None else self.seen.model.vit.get_parameter(name)).detach()
+        θ = (
+            unknown if name == "unk_embed" and unknown is not None else self.seen.model.vit.get_parameter(name)
+        ).detach()
         # AdamW stores the decayed weight, and then the moved one.
         rounded = (2**0.5 if self.client.optimiser == "adamw" else 1.0) * rounding_deviation(θ, θ - u, self.client)
         relative = 8 * RTOL + (0.0 if self.client.sent_as == "float32" else torch.finfo(torch.bfloat16).eps)

@@ -20,7 +20,7 @@ _ROUNDS = 8
 """Times that a learning rate or a decay is corrected: later steps depend on it in other ways than the first one."""
 
 TWO_MODELS = 0.1
-"""The least share of the weights' norm, and a tenth of the least multiple of what a round moves, of two models' weights.
+"""The least share of the weights' norm by which two models differ, and the most of that which a stated round moves.
 
 Fine-tuning moved the victims of the package by 0.3 to 0.4 of it, other trainings by 0.9 and more. A round of 5 steps of
 SGD at a rate of 0.01 moved them by 0.02, one of 20 at 0.1 with momentum by 0.32, which its own settings explain.
@@ -96,12 +96,12 @@ def _weights(seen: Observation, name: str) -> Tensor:
 
 
 def _unexplained(source: str, share: float, of_round: float) -> str:
-    """Return what is said of an update that no settings explain, by its norm and that of a round, in those of weights."""
+    """Return what is said of an update that nothing explains, by its norm and a round's, in norms of the weights."""
     if share >= TWO_MODELS and share * TWO_MODELS >= of_round:
         return (
             f"{source} look like weights of two models, not of one before and after a round: their difference is "
-            f"{share:.0%} of the weights, where a round with these settings moves {of_round:.1%}, and no image explains "
-            "it. Give the weights that this client began with: low scores say nothing here."
+            f"{share:.0%} of the weights, where a round with these settings moves {of_round:.1%}, and no image "
+            "explains it. Give the weights that this client began with: low scores say nothing here."
         )
     return (
         f"{source}: no image explains it with these settings, whatever the learning rate and the decay. Other steps, "

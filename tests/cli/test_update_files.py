@@ -123,13 +123,108 @@ def test_what_no_setting_explains_is_said_and_goes_on(audit: Callable[..., Any],
     assert any("no image explains it with these settings" in line for line in json.loads(done.out)["warnings"])
 
 
-def test_integer_tensors_are_left_aside(audit: Callable[..., Any], trained: Callable[..., Any]) -> None:
-    files = trained()
-    for path, count in zip(files, (3, 8), strict=True):
-        edited(path, lambda tensors, count=count: tensors.update({"bn.num_batches_tracked": torch.tensor(count)}))
-    before = edited(files[0], lambda tensors: None)
-    done = audit((before, files[1]), "--attack", "patch-update")
-    assert "bn.num_batches_tracked" in done.err
+COUNTER = "bn.num_batches_tracked"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ((3, 8), f"before.safetensors: {COUNTER} (torch.int64) is left aside: this model has no such tensor, and "),
+        (
+            (None, 8),
+            f"after.safetensors: {COUNTER} is left aside: integers, such as the counters of BatchNorm, are no ",
+        ),
+        ((3, None), f"before.safetensors: {COUNTER} (torch.int64) is left aside: this model has no such tensor, and "),
+    ],
+)
+def test_integers_that_the_model_does_not_have_are_left_aside_and_said_so_once(
+    audit: Callable[..., Any], trained: Callable[..., Any], counts: tuple[int | None, int | None], said: str
+) -> None:
+    files = trained(steps=1, momentum=0.0, weight_decay=0.0)
+    for path, count in zip(files, counts, strict=True):
+        if count is not None:
+            edited(path, lambda tensors, count=count: tensors.update({COUNTER: torch.tensor(count)}))
+    done = audit(files, "--attack", "patch-update", "--json", stated=())
+    assert done.status == 0
+    assert json.loads(done.out)["attacks"][0]["explained"] is True
+    warned = json.loads(done.out)["warnings"]
+    assert [COUNTER in line for line in warned] == [True]
+    assert warned[0].startswith(said)
+
+
+@pytest.mark.slow
+def test_a_decay_that_is_not_known_is_fitted_to_the_files(
+    audit: Callable[..., Any], trained: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As `client.weight_decay=unknown` says: it is left out, and the audit takes what the update shows."""
+    left_out = ("--set", "client.lr=0.01", "--set", "client.momentum=0.9", "--set", "client.steps=2")
+    fitted = ("--attack", "patch-update", "--set", "patch-update.decay=fitted")
+    files = trained(steps=2)
+    assert "does not match client.weight_decay=0: " in audit(files, "--attack", "patch-update", stated=left_out).error
+    told = audit(files, *fitted, "--json", stated=left_out).json
+    assert told["attacks"][0]["explained"] is True
+    assert "client.weight_decay=0.05 is fitted to the update, and taken in place of" in told["warnings"][0]
+    frame = pd.read_parquet(tmp_path / "audit" / "records")
+    assert json.loads(frame.conditions[0])["client"]["weight_decay"] == pytest.approx(0.05, rel=1e-3)
+    said = audit(files, *fitted, "--set", "client.lr=0.1", stated=left_out).error
+    assert "does not match client.lr=0.1" in said
+
+
+@pytest.mark.slow
+def test_weights_of_two_models_are_called_that(audit: Callable[..., Any], trained: Callable[..., Any]) -> None:
+    """A model of the same shape, whose head alone goes on as a training would."""
+
+    def other(tensors: State) -> None:
+        for name, tensor in tensors.items():
+            if name != "head.bias":
+                tensor.add_(0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+
+    before, after = trained(steps=1)
+    done = audit((before, edited(after, other)), "--attack", "patch-gradient", "--json")
+    assert done.status == 0
+    found = [line for line in json.loads(done.out)["warnings"] if "look like weights of two models" in line]
+    assert len(found) == 1
+    assert "Give the weights that this client began with" in found[0]
+
+
+ALL = ("--defense", "percentile-privacy", "--set", "percentile-privacy.percentile=100")
+"""A filter that keeps the largest entry alone."""
+
+
+def test_a_filter_that_left_nothing_in_the_files_is_one_line(
+    audit: Callable[..., Any], trained: Callable[..., Any], tmp_path: Path
+) -> None:
+    before, after = trained(steps=1)
+    θ, moved = load_file(before), load_file(after)
+    save_file(θ | {"head.bias": moved["head.bias"]}, filtered := tmp_path / "filtered.safetensors")
+    said = audit((before, filtered), *ALL).error
+    assert (
+        "the filter left nothing of what the attacks read, patch_embed.proj.weight, pos_embed. Found Percentile" in said
+    )
+
+
+def test_a_filter_that_leaves_nothing_is_one_line_in_place_of_a_table(attack: Callable[..., Any]) -> None:
+    own = (
+        "--model",
+        "cifar_vit",
+        "--weights",
+        "auto",
+        "--client",
+        "sgd",
+        "--attack",
+        "patch-update",
+        "--images",
+        "samples",
+    )
+    ran = attack(*own, *ALL, "--limit", "1", "--metrics", "psnr", "--quiet")
+    assert ran.status == 2
+    assert ran.out == ""
+    (line,) = ran.err.splitlines()
+    assert line.startswith(
+        "Error: Nothing could be attacked of 1 image: what is released is zero or not finite: percent"
+    )
+    assert "options percentile-privacy.percentile=100: let it leave more" in line
 
 
 def _of(name: str) -> Callable[[tuple[Path, Path]], tuple[Path, Path]]:
@@ -142,7 +237,19 @@ def _of(name: str) -> Callable[[tuple[Path, Path]], tuple[Path, Path]]:
     def diverged(files: tuple[Path, Path]) -> tuple[Path, Path]:
         return files[0], edited(files[1], lambda tensors: tensors["head.bias"].fill_(torch.nan))
 
-    return {"longer": longer, "missing": missing, "diverged": diverged}[name]
+    def whole(files: tuple[Path, Path]) -> tuple[Path, Path]:
+        return files[0], edited(files[1], lambda tensors: tensors.update(_integer(tensors, "pos_embed")))
+
+    def both_whole(files: tuple[Path, Path]) -> tuple[Path, Path]:
+        before, after = (edited(path, lambda tensors: tensors.update(_integer(tensors, *tensors))) for path in files)
+        return before, after
+
+    of = {"longer": longer, "missing": missing, "diverged": diverged, "whole": whole, "both whole": both_whole}
+    return of[name]
+
+
+def _integer(tensors: State, *names: str) -> State:
+    return {name: (tensors[name] * 2**20).int() for name in names}
 
 
 MISTAKES: dict[str, tuple[Callable[[tuple[Path, Path]], tuple[Path, Path]], tuple[str, ...], str]] = {
@@ -155,12 +262,41 @@ MISTAKES: dict[str, tuple[Callable[[tuple[Path, Path]], tuple[Path, Path]], tupl
     "swapped": (lambda files: (files[1], files[0]), (), "BEFORE and AFTER are swapped"),
     "same": (lambda files: (files[0], files[0]), (), "Nothing was trained: "),
     "diverged": (_of("diverged"), (), "Found NaN or infinity in head.bias: the client diverged"),
+    "integers after": (
+        _of("whole"),
+        (),
+        "after.safetensors' must be floating-point numbers. Found pos_embed of torch.int32: save them as the model",
+    ),
+    "integers": (
+        _of("both whole"),
+        (),
+        "The weights of before.safetensors must be floating-point numbers. Found blocks.0.attn.proj.bias of torch.int",
+    ),
     "no file": (lambda files: (files[0], files[1].with_name("none.safetensors")), (), "none.safetensors"),
     "no steps": (lambda files: files, ("--set", "client.steps=0"), "client.steps must be at least 1. Found 0."),
     "size": (lambda files: files, ("--img-size", "48"), "--img-size sets the client's resolution"),
     "model": (lambda files: files, ("--model", "cifar_vit"), "before.safetensors holds the weights of"),
     "head alone": (lambda files: files, ("--set", "client.trains=head"), "client.trains=head leaves"),
-    "not public": (lambda files: files, ("--set", "client.lr=unknown"), "What a client sets is public here"),
+    "no rate": (
+        lambda files: files,
+        ("--set", "client.lr=unknown"),
+        "Found client.lr=unknown: state the likeliest rate; an audit of one image by --update refuses one that can",
+    ),
+    "no decay": (
+        lambda files: files,
+        ("--set", "client.weight_decay=unknown"),
+        "with --update leave it out, and give --attack patch-update --set patch-update.decay=fitted",
+    ),
+    "no decay of AdamW": (
+        lambda files: files,
+        ("--client", "adamw", "--set", "client.momentum=0", "--set", "client.weight_decay=unknown"),
+        "no attack fits the decay of adamw, so state the likeliest (torch's default is 0.01)",
+    ),
+    "no dropout": (
+        lambda files: files,
+        ("--set", "client.dropout=private"),
+        "a client sets is public here: an attack knows it. Found client.dropout=private: state the likeliest value",
+    ),
     "weights": (lambda files: files, ("--weights", "random"), "--weights has no meaning with --update"),
     "gamma": (lambda files: files, ("--setting", "c"), "--setting has no meaning with --update"),
     "metrics": (lambda files: files, ("--metrics", "psnr"), "--metrics has no meaning with --update without a --ref"),
@@ -244,6 +380,11 @@ def test_an_update_of_adam_is_audited(audit: Callable[..., Any], state: State, t
     F.cross_entropy(vit.eval()(torch.rand(1, 3, 32, 32)), torch.tensor([3])).backward()
     optimiser.step()
     files = capture_update(state, vit, tmp_path / "round")
+    lone = ("--client", "adamw", "--set", "client.lr=0.001", "--attack", "adam-update")
+    said = audit(files, *lone, stated=()).error
+    assert "does not match client.weight_decay=0: " in said
+    assert said.endswith("it is that of client.weight_decay=0.01.")
+    assert "does not match client.lr=0.01: " in audit(files, *lone, "--set", "client.lr=0.01", stated=()).error
     stated = ("--set", "client.lr=0.001", "--set", "client.weight_decay=0.01", "--json")
     told = audit(files, "--set", "adam-update.steps=1", "--client", "adamw", stated=stated).json
     assert {row["attack"] for row in told["attacks"]} == {"patch-gradient", "adam-update"}

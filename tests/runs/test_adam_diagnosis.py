@@ -107,11 +107,7 @@ def test_a_decay_of_some_parameters_is_named_and_a_carried_state_is_not_called_d
 ) -> None:
     model, client = tiny_model().float(), replace(ADAMW, weight_decay=0.0)
     decayed, plain = (sent(model, crops[:1], replace(ADAMW, weight_decay=λ)) for λ in (0.3, 0.0))
-    with torch.no_grad():
-        for name, u in plain.gradients.items():
-            if name.endswith("norm1.weight"):  # no other λ explains weights of 1 that did not decay
-                assert bool((u.abs() <= client.lr * 1.001).all())
-    mixed = {
+    mixed = {  # weights of 1 that did not decay agree with no λ
         name: plain.gradients[name] if "norm" in name else u for name, u in decayed.gradients.items()
     }
     said = told(replace(decayed, gradients=mixed), client)

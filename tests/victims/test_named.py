@@ -249,6 +249,7 @@ def test_number_of_classes_is_that_of_the_head(tmp_path: Path) -> None:
         (lambda s: s.update({"norm.bias": torch.rand(3)}), r"mis-shaped: norm\.bias \(3,\) instead of \(192,\)"),
         (lambda s: s.update({"patch_embed.proj.weight": torch.rand(192, 3, 32, 32)}), r"mis-shaped: patch_embed\.proj"),
         (lambda s: s.update(pos_embed=torch.rand(1, 7, 192)), r"mis-shaped: pos_embed \(1, 7, 192\)"),
+        (lambda s: s.update({"norm.bias": torch.ones(192).int()}), r"numbers\. Found norm\.bias of torch\.int32: save"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(
@@ -259,6 +260,16 @@ def test_weights_that_do_not_fit_are_named(
     save_file(state, path)
     with pytest.raises(PrivlabError, match=message):
         victim("vit_ti", weights=path, img_size=32)
+
+
+def test_integers_that_a_model_does_not_have_are_left_aside(tmp_path: Path) -> None:
+    state, path = timm_state(), tmp_path / "counted.safetensors"
+    save_file(state | {"bn.num_batches_tracked": torch.tensor(3)}, path)
+    with pytest.warns(
+        PrivlabWarning, match=r"bn\.num_batches_tracked \(torch\.int64\) is left aside: this model has no"
+    ):
+        made = victim("vit_ti", weights=path, img_size=32)
+    assert torch.equal(made.model.vit.get_parameter("norm.bias"), state["norm.bias"])
 
 
 def test_hash_covers_names_shapes_and_values() -> None:
