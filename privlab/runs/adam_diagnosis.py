@@ -39,8 +39,8 @@ def check_adam(seen: Observation, label: int | None, source: str) -> None:
     the state was carried.
 
     Of one image under cross-entropy, ∂ℓ/∂b = p − y is negative at the label in each step, and positive elsewhere. So
-    the label's bias moves by M_y ≥ η Σ_t q_t (1 − ρ) (`least_step`), with ρ = M_y / Σ_{c ≠ y} M_c. Where gradients are as
-    small as ε, moves add up as gradients do, to ρ = 1: if g_y ≤ κ ε in all steps, Σ_c M_c ≤ (1 + κ) M_y, so that the
+    the label's bias moves by M_y ≥ η Σ_t q_t (1 − ρ) (`least_step`), with ρ = M_y / Σ_{c ≠ y} M_c. Where gradients are
+    as small as ε, moves add up as gradients do, to ρ = 1: if g_y ≤ κ ε in all steps, Σ_c M_c ≤ (1 + κ) M_y, so that the
     label's gradient is above (1 / ρ − 1) ε in one of them. That makes it a bound for one step. For several it is one if
     the same holds in each.
 

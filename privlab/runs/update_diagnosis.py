@@ -56,7 +56,7 @@ def check_settings(seen: Observation, label: int, source: str, *, fitted: bool =
         image = PatchUpdate(decay="fitted")(seen)
         if client.drop_path or residual(seen, image, label) < EXPLAINED_RESIDUAL:
             return client
-        lost = _lost(seen)
+        lost, round_moves = _lost(seen), math.inf
         for other in _others(seen, client, image, label, lost):
             if residual(replace(seen, client=other), image, label) < EXPLAINED_RESIDUAL:
                 break

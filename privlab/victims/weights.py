@@ -239,9 +239,10 @@ def fill(net: nn.Module, state: State, source: str, hint: str = "") -> None:
     if found:
         raise PrivlabError(f"The weights of {source} do not fit this model. {found}{hint}.")
     if aside:
+        named = first([f"{k} ({state[k].dtype})" for k in aside], 3)
         warnings.warn(
-            f"{source}: {first([f'{k} ({state[k].dtype})' for k in aside], 3)} {'is' if len(aside) == 1 else 'are'} "
-            "left aside: this model has no such tensor, and integers, such as the counters of BatchNorm, are no weights.",
+            f"{source}: {named} {'is' if len(aside) == 1 else 'are'} left aside: this model has no such tensor, and "
+            "integers, such as the counters of BatchNorm, are no weights.",
             PrivlabWarning,
             stacklevel=2,
         )
