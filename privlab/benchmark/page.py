@@ -10,8 +10,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from privlab.base import write_whole
+from privlab.base import first, write_whole
 from privlab.benchmark.judged import LEVEL
+from privlab.benchmark.pictures import pictures_of
 from privlab.benchmark.results import Result
 from privlab.benchmark.rule import FEW, Standing, standings
 from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
@@ -96,7 +97,7 @@ def fragment(rows: Sequence[Standing]) -> str:
     text = (files("privlab.benchmark") / "templates" / "table.html").read_text("utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     groups = [_group(track(name), own) for name in TRACKS if (own := [row for row in rows if row.track == name])]
-    return environment.from_string(text).render(groups=groups, number=_number, count=_count(rows))
+    return environment.from_string(text).render(groups=groups, number=_number, first=first, count=_count(rows))
 
 
 def _count(rows: Sequence[Standing]) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def _shown(row: Standing) -> dict[str, Any]:
     """Return a row as the template reads it: with its pictures, and the commands that make it and check it."""
     assert row.result is not None
     commands = [line for each in (row.result, *row.entered) for line in _commands(each)]
-    return {**row.as_json(), "shown": row.result.data.get("pictures", {}), "commands": commands}
+    return {**row.as_json(), "shown": pictures_of(row), "commands": commands}
 
 
 def _commands(result: Result) -> Sequence[str]:
