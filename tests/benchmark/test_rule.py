@@ -172,6 +172,16 @@ def test_who_knows_a_defense_whose_class_is_not_here_its_file_says(tmp_path: Pat
     assert (row.known_by, row.unreliable, row.rank) == (("patch-gradient-adaptive",), (), 1)
 
 
+@pytest.mark.parametrize("stem", ["features-gaussian-noise", "features-noise-rows"])
+def test_an_attack_that_searches_whatever_the_noise_does_not_know_it(stem: str) -> None:
+    (own,) = (each for each in entries() if each.path.stem == stem)
+    found = conclude(own.card, own.rows)
+    assert "class-token-key" in {*own.rows.attack}
+    assert "class-token-key" not in found["known_by"]
+    assert own.data["judged"]["known_by"] == found["known_by"]
+    assert {"column-statistics", "pe-assignment"} <= {*found["known_by"]}
+
+
 def test_cutmix_has_no_rank_as_the_attack_that_knows_it_is_the_weaker_one() -> None:
     (row,) = standings(each for each in entries() if each.path.stem in ("features-cutmix", "features-inversion-mae"))
     assert row.rank is None
