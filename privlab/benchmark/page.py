@@ -22,7 +22,7 @@ from privlab.report.tables import sign_of
 
 __all__ = ["SCHEMA_VERSION", "evaluation_record", "fragment", "site_files", "write_site"]
 
-SCHEMA_VERSION = "0.2.1"
+SCHEMA_VERSION = "0.3.0"
 """The version of Every Eval Ever's `eval.schema.json` (github.com/evaleval/every_eval_ever) that records follow."""
 
 _LEFT, _WIDTH, _TOP, _HEIGHT = 48, 300, 15, 195
@@ -193,10 +193,12 @@ def evaluation_record(row: Standing) -> dict[str, Any]:
                 "verdict": row.verdict,
                 "unreliable": "; ".join(row.unreliable),
                 "known_by": ", ".join(row.known_by),
+                "result_sha256": data["signature"]["sha256"],
+                "model_availability": "open_weights",
+                "deployment_type": "self_deployed",
             },
         },
         "evaluation_results": [_case(row, name) for name in row.judged.worst],
-        "dedupe_identity": {"content_hash": data["signature"]["sha256"], "hash_algorithm": "sha256"},
     }
 
 

@@ -275,13 +275,28 @@ def test_records_of_every_eval_ever_have_what_its_schema_requires(tmp_path: Path
     found = evaluation_record(row)
     assert found["schema_version"] == SCHEMA_VERSION
     needed = {"evaluation_id", "retrieved_timestamp", "source_metadata", "model_info", "eval_library"}
-    assert needed | {"schema_version", "evaluation_results"} <= found.keys()
+    needed |= {"schema_version", "evaluation_results"}
+    assert needed <= found.keys() <= needed | {"evaluation_timestamp"}  # no other name may stand there
+    assert found["source_metadata"]["source_type"] in ("documentation", "evaluation_run")
+    assert found["source_metadata"]["evaluator_relationship"] in (
+        "first_party",
+        "third_party",
+        "collaborative",
+        "other",
+    )
+    assert {"name", "id", "additional_details"} <= found["model_info"].keys()
     (one,) = found["evaluation_results"]
     assert {"evaluation_name", "source_data", "metric_config", "score_details"} == one.keys()
     assert {"score_type", "min_score", "max_score", "lower_is_better"} <= one["metric_config"].keys()
     assert one["metric_config"]["lower_is_better"] is True
     assert one["score_details"]["score"] == pytest.approx(high.mean())
+    assert one["source_data"]["source_type"] == "other"
+    uncertainty = one["score_details"]["uncertainty"]
+    assert isinstance(uncertainty["num_samples"], int)
+    assert uncertainty["confidence_interval"].keys() == {"lower", "upper", "confidence_level", "method"}
     details = found["model_info"]["additional_details"]
+    assert details["model_availability"] in ("open_weights", "closed_weights", "unknown")
+    assert details["deployment_type"] in ("self_deployed", "externally_managed", "unknown")
     assert all(isinstance(value, str) for value in details.values())
 
 
