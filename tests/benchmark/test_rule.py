@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from privlab.benchmark.cards import parse_card
+from privlab.benchmark.cards import instances, parse_card
 from privlab.benchmark.entries import entries
 from privlab.benchmark.judged import Judged, conclude, judge
 from privlab.benchmark.measure import KEPT
@@ -18,6 +18,7 @@ from privlab.benchmark.page import SCHEMA_VERSION, evaluation_record, site_files
 from privlab.benchmark.results import FORMAT, Result, to_rows, write_result
 from privlab.benchmark.rule import standings
 from privlab.benchmark.tracks import photographs, track
+from privlab.defenses import GradientNoise
 from privlab.metrics import MIRRORED
 
 OF = track("gradients")
@@ -298,6 +299,16 @@ def test_records_of_every_eval_ever_have_what_its_schema_requires(tmp_path: Path
     assert details["model_availability"] in ("open_weights", "closed_weights", "unknown")
     assert details["deployment_type"] in ("self_deployed", "externally_managed", "unknown")
     assert all(isinstance(value, str) for value in details.values())
+
+
+def test_the_epsilon_of_dp_sgd_is_stated_with_its_delta_and_what_changes() -> None:
+    pytest.importorskip("opacus")
+    (card,) = (each.card for each in entries() if each.card.name == "dp-sgd")
+    (noise,) = instances(card)
+    assert isinstance(noise, GradientNoise)
+    replaced, present = (noise.epsilon(1e-5, replaced=each) for each in (True, False))
+    assert card.epsilon == pytest.approx(replaced, abs=0.005)
+    assert f"ε = {replaced:.2f} is at δ = 1e-5 with one photograph replaced by another, and {present:.2f}" in card.paper
 
 
 def test_the_entries_of_the_package_can_be_read_and_each_has_a_card() -> None:
