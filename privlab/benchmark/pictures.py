@@ -121,7 +121,8 @@ def pictures_of(row: Standing) -> list[Picture]:
         if not (able := ours or [each for each in kept if each["what"] == what]):
             continue
         best = max(able, key=lambda each: sign_of(of.lead) * float(each["score"]))
-        rows = best_rows(records, of, judged.leakiest, best["image"])
+        if (rows := best_rows(records, of, judged.leakiest, best["image"])).empty:
+            continue
         whole = float(_capped(rows[of.lead], of).iloc[0])
         by = tuple(dict.fromkeys(map(attack_label, rows.attack, rows.geometry)))
         score, attack = float(best["score"]), attack_label(best["attack"], best.get("geometry", "in_place"))
