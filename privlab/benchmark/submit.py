@@ -18,7 +18,7 @@ from privlab.benchmark.fidelity import fidelity
 from privlab.benchmark.given import measure_releases, reconstructions, releases_sha256
 from privlab.benchmark.judged import Judged, conclude, judge
 from privlab.benchmark.measure import Photographs, draws_of, measure_defense, run_with_pictures, specification
-from privlab.benchmark.pictures import pictures
+from privlab.benchmark.page import pictures
 from privlab.benchmark.plugins import installed, source_of_plugin
 from privlab.benchmark.results import FORMAT, Result, from_rows, plain, to_rows, write_result
 from privlab.benchmark.weights import measure_keys

@@ -13,8 +13,7 @@ from privlab.benchmark import entries
 from privlab.benchmark.entries import defense_entries
 from privlab.benchmark.judged import Judged
 from privlab.benchmark.measure import Photographs, run_with_pictures
-from privlab.benchmark.page import fragment
-from privlab.benchmark.pictures import best_rows, pictures, pictures_of
+from privlab.benchmark.page import best_rows, fragment, pictures, pictures_of
 from privlab.benchmark.results import Result
 from privlab.benchmark.rule import standings
 from privlab.evaluation import Specification
