@@ -23,6 +23,8 @@ class ClassTokenKey:
     averaged, which reduces noise. If there are several prefix tokens, the key is the assignment of k to j with the
     least Σ_p (z_pk − c_pj)².
 
+    The size of noise has no part in the search, so that the attack does not count as one that knows noise.
+
     The columns are then put back, the rows placed by their position embeddings, or by their borders if there are none,
     and inverted. Equal values are told apart by chance; `column-statistics` does not depend on them.
 
@@ -32,7 +34,7 @@ class ClassTokenKey:
 
     name: ClassVar[str] = "class-token-key"
     paper: ClassVar[str] = "ours, against Permutation Equivariance (Xu et al. 2024), Eq. 5"
-    knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation", "gaussian-noise"})
+    knows: ClassVar[frozenset[str]] = frozenset({"column-permutation", "row-permutation"})
     requires: ClassVar[frozenset[Capability]] = WHITE_BOX | {Capability.CLASS_TOKEN}
     effort: ClassVar[str] = "quick"
 

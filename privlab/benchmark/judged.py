@@ -106,12 +106,13 @@ def number(value: float) -> float | None:
     return None if math.isnan(value) else max(-EXACT_DB, min(EXACT_DB, value))
 
 
-def judge(records: pd.DataFrame, of: Track) -> Judged:
+def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset()) -> Judged:
     """Return the worst case, the verdict, the flags and the attacks that know a defense, from its records.
 
     Args:
         records: all rows of a defense; `case` has the names of its cases.
         of: its track.
+        knowing: attacks that know every part of the defense, though a class is not installed here that would say so.
     """
     empty = {name: object for name in records if records[name].isna().all()}  # texts that nothing states
     records = records.astype(empty)
@@ -129,12 +130,12 @@ def judge(records: pd.DataFrame, of: Track) -> Judged:
     sign = sign_of(of.lead)
     leakiest = max((name for name in found if found[name].images), key=lambda n: sign * found[n].mean, default="")
     own = {name: numbered.loc[numbered.case == names.index(name)] for name in defended}
-    words = dict(zip(names, power(numbered, names, list(of.metrics)), strict=True))
+    words = dict(zip(names, power(numbered, names, list(of.metrics), knowing=knowing), strict=True))
     word = min((words[name] for name in defended), key=lambda each: _WORDS.index(each.word))
     best, middle = _extremes(scored, names.index(leakiest), of) if leakiest else ("", "")
     reached = scored.reached.loc[scored.reached.metric == of.lead]
     by = reached.loc[reached.case == names.index(leakiest)].attack.value_counts() if leakiest else pd.Series(dtype=int)
-    known = known_by(own[leakiest]) if leakiest in own else frozenset[str]()
+    known = known_by(own[leakiest], knowing) if leakiest in own else frozenset[str]()
     return Judged(
         known_by=tuple(sorted(known)),
         worst=found,
@@ -144,7 +145,7 @@ def judge(records: pd.DataFrame, of: Track) -> Judged:
         why=str(word),
         flags=tuple(
             f"{ELSEWHERE if known and flag.head == NO_ADAPTIVE else flag.head}: {'; '.join(flag.items)}"
-            for flag in red_flags(numbered, names, of.lead)
+            for flag in red_flags(numbered, names, of.lead, knowing=knowing)
         ),
         images=min((rows.image_sha256.nunique() for rows in own.values()), default=0),
         median=middle,
@@ -218,12 +219,19 @@ def _knows_all(name: str, card: Card, known: frozenset[str]) -> bool:
     return bool(card.reconstructions) or knows(known, target.parts, {})
 
 
-def known_by(rows: pd.DataFrame) -> frozenset[str]:
-    """Return the attacks that ran on one case and know every part of its defense, or undo it by ordering patches."""
+def known_by(rows: pd.DataFrame, knowing: frozenset[str]) -> frozenset[str]:
+    """Return the attacks that ran on one case and know every part of its defense, or undo it by ordering patches.
+
+    Args:
+        rows: the records of the case.
+        knowing: attacks that do, whatever is installed here.
+    """
     parts = frozenset("+".join(rows.defense.dropna().unique()).split("+")) - {"none", ""}
     attacks = [str(name) for name in rows.attack[rows.status == "ok"].unique() if not str(name).startswith(CONTROL)]
     kinds = kinds_in(rows, parts)
-    return frozenset(name for name in attacks if parts and knows(undone(name, rows, "in_place"), parts, kinds))
+    return frozenset(
+        name for name in attacks if parts and (name in knowing or knows(undone(name, rows, "in_place"), parts, kinds))
+    )
 
 
 def _extremes(scored: Scored, case: int, of: Track) -> tuple[str, str]:

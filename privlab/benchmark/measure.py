@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from privlab.base import PrivlabError
 from privlab.benchmark.cards import Card, instances
-from privlab.benchmark.tracks import Track, TrackCase, photographs, write_manifest
+from privlab.benchmark.tracks import BUNDLED, Track, TrackCase, photographs, write_manifest
 from privlab.evaluation import CONTROL, Specification, applicable, victim_of
 from privlab.grids import IN_PROCESS, Engine
 from privlab.images import open_images
@@ -21,7 +21,7 @@ from privlab.metrics import MIRRORED
 from privlab.report.tables import DETERMINISTIC
 from privlab.runs import execute, specify
 
-__all__ = ["KEPT", "Photographs", "case_label", "measure_defense", "remeasure"]
+__all__ = ["KEPT", "Photographs", "case_label", "measure_defense", "remeasure", "run_with_pictures"]
 
 KEPT = (
     *("case", "victim", "victim_params", "weights", "weights_sha256", "block", "release", "cut_layer", "defense"),
@@ -170,12 +170,47 @@ def measure_defense(
                 refused = error
                 continue
             for part in how.parts:
-                spec = specification(card, case, setting, used, how)
-                spec = replace(spec, draws=draws_of(card) if setting == "c" else 1)
+                spec = _whole(card, case, setting, used, how)
                 found.append(_run(spec, part, how, out, engine=engine).assign(case=case_label(case, setting)))
     if refused is not None and not any(rows.setting.eq("c").any() for rows in found):
         raise refused
     return _kept(pd.concat(found, ignore_index=True), card.of)
+
+
+def _whole(card: Card, case: TrackCase, setting: str, used: Sequence[Any], how: Photographs) -> Specification:
+    return replace(specification(card, case, setting, used, how), draws=draws_of(card) if setting == "c" else 1)
+
+
+def run_with_pictures(
+    card: Card,
+    row: Mapping[str, Any],
+    how: Photographs,
+    out: Path,
+    attacks: Sequence[Any] | None = None,
+    engine: Engine = IN_PROCESS,
+) -> Path:
+    """Return the run directory whose strips show what one attack made of the bundled photographs in one draw.
+
+    That of the first draw is there where the defense was measured, as runs keep strips of it. Of another draw the
+    attack is run once more.
+
+    Args:
+        card: that of the defense.
+        row: a record of `measure_defense`: its case, setting, attack and draw.
+        how: as in `measure_defense`.
+        out: folder of the run directories.
+        attacks: as in `measure_defense`.
+        engine: as in `measure_defense`.
+    """
+    setting, draw = str(row["setting"]), int(row["draw"])
+    (case,) = (each for each in card.of.cases if case_label(each, setting) == row["case"])
+    used = attacks_of(card, case, setting, how, attacks)
+    spec = _whole(card, case, setting, used, how)
+    if draw or not (out / _digest(spec, BUNDLED)).exists():
+        alone = [each for each in used if getattr(each, "name", each) == row["attack"]]
+        spec = replace(specification(card, case, setting, alone, how), draw=draw)
+    _run(spec, BUNDLED, how, out, engine=engine)
+    return out.absolute() / _digest(spec, BUNDLED)
 
 
 def remeasure(
@@ -216,7 +251,7 @@ def _run(
         source = write_manifest(part, how.folder, path, wanted)
         whole = replace(spec, images=(source,), manifest=str(path))
         directory = None if out is None else out / _digest(spec, part)
-        done = execute(whole, out=directory, strips=out is not None and part == "bundled", engine=engine)
+        done = execute(whole, out=directory, strips=out is not None and part == BUNDLED, engine=engine)
     names = photographs(part)
     return done.records.assign(image=[names[sha] for sha in done.records.image_sha256])
 

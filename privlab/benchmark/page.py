@@ -1,28 +1,38 @@
 """The page of the benchmark: tables, trade-offs, pictures and feeds, from result files alone."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from privlab.base import write_whole
-from privlab.benchmark.judged import LEVEL
+from privlab.base import first, write_whole
+from privlab.benchmark.cards import Card
+from privlab.benchmark.judged import LEVEL, Judged
 from privlab.benchmark.results import Result
 from privlab.benchmark.rule import FEW, Standing, standings
 from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
-from privlab.evaluation import EXACT_DB
+from privlab.evaluation import CONTROL, EXACT_DB
 from privlab.grids import KNOWN
-from privlab.report.tables import sign_of
+from privlab.images import data_uri
+from privlab.metrics import DECIBELS
+from privlab.report.tables import load_results, sign_of
+from privlab.report.tables.per_image import attack_label
+from privlab.stores import pngs
 
-__all__ = ["SCHEMA_VERSION", "evaluation_record", "fragment", "site_files", "write_site"]
+__all__ = ["SCHEMA_VERSION", "Picture", "best_rows", "evaluation_record", "fragment", "pictures", "pictures_of"]
+__all__ += ["site_files", "write_site"]
 
-SCHEMA_VERSION = "0.2.1"
+SCHEMA_VERSION = "0.3.0"
 """The version of Every Eval Ever's `eval.schema.json` (github.com/evaleval/every_eval_ever) that records follow."""
+
+_APART = 0.011
+"""How far the score of a picture may be from that of its row: pictures state two decimals, rows three."""
 
 _LEFT, _WIDTH, _TOP, _HEIGHT = 48, 300, 15, 195
 """Where the trade-off is drawn, in units of its picture; names of entries stand to the right of their points."""
@@ -96,7 +106,7 @@ def fragment(rows: Sequence[Standing]) -> str:
     text = (files("privlab.benchmark") / "templates" / "table.html").read_text("utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     groups = [_group(track(name), own) for name in TRACKS if (own := [row for row in rows if row.track == name])]
-    return environment.from_string(text).render(groups=groups, number=_number, count=_count(rows))
+    return environment.from_string(text).render(groups=groups, number=_number, first=first, count=_count(rows))
 
 
 def _count(rows: Sequence[Standing]) -> dict[str, Any]:
@@ -137,7 +147,7 @@ def _shown(row: Standing) -> dict[str, Any]:
     """Return a row as the template reads it: with its pictures, and the commands that make it and check it."""
     assert row.result is not None
     commands = [line for each in (row.result, *row.entered) for line in _commands(each)]
-    return {**row.as_json(), "shown": row.result.data.get("pictures", {}), "commands": commands}
+    return {**row.as_json(), "shown": pictures_of(row), "commands": commands}
 
 
 def _commands(result: Result) -> Sequence[str]:
@@ -192,10 +202,12 @@ def evaluation_record(row: Standing) -> dict[str, Any]:
                 "verdict": row.verdict,
                 "unreliable": "; ".join(row.unreliable),
                 "known_by": ", ".join(row.known_by),
+                "result_sha256": data["signature"]["sha256"],
+                "model_availability": "open_weights",
+                "deployment_type": "self_deployed",
             },
         },
         "evaluation_results": [_case(row, name) for name in row.judged.worst],
-        "dedupe_identity": {"content_hash": data["signature"]["sha256"], "hash_algorithm": "sha256"},
     }
 
 
@@ -223,3 +235,121 @@ def _case(row: Standing, name: str) -> dict[str, Any]:
         },
         "score_details": {"score": capped["score"], "uncertainty": uncertainty},
     }
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A photograph of an entry, what an attack makes of it, and what the score of the row is of.
+
+    `what` is "median" or "worst". `score` is that of the picture; `whole` is that of the photograph in the table, which
+    the attacks `by` reach. `shown` says that the picture is theirs, and `own` that no other photograph stands in.
+    """
+
+    what: str
+    private: str
+    made: str
+    attack: str
+    score: float
+    whole: float
+    by: tuple[str, ...]
+    shown: bool
+    own: bool
+
+
+def best_rows(records: pd.DataFrame, of: Track, case: str, image: str) -> pd.DataFrame:
+    """Return the rows in which most leaks from a photograph, over all attacks, draws and geometries of a case.
+
+    Args:
+        records: all rows of an entry; `attack` has the attack's name alone.
+        of: the track, whose first metric decides.
+        case: the name of the case.
+        image: the hash of the photograph.
+    """
+    own = records.loc[
+        (records.case == case)
+        & (records.image_sha256 == image)
+        & (records.status == "ok")
+        & ~records.attack.str.startswith(CONTROL)
+    ]
+    leaks = _capped(own[of.lead], of) * sign_of(of.lead)
+    return own.loc[leaks == leaks.max()]
+
+
+def pictures(
+    card: Card, judged: Judged, records: pd.DataFrame, run: Callable[[Mapping[str, Any]], Path]
+) -> dict[str, dict[str, Any]]:
+    """Return PNGs as data URIs, by "median" and "worst": a photograph, and what leaks most of it, as the score counts.
+
+    A picture states its photograph, attack, draw and geometry, and the score that its run has. What no run keeps is
+    left out.
+
+    Args:
+        card: that of the defense.
+        judged: names the two photographs, and the case.
+        records: the rows of the attacks whose pictures are kept.
+        run: returns the run directory that shows what a row is of.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for what, image in (("median", judged.median), ("worst", judged.worst_image)):
+        for row in best_rows(records, card.of, judged.leakiest, image).head(1).to_dict("records"):
+            results = load_results(run(row))
+            label = attack_label(row["attack"], row["geometry"])
+            places = [place for each in ("private", label) if (place := results.picture(0, image, each))]
+            if len(places) == 2:
+                private, made = (data_uri("png", pngs([place])[0]) for place in places)
+                own = {name: row[name] for name in ("attack", "geometry", "case")} | {"draw": int(row["draw"])}
+                again = results.records.assign(case=row["case"])
+                for name in ("attack", "geometry", "draw"):
+                    again = again.loc[again[name] == row[name]]
+                score = f"{best_rows(again, card.of, row['case'], image)[card.of.lead].iloc[0]:.2f}"
+                found[what] = {"private": private, "made": made, "image": image, **own, "score": score}
+    return found
+
+
+def _capped(values: Any, of: Track) -> Any:  # noqa: ANN401  # a number, or a column of them
+    return values.clip(upper=EXACT_DB) if of.lead in DECIBELS and isinstance(values, pd.Series) else values
+
+
+def pictures_of(row: Standing) -> list[Picture]:
+    """Return the pictures of the median and the worst photograph of a row, from its result and those that entered.
+
+    Of several pictures of a photograph the one that leaks most is taken. Where no result has one of it, the entry's own
+    picture stands in, of the photograph that was the median or the worst one before others entered.
+
+    Args:
+        row: one of `standings`, with its result.
+    """
+    assert row.result is not None
+    assert row.judged is not None
+    of, judged = track(row.track), row.judged
+    kept = [each for result in (row.result, *row.entered) for each in _kept(result, row.name)]
+    if not kept:
+        return []
+    own = [each.rows.loc[lambda rows: rows.entry == row.name].drop(columns="entry") for each in row.entered]
+    records = pd.concat([row.result.rows, *own], ignore_index=True)
+    found = []
+    for what, image in (("median", judged.median), ("worst", judged.worst_image)):
+        ours = [each for each in kept if each["image"] == image]
+        if not (able := ours or [each for each in kept if each["what"] == what]):
+            continue
+        best = max(able, key=lambda each: sign_of(of.lead) * float(each["score"]))
+        if (rows := best_rows(records, of, judged.leakiest, best["image"])).empty:
+            continue
+        whole = float(_capped(rows[of.lead], of).iloc[0])
+        by = tuple(dict.fromkeys(map(attack_label, rows.attack, rows.geometry)))
+        score, attack = float(best["score"]), attack_label(best["attack"], best.get("geometry", "in_place"))
+        capped = min(score, EXACT_DB) if of.lead in DECIBELS else score
+        shown = attack in by and abs(capped - whole) <= _APART
+        found.append(Picture(what, best["private"], best["made"], attack, score, whole, by, shown, bool(ours)))
+    return found
+
+
+def _kept(result: Result, entry: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the pictures that a result holds of an entry, each with what it is of; older files name no photograph."""
+    pictures, judged = result.data.get("pictures", {}), result.data["judged"]
+    if result.card.kind == "attack":
+        pictures, judged = pictures.get(entry, {}), judged[entry]
+    said = Judged.of_json({name: value for name, value in judged.items() if name != "knows"})
+    images = {"median": said.median, "worst": said.worst_image}
+    for what, each in pictures.items():
+        yield {"image": images[what], "what": what, **each}

@@ -18,6 +18,7 @@ from privlab.benchmark.judged import FROM_ROWS, NO_ADAPTIVE, Judged, check_concl
 from privlab.benchmark.results import Result
 from privlab.benchmark.tracks import Track, photographs
 from privlab.defenses import DEFENSES
+from privlab.evaluation import CONTROL
 
 __all__ = ["FEW", "Standing", "rank", "standings"]
 
@@ -162,15 +163,16 @@ def _told(measure: str, value: float | None, how: str) -> str:
 
 
 def _judged_anew(own: Judged, records: pd.DataFrame, of: Track, card: Card, theirs: Sequence[Result]) -> Judged:
-    """Judge a defense with the rows of new attacks; of a plug-in, which is not installed here, what was known stays."""
-    found = judge(records, of)
-    knowing = {each.card.parts[0] for each in theirs if each.data["judged"][card.name].get("knows")}
-    known = tuple(sorted({*own.known_by, *found.known_by, *knowing}))
-    if {*card.parts} <= DEFENSES.keys() or found.verdict == "broken":
-        wrong = (NO_ADAPTIVE, "Adaptive attack weaker") if knowing else ()  # a new one is not installed here
-        flags = tuple(flag for flag in found.flags if not flag.startswith(wrong))
-        return replace(found, known_by=known, flags=flags)
-    return replace(found, known_by=known, verdict=own.verdict, why=own.why, flags=own.flags)
+    """Judge a defense by the rows of all attacks; which one knows it, the files say of classes that are not here."""
+    knowing = {name for each in theirs if each.data["judged"][card.name].get("knows") for name in _attacks_of(each)}
+    if not {*card.parts} <= DEFENSES.keys():
+        knowing |= {*own.known_by}
+    return judge(records, of, frozenset(knowing))
+
+
+def _attacks_of(result: Result) -> set[str]:
+    """Return the names by which the rows of a result have its attack."""
+    return {name for name in result.rows.attack.unique() if not name.startswith(CONTROL)}
 
 
 def rank(rows: Sequence[Standing]) -> list[Standing]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,17 @@ from privlab.admission import Check, admit_attack
 from privlab.admission.admit import admit
 from privlab.base import PrivlabError, collect_warnings, options_of, versions
 from privlab.benchmark.cards import Card, instances
-from privlab.benchmark.entries import defense_entries
+from privlab.benchmark.entries import defense_entries, entries
 from privlab.benchmark.fidelity import fidelity
 from privlab.benchmark.given import measure_releases, reconstructions, releases_sha256
-from privlab.benchmark.judged import Judged, conclude
-from privlab.benchmark.measure import Photographs, draws_of, measure_defense, specification
+from privlab.benchmark.judged import Judged, conclude, judge
+from privlab.benchmark.measure import Photographs, draws_of, measure_defense, run_with_pictures, specification
+from privlab.benchmark.page import pictures
 from privlab.benchmark.plugins import installed, source_of_plugin
 from privlab.benchmark.results import FORMAT, Result, from_rows, plain, to_rows, write_result
-from privlab.benchmark.tracks import Track
 from privlab.benchmark.weights import measure_keys
-from privlab.evaluation import CONTROL
 from privlab.grids import IN_PROCESS, Engine
-from privlab.images import data_uri
-from privlab.report.tables import Results, load_results, sign_of
 from privlab.report.tables.knowledge import knows
-from privlab.stores import pngs
 from privlab.threat import attack_declarations
 from privlab.victims import victim
 
@@ -148,11 +145,14 @@ def _of_defense(card: Card, how: Photographs, folder: Path, engine: Engine, say:
         return _of_releases(card, how, folder)
     records = measure_defense(card, how, folder, engine=engine)
     found = _concluded(card, records)
+    judged = Judged.of_json(found["judged"])
     return {
         **found,
         "utility": worth_of(card, how),
         "draws": draws_of(card),
-        "pictures": _pictures(folder, Judged.of_json(found["judged"]), card.of),
+        "pictures": pictures(
+            card, judged, records, partial(run_with_pictures, card, how=how, out=folder, engine=engine)
+        ),
     }
 
 
@@ -171,15 +171,23 @@ def _of_attack(card: Card, how: Photographs, folder: Path, engine: Engine, say: 
     """Measure an attack on the defenses that its card names, or on those that it knows."""
     if card.reconstructions:
         target = defense_entries(card.track, card.against)[0]
-        records = reconstructions(card, target)
-        found = {target.name: records}
-    else:
-        (attack,) = instances(card)
-        found = {}
-        for target in _targets(card, attack):
-            say(f"on {target.name}")
-            found[target.name] = measure_defense(target, how, folder, [attack], engine)
-    return _concluded(card, pd.concat([each.assign(entry=name) for name, each in found.items()], ignore_index=True))
+        return _concluded(card, reconstructions(card, target).assign(entry=target.name))
+    (attack,) = instances(card)
+    before = {each.card.name: each.rows for each in entries() if _is_of(each, card.track)}
+    rows: list[pd.DataFrame] = []
+    shown: dict[str, Any] = {}
+    for target in _targets(card, attack):
+        say(f"on {target.name}")
+        own = measure_defense(target, how, folder, [attack], engine)
+        rows.append(own.assign(entry=target.name))
+        joined = judge(pd.concat([*([before[target.name]] if target.name in before else []), own]), card.of)
+        run = partial(run_with_pictures, target, how=how, out=folder, attacks=[attack], engine=engine)
+        shown[target.name] = pictures(target, joined, own, run)
+    return _concluded(card, pd.concat(rows, ignore_index=True)) | {"pictures": shown}
+
+
+def _is_of(result: Result, track: str) -> bool:
+    return result.card.kind == "defense" and result.card.track == track
 
 
 def _targets(card: Card, attack: Any) -> list[Card]:  # noqa: ANN401
@@ -201,43 +209,3 @@ def _targets(card: Card, attack: Any) -> list[Card]:  # noqa: ANN401
 
 def _of_keys(card: Card) -> dict[str, Any]:
     return {**_concluded(card, measure_keys(card)), "utility": 1.0, "draws": card.of.draws}
-
-
-def _pictures(folder: Path, judged: Judged, of: Track) -> dict[str, dict[str, str]]:
-    """Return PNGs as data URIs, by "median" and "worst": a photograph, and what leaks most of it in draw 0.
-
-    Args:
-        folder: that of the run directories, of the entry alone.
-        judged: names the two photographs.
-        of: the track, whose first metric decides.
-    """
-    found: dict[str, dict[str, str]] = {}
-    scores: dict[str, float] = {}
-    for results in map(load_results, sorted(path.parent for path in folder.glob("*/run.json"))):
-        if results.records.setting.eq("a").all() != judged.leakiest.endswith("undefended"):
-            continue
-        for name, image in (("median", judged.median), ("worst", judged.worst_image)):
-            attack, score = _leakiest(results, image, of)
-            places = [results.picture(0, image, what) for what in ("private", attack)] if attack else []
-            if places and None not in places and score > scores.get(name, float("-inf")):
-                private, made = (data_uri("png", pngs([place])[0]) for place in places if place)
-                scores[name] = score
-                shown = score * sign_of(of.lead)
-                found[name] = {"private": private, "made": made, "attack": attack, "score": f"{shown:.2f}"}
-    return found
-
-
-def _leakiest(results: Results, image: str, of: Track) -> tuple[str, float]:
-    """Return the attack that leaks most from an image in the first draw, in place, and its score, higher where more."""
-    rows = results.records
-    own = rows.loc[
-        (rows.image_sha256 == image)
-        & (rows.geometry == "in_place")
-        & (rows.draw == 0)
-        & (rows.status == "ok")
-        & ~rows.attack.str.startswith(CONTROL)
-    ]
-    if own.empty:
-        return "", float("-inf")
-    values = own[of.lead] * sign_of(of.lead)
-    return str(own.attack[values.idxmax()]), float(values.max())

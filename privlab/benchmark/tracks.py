@@ -13,7 +13,17 @@ from typing import Any
 from privlab.base import PrivlabError, check_name, parse_toml, unknown_name, write_whole
 from privlab.images import open_images
 
-__all__ = ["TRACKS", "VERSION", "Track", "TrackCase", "TrackVictim", "photographs", "track", "write_manifest"]
+__all__ = [
+    "BUNDLED",
+    "TRACKS",
+    "VERSION",
+    "Track",
+    "TrackCase",
+    "TrackVictim",
+    "photographs",
+    "track",
+    "write_manifest",
+]
 
 VERSION = "privlab/1"
 """The version of the tracks of this package. Whatever changes a number of theirs makes a new version."""

@@ -50,8 +50,8 @@ T = TypeVar("T")
 class Panel:
     """One image of a strip, with the lines that stand under it.
 
-    `name` is the key of the attack's cell. A private, fed or sent image has the key of the first control's cell, with
-    "-private", "-fed" or "-sent" behind it.
+    `name` is the key of the attack's cell, with "-reassembled" behind it if its patches were put in order. A private,
+    fed or sent image has the key of the first control's cell, with "-private", "-fed" or "-sent" behind it.
     """
 
     name: str
@@ -325,8 +325,8 @@ class Evaluator:
         shares = [share for share in of_releases for _ in range(B)]
         if self.spec.eight_bit:
             reconstruction = replace(reconstruction, images=(reconstruction.images * 255).round() / 255)
-        scores, seconds_score = self._timed(
-            lambda: self._scorer.geometries(reconstruction, trial, names, placed=placed)
+        (scores, laid), seconds_score = self._timed(
+            lambda: self._scorer.laid(reconstruction, trial, names, placed=placed)
         )
         cost = {"seconds_attack": seconds / b, "seconds_score": seconds_score / b}
         outcomes = [
@@ -347,6 +347,9 @@ class Evaluator:
         self._show(
             panels, key, reconstruction.images, [_caption(where, attack.name, outcome[0]) for outcome in outcomes]
         )
+        if laid is not None:
+            captions = [_caption(where, f"{attack.name} (reassembled)", outcome[-1]) for outcome in outcomes]
+            self._show(panels, f"{key}-reassembled", laid, captions)
         return outcomes
 
     def _assigned(self, reconstruction: Reconstruction, trial: Trial, *, several: bool) -> Reconstruction:

@@ -39,6 +39,9 @@ __all__ = ["UNDEFINED", "Scorer", "Scores", "known_slots"]
 Scores = dict[str, list[float | None]]
 """The values of each metric, one for each image; None where it was not measured."""
 
+Reassembled = tuple[Scores, Float[Tensor, "b c h w"]]
+"""The scores of images whose patches the adversary put in order, and these images."""
+
 UNDEFINED = {"fft2d_mjp": "undefined where a reconstruction or its image is black"}
 """The reason why a metric may have no value for an image although it can be computed here."""
 
@@ -73,10 +76,26 @@ class Scorer:
             placed: whether the attack has already put its loose patches in order; "reassembled" is then the same as in
                 place.
         """
+        return self.laid(reconstruction, trial, names, placed=placed)[0]
+
+    def laid(
+        self, reconstruction: Reconstruction, trial: Trial, names: Sequence[str], *, placed: bool
+    ) -> tuple[list[Scores], Float[Tensor, "b c h w"] | None]:
+        """Return the scores of `geometries`, and the reassembled images; None for these where they are those in place.
+
+        Args:
+            reconstruction: as in `geometries`.
+            trial: as in `geometries`.
+            names: as in `geometries`.
+            placed: as in `geometries`.
+        """
         scores = self._in_place_and_oracle(reconstruction, trial)
-        if "reassembled" in names:
-            scores.append(self._reassembled(reconstruction, trial, scores[0], placed=placed))
-        return scores
+        if "reassembled" not in names:
+            return scores, None
+        if placed and reconstruction.loose is not None:
+            return [*scores, scores[0]], None
+        own, images = self._reassembled(reconstruction, trial, scores[0])
+        return [*scores, own], images
 
     def _in_place_and_oracle(self, reconstruction: Reconstruction, trial: Trial) -> list[Scores]:
         """Score reconstructions in place, and under the oracle."""
@@ -126,15 +145,13 @@ class Scorer:
         hears = self.model.vit.pos_embed is not None
         return trial.feed.moved if hears else torch.ones_like(trial.feed.moved)
 
-    def _reassembled(self, reconstruction: Reconstruction, trial: Trial, in_place: Scores, *, placed: bool) -> Scores:
+    def _reassembled(self, reconstruction: Reconstruction, trial: Trial, in_place: Scores) -> Reassembled:
         """Score reconstructions with the patches in the adversary's order, and that order itself.
 
         The order is scored only where the attack keeps the order of what was fed: only then is it certain which patch a
         slot holds.
         """
         feed, patch, loose = trial.feed, self.model.patch, reconstruction.loose
-        if placed and loose is not None:
-            return in_place
         order = rearrange(reconstruction, trial.known, self.reassembly, self.model.grid, patch)
         images = permute(reconstruction.images, order, patch)
         scores = in_place | self.score(images, trial.reference, feed.moved) | self._mirrored(images, trial)
@@ -142,7 +159,7 @@ class Scorer:
             held = feed.order.gather(1, order)
             scores["placement_accuracy"] = _nullable(placed_share(held, feed.moved))
             scores["neighbour_accuracy"] = _nullable(adjacent_share(held, feed.moved, self.model.grid))
-        return scores
+        return scores, images
 
     def score(
         self,

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from privlab.benchmark.cards import parse_card
+from privlab.benchmark.cards import instances, parse_card
 from privlab.benchmark.entries import entries
 from privlab.benchmark.judged import Judged, conclude, judge
 from privlab.benchmark.measure import KEPT
@@ -18,6 +18,8 @@ from privlab.benchmark.page import SCHEMA_VERSION, evaluation_record, site_files
 from privlab.benchmark.results import FORMAT, Result, to_rows, write_result
 from privlab.benchmark.rule import standings
 from privlab.benchmark.tracks import photographs, track
+from privlab.defenses import GradientNoise
+from privlab.metrics import MIRRORED
 
 OF = track("gradients")
 IMAGES = [*photographs("bundled"), *photographs("public")]
@@ -88,6 +90,13 @@ def result(folder: Path, name: str, found: pd.DataFrame, utility: float = 0.5, *
     return write_result(data, folder / f"{name}.json")
 
 
+def entered(folder: Path, theirs: pd.DataFrame, *, knows: bool = True, **more: Any) -> Result:
+    """Return the result of an attack that is not installed here, on the entry "one"."""
+    judged = {"one": judge(theirs, OF).as_json() | {"knows": knows}}
+    own = {"kind": "attack", "judged": judged, "rows": to_rows(theirs.assign(entry="one")), "plugin": "the source"}
+    return result(folder, "attack", theirs, **own, **more)
+
+
 @pytest.fixture
 def high() -> np.ndarray:
     return np.linspace(20, 30, len(IMAGES))
@@ -117,17 +126,70 @@ def test_of_several_draws_the_worst_counts(high: np.ndarray) -> None:
 
 def test_a_new_attack_scores_a_defense_anew(tmp_path: Path, high: np.ndarray) -> None:
     own = result(tmp_path, "one", records([11.0] * 64, [5.0] * 64))
-    theirs = rows("their-attack", high.tolist(), external="theirs")
-    judged = {"one": judge(theirs, OF).as_json() | {"knows": True}}
-    more = {"judged": judged, "rows": to_rows(theirs.assign(entry="one")), "plugin": "the source"}
-    attack = result(tmp_path, "attack", theirs, kind="attack", **more)
+    attack = entered(tmp_path, rows("their-attack", high.tolist(), external="theirs"))
     before, after = standings([own])[0], standings([own, attack])[0]
     assert (before.worst_case, before.external) == (11.0, None)
     assert after.worst_case == pytest.approx(high.mean(), abs=1e-3)
     assert (after.ours, after.external_by) == (11.0, ("attack",))
     assert after.external == pytest.approx(high.mean(), abs=1e-3)
-    assert set(after.known_by) == {"gradient-pruning", "patch-gradient-adaptive"}
+    assert set(after.known_by) == {"their-attack", "patch-gradient-adaptive"}
     assert after.unreliable == ()
+
+
+@pytest.mark.parametrize(("theirs", "weaker"), [(-1.0, True), (1.0, False)])
+def test_flags_are_those_of_the_rows_of_all_attacks(
+    tmp_path: Path, high: np.ndarray, theirs: float, *, weaker: bool
+) -> None:
+    """An attack that knows the defense takes away that none does, and not that it is weaker than one that does not."""
+    alone = pd.concat([rows("april", high.tolist()), rows("control:mean", [10.0] * 64)])
+    own = result(tmp_path, "one", alone)
+    attack = entered(tmp_path, rows("their-attack", (high + theirs).tolist()))
+    before, after = standings([own])[0], standings([own, attack])[0]
+    assert [reason.partition(":")[0] for reason in before.unreliable] == ["No adaptive attack"]
+    said = ("Adaptive attack weaker: one step: their-attack 24.00 dB leaks less than april 25.00 dB",)
+    assert (after.unreliable, after.rank) == ((said, None) if weaker else ((), 1))
+    assert after.known_by == ("their-attack",)
+
+
+def test_an_attack_whose_class_is_not_here_may_show_that_a_defense_holds(tmp_path: Path) -> None:
+    mirrored = dict.fromkeys(MIRRORED.values(), 0.0)
+    control = [rows("control:mean", [12.0 + i % 3 for i in range(64)], setting) for setting in "ac"]
+    own = pd.concat([rows("april", [5.0] * 64), *control]).assign(**mirrored)
+    theirs = [rows("their-attack", [dB] * 64, setting) for dB, setting in ((11.0, "c"), (60.0, "a"))]
+    given = result(tmp_path, "one", own), entered(tmp_path, pd.concat(theirs).assign(**mirrored))
+    (row,) = standings(given)
+    assert (row.verdict, row.known_by, row.rank) == ("holds", ("their-attack",), 1)
+
+
+def test_who_knows_a_defense_whose_class_is_not_here_its_file_says(tmp_path: Path, high: np.ndarray) -> None:
+    found = pd.concat([records(high.tolist(), [5.0] * 64), rows("april", [5.0] * 64, draw=1)])
+    found = found.replace("gradient-pruning", "their-defense").assign(defense_params="{}")
+    judged = judge(found, OF, frozenset({"patch-gradient-adaptive"})).as_json()
+    card = CARD.format(kind="defense", name="one").replace("gradient-pruning", "their-defense")
+    own = result(tmp_path, "one", found, card=card, judged=judged, plugin="the source")
+    theirs = rows("their-attack", [9.0] * 64, defense="their-defense", defense_params="{}")
+    ignorant = entered(tmp_path, theirs, knows=False)
+    (row,) = standings([own, ignorant])
+    assert (row.known_by, row.unreliable, row.rank) == (("patch-gradient-adaptive",), (), 1)
+
+
+@pytest.mark.parametrize("stem", ["features-gaussian-noise", "features-noise-rows"])
+def test_an_attack_that_searches_whatever_the_noise_does_not_know_it(stem: str) -> None:
+    (own,) = (each for each in entries() if each.path.stem == stem)
+    found = conclude(own.card, own.rows)
+    assert "class-token-key" in {*own.rows.attack}
+    assert "class-token-key" not in found["known_by"]
+    assert own.data["judged"]["known_by"] == found["known_by"]
+    assert {"column-statistics", "pe-assignment"} <= {*found["known_by"]}
+
+
+def test_cutmix_has_no_rank_as_the_attack_that_knows_it_is_the_weaker_one() -> None:
+    (row,) = standings(each for each in entries() if each.path.stem in ("features-cutmix", "features-inversion-mae"))
+    assert row.rank is None
+    assert [reason.partition(", ")[0] for reason in row.unreliable] == [
+        "Adaptive attack weaker: embedding: inversion-mae 15.01 dB leaks less than row-alignment 16.22 dB; two blocks: "
+        "inversion-mae 14.58 dB leaks less than depth-optimisation 15.09 dB"
+    ]
 
 
 def test_ranks_go_to_those_that_leak_least_and_have_no_reason_against_them(tmp_path: Path, high: np.ndarray) -> None:
@@ -169,10 +231,7 @@ def test_an_attack_that_failed_on_every_photograph_knows_nothing(high: np.ndarra
 def test_the_commands_of_a_row_are_those_that_made_it(tmp_path: Path, high: np.ndarray) -> None:
     found = records(high.tolist(), [5.0] * 64)
     own = result(tmp_path, "one", found, photographs=["bundled"])
-    theirs = rows("their-attack", high.tolist(), external="theirs")
-    judged = {"one": judge(theirs, OF).as_json() | {"knows": True}}
-    more = {"kind": "attack", "judged": judged, "rows": to_rows(theirs.assign(entry="one")), "plugin": "the source"}
-    attack = result(tmp_path, "attack", theirs, **more)
+    attack = entered(tmp_path, rows("their-attack", high.tolist(), external="theirs"))
     page = site_files([own, attack])["table.html"]
     folder = "privlab benchmark submit experiments/benchmark/cards"
     assert f"{folder}/one.toml\n" in page
@@ -217,14 +276,39 @@ def test_records_of_every_eval_ever_have_what_its_schema_requires(tmp_path: Path
     found = evaluation_record(row)
     assert found["schema_version"] == SCHEMA_VERSION
     needed = {"evaluation_id", "retrieved_timestamp", "source_metadata", "model_info", "eval_library"}
-    assert needed | {"schema_version", "evaluation_results"} <= found.keys()
+    needed |= {"schema_version", "evaluation_results"}
+    assert needed <= found.keys() <= needed | {"evaluation_timestamp"}  # no other name may stand there
+    assert found["source_metadata"]["source_type"] in ("documentation", "evaluation_run")
+    assert found["source_metadata"]["evaluator_relationship"] in (
+        "first_party",
+        "third_party",
+        "collaborative",
+        "other",
+    )
+    assert {"name", "id", "additional_details"} <= found["model_info"].keys()
     (one,) = found["evaluation_results"]
     assert {"evaluation_name", "source_data", "metric_config", "score_details"} == one.keys()
     assert {"score_type", "min_score", "max_score", "lower_is_better"} <= one["metric_config"].keys()
     assert one["metric_config"]["lower_is_better"] is True
     assert one["score_details"]["score"] == pytest.approx(high.mean())
+    assert one["source_data"]["source_type"] == "other"
+    uncertainty = one["score_details"]["uncertainty"]
+    assert isinstance(uncertainty["num_samples"], int)
+    assert uncertainty["confidence_interval"].keys() == {"lower", "upper", "confidence_level", "method"}
     details = found["model_info"]["additional_details"]
+    assert details["model_availability"] in ("open_weights", "closed_weights", "unknown")
+    assert details["deployment_type"] in ("self_deployed", "externally_managed", "unknown")
     assert all(isinstance(value, str) for value in details.values())
+
+
+def test_the_epsilon_of_dp_sgd_is_stated_with_its_delta_and_what_changes() -> None:
+    pytest.importorskip("opacus")
+    (card,) = (each.card for each in entries() if each.card.name == "dp-sgd")
+    (noise,) = instances(card)
+    assert isinstance(noise, GradientNoise)
+    replaced, present = (noise.epsilon(1e-5, replaced=each) for each in (True, False))
+    assert card.epsilon == pytest.approx(replaced, abs=0.005)
+    assert f"ε = {replaced:.2f} is at δ = 1e-5 with one photograph replaced by another, and {present:.2f}" in card.paper
 
 
 def test_the_entries_of_the_package_can_be_read_and_each_has_a_card() -> None:
@@ -236,12 +320,12 @@ def test_the_entries_of_the_package_can_be_read_and_each_has_a_card() -> None:
 
 
 def test_a_score_that_rests_on_an_attack_of_few_photographs_has_no_rank() -> None:
-    given = entries()
-    (attack,) = (each for each in given if each.path.stem == "features-deconvolution")
+    given = [each for each in entries() if each.path.stem in ("features-blur", "features-deconvolution")]
+    attack = given[1]
     few = attack.rows.loc[attack.rows.image_sha256.isin(photographs("bundled"))]
     fewer = replace(attack, data={**attack.data, "judged": conclude(attack.card, few), "rows": to_rows(few)})
     for used, rank, reasons in (
-        (attack, 5, ()),
+        (attack, 1, ()),
         (fewer, None, ("few photographs: 14 of 64 by an attack that knows the defense",)),
     ):
         rows = standings([used if each is attack else each for each in given])

@@ -36,9 +36,17 @@ class Facts:
     names: Sequence[str]
     metric: str
     geometry: str
+    knowing: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, records: pd.DataFrame, names: Sequence[str], metric: str, geometry: str) -> "Facts":
+    def of(
+        cls,
+        records: pd.DataFrame,
+        names: Sequence[str],
+        metric: str,
+        geometry: str,
+        knowing: frozenset[str] = frozenset(),
+    ) -> "Facts":
         """Return the facts of records; columns that the records lack are added and null.
 
         Args:
@@ -46,12 +54,13 @@ class Facts:
             names: the names of the cases, by their numbers.
             metric: the one by which attacks are compared.
             geometry: "in_place", "oracle" or "reassembled": in which scores are compared.
+            knowing: attacks that know every defense here, though their classes are not installed.
         """
         named = [name for name in _NAMED_COLUMNS if name in records]
         there = records.reindex(
             columns=list(dict.fromkeys([*named, *_NEEDED_COLUMNS, metric, *STRUCTURE, *MIRRORED.values()]))
         )
-        return cls(there, names, metric, geometry)
+        return cls(there, names, metric, geometry, knowing)
 
     @property
     def sign(self) -> int:
@@ -148,7 +157,8 @@ class Facts:
 
     def knows(self, attack: str, case: int) -> bool:
         """Return whether all parts of a case's defense are undone in what is scored, by the attack or the geometry."""
-        return knows(undone(attack, self.cases[case], self.geometry), self.defenses[case], self.kinds[case])
+        known = undone(attack, self.cases[case], self.geometry)
+        return attack in self.knowing or knows(known, self.defenses[case], self.kinds[case])
 
     @cached_property
     def cases(self) -> Mapping[int, pd.DataFrame]:

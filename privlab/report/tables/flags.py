@@ -47,7 +47,11 @@ class Flag:
 
 
 def red_flags(
-    records: pd.DataFrame, names: Sequence[str], metric: str = "psnr", geometry: str = "in_place"
+    records: pd.DataFrame,
+    names: Sequence[str],
+    metric: str = "psnr",
+    geometry: str = "in_place",
+    knowing: frozenset[str] = frozenset(),
 ) -> list[Flag]:
     """Return the flags that the rules raise, in the order of `RULES`; those without an item are left out.
 
@@ -56,8 +60,9 @@ def red_flags(
         names: the names of the cases, by their numbers.
         metric: the one by which attacks are compared.
         geometry: "in_place", "oracle" or "reassembled": in which attacks are compared.
+        knowing: attacks that know every defense here, though their classes are not installed.
     """
-    facts = Facts.of(records, names, metric, geometry)
+    facts = Facts.of(records, names, metric, geometry, knowing)
     return [Flag(head, items) for head, rule in RULES.items() if (items := rule(facts))]
 
 

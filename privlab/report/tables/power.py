@@ -81,7 +81,12 @@ def power_of(results: Results) -> list[PowerVerdict]:
 
 
 def power(
-    records: pd.DataFrame, names: Sequence[str], metrics: Sequence[str], geometry: str = "in_place", level: float = 0.95
+    records: pd.DataFrame,
+    names: Sequence[str],
+    metrics: Sequence[str],
+    geometry: str = "in_place",
+    level: float = 0.95,
+    knowing: frozenset[str] = frozenset(),
 ) -> list[PowerVerdict]:
     """Return the verdict on each case, from records alone.
 
@@ -96,12 +101,13 @@ def power(
         metrics: the columns of the table.
         geometry: "in_place", "oracle" or "reassembled": in which reconstructions are compared.
         level: confidence level of all intervals of a case together, in (0, 1).
+        knowing: attacks that know every defense here, though their classes are not installed.
     """
     leaky = [name for name in metrics if KNOWN[name].direction != "utility" and name != "fft2d_mjp"]
     leaky.sort(key=lambda name: name != lead_metric(metrics))
     leaky += [name for name in STRUCTURE if leaky and name not in leaky and name in records]
     there = records.reindex(columns=list(dict.fromkeys([*records.columns, *_NEEDED_COLUMNS])))
-    facts = _Facts(there, names, leaky, geometry, level)
+    facts = _Facts(there, names, leaky, geometry, level, knowing)
     return [facts.verdict(case) for case in range(len(names))]
 
 
@@ -114,6 +120,7 @@ class _Facts:
     metrics: Sequence[str]
     geometry: str
     level: float
+    knowing: frozenset[str]
 
     @cached_property
     def cases(self) -> Mapping[int, pd.DataFrame]:
@@ -184,7 +191,7 @@ class _Facts:
         steps: tuple[tuple[str, Callable[[Measure], bool]], ...] = (
             (
                 "no attack that was scored knows the defense",
-                lambda m: knows(undone(m.attack, rows, self.geometry), parts, kinds),
+                lambda m: m.attack in self.knowing or knows(undone(m.attack, rows, self.geometry), parts, kinds),
             ),
             (
                 "no record says whether an attack was in its range: run it again",

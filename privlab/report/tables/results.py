@@ -52,10 +52,13 @@ class Results:
         Args:
             case: the number of the case, from 0.
             image_sha256: the hash of the private image.
-            what: "private", "fed" (what the client fed), or the name of an attack, for its reconstruction.
+            what: "private", "fed" (what the client fed), or the name of an attack, for its reconstruction; with
+                " (reassembled)" behind it, for that with its patches in the order that was found.
         """
-        attack = CONTROLS[0] if what in ("private", "fed") else what
-        suffix = f"-{what}" if what in ("private", "fed") else ""
+        attack, _, laid = what.partition(" (")
+        suffix = "-reassembled" if laid else ""
+        if what in ("private", "fed"):
+            attack, suffix = CONTROLS[0], f"-{what}"
         for cell in self._cells.get((case, attack), ()):
             path = self.path / "pictures" / image_sha256[:16] / f"{cell}{suffix}.png"
             if path.exists():
