@@ -134,10 +134,12 @@ def _group(of: Track, rows: Sequence[Standing]) -> _Group:
 
 
 def _shown(row: Standing) -> dict[str, Any]:
-    """Return a row as the template reads it: with its pictures, and the commands that make it and check it."""
+    """Return a row as the template reads it: with its pictures, its commands, and what its card alone states."""
     assert row.result is not None
     commands = [line for each in (row.result, *row.entered) for line in _commands(each)]
-    return {**row.as_json(), "shown": row.result.data.get("pictures", {}), "commands": commands}
+    return {**row.as_json(), "shown": row.result.data.get("pictures", {}), "commands": commands} | {
+        "stated_alone": row.result.card.stated_alone
+    }
 
 
 def _commands(result: Result) -> Sequence[str]:

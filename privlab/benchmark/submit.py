@@ -10,6 +10,7 @@ import pandas as pd
 
 from privlab.admission import Check, admit_attack
 from privlab.admission.admit import admit
+from privlab.admission.privacy_claims import check_bits, check_epsilon, derived_bits
 from privlab.base import PrivlabError, collect_warnings, options_of, versions
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.entries import defense_entries
@@ -20,7 +21,7 @@ from privlab.benchmark.measure import Photographs, draws_of, measure_defense, sp
 from privlab.benchmark.plugins import installed, source_of_plugin
 from privlab.benchmark.results import FORMAT, Result, from_rows, plain, to_rows, write_result
 from privlab.benchmark.tracks import Track
-from privlab.benchmark.weights import measure_keys
+from privlab.benchmark.weights import measure_keys, secret_bits_of_keys
 from privlab.evaluation import CONTROL
 from privlab.grids import IN_PROCESS, Engine
 from privlab.images import data_uri
@@ -30,7 +31,7 @@ from privlab.stores import pngs
 from privlab.threat import attack_declarations
 from privlab.victims import victim
 
-__all__ = ["checks_of", "submit", "worth_of"]
+__all__ = ["check_claims", "checks_of", "submit", "worth_of"]
 
 Say = Callable[[str], object]
 
@@ -105,8 +106,10 @@ def checks_of(card: Card, weights: str) -> tuple[Check, ...]:
         weights: the file of a victim that is not in the package, or "auto".
 
     Raises:
-        PrivlabError: if one of `REFUSING` fails.
+        PrivlabError: if one of `REFUSING` fails, or a defense claims more than it has.
     """
+    if card.kind == "defense":
+        check_claims(card, weights)
     if card.track == "weights" or card.reconstructions or card.releases:
         return ()
     found: list[Check] = []
@@ -124,6 +127,27 @@ def checks_of(card: Card, weights: str) -> tuple[Check, ...]:
                 )
         found += own
     return tuple(found)
+
+
+def check_claims(card: Card, weights: str) -> None:
+    """Compare the ε and the secret bits of a card with what its defense declares.
+
+    Args:
+        card: that of a defense, whose class is installed.
+        weights: the file of a victim that is not in the package, or "auto".
+
+    Raises:
+        PrivlabError: if ε is another one, or finite where nothing is drawn, or there are fewer bits than the card says.
+    """
+    own, where, found = card.of.victim(card.victim_name), f"The card of '{card.name}'", None
+    keys = card.track == "weights"
+    parts = [] if keys or card.releases else instances(card)
+    model = victim(own.name, weights=weights, img_size=own.img_size).model if parts else None
+    if not isinstance(card.epsilon, str) and not card.releases:
+        check_epsilon(where, float(card.epsilon or 0), parts, model)
+    if not card.releases:
+        found = secret_bits_of_keys(card) if model is None else derived_bits(parts, model, card.of.client_batch)
+    check_bits(where, card.secret_bits or 0.0, found, "+".join(card.parts))
 
 
 def worth_of(card: Card, how: Photographs) -> float:

@@ -94,6 +94,12 @@ def test_a_card_with_other_parameters_than_the_class_is_refused(mine: Path, cli:
     assert "states keep, which 'my-rounding' has not. It has step" in said
 
 
+def test_a_rounding_has_no_finite_epsilon(mine: Path, cli: Callable[..., Any]) -> None:
+    changed(mine / "my_defense.toml", ('epsilon = "none"', "epsilon = 0.5"))
+    said = cli("benchmark", "submit", mine / "my_defense.toml", "--out", mine / "my.json").error
+    assert "epsilon says 0.5, and 'my-rounding' releases the same whatever it draws" in said
+
+
 def test_a_number_in_quotes_is_refused(mine: Path, cli: Callable[..., Any]) -> None:
     changed(mine / "my_defense.toml", ("step = 1e-2", 'step = "0.01"'))
     said = cli("benchmark", "submit", mine / "my_defense.toml", "--out", mine / "my.json").error
