@@ -10,6 +10,7 @@ import pandas as pd
 
 from privlab.admission import Check, admit_attack
 from privlab.admission.admit import admit
+from privlab.admission.confinement import REFUSED
 from privlab.admission.privacy_claims import check_bits, check_epsilon, derived_bits
 from privlab.base import PrivlabError, collect_warnings, options_of, versions
 from privlab.benchmark.cards import Card, instances
@@ -162,7 +163,14 @@ def worth_of(card: Card, how: Photographs) -> float:
 
 
 def _concluded(card: Card, records: pd.DataFrame) -> dict[str, Any]:
-    """Return the rows as the result file has them, and what they say."""
+    """Return the rows as the result file has them, and what they say.
+
+    Raises:
+        PrivlabError: if a plug-in did what it may not on a photograph.
+    """
+    for reason in records.reason.dropna().unique() if "reason" in records else ():
+        if str(reason).endswith(REFUSED):
+            raise PrivlabError(str(reason))
     rows = to_rows(records)
     return {"judged": conclude(card, from_rows(rows)), "rows": rows}
 
