@@ -17,7 +17,7 @@ from privlab.admission.confinement import confined
 from privlab.base import PrivlabError, read_text
 from privlab.benchmark.cards import instances, read_card, write_template
 from privlab.benchmark.plugins import installed, source_of_plugin
-from privlab.benchmark.submit import submit
+from privlab.benchmark.submit import checks_of
 
 RELEASE = "        steps = {name"
 MORE = "        {line}\n        steps = {name"
@@ -60,11 +60,11 @@ def mine(tmp_path: Path) -> Callable[[str, str], Path]:
 
 
 def refused(path: Path) -> str:
-    """Return the one line by which a card's entry is refused."""
-    with pytest.raises(PrivlabError) as error:
-        submit(read_card(path), path.with_suffix(".json"))
+    """Return the one line by which a card's entry is refused, at the latest in admission."""
+    card = read_card(path)
+    with pytest.raises(PrivlabError) as error, installed(card, source_of_plugin(card)):
+        checks_of(card, "auto")
     assert "\n" not in str(error.value)
-    assert not path.with_suffix(".json").exists()
     return str(error.value)
 
 
