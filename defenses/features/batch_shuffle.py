@@ -8,6 +8,7 @@ import torch
 from privlab.base import check_range
 from privlab.patches import bits
 from privlab.threat import Draws, Effects, Sent
+from privlab.victims import VictimModel
 
 __all__ = ["BatchShuffle"]
 
@@ -35,6 +36,11 @@ class BatchShuffle:
     def __post_init__(self) -> None:
         """Raise PrivlabError if `share` is outside [0, 1]."""
         check_range(0 <= self.share <= 1, "share of batch-shuffle", "in [0, 1]", self.share)
+
+    def secret_bits(self, model: VictimModel, together: int) -> float:
+        """Return log₂ of the number of ways in which k of n patch tokens of a batch can move: n! / (n − k)!."""
+        n = together * model.vit.patch_embed.num_patches
+        return bits(n) - bits(n - round(self.share * n))
 
     def send(self, sent: Sent, draws: Draws) -> Sent:
         """Return the batch with its patch tokens shuffled."""

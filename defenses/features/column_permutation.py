@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from privlab.patches import bits, draw_orders, permute_features
 from privlab.threat import Draws, Effects, Sent
+from privlab.victims import VictimModel
 
 __all__ = ["ColumnPermutation"]
 
@@ -23,6 +24,10 @@ class ColumnPermutation:
     paper: ClassVar[str] = "Permutation Equivariance (Xu et al. 2024), Eq. 5 and 6, Theorems 4.4 and 4.5"
 
     acts_as: ClassVar[Effects] = Effects(columns=True)
+
+    def secret_bits(self, model: VictimModel, together: int) -> float:
+        """Return log₂ D! of an order of D columns."""
+        return bits(model.vit.embed_dim)
 
     def send(self, sent: Sent, draws: Draws) -> Sent:
         """Return the features with their columns in the secret order."""

@@ -8,6 +8,7 @@ import torch
 from privlab.base import check_name
 from privlab.patches import bits, draw_orders, permute_features
 from privlab.threat import Draws, Effects, Sent
+from privlab.victims import VictimModel
 
 __all__ = ["RowPermutation"]
 
@@ -40,6 +41,11 @@ class RowPermutation:
     def acts_as(self) -> Effects:
         """Return the effect: rows move by one order for the batch, or by each image's own."""
         return Effects(rows="shared" if self.per == "batch" else "own")
+
+    def secret_bits(self, model: VictimModel, together: int) -> float:
+        """Return log₂ t! of an order of t tokens, one for a batch or one for each of its images."""
+        t = model.vit.patch_embed.num_patches + (model.vit.num_prefix_tokens if self.class_token else 0)
+        return bits(t) * (together if self.per == "image" else 1)
 
     def send(self, sent: Sent, draws: Draws) -> Sent:
         """Return the features with their rows in the secret order."""

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.base import PrivlabError, check_range
-from privlab.threat import Effects
+from privlab.threat import Effects, Guarantee
 
 __all__ = ["DELTA", "GradientNoise"]
 
@@ -107,6 +107,15 @@ class GradientNoise:
         best = 1 + σ * math.sqrt(2 * math.log(1 / delta) / self.releases)
         orders = [1 + (best - 1) * 2 ** (k / 16) for k in range(-32, 33)]
         return float(accountant.get_epsilon(delta, alphas=orders))
+
+    def guarantee(self) -> Guarantee:
+        """Return the (ε, δ)-differential privacy of all releases together, for which image it is.
+
+        Raises:
+            PrivlabError: if Opacus is not installed.
+        """
+        by = f"multiplier = {self.multiplier:g} with releases = {self.releases}"
+        return Guarantee(self.epsilon(replaced=True), DELTA, by)
 
     def remark(self) -> str:
         """Return the ε that the noise of all releases gives, in one clause, or why it is not known here."""

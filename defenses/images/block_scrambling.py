@@ -1,5 +1,6 @@
 """`block-scrambling`: learnable image encryption: a client's key permutes blocks, and the pixels within them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,8 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from privlab.base import check_range
-from privlab.patches import patchify, permute, shuffle_within, unpatchify
+from privlab.patches import bits, patchify, permute, shuffle_within, unpatchify
 from privlab.threat import Effects, Feed
+from privlab.victims import VictimModel
 
 __all__ = ["BlockScrambling"]
 
@@ -50,6 +52,12 @@ class BlockScrambling:
         """Return the effect: patches are shuffled by one order, and their pixels are changed."""
         patches = "shuffled" if self.blocks > 0 else "kept"
         return Effects(patches=patches, one_order=self.blocks > 0, values=self.pixels > 0, other=self.invert)
+
+    def secret_bits(self, model: VictimModel, together: int) -> float:
+        """Return log₂ of the number of keys: ways in which shares of n blocks and k values move, or turn negative."""
+        n, k = model.vit.patch_embed.num_patches, math.prod(model.image_shape) // model.vit.patch_embed.num_patches
+        moved = sum(bits(m) - bits(m - round(share * m)) for m, share in ((n, self.blocks), (k, self.pixels)))
+        return moved + (bits(k) - bits(k // 2, k - k // 2) if self.invert else 0)
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return the encrypted images; `draws` holds the generator of the client's key alone."""

@@ -8,8 +8,9 @@ from jaxtyping import Float
 from torch import Generator, Tensor
 
 from privlab.base import check_name, check_range
-from privlab.patches import jigsaw
+from privlab.patches import bits, jigsaw
 from privlab.threat import Effects, Feed
+from privlab.victims import VictimModel
 
 __all__ = ["Jigsaw"]
 
@@ -44,6 +45,11 @@ class Jigsaw:
     def acts_as(self) -> Effects:
         """Return the effect: patches are shuffled, and the position embeddings do not show which."""
         return Effects(patches="shuffled", one_order=self.per == "batch")
+
+    def secret_bits(self, model: VictimModel, together: int) -> float:
+        """Return log₂ of the number of ways in which k = γ·N of N patches move, N! / (N − k)!; the mask is secret."""
+        n = model.vit.patch_embed.num_patches
+        return (bits(n) - bits(n - round(self.gamma * n))) * (together if self.per == "image" else 1)
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return x̃ with the drawn mask and order; with `per` = "batch", `draws` has one generator for each release."""

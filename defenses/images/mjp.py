@@ -9,7 +9,9 @@ from torch import Generator, Tensor
 
 from privlab.base import check_name
 from privlab.defenses.images.jigsaw import Jigsaw
+from privlab.patches import bits
 from privlab.threat import Effects, Feed
+from privlab.victims import VictimModel
 
 __all__ = ["Mjp"]
 
@@ -47,6 +49,13 @@ class Mjp(Jigsaw):
             return super().acts_as
         kind = "unknown" if self.masked_pe == "unknown" else "zero"
         return Effects(patches="masked", pe=kind, one_order=self.per == "batch")
+
+    def secret_bits(self, model: VictimModel, together: int) -> float:
+        """Return log₂ k! of the order of the k masked patches; the mask shows in what replaces position embeddings."""
+        if self.masked_pe == "slot":
+            return super().secret_bits(model, together)
+        k = round(self.gamma * model.vit.patch_embed.num_patches)
+        return bits(k) * (together if self.per == "image" else 1)
 
     def __call__(self, images: Float[Tensor, "b c h w"], patch: int, draws: Sequence[Generator]) -> Feed:
         """Return x̃ with the drawn mask, which also marks the slots whose position embeddings are replaced."""

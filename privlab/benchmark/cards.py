@@ -10,8 +10,8 @@ from typing import Any
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, check_name, first, parse_toml, read_text, unknown_name, write_whole
 from privlab.benchmark.tracks import TRACKS, VERSION, Track, track
-from privlab.defenses import defenses
-from privlab.threat import acts_on
+from privlab.defenses import DEFENSES, defenses
+from privlab.threat import acts_on, defense_declarations
 
 __all__ = ["KEY", "TEMPLATES", "Card", "Reported", "Utility", "instances", "parse_card", "read_card", "write_template"]
 
@@ -84,6 +84,14 @@ class Card:
     def parts(self) -> tuple[str, ...]:
         """Return the installed names of the stacked classes."""
         return tuple((self.uses or self.name).split("+"))
+
+    @property
+    def stated_alone(self) -> frozenset[str]:
+        """Return which of `secret_bits` and `epsilon` no code of this package derives: the card's word stands."""
+        own = not self.plugin and not self.releases and (self.track == "weights" or {*self.parts} <= DEFENSES.keys())
+        kinds: Sequence[Any] = [DEFENSES[part] for part in self.parts] if own and self.track != "weights" else ()
+        known = any(defense_declarations(kind).guarantee for kind in kinds) or not _is_number(self.epsilon)
+        return frozenset(name for name, derived in (("secret_bits", own), ("epsilon", known)) if not derived)
 
     @property
     def victim_name(self) -> str:

@@ -144,10 +144,11 @@ def _group(of: Track, rows: Sequence[Standing]) -> _Group:
 
 
 def _shown(row: Standing) -> dict[str, Any]:
-    """Return a row as the template reads it: with its pictures, and the commands that make it and check it."""
+    """Return a row as the template reads it: with its pictures, its commands, and what its card alone states."""
     assert row.result is not None
     commands = [line for each in (row.result, *row.entered) for line in _commands(each)]
-    return {**row.as_json(), "shown": pictures_of(row), "commands": commands}
+    own = {"shown": pictures_of(row), "commands": commands, "stated_alone": row.result.card.stated_alone}
+    return row.as_json() | own
 
 
 def _commands(result: Result) -> Sequence[str]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
 from pathlib import Path
 
+from privlab.admission.confinement import REFUSED, confined
 from privlab.base import PrivlabError, first, read_text
 from privlab.base.plugins import installed_plugins
 from privlab.benchmark.cards import Card
@@ -16,6 +17,9 @@ __all__ = ["MODULE", "check_source", "installed", "source_of_plugin"]
 
 MODULE = "privlab_benchmark_entry"
 """The name under which the module of an entry is imported."""
+
+_FOOTER = "from privlab.admission.confinement import confine as _confine\n\n_confine(__name__)\n"
+"""What is added to the source of a plug-in, so that other processes that import it confine it too."""
 
 ALLOWED = frozenset(
     {
@@ -44,7 +48,8 @@ REFUSED_PARTS = frozenset(
 def check_source(text: str, where: str) -> None:
     """Check that a source imports and names nothing that reads the clock, the network, files or other processes.
 
-    This reads the text; it is no sandbox. Admission, which runs the entry twice, sees what changes by itself.
+    This reads the text; it is no sandbox. While an entry runs, `privlab.admission.confinement` watches it. Admission,
+    which runs the entry twice, sees what changes by itself.
 
     Args:
         text: the source, in Python.
@@ -114,7 +119,7 @@ def installed(card: Card, source: str | None) -> Iterator[None]:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        (path / f"{MODULE}.py").write_text(source, "utf-8")
+        (path / f"{MODULE}.py").write_text(f"{source}\n{_FOOTER}", "utf-8")
         sys.path.insert(0, folder)
         invalidate_caches()
         try:
@@ -141,8 +146,11 @@ def _is_part(value: object) -> bool:
 def _class_name(card: Card) -> str:
     """Return the name of the plug-in's class whose attribute `name` is the one that the card uses."""
     try:
-        module = import_module(MODULE)
+        with confined(MODULE, "its import"):
+            module = import_module(MODULE)
     except Exception as error:
+        if str(error).endswith(REFUSED):
+            raise
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise PrivlabError(f"The plug-in of '{card.name}' cannot be imported: {what}.") from None
     kinds = {each.name: key for key, each in vars(module).items() if _is_part(each)}

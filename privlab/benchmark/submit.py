@@ -11,6 +11,8 @@ import pandas as pd
 
 from privlab.admission import Check, admit_attack
 from privlab.admission.admit import admit
+from privlab.admission.confinement import REFUSED
+from privlab.admission.privacy_claims import check_bits, check_epsilon, derived_bits
 from privlab.base import PrivlabError, collect_warnings, options_of, versions
 from privlab.benchmark.cards import Card, instances
 from privlab.benchmark.entries import defense_entries, entries
@@ -21,13 +23,13 @@ from privlab.benchmark.measure import Photographs, draws_of, measure_defense, ru
 from privlab.benchmark.page import pictures
 from privlab.benchmark.plugins import installed, source_of_plugin
 from privlab.benchmark.results import FORMAT, Result, from_rows, plain, to_rows, write_result
-from privlab.benchmark.weights import measure_keys
+from privlab.benchmark.weights import measure_keys, secret_bits_of_keys
 from privlab.grids import IN_PROCESS, Engine
 from privlab.report.tables.knowledge import knows
 from privlab.threat import attack_declarations
 from privlab.victims import victim
 
-__all__ = ["checks_of", "submit", "worth_of"]
+__all__ = ["check_claims", "checks_of", "submit", "worth_of"]
 
 Say = Callable[[str], object]
 
@@ -102,8 +104,10 @@ def checks_of(card: Card, weights: str) -> tuple[Check, ...]:
         weights: the file of a victim that is not in the package, or "auto".
 
     Raises:
-        PrivlabError: if one of `REFUSING` fails.
+        PrivlabError: if one of `REFUSING` fails, or a defense claims more than it has.
     """
+    if card.kind == "defense":
+        check_claims(card, weights)
     if card.track == "weights" or card.reconstructions or card.releases:
         return ()
     found: list[Check] = []
@@ -123,6 +127,27 @@ def checks_of(card: Card, weights: str) -> tuple[Check, ...]:
     return tuple(found)
 
 
+def check_claims(card: Card, weights: str) -> None:
+    """Compare the ε and the secret bits of a card with what its defense declares.
+
+    Args:
+        card: that of a defense, whose class is installed.
+        weights: the file of a victim that is not in the package, or "auto".
+
+    Raises:
+        PrivlabError: if ε is another one, or finite where nothing is drawn, or there are fewer bits than the card says.
+    """
+    own, where, found = card.of.victim(card.victim_name), f"The card of '{card.name}'", None
+    keys = card.track == "weights"
+    parts = [] if keys or card.releases else instances(card)
+    model = victim(own.name, weights=weights, img_size=own.img_size).model if parts else None
+    if not isinstance(card.epsilon, str) and not card.releases:
+        check_epsilon(where, float(card.epsilon or 0), parts, model)
+    if not card.releases:
+        found = secret_bits_of_keys(card) if model is None else derived_bits(parts, model, card.of.client_batch)
+    check_bits(where, card.secret_bits or 0.0, found, "+".join(card.parts))
+
+
 def worth_of(card: Card, how: Photographs) -> float:
     """Return what the releases of a defense are still worth, in the case of its track where that is least.
 
@@ -135,7 +160,14 @@ def worth_of(card: Card, how: Photographs) -> float:
 
 
 def _concluded(card: Card, records: pd.DataFrame) -> dict[str, Any]:
-    """Return the rows as the result file has them, and what they say."""
+    """Return the rows as the result file has them, and what they say.
+
+    Raises:
+        PrivlabError: if a plug-in did what it may not on a photograph.
+    """
+    for reason in records.reason.dropna().unique() if "reason" in records else ():
+        if str(reason).endswith(REFUSED):
+            raise PrivlabError(str(reason))
     rows = to_rows(records)
     return {"judged": conclude(card, from_rows(rows)), "rows": rows}
 

@@ -21,6 +21,7 @@ from privlab.benchmark.tracks import TrackCase, photographs
 from privlab.benchmark.weights import measure_keys
 from privlab.evaluation import CONTROL
 from privlab.report.tables import sign_of
+from privlab.threat import attack_declarations
 
 __all__ = ["Verified", "verify"]
 
@@ -128,7 +129,9 @@ def _drawn(
     measured = {*result.rows.case}
     case: TrackCase = chance.choice([each for each in card.of.cases if case_label(each, setting) in measured])
     draw = chance.randrange(int(result.data.get("draws", 1)))
-    hashes, size = list(photographs("bundled")), card.of.client_batch
+    hashes = list(photographs("bundled"))
+    one_key = any(attack_declarations(attack).one_key for attack in attacks or ())
+    size = len(hashes) if one_key else card.of.client_batch
     batches = [hashes[i : i + size] for i in range(0, len(hashes), size)]
     wanted = [sha for batch in chance.sample(batches, -(-images // size)) for sha in batch]
     used = attacks_of(card, case, setting, how) if attacks is None else attacks

@@ -12,10 +12,21 @@ from privlab.base import PrivlabError
 from privlab.benchmark.cards import KEY, Card
 from privlab.benchmark.measure import KEPT
 from privlab.evaluation import CONTROLS, SCHEMA
-from privlab.keys import apply_cloak, apply_key, new_cloak, new_key, offloaded, public_state, shape_of_model
+from privlab.keys import (
+    apply_cloak,
+    apply_key,
+    cloak_bits,
+    key_bits,
+    new_cloak,
+    new_key,
+    offloaded,
+    public_state,
+    shape_of_model,
+)
+from privlab.keys.algebra import SPACES
 from privlab.victims import victim
 
-__all__ = ["CLOAK", "known_by", "measure_keys"]
+__all__ = ["CLOAK", "known_by", "measure_keys", "secret_bits_of_keys"]
 
 CLOAK = "cloak"
 """The space of a card whose weights are cloaked (`privlab.keys.cloak`) instead of permuted by a model key."""
@@ -28,6 +39,18 @@ def known_by(card: Card) -> str:
         card: its parameter `space` decides.
     """
     return CloakMatching.name if card.parameters["space"] == CLOAK else WeightMatching.name
+
+
+def secret_bits_of_keys(card: Card) -> float | None:
+    """Return log₂ of the number of keys of a card's space; None of a space that is not known.
+
+    Args:
+        card: that of an entry of the track `weights`.
+    """
+    space = card.parameters.get("space")
+    if space == CLOAK:
+        return sum(cloak_bits(len(W)) for W in offloaded(public_state(card.victim_name)).values())
+    return key_bits(shape_of_model(card.victim_name), str(space)) if space in SPACES else None
 
 
 def measure_keys(card: Card) -> pd.DataFrame:

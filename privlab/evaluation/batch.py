@@ -90,23 +90,29 @@ def taken(seen: Observation, releases: Sequence[int]) -> Observation:
     return replace(seen, gradients={name: g[releases] for name, g in seen.gradients.items()})
 
 
-def attacked_together(seen: Seen, batch: Batch, preprocessing: Preprocessing) -> list[tuple[list[int], Seen]]:
+def attacked_together(
+    seen: Seen, batch: Batch, preprocessing: Preprocessing, *, one_key: bool = False
+) -> list[tuple[list[int], Seen]]:
     """Return the groups of images that are attacked in one call: the places in the batch, and the observation, of each.
 
     All images form one group, unless bundled photographs are among those whose gradients are released. Image priors
-    learn from these photographs, so each of them is attacked with a prior that has learned from the others. Attacks on
-    features get their public images with the batch.
+    learn from these photographs, so each of them is attacked with a prior that has learned from the others. An attack
+    that reads all releases under one key gets them in one call, with the photographs that are left for all of them.
+    Attacks on features get their public images with the batch.
 
     Args:
         seen: the observation of the whole batch.
         batch: the images, to find out which are bundled photographs; attacks do not see it.
         preprocessing: that of the images; photographs are compared with them after it.
+        one_key: whether the attack reads all releases under one key.
     """
     every = list(range(len(batch.named)))
     if not isinstance(seen, Observation):
         return [(every, seen)]
     B = seen.images_per_release
     left = apart_from([image.sha256 for image in batch.named], batch.images, preprocessing)
+    if one_key:
+        return [(every, replace(seen, photographs=common(left)))]
     groups: dict[tuple[str, ...] | None, list[int]] = {}
     for release in range(len(every) // B):
         groups.setdefault(common(left[release * B : (release + 1) * B]), []).append(release)

@@ -193,9 +193,12 @@ class Evaluator:
         if isinstance(seen, Observation) and len(kept) < len(sound):
             batch, trial, facts = batch.take(kept), trial.take(kept), [facts[i] for i in kept]
             seen, panels = taken(seen, kept), [panels[i] for i in kept]
-        together = attacked_together(seen, batch, self.base.preprocessing)
+        groups = {
+            one_key: attacked_together(seen, batch, self.base.preprocessing, one_key=one_key)
+            for one_key in {attack_declarations(attack).one_key for attack in group.attacks}
+        }
         for attack in group.attacks:
-            alone = replace(group, attacks=(attack,))
+            alone, together = replace(group, attacks=(attack,)), groups[attack_declarations(attack).one_key]
             outcomes: list[list[Record]] = [[]] * len(batch.named)
             for rows, own in together:
                 part = trial if len(together) == 1 else trial.take(rows)

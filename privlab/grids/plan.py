@@ -25,6 +25,7 @@ from privlab.grids.tasks import Reference, Task, references
 from privlab.images import ImageSource, to_csv
 from privlab.metrics import Embedding, Learned, Lpips
 from privlab.stores import Store
+from privlab.threat import attack_declarations
 from privlab.victims import Victim
 
 __all__ = ["Grid", "Job", "Share", "lay_out", "missing"]
@@ -35,7 +36,7 @@ class Job:
     """One specification of a case in one setting, with the key of the cell of each attack and control, and its images.
 
     `metrics` are those that can be computed here; `batches` names the client's batch of each image, where images are
-    released together.
+    released together. `one_key` names the attacks that read the releases of all images as one.
     """
 
     case: int
@@ -47,6 +48,7 @@ class Job:
     images: tuple[Reference, ...]
     batches: tuple[str, ...] | None
     metrics: tuple[str, ...]
+    one_key: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +202,7 @@ def lay_out(
                     found[at][1],
                     _batches(found[at][1], spec),
                     tuple(name for name in spec.metrics if name not in lacking),
+                    frozenset(a.name for g in subject.groups for a in g.attacks if attack_declarations(a).one_key),
                 )
                 jobs.append(job)
     jobs.sort(key=lambda job: job.case)
@@ -240,6 +243,7 @@ def missing(
         grid: the experiment.
         store: the records so far; None for none.
         size: images of a task; where images are released together, it is rounded down to whole batches, at least one.
+            Attacks that read all releases under one key get all images in one task, unless there is a batch_size.
         share: the part of the images that this machine runs.
         retry_failed: whether images that failed are run again; otherwise they count as done.
         again: whether metrics that were added later are scored on kept reconstructions, where there are some, instead
@@ -257,7 +261,11 @@ def missing(
             bits[row] |= planned.get((cell, job.images), 0)
             planned[cell, job.images] = planned.get((cell, job.images), 0) | _bits(job.metrics, metrics)
         own = {**options, "own": grid.own, "strips": options.get("strips", 0) if job.first else 0}
-        tasks += _tasks(job, bits, metrics, size, share, kept, own)
+        alone = job.one_key if own.get("batch_size") is None and job.batches is None else frozenset[str]()
+        for whole in (False, True) if alone else (False,):
+            some = [row for row, name in enumerate(job.cells) if (name in alone) == whole]
+            part = replace(job, cells={name: cell for name, cell in job.cells.items() if (name in alone) == whole})
+            tasks += _tasks(part, bits[some], metrics, size, share, kept, own, whole=whole)
     return sorted(tasks, key=lambda task: _victim(task.spec))
 
 
@@ -278,16 +286,20 @@ def _tasks(
     share: Share,
     kept: Mapping[str, str],
     options: Mapping[str, Any],
+    *,
+    whole: bool = False,
 ) -> Iterator[Task]:
-    """Yield the tasks of one job; images that lack the same cells and metrics share tasks."""
+    """Yield the tasks of one job; images that lack the same cells and metrics share tasks, `whole` jobs have one."""
     wanted = _bits(job.metrics, metrics)
     lacking = wanted & ~done  # cells × images
-    lacking[:, _others(job, share)] = 0
-    if job.batches is not None and (unit := job.spec.together):  # a client's batch is drawn for, and attacked, as one
+    unit = None if job.batches is None else job.spec.together
+    lacking[:, _others(len(job.images), len(job.images) if whole else unit, share)] = 0
+    if unit:  # a client's batch is drawn for, and attacked, as one
         for first in range(0, len(job.images), unit):
             together = lacking[:, first : first + unit]
             together[:] = np.bitwise_or.reduce(together, 1, keepdims=True)
         size = max(1, size // unit) * unit
+    size = len(job.images) if whole else size
     names = list(job.cells)
     patterns, which = np.unique(lacking, axis=1, return_inverse=True)
     for i, pattern in enumerate(patterns.T):
@@ -301,13 +313,13 @@ def _tasks(
                 controls = len(attacks) < len(lack)
                 files = _files(job, attacks, chunk, kept) if bits != wanted else ()
                 what = (job.case, job.spec, (job.setting,), chunk, attacks, missing_metrics, controls)
-                yield Task(*what, kept=files, **options)
+                how = {**options, "batch_size": len(chunk)} if whole else options
+                yield Task(*what, kept=files, **how)
 
 
-def _others(job: Job, share: Share) -> np.ndarray:
-    """Return which images are left to other machines."""
-    unit = 1 if job.batches is None else job.spec.together or 1
-    return np.arange(len(job.images)) // unit % share.count != share.number - 1
+def _others(count: int, unit: int | None, share: Share) -> np.ndarray:
+    """Return which of the images are left to other machines, which take `unit` images at a time."""
+    return np.arange(count) // (unit or 1) % share.count != share.number - 1
 
 
 def _files(job: Job, attacks: Sequence[str], images: Sequence[Reference], kept: Mapping[str, str]) -> tuple[str, ...]:

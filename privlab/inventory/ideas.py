@@ -126,8 +126,8 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
     "block-key": Idea(
         "The gradient gives back the encrypted images, and all of them have one key. Values of neighbouring pixels "
         "vary together in every photograph, so that their correlations tell which values were neighbours. The blocks "
-        "are then put together by their borders, and the model tells which way is up.",
-        ("encrypted images: patch-gradient", "order of values by correlations", "blocks by borders, turn by the model"),
+        "are then put together by their borders, and the labels that the model then predicts tell which way is up.",
+        ("encrypted images: patch-gradient", "order of values by correlations", "blocks by borders, turn by labels"),
     ),
     "mjp-full": Idea(
         "The first block's MLP sees every token, masked or not, and its gradients are sums over them. The attack "

@@ -10,6 +10,7 @@ from .client import Feed as Feed
 from .client import Sent as Sent
 from .declarations import AttackDeclarations as AttackDeclarations
 from .declarations import DefenseDeclarations as DefenseDeclarations
+from .declarations import Guarantee as Guarantee
 from .declarations import acts_on as acts_on
 from .declarations import attack_declarations as attack_declarations
 from .declarations import defense_declarations as defense_declarations

@@ -11,8 +11,16 @@ from torch import Tensor
 
 from privlab.threat.attack_protocols import Attack, AttackClass, FeatureAttack
 from privlab.threat.defense_protocols import Defense, DefenseClass, FeatureDefense, GradientDefense
+from privlab.victims import VictimModel
 
-__all__ = ["AttackDeclarations", "DefenseDeclarations", "acts_on", "attack_declarations", "defense_declarations"]
+__all__ = [
+    "AttackDeclarations",
+    "DefenseDeclarations",
+    "Guarantee",
+    "acts_on",
+    "attack_declarations",
+    "defense_declarations",
+]
 
 
 def _no_range(seen: object) -> str | None:
@@ -47,6 +55,8 @@ class AttackDeclarations:
         named_only: whether it runs only if it is asked for by name, at any effort.
         stands_in_for: names of attacks; without being named, it runs only if none of them does.
         places: whether it puts loose patches in order itself.
+        one_key: whether it reads the releases of all images together, since one key serves them all; they are then
+            attacked in one batch on any device, unless another size is asked for.
         undefended: the name of its counterpart without a defense, its positive control; "" for itself.
         obstacle: why it runs on no ViT, or "".
         updates_of: the optimisers of the clients whose updates it may be given in the place of gradients; none for an
@@ -67,12 +77,22 @@ class AttackDeclarations:
     named_only: bool = False
     stands_in_for: tuple[str, ...] = ()
     places: bool = False
+    one_key: bool = False
     undefended: str = ""
     obstacle: str = ""
     updates_of: tuple[str, ...] = ()
     reads_means: bool = False
     refuses: Callable[[Any], str | None] = _no_refusal
     beyond: Callable[[Any], str | None] = _no_range
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """(ε, δ)-differential privacy of a release, where one image is replaced by another; `by` names the options."""
+
+    epsilon: float
+    delta: float
+    by: str
 
 
 @dataclass(frozen=True)
@@ -88,6 +108,9 @@ class DefenseDeclarations:
         expected: returns the mean of its releases of given gradients; None if that is these gradients.
         at_bound: returns which entries of a release are at a bound, so that they tell the sign of what they were and
             that it was no smaller, but not how large it was; None if none is.
+        guarantee: returns the differential privacy of its releases; None if none is known.
+        secret_bits: returns log₂ of the number of keys that it draws from, at most, for a victim's model and the number
+            of images that are released together; None if that is not known.
         withholds: returns those of the names of parameters whose gradients it leaves out of the release.
     """
 
@@ -98,6 +121,8 @@ class DefenseDeclarations:
     remark: Callable[[], str] = _no_remark
     expected: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     at_bound: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    guarantee: Callable[[], Guarantee] | None = None
+    secret_bits: Callable[[VictimModel, int], float] | None = None
     withholds: Callable[[Collection[str]], frozenset[str]] = _nothing
 
 

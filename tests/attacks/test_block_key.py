@@ -1,13 +1,14 @@
 """`block-key` and `value_orders` against exact answers: keys that the test drew."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Generator, Tensor
 
-from privlab.attacks.gradients.block_key import TURNS, BlockKey, _turned
+from privlab.attacks.gradients.block_key import TURNS, BlockKey, _likelihood, _public_covariance, _turned
 from privlab.attacks.gradients.patch_gradient import PatchGradient
 from privlab.attacks.solvers import negative_values, value_orders
 from privlab.base import PrivlabError
@@ -61,6 +62,39 @@ def test_negative_values_are_found_up_to_all_of_them() -> None:
     assert torch.equal(negative_values(torch.where(wrong, 1 - X, X)), wrong)
     assert not negative_values(X).any()
     assert torch.equal(negative_values(torch.where(wrong, X, 1 - X)), wrong)
+
+
+def test_labels_decide_where_they_are_known(tiny_model: Callable[..., VictimModel]) -> None:
+    model, images = tiny_model(), torch.rand(4, 3, 16, 16, generator=Generator().manual_seed(2)).double()
+    with torch.no_grad():
+        found = model(images).log_softmax(1)
+        wrong, right = found.argmin(1), found.argmax(1)
+        some = torch.where(torch.arange(4) < 3, right, wrong)
+        assert _likelihood(model, images) == pytest.approx((1, float(found.amax(1).mean())))
+        assert _likelihood(model, images, wrong) == pytest.approx((0, float(found.amin(1).mean())))
+        assert _likelihood(model, images, some)[0] == 0.75
+
+
+def test_a_field_stands_in_where_no_photograph_is_left(tiny_model: Callable[..., VictimModel]) -> None:
+    model = tiny_model()
+    seen = observe(model, torch.rand(1, 3, 16, 16).double(), torch.tensor([1]), BlockKey.parameters)
+    field = _public_covariance(replace(seen, photographs=()))
+    assert field.shape == (48, 48)
+    assert field[0, [0, 1, 4, 5]].tolist() == pytest.approx([1, 0.9, 0.9, 0.9**2**0.5])
+    assert not field[0, 16:].any(), "channels are laid out one by one"
+    assert not torch.allclose(_public_covariance(seen), field)
+
+
+@pytest.mark.slow
+def test_photographs_under_one_key_come_back_whole(shared: Callable[[str], Path]) -> None:
+    base = victim("cifar_vit")
+    pictures = open_images(shared("data/imagenet_samples"), limit=50)
+    images = torch.stack([base.preprocessing(image.pixels) for image in pictures if image.pixels])
+    stack = Stack((BlockScrambling(),))
+    feed = stack.feed(images, base.model.patch, [], key=Generator().manual_seed(3))
+    names = (*BlockKey.parameters, *BlockKey.if_released)
+    seen = observe(base.model, feed, base.model(images).argmax(1), names, stack.parts)
+    assert psnr(BlockKey()(seen).images, images).min() > 100
 
 
 def test_a_grid_that_is_not_square_is_refused(tiny_model: Callable[..., VictimModel]) -> None:

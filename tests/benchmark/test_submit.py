@@ -1,21 +1,24 @@
 """Submissions: the templates enter as they are, and what may not enter is refused in one line."""
 
+import importlib
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from pandas import DataFrame
 from PIL import Image
 
-from privlab.attacks import BlockKey
+from privlab.attacks import BlockKey, PatchGradient
 from privlab.base import PrivlabError
 from privlab.benchmark import entries, measure
-from privlab.benchmark.cards import parse_card, write_template
-from privlab.benchmark.entries import defense_entries
+from privlab.benchmark.cards import Card, parse_card, write_template
+from privlab.benchmark.entries import PACKAGE, defense_entries
 from privlab.benchmark.measure import PUBLIC_LIMIT, Photographs, measure_defense, specification
-from privlab.benchmark.results import write_result
+from privlab.benchmark.results import read_result, write_result
+from privlab.benchmark.tracks import TrackCase, photographs
 from privlab.evaluation import Specification
 from privlab.images import open_images
 
@@ -92,6 +95,12 @@ def test_a_card_with_other_parameters_than_the_class_is_refused(mine: Path, cli:
     changed(mine / "my_defense.toml", ("step = 1e-2", "step = 1e-2\nkeep = 3"))
     said = cli("benchmark", "submit", mine / "my_defense.toml", "--out", mine / "my.json").error
     assert "states keep, which 'my-rounding' has not. It has step" in said
+
+
+def test_a_rounding_has_no_finite_epsilon(mine: Path, cli: Callable[..., Any]) -> None:
+    changed(mine / "my_defense.toml", ('epsilon = "none"', "epsilon = 0.5"))
+    said = cli("benchmark", "submit", mine / "my_defense.toml", "--out", mine / "my.json").error
+    assert "epsilon says 0.5, and 'my-rounding' releases the same whatever it draws" in said
 
 
 def test_a_number_in_quotes_is_refused(mine: Path, cli: Callable[..., Any]) -> None:
@@ -172,6 +181,25 @@ def test_an_attack_is_left_out_of_the_cases_where_it_cannot_run(
     withheld = parse_card(text, "card", tmp_path)  # undefended, patch-gradient runs
     with pytest.raises(PrivlabError, match=r"needs what this .* grant: learnable_pe_gradient"):
         measure_defense(withheld, Photographs(), tmp_path, ["patch-gradient"])
+
+
+@pytest.mark.parametrize(("attack", "count"), [(BlockKey(), 14), (PatchGradient(), 2)])
+def test_an_attack_under_one_key_is_verified_on_all_bundled_photographs(
+    attack: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def ran(card: Card, case: TrackCase, setting: str, draw: int, wanted: list[str], *how: object) -> DataFrame:
+        asked.append([*wanted])
+        return DataFrame()
+
+    own = importlib.import_module("privlab.benchmark.verify")  # the package has a function of that name
+    monkeypatch.setattr(own, "remeasure", ran)
+    result = read_result(PACKAGE / "results/gradients-block-key.json")
+    (target,) = defense_entries("gradients", ["block-scrambling"])
+    own._drawn(Random(0), target, 2, Photographs(), result, [attack])
+    assert [len(wanted) for wanted in asked] == [count]
+    assert {*asked[0]} <= {*photographs("bundled")}
 
 
 def one_photograph(folder: Path) -> Path:

@@ -136,6 +136,26 @@ worlds = st.builds(
 quick = settings(max_examples=20)
 
 
+def test_an_attack_under_one_key_gets_all_images_in_one_batch() -> None:
+    world = World(range(20))
+    grid = world.grid()
+    grid = replace(grid, jobs=tuple(replace(job, one_key=frozenset(ATTACKS[:1])) for job in grid.jobs))
+    tasks = missing(grid, None, size=8)
+    assert units(grid, tasks) == Counter(world.units())
+    (whole,) = (task for task in tasks if ATTACKS[0] in task.attacks)
+    assert (len(whole.images), whole.batch_size, whole.attacks) == (20, 20, ATTACKS[:1])
+    assert [(len(task.images), task.batch_size) for task in tasks if task is not whole] == [
+        (8, None),
+        (8, None),
+        (4, None),
+    ]
+    shards = [missing(grid, None, size=8, share=Share(n, 2)) for n in (1, 2)]
+    assert [[len(task.images) for task in shard if ATTACKS[0] in task.attacks] for shard in shards] == [[20], []]
+    assert sum((units(grid, shard) for shard in shards), Counter()) == Counter(world.units())
+    asked = missing(grid, None, size=8, batch_size=8)
+    assert {(len(task.images), task.batch_size) for task in asked} == {(8, 8), (4, 8)}
+
+
 @pytest.mark.slow
 @quick
 @given(world=worlds, size=st.integers(1, 20))

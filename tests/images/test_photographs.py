@@ -166,6 +166,16 @@ def test_each_photograph_is_attacked_by_what_the_others_tell(watch: Callable[...
     assert (records[records.attack == "watching"].psnr > 60).all(), "each is held against its own image"
 
 
+def test_an_attack_under_one_key_gets_all_releases_and_what_is_left_for_all(
+    watch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Watching, "one_key", True, raising=False)
+    (seen,), records = watch("watching", limit=10)
+    assert len(seen.gradients["pos_embed"]) == 10, "whatever the device attacks at a time"
+    assert set(EVERY) - set(seen.photographs) == frozenset().union(*(KIN[name] for name in EVERY[:10]))
+    assert (records[records.attack == "watching"].psnr > 60).all()
+
+
 def test_several_images_in_one_gradient_leave_what_none_of_them_is(watch: Callable[..., Any]) -> None:
     options = {"gradient_batch": 2, "limit": 4, "block": "stock", "force": True}
     seen, _ = watch("watching", **options)
