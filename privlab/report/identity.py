@@ -16,17 +16,20 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from privlab.base import PrivlabError, PrivlabWarning, collect_warnings
-from privlab.evaluation import CONTROL, Batch, Controls
+from privlab.evaluation import CONTROL, Batch, Controls, Specification
 from privlab.images import ImageSource, NamedImage, Others, Preprocessing
 from privlab.metrics import (
     Embedding,
+    Ranks,
     class_agreement,
     clopper_pearson,
     low_pass,
     psnr,
     rank_of,
+    ranks_by,
     squeeze_embedding,
 )
+from privlab.report.released import Releases, unreleased
 from privlab.report.tables import Results
 from privlab.stores import pngs
 from privlab.victims import NamedClassifier, Victim, victim
@@ -51,6 +54,7 @@ class Question:
         people: whether an identity is a class of the candidates, found by its other pictures, and not an image.
         among: the numbers of identities that the adversary chooses among; empty takes `DEFAULT_AMONG` and all.
         embedding: a network whose features are compared too.
+        released: whether the releases of the run, made again, are compared with those of candidates, and no pictures.
         judge: the classifier that says whether the class is still there; None asks nothing of classes.
         device: where networks compute.
     """
@@ -59,6 +63,7 @@ class Question:
     people: bool = False
     among: tuple[int, ...] = ()
     embedding: Embedding | None = None
+    released: bool = False
     judge: Victim | NamedClassifier | None = None
     device: torch.device | str = "cpu"
 
@@ -77,8 +82,8 @@ def identity_of(results: Results, question: Question) -> dict[str, list[Row]]:
     are made of the candidates, or of the private images where no candidates are given.
 
     Raises:
-        PrivlabError: if the run keeps no pictures, a private image is not among the candidates, candidates have no
-            classes, or the classifier is the attacked one.
+        PrivlabError: if the run keeps no pictures, or its releases cannot be compared, a private image is not among
+            the candidates, candidates have no classes, or the classifier is the attacked one.
     """
     if question.candidates is None and question.judge is None:
         raise PrivlabError("Give --candidates, --classifier, or both. Found neither.")
@@ -86,6 +91,8 @@ def identity_of(results: Results, question: Question) -> dict[str, list[Row]]:
         raise PrivlabError(f"'{results.path}' is no run of privlab attack or table with private images.")
     rows: dict[str, list[Row]] = {"identity": [], "class": []}
     pools: dict[Preprocessing, _Pool] = {}
+    if question.released:
+        return {**rows, "identity": _by_release(results, question, pools)}
     kept = False
     for number in range(len(results.cases)):
         for shown in _shown(results, number, question.candidates, pools):
@@ -147,20 +154,70 @@ class _Shown:
 
 def _identity(shown: _Shown, question: Question) -> list[Row]:
     pool, place = shown.pool, {sha: i for i, sha in enumerate(shown.pool.images)}
-    own = torch.tensor([place[sha] for sha in shown.own])
-    people = None
-    if question.people:
-        if None in pool.people:
-            raise PrivlabError("--by class needs candidates with classes, such as a folder for each person.")
-        people = torch.tensor(pool.people)
+    own, people = torch.tensor([place[sha] for sha in shown.own]), _people(pool, question)
     rows: list[Row] = []
     for name, function in question.features.items():
         ranks = rank_of(_by_parts(function, shown.pictures), pool.of(name, function), own, people)
-        every = ranks.identities
-        for n in question.among or (*(n for n in DEFAULT_AMONG if n < every), every):
-            first, reciprocal = ranks.rank_1(n), ranks.reciprocal(n).mean().item()
-            found = {"features": name, "n": n, "rank_1": first.mean().item(), **_interval(first)}
-            rows.append(shown.row | found | {"reciprocal_rank": reciprocal, "chance": 1 / n})
+        rows += _rates(shown.row | {"features": name}, ranks, question.among)
+    return rows
+
+
+def _people(pool: _Pool, question: Question) -> Tensor | None:
+    """Return whom each candidate shows, where people are asked for."""
+    if question.people and None in pool.people:
+        raise PrivlabError("--by class needs candidates with classes, such as a folder for each person.")
+    return torch.tensor(pool.people) if question.people else None
+
+
+def _rates(row: Row, ranks: Ranks, among: Sequence[int]) -> list[Row]:
+    """Return a row for each number of candidates."""
+    every, rows = ranks.identities, list[Row]()
+    for n in among or (*(n for n in DEFAULT_AMONG if n < every), every):
+        first, reciprocal = ranks.rank_1(n), ranks.reciprocal(n).mean().item()
+        found = {"n": n, "rank_1": first.mean().item(), **_interval(first)}
+        rows.append(row | found | {"reciprocal_rank": reciprocal, "chance": 1 / n})
+    return rows
+
+
+def _by_release(results: Results, question: Question, pools: dict[Preprocessing, _Pool]) -> list[Row]:
+    """Return the rows of all cases whose releases are compared with those of candidates; others are named in a warning.
+
+    Raises:
+        PrivlabError: if there are no candidates, or no case has such releases.
+    """
+    if question.candidates is None:
+        raise PrivlabError("A release is compared with those of candidates. Give --candidates FOLDER.")
+    rows: list[Row] = []
+    left: dict[str, list[str]] = {}
+    releases = Releases()
+    for number, case in enumerate(results.cases):
+        label = f"{case.group or ''} {case.label}".strip()
+        job = results.facts["cases"][number]["jobs"][0]["specification"]
+        given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in job.items()}
+        spec = Specification(**given)
+        if why := unreleased(spec):
+            left.setdefault(why, []).append(label)
+            continue
+        base = _victim_of(job, question.device)
+        if (pool := pools.get(base.preprocessing)) is None:
+            pool = pools[base.preprocessing] = _pool(question.candidates, base.preprocessing)
+        records = results.records
+        own = records.loc[(records.case == number) & records.external.isna() & records.label.notna()]
+        stated = dict(zip(own.image_sha256, zip(own.image, own.label, strict=True), strict=True))
+        private = [NamedImage(name, sha, None, int(label)) for sha, (name, label) in stated.items()]
+        _check_among(pool, {image.sha256: image.name for image in private}, "candidates, as the same file")
+        place = {sha: i for i, sha in enumerate(pool.images)}
+        at = torch.tensor([place[image.sha256] for image in private])
+        near = releases.similarities(spec, base, private, at, pool.stacked)
+        for (attack, feature), each in near.items():
+            row: Row = {"case": label, "attack": attack, "images": len(at), "attacked": len(at), "psnr": None}
+            ranks = ranks_by(each, at, _people(pool, question))
+            rows += _rates(row | {"features": feature}, ranks, question.among)
+    told = "; ".join(f"{', '.join(labels)}: {why}" for why, labels in left.items())
+    if not rows:
+        raise PrivlabError(f"No release of '{results.path}' can be compared with those of candidates. {told}.")
+    if told:
+        warnings.warn(f"Left out, as {told}.", PrivlabWarning, stacklevel=3)
     return rows
 
 
@@ -206,8 +263,7 @@ def _shown(
     if not everyone:
         return []
     job = results.facts["cases"][number]["jobs"][0]["specification"]
-    with collect_warnings([]):  # of its weights, which the run gave
-        base = victim(job["models"][0], **{name: job[name] for name in ("weights", "img_size", "seed", "classes")})
+    base = _victim_of(job)
     if (colours := len(base.preprocessing.mean)) not in (1, 3):
         raise PrivlabError(f"Pictures are compared of victims of 1 or 3 colours. {base.name} has {colours}.")
     if candidates is None:
@@ -216,11 +272,8 @@ def _shown(
     elif (pool := pools.get(base.preprocessing)) is None:
         pool = pools[base.preprocessing] = _pool(candidates, base.preprocessing)
     names = dict(zip(records.image_sha256, records.image, strict=True))
-    if missing := [sha for sha in everyone if sha not in pool.images]:
-        where = (
-            "pictures that the run kept" if candidates is None else f"{len(pool.images)} candidates, as the same file"
-        )
-        raise PrivlabError(f"Every private image must be among the {where}. '{names[missing[0]]}' is not.")
+    told = "pictures that the run kept" if candidates is None else "candidates, as the same file"
+    _check_among(pool, {sha: names[sha] for sha in everyone}, told)
     if len(pool.images) < 2:
         raise PrivlabError(f"--candidates must be two images or more. Found {len(pool.images)}.")
     named = [NamedImage(names[sha], sha, None) for sha in everyone]
@@ -238,6 +291,20 @@ def _shown(
         ),
         *(of_case(name, everyone, images, len(everyone)) for name, images in controls.items()),
     ]
+
+
+def _victim_of(job: Mapping[str, Any], device: torch.device | str = "cpu") -> Victim:
+    """Return the victim of a specification, without the warnings of its weights, which the run gave."""
+    with collect_warnings([]):
+        found = victim(job["models"][0], **{name: job[name] for name in ("weights", "img_size", "seed", "classes")})
+    return found.to(device)
+
+
+def _check_among(pool: _Pool, private: Mapping[str, str], what: str) -> None:
+    """Check that private images, hashes ↦ names, are among the candidates."""
+    if missing := [name for sha, name in private.items() if sha not in pool.images]:
+        where = f"the {what}" if what.startswith("pictures") else f"the {len(pool.images)} {what}"
+        raise PrivlabError(f"Every private image must be among {where}. '{missing[0]}' is not.")
 
 
 def _pool(candidates: ImageSource, preprocessing: Preprocessing) -> _Pool:
