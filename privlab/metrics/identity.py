@@ -17,7 +17,7 @@ from privlab.metrics.lpips_backbones import find_backbone, read_features
 __all__ = ["Ranks", "class_agreement", "low_pass", "rank_of", "ranks_by", "squeeze_embedding"]
 
 _SIDE = 8
-"""Of the grid that `low_pass` keeps."""
+"""Of the grid that `low_pass` keeps if nothing else is said."""
 
 _LEAST_RANGE = 1 / 510
 """Half a grey level: an image that varies by less is one colour in 8 bits."""
@@ -151,16 +151,17 @@ def ranks_by(
     return Ranks(better, tied, near.shape[1])
 
 
-def low_pass(images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d"]:
-    """Return the means of 8 × 8 fields less the mean of each colour: the cosine of two is their correlation.
+def low_pass(images: Float[Tensor, "b c h w"], side: int = _SIDE) -> Float[Tensor, "b d"]:
+    """Return the means of `side` × `side` fields less the mean of each colour: the cosine of two is their correlation.
 
     An image that varies by less than half a grey level is one colour, and has the feature zero: every candidate is as
     near to it as any other.
 
     Args:
         images: in [0, 1], of any size.
+        side: of the grid, 8 if not given.
     """
-    fields = F.adaptive_avg_pool2d(images.double(), _SIDE)
+    fields = F.adaptive_avg_pool2d(images.double(), side)
     flat = (images.amax((2, 3)) - images.amin((2, 3)) < _LEAST_RANGE)[:, :, None, None]
     return (fields - fields.mean((2, 3), keepdim=True)).masked_fill(flat, 0).flatten(1)
 

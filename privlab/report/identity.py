@@ -3,7 +3,7 @@
 import io
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -39,6 +39,9 @@ __all__ = ["DEFAULT_AMONG", "Question", "identity_of"]
 DEFAULT_AMONG = (10, 100)
 """The numbers of candidates where none are asked for, beside all."""
 
+_PIXELS = 32
+"""Of the grid of the feature "pixels", on which text of a few characters can still be read."""
+
 _AT_A_TIME = 64
 
 Row = dict[str, Any]
@@ -70,7 +73,11 @@ class Question:
     @cached_property
     def features(self) -> dict[str, Callable[[Tensor], Tensor]]:
         """Return what images are compared by: names ↦ functions of images."""
-        found = {"low pass": low_pass, "squeezenet": squeeze_embedding(self.device).embed}
+        found = {
+            "low pass": low_pass,
+            "pixels": partial(low_pass, side=_PIXELS),
+            "squeezenet": squeeze_embedding(self.device).embed,
+        }
         return found if self.embedding is None else found | {self.embedding.name: self.embedding.embed}
 
 
@@ -85,14 +92,14 @@ def identity_of(results: Results, question: Question) -> dict[str, list[Row]]:
         PrivlabError: if the run keeps no pictures, or its releases cannot be compared, a private image is not among
             the candidates, candidates have no classes, or the classifier is the attacked one.
     """
-    if question.candidates is None and question.judge is None:
+    if question.candidates is None and (question.judge is None or question.released):
         raise PrivlabError("Give --candidates, --classifier, or both. Found neither.")
     if "cases" not in results.facts:
         raise PrivlabError(f"'{results.path}' is no run of privlab attack or table with private images.")
     rows: dict[str, list[Row]] = {"identity": [], "class": []}
     pools: dict[Preprocessing, _Pool] = {}
-    if question.released:
-        return {**rows, "identity": _by_release(results, question, pools)}
+    if question.released and question.candidates is not None:
+        return {**rows, "identity": _by_release(results, question, question.candidates, pools)}
     kept = False
     for number in range(len(results.cases)):
         for shown in _shown(results, number, question.candidates, pools):
@@ -115,7 +122,7 @@ class _Pool:
 
     images: Mapping[str, Float[Tensor, "c h w"]]
     people: tuple[int | None, ...] = ()
-    features: dict[str, Tensor] = field(default_factory=dict)
+    features: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @cached_property
     def stacked(self) -> Float[Tensor, "m c h w"]:
@@ -123,14 +130,21 @@ class _Pool:
 
     def of(self, name: str, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the features of all candidates, computed once."""
-        if name not in self.features:
-            self.features[name] = _by_parts(function, self.stacked)
-        return self.features[name]
+        return self.once(name, lambda: _by_parts(function, self.stacked))
+
+    def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        """Return what was computed under a key, or compute it."""
+        if key not in self.features:
+            self.features[key] = compute()
+        return self.features[key]
 
 
 @dataclass(frozen=True, eq=False)
 class _Shown:
-    """The pictures of an attack or a control on a case, in the order of `own`, the hashes of the private images."""
+    """The pictures of an attack or a control on a case, in the order of `own`, the hashes of the private images.
+
+    `drawn` is the same for the same pictures of a control in several cases, and of one case otherwise.
+    """
 
     case: str
     attack: str
@@ -139,6 +153,7 @@ class _Shown:
     attacked: int
     pool: _Pool
     weights_sha256: str
+    drawn: Hashable
 
     @property
     def private(self) -> Float[Tensor, "b c h w"]:
@@ -157,7 +172,8 @@ def _identity(shown: _Shown, question: Question) -> list[Row]:
     own, people = torch.tensor([place[sha] for sha in shown.own]), _people(pool, question)
     rows: list[Row] = []
     for name, function in question.features.items():
-        ranks = rank_of(_by_parts(function, shown.pictures), pool.of(name, function), own, people)
+        found = pool.once((name, shown.drawn), partial(_by_parts, function, shown.pictures))
+        ranks = rank_of(found, pool.of(name, function), own, people)
         rows += _rates(shown.row | {"features": name}, ranks, question.among)
     return rows
 
@@ -179,14 +195,14 @@ def _rates(row: Row, ranks: Ranks, among: Sequence[int]) -> list[Row]:
     return rows
 
 
-def _by_release(results: Results, question: Question, pools: dict[Preprocessing, _Pool]) -> list[Row]:
+def _by_release(
+    results: Results, question: Question, candidates: ImageSource, pools: dict[Preprocessing, _Pool]
+) -> list[Row]:
     """Return the rows of all cases whose releases are compared with those of candidates; others are named in a warning.
 
     Raises:
-        PrivlabError: if there are no candidates, or no case has such releases.
+        PrivlabError: if no case has such releases.
     """
-    if question.candidates is None:
-        raise PrivlabError("A release is compared with those of candidates. Give --candidates FOLDER.")
     rows: list[Row] = []
     left: dict[str, list[str]] = {}
     releases = Releases()
@@ -200,7 +216,7 @@ def _by_release(results: Results, question: Question, pools: dict[Preprocessing,
             continue
         base = _victim_of(job, question.device)
         if (pool := pools.get(base.preprocessing)) is None:
-            pool = pools[base.preprocessing] = _pool(question.candidates, base.preprocessing)
+            pool = pools[base.preprocessing] = _pool(candidates, base.preprocessing)
         records = results.records
         own = records.loc[(records.case == number) & records.external.isna() & records.label.notna()]
         stated = dict(zip(own.image_sha256, zip(own.image, own.label, strict=True), strict=True))
@@ -229,10 +245,14 @@ def _class(shown: _Shown, judge: Victim | NamedClassifier) -> Row:
         raise PrivlabError(
             f"--classifier must take images of {shown.pictures.shape[1]} colours. {judge.name} takes {size[0]}."
         )
-    pairs = zip(shown.pictures.split(_AT_A_TIME), shown.private.split(_AT_A_TIME), strict=True)
     device = judge.model.mean.device
-    parts = [class_agreement(judge.model, x.to(device), y.to(device), size[1:]) for x, y in pairs]
-    same = torch.cat(parts).cpu()
+
+    def agreement() -> Tensor:
+        pairs = zip(shown.pictures.split(_AT_A_TIME), shown.private.split(_AT_A_TIME), strict=True)
+        parts = [class_agreement(judge.model, x.to(device), y.to(device), size[1:]) for x, y in pairs]
+        return torch.cat(parts).cpu()
+
+    same = shown.pool.once(("class", shown.drawn), agreement)
     return shown.row | {"agreement": same.mean().item(), **_interval(same)}
 
 
@@ -283,13 +303,20 @@ def _shown(
     )
     label = f"{results.cases[number].group or ''} {results.cases[number].label}".strip()
     of_case = partial(_Shown, label, pool=pool, weights_sha256=base.weights.sha256)
+    drawn = (base.name, base.model.patch, job["seed"], tuple(everyone))
     return [
         *(
-            of_case(attack, [*those], torch.stack([_pixels(png, colours) for png in those.values()]), len(shas[attack]))
+            of_case(
+                attack,
+                [*those],
+                torch.stack([_pixels(png, colours) for png in those.values()]),
+                len(shas[attack]),
+                drawn=(attack, number),
+            )
             for attack, those in found.items()
             if those
         ),
-        *(of_case(name, everyone, images, len(everyone)) for name, images in controls.items()),
+        *(of_case(name, everyone, images, len(everyone), drawn=(name, *drawn)) for name, images in controls.items()),
     ]
 
 
