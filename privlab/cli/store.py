@@ -218,6 +218,13 @@ def figures(directory: Path, out: Path | None, formats: str, as_json: bool) -> N
     show_default=True,
     help="Find the private image, or its class (a person's folder) by the other images of it.",
 )
+@click.option(
+    "--compare",
+    type=click.Choice(["pictures", "releases"]),
+    default="pictures",
+    show_default=True,
+    help="Pictures that the run kept, or gradients and updates, made again, with those of candidates.",
+)
 @click.option("--among", metavar="N,…", help="Numbers of candidates.  [default: 10, 100 and all]")
 @click.option("--embedding", metavar="timm:NAME@FILE", help="A network whose features are compared too.")
 @click.option("--classifier", type=CLASSIFIERS, help="Another network than the attacked one, to say the class.")
@@ -229,6 +236,7 @@ def identify(
     candidates: str | None,
     split: str | None,
     by: str,
+    compare: str,
     among: str | None,
     embedding: str | None,
     classifier: str | None,
@@ -236,7 +244,7 @@ def identify(
     device: str,
     as_json: bool,
 ) -> None:
-    """Say whether the pictures that the run in DIRECTORY kept still show whose image it was, and its class."""
+    """Say whether pictures or releases of the run in DIRECTORY still show whose image it was, and its class."""
     from privlab.base import pick_device, read_numbers
     from privlab.images import open_images
     from privlab.metrics import load_embedding
@@ -247,6 +255,8 @@ def identify(
     numbers = () if among is None else read_numbers("--among", among)
     if wrong := [number for number in numbers if number != int(number)]:
         raise PrivlabError(f"--among takes whole numbers. Found {wrong[0]:g}.")
+    if compare == "releases" and (embedding or classifier):
+        raise PrivlabError("--embedding and --classifier look at pictures. Leave them out, or --compare releases.")
     picked = pick_device(device)
     with warned():
         question = Question(
@@ -254,6 +264,7 @@ def identify(
             people=by == "class",
             among=tuple(map(int, numbers)),
             embedding=None if embedding is None else load_embedding(embedding, picked),
+            released=compare == "releases",
             judge=None if classifier is None else classifier_of(classifier, weights=weights).to(picked),
             device=picked,
         )
@@ -288,7 +299,7 @@ def identify(
 
 def _start(row: dict[str, Any]) -> tuple[str, str, str, str]:
     count = str(row["images"]) if row["images"] == row["attacked"] else f"{row['images']} of {row['attacked']}"
-    return escape(row["case"]), row["attack"], count, f"{row['psnr']:.1f}"
+    return escape(row["case"]), row["attack"], count, "—" if row["psnr"] is None else f"{row['psnr']:.1f}"
 
 
 def _between(row: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ from .identity import Ranks as Ranks
 from .identity import class_agreement as class_agreement
 from .identity import low_pass as low_pass
 from .identity import rank_of as rank_of
+from .identity import ranks_by as ranks_by
 from .identity import squeeze_embedding as squeeze_embedding
 from .lpips_backbones import LPIPS_BACKBONES as LPIPS_BACKBONES
 from .lpips_backbones import LpipsUnavailable as LpipsUnavailable

@@ -14,10 +14,10 @@ from privlab.base import PrivlabError
 from privlab.metrics.embedding import Embedding
 from privlab.metrics.lpips_backbones import find_backbone, read_features
 
-__all__ = ["Ranks", "class_agreement", "low_pass", "rank_of", "squeeze_embedding"]
+__all__ = ["Ranks", "class_agreement", "low_pass", "rank_of", "ranks_by", "squeeze_embedding"]
 
 _SIDE = 8
-"""Of the grid that `low_pass` keeps."""
+"""Of the grid that `low_pass` keeps if nothing else is said."""
 
 _LEAST_RANGE = 1 / 510
 """Half a grey level: an image that varies by less is one colour in 8 bits."""
@@ -115,13 +115,31 @@ def rank_of(
             f"Found {reconstructions.shape[1]} and {candidates.shape[1]}."
         )
     x, y = (F.normalize(features.double(), dim=1) for features in (reconstructions, candidates))
-    near, rows = x @ y.T, torch.arange(len(x), device=x.device)
-    own = own.to(x.device)
+    return ranks_by(x @ y.T, own, people)
+
+
+def ranks_by(
+    near: Float[Tensor, "b m"],
+    own: Int[Tensor, " b"],
+    people: Int[Tensor, " m"] | None = None,
+) -> Ranks:
+    """Rank identities by given similarities with their candidates.
+
+    Args:
+        near: the similarity of each of b reconstructions or releases with each of m candidates.
+        own: as in `rank_of`.
+        people: as in `rank_of`.
+
+    Raises:
+        PrivlabError: if there are fewer than two identities, or no other picture of a private image's person.
+    """
+    near, own, rows = near.clone(), own.to(near.device), torch.arange(len(near), device=near.device)
     if people is not None:
-        _, persons = people.to(x.device).unique(return_inverse=True)
+        _, persons = people.to(near.device).unique(return_inverse=True)
         near[rows, own] = -math.inf
         count = int(persons.max()) + 1
-        near = near.new_full((len(x), count), -math.inf).scatter_reduce(1, persons.expand(len(x), -1), near, "amax")
+        of_person = persons.expand(len(near), -1)
+        near = near.new_full((len(near), count), -math.inf).scatter_reduce(1, of_person, near, "amax")
         own = persons[own]
     if near.shape[1] < 2:
         raise PrivlabError(f"An identity is told among two or more. Found {near.shape[1]}.")
@@ -133,16 +151,17 @@ def rank_of(
     return Ranks(better, tied, near.shape[1])
 
 
-def low_pass(images: Float[Tensor, "b c h w"]) -> Float[Tensor, "b d"]:
-    """Return the means of 8 × 8 fields less the mean of each colour: the cosine of two is their correlation.
+def low_pass(images: Float[Tensor, "b c h w"], side: int = _SIDE) -> Float[Tensor, "b d"]:
+    """Return the means of `side` × `side` fields less the mean of each colour: the cosine of two is their correlation.
 
     An image that varies by less than half a grey level is one colour, and has the feature zero: every candidate is as
     near to it as any other.
 
     Args:
         images: in [0, 1], of any size.
+        side: of the grid, 8 if not given.
     """
-    fields = F.adaptive_avg_pool2d(images.double(), _SIDE)
+    fields = F.adaptive_avg_pool2d(images.double(), side)
     flat = (images.amax((2, 3)) - images.amin((2, 3)) < _LEAST_RANGE)[:, :, None, None]
     return (fields - fields.mean((2, 3), keepdim=True)).masked_fill(flat, 0).flatten(1)
 

@@ -3,7 +3,7 @@
 import io
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -16,17 +16,20 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from privlab.base import PrivlabError, PrivlabWarning, collect_warnings
-from privlab.evaluation import CONTROL, Batch, Controls
+from privlab.evaluation import CONTROL, Batch, Controls, Specification
 from privlab.images import ImageSource, NamedImage, Others, Preprocessing
 from privlab.metrics import (
     Embedding,
+    Ranks,
     class_agreement,
     clopper_pearson,
     low_pass,
     psnr,
     rank_of,
+    ranks_by,
     squeeze_embedding,
 )
+from privlab.report.released import Releases, unreleased
 from privlab.report.tables import Results
 from privlab.stores import pngs
 from privlab.victims import NamedClassifier, Victim, victim
@@ -35,6 +38,9 @@ __all__ = ["DEFAULT_AMONG", "Question", "identity_of"]
 
 DEFAULT_AMONG = (10, 100)
 """The numbers of candidates where none are asked for, beside all."""
+
+_PIXELS = 32
+"""Of the grid of the feature "pixels", on which text of a few characters can still be read."""
 
 _AT_A_TIME = 64
 
@@ -51,6 +57,7 @@ class Question:
         people: whether an identity is a class of the candidates, found by its other pictures, and not an image.
         among: the numbers of identities that the adversary chooses among; empty takes `DEFAULT_AMONG` and all.
         embedding: a network whose features are compared too.
+        released: whether the releases of the run, made again, are compared with those of candidates, and no pictures.
         judge: the classifier that says whether the class is still there; None asks nothing of classes.
         device: where networks compute.
     """
@@ -59,13 +66,18 @@ class Question:
     people: bool = False
     among: tuple[int, ...] = ()
     embedding: Embedding | None = None
+    released: bool = False
     judge: Victim | NamedClassifier | None = None
     device: torch.device | str = "cpu"
 
     @cached_property
     def features(self) -> dict[str, Callable[[Tensor], Tensor]]:
         """Return what images are compared by: names ↦ functions of images."""
-        found = {"low pass": low_pass, "squeezenet": squeeze_embedding(self.device).embed}
+        found = {
+            "low pass": low_pass,
+            "pixels": partial(low_pass, side=_PIXELS),
+            "squeezenet": squeeze_embedding(self.device).embed,
+        }
         return found if self.embedding is None else found | {self.embedding.name: self.embedding.embed}
 
 
@@ -77,15 +89,17 @@ def identity_of(results: Results, question: Question) -> dict[str, list[Row]]:
     are made of the candidates, or of the private images where no candidates are given.
 
     Raises:
-        PrivlabError: if the run keeps no pictures, a private image is not among the candidates, candidates have no
-            classes, or the classifier is the attacked one.
+        PrivlabError: if the run keeps no pictures, or its releases cannot be compared, a private image is not among
+            the candidates, candidates have no classes, or the classifier is the attacked one.
     """
-    if question.candidates is None and question.judge is None:
+    if question.candidates is None and (question.judge is None or question.released):
         raise PrivlabError("Give --candidates, --classifier, or both. Found neither.")
     if "cases" not in results.facts:
         raise PrivlabError(f"'{results.path}' is no run of privlab attack or table with private images.")
     rows: dict[str, list[Row]] = {"identity": [], "class": []}
     pools: dict[Preprocessing, _Pool] = {}
+    if question.released and question.candidates is not None:
+        return {**rows, "identity": _by_release(results, question, question.candidates, pools)}
     kept = False
     for number in range(len(results.cases)):
         for shown in _shown(results, number, question.candidates, pools):
@@ -108,7 +122,7 @@ class _Pool:
 
     images: Mapping[str, Float[Tensor, "c h w"]]
     people: tuple[int | None, ...] = ()
-    features: dict[str, Tensor] = field(default_factory=dict)
+    features: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @cached_property
     def stacked(self) -> Float[Tensor, "m c h w"]:
@@ -116,14 +130,21 @@ class _Pool:
 
     def of(self, name: str, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the features of all candidates, computed once."""
-        if name not in self.features:
-            self.features[name] = _by_parts(function, self.stacked)
-        return self.features[name]
+        return self.once(name, lambda: _by_parts(function, self.stacked))
+
+    def once(self, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
+        """Return what was computed under a key, or compute it."""
+        if key not in self.features:
+            self.features[key] = compute()
+        return self.features[key]
 
 
 @dataclass(frozen=True, eq=False)
 class _Shown:
-    """The pictures of an attack or a control on a case, in the order of `own`, the hashes of the private images."""
+    """The pictures of an attack or a control on a case, in the order of `own`, the hashes of the private images.
+
+    `drawn` is the same for the same pictures of a control in several cases, and of one case otherwise.
+    """
 
     case: str
     attack: str
@@ -132,6 +153,7 @@ class _Shown:
     attacked: int
     pool: _Pool
     weights_sha256: str
+    drawn: Hashable
 
     @property
     def private(self) -> Float[Tensor, "b c h w"]:
@@ -147,20 +169,71 @@ class _Shown:
 
 def _identity(shown: _Shown, question: Question) -> list[Row]:
     pool, place = shown.pool, {sha: i for i, sha in enumerate(shown.pool.images)}
-    own = torch.tensor([place[sha] for sha in shown.own])
-    people = None
-    if question.people:
-        if None in pool.people:
-            raise PrivlabError("--by class needs candidates with classes, such as a folder for each person.")
-        people = torch.tensor(pool.people)
+    own, people = torch.tensor([place[sha] for sha in shown.own]), _people(pool, question)
     rows: list[Row] = []
     for name, function in question.features.items():
-        ranks = rank_of(_by_parts(function, shown.pictures), pool.of(name, function), own, people)
-        every = ranks.identities
-        for n in question.among or (*(n for n in DEFAULT_AMONG if n < every), every):
-            first, reciprocal = ranks.rank_1(n), ranks.reciprocal(n).mean().item()
-            found = {"features": name, "n": n, "rank_1": first.mean().item(), **_interval(first)}
-            rows.append(shown.row | found | {"reciprocal_rank": reciprocal, "chance": 1 / n})
+        found = pool.once((name, shown.drawn), partial(_by_parts, function, shown.pictures))
+        ranks = rank_of(found, pool.of(name, function), own, people)
+        rows += _rates(shown.row | {"features": name}, ranks, question.among)
+    return rows
+
+
+def _people(pool: _Pool, question: Question) -> Tensor | None:
+    """Return whom each candidate shows, where people are asked for."""
+    if question.people and None in pool.people:
+        raise PrivlabError("--by class needs candidates with classes, such as a folder for each person.")
+    return torch.tensor(pool.people) if question.people else None
+
+
+def _rates(row: Row, ranks: Ranks, among: Sequence[int]) -> list[Row]:
+    """Return a row for each number of candidates."""
+    every, rows = ranks.identities, list[Row]()
+    for n in among or (*(n for n in DEFAULT_AMONG if n < every), every):
+        first, reciprocal = ranks.rank_1(n), ranks.reciprocal(n).mean().item()
+        found = {"n": n, "rank_1": first.mean().item(), **_interval(first)}
+        rows.append(row | found | {"reciprocal_rank": reciprocal, "chance": 1 / n})
+    return rows
+
+
+def _by_release(
+    results: Results, question: Question, candidates: ImageSource, pools: dict[Preprocessing, _Pool]
+) -> list[Row]:
+    """Return the rows of all cases whose releases are compared with those of candidates; others are named in a warning.
+
+    Raises:
+        PrivlabError: if no case has such releases.
+    """
+    rows: list[Row] = []
+    left: dict[str, list[str]] = {}
+    releases = Releases()
+    for number, case in enumerate(results.cases):
+        label = f"{case.group or ''} {case.label}".strip()
+        job = results.facts["cases"][number]["jobs"][0]["specification"]
+        given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in job.items()}
+        spec = Specification(**given)
+        if why := unreleased(spec):
+            left.setdefault(why, []).append(label)
+            continue
+        base = _victim_of(job, question.device)
+        if (pool := pools.get(base.preprocessing)) is None:
+            pool = pools[base.preprocessing] = _pool(candidates, base.preprocessing)
+        records = results.records
+        own = records.loc[(records.case == number) & records.external.isna() & records.label.notna()]
+        stated = dict(zip(own.image_sha256, zip(own.image, own.label, strict=True), strict=True))
+        private = [NamedImage(name, sha, None, int(label)) for sha, (name, label) in stated.items()]
+        _check_among(pool, {image.sha256: image.name for image in private}, "candidates, as the same file")
+        place = {sha: i for i, sha in enumerate(pool.images)}
+        at = torch.tensor([place[image.sha256] for image in private])
+        near = releases.similarities(spec, base, private, at, pool.stacked)
+        for (attack, feature), each in near.items():
+            row: Row = {"case": label, "attack": attack, "images": len(at), "attacked": len(at), "psnr": None}
+            ranks = ranks_by(each, at, _people(pool, question))
+            rows += _rates(row | {"features": feature}, ranks, question.among)
+    told = "; ".join(f"{', '.join(labels)}: {why}" for why, labels in left.items())
+    if not rows:
+        raise PrivlabError(f"No release of '{results.path}' can be compared with those of candidates. {told}.")
+    if told:
+        warnings.warn(f"Left out, as {told}.", PrivlabWarning, stacklevel=3)
     return rows
 
 
@@ -172,10 +245,14 @@ def _class(shown: _Shown, judge: Victim | NamedClassifier) -> Row:
         raise PrivlabError(
             f"--classifier must take images of {shown.pictures.shape[1]} colours. {judge.name} takes {size[0]}."
         )
-    pairs = zip(shown.pictures.split(_AT_A_TIME), shown.private.split(_AT_A_TIME), strict=True)
     device = judge.model.mean.device
-    parts = [class_agreement(judge.model, x.to(device), y.to(device), size[1:]) for x, y in pairs]
-    same = torch.cat(parts).cpu()
+
+    def agreement() -> Tensor:
+        pairs = zip(shown.pictures.split(_AT_A_TIME), shown.private.split(_AT_A_TIME), strict=True)
+        parts = [class_agreement(judge.model, x.to(device), y.to(device), size[1:]) for x, y in pairs]
+        return torch.cat(parts).cpu()
+
+    same = shown.pool.once(("class", shown.drawn), agreement)
     return shown.row | {"agreement": same.mean().item(), **_interval(same)}
 
 
@@ -206,8 +283,7 @@ def _shown(
     if not everyone:
         return []
     job = results.facts["cases"][number]["jobs"][0]["specification"]
-    with collect_warnings([]):  # of its weights, which the run gave
-        base = victim(job["models"][0], **{name: job[name] for name in ("weights", "img_size", "seed", "classes")})
+    base = _victim_of(job)
     if (colours := len(base.preprocessing.mean)) not in (1, 3):
         raise PrivlabError(f"Pictures are compared of victims of 1 or 3 colours. {base.name} has {colours}.")
     if candidates is None:
@@ -216,11 +292,8 @@ def _shown(
     elif (pool := pools.get(base.preprocessing)) is None:
         pool = pools[base.preprocessing] = _pool(candidates, base.preprocessing)
     names = dict(zip(records.image_sha256, records.image, strict=True))
-    if missing := [sha for sha in everyone if sha not in pool.images]:
-        where = (
-            "pictures that the run kept" if candidates is None else f"{len(pool.images)} candidates, as the same file"
-        )
-        raise PrivlabError(f"Every private image must be among the {where}. '{names[missing[0]]}' is not.")
+    told = "pictures that the run kept" if candidates is None else "candidates, as the same file"
+    _check_among(pool, {sha: names[sha] for sha in everyone}, told)
     if len(pool.images) < 2:
         raise PrivlabError(f"--candidates must be two images or more. Found {len(pool.images)}.")
     named = [NamedImage(names[sha], sha, None) for sha in everyone]
@@ -230,14 +303,35 @@ def _shown(
     )
     label = f"{results.cases[number].group or ''} {results.cases[number].label}".strip()
     of_case = partial(_Shown, label, pool=pool, weights_sha256=base.weights.sha256)
+    drawn = (base.name, base.model.patch, job["seed"], tuple(everyone))
     return [
         *(
-            of_case(attack, [*those], torch.stack([_pixels(png, colours) for png in those.values()]), len(shas[attack]))
+            of_case(
+                attack,
+                [*those],
+                torch.stack([_pixels(png, colours) for png in those.values()]),
+                len(shas[attack]),
+                drawn=(attack, number),
+            )
             for attack, those in found.items()
             if those
         ),
-        *(of_case(name, everyone, images, len(everyone)) for name, images in controls.items()),
+        *(of_case(name, everyone, images, len(everyone), drawn=(name, *drawn)) for name, images in controls.items()),
     ]
+
+
+def _victim_of(job: Mapping[str, Any], device: torch.device | str = "cpu") -> Victim:
+    """Return the victim of a specification, without the warnings of its weights, which the run gave."""
+    with collect_warnings([]):
+        found = victim(job["models"][0], **{name: job[name] for name in ("weights", "img_size", "seed", "classes")})
+    return found.to(device)
+
+
+def _check_among(pool: _Pool, private: Mapping[str, str], what: str) -> None:
+    """Check that private images, hashes ↦ names, are among the candidates."""
+    if missing := [name for sha, name in private.items() if sha not in pool.images]:
+        where = f"the {what}" if what.startswith("pictures") else f"the {len(pool.images)} {what}"
+        raise PrivlabError(f"Every private image must be among {where}. '{missing[0]}' is not.")
 
 
 def _pool(candidates: ImageSource, preprocessing: Preprocessing) -> _Pool:

@@ -41,7 +41,7 @@ def test_exact_reconstructions_are_found_and_one_colour_is_at_chance(
     assert told.status == 0
     controls = {f"control:{name}" for name in ("flat", "mean", "other", "shuffled")}
     assert {row["attack"] for row in json.loads(told.out)["identity"]} >= controls
-    for features in ("low pass", "squeezenet"):
+    for features in ("low pass", "pixels", "squeezenet"):
         for n in (2, 6):
             (row,) = rows_of(told, attack="patch-gradient", features=features, n=n)
             assert (row["rank_1"], row["reciprocal_rank"], row["images"], row["attacked"]) == (1, 1, 3, 3)
@@ -54,6 +54,36 @@ def test_exact_reconstructions_are_found_and_one_colour_is_at_chance(
     table = cli("identify", run, "--candidates", people).out
     assert "patch-gradient" in table
     assert "control:shuffled" in table
+
+
+@pytest.mark.slow
+def test_a_release_is_found_although_its_pictures_are_none(
+    cli: Callable[..., Any], attack: Callable[..., Any], people: Path, tmp_path: Path
+) -> None:
+    noisy = ("--defense", "gradient-noise", "--set", "multiplier=0.05", "--setting", "c", "--labels", "predicted")
+    out = tmp_path / "noisy"
+    attack("--images", people, "--limit", "3", "--attack", "patch-gradient", *noisy, "--no-strips", "--out", out)
+    asked = ("identify", out, "--candidates", people, "--compare", "releases")
+    assert "keeps no pictures" in cli(*asked[:4]).err
+    told = cli(*asked, "--among", "2,6", "--json")
+    for features in ("release", "release, signs"):
+        (row,) = rows_of(told, attack="release", features=features, n=6)
+        assert (row["rank_1"], row["images"], row["psnr"], row["chance"]) == (1, 3, None, 1 / 6)
+        (other,) = rows_of(told, attack="control:other", features=features, n=6)
+        assert other["rank_1"] == 0  # the release is that of another image, which is found
+        assert rows_of(told, attack="control:flat", features=features, n=2)
+    assert "—" in cli(*asked).out
+    by_class = json.loads(cli(*asked, "--by", "class", "--json").out)["identity"]
+    assert {row["n"] for row in by_class} == {3}
+    assert "Give --candidates" in cli("identify", out, "--compare", "releases").err
+    judged = cli(*asked, "--classifier", "cifar_vit")
+    assert (judged.status, judged.err.count("\n")) == (2, 1)
+    assert "look at pictures. Leave them out" in judged.err
+    rows = tmp_path / "rows"
+    attack("--images", people, "--limit", "3", "--release", "features", "--attack", "least-squares", "--out", rows)
+    sent = cli("identify", rows, "--candidates", people, "--compare", "releases")
+    assert (sent.status, sent.out) == (2, "")
+    assert "features are released" in sent.err
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from privlab.base import PrivlabError
-from privlab.metrics import Ranks, class_agreement, load_lpips, low_pass, rank_of, squeeze_embedding
+from privlab.metrics import Ranks, class_agreement, load_lpips, low_pass, rank_of, ranks_by, squeeze_embedding
 
 
 def at_angles(*degrees: float) -> Tensor:
@@ -73,6 +73,9 @@ def test_a_person_is_found_by_other_pictures_than_the_private_one() -> None:
     people = torch.tensor([7, 7, 3, 3, 9])  # 7's other picture is at 20°, 3's at 5°
     ranks = rank_of(at_angles(0, 0, 90), candidates, torch.tensor([0, 3, 2]), people)
     assert ranks.identities == 3
+    near = torch.tensor([[9.0, 1, 2, 2, 0]])  # by given similarities, which stay as they are
+    given = ranks_by(near, torch.tensor([0]), people)
+    assert (given.rank.tolist(), near[0, 0].item()) == ([2], 9)
     # from 0°: 7 at 20 without its own, 3 at 5, 9 at 170; then 3 without 5: at 90, behind 7; from 90°: 3 at 85, 7 at 70
     assert ranks.rank.tolist() == [2, 2, 3]
     assert rank_of(at_angles(0), candidates, torch.tensor([0])).rank.tolist() == [1]
@@ -85,6 +88,7 @@ def test_the_low_pass_is_a_correlation_of_means() -> None:
     flat = (fields - fields.mean((2, 3), keepdim=True)).flatten(1)
     assert_close(low_pass(x), flat)
     assert_close(torch.cosine_similarity(low_pass(0.5 * x + 0.1), low_pass(x)), torch.ones(2).double())
+    assert_close(low_pass(x, side=16), (x - x.mean((2, 3), keepdim=True)).flatten(1))
     assert low_pass(x * 1e-3).abs().max() == 0  # no grey level of 8 bits differs
 
 

@@ -1,0 +1,141 @@
+"""Whose image a release is of: it is made again, and compared with what each candidate would have released."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from privlab.base import PrivlabError, draw_for, full_precision
+from privlab.evaluation import Batch, Specification, Trial, defense_of
+from privlab.evaluation.client_updates import observe_clients, share_out
+from privlab.images import NamedImage
+from privlab.release import observe, released_parameters
+from privlab.threat import Feed, Stack
+from privlab.victims import Victim, VictimModel
+
+__all__ = ["COMPARED", "Releases", "unreleased"]
+
+COMPARED: Mapping[str, Callable[[Tensor], Tensor]] = {"release": lambda g: g, "release, signs": torch.sign}
+"""What the release of a candidate is compared by: its entries, or their signs, with the entries of the private one."""
+
+_AT_A_TIME = 32
+
+_MOST_KEPT = 2**31
+"""Bytes of candidates' releases that are kept for the next case of the same client."""
+
+
+def unreleased(spec: Specification) -> str:
+    """Return why the release of a run is not compared with those of candidates; empty if it is.
+
+    Args:
+        spec: that of a case.
+    """
+    if spec.features_released:
+        return "features are released"
+    return "several images are released as one" if spec.together is not None else ""
+
+
+@dataclass(eq=False)
+class Releases:
+    """Compares releases with those of candidates; it keeps the candidates' for the next case, unless they are large."""
+
+    _key: tuple[Any, ...] = ()
+    _kept: list[Mapping[str, Tensor]] = field(default_factory=list)
+
+    def similarities(
+        self,
+        spec: Specification,
+        base: Victim,
+        private: Sequence[NamedImage],
+        own: Int[Tensor, " b"],
+        candidates: Float[Tensor, "m c h w"],
+    ) -> dict[tuple[str, str], Float[Tensor, "b m"]]:
+        """Return ⟨G, f(g_j)⟩ / (‖G‖ ‖f(g_j)‖) by attack and feature: G as released, g_j of candidate j, undefended.
+
+        G is drawn again as the run drew it, over all released parameters. The adversary knows the model, the client's
+        settings and f of `COMPARED`, and takes the victim's prediction for a candidate's label. "release" is the
+        attack; "control:flat" is the defended release of one colour with the private image's label, which shows what
+        the label alone tells; "control:other" is the release of the next private image.
+
+        Args:
+            spec: the case, of one victim, setting and draw.
+            base: its victim.
+            private: the private images, whose labels are the client's.
+            own: the place of each among the candidates.
+            candidates: as the victim is fed.
+
+        Raises:
+            PrivlabError: if there is one private image, of which no other can be taken.
+        """
+        if len(private) < 2:
+            raise PrivlabError(f"Releases are compared of two images or more. Found {len(private)}.")
+        model, stack = base.model, defense_of(spec, base, spec.settings[0])
+        images = candidates[own].to(model.mean)
+        labels = torch.tensor([image.label for image in private], device=model.mean.device)
+        flat = model.mean.expand_as(images)
+        sent = {
+            name: _released(spec, base, Batch([*private], x, labels, ""), stack)
+            for name, x in (("release", images), ("control:flat", flat))
+        }
+        names = sorted(sent["release"])  # a defense may withhold parameters
+        near: dict[tuple[str, str], list[Tensor]] = {(a, f): [] for a in sent for f in COMPARED}
+        for of in self._candidates(spec, base, candidates):
+            for feature, function in COMPARED.items():
+                compared = {name: function(of[name]) for name in names}
+                for attack in sent:
+                    near[attack, feature].append(_cosines(sent[attack], compared).cpu())
+        found = {key: torch.cat(parts, 1) for key, parts in near.items()}
+        return found | {("control:other", f): found["release", f].roll(1, 0) for f in COMPARED}
+
+    def _candidates(self, spec: Specification, base: Victim, candidates: Tensor) -> Iterator[Mapping[str, Tensor]]:
+        """Yield what each candidate would release without a defense, for a few of them at a time."""
+        key = (base.weights.sha256, base.name, spec.local_training, id(candidates))
+        if key != self._key:
+            self._kept, self._key = [], ()
+        if self._key:
+            yield from self._kept
+            return
+        parts = candidates.split(_AT_A_TIME)
+        for n, part in enumerate(parts):
+            x = part.to(base.model.mean)
+            labels = _predicted(base.model, x)
+            named = [NamedImage(f"{n}/{i}", f"{n}/{i}", None) for i in range(len(x))]
+            of = _released(spec, base, Batch(named, x, labels, ""), Stack(()))
+            if len(candidates) * sum(g[0].nbytes for g in of.values()) <= _MOST_KEPT:
+                self._kept.append(of)
+            yield of
+        self._key = key if len(self._kept) == len(parts) else ()
+
+
+def _released(spec: Specification, base: Victim, batch: Batch, stack: Stack) -> Mapping[str, Float[Tensor, "b ..."]]:
+    """Return what a client releases of each image, by the names of parameters; it draws as it does in a run."""
+    model, client = base.model, spec.local_training
+    draws = batch.release_draws(spec.seed, spec.draw, 1)
+    if client is not None:
+        trial = Trial(spec.settings[0], Feed.undefended(batch.images, model.patch), batch.images)
+        seen = observe_clients(
+            model, share_out(client, 1), trial, batch, released_parameters(model), draws, stack.parts
+        )
+    else:
+        key = draw_for(spec.seed, base.weights.sha256, "key", spec.draw)
+        feed = stack.feed(batch.images, model.patch, batch.draws(spec.seed, "defense", spec.draw), 1, key)
+        seen = observe(model, feed, batch.labels, released_parameters(model), stack.parts, draws)
+    return seen.gradients
+
+
+def _predicted(model: VictimModel, images: Float[Tensor, "b c h w"]) -> Int[Tensor, " b"]:
+    with torch.no_grad(), full_precision():
+        return model(images).argmax(1)
+
+
+def _cosines(x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> Float[Tensor, "b k"]:
+    """Return the cosines of releases over the parameters of y; float32 would be off by 1e-4 at a million entries."""
+    products, lengths = torch.zeros(()), [torch.zeros(()), torch.zeros(())]
+    for name in y:
+        u, v = (of[name].flatten(1).double() for of in (x, y))
+        products = products.to(u) + u @ v.mT
+        lengths = [length.to(w) + w.square().sum(1) for length, w in zip(lengths, (u, v), strict=True)]
+    return products / (lengths[0][:, None] * lengths[1]).sqrt().clamp_min(1e-30)
