@@ -35,6 +35,7 @@ from .registry import ATTACKS as ATTACKS
 from .registry import attacks as attacks
 from .updates.adapter_separation import AdapterSeparation as AdapterSeparation
 from .updates.client_unrolling import ClientUnrolling as ClientUnrolling
+from .updates.qkv_span import QkvSpan as QkvSpan
 from .updates.round_unrolling import RoundUnrolling as RoundUnrolling
 from .weights.cloak_matching import CloakMatching as CloakMatching
 from .weights.weight_matching import WeightMatching as WeightMatching

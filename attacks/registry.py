@@ -27,6 +27,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "mjp-full": "privlab.attacks.gradients.mjp_full:MjpFull",
         "token-separation": "privlab.attacks.gradients.token_separation:TokenSeparation",
         "adapter-separation": "privlab.attacks.updates.adapter_separation:AdapterSeparation",
+        "qkv-span": "privlab.attacks.updates.qkv_span:QkvSpan",
         "round-unrolling": "privlab.attacks.updates.round_unrolling:RoundUnrolling",
         "client-unrolling": "privlab.attacks.updates.client_unrolling:ClientUnrolling",
         "qkv-completion": "privlab.attacks.published.qkv_completion:QkvCompletion",

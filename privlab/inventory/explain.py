@@ -308,6 +308,7 @@ def _source(kind: Any, docs: list[Docstring]) -> str:  # noqa: ANN401
 
 
 _OF_CLIENTS = {
+    "qkv-span": " --img-size 16 --client sgd --set client.trains=lora --set client.rank=64 --limit 8",
     "adapter-separation": " --img-size 16 --client sgd --set client.trains=adapters --set client.rank=64 --limit 1",
 }
 """The options of an example whose attack reads what other clients do not send."""

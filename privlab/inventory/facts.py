@@ -130,6 +130,14 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "44 to 270 s an image (ViT-Ti, 64 pixels, a busy core).",
         ("partial_training",),
     ),
+    "qkv-span": AttackFacts(
+        "Exact for one step of SGD on one image if d − N − p ≥ K + 1 for N patches of K values, p prefix tokens, and d "
+        "= r for LoRA with B = 0, d = D where queries, keys and values are trained whole.",
+        "With fewer equations it is a search under a prior of photographs. With N + p ≥ d there is no equation, and it "
+        "returns one grey. It needs a frozen patch embedding and position embeddings.",
+        "4 to 15 s an image where it searches (ViT-Ti, 64 pixels, a busy core), 0.2 s where it is exact.",
+        ("partial_training",),
+    ),
     "round-unrolling": AttackFacts(
         "Exact for rounds of T steps of SGD with one image in each, if T (N + p) < D for N patches and p prefix "
         "tokens, the images have 256 grey levels, and every token of an image is found.",

@@ -147,6 +147,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "the tokens are put into their slots, and the image is fitted to them.",
         ("separate the MLP's outputs", "invert the MLP", "put into slots, fit the patches"),
     ),
+    "qkv-span": Idea(
+        "Whoever trains queries, keys and values, or LoRA's mixtures of them, shows the space that an image's tokens "
+        "span. Each patch must keep its token in that space: linear equations, whose number the rank decides. Where "
+        "they do not suffice, the likeliest image is sought, with the density that a space has by its tokens.",
+        ("space that tokens span", "equations of each patch", "likeliest image under them"),
+    ),
     "round-unrolling": Idea(
         "A client takes several steps with another image in each, and releases the sum of what they moved. The first "
         "step was made at weights that the server knows, so only the first image's tokens agree with both matrices of "

@@ -47,6 +47,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "least-squares": ("dosovitskiy2021vit",),
     "feature-optimisation": ("mahendran2015understanding",),
     "depth-optimisation": ("mahendran2015understanding",),
+    "qkv-span": ("hu2022lora",),
     "adapter-separation": ("houlsby2019adapters",),
     "head-inversion": ("mahendran2015understanding", "phong2017revisited"),
     "cocktail-party": ("kariyappa2023cocktail",),

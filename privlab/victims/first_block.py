@@ -92,7 +92,7 @@ def why_no_plain_block(model: VictimModel) -> str | None:
         layer = parts[norm]
         if not isinstance(layer, nn.LayerNorm) or layer.weight is None or layer.bias is None:
             return f"{kind} normalises by {type(layer).__name__}, and not by a LayerNorm with weight and bias"
-    if not all(isinstance(getattr(attn, name, None), nn.Linear) for name in ("qkv", "proj")):
+    if not all(isinstance(_base(getattr(attn, name, None)), nn.Linear) for name in ("qkv", "proj")):
         return f"{kind} projects queries, keys and values by a matrix each"
     if type(block) is Block:
         return None
@@ -103,6 +103,11 @@ def why_no_plain_block(model: VictimModel) -> str | None:
     if not float((PreNormBlock(block)(z[None]) - whole).abs().max()) <= _SAME * float(whole.abs().max()):
         return f"{kind} does more than LayerNorm, attention, LayerNorm and MLP, each added to the tokens"
     return None
+
+
+def _base(layer: object) -> object:
+    """Return the layer that LoRA adapts, or the layer itself."""
+    return getattr(layer, "base_layer", layer)
 
 
 def _scale(block: nn.Module, number: int) -> nn.Module:

@@ -42,6 +42,7 @@ SHORT: dict[str, dict[str, Any]] = {
     **{name: {"steps": 1} for name in ("head-inversion", "cocktail-party", "fedleak", "fedavg-matching")},
     "spear": {"starts": 64, "rounds": 2},
     "adapter-separation": {"starts": 8, "rounds": 1, "steps": 3, "tolerance": 0.5},
+    "qkv-span": {"steps": 1},
     "orthogonal-matching": {"steps": 1},
     "feature-optimisation": {"steps": 1},
     "depth-optimisation": {"steps": 1},
@@ -67,6 +68,12 @@ CASES: dict[str, dict[str, Any]] = {
         "settings": ("a",),
         "attacks": ("adapter-separation",),
         "options": ("client.trains=adapters", "client.rank=40"),
+    },
+    "rank": {
+        "client": "sgd",
+        "settings": ("a",),
+        "attacks": ("qkv-span",),
+        "options": ("client.trains=lora", "client.rank=40"),
     },
     "means": {
         "client": "sgd",

@@ -39,6 +39,7 @@ SHORT = {
     "fedavg-matching": {"steps": 1},
     "spear": {"starts": 64, "rounds": 2},
     "adapter-separation": {"starts": 8, "rounds": 1, "steps": 3, "tolerance": 0.5},
+    "qkv-span": {"steps": 1},
     "orthogonal-matching": {"steps": 1},
     "feature-optimisation": {"steps": 3},
     **{f"inversion-{kind}": {"steps": 2} for kind in ("conv", "mae", "set", "token")},

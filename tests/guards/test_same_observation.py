@@ -29,6 +29,7 @@ DEARER = {
     ),
     "orthogonal-matching",
     "adapter-separation",
+    "qkv-span",
     "qkv-completion",
     *(name for name in OF_FEATURES if name.startswith("inversion-")),
 }
@@ -75,6 +76,7 @@ ADAPTERS: dict[str, Any] = {
     "client": "sgd",
     "options": ("client.trains=adapters", "client.rank=40"),
 }
+LORA: dict[str, Any] = ADAPTERS | {"options": ("client.trains=lora", "client.rank=40")}
 
 
 def same(run: Any, crops: Tensor, *, together: bool = False, **given: Any) -> set[str]:
@@ -141,6 +143,7 @@ def test_of_attacks_that_are_asked_for(run: Any, small: Callable[..., Victim], c
     given |= {"defense": "mjp+gradient-noise"} if name == "gradient-likelihood" else {}
     given = {"defense": "censor"} if name == "orthogonal-matching" else given
     given = ADAPTERS if name == "adapter-separation" else given
+    given = LORA if name == "qkv-span" else given
     given = {"defense": "percentile-privacy"} if name == "qkv-completion" else given
     assert same(run, crops, attacks=(name,), **given) == {name}
 

@@ -1,0 +1,182 @@
+"""`qkv-span`: the image of a client with a frozen embedding, from the row space of what trains the first queries."""
+
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from privlab.attacks.solvers import Smoothness, photograph_gradients
+from privlab.attacks.tokens import QKV, projection
+from privlab.base import PrivlabError, PrivlabWarning, check_range
+from privlab.release import as_gradients
+from privlab.threat import Capability, Client, Observation
+from privlab.victims import VictimModel, why_no_plain_block
+
+__all__ = ["QkvSpan"]
+
+_PATH = QKV.removesuffix(".weight")
+_A, _B = (f"{_PATH}.lora_{name}.default.weight" for name in "AB")
+
+_STAGES = ((0, 10.0), (1, 1.0), (1, 0.1))
+"""Weight of the density of row spaces, and ε in standard deviations of a difference of adjacent pixels.
+
+The smoothest image under the equations comes first: from elsewhere the density led to worse images.
+"""
+
+_RANK_TOLERANCE = 1e-6
+"""The share of the largest singular value below which an equation of a patch is left out as rounding."""
+
+
+@dataclass(frozen=True)
+class QkvSpan:
+    """Find the likeliest image whose tokens span the row space of ∂ℓ/∂W_qkv, or of LoRA's ∂ℓ/∂B, of the first block.
+
+    ∂W_qkv = Δᵀ U and, where B = 0, ∂B = Δᵀ U Aᵀ with U of the rows u_n = γ ⊙ (z_n − mean z_n) / σ_n + β, z_n =
+    W x_n + e_n, and e_n the token of a patch of zeros. The d columns (D, or LoRA's r) have a row space T of N + p
+    dimensions, for N patches and p prefix tokens.
+
+    1. With Q the d − N − p directions that complete T, Q A u_n = 0. Times σ_n this is linear in x_n and σ_n, so that
+       each patch has that many equations for K + 1 numbers. Where they suffice, the patch is their solution.
+    2. Where not, the image minimises Σ √(ε² + δᵀ Γ⁻¹ δ) − (d − N − p) log |det M| under these equations, with δ the
+       differences of adjacent pixels and M the coordinates of the tokens σ_n A u_n in T. The determinant is the
+       density of a row space: M T has the volume |det M|^(d − N − p) dM dT. Without it the likeliest image under the
+       equations is one of little contrast, which is the start. Both are found by L-BFGS, the second for less and less
+       ε.
+
+    Args:
+        steps: the most steps of L-BFGS for the start, and for each ε.
+
+    Raises:
+        PrivlabError: if an option is out of range.
+
+    Source: ours; LoRA of Hu et al. (ICLR 2022), Equation 3; the volume element of Muirhead, Aspects of Multivariate
+    Statistical Theory (1982), Theorem 2.1.13.
+    """
+
+    name: ClassVar[str] = "qkv-span"
+    paper: ClassVar[str] = "ours: the row space of the first block's attention, with the density of row spaces"
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {Capability.KNOWS_WEIGHTS, Capability.BATCH_SIZE_ONE, Capability.CLIENT_UPDATE}
+    )
+    parameters: ClassVar[tuple[str, ...]] = ()
+    if_released: ClassVar[tuple[str, ...]] = (QKV, _B)
+    search: ClassVar[bool] = True
+    updates_of: ClassVar[tuple[str, ...]] = ("sgd",)
+
+    steps: int = 300
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_range(self.steps >= 1, f"steps of {self.name}", "at least 1", self.steps)
+
+    @staticmethod
+    def refuses(client: Client) -> str | None:
+        """Return why an update is not read: the embedding is trained too, or no attention, or it is no gradient.
+
+        Args:
+            client: the public settings.
+        """
+        if client.trains not in ("no-embedding", "attention", "lora"):
+            return f"reads the update of attention behind a frozen embedding, and here client.trains={client.trains}"
+        if client.gradient_factor is None:
+            return f"reads the update of one step of SGD, and here there are {client.total_steps} steps"
+        return None
+
+    def beyond(self, seen: Observation) -> str | None:
+        """Return N + p ≥ d with its numbers where it holds: the row space then says nothing of a patch."""
+        count, width = _count(seen.model), seen.gradients[_read(seen)].shape[2]
+        p = seen.model.vit.num_prefix_tokens
+        return None if count < width else f"N + {p} = {count} ≥ {'r' if _read(seen) == _B else 'D'} = {width}"
+
+    def __call__(self, seen: Observation) -> Float[Tensor, "b c h w"]:
+        """Reconstruct the private images.
+
+        Raises:
+            PrivlabError: if the first block is none of attention and MLP with LayerNorm before each, or the model has
+                no position embeddings, or the update is no gradient.
+
+        Warns:
+            PrivlabWarning: if the row space says nothing of a patch; the images are then of one grey.
+        """
+        model = seen.model
+        if (why := why_no_plain_block(model)) is not None:
+            raise PrivlabError(f"{self.name} reads the attention of a pre-norm block, and here {why}.")
+        if model.vit.pos_embed is None:
+            raise PrivlabError(f"{self.name} tells slots by position embeddings, and this model has none.")
+        if (beyond := self.beyond(seen)) is not None:
+            warnings.warn(
+                f"{self.name}: {beyond}, so that the row space says nothing of a patch. That no image is found is no "
+                "evidence of privacy.",
+                PrivlabWarning,
+                stacklevel=2,
+            )
+            return model.mean.expand(len(seen.gradients[_read(seen)]), *model.image_shape).clone()
+        name, seen = _read(seen), as_gradients(seen)
+        prior = Smoothness(model.image_shape, photograph_gradients(model, seen.photographs))
+        A = _reader(model, name)
+        X = [self._patches(model, prior, A, torch.linalg.svd(G.double()).Vh) for G in seen.gradients[name]]
+        return model.to_images(torch.stack(X))
+
+    def _patches(
+        self, model: VictimModel, prior: Smoothness, A: Float[Tensor, "r d"], basis: Float[Tensor, "r r"]
+    ) -> Float[Tensor, "n k"]:
+        """Return the normalised patches of one image, from right singular vectors, those of the row space first."""
+        F, g, prefix = _tokens(model)
+        T, free = basis[: len(prefix) + len(g)], basis[len(prefix) + len(g) :]
+        E, sides = free @ A @ F, -(free @ A @ g.mT)
+        left, σ, right = torch.linalg.svd(E)
+        rank = int((σ > _RANK_TOLERANCE * σ[0]).sum())
+        V = (right[:rank].mT / σ[:rank] @ (left[:, :rank].mT @ sides)).mT
+        Y = right[rank:]
+        if not len(Y):
+            return V[:, :-1]
+        reads = T @ A
+        base, slopes, rows = (V @ F.mT + g) @ reads.mT, Y @ F.mT @ reads.mT, prefix @ reads.mT
+        C = torch.zeros(len(V), len(Y), dtype=V.dtype, device=V.device, requires_grad=True)
+        for weight, ε in _STAGES:
+            search = torch.optim.LBFGS([C], max_iter=self.steps, history_size=30, line_search_fn="strong_wolfe")
+
+            def closure(search: torch.optim.LBFGS = search, weight: int = weight, ε: float = ε) -> Tensor:
+                search.zero_grad()
+                M = torch.cat([rows, base + C @ slopes])
+                energy = max(ε, 1) * prior.sparse_energy((V + C @ Y)[None, :, :-1], ε)[0]
+                value = energy - weight * len(free) * torch.linalg.svdvals(M).log().sum()
+                value.backward()
+                return value
+
+            with torch.enable_grad():
+                search.step(closure)
+        return (V + C.detach() @ Y)[:, :-1]
+
+
+def _read(seen: Observation) -> str:
+    """Return the name of the parameter whose gradient is read."""
+    return _B if _B in seen.gradients else QKV
+
+
+def _reader(model: VictimModel, name: str) -> Float[Tensor, "r d"]:
+    """Return what maps tokens to the columns of the gradient: LoRA's A, or the identity."""
+    if name == _B:
+        return model.vit.get_parameter(_A).detach().double()
+    return torch.eye(model.vit.embed_dim, dtype=torch.float64, device=model.mean.device)
+
+
+def _count(model: VictimModel) -> int:
+    """Return N + p, the number of tokens."""
+    return model.grid[0] * model.grid[1] + model.vit.num_prefix_tokens
+
+
+def _tokens(model: VictimModel) -> tuple[Float[Tensor, "d k1"], Float[Tensor, "n d"], Float[Tensor, "p d"]]:
+    """Return F and g of σ u = F (x, σ) + g for each slot, and the normalised prefix tokens."""
+    norm, (W, _) = model.vit.blocks[0].get_submodule("norm1"), projection(model)
+    assert isinstance(norm, nn.LayerNorm)
+    γ, β = norm.weight.detach().double(), norm.bias.detach().double()
+    grey = model.mean.expand(1, *model.image_shape)  # its normalised patches are zero
+    z = model.embed(grey)[0].detach()
+    p = model.vit.num_prefix_tokens
+    e = z[p:].double()
+    F = torch.cat([γ[:, None] * (W - W.mean(0)), β[:, None]], 1)
+    return F, γ * (e - e.mean(1, keepdim=True)), norm(z[:p]).detach().double()
