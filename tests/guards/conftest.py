@@ -148,7 +148,7 @@ def run(monkeypatch: pytest.MonkeyPatch, small: Callable[..., Victim], crops: Te
 def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | None) -> None:
     """Note what passes between the parts of the pipeline."""
     brought, trial_of, again, controls = evaluate.attack_batch, Evaluator._trial, Evaluator._again, Evaluator._controls
-    geometries, score = Scorer.geometries, Scorer.score
+    laid_by, score = Scorer.laid, Scorer.score
     scored: list[Tensor] = []
     names_of: list[str] = []
 
@@ -179,10 +179,10 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
         return score(self, images, *args)
 
     def laid_out(
-        self: Scorer, reconstruction: Reconstruction, trial: Trial, names: Sequence[str], *, placed: bool = False
+        self: Scorer, reconstruction: Reconstruction, trial: Trial, names: Sequence[str], *, placed: bool
     ) -> Any:
         scored.clear()
-        found = geometries(self, reconstruction, trial, names, placed=placed)
+        found = laid_by(self, reconstruction, trial, names, placed=placed)
         images = {"in_place": scored[0], "oracle": scored[1] if len(scored) > 1 else scored[0]}
         if "reassembled" in names:
             images["reassembled"] = scored[0] if placed and reconstruction.loose is not None else scored[-1]
@@ -204,5 +204,5 @@ def _watch(patch: pytest.MonkeyPatch, watched: Watched, replay: Iterator[Any] | 
     patch.setattr(Evaluator, "_trial", made_trial)
     patch.setattr(Evaluator, "_again", scored_again)
     patch.setattr(Evaluator, "_controls", controlled)
-    patch.setattr(Scorer, "geometries", laid_out)
+    patch.setattr(Scorer, "laid", laid_out)
     patch.setattr(Scorer, "score", scoring)
