@@ -31,8 +31,8 @@ __all__ += ["site_files", "write_site"]
 SCHEMA_VERSION = "0.3.0"
 """The version of Every Eval Ever's `eval.schema.json` (github.com/evaleval/every_eval_ever) that records follow."""
 
-_APART = 0.011
-"""How far the score of a picture may be from that of its row: pictures state two decimals, rows three."""
+_APART = 0.05
+"""How far, in dB, the score of a picture may be from that of its row: the run of a picture has batches of its own."""
 
 _LEFT, _WIDTH, _TOP, _HEIGHT = 48, 300, 15, 195
 """Where the trade-off is drawn, in units of its picture; names of entries stand to the right of their points."""
