@@ -281,7 +281,8 @@ def _default(option: Field[Any]) -> str:
 
 def _reads(parameters: tuple[str, ...], if_released: tuple[str, ...]) -> str:
     if not parameters:
-        return ""
+        either = " or ".join(f"`{name}`" for name in if_released)
+        return f"Of the gradients, by timm's names, the one that is released: {either}." if either else ""
     names = "all released gradients" if "*" in parameters else ", ".join(f"`{name}`" for name in parameters)
     more = f"; if they are released also {', '.join(f'`{name}`' for name in if_released)}" if if_released else ""
     return f"Gradients, by timm's names: {names}{more}."

@@ -51,7 +51,8 @@ def defense_flow(name: str, kind: DefenseClass, attacks: tuple[str, ...]) -> tup
 
 def _parameters(declared: AttackDeclarations) -> str:
     """Return what an attack reads, as short as a box has room for."""
-    names = declared.parameters
+    if not (names := declared.parameters):
+        return f"one of {len(declared.if_released)} parameters"
     if "*" in names:
         return "all parameters"
     return (

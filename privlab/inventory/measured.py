@@ -29,8 +29,10 @@ def describe(name: str, command: str) -> str:
     within = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
     count = f"{found['images']} photograph{'s' * (found['images'] > 1)}"
     who = "The attack" if found["attack"] == name else f"The leakiest attack is `{found['attack']}`: it"
+    words = command.split()
+    side = words[words.index("--img-size") + 1] if "--img-size" in words else "32"
     return (
-        f"The example attacks {count} of scikit-image at 32×32 pixels. {who} has a PSNR of {mean:.2f} dB{within}, and "
+        f"The example attacks {count} of scikit-image at {side}×{side} pixels. {who} has a PSNR of {mean:.2f} dB{within}, and "
         f"gives {found['exact']} back exactly; the leakiest control, `{found['control']}`, has "
         f"{found['control_psnr']:.2f} dB. The attack took {found['seconds']:g} s an image on one shared core. "
         "These photographs are few and small: figures to quote are those of the studies."
