@@ -32,8 +32,8 @@ def describe(name: str, command: str) -> str:
     words = command.split()
     side = words[words.index("--img-size") + 1] if "--img-size" in words else "32"
     return (
-        f"The example attacks {count} of scikit-image at {side}×{side} pixels. {who} has a PSNR of {mean:.2f} dB{within}, "
-        f"and gives {found['exact']} back exactly; the leakiest control, `{found['control']}`, has "
+        f"The example attacks {count} of scikit-image at {side}×{side} pixels. {who} has a PSNR of {mean:.2f} "
+        f"dB{within}, and gives {found['exact']} back exactly; the leakiest control, `{found['control']}`, has "
         f"{found['control_psnr']:.2f} dB. The attack took {found['seconds']:g} s an image on one shared core. "
         "These photographs are few and small: figures to quote are those of the studies."
     )
