@@ -134,6 +134,7 @@ def submit(
             engine=Engine(workers=workers or len(os.sched_getaffinity(0))),
             say=lambda text: shown.update(f"submission: {text}"),
         )
+    failed = [each for each in result.data.get("admission", ()) if not each["passed"]]
     told = {"file": str(path), "seconds": result.data["seconds"], "sha256": result.data["signature"]["sha256"]}
     judged = result.data["judged"]
     if as_json:
@@ -144,6 +145,8 @@ def submit(
         score, by = each["worst"].get(each["leakiest"]), " and ".join(each["by"])
         if score is not None and score["mean"] is not None:
             click.echo(f"worst case by photograph: {score['mean']:.2f}, {each['leakiest']}, by {by}")
+    for each in failed:
+        click.echo(f"unreliable: admission, {each['name']}: {each['text']}")
     click.echo(f"result: {path} ({told['seconds']} s; SHA-256 {told['sha256'][:12]}…)")
 
 

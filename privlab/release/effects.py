@@ -165,7 +165,7 @@ def contradictions(model: VictimModel, part: AnyDefense, chance: float = 1.1) ->
     wrong = []
     for name in (field.name for field in fields(Effects)):
         said, seen = getattr(declared, name), getattr(found, name)
-        near = name == "noise_std" and 1 / chance <= (seen / max(said, 1e-300)) ** 2 <= chance
+        near = name == "noise_std" and said > 0 and 1 / chance <= (seen / said) ** 2 <= chance
         if said != seen and not near:
             wrong.append(f"{name}: {said} declared, {seen} measured")
     return wrong

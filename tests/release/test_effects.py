@@ -32,6 +32,7 @@ from privlab.defenses import (
     RowPermutation,
 )
 from privlab.release import effects_of, kinds_of, measure_effects, observe_features, send
+from privlab.release.effects import contradictions
 from privlab.report.tables import red_flags
 from privlab.threat import Draws, Effects, Feed, Sent, Stack
 from privlab.victims import VictimModel
@@ -196,6 +197,21 @@ def test_patches_that_move_unsaid_are_found_by_their_pixels(tiny_model: Make) ->
     assert measure_effects(model, Unsaid()) == Effects(patches="shuffled")
     assert measure_effects(model, Unsaid(std=0.1)) == Effects(patches="shuffled", other=True)
     assert measure_effects(model, Unsaid(std=10.0)) == Effects(other=True), "no order explains what is fed"
+
+
+def test_noise_that_is_declared_as_none_is_told(tiny_model: Make) -> None:
+    @dataclass(frozen=True)
+    class Signs:
+        name: ClassVar[str] = "signs"
+        paper: ClassVar[str] = "none"
+        acts_as: ClassVar[Effects] = Effects(other=True)
+
+        def send(self, sent: Sent, draws: Draws) -> Sent:
+            signs = torch.stack([torch.randn(sent.features.shape[2:], generator=d).sign() for d in draws.images])
+            return replace(sent, features=sent.features * signs[:, None].to(sent.features))
+
+    told = contradictions(tiny_model(), Signs())
+    assert any(line.startswith("noise_std: 0.0 declared, ") for line in told)
 
 
 @pytest.mark.slow
