@@ -5,17 +5,16 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from privlab.attacks.solvers import hides_places, ridge_inverse, row_span
+from privlab.attacks.tokens import QKV, normalised_tokens
 from privlab.base import PrivlabError, check_range
 from privlab.release import errors_of_filters
 from privlab.threat import Capability, Observation
 from privlab.victims import VictimModel
 
 __all__ = ["QkvCompletion"]
-
-_QKV = "blocks.0.attn.qkv.weight"
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class QkvCompletion:
     )
     knows: ClassVar[frozenset[str]] = frozenset({"percentile-privacy"})
     undefended: ClassVar[str] = "patch-gradient"
-    parameters: ClassVar[tuple[str, ...]] = (_QKV,)
+    parameters: ClassVar[tuple[str, ...]] = (QKV,)
     effort: ClassVar[str] = "full"
     search: ClassVar[bool] = True
 
@@ -65,8 +64,8 @@ class QkvCompletion:
     def beyond(self, seen: Observation) -> str | None:
         """Return which of K + 1 ≤ D − N − p, the number of exact entries, and known places does not hold."""
         (rank, d), k = _rank_and_width(seen.model), seen.model.vit.patch_embed.proj.weight[0].numel()
-        rows = len(seen.gradients[_QKV][0])
-        exact = min(int((of[_QKV] == 0).sum()) for of in errors_of_filters(seen, (_QKV,)))
+        rows = len(seen.gradients[QKV][0])
+        exact = min(int((of[QKV] == 0).sum()) for of in errors_of_filters(seen, (QKV,)))
         least = rank * (rows + d - rank)
         found = [f"K + 1 = {k + 1} > D − N − p = {d - rank}"] if k + 1 > d - rank else []
         found += [f"{exact} exact entries < {least}"] if exact < least else []
@@ -86,11 +85,11 @@ class QkvCompletion:
                 "evidence of privacy."
             )
         found = []
-        for G, errors in zip(seen.gradients[_QKV].double(), errors_of_filters(seen, (_QKV,)), strict=True):
-            exact = errors[_QKV] == 0
+        for G, errors in zip(seen.gradients[QKV].double(), errors_of_filters(seen, (QKV,)), strict=True):
+            exact = errors[QKV] == 0
             if not (G[exact] != 0).any():
                 raise PrivlabError(
-                    f"{self.name} needs entries of {_QKV} that the filter left exact. Found none but zeros. That it "
+                    f"{self.name} needs entries of {QKV} that the filter left exact. Found none but zeros. That it "
                     "does not apply is no evidence of privacy."
                 )
             ranks = [*range(self.rank_step, rank, self.rank_step), rank]
@@ -106,12 +105,6 @@ def _rank_and_width(model: VictimModel) -> tuple[int, int]:
 
 def _patches(model: VictimModel, T: Float[Tensor, "r d"]) -> Float[Tensor, "n k"]:
     """Return the normalised patches whose tokens, normalised, lie in the span of the orthonormal rows T best."""
-    norm, W = model.vit.blocks[0].get_submodule("norm1"), model.vit.patch_embed.proj.weight.detach().flatten(1).double()
-    assert isinstance(norm, nn.LayerNorm)
-    γ, β = norm.weight.detach().double(), norm.bias.detach().double()
-    grey = model.mean.expand(1, *model.image_shape)  # its normalised patches are zero
-    e = model.embed(grey)[0, -model.grid[0] * model.grid[1] :].detach().double()
+    F, g, _ = normalised_tokens(model)
     Q = torch.linalg.svd(T).Vh[len(T) :]
-    equations = torch.cat([Q @ (γ[:, None] * (W - W.mean(0))), (Q @ β)[:, None]], 1)
-    sides = Q @ (γ * (e - e.mean(1, keepdim=True))).mT
-    return -(ridge_inverse(equations, rtol=0.0) @ sides)[:-1].mT
+    return -(ridge_inverse(Q @ F, rtol=0.0) @ (Q @ g.mT))[:-1].mT

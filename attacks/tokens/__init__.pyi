@@ -1,6 +1,7 @@
 from .bottleneck import Bottleneck as Bottleneck
 from .bottleneck import separate_inputs as separate_inputs
 from .completion import complete_image as complete_image
+from .completion import normalised_tokens as normalised_tokens
 from .completion import patch_prior as patch_prior
 from .context import Embeddings as Embeddings
 from .context import ImageTokens as ImageTokens

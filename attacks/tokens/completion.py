@@ -1,17 +1,38 @@
-"""What tokens leave open of an image: the law of patches, and the smoothest patches that agree with what is known."""
+"""What tokens tell of patches, and leave open: linear equations, the law of patches, and the smoothest that agree."""
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from privlab.attacks.solvers import Smoothness, photograph_gradients
 from privlab.attacks.tokens.slots import projection
 from privlab.victims import VictimModel
 
-__all__ = ["complete_image", "patch_prior"]
+__all__ = ["complete_image", "normalised_tokens", "patch_prior"]
 
 _ROUNDS, _STEPS, _EPSILON = 5, 40, 0.07
 """Options of the image prior, as in `mjp-subspace`: rounds, steps of conjugate gradients, and ε."""
+
+
+def normalised_tokens(
+    model: VictimModel,
+) -> tuple[Float[Tensor, "d k1"], Float[Tensor, "n d"], Float[Tensor, "p d"]]:
+    """Return F and g of σ_n u_n = F (x_n, σ_n) + g_n, and the u of prefix tokens, with u what attention reads first.
+
+    u_n = γ ⊙ (z_n − mean z_n) / σ_n + β, with z_n = W x_n + e_n and e_n the token of a patch of zeros, is linear in the
+    normalised patch x_n and the deviation σ_n once it is multiplied by σ_n.
+
+    Args:
+        model: the victim, whose first block begins with a LayerNorm.
+    """
+    norm, (W, _) = model.vit.blocks[0].get_submodule("norm1"), projection(model)
+    assert isinstance(norm, nn.LayerNorm)
+    γ, β = norm.weight.detach().double(), norm.bias.detach().double()
+    grey = model.mean.expand(1, *model.image_shape)  # its normalised patches are zero
+    z, p = model.embed(grey)[0].detach(), model.vit.num_prefix_tokens
+    e = z[p:].double()
+    F = torch.cat([γ[:, None] * (W - W.mean(0)), β[:, None]], 1)
+    return F, γ * (e - e.mean(1, keepdim=True)), norm(z[:p]).detach().double()
 
 
 def patch_prior(model: VictimModel, Γ: Float[Tensor, "c c"]) -> Float[Tensor, "k k"]:

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from privlab.attacks.solvers import Smoothness, photograph_gradients
-from privlab.attacks.tokens import QKV, projection
+from privlab.attacks.tokens import QKV, normalised_tokens
 from privlab.base import PrivlabError, PrivlabWarning, check_range
 from privlab.release import as_gradients
 from privlab.threat import Capability, Client, Observation
@@ -124,7 +124,7 @@ class QkvSpan:
         self, model: VictimModel, prior: Smoothness, A: Float[Tensor, "r d"], basis: Float[Tensor, "r r"]
     ) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one image, from right singular vectors, those of the row space first."""
-        F, g, prefix = _tokens(model)
+        F, g, prefix = normalised_tokens(model)
         T, free = basis[: len(prefix) + len(g)], basis[len(prefix) + len(g) :]
         E, sides = free @ A @ F, -(free @ A @ g.mT)
         left, σ, right = torch.linalg.svd(E)
@@ -167,16 +167,3 @@ def _reader(model: VictimModel, name: str) -> Float[Tensor, "r d"]:
 def _count(model: VictimModel) -> int:
     """Return N + p, the number of tokens."""
     return model.grid[0] * model.grid[1] + model.vit.num_prefix_tokens
-
-
-def _tokens(model: VictimModel) -> tuple[Float[Tensor, "d k1"], Float[Tensor, "n d"], Float[Tensor, "p d"]]:
-    """Return F and g of σ u = F (x, σ) + g for each slot, and the normalised prefix tokens."""
-    norm, (W, _) = model.vit.blocks[0].get_submodule("norm1"), projection(model)
-    assert isinstance(norm, nn.LayerNorm)
-    γ, β = norm.weight.detach().double(), norm.bias.detach().double()
-    grey = model.mean.expand(1, *model.image_shape)  # its normalised patches are zero
-    z = model.embed(grey)[0].detach()
-    p = model.vit.num_prefix_tokens
-    e = z[p:].double()
-    F = torch.cat([γ[:, None] * (W - W.mean(0)), β[:, None]], 1)
-    return F, γ * (e - e.mean(1, keepdim=True)), norm(z[:p]).detach().double()

@@ -307,8 +307,9 @@ def pictures(
     return found
 
 
-def _capped(values: Any, of: Track) -> Any:  # noqa: ANN401  # a number, or a column of them
-    return values.clip(upper=EXACT_DB) if of.lead in DECIBELS and isinstance(values, pd.Series) else values
+def _capped(values: pd.Series, of: Track) -> pd.Series:
+    """Return scores with those of exact images as the track counts them."""
+    return values.clip(upper=EXACT_DB) if of.lead in DECIBELS else values
 
 
 def pictures_of(row: Standing) -> list[Picture]:
@@ -339,7 +340,7 @@ def pictures_of(row: Standing) -> list[Picture]:
         whole = float(_capped(rows[of.lead], of).iloc[0])
         by = tuple(dict.fromkeys(map(attack_label, rows.attack, rows.geometry)))
         score, attack = float(best["score"]), attack_label(best["attack"], best.get("geometry", "in_place"))
-        capped = min(score, EXACT_DB) if of.lead in DECIBELS else score
+        capped = float(_capped(pd.Series([score]), of).iloc[0])
         shown = attack in by and abs(capped - whole) <= _APART
         found.append(Picture(what, best["private"], best["made"], attack, score, whole, by, shown, bool(ours)))
     return found

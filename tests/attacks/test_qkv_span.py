@@ -9,8 +9,8 @@ from torch import Generator, Tensor, nn
 from torch.testing import assert_close
 
 from privlab.attacks import QkvSpan
+from privlab.attacks.tokens import normalised_tokens
 from privlab.attacks.updates import qkv_span
-from privlab.attacks.updates.qkv_span import _tokens
 from privlab.base import PrivlabError, PrivlabWarning
 from privlab.evaluation import unread
 from privlab.metrics import psnr
@@ -46,7 +46,7 @@ def test_a_token_times_its_deviation_is_linear_in_the_patch_and_the_deviation(ni
     norm = nine.vit.blocks[0].get_submodule("norm1")
     assert isinstance(norm, nn.LayerNorm)
     σ = (z.var(1, correction=0) + norm.eps).sqrt()
-    F, g, prefix = _tokens(nine)
+    F, g, prefix = normalised_tokens(nine)
     (patches,) = patchify(nine.normalise(x), nine.patch).double()
     u = norm(nine.embed(x))[0].double()
     assert_close((torch.cat([patches, σ[1:, None]], 1) @ F.mT + g) / σ[1:, None], u[1:], rtol=1e-4, atol=1e-4)
