@@ -19,8 +19,9 @@ from privlab.benchmark.results import Result
 from privlab.benchmark.tracks import Track, photographs
 from privlab.defenses import DEFENSES
 from privlab.evaluation import CONTROL
+from privlab.report.tables import Score
 
-__all__ = ["FEW", "Standing", "rank", "standings"]
+__all__ = ["FEW", "HIDDEN", "Standing", "rank", "standings"]
 
 UNRELIABLE = frozenset(
     {
@@ -33,12 +34,17 @@ UNRELIABLE = frozenset(
 FEW = "few photographs"
 """The reason of an entry that was not measured on all photographs of its track."""
 
+HIDDEN = "the hidden half leaks more"
+"""The reason of an entry that leaks less on the photographs which anybody can look up than on the others."""
+
 
 @dataclass(frozen=True)
 class Standing:
     """A row of the table. `rank` is None for an entry without one; `unreliable` holds the reasons.
 
-    `result` is the entry's, and `entered` those of the attacks that it was scored anew with.
+    `result` is the entry's, and `entered` those of the attacks that it was scored anew with. `listed_half` and
+    `hidden_half` are the scores of the photographs whose names the track lists and of the others, in the case of the
+    score, where both were attacked.
     """
 
     track: str
@@ -63,6 +69,8 @@ class Standing:
     draws: int
     signer: str | None
     photograph_parts: tuple[str, ...] = ()
+    listed_half: float | None = None
+    hidden_half: float | None = None
     rank: int | None = None
     dominated: bool = False
     result: Result | None = field(default=None, repr=False, compare=False)
@@ -113,10 +121,11 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
     card, of = result.card, result.card.of
     own = Judged.of_json(result.data["judged"])
     theirs = [each for each in attacks if card.name in each.data["judged"] and each.card.track == card.track]
-    whole, external = own, None
+    whole, external, rows = own, None, result.rows
     if theirs:
         more = [each.rows.loc[lambda rows: rows.entry == card.name].drop(columns="entry") for each in theirs]
-        whole = _judged_anew(own, pd.concat([result.rows, *more], ignore_index=True), of, card, theirs)
+        rows = pd.concat([rows, *more], ignore_index=True)
+        whole = _judged_anew(own, rows, of, card, theirs)
         external = judge(pd.concat(more, ignore_index=True), of).score.mean
     listed = sum(len(photographs(part)) for part in of.photographs)
     few = [f"{FEW}: {whole.images} of {listed}"] if whole.images < listed else []
@@ -128,6 +137,8 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
     flags += [f"admission: {each['name']}, {each['text']}" for each in result.data["admission"] if not each["passed"]]
     if whole.verdict == "no evidence":
         flags.append(whole.why)
+    halves = _halves(rows, of, whole.leakiest)
+    flags += _hidden_leaks(*halves)
     score, reported, utility = whole.score, card.reported, card.utility
     return Standing(
         track=card.track,
@@ -152,10 +163,31 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
         draws=int(result.data.get("draws", 1)),
         signer=result.signer,
         photograph_parts=tuple(result.data["photographs"]),
+        listed_half=number(halves[0].mean),
+        hidden_half=number(halves[1].mean),
         result=result,
         entered=theirs,
         judged=whole,
     )
+
+
+def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Score, Score]:
+    """Return the worst case of the photographs that the track lists by name and of the hidden ones, in one case.
+
+    Both are NaN where no hidden photograph was attacked.
+    """
+    hidden = rows.image_sha256.isin(photographs("hidden"))
+    if not hidden.any():
+        return Score(math.nan), Score(math.nan)
+    listed, unlisted = (judge(rows.loc[own], of).worst.get(case, Score(math.nan)) for own in (~hidden, hidden))
+    return listed, unlisted
+
+
+def _hidden_leaks(listed: Score, hidden: Score) -> list[str]:
+    """Return the reason of an entry whose hidden photographs leak more, beyond both intervals."""
+    if not hidden.low > listed.high:  # NaN compares as no difference
+        return []
+    return [f"{HIDDEN}: {hidden.mean:.1f} [{hidden.low:.1f}, {hidden.high:.1f}], the listed one {listed.mean:.1f}"]
 
 
 def _told(measure: str, value: float | None, how: str) -> str:

@@ -16,7 +16,7 @@ from privlab.benchmark.judged import Judged, conclude, judge
 from privlab.benchmark.measure import KEPT
 from privlab.benchmark.page import SCHEMA_VERSION, evaluation_record, site_files, write_site
 from privlab.benchmark.results import FORMAT, Result, to_rows, write_result
-from privlab.benchmark.rule import standings
+from privlab.benchmark.rule import HIDDEN, standings
 from privlab.benchmark.tracks import photographs, track
 from privlab.defenses import GradientNoise
 from privlab.metrics import MIRRORED
@@ -256,6 +256,38 @@ def test_a_failed_check_of_admission_is_a_reason(tmp_path: Path, high: np.ndarra
     check = {"name": "variance", "passed": False, "text": "measured over declared"}
     (row,) = standings([result(tmp_path, "one", records(high.tolist(), [5.0] * 64), admission=[check])])
     assert (row.rank, row.unreliable) == (None, ("admission: variance, measured over declared",))
+
+
+def test_an_entry_that_leaks_more_on_the_hidden_half_has_a_reason_against_it(tmp_path: Path, high: np.ndarray) -> None:
+    hidden = [*photographs("hidden")]
+
+    def found(listed: float, unlisted: float) -> pd.DataFrame:
+        """Return the records of all photographs, with another level of leakage on those that are hidden."""
+        scores = [*(high[: len(IMAGES)] + listed), *(high[: len(hidden)] + unlisted)]
+        images = [*IMAGES, *hidden]
+        kinds = [("patch-gradient-adaptive", "c", scores), ("control:mean", "c", [5.0] * len(images))]
+        kinds += [("patch-gradient", "a", [90.0] * len(images)), ("control:mean", "a", [5.0] * len(images))]
+        parts = [
+            pd.concat([rows(attack, [0.0], setting)] * len(images), ignore_index=True).assign(
+                image=images, image_sha256=images, psnr=scores_of
+            )
+            for attack, setting, scores_of in kinds
+        ]
+        return pd.concat(parts, ignore_index=True)
+
+    (alike,) = standings([result(tmp_path, "alike", found(0, 0))])
+    (less,) = standings([result(tmp_path, "less", found(10, 0))])
+    (more,) = standings([result(tmp_path, "more", found(0, 10))])
+    (without,) = standings([result(tmp_path, "without", records(high, high - 1))])
+    assert not any(HIDDEN in reason for row in (alike, less, without) for reason in row.unreliable)
+    assert alike.rank == 1
+    assert more.rank is None
+    (reason,) = more.unreliable
+    assert reason.startswith(f"{HIDDEN}: {high[:50].mean() + 10:.1f} [")
+    assert more.listed_half == pytest.approx(high.mean(), abs=1e-3)
+    assert more.hidden_half == pytest.approx(high[:50].mean() + 10, abs=1e-3)
+    assert without.listed_half is None
+    assert without.hidden_half is None
 
 
 def test_the_page_needs_nothing_else_and_holds_every_row(tmp_path: Path, high: np.ndarray) -> None:
