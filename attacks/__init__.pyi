@@ -5,6 +5,7 @@ from .baselines.spear import Spear as Spear
 from .features.border_jigsaw import BorderJigsaw as BorderJigsaw
 from .features.class_token_key import ClassTokenKey as ClassTokenKey
 from .features.column_statistics import ColumnStatistics as ColumnStatistics
+from .features.cutmix_completion import CutMixCompletion as CutMixCompletion
 from .features.deconvolution import Deconvolution as Deconvolution
 from .features.depth_optimisation import DepthOptimisation as DepthOptimisation
 from .features.feature_inversion import FeatureOptimisation as FeatureOptimisation

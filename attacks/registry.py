@@ -46,6 +46,7 @@ ATTACKS: Registry["AttackClass"] = Registry.of_places(
         "column-statistics": "privlab.attacks.features.column_statistics:ColumnStatistics",
         "least-squares": "privlab.attacks.features.feature_inversion:LeastSquares",
         "deconvolution": "privlab.attacks.features.deconvolution:Deconvolution",
+        "cutmix-completion": "privlab.attacks.features.cutmix_completion:CutMixCompletion",
         "map-inversion": "privlab.attacks.features.map_inversion:MapInversion",
         "feature-optimisation": "privlab.attacks.features.feature_inversion:FeatureOptimisation",
         "depth-optimisation": "privlab.attacks.features.depth_optimisation:DepthOptimisation",

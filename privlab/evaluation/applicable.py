@@ -27,6 +27,7 @@ from privlab.threat import (
     FeatureAttack,
     FeatureDefense,
     GradientDefense,
+    Stack,
     attack_declarations,
     check_capabilities,
     defense_declarations,
@@ -107,7 +108,7 @@ def applicable(
     groups: dict[str, AttackGroup] = {}
     refused: dict[str, str] = {}
     defense = defense_of(spec, base, "c").parts if any(setting != "a" for setting in spec.settings) else ()
-    for name, kind in _candidates(spec, effects_of(base.model, defense)).items():
+    for name, kind in _candidates(spec, effects_of(base.model, defense), Stack(defense).mixes_images).items():
         running = {attack.name for group in groups.values() for attack in group.attacks}
         if spec.attacks is None and not stand_ins and stands_in(kind, running):
             continue
@@ -127,10 +128,10 @@ def stands_in(attack: Attack | FeatureAttack | AttackClass, running: Container[s
     return any(name in running for name in attack_declarations(attack).stands_in_for)
 
 
-def _candidates(spec: Specification, effects: Effects) -> dict[str, AttackClass]:
+def _candidates(spec: Specification, effects: Effects, mixes: bool) -> dict[str, AttackClass]:
     """Return the attacks that are named, or else those of this release, client, defense and effort.
 
-    `effects` are those of the defense.
+    `effects` are those of the defense, and `mixes` is whether it mixes images.
     """
     if spec.attacks is not None:
         return {name: installed_attacks()[name] for name in spec.attacks}
@@ -141,6 +142,7 @@ def _candidates(spec: Specification, effects: Effects) -> dict[str, AttackClass]
         and (Capability.GRADIENT_DEFENSE not in kind.requires or spec.defends_gradients)
         and (Capability.PERMUTED_VALUES not in kind.requires or effects.values)
         and (Capability.FILTERED_IMAGES not in kind.requires or effects.other)
+        and (Capability.MIXED_IMAGES not in kind.requires or mixes)
         and (Capability.CLIENT_UPDATE not in kind.requires or spec.local_training is not None)
         and unread(kind, spec.local_training, filtered=spec.defends_gradients) is None
     }

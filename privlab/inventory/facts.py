@@ -259,6 +259,14 @@ ATTACK_FACTS: Mapping[str, AttackFacts] = {
         "",
         ("published",),
     ),
+    "cutmix-completion": AttackFacts(
+        "Exact but for rounding, and for pixels that no image of the batch shows, where the rectangles are found and W "
+        "has full column rank.",
+        "Pixels that no image shows are guessed smoothly. Behind blocks the images are inverted with errors, and few "
+        "rectangles are found exactly. Images have at most 64 × 64 pixels.",
+        "It grows with the cube of the number of images of a batch, and with the number of rectangles.",
+        ("published",),
+    ),
     "map-inversion": AttackFacts(
         "Never exact: noise stays, and weak textures are lost with it. Without noise it is `least-squares`.",
         "The noise is known, white, and on the embedding's rows. Rows that are moved need position embeddings.",

@@ -231,6 +231,12 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         "those that the filter turns into it.",
         ("invert the rows", "measure the filter", "undo it under a power law"),
     ),
+    "cutmix-completion": Idea(
+        "A rectangle of each image is another's. That other one is in the same batch, so the two look alike there, and "
+        "the rectangle has sharp borders. The attack finds all rectangles of the batch together. It takes back what "
+        "other images show of each, and fills smoothly what none shows.",
+        ("invert the rows", "find the rectangles", "take back, and fill"),
+    ),
     "map-inversion": Idea(
         "Noise on features hides weak textures, and not edges. The attack knows how strong the noise is, and that the "
         "differences of adjacent pixels of photographs are mostly small and sometimes large. It finds the image that "

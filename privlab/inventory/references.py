@@ -43,6 +43,7 @@ CITED: Mapping[str, tuple[str, ...]] = {
     "row-alignment": ("xu2024permutation",),
     "column-statistics": ("xu2024permutation",),
     "deconvolution": ("dosovitskiy2021vit",),
+    "cutmix-completion": ("yun2019cutmix", "baek2022cutmix"),
     "map-inversion": ("dosovitskiy2021vit",),
     "least-squares": ("dosovitskiy2021vit",),
     "feature-optimisation": ("mahendran2015understanding",),

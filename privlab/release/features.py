@@ -26,7 +26,10 @@ from privlab.victims import VictimModel
 __all__ = ["feature_capabilities", "observe_features", "predictions", "send"]
 
 FILTERED_PIXELS = 64 * 64
-"""The most pixels of an image that grant `filtered_images`: a filter's matrix has as many rows, and 128 MiB then."""
+"""The most pixels of an image that grant `filtered_images` and `mixed_images`.
+
+A filter's matrix has as many rows, and 128 MiB then; and there are 2.7 million rectangles of that many pixels.
+"""
 
 
 def send(model: VictimModel, feed: Feed, stack: Stack, draws: Draws, cut_layer: int = 0) -> Sent:
@@ -101,6 +104,8 @@ def feature_capabilities(
     h, w = model.image_shape[1:]
     if done.other and Stack(tuple(defense)).changes_images and h * w <= FILTERED_PIXELS:
         grants.add(Capability.FILTERED_IMAGES)
+    if Stack(tuple(defense)).mixes_images and h * w <= FILTERED_PIXELS:
+        grants.add(Capability.MIXED_IMAGES)
     if model.vit.pos_embed is not None:
         grants.add(Capability.POSITION_EMBEDDINGS)
     if model.vit.cls_token is not None:

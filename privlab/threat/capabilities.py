@@ -26,6 +26,7 @@ class Capability(str, Enum):
     CLIENT_UPDATE = "client_update"
     PERMUTED_VALUES = "permuted_values"
     FILTERED_IMAGES = "filtered_images"
+    MIXED_IMAGES = "mixed_images"
     CLASS_LABELS = "class_labels"
 
     @property
@@ -52,6 +53,7 @@ _MEANING = {
     Capability.GRADIENT_DEFENSE: "a defense acts on the released gradient (noise, pruning, fewer bits)",
     Capability.PERMUTED_VALUES: "a defense permutes the values within every patch (block-scrambling)",
     Capability.FILTERED_IMAGES: "a defense changes the pixels of images (blur, low-pass) of at most 64 × 64",
+    Capability.MIXED_IMAGES: "a defense mixes the images of a batch (cutmix), of at most 64 × 64 pixels",
     Capability.CLIENT_UPDATE: "the update of a client's local training is released, and its settings are public",
     Capability.CLASS_LABELS: "the clients' loss is the cross-entropy of a class label, which the head's gradient tells",
 }

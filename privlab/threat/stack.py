@@ -37,6 +37,11 @@ class Stack:
         return any(defense_declarations(part).acts_as != Effects() for part in self.on_images)
 
     @property
+    def mixes_images(self) -> bool:
+        """Return whether what a part on images makes of one depends on the others of its batch."""
+        return any(defense_declarations(part).mixes for part in self.on_images)
+
+    @property
     def on_features(self) -> tuple[FeatureDefense, ...]:
         """Return the parts that act on features."""
         return tuple(part for part in self.parts if isinstance(part, FeatureDefense))

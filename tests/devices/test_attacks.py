@@ -89,6 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
     "noisy features": {"defense": "gaussian-noise"},
     "posterior": {"defense": "gaussian-noise+row-permutation", "attacks": ("map-inversion",)},
     "filter": {"defense": "blur", "release": "features", "attacks": ("deconvolution",)},
+    "mixture": {"defense": "cutmix", "release": "features", "attacks": ("cutmix-completion",)},
     "values": {"defense": "block-scrambling", "attacks": ("block-key",)},
     "depth": {"cut_layer": 1, "attacks": ("depth-optimisation",)},
     "inversion": {"release": "features", "attacks": tuple(name for name in ATTACKS if name.startswith("inversion-"))},

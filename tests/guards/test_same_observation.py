@@ -52,6 +52,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "batch": {"defense": "batch-shuffle"},
     "noise": {"defense": "gaussian-noise"},
     "filter": {"defense": "blur", "release": "features"},
+    "mixture": {"defense": "cutmix", "release": "features"},
 }
 UPDATES: dict[str, dict[str, Any]] = {
     "sgd": {

@@ -1,0 +1,273 @@
+"""`cutmix-completion`: which rectangle of an image is another's, by an adversary that sees all images of the batch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
+import scipy.sparse as sparse
+import torch
+from jaxtyping import Bool, Float, Int
+from scipy.sparse.linalg import spsolve
+from torch import Generator, Tensor
+from torch.nn.functional import pad
+
+from privlab.attacks.features.depth_optimisation import DepthOptimisation
+from privlab.attacks.features.feature_inversion import LeastSquares
+from privlab.attacks.rows import warn_of_moves
+from privlab.base import check_range
+from privlab.threat import Capability, FeatureObservation, Reconstruction
+
+__all__ = ["CutMixCompletion", "fill", "origins", "rectangles"]
+
+MOST_IMAGES = 8
+"""The most public photographs on which the adversary measures what its images of rows are like."""
+
+HALF_A_LEVEL = 0.5 / 255
+"""The least error of a pixel that is reckoned with: images have 256 levels."""
+
+LEAST = -8.0
+"""The least that one pixel may say against two images being the same there: the model of errors has no long tails."""
+
+TOLERANCES = (0.0, 0.3, 1.0, 3.0, -LEAST)
+"""The most that one pixel may say against it in the first rounds of a start; starts take these by turns."""
+
+ROUNDS = 3
+"""How often every rectangle is chosen anew with the tolerance of a search, and then without one."""
+
+_Rectangle = tuple[int, int] | None
+"""The other image and the number of the rectangle that it covers; None if nothing of another image is seen."""
+
+
+@dataclass(frozen=True)
+class CutMixCompletion:
+    """Find the origins s_i(p) of all pixels, take back what other images show of each, and fill the rest smoothly.
+
+    The images y_i that the rows tell are those of `least-squares`, and of `depth-optimisation` behind blocks. s_i(p) is
+    another image within one rectangle, which CutMix may draw, and i elsewhere. The rectangles maximise
+
+        Σ_{i<k} Σ_{p: s_i(p) = s_k(p)} log [φ(y_i − y_k; 2σ²) / λ(y_i − y_k; β)] + Σ_i Σ_borders log [λ(δ; β) / λ(δ; α)]
+
+    in the mean over the colours. The first sum compares images at each place, the second one the differences δ of
+    adjacent pixels across the borders of the rectangles. φ is the normal density and λ Laplace's. Public photographs,
+    inverted likewise, give σ, the mean absolute difference α of adjacent pixels and β of unrelated ones. A start takes
+    the best rectangle of all, then the best of the other images and so on, some with one image put last; then one after
+    the other is set to its best over all the others. A pixel that another image shows in its rectangle comes from
+    there; those that none shows are harmonic.
+
+    Args:
+        starts: the number of starts, of which the likeliest end is taken, at least 1.
+
+    Source: ours, the likelihood of CutMix (Yun et al., ICCV 2019), Equations 1 and 2, over the images of a batch.
+    """
+
+    name: ClassVar[str] = "cutmix-completion"
+    paper: ClassVar[str] = "ours, against CutMix (Yun et al. 2019) in split learning"
+    knows: ClassVar[frozenset[str]] = frozenset({"cutmix"})
+    requires: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.RELEASED_FEATURES,
+            Capability.KNOWS_WEIGHTS,
+            Capability.AUXILIARY_IMAGES,
+            Capability.KNOWS_DEFENSE,
+            Capability.MIXED_IMAGES,
+        }
+    )
+    undefended: ClassVar[str] = "least-squares"
+    at_full: ClassVar[Mapping[str, int]] = {"starts": 60}
+
+    starts: int = 15
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError if there is no start."""
+        check_range(self.starts >= 1, f"starts of {self.name}", "at least 1", self.starts)
+
+    def __call__(self, seen: FeatureObservation) -> Reconstruction:
+        """Reconstruct the images before they were mixed."""
+        warn_of_moves(self.name, seen)
+        invert = DepthOptimisation() if seen.cut_layer else LeastSquares()
+        public = seen.public[:MOST_IMAGES].to(seen.model.mean)
+        with torch.no_grad():
+            rows = seen.model.client_blocks(seen.model.embed(public), seen.cut_layer)
+        known = invert(replace(seen, features=rows, defense=())).images.double()
+        shown = invert(seen).images
+        σ = max(HALF_A_LEVEL, float((known - public).square().mean().sqrt()))
+        α = float(torch.cat([known.diff(dim=2).flatten(), known.diff(dim=3).flatten()]).abs().mean())
+        β = float((known - known.roll(1, 0).flip(-1, -2)).abs().mean())  # turned, as there may be one photograph alone
+        if not 0 < α < β:
+            return Reconstruction(shown)
+        found = origins(shown.double(), σ, α, β, self.starts)
+        return Reconstruction(complete(shown, found))
+
+
+def complete(shown: Float[Tensor, "b c h w"], origin: Int[Tensor, "b h w"]) -> Float[Tensor, "b c h w"]:
+    """Return each image from the pixels of which it is the origin, wherever they are shown, and fill the others.
+
+    Args:
+        shown: the mixed images.
+        origin: which image each of their pixels is of.
+    """
+    made = []
+    for i in range(len(shown)):
+        image, own = shown[i].clone(), origin[i] == i
+        for k in range(len(shown)):
+            lent = (origin[k] == i) & ~own
+            image[:, lent] = shown[k][:, lent]
+            own |= lent
+        made.append(fill(image, own))
+    return torch.stack(made)
+
+
+def fill(image: Float[Tensor, "c h w"], known: Bool[Tensor, "h w"]) -> Float[Tensor, "c h w"]:
+    """Return the image whose unknown pixels are the mean of their neighbours, up, down, left and right.
+
+    Args:
+        image: the image.
+        known: the pixels that stay; if there is none, the image stays as it is.
+    """
+    if known.all() or not known.any():
+        return image
+    _, h, w = image.shape
+    number = np.arange(h * w).reshape(h, w)
+    here = np.concatenate([number[1:].ravel(), number[:, 1:].ravel()])
+    there = np.concatenate([number[:-1].ravel(), number[:, :-1].ravel()])
+    edge, one = np.arange(len(here)), np.ones(len(here))
+    shape = (len(here), h * w)
+    slope = sparse.csr_matrix((one, (edge, here)), shape) - sparse.csr_matrix((one, (edge, there)), shape)
+    laplacian, kept = (slope.T @ slope).tocsr(), known.flatten().cpu().numpy()
+    pixels = image.flatten(1).mT.double().cpu().numpy()
+    pixels[~kept] = spsolve(laplacian[~kept][:, ~kept].tocsc(), -laplacian[~kept][:, kept] @ pixels[kept]).reshape(
+        -1, len(image)
+    )
+    return torch.from_numpy(pixels).mT.reshape(image.shape).to(image)
+
+
+def origins(shown: Float[Tensor, "b c h w"], σ: float, α: float, β: float, starts: int) -> Int[Tensor, "b h w"]:
+    """Return which image of the batch each pixel is likeliest of, as the class says.
+
+    Args:
+        shown: the mixed images.
+        σ: the error of a pixel, above 0.
+        α: the mean absolute difference of adjacent pixels.
+        β: that of unrelated ones, above α.
+        starts: the number of starts.
+    """
+    b, _, h, w = shown.shape
+    if b == 1:
+        return torch.zeros(1, h, w, dtype=torch.long, device=shown.device)
+    search = _Search.of(shown, σ, α, β)
+    found = [search.run(start) for start in range(starts)]
+    return search.origins(max(found, key=search.likelihood))
+
+
+@lru_cache(maxsize=4)
+def rectangles(h: int, w: int) -> Int[Tensor, "4 m"]:
+    """Return top, bottom, left and right of all rectangles with the image's ratio of sides, cut at its border.
+
+    A rectangle of the relative side s, 0 < s ≤ 1, covers s·h ± 1 rows and s·w ± 1 columns; where the border cuts it,
+    at least half of them, since its centre is in the image.
+
+    Args:
+        h: the number of rows of an image.
+        w: that of its columns.
+    """
+    down, across = (torch.combinations(torch.arange(n + 1)) for n in (h, w))
+    (low_down, high_down), (low_across, high_across) = _sides(down, h), _sides(across, w)
+    fits = torch.maximum(low_down[:, None], low_across) <= torch.minimum(high_down[:, None], high_across)
+    i, j = fits.nonzero(as_tuple=True)
+    return torch.cat([down[i], across[j]], 1).mT.contiguous()
+
+
+def _sides(spans: Int[Tensor, "m 2"], n: int) -> tuple[Float[Tensor, " m"], Float[Tensor, " m"]]:
+    """Return the least and the largest relative side of a rectangle that covers a span of n pixels."""
+    length, cut = (spans[:, 1] - spans[:, 0]).double(), (spans[:, 0] == 0) | (spans[:, 1] == n)
+    return (length - 1) / n, torch.where(cut, (2 * length + 1) / n, (length + 1) / n)
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """What the pixels of a batch say: `same` that two images are one at a place, `border` of rectangles' borders."""
+
+    same: Float[Tensor, "b b h w"]
+    border: Float[Tensor, "b m"]
+    boxes: Int[Tensor, "4 m"]
+
+    @classmethod
+    def of(cls, shown: Float[Tensor, "b c h w"], σ: float, α: float, β: float) -> "_Search":
+        """Return it for mixed images."""
+        h, w = shown.shape[2:]
+        boxes = rectangles(h, w).to(shown.device)
+        top, bottom, left, right = boxes
+        apart = shown[:, None] - shown
+        same = (_normal(apart, 2 * σ**2) - _laplace(apart, β)).mean(2).clamp_min(LEAST)
+        down, across = (_laplace(δ, β) - _laplace(δ, α) for δ in (shown.diff(dim=2), shown.diff(dim=3)))
+        rows = pad(down.mean(1), (1, 0, 1, 1)).cumsum(2)  # rows[:, y, x]: the edges above row y, left of column x
+        columns = pad(across.mean(1), (1, 1, 1, 0)).cumsum(1)
+        border = sum(rows[:, y, right] - rows[:, y, left] for y in (top, bottom))
+        border = border + sum(columns[:, bottom, x] - columns[:, top, x] for x in (left, right))
+        return cls(same, border, boxes)
+
+    def run(self, start: int) -> list[_Rectangle]:
+        """Return the rectangles that a start ends at.
+
+        Its first ones count what pixels say for an origin, and not what they said for the one before.
+        """
+        b, draw = len(self.same), Generator().manual_seed(start)
+        found: list[_Rectangle] = [None] * b
+        tolerant = self.same.clamp_min(-TOLERANCES[start % len(TOLERANCES)])
+        last = {int(torch.randint(b, (), generator=draw))} if start >= len(TOLERANCES) else set()
+        for left in ({*range(b)} - last, last):
+            while left:
+                best = {i: self._best(i, found, tolerant, first=True) for i in sorted(left)}
+                i = max(best, key=lambda i: best[i][0])
+                found[i] = best[i][1]
+                left.remove(i)
+        for same in (*(tolerant,) * ROUNDS, *(self.same,) * ROUNDS):
+            for i in torch.randperm(b, generator=draw).tolist():
+                found[i] = self._best(i, found, same)[1]
+        return found
+
+    def _best(
+        self, i: int, found: Sequence[_Rectangle], same: Float[Tensor, "b b h w"], *, first: bool = False
+    ) -> tuple[float, _Rectangle]:
+        """Return what the best rectangle of image i gains, given those of the others, and that rectangle."""
+        others = self.origins([None if k == i else each for k, each in enumerate(found)])
+        others[i] = -1
+        gains = torch.stack([(same[i] * (others == j)).sum(0) for j in range(len(same))])
+        if not first:
+            gains -= gains[i].clone()
+        sums = pad(gains.cumsum(1).cumsum(2), (1, 0, 1, 0))
+        top, bottom, left, right = self.boxes
+        score = sums[:, bottom, right] - sums[:, top, right] - sums[:, bottom, left] + sums[:, top, left]
+        score += self.border[i]
+        score[i] = -math.inf
+        j, box = divmod(int(score.argmax()), score.shape[1])
+        gain = float(score[j, box])
+        return (gain, (j, box)) if gain > 0 else (0.0, None)
+
+    def origins(self, found: Sequence[_Rectangle]) -> Int[Tensor, "b h w"]:
+        """Return which image each pixel is of under these rectangles."""
+        b, _, h, w = self.same.shape
+        origin = torch.arange(b, device=self.same.device)[:, None, None].repeat(1, h, w)
+        for i, each in enumerate(found):
+            if each is not None:
+                top, bottom, left, right = self.boxes[:, each[1]].tolist()
+                origin[i, top:bottom, left:right] = each[0]
+        return origin
+
+    def likelihood(self, found: Sequence[_Rectangle]) -> float:
+        """Return the logarithm of the likelihood of these rectangles, but for a constant."""
+        origin = self.origins(found)
+        alike = (self.same * (origin[:, None] == origin)).sum((2, 3))
+        borders = sum(float(self.border[i, each[1]]) for i, each in enumerate(found) if each is not None)
+        return float(alike.triu(1).sum()) + borders
+
+
+def _normal(x: Float[Tensor, "*s"], variance: float) -> Float[Tensor, "*s"]:
+    return -x.square() / (2 * variance) - 0.5 * math.log(2 * math.pi * variance)
+
+
+def _laplace(x: Float[Tensor, "*s"], scale: float) -> Float[Tensor, "*s"]:
+    return -x.abs() / scale - math.log(2 * scale)
