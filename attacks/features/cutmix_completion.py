@@ -205,9 +205,9 @@ class _Search:
         down, across = (_laplace(δ, β) - _laplace(δ, α) for δ in (shown.diff(dim=2), shown.diff(dim=3)))
         rows = pad(down.mean(1), (1, 0, 1, 1)).cumsum(2)  # rows[:, y, x]: the edges above row y, left of column x
         columns = pad(across.mean(1), (1, 1, 1, 0)).cumsum(1)
-        border = sum(rows[:, y, right] - rows[:, y, left] for y in (top, bottom))
-        border = border + sum(columns[:, bottom, x] - columns[:, top, x] for x in (left, right))
-        return cls(same, border, boxes)
+        sides = [rows[:, y, right] - rows[:, y, left] for y in (top, bottom)]
+        sides += [columns[:, bottom, x] - columns[:, top, x] for x in (left, right)]
+        return cls(same, torch.stack(sides).sum(0), boxes)
 
     def run(self, start: int) -> list[_Rectangle]:
         """Return the rectangles that a start ends at.
