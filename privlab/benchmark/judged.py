@@ -106,14 +106,19 @@ def number(value: float) -> float | None:
     return None if math.isnan(value) else max(-EXACT_DB, min(EXACT_DB, value))
 
 
-def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset()) -> Judged:
+def judge(records: pd.DataFrame, of: Track, knowing: frozenset[str] = frozenset(), *, hidden: bool = False) -> Judged:
     """Return the worst case, the verdict, the flags and the attacks that know a defense, from its records.
+
+    The photographs of one half count: the listed ones, which every entry and every attack that entered was run on, or
+    the hidden ones.
 
     Args:
         records: all rows of a defense; `case` has the names of its cases.
         of: its track.
         knowing: attacks that know every part of the defense, though a class is not installed here that would say so.
+        hidden: whether the photographs of the hidden half count, and not the listed ones.
     """
+    records = records.loc[records.image_sha256.isin(photographs("hidden")) == hidden]
     empty = {name: object for name in records if records[name].isna().all()}  # texts that nothing states
     records = records.astype(empty)
     if of.lead in DECIBELS:  # one exact photograph would make the mean of all infinite

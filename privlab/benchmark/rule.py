@@ -43,8 +43,8 @@ class Standing:
     """A row of the table. `rank` is None for an entry without one; `unreliable` holds the reasons.
 
     `result` is the entry's, and `entered` those of the attacks that it was scored anew with. `listed_half` and
-    `hidden_half` are the scores of the photographs whose names the track lists and of the others, in the case of the
-    score, where both were attacked.
+    `hidden_half` are the scores of the track's attacks on the photographs that it lists and on the hidden ones, where
+    both were attacked; the score is of the listed ones alone.
     """
 
     track: str
@@ -121,11 +121,10 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
     card, of = result.card, result.card.of
     own = Judged.of_json(result.data["judged"])
     theirs = [each for each in attacks if card.name in each.data["judged"] and each.card.track == card.track]
-    whole, external, rows = own, None, result.rows
+    whole, external = own, None
     if theirs:
         more = [each.rows.loc[lambda rows: rows.entry == card.name].drop(columns="entry") for each in theirs]
-        rows = pd.concat([rows, *more], ignore_index=True)
-        whole = _judged_anew(own, rows, of, card, theirs)
+        whole = _judged_anew(own, pd.concat([result.rows, *more], ignore_index=True), of, card, theirs)
         external = judge(pd.concat(more, ignore_index=True), of).score.mean
     listed = sum(len(photographs(part)) for part in of.photographs)
     few = [f"{FEW}: {whole.images} of {listed}"] if whole.images < listed else []
@@ -137,7 +136,7 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
     flags += [f"admission: {each['name']}, {each['text']}" for each in result.data["admission"] if not each["passed"]]
     if whole.verdict == "no evidence":
         flags.append(whole.why)
-    halves = _halves(rows, of, whole.leakiest)
+    halves = _halves(result.rows, of, own.leakiest)
     flags += _hidden_leaks(*halves)
     score, reported, utility = whole.score, card.reported, card.utility
     return Standing(
@@ -172,14 +171,13 @@ def _standing(result: Result, attacks: Sequence[Result]) -> Standing:
 
 
 def _halves(rows: pd.DataFrame, of: Track, case: str) -> tuple[Score, Score]:
-    """Return the worst case of the photographs that the track lists by name and of the hidden ones, in one case.
+    """Return the worst case of the listed photographs and of the hidden ones, in one case, over the track's attacks.
 
     Both are NaN where no hidden photograph was attacked.
     """
-    hidden = rows.image_sha256.isin(photographs("hidden"))
-    if not hidden.any():
+    if not rows.image_sha256.isin(photographs("hidden")).any():
         return Score(math.nan), Score(math.nan)
-    listed, unlisted = (judge(rows.loc[own], of).worst.get(case, Score(math.nan)) for own in (~hidden, hidden))
+    listed, unlisted = (judge(rows, of, hidden=half).worst.get(case, Score(math.nan)) for half in (False, True))
     return listed, unlisted
 
 

@@ -286,6 +286,8 @@ def test_an_entry_that_leaks_more_on_the_hidden_half_has_a_reason_against_it(tmp
     assert reason.startswith(f"{HIDDEN}: {high[:50].mean() + 10:.1f} [")
     assert more.listed_half == pytest.approx(high.mean(), abs=1e-3)
     assert more.hidden_half == pytest.approx(high[:50].mean() + 10, abs=1e-3)
+    assert more.worst_case == pytest.approx(high.mean(), abs=1e-3)  # the hidden half is no part of the score
+    assert more.photographs == len(IMAGES)
     assert without.listed_half is None
     assert without.hidden_half is None
 
