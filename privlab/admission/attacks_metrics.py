@@ -12,7 +12,7 @@ from privlab.admission.admit import MODEL, admit_named, photographs, quiet, same
 from privlab.admission.claims import Check
 from privlab.attacks import attacks
 from privlab.base import PrivlabError, configure, read_options, unknown_name
-from privlab.defenses import BlockScrambling, Blur, GradientNoise, RowPermutation, Undefended, defenses
+from privlab.defenses import BlockScrambling, Blur, CutMix, GradientNoise, RowPermutation, Undefended, defenses
 from privlab.evaluation import attack_batch, unread
 from privlab.metrics import METRICS, Metric
 from privlab.release import observe, observe_features, observe_updates, released_parameters, send
@@ -222,6 +222,7 @@ def _releases(victim: VictimModel, noisy: GradientDefense, seed: int) -> Iterato
     yield lambda: features(Undefended())
     yield lambda: features(RowPermutation())
     yield lambda: features(Blur(sigma=1.0))
+    yield lambda: features(CutMix())
     yield encrypted
 
 
