@@ -253,7 +253,7 @@ class _Search:
         origin = torch.arange(b, device=self.same.device)[:, None, None].repeat(1, h, w)
         for i, each in enumerate(found):
             if each is not None:
-                top, bottom, left, right = self.boxes[:, each[1]].tolist()
+                top, bottom, left, right = rectangles(h, w)[:, each[1]].tolist()
                 origin[i, top:bottom, left:right] = each[0]
         return origin
 

@@ -329,6 +329,7 @@ def _defended(knows: frozenset[str]) -> str:
         "block-scrambling",
         "censor",
         "percentile-privacy",
+        "cutmix",
     )
     undefended = " --setting c" if "mjp" in knows else ""
     return next((f" --defense {name}" for name in shown if name in knows), undefended)

@@ -97,6 +97,7 @@ CASES: dict[str, dict[str, Any]] = {
 DOWNLOADS = {
     "attacks/tokens/bottleneck.py:_distinct",  # of which solutions are the same, once a round
     "attacks/tokens/embedding_fit.py:_assign",  # of SciPy's assignment, once a round
+    "attacks/features/cutmix_completion.py:fill",  # the equations are solved by SciPy
     "attacks/features/column_statistics.py:_assign",  # of SciPy's assignment, once for each that is sought
     "attacks/rows/placement.py:_assign",
     "attacks/rows/reassembly.py:_groups",
