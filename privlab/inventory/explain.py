@@ -135,9 +135,9 @@ def _attack(name: str) -> Explanation:
     needs = [f"- {each.meaning} (`{each.value}`)" for each in Capability if each in kind.requires]
     client = f" --client {declared.updates_of[0]}" if Capability.CLIENT_UPDATE in kind.requires else ""
     client += " --set client.clients=2" if declared.reads_means else ""
-    behind = _OF_CLIENTS.get(name, client) or (
-        " --defense blur" if Capability.FILTERED_IMAGES in kind.requires else _defended(declared.knows)
-    )
+    granted = {Capability.FILTERED_IMAGES: " --defense blur", Capability.MIXED_IMAGES: " --defense cutmix"}
+    needed = next((option for each, option in granted.items() if each in kind.requires), "")
+    behind = _OF_CLIENTS.get(name, client) or needed or _defended(declared.knows)
     few = " --limit 8" if Capability.RELEASED_FEATURES in kind.requires else ""
     few = " --limit 1" if declared.named_only or (declared.search and declared.effort == "full") else few
     example = f"privlab attack --model {_victim(name)} --attack {name}{behind}{few}"
@@ -329,7 +329,6 @@ def _defended(knows: frozenset[str]) -> str:
         "block-scrambling",
         "censor",
         "percentile-privacy",
-        "cutmix",
     )
     undefended = " --setting c" if "mjp" in knows else ""
     return next((f" --defense {name}" for name in shown if name in knows), undefended)

@@ -232,8 +232,8 @@ ATTACK_IDEAS: Mapping[str, Idea] = {
         ("invert the rows", "measure the filter", "undo it under a power law"),
     ),
     "cutmix-completion": Idea(
-        "A rectangle of each image is another's. That other one is in the same batch, so the two look alike there, and "
-        "the rectangle has sharp borders. The attack finds all rectangles of the batch together. It takes back what "
+        "The rectangle that covers a part of each image is of another one in the same batch, so the two look alike "
+        "there, and it has sharp borders. The attack finds all rectangles of the batch together. It takes back what "
         "other images show of each, and fills smoothly what none shows.",
         ("invert the rows", "find the rectangles", "take back, and fill"),
     ),
