@@ -22,7 +22,7 @@ from privlab.threat import Capability, FeatureObservation, Reconstruction
 
 __all__ = ["CutMixCompletion", "fill", "origins", "rectangles"]
 
-MOST_IMAGES = 8
+MOST_IMAGES = 4
 """The most public photographs on which the adversary measures what its images of rows are like."""
 
 HALF_A_LEVEL = 0.5 / 255
@@ -191,8 +191,8 @@ class _Search:
     """What the pixels of a batch say: `same` that two images are one at a place, `border` of rectangles' borders."""
 
     same: Float[Tensor, "b b h w"]
-    border: Float[Tensor, "b m"]
-    boxes: Int[Tensor, "4 m"]
+    border: Float[Tensor, "m b"]
+    corners: Int[Tensor, "4 m"]  # where sums over the pixels above and left of a corner lie: ±, for the sum within
 
     @classmethod
     def of(cls, shown: Float[Tensor, "b c h w"], σ: float, α: float, β: float) -> "_Search":
@@ -207,7 +207,8 @@ class _Search:
         columns = pad(across.mean(1), (1, 1, 1, 0)).cumsum(1)
         sides = [rows[:, y, right] - rows[:, y, left] for y in (top, bottom)]
         sides += [columns[:, bottom, x] - columns[:, top, x] for x in (left, right)]
-        return cls(same, torch.stack(sides).sum(0), boxes)
+        corners = torch.stack([y * (w + 1) + x for x in (right, left) for y in (bottom, top)])
+        return cls(same, torch.stack(sides).sum(0).mT.contiguous(), corners)
 
     def run(self, start: int) -> list[_Rectangle]:
         """Return the rectangles that a start ends at.
@@ -224,9 +225,13 @@ class _Search:
                 i = max(best, key=lambda i: best[i][0])
                 found[i] = best[i][1]
                 left.remove(i)
-        for same in (*(tolerant,) * ROUNDS, *(self.same,) * ROUNDS):
-            for i in torch.randperm(b, generator=draw).tolist():
-                found[i] = self._best(i, found, same)[1]
+        for same in (tolerant, self.same):
+            for _ in range(ROUNDS):
+                before = list(found)
+                for i in torch.randperm(b, generator=draw).tolist():
+                    found[i] = self._best(i, found, same)[1]
+                if found == before:
+                    break
         return found
 
     def _best(
@@ -238,13 +243,12 @@ class _Search:
         gains = torch.stack([(same[i] * (others == j)).sum(0) for j in range(len(same))])
         if not first:
             gains -= gains[i].clone()
-        sums = pad(gains.cumsum(1).cumsum(2), (1, 0, 1, 0))
-        top, bottom, left, right = self.boxes
-        score = sums[:, bottom, right] - sums[:, top, right] - sums[:, bottom, left] + sums[:, top, left]
-        score += self.border[i]
-        score[i] = -math.inf
-        j, box = divmod(int(score.argmax()), score.shape[1])
-        gain = float(score[j, box])
+        sums = pad(gains.cumsum(1).cumsum(2), (1, 0, 1, 0)).flatten(1).mT.contiguous()
+        ends = [sums.index_select(0, corner) for corner in self.corners]
+        score = ends[0] - ends[1] - ends[2] + ends[3] + self.border[:, i, None]
+        score[:, i] = -math.inf
+        box, j = divmod(int(score.argmax()), len(same))
+        gain = float(score[box, j])
         return (gain, (j, box)) if gain > 0 else (0.0, None)
 
     def origins(self, found: Sequence[_Rectangle]) -> Int[Tensor, "b h w"]:
@@ -261,7 +265,7 @@ class _Search:
         """Return the logarithm of the likelihood of these rectangles, but for a constant."""
         origin = self.origins(found)
         alike = (self.same * (origin[:, None] == origin)).sum((2, 3))
-        borders = sum(float(self.border[i, each[1]]) for i, each in enumerate(found) if each is not None)
+        borders = sum(float(self.border[each[1], i]) for i, each in enumerate(found) if each is not None)
         return float(alike.triu(1).sum()) + borders
 
 
