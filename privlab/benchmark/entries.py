@@ -1,15 +1,20 @@
 """The entries of this package, and those of a folder: cards, and the results that were measured of them."""
 
+import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from privlab.base import PrivlabError, PrivlabWarning, first
+from privlab.base import PrivlabError, PrivlabWarning, first, read_text
 from privlab.benchmark.cards import Card, read_card
 from privlab.benchmark.results import Result, read_result
+from privlab.benchmark.tracks import TRACKS
+from privlab.evaluation import CONTROL
 
-__all__ = ["defense_entries", "entries", "entries_of"]
+__all__ = ["Told", "defense_entries", "entries", "entries_of", "told"]
 
 PACKAGE = Path(str(files("privlab.experiments") / "benchmark"))
 """The folder of the entries that come with privlab: cards/*.toml and results/*.json."""
@@ -76,3 +81,71 @@ def defense_entries(track: str, names: Sequence[str] = ()) -> list[Card]:
         if name not in own:
             raise PrivlabError(f"The track '{track}' has no entry '{name}'. It has {first(sorted(own), 20)}.")
     return [own[name] for name in names or own]
+
+
+@dataclass(frozen=True)
+class Told:
+    """How often an adversary names the photograph of an entry among candidates, by the best of what was compared.
+
+    `rate` is the rank-1 rate among `among` candidates, and `low` and `high` its 95 % interval of Clopper and Pearson,
+    over `images` photographs; chance is 1 / `among`. `by` says what was compared, and `commands` measure it again.
+    """
+
+    rate: float
+    low: float
+    high: float
+    images: int
+    among: int
+    by: str
+    commands: tuple[str, ...]
+
+    @property
+    def above_chance(self) -> bool:
+        """Return whether the interval lies above chance."""
+        return self.low > 1 / self.among
+
+
+def told(folder: Path = PACKAGE / "identity") -> dict[tuple[str, str], Told]:
+    """Return how often the photograph of each entry is told, by track and name, from what `privlab identify` printed.
+
+    The table of a file TABLE-pictures.json or TABLE-releases.json has a case "TRACK: ENTRY" for each entry. Of several
+    features, attacks and files the one with the highest rate among the most candidates counts.
+
+    Args:
+        folder: of the files, each the output of `privlab identify runs/TABLE … --json`.
+
+    Raises:
+        PrivlabError: if a file has no such rows, or is of no entry of this package.
+    """
+    known = {(card.track, card.name) for track in TRACKS for card in defense_entries(track)}
+    found: dict[tuple[str, str], Told] = {}
+    for path in sorted(folder.glob("*.json")):
+        table, _, compared = path.stem.rpartition("-")
+        for row in _identified(path):
+            track, _, name = str(row["case"]).partition(": ")
+            if (track, name) not in known:
+                raise PrivlabError(f"'{path}' is of '{row['case']}', which is no 'TRACK: ENTRY' of this package.")
+            by = f"{row['features']} of {compared}"
+            by += "" if compared == "releases" else f" by {row['attack']}"
+            commands = _identify_commands(table, compared)
+            rate, low, high = (float(row[key]) for key in ("rank_1", "low", "high"))
+            own, before = Told(rate, low, high, row["images"], row["n"], by, commands), found.get((track, name))
+            if before is None or (own.among, own.rate) > (before.among, before.rate):
+                found[track, name] = own
+    return found
+
+
+def _identified(path: Path) -> list[Mapping[str, Any]]:
+    """Return the rows of a file of `privlab identify --json` that are of attacks and releases, and not of controls."""
+    try:
+        rows = json.loads(read_text(path, "file of privlab identify"))["identity"]
+        return [row for row in rows if not row["attack"].startswith(CONTROL)]
+    except (ValueError, KeyError, TypeError):
+        raise PrivlabError(f"'{path}' is not what privlab identify --json prints: it has no rows 'identity'.") from None
+
+
+def _identify_commands(table: str, compared: str) -> tuple[str, str]:
+    """Return the commands that run a table on the listed photographs, and look for them among candidates."""
+    run = f"privlab table {table} --images FOLDER --manifest privlab/benchmark/tracks/public.csv"
+    option = "" if compared == "pictures" else f" --compare {compared}"
+    return run, f"privlab identify runs/{table} --candidates FOLDER --among 2,10,50,500{option} --json"

@@ -60,6 +60,11 @@ class _Group:
     low: float
     high: float
 
+    @property
+    def commands(self) -> Sequence[str]:
+        """Return the commands that make the rows again, each once."""
+        return list(dict.fromkeys(line for row in self.rows for line in row["commands"]))
+
 
 def write_site(results: Iterable[Result], out: Path) -> list[Path]:
     """Write the page and the feeds into a folder, and return the paths.
@@ -106,7 +111,10 @@ def fragment(rows: Sequence[Standing]) -> str:
     text = (files("privlab.benchmark") / "templates" / "table.html").read_text("utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     groups = [_group(track(name), own) for name in TRACKS if (own := [row for row in rows if row.track == name])]
-    return environment.from_string(text).render(groups=groups, number=_number, first=first, count=_count(rows))
+    holding = [row for row in rows if row.verdict == "holds" and row.identity and row.identity.above_chance]
+    return environment.from_string(text).render(
+        groups=groups, number=_number, percent=_percent, first=first, count=_count(rows), holding=holding
+    )
 
 
 def _count(rows: Sequence[Standing]) -> dict[str, Any]:
@@ -128,6 +136,10 @@ def _number(value: float | None) -> Markup | str:
     return "—" if value is None else f"{value:.2f}".replace("-", "−")
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}"
+
+
 def _group(of: Track, rows: Sequence[Standing]) -> _Group:
     scores = [row.worst_case for row in rows if row.worst_case is not None]
     low, high = (min(scores), max(scores)) if scores else (0.0, 1.0)
@@ -146,9 +158,13 @@ def _group(of: Track, rows: Sequence[Standing]) -> _Group:
 def _shown(row: Standing) -> dict[str, Any]:
     """Return a row as the template reads it: with its pictures, its commands, and what its card alone states."""
     assert row.result is not None
-    commands = [line for each in (row.result, *row.entered) for line in _commands(each)]
-    own = {"shown": pictures_of(row), "commands": commands, "stated_alone": row.result.card.stated_alone}
-    return row.as_json() | own
+    told = row.identity.commands if row.identity else ()
+    return row.as_json() | {
+        "identity": row.identity,
+        "shown": pictures_of(row),
+        "commands": [*(line for each in (row.result, *row.entered) for line in _commands(each)), *told],
+        "stated_alone": row.result.card.stated_alone,
+    }
 
 
 def _commands(result: Result) -> Sequence[str]:

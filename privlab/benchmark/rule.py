@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from privlab.benchmark.cards import Card
-from privlab.benchmark.entries import PACKAGE
+from privlab.benchmark.entries import PACKAGE, Told, told
 from privlab.benchmark.judged import FROM_ROWS, NO_ADAPTIVE, Judged, check_concluded, conclude, judge, number
 from privlab.benchmark.results import Result
 from privlab.benchmark.tracks import Track, photographs
@@ -42,7 +42,8 @@ HIDDEN = "the hidden half leaks more"
 class Standing:
     """A row of the table. `rank` is None for an entry without one; `unreliable` holds the reasons.
 
-    `result` is the entry's, and `entered` those of the attacks that it was scored anew with. `listed_half` and
+    `result` is the entry's, and `entered` those of the attacks that it was scored anew with. `identity` says whether
+    the photograph is told among candidates, of entries of this package where that was measured. `listed_half` and
     `hidden_half` are the scores of the track's attacks on the photographs that it lists and on the hidden ones, where
     both were attacked; the score is of the listed ones alone.
     """
@@ -69,6 +70,7 @@ class Standing:
     draws: int
     signer: str | None
     photograph_parts: tuple[str, ...] = ()
+    identity: Told | None = None
     listed_half: float | None = None
     hidden_half: float | None = None
     rank: int | None = None
@@ -94,7 +96,13 @@ def standings(results: Iterable[Result]) -> list[Standing]:
     """
     given = [_as_its_rows_say(result) for result in results]
     attacks = [result for result in given if result.card.kind == "attack"]
-    rows = [_standing(result, attacks) for result in given if result.card.kind == "defense"]
+    identity = told()
+    rows = [
+        replace(row, identity=identity.get((row.track, row.name)) if result.path.is_relative_to(PACKAGE) else None)
+        for result in given
+        if result.card.kind == "defense"
+        for row in [_standing(result, attacks)]
+    ]
     ranked = rank(rows)
     return sorted(ranked, key=lambda row: (row.track, row.rank is None, row.rank or 0, row.worst_case or 0, row.name))
 

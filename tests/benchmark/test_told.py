@@ -1,0 +1,108 @@
+"""Whether the photograph of an entry is told among candidates: what the files of `privlab identify` say, on the page."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from privlab.base import PrivlabError
+from privlab.benchmark.entries import Told, entries, told
+from privlab.benchmark.page import fragment
+from privlab.benchmark.rule import Standing, standings
+
+
+def row(case: str = "gradients: svt-privacy", attack: str = "patch-gradient-adaptive", **own: Any) -> dict[str, Any]:
+    common = {"features": "pixels", "n": 500, "rank_1": 0.1, "low": 0.03, "high": 0.22, "images": 50}
+    return {"case": case, "attack": attack, **common, **own}
+
+
+def written(folder: Path, name: str, *rows: Mapping[str, Any]) -> Path:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"identity": list(rows), "class": []}), "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def standing() -> Standing:
+    """Return the row of an entry of the package that holds."""
+    (own,) = (each for each in entries() if each.path.stem == "gradients-svt")
+    (row,) = standings([own])
+    return row
+
+
+def test_the_best_of_what_was_compared_among_most_candidates_counts(tmp_path: Path) -> None:
+    written(tmp_path, "low-pictures", row(), row(features="low pass", rank_1=0.3), row(n=10, rank_1=0.9))
+    written(tmp_path, "other-releases", row(attack="releases", features="signs", rank_1=0.2))
+    (found,) = told(tmp_path).values()
+    assert (found.rate, found.among, found.by) == (0.3, 500, "low pass of pictures by patch-gradient-adaptive")
+    run, identify = found.commands
+    assert run.startswith("privlab table low --images FOLDER --manifest")
+    assert identify == "privlab identify runs/low --candidates FOLDER --among 2,10,50,500 --json"
+    written(tmp_path, "other-releases", row(attack="releases", features="signs", rank_1=1.0, low=0.93, high=1.0))
+    (found,) = told(tmp_path).values()
+    assert (found.rate, found.low, found.high, found.images, found.by) == (1.0, 0.93, 1.0, 50, "signs of releases")
+    assert found.commands[1].endswith("--among 2,10,50,500 --compare releases --json")
+
+
+def test_controls_tell_nothing_of_an_entry(tmp_path: Path) -> None:
+    assert told(written(tmp_path, "low-pictures", row(attack="control:mean"))) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "it has no rows 'identity'"),
+        ("{", "it has no rows 'identity'"),
+        ('{"identity": [{"case": "x"}]}', "it has no rows 'identity'"),
+        (json.dumps({"identity": [row("gradients: nothing")]}), "is of 'gradients: nothing', which is no 'TRACK: ENTRY'"),
+        (json.dumps({"identity": [row("mjp")]}), "is of 'mjp', which is no 'TRACK: ENTRY'"),
+    ],
+)
+def test_a_file_that_is_none_of_identify_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "low-pictures.json").write_text(text, "utf-8")
+    with pytest.raises(PrivlabError, match=r"low-pictures\.json") as raised:
+        told(tmp_path)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("low", "above"), [(0.001, False), (0.002, False), (0.003, True)])
+def test_above_chance_is_an_interval_above_one_in_n(low: float, above: bool) -> None:
+    assert Told(0.04, low, 0.2, 50, 500, "x", ()).above_chance == above
+
+
+def test_the_page_says_of_an_entry_that_holds_that_the_photograph_is_told(standing: Standing) -> None:
+    commands = ("privlab table low", "privlab identify runs/low")
+    found = Told(0.88, 0.757, 0.955, 50, 500, "signs of releases", commands)
+    page = fragment([replace(standing, identity=found)])
+    assert "of the entries that hold, under <code>svt-privacy</code> (gradients) in 88 % among 500" in page
+    assert '<td class="n">88<br><span class="why">[76, 96]<br>of 500</span></td>' in page
+    assert "<td>holds, and the photograph is told<br>" in page
+    assert "told by: signs of releases, 50 photographs" in page
+    assert page.count("privlab identify runs/low\n") == 1
+    chance = fragment([replace(standing, identity=replace(found, rate=0.002, low=0.0))])
+    assert "the photograph is told<" not in chance
+    assert "of the entries that hold" not in chance
+    assert '<td class="n">—</td>' in fragment([replace(standing, identity=None)])
+
+
+def test_the_entries_of_the_package_have_what_was_measured() -> None:
+    found = told()
+    assert found
+    rows = {(each.track, each.name): each for each in standings(entries())}
+    for key, each in found.items():
+        assert rows[key].identity == each
+        assert each.images == 50
+        assert each.among == 500
+        assert each.low <= each.rate <= each.high
+    assert rows["gradients", "svt-privacy"].as_json()["identity"]["rate"] == found["gradients", "svt-privacy"].rate
+
+
+def test_an_entry_from_elsewhere_has_not_the_figure_of_the_package(tmp_path: Path) -> None:
+    (own,) = (each for each in entries() if each.path.stem == "gradients-svt")
+    (ours,), (theirs,) = standings([own]), standings([replace(own, path=tmp_path / "svt.json")])
+    assert ours.identity is not None
+    assert theirs.identity is None
