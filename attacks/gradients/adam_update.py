@@ -243,7 +243,9 @@ def _shown(
     for name, M in without_decay(model, update, 1 - client.kept_share).items():
         before = model.vit.get_parameter(name).detach()
         moved[name] = first.matrix(name, M)
-        rounded[name] = twice * first.matrix(name, rounding_deviation(before, before - update[name], client))
+        rounded[name] = twice * first.matrix(
+            name, rounding_deviation(before, before - update[name], client, update[name])
+        )
     full, most = client.rates[0], largest_step(client)
     for name, M in moved.items():
         over = M.abs() - most - 6 * rounded[name] - most * 8 * RTOL

@@ -18,7 +18,10 @@ _COLUMNS = 128
 
 
 def rounding_of_embedding(
-    model: VictimModel, client: Client, update: Mapping[str, Float[Tensor, "..."]]
+    model: VictimModel,
+    client: Client,
+    update: Mapping[str, Float[Tensor, "..."]],
+    sent: Mapping[str, Float[Tensor, "..."]] | None = None,
 ) -> dict[str, Float[Tensor, "..."]]:
     """Return the standard deviation that rounding gives each entry of the embedding's update (`rounding_deviation`).
 
@@ -26,9 +29,11 @@ def rounding_of_embedding(
         model: the server's model with θ_0.
         client: the public settings.
         update: −(θ_T − θ_0) of one client, by timm's parameter name.
+        sent: what was released, where `update` is a part of it; None where it is all.
     """
+    sent = update if sent is None else sent
     return {
-        name: rounding_deviation(θ := model.vit.get_parameter(name).detach(), θ - update[name], client)
+        name: rounding_deviation(θ := model.vit.get_parameter(name).detach(), θ - update[name], client, sent[name])
         for name in ("pos_embed", "patch_embed.proj.weight")
     }
 

@@ -173,7 +173,7 @@ class RoundUnrolling(TokenSearch):
             rest = {name: u.double() - done.update[name].double() for name, u in update.items()}
             now = replace(seen, model=done.model, gradients={name: u[None] for name, u in rest.items()})
             if left == 1:
-                guesses, own = self.alone(done.model, client, rest), no_tokens(rest[FC1])
+                guesses, own = self.alone(done.model, client, rest, update), no_tokens(rest[FC1])
             else:
                 guesses, own = self._first(now, left, usual)
             whole = left == 1 or len(own.u) == own.wanted
@@ -195,7 +195,11 @@ class RoundUnrolling(TokenSearch):
         return found + [(grey, no_tokens(update[FC1])._replace(wanted=1))] * (client.images - len(found))
 
     def alone(
-        self, model: VictimModel, client: Client, rest: Mapping[str, Float[Tensor, "..."]]
+        self,
+        model: VictimModel,
+        client: Client,
+        rest: Mapping[str, Float[Tensor, "..."]],
+        sent: Mapping[str, Float[Tensor, "..."]] | None = None,
     ) -> list[Float[Tensor, "c h w"]]:
         """Return guesses of the image of a step that is left alone, from what it moved.
 
@@ -203,8 +207,9 @@ class RoundUnrolling(TokenSearch):
             model: the model with the weights of that step.
             client: the public settings.
             rest: what the step moved of the embedding.
+            sent: the update that was released, of this step and others; None where it is of this step alone.
         """
-        deviations = rounding_of_embedding(model, replace(client, steps=1, epochs=None), rest)
+        deviations = rounding_of_embedding(model, replace(client, steps=1, epochs=None), rest, sent)
         A, dA = (slot_rows(model, of[_PE].double()) for of in (rest, deviations))
         G, dG = (of[_PATCH_WEIGHT].flatten(1).double() for of in (rest, deviations))
         X = weighted_patches(A, G, dA, dG)

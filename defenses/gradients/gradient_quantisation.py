@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Generator, Tensor
 
-from privlab.base import check_name
+from privlab.base import check_name, int8_step, to_int8
 from privlab.threat import Effects
 
 __all__ = ["GradientQuantisation"]
@@ -44,8 +44,7 @@ class GradientQuantisation:
     ) -> dict[str, Float[Tensor, "b ..."]]:
         """Return the rounded gradients."""
         if self.dtype == "int8":
-            steps = {name: _step(g) for name, g in gradients.items()}
-            return {name: (g / steps[name]).round() * steps[name] for name, g in gradients.items()}
+            return {name: to_int8(g) for name, g in gradients.items()}
         kind = _FLOATS[self.dtype]
         most = torch.finfo(kind).max
         return {name: g.clamp(-most, most).to(kind).to(g) for name, g in gradients.items()}
@@ -53,16 +52,10 @@ class GradientQuantisation:
     def variance(self, released: Mapping[str, Float[Tensor, "b ..."]]) -> dict[str, Float[Tensor, "b ..."]]:
         """Return s²/12; s is the distance between neighbouring numbers of the type."""
         if self.dtype == "int8":  # rounding keeps the largest entry, so the released gradient has the same step
-            return {name: (_step(g).square() / 12).expand_as(g) for name, g in released.items()}
+            return {name: (int8_step(g).square() / 12).expand_as(g) for name, g in released.items()}
         kind = torch.finfo(_FLOATS[self.dtype])
         smallest = kind.tiny * kind.eps
         return {
             name: (torch.exp2(g.abs().clamp(min=kind.tiny).log2().floor()) * kind.eps).clamp(min=smallest).square() / 12
             for name, g in released.items()
         }
-
-
-def _step(g: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
-    """Return s of each image, 1 if its entries are all zero, in a shape that broadcasts to g."""
-    step = g.flatten(1).abs().amax(1).view(-1, *[1] * (g.ndim - 1)) / 127
-    return step.where(step > 0, 1)

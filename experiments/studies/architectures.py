@@ -1,5 +1,6 @@
 """Which attack reconstructs what from each kind of ViT: closed forms and linear inversion, on drawn weights."""
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from privlab.base import PrivlabError, check_range, first
 from privlab.evaluation import Specification, applicable
 from privlab.evaluation.records import exact_db
 from privlab.runs import execute
-from privlab.victims import victim
+from privlab.victims import as_timm, victim
 
 __all__ = ["ARCHITECTURES", "ATTACKS", "ArchitectureStudy", "reasons", "to_rows"]
 
@@ -39,8 +40,29 @@ ARCHITECTURES = (
     "swin_tiny_patch4_window7_224",
     "cait_xxs24_224",
     "vit_small_r26_s32_224",
+    "transformers:vit",
+    "transformers:dinov2",
+    "transformers:clip",
+    "transformers:siglip",
+    "transformers:vit-grey",
+    "transformers:vit-4-channels",
+    "transformers:vit-rectangle",
 )
-"""The models of the study, by timm's names: one or two of each kind."""
+"""The models of the study, by timm's names and those of `_OF_TRANSFORMERS`: one or two of each kind."""
+
+_OF_TRANSFORMERS: Mapping[str, tuple[str, int, int, int, int]] = {
+    "transformers:vit": ("ViT", 16, 3, 4, 4),
+    "transformers:dinov2": ("Dinov2", 14, 3, 4, 4),
+    "transformers:clip": ("CLIPVision", 32, 3, 4, 4),
+    "transformers:siglip": ("SiglipVision", 16, 3, 4, 4),
+    "transformers:vit-grey": ("ViT", 16, 1, 4, 4),
+    "transformers:vit-4-channels": ("ViT", 16, 4, 4, 4),
+    "transformers:vit-rectangle": ("ViT", 16, 3, 3, 5),
+}
+"""Name -> class of Hugging Face's `transformers`, patch size, channels, rows and columns of patches."""
+
+_DEPTH = 4
+"""Blocks of a model of transformers: the closed forms read the embedding and the first block."""
 
 _GRID = 4
 """Patches in a column and in a row: few enough that N < D, which the closed forms need, for every model."""
@@ -51,13 +73,14 @@ _GAIN = 3.0
 
 @dataclass(frozen=True)
 class ArchitectureStudy:
-    """Attack models of timm with drawn weights, on photographs of 4 × 4 patches.
+    """Attack models of timm and of transformers with drawn weights, on photographs of 4 × 4 patches.
 
-    Weights are as timm draws them, but for layer scales: these begin at 10⁻⁵ or 10⁻⁶, where no block adds anything that
+    Weights are as these draw them, but for layer scales: these begin at 10⁻⁵ or 10⁻⁶, where no block adds anything that
     float32 tells, and leave it in training. Here each is `layer_scale`.
 
     Args:
-        models: timm's names; those that this timm lacks are left out.
+        models: timm's names, and "transformers:vit" and its like: of the width that their configuration has by default,
+            with four blocks. Those that this timm lacks are left out, and without transformers its own.
         images: a source of photographs, such as "samples" or a folder.
         limit: photographs, ≥ 1.
         layer_scale: the value of all layer scales, > 0.
@@ -65,7 +88,7 @@ class ArchitectureStudy:
         seed: seed of the weights, in [0, 2^63).
 
     Raises:
-        PrivlabError: if a value is out of its range.
+        PrivlabError: if a value is out of its range, or there is none of the models.
     """
 
     models: tuple[str, ...] = ARCHITECTURES
@@ -80,7 +103,7 @@ class ArchitectureStudy:
         check_range(self.limit >= 1, "limit", "a positive number", self.limit)
         check_range(0 < self.layer_scale < math.inf, "layer_scale", "a finite number > 0", self.layer_scale)
         check_range(self.classes >= 2, "classes", "at least 2", self.classes)
-        if not any(map(timm.is_model, self.models)):
+        if not any(map(_is_there, self.models)):
             raise PrivlabError(f"timm has none of these models. Found {first(list(self.models))}.")
 
     def __call__(self, say: Callable[[str], object] = lambda line: None) -> list[dict[str, Any]]:
@@ -95,7 +118,7 @@ class ArchitectureStudy:
             say: called with each model's name before it is attacked.
         """
         rows = []
-        for name in filter(timm.is_model, self.models):
+        for name in filter(_is_there, self.models):
             say(name)
             try:
                 rows.append(self._row(name))
@@ -124,15 +147,36 @@ class ArchitectureStudy:
         """Return a model with drawn weights, for images of 4 × 4 patches; of its own size if it has no patches."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(self.seed)
-            vit: Any = timm.create_model(name, num_classes=self.classes)
+            drawn = _of_transformers(name, self.classes) if name in _OF_TRANSFORMERS else None
+            vit: Any = drawn or timm.create_model(name, num_classes=self.classes)
             patch = getattr(getattr(vit, "patch_embed", None), "patch_size", None)
-            if hasattr(vit, "set_input_size") and hasattr(vit, "blocks") and patch:
+            if drawn is None and hasattr(vit, "set_input_size") and hasattr(vit, "blocks") and patch:
                 torch.manual_seed(self.seed)
                 vit = timm.create_model(name, num_classes=self.classes, img_size=_GRID * patch[0])
             for key, tensor in vit.named_parameters():
                 if key.rpartition(".")[2] in ("gamma", "gamma_1", "gamma_2"):
                     tensor.fill_(self.layer_scale)
         return vit.eval()
+
+
+def _is_there(name: str) -> bool:
+    """Return whether timm, or transformers if it is installed, has a model of a name."""
+    if name in _OF_TRANSFORMERS:
+        return importlib.util.find_spec("transformers") is not None
+    return timm.is_model(name)
+
+
+def _of_transformers(name: str, classes: int) -> nn.Module:
+    """Return a model of transformers as timm's, with a head of so many classes."""
+    import transformers
+
+    kind, patch, channels, rows, columns = _OF_TRANSFORMERS[name]
+    size = {"patch_size": patch, "num_channels": channels, "num_hidden_layers": _DEPTH}
+    side: Any = rows * patch if rows == columns else (rows * patch, columns * patch)
+    config = getattr(transformers, f"{kind}Config")(**size, image_size=side)
+    vit = as_timm(getattr(transformers, f"{kind}Model")(config).eval())
+    vit.reset_classifier(classes)
+    return vit
 
 
 def _attacked(attack: str, spec: Specification, vit: nn.Module, values: int) -> dict[str, Any]:

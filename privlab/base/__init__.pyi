@@ -23,6 +23,8 @@ from .parallel import one_per_core as one_per_core
 from .plugins import Registry as Registry
 from .plugins import with_plugins as with_plugins
 from .precision import full_precision as full_precision
+from .precision import int8_step as int8_step
+from .precision import to_int8 as to_int8
 from .progress import Progress as Progress
 from .rng import draw_for as draw_for
 from .streams import CLOSED as CLOSED

@@ -1,11 +1,13 @@
-"""Computation in the precision of the tensors."""
+"""Number formats: computation in the precision of the tensors, and the step of eight-bit integers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-__all__ = ["full_precision"]
+__all__ = ["full_precision", "int8_step", "to_int8"]
 
 
 @contextmanager
@@ -21,3 +23,24 @@ def full_precision() -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = conv
+
+
+def int8_step(x: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
+    """Return s = max |x| / 127 of each row, in a shape that broadcasts to x.
+
+    Rounding to multiples of s keeps the largest magnitude, so that what is rounded shows its own step.
+
+    Args:
+        x: one tensor a row.
+    """
+    return x.flatten(1).abs().amax(1).view(-1, *[1] * (x.ndim - 1)) / 127
+
+
+def to_int8(x: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
+    """Return s · round(x / s) with the step s of each row: 255 levels, symmetric about zero.
+
+    Args:
+        x: one tensor a row.
+    """
+    step = int8_step(x)
+    return (x / step.where(step > 0, 1)).round() * step

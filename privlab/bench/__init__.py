@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from privlab.bench.attack import bench_attack
+from privlab.bench.clients import bench_clients
 from privlab.bench.common import Bench
 from privlab.bench.permutation import bench_permutation
 from privlab.bench.split import bench_split
@@ -14,6 +15,7 @@ __all__ = [
     "BENCHES",
     "Bench",
     "bench_attack",
+    "bench_clients",
     "bench_permutation",
     "bench_split",
     "bench_startup",
@@ -23,6 +25,7 @@ __all__ = [
 
 BENCHES: dict[str, Callable[..., Bench]] = {
     "attack": bench_attack,
+    "clients": bench_clients,
     "permutation": bench_permutation,
     "split": bench_split,
     "startup": bench_startup,

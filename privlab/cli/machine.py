@@ -94,6 +94,18 @@ def bench_attack(as_json: bool, **options: Any) -> None:  # noqa: ANN401
     _run("attack", as_json, options)
 
 
+@bench.command("clients")
+@click.option("--model", type=VICTIM, default="cifar_vit", show_default=True, help="What the clients train.")
+@click.option("--img-size", type=click.IntRange(min=16), help="Side of the images.  [default: the victim's own]")
+@click.option("--clients", type=click.IntRange(min=1), default=8, show_default=True, help="Clients of one image each.")
+@_repeats(5, _ROUNDS)
+@_DEVICE
+@common
+def bench_clients(as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Measure clients that are trained one after the other against all at a time by torch.func."""
+    _run("clients", as_json, options)
+
+
 @bench.command("permutation")
 @click.option("--model", type=VICTIM, default="vit_b", show_default=True, help="Whose features are permuted.")
 @_BATCH

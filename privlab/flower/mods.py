@@ -58,7 +58,8 @@ class AuditMod:
     the explained share, limits, whether it was withheld and why, and the seconds of the audit and of the training.
 
     Args:
-        model: the client's model, which is copied, never changed.
+        model: the client's model, which is copied, never changed. Its `pretrained_cfg` says how images are normalised;
+            by ImageNet's mean and deviation where it has none.
         client: its settings (`privlab.threat.Client`).
         folder: path of the folder for the lines.
         images: returns the images of a context's client, b × c × h × w in [0, 1], as the model is fed them before

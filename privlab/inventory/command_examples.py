@@ -15,6 +15,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "explain": ("privlab explain mjp-full", "privlab explain psnr", "privlab explain few-images"),
     "doctor": ("privlab doctor",),
     "bench attack": ("privlab bench attack --model vit_ti --repeats 3",),
+    "bench clients": ("privlab bench clients --model vit_ti --img-size 160",),
     "bench permutation": ("privlab bench permutation --json",),
     "bench split": ("privlab bench split --no-memory",),
     "bench startup": ("privlab bench startup --repeats 3",),

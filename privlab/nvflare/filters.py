@@ -100,11 +100,13 @@ class AuditFilter(_UpdateFilter):
                 super().__init__(vit, Client(lr=0.01, steps=5), "/data/audit", my_images)
 
     It is added to the input and to the output of clients, as `RecordFilter` is. It blocks by NVFlare's
-    ContentBlockedException, so that the server gets a return code and no weights. An update that cannot be audited
-    is blocked too. Each round adds a line to `/data/audit/SITE.jsonl`.
+    ContentBlockedException, so that the server gets a return code and no weights; its FedAvg goes on without them if
+    it has `ignore_result_error=True`. An update that cannot be audited is blocked too. Each round adds a line to
+    `/data/audit/SITE.jsonl`.
 
     Args:
-        model: the client's model, a timm ViT, which is copied.
+        model: the client's model, a timm ViT, which is copied. Its `pretrained_cfg` says how images are normalised; by
+            ImageNet's mean and deviation where it has none.
         client: its settings (`privlab.threat.Client`).
         folder: absolute path of the folder for the lines.
         images: returns the client's images, b × c × h × w in [0, 1], as the model is fed them before normalisation;

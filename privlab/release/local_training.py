@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from timm.layers import DropPath
 from torch import Generator, Tensor, nn
 
-from privlab.base import PrivlabError, full_precision
+from privlab.base import PrivlabError, full_precision, int8_step, to_int8
 from privlab.release.effects import effects_of
 from privlab.release.gradients import gradient_capabilities, released_names
 from privlab.threat import (
@@ -129,9 +129,8 @@ def run_client(
         _train(own, list(trained.values()), client, data, targets, Stack(tuple(defense)))
     update = {}
     for name, after in trained.items():
-        before, after, number = _parameter(model, name).detach(), after.detach(), _FORMATS[client.sent_as]
-        sent = after - before if client.sends == "difference" else after
-        sent = sent.to(number).to(before.dtype)
+        before, after = _parameter(model, name).detach(), after.detach()
+        sent = _rounded(after - before if client.sends == "difference" else after, client.sent_as)
         update[name] = sent if client.sends == "difference" else sent - before
     return update
 
@@ -328,23 +327,37 @@ def as_gradients(seen: Observation) -> Observation:
     return replace(seen, gradients=gradients, grants=seen.grants - {Capability.CLIENT_UPDATE}, client=None)
 
 
-def rounding_deviation(before: Tensor, after: Tensor, client: Client) -> Float[Tensor, "..."]:
+def _rounded(x: Tensor, number: str) -> Tensor:
+    """Return a parameter, or what moved of it, as it is sent, stored in the precision that it had."""
+    return to_int8(x[None])[0] if number == "int8" else x.to(_FORMATS[number]).to(x.dtype)
+
+
+def rounding_deviation(
+    before: Tensor, after: Tensor, client: Client, difference: Tensor | None = None
+) -> Float[Tensor, "..."]:
     """Return the standard deviation that rounding gives each entry of an update, in float64.
 
     Each of T steps rounds a stored weight to the nearest multiple of its ulp, an error of variance ulp² / 12. Weights
-    that are sent in fewer bits are rounded to the ulp of that format once more. The rounding of the gradients, and of
-    differences that are sent in fewer bits, is relative to their own size and is not counted here.
+    that are sent in fewer bits are rounded to the ulp of that format once more. So is whatever is sent in int8, to one
+    step for the whole parameter: rounding keeps the largest magnitude, so that what was sent shows its step. The
+    rounding of the gradients, and of differences in bf16 or fp16, is relative to their own size and is not counted.
 
     Args:
         before: θ_0, in the number format in which the client stores its weights.
         after: θ_T; the larger of the two magnitudes gives an entry's ulp.
         client: the public settings.
+        difference: ±(θ_T − θ_0) as it was sent, of the whole parameter; None where it is that of the two.
     """
     largest = torch.maximum(before.detach().abs(), after.detach().abs())
     variance = client.total_steps * _ulp(largest) ** 2 / 12
-    sent = _FORMATS[client.sent_as]
-    if client.sends == "weights" and torch.finfo(sent).eps > torch.finfo(before.dtype).eps:
-        variance = variance + _ulp(largest.to(sent)) ** 2 / 12
+    if client.sent_as == "int8":
+        moved = after - before if difference is None else difference
+        sent = after if client.sends == "weights" else moved
+        variance = variance + int8_step(sent.detach().double()[None])[0] ** 2 / 12
+    elif client.sends == "weights":
+        number = _FORMATS[client.sent_as]
+        if torch.finfo(number).eps > torch.finfo(before.dtype).eps:
+            variance = variance + _ulp(largest.to(number)) ** 2 / 12
     return variance.sqrt()
 
 

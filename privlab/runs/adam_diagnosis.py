@@ -172,6 +172,7 @@ class _Moves:
             unknown if name == "unk_embed" and unknown is not None else self.seen.model.vit.get_parameter(name)
         ).detach()
         # AdamW stores the decayed weight, and then the moved one.
-        rounded = (2**0.5 if self.client.optimiser == "adamw" else 1.0) * rounding_deviation(θ, θ - u, self.client)
-        relative = 8 * RTOL + (0.0 if self.client.sent_as == "float32" else torch.finfo(torch.bfloat16).eps)
+        rounded = (2**0.5 if self.client.optimiser == "adamw" else 1.0) * rounding_deviation(θ, θ - u, self.client, u)
+        halved = self.client.sent_as in ("bf16", "fp16")  # what int8 adds is in `rounded`
+        relative = 8 * RTOL + (torch.finfo(torch.bfloat16).eps if halved else 0.0)
         return u.double(), θ.double(), _MARGIN * rounded + relative * u.double().abs()

@@ -70,7 +70,8 @@ class Client:
         rank: r of "lora", whose scale α / r is 1, or the width of the bottleneck of "adapters"; in [1, 64].
         prompts: tokens of "prompts", in [1, 200].
         sends: "difference" (θ_T − θ_0) or "weights" (θ_T).
-        sent_as: number format of what is sent: "float32", "bf16" or "fp16".
+        sent_as: number format of what is sent: "float32", "bf16", "fp16", or "int8": each parameter x, a difference or
+            weights, as s · round(x / s) with s = max |x| / 127.
 
     Raises:
         PrivlabError: if a value is out of its range, or two values contradict each other.
@@ -117,7 +118,7 @@ class Client:
         check_name("schedule", self.schedule, _SCHEDULES)
         check_name("set of trained parameters", self.trains, _TRAINS)
         check_name("number format of autocast", self.autocast, _NUMBERS)
-        check_name("number format of what is sent", self.sent_as, _NUMBERS)
+        check_name("number format of what is sent", self.sent_as, (*_NUMBERS, "int8"))
         check_name("kind of update", self.sends, ("difference", "weights"))
         for name in ("lr", "eps"):
             value = getattr(self, name)
@@ -213,14 +214,21 @@ class Client:
         return self.rates[0] * (1 + self.momentum * self.nesterov)
 
     def check_filters(self, names: Sequence[str]) -> None:
-        """Check that no filter acts on what several clients send: each would act before the mean is taken.
+        """Check that no filter acts on a mean of several clients, or on an update that is rounded to integers already.
+
+        Each filter would act before the mean is taken, and before the update is rounded.
 
         Args:
             names: the defenses of the release.
 
         Raises:
-            PrivlabError: if there is one, and K > 1.
+            PrivlabError: if there is one, and K > 1 or the update is sent as int8.
         """
+        if names and self.sent_as == "int8":
+            raise PrivlabError(
+                f"Defense '{names[0]}' acts before an update is sent in client.sent_as=int8, which is not simulated: "
+                "take float32, and gradient-quantisation as the last defense, which rounds alike."
+            )
         if names and self.clients > 1:
             raise PrivlabError(
                 f"Defense '{names[0]}' acts on the update of each client, and its mean over client.clients="

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import PatchGradient, PatchUpdate
-from privlab.attacks.solvers import fit_decay, patches_of_levels, weighted_patches
+from privlab.attacks.solvers import fit_decay, patches_of_levels, rounding_of_embedding, weighted_patches
 from privlab.base import PrivlabError
 from privlab.defenses import AdaptiveClipping, ExcludeVars, GradientNoise
 from privlab.metrics import psnr
 from privlab.patches import patchify
 from privlab.release import observe, observe_updates
 from privlab.threat import Capability, Client, ClientData, GradientDefense, Observation, check_capabilities
-from privlab.victims import VictimModel
+from privlab.victims import VictimModel, victim
 
 Model = Callable[..., VictimModel]
 DECAYED = Client(lr=0.01, momentum=0.9, weight_decay=0.05, steps=5)
@@ -220,6 +220,45 @@ def test_fewer_bits_cost_quality(stored: VictimModel, crops: Tensor, sends: str,
     )
     assert math.isclose(whole, fewer) == (sent_as == "float32")
     assert fewer <= whole
+
+
+def in_int8(side: int, images: Tensor, sends: str) -> Observation:
+    """Return the updates, in int8, of clients with the trained victim of the package."""
+    model = victim("cifar_vit", img_size=side).model
+    return sent(model, images[..., :side, :side], Client(lr=0.01, sends=sends, sent_as="int8"))
+
+
+def test_rounding_to_int8_is_foreseen_by_an_exact_image_alone(crops: Tensor) -> None:
+    images = (crops[:3] * 255).round() / 255
+    few = in_int8(8, images[:1], "difference")
+    assert score(PatchUpdate(), few, images[:1, :, :8, :8])[0] > 120
+    assert score(PatchUpdate(rounds=0), few, images[:1, :, :8, :8])[0] < 70
+    other = in_int8(8, images[2:], "difference")  # its errors are a little too large
+    assert torch.equal(PatchUpdate()(other), PatchUpdate(rounds=0)(other))
+
+
+def test_an_update_in_weights_of_int8_is_mostly_lost(crops: Tensor) -> None:
+    """It is less than half a step of most weights, so that few of them change their level."""
+    images = crops[:1]
+    seen = in_int8(16, images, "weights")
+    for name in PatchUpdate.parameters:
+        before = seen.model.vit.get_parameter(name).detach()
+        step = before.abs().max() / 127
+        kept = ((before - seen.gradients[name]) / step).round() == (before / step).round()
+        assert kept.float().mean() > 0.8
+    assert score(PatchUpdate(), seen, images)[0] < 20
+    assert score(PatchUpdate(), in_int8(16, images, "difference"), images)[0] > 40
+
+
+@pytest.mark.parametrize("sends", ["difference", "weights"])
+def test_each_parameter_has_the_step_of_what_was_sent_of_it(stored: VictimModel, crops: Tensor, sends: str) -> None:
+    client = Client(sends=sends, sent_as="int8")
+    update = {name: u[0] for name, u in sent(stored, crops[:1], client).gradients.items()}
+    found = rounding_of_embedding(stored, client, {n: u / 3 for n, u in update.items()}, update)
+    for name, deviation in found.items():
+        before = stored.vit.get_parameter(name).detach()
+        of = update[name] if sends == "difference" else before - update[name] / 3
+        torch.testing.assert_close(deviation, torch.full_like(deviation, float(of.abs().max()) / 127 / 12**0.5))
 
 
 def test_what_is_refused_is_one_line(stored: VictimModel, crops: Tensor) -> None:

@@ -87,6 +87,20 @@ def test_images_without_grey_levels(tiny_model: Model, crops: Tensor) -> None:
         assert (psnr(RoundUnrolling(**QUICK, levels=levels)(seen).images, images) > 80).all()
 
 
+def test_a_step_that_is_left_is_weighed_by_the_rounding_of_the_whole_round(tiny_model: Model, crops: Tensor) -> None:
+    """The step of int8 is that of the release, and what is left of it is smaller."""
+    model, names = tiny_model().float(), ("pos_embed", PATCH)
+    client = Client(sent_as="int8")
+    data = ClientData(crops[:1].float(), torch.tensor([2]), Generator())
+    update = {name: -u for name, u in run_client(model, client, data).items()}
+    whole = {name: (50 if name == PATCH else 1) * update[name] for name in names}
+    own = RoundUnrolling(levels=0)
+    assert_close(own.alone(model, client, update), own.alone(model, client, update, update))
+    assert (own.alone(model, client, update)[0] - own.alone(model, client, update, whole)[0]).abs().max() > 1e-3
+    plain = Client()
+    assert_close(own.alone(model, plain, update), own.alone(model, plain, update, whole))
+
+
 def test_a_round_beyond_the_width_is_grey_and_is_reported(tiny_model: Model, crops: Tensor) -> None:
     images = stored(crops, 4, 16)
     seen = seen_of(tiny_model(), images)

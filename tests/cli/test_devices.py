@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "split infer": (*VICTIM, "--images", "{images}", *NOWHERE),
     "identify": ("{images}", "--candidates", "{images}"),
     "bench attack": (),
+    "bench clients": (),
     "bench permutation": (),
     "bench split": (),
     "bench table": (),

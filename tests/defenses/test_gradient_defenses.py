@@ -130,6 +130,13 @@ def test_int8_is_within_half_a_step_of_each_parameter(power: int) -> None:
         assert_close(defense.variance(released)[name], (step.square() / 12).expand_as(true))
 
 
+def test_int8_of_zeros_is_exact() -> None:
+    zeros = {"w": torch.zeros(2, 3)}
+    released = GradientQuantisation().release(zeros, draws())
+    assert torch.equal(released["w"], zeros["w"])
+    assert torch.equal(GradientQuantisation().variance(released)["w"], zeros["w"])
+
+
 @pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("fp16", 11)])
 def test_half_precision_is_within_half_a_unit(dtype: str, bits: int) -> None:
     g, defense = some(), GradientQuantisation(dtype=dtype)

@@ -34,6 +34,24 @@ def test_each_model_has_a_row_and_each_refusal_a_reason(cli: Cli) -> None:
     assert "has the MLP GluMlp" in reasons(facts)[0]
 
 
+@pytest.mark.slow
+def test_models_of_transformers_have_rows_of_their_own() -> None:
+    pytest.importorskip("transformers")
+    names = ("transformers:clip", "transformers:vit-4-channels", "transformers:vit-rectangle")
+    clip, channels, rectangle = ArchitectureStudy(models=names, limit=1)()
+    assert (clip["input"], clip["patch"], clip["width"], clip["tokens"]) == ((3, 128, 128), 32, 768, 17)
+    assert "a pre-norm" in clip["attacks"]["token-separation"]["reason"]
+    assert (channels["input"], rectangle["input"], rectangle["tokens"]) == ((4, 64, 64), (3, 48, 80), 16)
+    for of in (clip, channels, rectangle):
+        assert of["attacks"]["patch-gradient"]["outcome"] == "exact"
+
+
+def test_models_of_transformers_are_left_out_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PrivlabError, match=r"has none of these models. Found transformers:vit"):
+        ArchitectureStudy(models=("transformers:vit",))
+
+
 def test_partial_success_counts_the_exact_images() -> None:
     cell = {"outcome": "partial", "psnr": 90.25, "exact": 2, "images": 4, "flat": 10.0}
     facts = [{"model": "m", "patch": 16, "width": 8, "tokens": 4, "attacks": dict.fromkeys(ATTACKS, cell)}]

@@ -113,18 +113,24 @@ def test_an_audit_without_images_needs_one_image(vit: VisionTransformer, tmp_pat
         AuditFilter(vit, Client(images=2), str(tmp_path))
 
 
-@pytest.mark.slow
-def test_an_update_of_the_simulator_is_audited(tmp_path: Path) -> None:
-    command = (sys.executable, "-W", "ignore", str(Path(__file__).with_name("job.py")), str(tmp_path))
-    environment, package = dict(os.environ), Path(privlab.__file__).parent
+def simulate(script: str, folder: Path) -> str:
+    """Run a script beside this file that runs NVFlare's simulator below a folder, and return what it prints."""
+    command = (sys.executable, "-W", "ignore", str(Path(__file__).with_name(script)), str(folder))
+    environment, package = os.environ | {"AUDITS": str(folder / "audits")}, Path(privlab.__file__).parent
     if (
         package / "attacks"
     ).is_dir():  # NVFlare takes no filter from behind the links of a strict editable installation
-        shutil.copytree(package, tmp_path / "site" / "privlab", ignore=shutil.ignore_patterns("__pycache__"))
-        environment["PYTHONPATH"] = str(tmp_path / "site")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+        shutil.copytree(package, folder / "site" / "privlab", ignore=shutil.ignore_patterns("__pycache__"))
+        environment["PYTHONPATH"] = str(folder / "site")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_an_update_of_the_simulator_is_recorded(tmp_path: Path) -> None:
+    said = simulate("job.py", tmp_path)
     place = tmp_path / "updates" / "round-0" / "site-1"
-    assert place.is_dir(), done.stdout + done.stderr
+    assert place.is_dir(), said
     before, after = (load_file(place / f"{name}.safetensors") for name in ("before", "after"))
     size: dict[str, Any] = {"img_size": 64, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10}
     made = timm.create_model("vit_tiny_patch16_224", **size)
@@ -133,6 +139,30 @@ def test_an_update_of_the_simulator_is_audited(tmp_path: Path) -> None:
     image = torch.linspace(0, 1, 3 * 64 * 64).reshape(1, 3, 64, 64)
     assert own.audit(before, after, image).leaks
     assert own.audit(before, after).leaks
+
+
+@pytest.mark.slow
+def test_the_simulator_blocks_the_update_that_leaks_and_averages_the_others(tmp_path: Path) -> None:
+    said = simulate("audited_job.py", tmp_path)
+    assert "ContentBlockedException: privlab withheld the update: " + LEAKS in said
+    assert "Ignore the result from site-1 at round None. Result error code: TASK_RESULT_FILTER_ERROR" in said
+    files = sorted((tmp_path / "audits").iterdir())
+    one, eight, adam = (json.loads(file.read_text("utf-8")) for file in files)  # a line each
+    expected = {"round": "round-0", "site": "site-1", "image": 0, "limits": None, "leaks": True, "withheld": LEAKS}
+    assert expected.items() <= one.items()
+    assert one["psnr"] > 40
+    for line, site, limits in (
+        (eight, "site-2", "8 images in one update"),
+        (adam, "site-3", "adamw scales each entry by itself"),
+    ):
+        assert {"site": site, "limits": limits, "leaks": False, "withheld": None}.items() <= line.items()
+        assert line["psnr"] < 20
+    places = sorted((tmp_path / "updates" / "round-0").iterdir())
+    assert [place.name for place in places] == ["site-2", "site-3"]  # nothing of the first client left it
+    left = [load_file(place / "after.safetensors") for place in places]
+    saved = torch.load(tmp_path / "workspace" / "server" / "simulate_job" / "app_server" / "FL_global_model.pt")
+    for name, value in saved["model"].items():
+        torch.testing.assert_close(value, (left[0][name] + left[1][name]) / 2, rtol=0, atol=1e-6)
 
 
 def test_without_nvflare_the_extra_is_named() -> None:

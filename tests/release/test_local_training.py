@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from privlab.base import PrivlabError
-from privlab.defenses import GradientPruning, Mjp
+from privlab.defenses import GradientPruning, GradientQuantisation, Mjp
 from privlab.release import as_gradients, observe, observe_updates, rounding_deviation, run_client, trained_parameters
 from privlab.threat import CLIENT_PRESETS, Capability, Client, ClientData, Effects, Feed
 from privlab.victims import VictimModel
@@ -55,6 +55,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "weights": {"sends": "weights"},
     "weights in bf16": {"sends": "weights", "sent_as": "bf16"},
     "difference in fp16": {"sent_as": "fp16"},
+    "difference in int8": {"sent_as": "int8"},
+    "weights in int8": {"sends": "weights", "sent_as": "int8"},
 }
 
 
@@ -108,12 +110,17 @@ def plain_loop(model: VictimModel, settings: dict[str, Any], data: ClientData, e
                     nn.utils.clip_grad_norm_(parameters, given["clip"])
                 optimiser.step()
                 scheduler.step()
-    number = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[given["sent_as"]]
+    number = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(given["sent_as"])
     found = {}
     for name, after in zip(wanted, parameters, strict=True):
-        before = model.vit.get_parameter(name)
-        weights = after.detach().to(number).float() - before
-        found[name] = weights if given["sends"] == "weights" else (after.detach() - before).to(number).float()
+        before = model.vit.get_parameter(name).detach()
+        sent = after.detach() if given["sends"] == "weights" else after.detach() - before
+        if number is None:  # int8, its scale beside it
+            scale = sent.abs().max() / 127
+            sent = (sent / scale).round().clamp(-127, 127).to(torch.int8).float() * scale
+        else:
+            sent = sent.to(number).float()
+        found[name] = sent - before if given["sends"] == "weights" else sent
     return found
 
 
@@ -351,6 +358,39 @@ def test_a_client_that_cannot_run_is_one_line(model: VictimModel) -> None:
 def test_presets_run(model: VictimModel) -> None:
     for client in CLIENT_PRESETS.values():
         assert run_client(model, client, private(client.images))
+
+
+@pytest.mark.parametrize("sends", ["difference", "weights"])
+def test_int8_has_an_error_of_one_step_for_a_whole_parameter(sends: str) -> None:
+    """It is told by what was sent alone, also where a part of the update is subtracted from it."""
+    draw = torch.Generator().manual_seed(0)
+    before = torch.randn(40_000, generator=draw)
+    after = before + 1e-3 * torch.randn(40_000, generator=draw)
+    exact = after if sends == "weights" else after - before
+    step = exact.abs().max().item() / 127
+    sent = (exact / step).round() * step
+    moved = sent - before if sends == "weights" else sent
+    client = Client(sends=sends, sent_as="int8")
+    told = rounding_deviation(before, before + moved, client, moved)
+    torch.testing.assert_close(told, torch.full_like(told, step / 12**0.5), rtol=1e-3, atol=0)
+    assert ((sent - exact).double() / told).square().mean().sqrt() == pytest.approx(1, abs=0.03)
+    torch.testing.assert_close(rounding_deviation(before, before + moved, client), told, rtol=1e-3, atol=0)
+    if sends == "difference":
+        torch.testing.assert_close(rounding_deviation(after, after + moved / 9, client, moved), told, rtol=1e-3, atol=0)
+
+
+def test_a_parameter_that_did_not_move_has_no_rounding_of_int8() -> None:
+    one = torch.ones(3)
+    assert torch.equal(rounding_deviation(one, one, Client(sent_as="int8")), rounding_deviation(one, one, Client()))
+
+
+def test_int8_rounds_as_the_defense_does_and_takes_no_other(model: VictimModel) -> None:
+    rounded, plain = Client(steps=2, sent_as="int8"), Client(steps=2)
+    found = observe_updates(model, rounded, [private(1)])
+    defended = observe_updates(model, plain, [private(1)], defense=(GradientQuantisation(),))
+    assert all(torch.equal(u, defended.gradients[name]) for name, u in found.gradients.items())
+    with pytest.raises(PrivlabError, match=r"'gradient-pruning' acts before an update is sent in client\.sent_as=int8"):
+        observe_updates(model, rounded, [private(1)], defense=(GradientPruning(),))
 
 
 @pytest.mark.parametrize(("sends", "sent_as"), [("difference", "float32"), ("weights", "float32"), ("weights", "bf16")])
