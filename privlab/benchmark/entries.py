@@ -108,8 +108,9 @@ class Told:
 def told(folder: Path = PACKAGE / "identity") -> dict[tuple[str, str], Told]:
     """Return how often the photograph of each entry is told, by track and name, from what `privlab identify` printed.
 
-    The table of a file TABLE-pictures.json or TABLE-releases.json has a case "TRACK: ENTRY" for each entry. Of several
-    features, attacks and files the one with the highest rate among the most candidates counts.
+    The table of a file TABLE-pictures.json or TABLE-releases.json has a case for each entry, with the track as its
+    group and the name as its label. Of several features, attacks and files the one with the highest rate among the most
+    candidates counts.
 
     Args:
         folder: of the files, each the output of `privlab identify runs/TABLE … --json`.
@@ -122,9 +123,9 @@ def told(folder: Path = PACKAGE / "identity") -> dict[tuple[str, str], Told]:
     for path in sorted(folder.glob("*.json")):
         table, _, compared = path.stem.rpartition("-")
         for row in _identified(path):
-            track, _, name = str(row["case"]).partition(": ")
+            track, _, name = str(row["case"]).partition(" ")
             if (track, name) not in known:
-                raise PrivlabError(f"'{path}' is of '{row['case']}', which is no 'TRACK: ENTRY' of this package.")
+                raise PrivlabError(f"'{path}' is of '{row['case']}', which is no 'TRACK ENTRY' of this package.")
             by = f"{row['features']} of {compared}"
             by += "" if compared == "releases" else f" by {row['attack']}"
             commands = _identify_commands(table, compared)

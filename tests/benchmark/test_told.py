@@ -1,4 +1,4 @@
-"""Whether the photograph of an entry is told among candidates: what the files of `privlab identify` say, on the page."""
+"""Whether the photograph of an entry is told among candidates: what files of `privlab identify` say, on the page."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from privlab.benchmark.page import fragment
 from privlab.benchmark.rule import Standing, standings
 
 
-def row(case: str = "gradients: svt-privacy", attack: str = "patch-gradient-adaptive", **own: Any) -> dict[str, Any]:
+def row(case: str = "gradients svt-privacy", attack: str = "patch-gradient-adaptive", **own: Any) -> dict[str, Any]:
     common = {"features": "pixels", "n": 500, "rank_1": 0.1, "low": 0.03, "high": 0.22, "images": 50}
     return {"case": case, "attack": attack, **common, **own}
 
@@ -57,8 +57,8 @@ def test_controls_tell_nothing_of_an_entry(tmp_path: Path) -> None:
         ("[]", "it has no rows 'identity'"),
         ("{", "it has no rows 'identity'"),
         ('{"identity": [{"case": "x"}]}', "it has no rows 'identity'"),
-        (json.dumps({"identity": [row("gradients: nothing")]}), "is of 'gradients: nothing', which is no 'TRACK: ENTRY'"),
-        (json.dumps({"identity": [row("mjp")]}), "is of 'mjp', which is no 'TRACK: ENTRY'"),
+        (json.dumps({"identity": [row("gradients nothing")]}), "is of 'gradients nothing', which is no 'TRACK ENTRY'"),
+        (json.dumps({"identity": [row("mjp")]}), "is of 'mjp', which is no 'TRACK ENTRY'"),
     ],
 )
 def test_a_file_that_is_none_of_identify_is_one_line(tmp_path: Path, text: str, message: str) -> None:
