@@ -19,6 +19,7 @@ from privlab.attacks.solvers import (
     Smoothness,
     descend,
     expected_excess,
+    expected_value,
     largest_step,
     photograph_gradients,
     row_disagreement,
@@ -142,12 +143,8 @@ class AdamUpdate:
         """Return the normalised patches of one client's image."""
         first = FirstBlocks.of(seen.model, self.blocks, update)
         shown = _shown(first, seen.model, client, {name: update[name] for name in first.names})
-        scales = {name: expected_excess(of) for name, of in shown.items()}
-        wanted = {
-            name: torch.where(of.known, of.value, of.value + of.value.sign() * scales[name])
-            for name, of in shown.items()
-        }
-        errors = [torch.where(shown[name].known, shown[name].deviation, scales[name]) for name in (_PE, _PROJECTION)]
+        wanted = {name: expected_value(of) for name, of in shown.items()}
+        errors = [torch.where(of.known, of.deviation, expected_excess(of)) for of in (shown[_PE], shown[_PROJECTION])]
         X = weighted_patches(wanted[_PE], wanted[_PROJECTION], errors[0], errors[1])
         if not self.steps:
             return X

@@ -1,5 +1,6 @@
 from .adam_shares import Shown as Shown
 from .adam_shares import expected_excess as expected_excess
+from .adam_shares import expected_value as expected_value
 from .adam_shares import largest_step as largest_step
 from .adam_shares import least_step as least_step
 from .adam_shares import misfit as misfit

@@ -14,7 +14,8 @@ from privlab.patches import patchify
 from privlab.threat import Client
 from privlab.victims import VictimModel
 
-__all__ = ["Shown", "expected_excess", "largest_step", "least_step", "misfit", "shown_by_adam", "signed_product"]
+__all__ = ["Shown", "expected_excess", "expected_value", "largest_step", "least_step", "misfit"]
+__all__ += ["shown_by_adam", "signed_product"]
 
 _TOLERANCES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Errors that ∂ℓ/∂W is allowed, in units of its channels' mean magnitude, from the first stage of the search on."""
@@ -33,15 +34,18 @@ _CERTAIN = 3.0
 
 
 class Shown(NamedTuple):
-    """What is shown of a gradient: where `known`, its `value` up to a `deviation`; else its sign, and its `least` size.
+    """What is shown of a gradient: where `known`, its `value` up to a `deviation`; else its `sign`, and its `least` size.
 
-    An entry that is not known has its least magnitude as its value.
+    An entry that is not known has its least magnitude as its value, which may be 0: its sign is told all the same.
+    `eps` is Adam's ε, in units of the gradient.
     """
 
     value: Float[Tensor, "r c"]
     deviation: Float[Tensor, "r c"]
     least: Float[Tensor, "r c"]
     known: Bool[Tensor, "r c"]
+    sign: Float[Tensor, "r c"]
+    eps: float
 
 
 def shown_by_adam(share: Float[Tensor, "r c"], deviation: Float[Tensor, "r c"], eps: float) -> Shown:
@@ -58,10 +62,9 @@ def shown_by_adam(share: Float[Tensor, "r c"], deviation: Float[Tensor, "r c"], 
     known = 1 - size > _CERTAIN * deviation
     least = (size.clamp_max(1) - _CERTAIN * deviation).clamp_min(0)
     least = eps * least / (1 - least)
-    missing = (1 - size).where(known, torch.ones_like(size))
-    return Shown(
-        share.sign() * torch.where(known, eps * size / missing, least), eps * deviation / missing**2, least, known
-    )
+    missing, sign = (1 - size).where(known, torch.ones_like(size)), share.sign()
+    value = sign * torch.where(known, eps * size / missing, least)
+    return Shown(value, eps * deviation / missing**2, least, known, sign, eps)
 
 
 def largest_step(client: Client) -> float:
@@ -127,7 +130,7 @@ def signed_product(
         prior: factor of the weight of the edges' energy.
     """
     scale_a, scale_g = expected_excess(a), expected_excess(g)
-    A = torch.where(a.known, a.value, a.value + a.value.sign() * scale_a)
+    A = expected_value(a)
     black, white = (
         patchify(model.normalise(X.new_full((1, *model.image_shape), shade)), model.patch)[0].to(X)
         for shade in (0.0, 1.0)
@@ -158,16 +161,22 @@ def expected_excess(of: Shown) -> Float[Tensor, "r c"]:
     """Return the expected excess of each magnitude over its bound: of rows times of columns, over that of all.
 
     Magnitudes that are exponentially distributed, of which some are known up to a bound alone, have their sum over the
-    count of those that are known as their mean of greatest likelihood.
+    count of those that are known as their mean of greatest likelihood. Where no size and no bound is shown, it is ε.
     """
     known = of.known.to(of.value)
     size, tiny = of.value.abs(), torch.finfo(of.value.dtype).tiny
     whole = size.sum() / known.sum().clamp_min(1)
+    whole = whole.where(whole > 0, whole.new_tensor(of.eps))
     rows, columns = (
         (size.sum(dim, keepdim=True) + _PSEUDO_COUNT * whole) / (known.sum(dim, keepdim=True) + _PSEUDO_COUNT)
         for dim in (1, 0)
     )
-    return (rows * columns / whole.clamp_min(tiny)).clamp_min(tiny)
+    return (rows * columns / whole).clamp_min(tiny)
+
+
+def expected_value(of: Shown) -> Float[Tensor, "r c"]:
+    """Return the gradient with each magnitude that is not known at what is expected of it: its bound and the excess."""
+    return torch.where(of.known, of.value, of.value + of.sign * expected_excess(of))
 
 
 def misfit(
@@ -182,7 +191,7 @@ def misfit(
         unknown: the error that signs and bounds are allowed.
     """
     exact = (at - of.value) / (of.deviation.square() + known.square()).sqrt()
-    bound = F.relu(of.least - of.value.sign() * at) / unknown
+    bound = F.relu(of.least - of.sign * at) / unknown
     return torch.where(of.known, exact, bound).square().sum() / 2
 
 
