@@ -12,7 +12,7 @@ from privlab.attacks.solvers import FirstBlocks, Shown, shown_by_round
 from privlab.base import PrivlabError, check_range, full_precision
 from privlab.evaluation import Specification, labelled, source_of
 from privlab.images import batches
-from privlab.release import each_release, observe_updates
+from privlab.release import each_release, observe_updates, released_parameters
 from privlab.threat import Client, ClientData
 from privlab.victims import Victim, victim
 
@@ -78,6 +78,8 @@ class AdamStudy:
             **{"models": (self.model,), "images": (self.images,), "weights": self.weights, "img_size": self.img_size},
             **{"labels": self.labels, "limit": self.limit, "every": self.every, "offset": self.offset},
         )
+        if _PE not in released_parameters(base.model):
+            raise PrivlabError(f"privlab study adam needs a learned position embedding. {self.model} has none.")
         rows = []
         for chunk in batches(source_of(spec, [base]), base.preprocessing, 1):
             batch, _ = labelled(chunk, base.model, predicted=self.labels == "predicted")
@@ -92,10 +94,6 @@ class AdamStudy:
         client = Client(optimiser="adamw", lr=self.rate, steps=1)
         seen = observe_updates(base.model, client, [ClientData(pixels, label, Generator().manual_seed(0))])
         (update,) = each_release(seen)
-        if _PE not in update:
-            raise PrivlabError(
-                f"privlab study adam needs a learned position embedding. Found none in {base.model.name}."
-            )
         first = FirstBlocks.of(base.model, self.blocks, update)
 
         def rows(name: str, of: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def counted(rate: float) -> list[dict[str, float]]:
             ulp = ulp - torch.maximum(old, p.detach().abs()).double()
             error = ((ulp / 12**0.5) ** 2 + (2.0**-23 * moved) ** 2).sqrt()
             known[name] = rate - moved > 3 * error
-        rows.append({"loss": float(loss), "known": known})
+        rows.append({"loss": float(loss.detach()), "known": known})
     return rows
 
 
