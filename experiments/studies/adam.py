@@ -75,8 +75,14 @@ class AdamStudy:
         """
         base = victim(self.model, weights=self.weights, img_size=self.img_size)
         spec = Specification(
-            **{"models": (self.model,), "images": (self.images,), "weights": self.weights, "img_size": self.img_size},
-            **{"labels": self.labels, "limit": self.limit, "every": self.every, "offset": self.offset},
+            models=(self.model,),
+            images=(self.images,),
+            weights=self.weights,
+            img_size=self.img_size,
+            labels=self.labels,
+            limit=self.limit,
+            every=self.every,
+            offset=self.offset,
         )
         if _PE not in released_parameters(base.model):
             raise PrivlabError(f"privlab study adam needs a learned position embedding. {self.model} has none.")

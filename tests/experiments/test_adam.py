@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from privlab.base import PrivlabError
 from privlab.experiments.studies.adam import AdamStudy, to_rows
@@ -13,10 +14,11 @@ from privlab.images import batches, open_images
 from privlab.victims import victim
 
 Cli = Callable[..., Any]
+PARTS = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
 SMALL = ("--model", "cifar_vit", "--limit", 2, "--labels", "predicted")
 
 
-def counted(rate: float) -> list[dict[str, float]]:
+def counted(rate: float) -> list[tuple[float, dict[str, Tensor]]]:
     """Return the loss, and the magnitudes that a step of torch.optim.AdamW shows, by the spacing of float32 alone."""
     base, rows = victim("cifar_vit"), []
     (chunk,) = batches(open_images("samples", limit=2), base.preprocessing, 2)
@@ -35,19 +37,18 @@ def counted(rate: float) -> list[dict[str, float]]:
             ulp = ulp - torch.maximum(old, p.detach().abs()).double()
             error = ((ulp / 12**0.5) ** 2 + (2.0**-23 * moved) ** 2).sqrt()
             known[name] = rate - moved > 3 * error
-        rows.append({"loss": float(loss.detach()), "known": known})
+        rows.append((float(loss.detach()), known))
     return rows
 
 
 @pytest.mark.parametrize("rate", [1e-4, 1e-2])
 def test_magnitudes_are_counted_as_in_torch_s_own_step(cli: Cli, rate: float) -> None:
     facts = cli("study", "adam", *SMALL, "--rate", rate, "--json").json
-    for of, plain in zip(facts, counted(rate), strict=True):
-        known = plain["known"]
+    for of, (loss, known) in zip(facts, counted(rate), strict=True):
         places, W = known["pos_embed"][:, -64:], known["patch_embed.proj.weight"]
         blocks = [known[f"blocks.{i}.{part}.weight"] for i in (0, 1) for part in PARTS]
         shares = [float(each.double().mean()) for each in (places, W)]
-        assert of["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+        assert of["loss"] == pytest.approx(loss, rel=1e-4)
         assert [of["known_positions"], of["known_projection"]] == pytest.approx(shares, rel=0.02)
         whole = sum(int(each.sum()) for each in known.values())
         assert of["known_all"] == pytest.approx(whole / sum(each.numel() for each in known.values()), rel=0.02)
@@ -58,9 +59,6 @@ def test_magnitudes_are_counted_as_in_torch_s_own_step(cli: Cli, rate: float) ->
         assert of["equations_blocks"] == pytest.approx(counts / behind, rel=0.02)
         entries = places.numel() + W.numel() + sum(each.numel() for each in blocks)
         assert of["signs_blocks"] == pytest.approx(entries / behind)
-
-
-PARTS = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
 
 
 def test_a_table_has_a_row_for_each_photograph(cli: Cli) -> None:
