@@ -11,18 +11,16 @@ from torch import Tensor
 
 from privlab.attacks.solvers import (
     EDGE_WIDTH,
-    RTOL,
     Adam,
     FirstBlocks,
     Kept,
-    Shown,
     Smoothness,
     descend,
     expected_excess,
-    largest_step,
+    expected_value,
     photograph_gradients,
     row_disagreement,
-    shown_by_adam,
+    shown_by_round,
     signed_product,
     slot_gradients,
     too_many,
@@ -31,9 +29,9 @@ from privlab.attacks.solvers import (
 )
 from privlab.base import PrivlabError, check_range
 from privlab.patches import patchify
-from privlab.release import each_release, rounding_deviation, without_decay
+from privlab.release import each_release
 from privlab.threat import Capability, Client, GradientDefense, Observation
-from privlab.victims import VictimModel, hash_of
+from privlab.victims import hash_of
 
 __all__ = ["AdamUpdate"]
 
@@ -141,13 +139,9 @@ class AdamUpdate:
     ) -> Float[Tensor, "n k"]:
         """Return the normalised patches of one client's image."""
         first = FirstBlocks.of(seen.model, self.blocks, update)
-        shown = _shown(first, seen.model, client, {name: update[name] for name in first.names})
-        scales = {name: expected_excess(of) for name, of in shown.items()}
-        wanted = {
-            name: torch.where(of.known, of.value, of.value + of.value.sign() * scales[name])
-            for name, of in shown.items()
-        }
-        errors = [torch.where(shown[name].known, shown[name].deviation, scales[name]) for name in (_PE, _PROJECTION)]
+        shown = shown_by_round(seen.model, client, {name: update[name] for name in first.names}, first.matrix)
+        wanted = {name: expected_value(of) for name, of in shown.items()}
+        errors = [torch.where(of.known, of.deviation, expected_excess(of)) for of in (shown[_PE], shown[_PROJECTION])]
         X = weighted_patches(wanted[_PE], wanted[_PROJECTION], errors[0], errors[1])
         if not self.steps:
             return X
@@ -227,43 +221,3 @@ class _Search:
             values.append(value.detach())
             slopes.append(slope)
         return torch.stack(values), torch.stack(slopes)
-
-
-def _shown(
-    first: FirstBlocks, model: VictimModel, client: Client, update: Mapping[str, Float[Tensor, "..."]]
-) -> dict[str, Shown]:
-    """Return what one update shows of the gradients of matrices, by name.
-
-    Raises:
-        PrivlabError: if a weight moved further than a fresh state can move it.
-    """
-    # AdamW stores the decayed weight, and then the moved one.
-    twice = 2**0.5 if client.weight_decay else 1.0
-    moved, rounded = {}, {}
-    for name, M in without_decay(model, update, 1 - client.kept_share).items():
-        before = model.vit.get_parameter(name).detach()
-        moved[name] = first.matrix(name, M)
-        rounded[name] = twice * first.matrix(
-            name, rounding_deviation(before, before - update[name], client, update[name])
-        )
-    full, most = client.rates[0], largest_step(client)
-    for name, M in moved.items():
-        over = M.abs() - most - 6 * rounded[name] - most * 8 * RTOL
-        if bool((over > 0).any()):
-            raise PrivlabError(
-                "adam-update needs an optimiser that begins the round with a fresh state. Found a weight that moved by "
-                f"{float(M.abs().max()):.3g}, and a fresh state moves it by {most:.3g} at most: the decay is no "
-                f"client.weight_decay={client.weight_decay:g}, the state was carried, or client.lr is another one."
-            )
-    spread = 0.0
-    if client.total_steps > 1:
-        sizes = torch.cat([moved[name].flatten() for name in (_PE, _PROJECTION)]).abs()
-        full = float(sizes.median())
-        large = sizes[sizes > full / 2]
-        spread = 1.4826 * float((large - full).abs().median())  # of a normal distribution, from the median deviation
-    return {
-        name: shown_by_adam(
-            M / full, (rounded[name].square() + spread**2 + (RTOL * M).square()).sqrt() / full, client.eps
-        )
-        for name, M in moved.items()
-    }

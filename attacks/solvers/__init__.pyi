@@ -1,9 +1,11 @@
 from .adam_shares import Shown as Shown
 from .adam_shares import expected_excess as expected_excess
+from .adam_shares import expected_value as expected_value
 from .adam_shares import largest_step as largest_step
 from .adam_shares import least_step as least_step
 from .adam_shares import misfit as misfit
 from .adam_shares import shown_by_adam as shown_by_adam
+from .adam_shares import shown_by_round as shown_by_round
 from .adam_shares import signed_product as signed_product
 from .descent import OPTIMISERS as OPTIMISERS
 from .descent import Adam as Adam

@@ -1,7 +1,7 @@
 """What Adam's share of a full step tells: signs, the magnitude of small entries, and two matrices of such a product."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,11 +10,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from privlab.attacks.solvers.prior import EDGE_WIDTH, Smoothness, photograph_gradients
+from privlab.attacks.solvers.ridge import RTOL
+from privlab.base import PrivlabError
 from privlab.patches import patchify
+from privlab.release import rounding_deviation, without_decay
 from privlab.threat import Client
 from privlab.victims import VictimModel
 
-__all__ = ["Shown", "expected_excess", "largest_step", "least_step", "misfit", "shown_by_adam", "signed_product"]
+__all__ = ["Shown", "expected_excess", "expected_value", "largest_step", "least_step", "misfit"]
+__all__ += ["shown_by_adam", "shown_by_round", "signed_product"]
 
 _TOLERANCES = (1.0, 0.3, 0.1, 0.03, 0.01)
 """Errors that ∂ℓ/∂W is allowed, in units of its channels' mean magnitude, from the first stage of the search on."""
@@ -33,15 +37,18 @@ _CERTAIN = 3.0
 
 
 class Shown(NamedTuple):
-    """What is shown of a gradient: where `known`, its `value` up to a `deviation`; else its sign, and its `least` size.
+    """What is shown of a gradient: where `known`, its `value` up to a `deviation`; else `sign` and `least` magnitude.
 
-    An entry that is not known has its least magnitude as its value.
+    An entry that is not known has its least magnitude as its value, which may be 0: its sign is told all the same.
+    `eps` is Adam's ε, in units of the gradient.
     """
 
     value: Float[Tensor, "r c"]
     deviation: Float[Tensor, "r c"]
     least: Float[Tensor, "r c"]
     known: Bool[Tensor, "r c"]
+    sign: Float[Tensor, "r c"]
+    eps: float
 
 
 def shown_by_adam(share: Float[Tensor, "r c"], deviation: Float[Tensor, "r c"], eps: float) -> Shown:
@@ -58,10 +65,59 @@ def shown_by_adam(share: Float[Tensor, "r c"], deviation: Float[Tensor, "r c"], 
     known = 1 - size > _CERTAIN * deviation
     least = (size.clamp_max(1) - _CERTAIN * deviation).clamp_min(0)
     least = eps * least / (1 - least)
-    missing = (1 - size).where(known, torch.ones_like(size))
-    return Shown(
-        share.sign() * torch.where(known, eps * size / missing, least), eps * deviation / missing**2, least, known
-    )
+    missing, sign = (1 - size).where(known, torch.ones_like(size)), share.sign()
+    value = sign * torch.where(known, eps * size / missing, least)
+    return Shown(value, eps * deviation / missing**2, least, known, sign, eps)
+
+
+def shown_by_round(
+    model: VictimModel,
+    client: Client,
+    update: Mapping[str, Float[Tensor, "..."]],
+    matrix: Callable[[str, Tensor], Float[Tensor, "r c"]],
+) -> dict[str, Shown]:
+    """Return what the update of a round shows of each parameter's gradient, by name.
+
+    Of several steps the median move of the embedding counts as a full step, and the spread about it as an error.
+
+    Args:
+        model: the model before the round.
+        client: the public settings of a client that trains by Adam or AdamW from a fresh state.
+        update: θ_0 − θ_T by timm's names; that of the position embeddings and of the projection, if of several steps.
+        matrix: (name, what is given for each entry of that parameter) ↦ its rows, as they are to be compared.
+
+    Raises:
+        PrivlabError: if a weight moved further than a fresh state can move it.
+    """
+    # AdamW stores the decayed weight, and then the moved one.
+    twice = 2**0.5 if client.weight_decay else 1.0
+    moved, rounded = {}, {}
+    for name, M in without_decay(model, update, 1 - client.kept_share).items():
+        before = model.vit.get_parameter(name).detach()
+        moved[name] = matrix(name, M)
+        deviation = rounding_deviation(before, before - update[name], client, update[name])
+        rounded[name] = twice * matrix(name, deviation)
+    full, most = client.rates[0], largest_step(client)
+    for name, M in moved.items():
+        over = M.abs() - most - 6 * rounded[name] - most * 8 * RTOL
+        if bool((over > 0).any()):
+            raise PrivlabError(
+                "adam-update needs an optimiser that begins the round with a fresh state. Found a weight that moved by "
+                f"{float(M.abs().max()):.3g}, and a fresh state moves it by {most:.3g} at most: the decay is no "
+                f"client.weight_decay={client.weight_decay:g}, the state was carried, or client.lr is another one."
+            )
+    spread = 0.0
+    if client.total_steps > 1:
+        sizes = torch.cat([moved[name].flatten() for name in ("pos_embed", "patch_embed.proj.weight")]).abs()
+        full = float(sizes.median())
+        large = sizes[sizes > full / 2]
+        spread = 1.4826 * float((large - full).abs().median())  # of a normal distribution, from the median deviation
+    return {
+        name: shown_by_adam(
+            M / full, (rounded[name].square() + spread**2 + (RTOL * M).square()).sqrt() / full, client.eps
+        )
+        for name, M in moved.items()
+    }
 
 
 def largest_step(client: Client) -> float:
@@ -127,7 +183,7 @@ def signed_product(
         prior: factor of the weight of the edges' energy.
     """
     scale_a, scale_g = expected_excess(a), expected_excess(g)
-    A = torch.where(a.known, a.value, a.value + a.value.sign() * scale_a)
+    A = expected_value(a)
     black, white = (
         patchify(model.normalise(X.new_full((1, *model.image_shape), shade)), model.patch)[0].to(X)
         for shade in (0.0, 1.0)
@@ -158,16 +214,22 @@ def expected_excess(of: Shown) -> Float[Tensor, "r c"]:
     """Return the expected excess of each magnitude over its bound: of rows times of columns, over that of all.
 
     Magnitudes that are exponentially distributed, of which some are known up to a bound alone, have their sum over the
-    count of those that are known as their mean of greatest likelihood.
+    count of those that are known as their mean of greatest likelihood. Where no size and no bound is shown, it is ε.
     """
     known = of.known.to(of.value)
     size, tiny = of.value.abs(), torch.finfo(of.value.dtype).tiny
     whole = size.sum() / known.sum().clamp_min(1)
+    whole = whole.where(whole > 0, whole.new_tensor(of.eps))
     rows, columns = (
         (size.sum(dim, keepdim=True) + _PSEUDO_COUNT * whole) / (known.sum(dim, keepdim=True) + _PSEUDO_COUNT)
         for dim in (1, 0)
     )
-    return (rows * columns / whole.clamp_min(tiny)).clamp_min(tiny)
+    return (rows * columns / whole).clamp_min(tiny)
+
+
+def expected_value(of: Shown) -> Float[Tensor, "r c"]:
+    """Return the gradient with each magnitude that is not known at what is expected of it: its bound and the excess."""
+    return torch.where(of.known, of.value, of.value + of.sign * expected_excess(of))
 
 
 def misfit(
@@ -182,7 +244,7 @@ def misfit(
         unknown: the error that signs and bounds are allowed.
     """
     exact = (at - of.value) / (of.deviation.square() + known.square()).sqrt()
-    bound = F.relu(of.least - of.value.sign() * at) / unknown
+    bound = F.relu(of.least - of.sign * at) / unknown
     return torch.where(of.known, exact, bound).square().sum() / 2
 
 

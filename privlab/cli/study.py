@@ -319,6 +319,30 @@ def architectures(models: str | None, as_json: bool, **options: Any) -> None:  #
         click.echo(line)
 
 
+@study.command("adam")
+@click.option("--images", default="samples", show_default=True, help="samples, a folder, a data set.")
+@click.option("--model", type=VICTIM, default="vit_ti", show_default=True, help="The model that the client trains.")
+@click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")
+@click.option("--img-size", type=click.IntRange(min=8), help="Side of the input.")
+@click.option("--labels", help="CSV with file and label, or predicted.")
+@click.option("--rate", type=float, default=1e-4, show_default=True, help="Learning rate of the step.")
+@click.option("--blocks", type=click.IntRange(min=0), default=2, show_default=True, help="First blocks that count.")
+@click.option("--limit", type=click.IntRange(min=1), help="Use N images.")
+@click.option("--every", type=click.IntRange(min=1), help="Use every K-th image, before --limit.")
+@click.option("--offset", type=click.IntRange(min=0), help="Leave out the first J images, before --limit.")
+@common
+def adam(as_json: bool, **options: Any) -> None:  # noqa: ANN401
+    """Count the magnitudes that one step of AdamW shows of a gradient, and set them beside the unknowns."""
+    from privlab.experiments.studies.adam import AdamStudy, to_rows
+
+    with warned():
+        facts = AdamStudy(**options)(say=lambda line: err.print(line, markup=False))
+    if as_json:
+        print_json(facts)
+        return
+    print_rows(to_rows(facts), as_json=False)
+
+
 @study.command("federation")
 @click.option("--model", type=VICTIM, required=True, help="The model that the clients train.")
 @click.option("--weights", default="auto", show_default=True, help="auto, pretrained, random, or a file.")

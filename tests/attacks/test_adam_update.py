@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from privlab.attacks import AdamUpdate, PatchGradient
-from privlab.attacks.solvers import largest_step, misfit, shown_by_adam
+from privlab.attacks.solvers import expected_value, largest_step, misfit, shown_by_adam
 from privlab.base import PrivlabError
 from privlab.defenses import DEFENSES
 from privlab.metrics import psnr
@@ -102,6 +102,35 @@ def test_unknown_entries_count_where_their_sign_or_bound_is_violated() -> None:
     assert not shown.known.any()
     assert float(misfit(shown, 1.5 * shown.value, one, one)) == 0
     assert float(misfit(shown, -shown.value, one, one)) == pytest.approx(8 * float(shown.least[0, 0]) ** 2)
+
+
+def test_a_sign_is_told_where_no_size_is() -> None:
+    """Errors of a third of a step and more leave no bound: all magnitudes are expected at ε, and signs still count."""
+    share = torch.tensor([[0.9, -0.8, 0.1], [-1.4, 0.5, -0.3]]).double()
+    shown = shown_by_adam(share, torch.full((2, 3), 0.4).double(), 1e-8)
+    assert not shown.known.any()
+    assert not shown.least.any()
+    torch.testing.assert_close(expected_value(shown), 1e-8 * share.sign(), rtol=1e-12, atol=0)
+    one = torch.ones(2, 1).double()
+    assert float(misfit(shown, share, one, one)) == 0
+    assert float(misfit(shown, -share, one, one)) == pytest.approx(float(share.square().sum()) / 2)
+    some = shown_by_adam(share, torch.full((2, 3), 0.25).double(), 1e-8)
+    assert bool((some.known | (some.least > 0)).any())
+    assert not bool((some.known | (some.least > 0)).all())
+    assert torch.equal(expected_value(some).sign(), share.sign())
+
+
+def test_moves_of_every_size_still_show_signs(tiny_model: Model, crops: Tensor) -> None:
+    """The moves of many steps may be spread so far that no magnitude is known and none is bounded."""
+    images, draw = crops[1:2], torch.Generator().manual_seed(0)
+    seen = sent(tiny_model().float(), images, SIGNS)
+    moves = {
+        name: M.sign() * SIGNS.lr * (0.02 + 2.98 * torch.rand(M.shape, generator=draw))
+        for name, M in seen.gradients.items()
+    }
+    seen = replace(seen, gradients=moves, client=replace(SIGNS, weight_decay=0.0))
+    start, found = (score(AdamUpdate(steps=steps), seen, images)[0] for steps in (0, 40))
+    assert found > start + 0.2
 
 
 def test_blocks_are_read_where_less_than_a_third_of_the_magnitudes_is_known(tiny_model: Model, crops: Tensor) -> None:

@@ -1,0 +1,152 @@
+"""`privlab study adam`: what the first step of AdamW shows of a gradient, beside the number of unknowns."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from privlab.attacks.solvers import FirstBlocks, Shown, shown_by_round
+from privlab.base import PrivlabError, check_range, full_precision
+from privlab.evaluation import Specification, labelled, source_of
+from privlab.images import batches
+from privlab.release import each_release, observe_updates, released_parameters
+from privlab.threat import Client, ClientData
+from privlab.victims import Victim, victim
+
+__all__ = ["AdamStudy", "to_rows"]
+
+_PE, _PROJECTION = "pos_embed", "patch_embed.proj.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamStudy:
+    """Clients that take one step of AdamW from a fresh state, on one photograph each.
+
+    Args:
+        images: a source of photographs, such as "samples" or a folder.
+        model: the victim; it needs a learned position embedding.
+        weights: of the victim: auto, pretrained, random, or a file.
+        img_size: the side of the input, in pixels; None for the victim's own.
+        labels: a CSV file with file and label, or "predicted"; None for the source's own.
+        rate: η, > 0.
+        blocks: L, the first blocks that are counted beside the embedding, ≥ 0.
+        limit: photographs, ≥ 1.
+        every: the photographs at positions 0, K, 2 K, ….
+        offset: the first photographs, which are left out.
+
+    Raises:
+        PrivlabError: if a number is out of its range.
+    """
+
+    images: str = "samples"
+    model: str = "vit_ti"
+    weights: str = "auto"
+    img_size: int | None = None
+    labels: str | None = None
+    rate: float = 1e-4
+    blocks: int = 2
+    limit: int | None = None
+    every: int | None = None
+    offset: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise PrivlabError if a number is out of its range."""
+        check_range(0 < self.rate < float("inf"), "rate", "above 0 and finite", self.rate)
+        check_range(self.blocks >= 0, "blocks", "at least 0", self.blocks)
+
+    def __call__(self, say: Callable[[str], object] = lambda line: None) -> list[dict[str, Any]]:
+        """Return what the step shows of each photograph, by name.
+
+        A row has the `loss` before the step, and the shares of entries whose magnitude is known, which is to 3 standard
+        deviations of rounding from a full step (`shown_by_adam`), of the patches' position embeddings, of the
+        projection W and of all parameters (`known_positions`, `known_projection`, `known_all`). For each of the N (D +
+        K) numbers of ∂ℓ/∂E_pos and X it has the known magnitudes of these two gradients (`equations_embedding`), and
+        for each of those of X and Δ = ∂ℓ/∂z_L the known magnitudes and the signs of the matrices of the embedding and
+        of the first L blocks (`equations_blocks`, `signs_blocks`).
+
+        Args:
+            say: called with the name of each photograph before it is measured.
+
+        Raises:
+            PrivlabError: if the victim has no learned position embedding, or no photograph can be used.
+        """
+        base = victim(self.model, weights=self.weights, img_size=self.img_size)
+        spec = Specification(
+            models=(self.model,),
+            images=(self.images,),
+            weights=self.weights,
+            img_size=self.img_size,
+            labels=self.labels,
+            limit=self.limit,
+            every=self.every,
+            offset=self.offset,
+        )
+        if _PE not in released_parameters(base.model):
+            raise PrivlabError(f"privlab study adam needs a learned position embedding. {self.model} has none.")
+        rows = []
+        for chunk in batches(source_of(spec, [base]), base.preprocessing, 1):
+            batch, _ = labelled(chunk, base.model, predicted=self.labels == "predicted")
+            for image, pixels, label in zip(batch.named, batch.images, batch.labels, strict=True):
+                say(image.name)
+                rows.append({"image": image.name} | self._row(base, pixels[None], label[None]))
+        if not rows:
+            raise PrivlabError(f"'{self.images}' has no photograph that can be used. Found 0 of them.")
+        return rows
+
+    def _row(self, base: Victim, pixels: Tensor, label: Tensor) -> dict[str, float]:
+        client = Client(optimiser="adamw", lr=self.rate, steps=1)
+        seen = observe_updates(base.model, client, [ClientData(pixels, label, Generator().manual_seed(0))])
+        (update,) = each_release(seen)
+        first = FirstBlocks.of(base.model, self.blocks, update)
+
+        def rows(name: str, of: Tensor) -> Tensor:
+            return first.matrix(name, of) if of.ndim > 1 else of[None]
+
+        shown = shown_by_round(base.model, client, update, rows)
+        (n, d), k = shown[_PE].value.shape, shown[_PROJECTION].value.shape[1]
+        embedding, blocks = [shown[_PE], shown[_PROJECTION]], [shown[name] for name in first.names]
+        behind = n * k + (n + first.prefix) * d
+        with torch.no_grad(), full_precision():
+            loss = float(F.cross_entropy(base.model(pixels), label))
+        return {
+            "loss": loss,
+            "known_positions": _known([shown[_PE]]) / _entries([shown[_PE]]),
+            "known_projection": _known([shown[_PROJECTION]]) / _entries([shown[_PROJECTION]]),
+            "known_all": _known(shown.values()) / _entries(shown.values()),
+            "equations_embedding": _known(embedding) / (n * (d + k)),
+            "equations_blocks": _known(blocks) / behind,
+            "signs_blocks": _entries(blocks) / behind,
+        }
+
+
+def _known(of: Iterable[Shown]) -> int:
+    """Return the number of entries whose magnitude is known."""
+    return sum(int(each.known.sum()) for each in of)
+
+
+def _entries(of: Iterable[Shown]) -> int:
+    return sum(each.known.numel() for each in of)
+
+
+def to_rows(facts: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Return a row of text for each photograph, by the words of the table's heads.
+
+    Args:
+        facts: what a study returned.
+    """
+    return [
+        {
+            "image": of["image"],
+            "loss": f"{of['loss']:.3g}",
+            "known: positions": f"{of['known_positions']:.1%}",
+            "projection": f"{of['known_projection']:.1%}",
+            "all": f"{of['known_all']:.1%}",
+            "equations per unknown: embedding": f"{of['equations_embedding']:.2f}",
+            "with blocks": f"{of['equations_blocks']:.2f}",
+            "signs per unknown": f"{of['signs_blocks']:.1f}",
+        }
+        for of in facts
+    ]
