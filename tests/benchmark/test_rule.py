@@ -183,8 +183,13 @@ def test_an_attack_that_searches_whatever_the_noise_does_not_know_it(stem: str) 
     assert {"column-statistics", "pe-assignment"} <= {*found["known_by"]}
 
 
-def test_cutmix_has_no_rank_as_the_attack_that_knows_it_is_the_weaker_one() -> None:
-    (row,) = standings(each for each in entries() if each.path.stem in ("features-cutmix", "features-inversion-mae"))
+def test_cutmix_has_a_rank_by_the_attack_that_leaks_more_than_those_that_ignore_it() -> None:
+    stems = ["features-cutmix", "features-inversion-mae", "features-cutmix-completion"]
+    own = [each for each in entries() if each.path.stem in stems]
+    (whole,) = standings(own)
+    assert (whole.rank, whole.unreliable) == (1, ())
+    assert whole.why.startswith("broken by cutmix-completion")
+    (row,) = standings(each for each in own if each.path.stem in stems[:2])
     assert row.rank is None
     assert [reason.partition(", ")[0] for reason in row.unreliable] == [
         "Adaptive attack weaker: embedding: inversion-mae 15.01 dB leaks less than row-alignment 16.22 dB; two blocks: "
