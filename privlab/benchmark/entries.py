@@ -126,8 +126,8 @@ def told(folder: Path = PACKAGE / "identity") -> dict[tuple[str, str], Told]:
             track, _, name = str(row["case"]).partition(" ")
             if (track, name) not in known:
                 raise PrivlabError(f"'{path}' is of '{row['case']}', which is no 'TRACK ENTRY' of this package.")
-            by = f"{row['features']} of {compared}"
-            by += "" if compared == "releases" else f" by {row['attack']}"
+            pictures = f"{row['features']} of pictures by {row['attack']}"
+            by = pictures if compared == "pictures" else str(row["features"]).replace("release", compared)
             commands = _identify_commands(table, compared)
             rate, low, high = (float(row[key]) for key in ("rank_1", "low", "high"))
             own, before = Told(rate, low, high, row["images"], row["n"], by, commands), found.get((track, name))

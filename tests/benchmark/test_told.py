@@ -35,15 +35,17 @@ def standing() -> Standing:
 
 def test_the_best_of_what_was_compared_among_most_candidates_counts(tmp_path: Path) -> None:
     written(tmp_path, "low-pictures", row(), row(features="low pass", rank_1=0.3), row(n=10, rank_1=0.9))
-    written(tmp_path, "other-releases", row(attack="releases", features="signs", rank_1=0.2))
+    written(tmp_path, "other-releases", row(attack="releases", features="release, signs", rank_1=0.2))
     (found,) = told(tmp_path).values()
     assert (found.rate, found.among, found.by) == (0.3, 500, "low pass of pictures by patch-gradient-adaptive")
     run, identify = found.commands
     assert run.startswith("privlab table low --images FOLDER --manifest")
     assert identify == "privlab identify runs/low --candidates FOLDER --among 2,10,50,500 --json"
-    written(tmp_path, "other-releases", row(attack="releases", features="signs", rank_1=1.0, low=0.93, high=1.0))
+    written(
+        tmp_path, "other-releases", row(attack="releases", features="release, signs", rank_1=1.0, low=0.93, high=1.0)
+    )
     (found,) = told(tmp_path).values()
-    assert (found.rate, found.low, found.high, found.images, found.by) == (1.0, 0.93, 1.0, 50, "signs of releases")
+    assert (found.rate, found.low, found.high, found.images, found.by) == (1.0, 0.93, 1.0, 50, "releases, signs")
     assert found.commands[1].endswith("--among 2,10,50,500 --compare releases --json")
 
 
@@ -80,11 +82,11 @@ def test_the_page_says_of_an_entry_that_holds_that_the_photograph_is_told(standi
     page = fragment([replace(standing, identity=found)])
     assert "of the entries that hold, under <code>svt-privacy</code> (gradients) in 88 % among 500" in page
     assert '<td class="n">88<br><span class="why">[76, 96]<br>of 500</span></td>' in page
-    assert "<td>holds, and the photograph is told<br>" in page
+    assert "<td>holds, the photograph is told in 88 %<br>" in page
     assert "told by: signs of releases, 50 photographs" in page
     assert page.count("privlab identify runs/low\n") == 1
     chance = fragment([replace(standing, identity=replace(found, rate=0.002, low=0.0))])
-    assert "the photograph is told<" not in chance
+    assert "the photograph is told in" not in chance
     assert "of the entries that hold" not in chance
     assert '<td class="n">—</td>' in fragment([replace(standing, identity=None)])
 
