@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ class Told:
 
     `rate` is the rank-1 rate among `among` candidates, and `low` and `high` its 95 % interval of Clopper and Pearson,
     over `images` photographs; chance is 1 / `among`. `by` says what was compared, and `commands` measure it again.
+    `compared` names all that was looked at, "pictures" and "releases": what was not compared may tell more.
     """
 
     rate: float
@@ -98,6 +99,7 @@ class Told:
     among: int
     by: str
     commands: tuple[str, ...]
+    compared: tuple[str, ...] = ()
 
     @property
     def above_chance(self) -> bool:
@@ -120,6 +122,7 @@ def told(folder: Path = PACKAGE / "identity") -> dict[tuple[str, str], Told]:
     """
     known = {(card.track, card.name) for track in TRACKS for card in defense_entries(track)}
     found: dict[tuple[str, str], Told] = {}
+    looked: dict[tuple[str, str], set[str]] = {}
     for path in sorted(folder.glob("*.json")):
         table, _, compared = path.stem.rpartition("-")
         for row in _identified(path):
@@ -133,7 +136,8 @@ def told(folder: Path = PACKAGE / "identity") -> dict[tuple[str, str], Told]:
             own, before = Told(rate, low, high, row["images"], row["n"], by, commands), found.get((track, name))
             if before is None or (own.among, own.rate) > (before.among, before.rate):
                 found[track, name] = own
-    return found
+            looked.setdefault((track, name), set()).add(compared)
+    return {key: replace(each, compared=tuple(sorted(looked[key]))) for key, each in found.items()}
 
 
 def _identified(path: Path) -> list[Mapping[str, Any]]:

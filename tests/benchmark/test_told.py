@@ -45,6 +45,7 @@ def test_the_best_of_what_was_compared_among_most_candidates_counts(tmp_path: Pa
         tmp_path, "other-releases", row(attack="releases", features="release, signs", rank_1=1.0, low=0.93, high=1.0)
     )
     (found,) = told(tmp_path).values()
+    assert found.compared == ("pictures", "releases")
     assert (found.rate, found.low, found.high, found.images, found.by) == (1.0, 0.93, 1.0, 50, "releases, signs")
     assert found.commands[1].endswith("--among 2,10,50,500 --compare releases --json")
 
@@ -88,7 +89,10 @@ def test_the_page_says_of_an_entry_that_holds_that_the_photograph_is_told(standi
     chance = fragment([replace(standing, identity=replace(found, rate=0.002, low=0.0))])
     assert "the photograph is told in" not in chance
     assert "of the entries that hold" not in chance
-    assert '<td class="n">—</td>' in fragment([replace(standing, identity=None)])
+    assert '<td class="n">not measured</td>' in fragment([replace(standing, identity=None)])
+    alone = "releases, which may tell more, were not compared"
+    assert alone in fragment([replace(standing, identity=replace(found, compared=("pictures",)))])
+    assert alone not in fragment([replace(standing, identity=replace(found, compared=("pictures", "releases")))])
 
 
 def test_the_entries_of_the_package_have_what_was_measured() -> None:
